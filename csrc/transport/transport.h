@@ -1,0 +1,82 @@
+// The transport interface: ranks meet, their common work is planned once, run, and completed.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace cpd {
+
+enum class StatusCode { kOk, kInvalidArgument, kDeadlineExceeded, kInternal };
+
+struct Status {
+  StatusCode code = StatusCode::kOk;
+  std::string message;
+
+  bool ok() const { return code == StatusCode::kOk; }
+  static Status Ok() { return {}; }
+  static Status Invalid(std::string message) {
+    return {StatusCode::kInvalidArgument, std::move(message)};
+  }
+};
+
+// Names one exchange. `run_id` is the same on all ranks of one execution of a program, `call_site`
+// tells the calls of one program apart, `group` the independent groups of one call (the other axes
+// of a larger mesh). A loop meets under the same key again, once the previous round is over.
+struct ExchangeKey {
+  int64_t run_id;
+  int64_t call_site;
+  int64_t group;
+
+  bool operator<(const ExchangeKey& other) const {
+    if (run_id != other.run_id) return run_id < other.run_id;
+    if (call_site != other.call_site) return call_site < other.call_site;
+    return group < other.group;
+  }
+};
+
+// What one rank brings to an exchange. The transport keeps it alive until the exchange is over.
+class Contribution {
+ public:
+  virtual ~Contribution() = default;
+};
+
+// Independent pieces of work; any thread may run any piece, each exactly once.
+struct WorkList {
+  int64_t num_tasks = 0;
+  std::function<void(int64_t task)> run;
+};
+
+// Looks at the contributions of all ranks together, in rank order: either all of them are valid and
+// `work` becomes the copies to make, or the error is for every rank.
+using Planner =
+    std::function<Status(const std::vector<std::unique_ptr<Contribution>>&, WorkList* work)>;
+
+// Called exactly once per rank. It may run the rest of that rank's program, so it can take long.
+using Completion = std::function<void(const Status&)>;
+
+// Offers a piece of work to another thread, which may run it at any later time or never.
+using Scheduler = std::function<void(std::function<void()>)>;
+
+struct Exchange {
+  std::string op;  // for messages: "dispatch over axis 'cp'"
+  ExchangeKey key;
+  int num_ranks;
+  std::chrono::milliseconds deadline;
+  Planner planner;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // Brings `contribution` as `rank` and returns at once: it never waits for a peer. `completion`
+  // runs when the exchange is over for all ranks: done, or failed for every one of them.
+  virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
+                    Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
+};
+
+}  // namespace cpd

@@ -1,0 +1,29 @@
+"""Context parallelism for JAX: plan, move and attend packed documents over many devices."""
+
+from pkgutil import extend_path as _extend_path
+
+# A source tree on sys.path finds the extension that is installed elsewhere.
+__path__ = _extend_path(__path__, __name__)
+
+from jax_cp_dispatch.dispatch import combine, dispatch
+from jax_cp_dispatch.metadata import (
+    Metadata,
+    compute_attn_layout_seqlens,
+    compute_metadata,
+    compute_metadata_kv,
+)
+from jax_cp_dispatch.scenarios import create_qkv_dispatch, gen_seq_lens, orchestrate_simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Metadata",
+    "combine",
+    "compute_attn_layout_seqlens",
+    "compute_metadata",
+    "compute_metadata_kv",
+    "create_qkv_dispatch",
+    "dispatch",
+    "gen_seq_lens",
+    "orchestrate_simulate",
+]

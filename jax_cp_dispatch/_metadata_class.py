@@ -1,0 +1,161 @@
+"""`Metadata`: the plan of one exchange as data, its views and its dtypes."""
+
+import dataclasses
+import operator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch._metadata_validate import check_plan, host_value
+
+# An array; or whatever a transformation maps over the leaves (specs, shapes, axes, placeholders).
+Leaf: TypeAlias = Any
+
+_INT32 = ("dst_rank", "num_seqs")
+_UINT32 = ("dst_offset", "seq_len", "recv_seq_lens", "src_offset")
+_COUNTS = ("num_recv_tokens", "num_total_recv_tokens")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Metadata:
+    """Which shard of which rank goes to which row of which rank. All numbers count tokens.
+
+    A pytree: the arrays are leaves, `world_size` and `normalized` are static. The shapes below are
+    those of all W ranks; the view of one rank (`get_slice`) has the same fields without the
+    leading W. The two are told apart by `seq_len.ndim`. Padding is `dst_rank = -1`,
+    `dst_offset = 0`, `seq_len = 0` and may stand anywhere; `dst_rank = -1` with `seq_len > 0`
+    occupies rows of the sender and moves nothing.
+
+    Attributes:
+      dst_rank: i32 `[W, S]` or `[W, S, C]`; the rank each shard (replica) is sent to, -1 = none.
+      dst_offset: u32, shape of `dst_rank`; the row of its first token at the destination.
+      seq_len: u32 `[W, S]`; tokens in the shard.
+      num_recv_tokens: u32 `[W, W + 1]`; row i: what rank i receives from each rank, then the sum.
+      num_seqs: i32 `[W]`; slots in use: the last slot with a destination or a length, plus one.
+      num_total_recv_tokens: u32 `[W]`; the last column of `num_recv_tokens`.
+      seq_recv_mask: bool `[W, S, C]` or None; in a reverse plan: which replicas come back.
+      recv_seq_lens: u32 `[W, S]` or None; in a reverse plan: lengths of the shards they come
+        back to, whose rows are a buffer of layout `(C, sum of the rank's lengths)`.
+      src_offset: u32 `[W, S]` or None; the shard's first row at the sender. None: shards stand
+        one after another.
+      world_size: W, the size of the mesh axis.
+      normalized: whether `normalize_dtype` made the arrays.
+    """
+
+    dst_rank: Leaf
+    dst_offset: Leaf
+    seq_len: Leaf
+    num_recv_tokens: Leaf
+    num_seqs: Leaf
+    num_total_recv_tokens: Leaf
+    seq_recv_mask: Leaf = None
+    recv_seq_lens: Leaf = None
+    src_offset: Leaf = None
+    world_size: int = dataclasses.field(metadata={"static": True})
+    normalized: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def get_slice(self, rank: Any) -> "Metadata":
+        """Returns the view of one rank; padding stays, so every rank's view has the same shapes.
+
+        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`.
+
+        Raises:
+          ValueError: this is a view already, or a concrete `rank` is not in `[0, W)`.
+        """
+        shape = jnp.shape(self.seq_len)
+        if len(shape) != 2 or shape[0] != self.world_size:
+            raise ValueError(
+                f"Metadata.get_slice: needs the plan of all {self.world_size} ranks, seq_len "
+                f"[{self.world_size}, S], got seq_len {shape}. For a plan that may be one rank's "
+                f"view already, call local_view(rank)."
+            )
+        if isinstance(rank, jax.core.Tracer):
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False), self
+            )
+        rank = operator.index(rank)
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"Metadata.get_slice: rank {rank} is not in [0, {self.world_size}), the ranks of "
+                f"this plan."
+            )
+        return jax.tree.map(lambda x: x[rank], self)
+
+    def local_view(self, rank: Any) -> "Metadata":
+        """Returns the view of one rank, however the plan came in.
+
+        Inside `jax.shard_map` a plan is global (`in_specs=P()`, or closed over), a view with a
+        leading 1 (`in_specs=P(axis_name)`), or a view without it. `rank` is used for the first.
+
+        Raises:
+          ValueError: the leading size is neither `world_size` nor 1.
+        """
+        shape = jnp.shape(self.seq_len)
+        if len(shape) == 1:
+            return self
+        if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
+            return jax.tree.map(lambda x: x[0], self)
+        return self.get_slice(rank)
+
+    def normalize_dtype(self) -> "Metadata":
+        """Returns the plan in the dtypes of the kernels: i32 ranks and slots, u32 tokens.
+
+        The counts `num_recv_tokens` and `num_total_recv_tokens` become u64 where x64 is enabled,
+        else u32. Call anywhere; the range is checked where the values are concrete.
+
+        Raises:
+          ValueError: a value does not fit; the error names the field, the rank and the slot.
+        """
+        counts = np.uint64 if jax.config.jax_enable_x64 else np.uint32  # pyright: ignore
+        dtypes = dict.fromkeys(_INT32, np.int32) | dict.fromkeys(_UINT32, np.uint32)
+        dtypes |= dict.fromkeys(_COUNTS, counts) | {"seq_recv_mask": np.bool_}
+        return dataclasses.replace(
+            self,
+            **{name: _cast(name, getattr(self, name), dtype) for name, dtype in dtypes.items()},
+            normalized=True,
+        )
+
+    def device_put(self, sharding: Any = None) -> "Metadata":
+        """Returns the plan on devices: the default one, or as `jax.device_put` reads `sharding`.
+
+        `NamedSharding(mesh, P(axis_name))` gives every rank its own view. Call outside `jit`.
+        """
+        return jax.device_put(self, sharding)
+
+    def validate(self) -> None:
+        """Checks that the plan is one which a transport can carry out; for the host, outside `jit`.
+
+        Checked: shapes and integer dtypes; ranks in `[-1, W)`; 32-bit ranges; `num_seqs` covers
+        the slots in use; received counts sum to their totals; tokens sent equal tokens received
+        for every pair of ranks; destination ranges lie inside the receiver's buffer, do not
+        overlap and leave no gap. In a reverse plan (`recv_seq_lens` given) the gaps are exactly
+        the shards and replicas that were never sent. A view of one rank is checked as far as one
+        rank can tell.
+
+        Raises:
+          ValueError: names rank, slot and field.
+          TypeError: the values are traced.
+        """
+        check_plan(self)
+
+
+def _cast(name: str, value: Leaf, dtype: Any) -> Leaf:
+    if value is None:
+        return None
+    known = host_value(value)
+    if known is None:
+        return value.astype(dtype)
+    if dtype is not np.bool_:
+        limits = np.iinfo(dtype)
+        bad = np.argwhere((known < limits.min) | (known > limits.max))
+        if bad.size:
+            at = tuple(int(i) for i in bad[0])
+            raise ValueError(
+                f"Metadata.normalize_dtype: {name}{list(at)} is {known[at]}, outside of "
+                f"[{limits.min}, {limits.max}], the range of {np.dtype(dtype).name}. Plan fewer "
+                f"tokens per rank" + (", or enable x64." if name in _COUNTS else ".")
+            )
+    return jnp.asarray(value, dtype)

@@ -1,0 +1,122 @@
+"""Checks of what the planning functions are given; every error names the argument."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch._metadata_validate import host_value
+
+_MAX_UINT32 = 2**32 - 1
+_TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shard_context"}
+
+
+class Inputs:
+    """The integer arrays of one call: NumPy where values are known, traced otherwise."""
+
+    def __init__(self, op: str, **arrays: Any):
+        self.op = op
+        self._arrays = {}
+        for name, value in arrays.items():
+            known = host_value(value)
+            array = value if known is None else known
+            if not jnp.issubdtype(array.dtype, jnp.integer):
+                raise TypeError(f"{op}: {name} has dtype {array.dtype}, needs an integer dtype.")
+            self._arrays[name] = array
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    @property
+    def known(self) -> bool:
+        """Whether every value is known, so that sizes may depend on them."""
+        return all(isinstance(x, np.ndarray) for x in self._arrays.values())
+
+    def canonical(self) -> list[Any]:
+        """Returns the arrays in the order given: u32 where they count tokens, else i32."""
+        return [
+            x.astype(np.uint32 if name in _TOKENS else np.int32) for name, x in self._arrays.items()
+        ]
+
+    def first_shape(self, name: str) -> tuple[int, int]:
+        """Returns (W, S), which the argument `name` `[W, S]` defines."""
+        shape = self[name].shape
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(
+                f"{self.op}: {name} has shape {shape}, needs [W, S]: W ranks by S slots, at least "
+                f"one of each. Pass the plan of all ranks, not one rank's row."
+            )
+        return shape
+
+    def require_shape(self, name: str, *shapes: tuple[int | str, ...]) -> None:
+        """Refuses any shape but `shapes`, in which a string stands for any positive size."""
+        got = self[name].shape
+        for shape in shapes:
+            if len(got) == len(shape) and all(
+                n > 0 if isinstance(want, str) else n == want
+                for n, want in zip(got, shape, strict=True)
+            ):
+                return
+        needs = " or ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)
+        raise ValueError(f"{self.op}: {name} has shape {got}, needs {needs}.")
+
+    def require_range(self, name: str, low: int, high: int) -> None:
+        """Refuses known values outside of `[low, high]`."""
+        x = self[name]
+        if isinstance(x, np.ndarray):
+            self.refuse(name, (x < low) | (x > high), f"needs to lie in [{low}, {high}]")
+
+    def refuse(self, name: str, bad: np.ndarray, needs: str) -> None:
+        """Raises at the first element of `name` that is `bad`."""
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            words = ("rank", "slot", "replica", "component")
+            place = ", ".join(f"{word} {i}" for word, i in zip(words, at, strict=False))
+            raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}, {needs}.")
+
+    def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_UINT32) -> None:
+        """Refuses sums of tokens that the plan's fields cannot hold."""
+        if per_rank.max() > high:
+            rank = int(per_rank.argmax())
+            raise ValueError(
+                f"{self.op}: {what} of rank {rank} is {int(per_rank[rank])} tokens, needs at most "
+                f"{high}. Give each rank fewer tokens."
+            )
+
+    def num_slots(self, needed: np.ndarray | None, max_recv_seqs: Any) -> tuple[int, int]:
+        """Returns (slots to compute with, slots to return) for `needed` slots per rank.
+
+        Both are `max_recv_seqs` where given. The exact size is computed with the next power of
+        two, so that plans of varying size share a few compiled programs.
+        """
+        most = None if needed is None else int(needed.max())
+        if max_recv_seqs is None:
+            if most is None:
+                raise ValueError(
+                    f"{self.op}: the number of shards that a rank receives depends on traced "
+                    f"values. Pass max_recv_seqs, an upper bound, as a static int."
+                )
+            exact = max(1, most)  # no array is empty, also where nobody receives
+            return 1 << (exact - 1).bit_length(), exact
+        if isinstance(max_recv_seqs, jax.core.Tracer):
+            raise TypeError(f"{self.op}: max_recv_seqs is traced, needs a static int: it is a shape.")
+        bound = operator.index(max_recv_seqs)
+        if bound < 1:
+            raise ValueError(f"{self.op}: max_recv_seqs is {bound}, needs to be at least 1.")
+        if needed is not None and most is not None and most > bound:
+            raise ValueError(
+                f"{self.op}: rank {int(needed.argmax())} would receive {most} shards but "
+                f"max_recv_seqs is {bound}. Pass max_recv_seqs>={most}, or leave it out."
+            )
+        return bound, bound
+
+
+def count_per_rank(dst: np.ndarray, world_size: int, weights: np.ndarray) -> np.ndarray:
+    """Returns the sum of `weights` sent to each rank; exact below 2**53."""
+    sent = dst >= 0
+    total = np.bincount(
+        dst[sent], weights=np.broadcast_to(weights, dst.shape)[sent], minlength=world_size
+    )
+    return total.astype(np.int64)

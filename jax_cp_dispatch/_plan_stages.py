@@ -1,0 +1,201 @@
+"""The two compiled stages of planning: what is decided, then the arrays that say so.
+
+Between them the capacities become known: outside `jit` from the first stage's counts.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from jax_cp_dispatch._plan_blocks import (
+    BlockGrid,
+    block_ranges,
+    document_starts,
+    running_max,
+    running_sum,
+)
+from jax_cp_dispatch.balance import balance_blocks
+from jax_cp_dispatch.metadata import Metadata
+
+
+class Assignment(NamedTuple):
+    """What is decided before capacities are known. G counts blocks in global order."""
+
+    starts: Int32[Array, "B T"]
+    rank: Int32[Array, " G"]  # -1: nothing to compute
+    first_column: Int32[Array, " G"]
+    kv_offset: Int32[Array, "W G"]  # row of each key block at each rank that needs it, else -1
+    q_tokens: Int32[Array, "W W"]  # received by rank i from rank j
+    kv_tokens: Int32[Array, "W W"]
+    destinations: Int32[Array, ""]
+    pairs_before: Float32[Array, " W"]
+    pairs_after: Float32[Array, " W"]
+
+
+class Capacities(NamedTuple):
+    """Static sizes of a plan: rows of the two receive buffers, and C of the KV metadata."""
+
+    q: int
+    kv: int
+    destinations: int
+
+
+class PlanArrays(NamedTuple):
+    """What `AttentionPlan` says of each row, in its words."""
+
+    q_metadata: Metadata
+    kv_metadata: Metadata
+    kv_start: Int32[Array, "W q_capacity"]
+    kv_end: Int32[Array, "W q_capacity"]
+
+
+def q_bound(grid: BlockGrid) -> int:
+    """Rows of queries that no rank exceeds, by the bound in `balance_blocks`."""
+    return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
+
+
+@partial(jax.jit, static_argnames="grid")
+def assign(
+    segment_ids: Int32[Array, "B T"], positions: Int32[Array, "B T"] | None, *, grid: BlockGrid
+) -> Assignment:
+    """Gives each block a rank, and each key block a row at every rank that needs it."""
+    starts = document_starts(segment_ids, positions)
+    first, cost, shift = block_ranges(starts, grid)
+    length = jnp.broadcast_to(grid.lengths, grid.shape)
+    live = first >= 0
+    rank = balance_blocks(cost, jnp.where(live, length, 0), row_limit=q_bound(grid))
+    rank = jnp.where(live, rank, -1).reshape(-1)
+
+    # A rank needs key block g if one of its query blocks at or after g starts no later than at g.
+    block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
+    first_block = jnp.where(live, grid.block_of(first), grid.num_blocks).reshape(-1)
+    ranks = jnp.arange(grid.world_size, dtype=jnp.int32)[:, None]
+    earliest = jnp.where(rank == ranks, first_block, grid.num_blocks)
+    earliest = -running_max(-earliest[:, ::-1])[:, ::-1]
+    needed = earliest <= block
+    rows = jnp.where(needed, length.reshape(-1), 0)
+    kv_offset = jnp.where(needed, running_sum(rows) - rows, -1)
+
+    home = jnp.broadcast_to(ranks, grid.shape).reshape(-1)
+    unit = jnp.ldexp(jnp.float32(1), shift)
+    per_rank = jnp.zeros(grid.world_size, jnp.int32)
+    pairs = cost.reshape(-1)
+    q_tokens = jnp.zeros((grid.world_size, grid.world_size), jnp.int32)
+    return Assignment(
+        starts=starts,
+        rank=rank,
+        first_column=first.reshape(-1),
+        kv_offset=kv_offset,
+        q_tokens=_add_at(q_tokens, (rank, home), length.reshape(-1)),
+        kv_tokens=rows.reshape(-1, *grid.shape).sum((1, 3), dtype=jnp.int32),
+        destinations=needed.sum(0, dtype=jnp.int32).max(),
+        pairs_before=_add_at(per_rank, home, pairs) * unit,
+        pairs_after=_add_at(per_rank, rank, pairs) * unit,
+    )
+
+
+@partial(jax.jit, static_argnames=("grid", "capacities"))
+def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanArrays:
+    """Writes the assignment down within capacities; what goes beyond them is cut off."""
+    length = jnp.broadcast_to(grid.lengths, grid.shape).reshape(-1)
+    # Blocks in the order in which they are received: by rank, then in global order.
+    order = jnp.argsort(jnp.where(plan.rank < 0, grid.world_size, plan.rank), stable=True)
+    before = jnp.cumsum(length[order], dtype=jnp.int32) - length[order]
+    received = plan.q_tokens.sum(1, dtype=jnp.int32)
+    q_offset = jnp.zeros_like(length).at[order].set(before, unique_indices=True)
+    q_offset = q_offset - (jnp.cumsum(received, dtype=jnp.int32) - received)[plan.rank]
+    q_offset = jnp.where(plan.rank < 0, 0, q_offset)
+    kv_rank, kv_offset = _destinations(plan.kv_offset, capacities.destinations)
+    kv_start, kv_end = _key_ranges(plan, q_offset, received, grid, capacities.q)
+    return PlanArrays(
+        q_metadata=_metadata(plan.rank, q_offset, plan.q_tokens, grid),
+        kv_metadata=_metadata(kv_rank, kv_offset, plan.kv_tokens, grid),
+        kv_start=kv_start,
+        kv_end=kv_end,
+    )
+
+
+def _destinations(
+    offset: Int32[Array, "W G"], num: int
+) -> tuple[Int32[Array, "G C"], Int32[Array, "G C"]]:
+    """Lists, per block, the ranks with an offset, ascending, and the offsets."""
+    count = jnp.cumsum((offset >= 0).T, axis=1, dtype=jnp.int32)
+    nth = jnp.arange(1, num + 1, dtype=jnp.int32)
+    rank = jax.vmap(lambda count: jnp.searchsorted(count, nth))(count).astype(jnp.int32)
+    exists = rank < offset.shape[0]
+    offset = jnp.take_along_axis(offset.T, jnp.where(exists, rank, 0), axis=1)
+    return jnp.where(exists, rank, -1), jnp.where(exists, offset, 0)
+
+
+def _key_ranges(
+    plan: Assignment,
+    q_offset: Int32[Array, " G"],
+    received: Int32[Array, " W"],
+    grid: BlockGrid,
+    q_capacity: int,
+) -> tuple[Int32[Array, "W q_capacity"], Int32[Array, "W q_capacity"]]:
+    """Where the keys of each received query lie.
+
+    All the key blocks of a query block are received, and consecutive columns in consecutive rows,
+    so one shift per block takes columns to rows. The receive buffer is filled in cells of
+    `grid.unit` rows, each of which comes from one block.
+    """
+    cells = -(-q_capacity // grid.unit)
+    block_cell = q_offset // grid.unit
+    ids = jnp.arange(grid.num_blocks, dtype=jnp.int32)
+    rank = jnp.where(plan.rank < 0, grid.world_size, plan.rank)  # out of bounds: dropped
+    block = jnp.zeros((grid.world_size, cells), jnp.int32)
+    block = running_max(block.at[rank, block_cell].set(ids, mode="drop"))
+    cell = jnp.arange(cells, dtype=jnp.int32)
+    exists = cell * grid.unit < received[:, None]
+
+    within = jnp.where(exists, cell - block_cell[block], 0) * grid.unit
+    column = grid.first_columns().reshape(-1)[block] + within
+    batch = block // (grid.world_size * grid.per_piece)
+    cells_per_row = grid.world_size * grid.columns // grid.unit
+    start = plan.starts.reshape(-1, grid.unit)[batch * cells_per_row + column // grid.unit]
+    end = column[..., None] + jnp.arange(1, grid.unit + 1, dtype=jnp.int32)
+
+    first = plan.first_column.reshape(grid.shape)
+    first_block = grid.block_of(jnp.maximum(first, 0)).reshape(-1)
+    to_row = plan.kv_offset[plan.rank, first_block]
+    to_row -= grid.first_columns().reshape(-1)[first_block]
+    live = exists[..., None] & (start >= 0)
+    to_row = to_row[block][..., None]
+    kv_start, kv_end = (
+        jnp.where(live, x + to_row, 0).reshape(grid.world_size, -1)[:, :q_capacity]
+        for x in (start, end)
+    )
+    return kv_start, kv_end
+
+
+def _add_at(into: Int32[Array, "..."], index, values) -> Int32[Array, "..."]:
+    """Scatter-add that drops what belongs to no rank (-1)."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    first = jnp.where(first < 0, into.shape[0], first)
+    return into.at[(first, *rest)].add(values, mode="drop")
+
+
+def _metadata(
+    rank: Int32[Array, "G ..."],
+    offset: Int32[Array, "G ..."],
+    tokens: Int32[Array, "W W"],
+    grid: BlockGrid,
+) -> Metadata:
+    total = tokens.sum(1, dtype=jnp.int32)
+    slots = grid.batch * grid.per_piece
+    return Metadata(
+        dst_rank=grid.by_rank(rank),
+        dst_offset=grid.by_rank(offset).astype(jnp.uint32),
+        seq_len=jnp.broadcast_to(
+            np.tile(grid.lengths, grid.batch).astype(np.uint32), (grid.world_size, slots)
+        ),
+        num_recv_tokens=jnp.concatenate([tokens, total[:, None]], axis=1).astype(jnp.uint32),
+        num_seqs=jnp.full(grid.world_size, slots, jnp.int32),
+        num_total_recv_tokens=total.astype(jnp.uint32),
+        world_size=grid.world_size,
+    )

@@ -1,0 +1,22 @@
+"""Over which mesh axes an array varies inside `jax.shard_map` (with `check_vma`)."""
+
+from collections.abc import Iterable
+
+import jax
+from jaxtyping import Array
+
+
+def vary_alike(arrays: Iterable[Array], *, also: Iterable[str] = ()) -> list[Array]:
+    """Makes all arrays vary over the union of their mesh axes and `also`.
+
+    Operations of ours need it where JAX's own do it by themselves: operands of one primitive, the
+    first and the next carry of a loop, an argument and its cotangent in a custom derivative. Its
+    transpose sums over the axes that were added. Outside `shard_map` it does nothing.
+    """
+    arrays = list(arrays)
+    axes = frozenset(also).union(*map(_varying_axes, arrays))
+    return [jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") for x in arrays]
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    return frozenset(jax.typeof(array).manual_axis_type.varying)

@@ -1,0 +1,1 @@
+"""The demonstration: real documents, planned, moved, attended and checked on virtual devices."""

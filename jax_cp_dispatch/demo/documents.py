@@ -1,0 +1,116 @@
+"""Reads the text files of a folder and packs them, byte by byte, into equal rows of ranks."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text file: its name, and its bytes as tokens."""
+
+    name: str
+    tokens: np.ndarray  # uint8 [length]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDocuments:
+    """Documents one after another in the global sequence, and the arrays a data pipeline makes.
+
+    Attributes:
+      tokens, segment_ids, positions: int32 `[1, num_ranks * tokens_per_rank]`; segment 0 is padding.
+      spans: name, first row and one past the last row of each document.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+    spans: tuple[tuple[str, int, int], ...]
+
+
+def read_documents(folder: pathlib.Path, *, pattern: str, seed: int) -> Iterator[Document]:
+    """Yields the text files below `folder` in a seeded random order.
+
+    Empty and binary files are skipped, and so are installed packages: the standard library's
+    folder may hold them too.
+    """
+    paths = sorted(
+        path
+        for path in folder.rglob(pattern)
+        if path.is_file() and "site-packages" not in path.relative_to(folder).parts
+    )
+    for index in np.random.default_rng(seed).permutation(len(paths)):
+        try:
+            data = paths[index].read_bytes()
+            data.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if data and b"\0" not in data:
+            name = str(paths[index].relative_to(folder))
+            yield Document(name, np.frombuffer(data, np.uint8))
+
+
+def pack_documents(
+    documents: Iterator[Document], *, num_ranks: int, tokens_per_rank: int, long_documents: str
+) -> PackedDocuments:
+    """Fills all ranks with documents.
+
+    Args:
+      documents: taken until the ranks are full, or no document is left.
+      num_ranks, tokens_per_rank: the size of the global sequence.
+      long_documents: "span": documents follow each other and cross from rank to rank, and only the
+        last is cut; "cut": a document is cut to `tokens_per_rank` and goes to the first rank that
+        has room for it, so that none crosses.
+    Raises:
+      ValueError: another value of `long_documents`.
+    """
+    if long_documents == "span":
+        placed = _follow_each_other(documents, num_ranks * tokens_per_rank)
+    elif long_documents == "cut":
+        placed = _first_fit(documents, num_ranks, tokens_per_rank)
+    else:
+        raise ValueError(f"pack_documents: long_documents is {long_documents!r}; needs span or cut.")
+    return _lay_out(placed, num_ranks * tokens_per_rank)
+
+
+_Placed = list[tuple[int, Document]]  # first row in the global sequence
+
+
+def _follow_each_other(documents: Iterator[Document], num_tokens: int) -> _Placed:
+    placed: _Placed = []
+    row = 0
+    for document in documents:
+        document = Document(document.name, document.tokens[: num_tokens - row])
+        placed.append((row, document))
+        row += len(document.tokens)
+        if row == num_tokens:
+            break
+    return placed
+
+
+def _first_fit(documents: Iterator[Document], num_ranks: int, tokens_per_rank: int) -> _Placed:
+    placed: _Placed = []
+    used = np.zeros(num_ranks, int)
+    for document in documents:
+        document = Document(document.name, document.tokens[:tokens_per_rank])
+        fits = np.flatnonzero(used + len(document.tokens) <= tokens_per_rank)
+        if len(fits):
+            placed.append((fits[0] * tokens_per_rank + used[fits[0]], document))
+            used[fits[0]] += len(document.tokens)
+        if used.sum() >= 0.98 * num_ranks * tokens_per_rank:
+            break
+    return sorted(placed, key=lambda item: item[0])
+
+
+def _lay_out(placed: Sequence[tuple[int, Document]], num_tokens: int) -> PackedDocuments:
+    tokens, segment_ids, positions = np.zeros((3, 1, num_tokens), np.int32)
+    spans = []
+    for segment, (row, document) in enumerate(placed, start=1):
+        rows = slice(row, row + len(document.tokens))
+        tokens[0, rows] = document.tokens
+        segment_ids[0, rows] = segment
+        positions[0, rows] = np.arange(len(document.tokens))
+        spans.append((document.name, rows.start, rows.stop))
+    return PackedDocuments(tokens, segment_ids, positions, tuple(spans))

@@ -1,0 +1,91 @@
+"""Loads the native extension and registers its XLA FFI targets; nothing else imports it."""
+
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jaxlib.version
+
+MIN_JAX_VERSION = (0, 10, 2)
+
+try:
+    from jax_cp_dispatch import _cpu
+except ImportError as error:
+    raise ImportError(
+        "jax_cp_dispatch: the native extension '_cpu' is missing or does not load "
+        f"({error}). It is built when the package is installed: run `pip install .` in its "
+        "source tree with a C++17 compiler at hand, and import it from somewhere else than "
+        "that tree, or install with `pip install -e .`."
+    ) from error
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def _installed_ffi_api_version() -> tuple[int, int] | None:
+    """(major, minor) of the FFI that the installed jaxlib offers; None if it does not say."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    header = pathlib.Path(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
+    if not header.is_file():
+        return None
+    text = header.read_text()
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(found[1]) if found else 0 for found in numbers)
+    return major, minor
+
+
+def check_versions(
+    *,
+    jax_version: str,
+    jaxlib_version: str,
+    built_ffi: tuple[int, int],
+    installed_ffi: tuple[int, int] | None,
+) -> None:
+    """Refuses versions that would fail later and less clearly.
+
+    An extension built with newer FFI headers than the installed jaxlib's keeps the whole CPU
+    backend from starting, so it is refused here.
+
+    Args:
+      jax_version, jaxlib_version: what is installed.
+      built_ffi: (major, minor) of the headers that the extension was built with.
+      installed_ffi: (major, minor) that the installed jaxlib offers; None skips the check.
+    Raises:
+      ImportError: with the versions found, those needed, and the remedy.
+    """
+    needed = ".".join(map(str, MIN_JAX_VERSION))
+    for name, found in (("jax", jax_version), ("jaxlib", jaxlib_version)):
+        if _version(found) < MIN_JAX_VERSION:
+            raise ImportError(
+                f"jax_cp_dispatch: found {name} {found} but needs {name}>={needed}. "
+                f"Run `pip install --upgrade 'jax>={needed}'`."
+            )
+    if installed_ffi is None:
+        return
+    if built_ffi[0] != installed_ffi[0] or built_ffi[1] > installed_ffi[1]:
+        built, offered = (".".join(map(str, v)) for v in (built_ffi, installed_ffi))
+        raise ImportError(
+            f"jax_cp_dispatch: its extension was built with XLA FFI headers {built} but jaxlib "
+            f"{jaxlib_version} offers {offered}. Upgrade jaxlib, or reinstall the package with "
+            "`pip install --force-reinstall --no-deps .`, which builds with the oldest supported "
+            "headers."
+        )
+
+
+check_versions(
+    jax_version=jax.__version__,
+    jaxlib_version=jaxlib.version.__version__,
+    built_ffi=_cpu.ffi_api_version(),
+    installed_ffi=_installed_ffi_api_version(),
+)
+
+
+DISPATCH_TARGET = "jax_cp_dispatch.dispatch"
+COMBINE_TARGET = "jax_cp_dispatch.combine"
+
+for _name, _stages in _cpu.registrations().items():
+    jax.ffi.register_ffi_target(_name, _stages, platform="cpu")

@@ -1,0 +1,207 @@
+"""Random scenarios, and what a perfect network would do with them: for tests and benchmarks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int32, Shaped
+
+from jax_cp_dispatch.metadata import (
+    AttnLayoutSeqlens,
+    Metadata,
+    compute_attn_layout_seqlens,
+    compute_metadata,
+    compute_metadata_kv,
+)
+
+
+class QkvDispatchInputs(NamedTuple):
+    """Arguments of `compute_metadata_kv`, in its order; NumPy, int32."""
+
+    kv_to_q_mapping: np.ndarray
+    kv_to_q_rank: np.ndarray
+    kv_context_size: np.ndarray
+    q_to_num_kv_seq: np.ndarray
+    q_to_num_kv_token: np.ndarray
+    seq_len: np.ndarray
+    num_seqs: np.ndarray
+    q_dispatch: np.ndarray
+
+
+def gen_seq_lens(
+    key: Array, world_size: int, num_seqs: int, total_len: int
+) -> Int32[Array, "W num_seqs"]:
+    """Draws `num_seqs` lengths per rank, each at least 1, whose sum is exactly `total_len`.
+
+    Call anywhere; `key` may be traced, the sizes are static.
+
+    Raises:
+      ValueError: `total_len` is too short for `num_seqs` lengths, or a size is not positive.
+    """
+    if world_size < 1 or num_seqs < 1:
+        raise ValueError(
+            f"gen_seq_lens: world_size is {world_size} and num_seqs is {num_seqs}, needs at least "
+            f"1 of each."
+        )
+    if total_len < num_seqs:
+        raise ValueError(
+            f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
+            f"length is at least 1. Pass total_len>={num_seqs}."
+        )
+    spare = total_len - num_seqs
+    cuts = jax.random.randint(key, (world_size, num_seqs - 1), 0, spare + 1, dtype=jnp.int32)
+    cuts = jnp.pad(jnp.sort(cuts, 1), ((0, 0), (1, 0)))
+    return 1 + jnp.diff(cuts, axis=1, append=jnp.full((world_size, 1), spare, jnp.int32))
+
+
+def draw_qkv_dispatch(
+    key: Array, world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int
+) -> QkvDispatchInputs:
+    """Draws what `create_qkv_dispatch` plans. Call outside `jit`."""
+    if max_cp_degree < 1:
+        raise ValueError(
+            f"create_qkv_dispatch: max_cp_degree is {max_cp_degree}, needs at least 1."
+        )
+    if total_seq_len % max_cp_degree:
+        raise ValueError(
+            f"create_qkv_dispatch: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
+            f"{max_cp_degree}, but every document is cut into equal shards. Pass a multiple of "
+            f"{max_cp_degree}."
+        )
+    if total_seq_len < num_seqs * max_cp_degree:
+        raise ValueError(
+            f"create_qkv_dispatch: total_seq_len {total_seq_len} is too short for num_seqs "
+            f"{num_seqs} documents of at least max_cp_degree {max_cp_degree} tokens. Pass "
+            f"total_seq_len>={num_seqs * max_cp_degree}."
+        )
+    key_len, key_degree, key_rank = jax.random.split(key, 3)
+    units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
+    doc_len = np.asarray(units) * max_cp_degree
+    powers = [2**i for i in range(max_cp_degree.bit_length()) if max_cp_degree % 2**i == 0]
+    choices = np.array(sorted({*powers, max_cp_degree}))
+    doc_degree = choices[
+        np.asarray(jax.random.randint(key_degree, doc_len.shape, 0, len(choices)))
+    ]
+    # Each document has its own order of ranks and deals its shards out in that order.
+    order = np.asarray(jax.random.uniform(key_rank, (*doc_len.shape, world_size))).argsort(-1)
+
+    num_slots = num_seqs * max_cp_degree
+    slot = np.arange(num_slots)
+    end = doc_degree.cumsum(1)
+    doc = (slot[:, None] >= end[:, None, :]).sum(-1)  # [W, S]; num_seqs where the slot is padding
+    used = doc < num_seqs
+    doc = np.minimum(doc, num_seqs - 1)
+    rank = np.arange(world_size)[:, None]
+    degree = doc_degree[rank, doc]
+    part = slot - (end - doc_degree)[rank, doc]  # which shard of its document
+    seq_len = np.where(used, doc_len[rank, doc] // degree, 0)
+    context = np.where(used, part * seq_len, 0)
+
+    # Causal: shard `part` serves itself and the later shards of its document.
+    replica = np.arange(max_cp_degree)
+    serves = used[..., None] & (part[..., None] + replica < degree[..., None])
+    query = np.stack(np.broadcast_arrays(rank[..., None], slot[:, None] + replica), -1)
+    inputs = QkvDispatchInputs(
+        kv_to_q_mapping=np.where(serves[..., None], query, -1),
+        kv_to_q_rank=np.where(serves, part[..., None], -1),
+        kv_context_size=context,
+        q_to_num_kv_seq=np.where(used, part + 1, 0),
+        q_to_num_kv_token=context + seq_len,
+        seq_len=seq_len,
+        num_seqs=end[:, -1],
+        q_dispatch=np.where(used, order[rank, doc, part % world_size], -1),
+    )
+    return QkvDispatchInputs(*(x.astype(np.int32) for x in inputs))
+
+
+def create_qkv_dispatch(
+    key: Array, world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int
+) -> tuple[Metadata, Metadata, Metadata, Metadata, AttnLayoutSeqlens]:
+    """Draws documents, cuts them, sends the shards to random ranks and plans queries and keys.
+
+    Each rank's row of `total_seq_len` tokens holds `num_seqs` documents. Each is cut into 1, 2, 4,
+    … or `max_cp_degree` equal shards; shards of one document go to different ranks while there
+    are enough. Shard i of a document attends to its KV shards 0 … i. Call outside `jit`.
+
+    Returns:
+      Forward and reverse plan of the queries, forward and reverse plan of the keys and values,
+      and the lengths in attention layout.
+    Raises:
+      ValueError: `total_seq_len` is not divisible by `max_cp_degree`, or too short.
+    """
+    inputs = draw_qkv_dispatch(key, world_size, total_seq_len, num_seqs, max_cp_degree)
+    lengths, dispatch = inputs.seq_len, inputs.q_dispatch
+    return (
+        *compute_metadata(lengths, dispatch),
+        *compute_metadata_kv(*inputs),
+        compute_attn_layout_seqlens(lengths, inputs.q_to_num_kv_token, dispatch),
+    )
+
+
+def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadata) -> Array:
+    """Moves every shard of every rank at once: what a perfect network would do.
+
+    Call anywhere, on whole arrays. Linear in `tensor` and in `output`, and differentiable in both:
+    a row sent twice receives the sum of two gradients. Memory is that of the arrays, whatever the
+    number of shards.
+
+    Args:
+      tensor: `[W, T, ...]`; the rows of every rank.
+      output: `[W, R, ...]`; the rows before the exchange. Rows nobody writes keep their value.
+      metadata: the plan of all W ranks, forward or reverse; its ranges do not overlap.
+    Returns:
+      `[W, R, ...]` of the dtype of `output`.
+    Raises:
+      ValueError: shapes that do not belong together.
+    """
+    tensor, output = jnp.asarray(tensor), jnp.asarray(output)
+    world_size = metadata.world_size
+    for name, x in (("tensor", tensor), ("output", output), ("metadata", metadata.seq_len)):
+        if x.ndim < 2 or x.shape[0] != world_size:
+            raise ValueError(
+                f"orchestrate_simulate: {name} has shape {x.shape}, needs all {world_size} ranks "
+                f"of the plan as its first axis."
+            )
+    if tensor.shape[2:] != output.shape[2:]:
+        raise ValueError(
+            f"orchestrate_simulate: a row of tensor has shape {tensor.shape[2:]} but a row of "
+            f"output {output.shape[2:]}. Pass an output with the rows of the tensor."
+        )
+    return _simulate(tensor, output, metadata)
+
+
+@jax.jit
+def _simulate(
+    tensor: Shaped[Array, "W T *feature"], output: Shaped[Array, "W R *feature"], plan: Metadata
+) -> Shaped[Array, "W R *feature"]:
+    world_size, num_tokens = tensor.shape[:2]
+    num_rows = output.shape[1]
+    # Indices of rows stay below 2**31, or the arrays could not exist.
+    length = jnp.asarray(plan.seq_len).astype(jnp.int32)
+    src = jnp.cumsum(length, 1) - length if plan.src_offset is None else plan.src_offset
+    src = jnp.asarray(src).astype(jnp.int32) + num_tokens * jnp.arange(world_size)[:, None]
+
+    # Mark where each range starts with its shard; the last mark at or before a row is the only
+    # range that can hold it.
+    dst = jnp.asarray(plan.dst_rank).reshape(*length.shape, -1)
+    start = jnp.asarray(plan.dst_offset).reshape(dst.shape).astype(jnp.int32)
+    moves = (dst >= 0) & (length > 0)[..., None] & (start < num_rows)
+    shard = jnp.arange(length.size, dtype=jnp.int32).reshape(*length.shape, 1)
+    mark = jnp.where(moves, dst * num_rows + start, world_size * num_rows)
+    marks = jnp.full(world_size * num_rows, -1, jnp.int32)
+    marks = marks.at[mark.ravel()].set(jnp.broadcast_to(shard, dst.shape).ravel(), mode="drop")
+    marks = marks.reshape(world_size, num_rows)
+
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    last = jax.lax.cummax(jnp.where(marks >= 0, row, -1), axis=1)
+    shard = jnp.take_along_axis(marks, jnp.maximum(last, 0), 1)
+    within = row - last
+    source = jnp.take(src.ravel(), shard, mode="clip") + within
+    written = (last >= 0) & (within < jnp.take(length.ravel(), shard, mode="clip"))
+
+    rows = tensor.reshape(-1, *tensor.shape[2:])
+    moved = jnp.take(rows, jnp.where(written, source, 0), axis=0, mode="clip")
+    written = written.reshape(written.shape + (1,) * (output.ndim - 2))
+    return jnp.where(written, moved.astype(output.dtype), output)

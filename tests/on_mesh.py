@@ -1,0 +1,28 @@
+"""Runs a function of one rank on every device of a mesh axis."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+AXIS = "cp"
+
+
+def mesh_of(num_ranks, order=None):
+    """A one-axis mesh; `order` permutes the devices, so that rank and device number differ."""
+    devices = np.array(jax.devices()[:num_ranks])
+    return Mesh(devices if order is None else devices[np.asarray(order)], (AXIS,))
+
+
+def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
+    """`fn(local...)` per rank, from and to arrays with a leading rank axis [W, ...]."""
+
+    def local(*args):
+        squeezed = jax.tree.map(lambda a: a[0], args)
+        return jax.tree.map(lambda a: a[None], fn(*squeezed))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
+    )
+    return jax.jit(mapped) if jit else mapped

@@ -1,0 +1,346 @@
+"""dispatch and combine move exactly the named rows: values, on every kind of plan and mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch, orchestrate_simulate
+
+W, S, T = 8, 6, 32
+
+
+def capacity_of(plan):
+    return int(plan["num_total_recv_tokens"].max())
+
+
+def bits(x):
+    """Compared as bytes, so that NaN and -0.0 count."""
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def run_dispatch(plan, x, capacity, mesh=None, **options):
+    move = on_ranks(
+        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=capacity),
+        mesh or mesh_of(plan["world_size"]),
+        **options,
+    )
+    return jax.tree.map(np.asarray, move(x, Metadata(**plan)))
+
+
+def run_combine(plan, y, num_tokens, mesh=None, **kwargs):
+    bring = on_ranks(
+        lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=num_tokens, **kwargs),
+        mesh or mesh_of(plan["world_size"]),
+    )
+    return jax.tree.map(np.asarray, bring(y, Metadata(**plan)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_rows_arrive_bit_for_bit(num_ranks, num_replicas):
+    rng = np.random.default_rng(num_ranks)
+    plan = random_plan(rng, num_ranks, S, T, num_replicas)
+    x = rng.normal(size=(num_ranks, T, 3, 5)).astype(np.float32)
+    x[:, ::7] = np.nan
+    x[:, 1::7] = -0.0
+    capacity = capacity_of(plan) + 3
+    got = run_dispatch(plan, x, capacity)
+    np.testing.assert_array_equal(bits(got), bits(dispatched(plan, x, capacity)))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_combine_sums_the_replicas(num_replicas):
+    rng = np.random.default_rng(1)
+    plan = random_plan(rng, W, S, T, num_replicas)
+    y = rng.normal(size=(W, capacity_of(plan), 7)).astype(np.float32)
+    got = run_combine(plan, y, T)
+    np.testing.assert_array_equal(got, combined(plan, y, T, np.float32))
+
+
+_run_with_static_shapes = {}
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_replicas=st.sampled_from([1, 2]))
+def test_any_plan_moves_as_the_definition_says(seed, num_replicas):
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, W, S, T, num_replicas)
+    capacity = W * T * num_replicas
+
+    def both(x, y, m):
+        sent = dispatch(x, m, axis_name=AXIS, capacity=capacity)
+        return sent, combine(y, m, axis_name=AXIS, num_tokens=T)
+
+    run = _run_with_static_shapes.setdefault(num_replicas, on_ranks(both, mesh_of(W)))
+    x = rng.normal(size=(W, T, 2)).astype(np.float32)
+    y = rng.normal(size=(W, capacity, 2)).astype(np.float32)
+    sent, home = run(x, y, Metadata(**plan))
+    np.testing.assert_array_equal(sent, dispatched(plan, x, capacity))
+    np.testing.assert_array_equal(home, combined(plan, y, T, np.float32))
+
+
+def test_agrees_with_the_simulated_network():
+    rng = np.random.default_rng(2)
+    plan = random_plan(rng, W, S, T, 2)
+    x = rng.normal(size=(W, T, 4)).astype(np.float32)
+    capacity = capacity_of(plan)
+    perfect = orchestrate_simulate(x, np.zeros((W, capacity, 4), np.float32), Metadata(**plan))
+    np.testing.assert_array_equal(run_dispatch(plan, x, capacity), perfect)
+
+
+def test_forward_then_reverse_brings_every_sent_row_home():
+    rng = np.random.default_rng(3)
+    seq_len = rng.integers(0, 6, (W, S)).astype(np.int32)
+    destinations = rng.integers(-1, W, (W, S)).astype(np.int32)
+    forward, reverse = compute_metadata(seq_len, destinations)
+    num_tokens = int(seq_len.sum(1).max())
+    capacity = int(np.max(forward.num_total_recv_tokens))
+    x = rng.normal(size=(W, num_tokens, 4)).astype(np.float32)
+
+    def there_and_back(x, forward, reverse):
+        y = dispatch(x, forward, axis_name=AXIS, capacity=capacity)
+        return dispatch(y, reverse, axis_name=AXIS, capacity=num_tokens)
+
+    got = np.asarray(on_ranks(there_and_back, mesh_of(W))(x, forward, reverse))
+    for r in range(W):
+        sent = np.repeat(destinations[r] >= 0, seq_len[r])
+        np.testing.assert_array_equal(got[r, : len(sent)][sent], x[r, : len(sent)][sent])
+        assert not got[r, : len(sent)][~sent].any()
+
+
+@pytest.mark.parametrize("order", [[3, 1, 7, 0, 6, 2, 5, 4], list(range(7, -1, -1))])
+def test_rank_is_the_place_on_the_axis_not_the_device_number(order):
+    rng = np.random.default_rng(4)
+    plan = random_plan(rng, W, S, T)
+    x = rng.normal(size=(W, T, 3)).astype(np.float32)
+    capacity = capacity_of(plan)
+    got = run_dispatch(plan, x, capacity, mesh_of(W, order))
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+def test_groups_of_a_larger_mesh_exchange_apart():
+    """On mesh (data 2, cp 4) each data row is a group of its own, with its own plan."""
+    rng = np.random.default_rng(5)
+    plans = [random_plan(rng, 4, S, T) for _ in range(2)]
+    capacity = max(map(capacity_of, plans))
+    x = rng.normal(size=(2, 4, T, 3)).astype(np.float32)
+    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
+
+    def local(x, m):
+        m = jax.tree.map(lambda a: a[0, 0], m)
+        return dispatch(x[0, 0], m, axis_name=AXIS, capacity=capacity)[None, None]
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
+    spec = P("data", AXIS)
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(x, metadata)
+    for group in range(2):
+        expected = dispatched(plans[group], x[group], capacity)
+        np.testing.assert_array_equal(got[group], expected)
+
+
+def test_two_mesh_axes_can_be_one_axis_of_ranks():
+    rng = np.random.default_rng(6)
+    plan = random_plan(rng, W, S, T)
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(W, T, 3)).astype(np.float32)
+    names = ("pod", "data")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names)
+
+    def local(x, m):
+        return dispatch(x[0], m, axis_name=names, capacity=capacity)[None]
+
+    move = jax.shard_map(local, mesh=mesh, in_specs=(P(names), P()), out_specs=P(names))
+    got = jax.jit(move)(x, Metadata(**plan))
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+def test_result_stays_replicated_over_axes_that_the_operands_do_not_vary_over():
+    """With check_vma, a tensor-parallel axis that holds copies can keep out_specs without it."""
+    rng = np.random.default_rng(7)
+    plan = random_plan(rng, 4, S, T)
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(4, T, 3)).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "tp"))
+
+    def local(x, m):
+        return dispatch(x[0], m, axis_name=AXIS, capacity=capacity)[None]
+
+    move = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))
+    got = jax.jit(move)(x, Metadata(**plan))
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+@pytest.mark.parametrize("form", ["global", "leading one", "slice"])
+def test_metadata_may_be_global_or_this_ranks_slice(form):
+    rng = np.random.default_rng(8)
+    plan = random_plan(rng, W, S, T, 2)
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(W, T, 3)).astype(np.float32)
+
+    def local(x, m):
+        m = m.get_slice(jax.lax.axis_index(AXIS)) if form == "slice" else m
+        return dispatch(x[0], m, axis_name=AXIS, capacity=capacity)[None]
+
+    specs = (P(AXIS), P(AXIS) if form == "leading one" else P())
+    move = jax.shard_map(local, mesh=mesh_of(W), in_specs=specs, out_specs=P(AXIS))
+    got = jax.jit(move)(x, Metadata(**plan))
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+def test_source_offsets_can_skip_rows_and_name_a_row_twice():
+    rng = np.random.default_rng(9)
+    plan = random_plan(rng, W, S, T, 2)
+    plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(W, T, 3)).astype(np.float32)
+    y = rng.normal(size=(W, capacity, 3)).astype(np.float32)
+    np.testing.assert_array_equal(run_dispatch(plan, x, capacity), dispatched(plan, x, capacity))
+    np.testing.assert_array_equal(run_combine(plan, y, T), combined(plan, y, T, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["nothing moves", "all to one", "one rank is empty"])
+def test_uneven_plans(kind):
+    rng = np.random.default_rng(10)
+    seq_len = rng.integers(0, 6, (W, S)).astype(np.int32)
+    destinations = rng.integers(-1, W, (W, S)).astype(np.int32)
+    if kind == "nothing moves":
+        destinations[:] = -1
+    elif kind == "all to one":
+        destinations[:] = 2
+    else:
+        seq_len[5] = 0
+        destinations[destinations == 5] = 4
+    forward, _ = compute_metadata(seq_len, destinations)
+    plan = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
+    plan = {name: v for name, v in plan.items() if v is not None}
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(W, 6 * S, 3)).astype(np.float32)
+    got = run_dispatch(plan, x, capacity)
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+def test_many_arrays_travel_in_one_call():
+    rng = np.random.default_rng(11)
+    plan = random_plan(rng, W, S, T, 2)
+    capacity = capacity_of(plan)
+    x = {
+        "k": rng.normal(size=(W, T, 2, 3)).astype(ml_dtypes.bfloat16),
+        "v": rng.normal(size=(W, T, 5)).astype(np.float32),
+        "segment": rng.integers(0, 9, (W, T)).astype(np.int32),
+        "empty": np.zeros((W, T, 0, 4), np.float32),
+    }
+    move = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=capacity), mesh_of(W))
+    got = move(x, Metadata(**plan))
+    for name, rows in x.items():
+        expected = dispatched(plan, rows, capacity)
+        np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
+    assert move.lower(x, Metadata(**plan)).as_text().count("jax_cp_dispatch.dispatch") == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
+def test_combine_accumulates_wide_and_rounds_once(dtype):
+    rng = np.random.default_rng(12)
+    plan = random_plan(rng, W, S, T, 4)
+    dtype = jnp.dtype(dtype)
+    y = (100 * rng.normal(size=(W, capacity_of(plan), 5))).astype(dtype)
+    wide = np.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
+    expected = combined(plan, y, T, wide)
+    np.testing.assert_array_equal(bits(run_combine(plan, y, T)), bits(expected.astype(dtype)))
+    if wide == np.float32:
+        got = run_combine(plan, y, T, preferred_element_type=jnp.float32)
+        np.testing.assert_array_equal(bits(got), bits(expected))
+        got = run_combine(plan, y, T, preferred_element_type=jnp.bfloat16)
+        np.testing.assert_array_equal(bits(got), bits(expected.astype(ml_dtypes.bfloat16)))
+
+
+def test_half_precision_rounds_as_numpy_does_over_the_whole_range():
+    """One replica of every float16, and one float32 sum of two, against NumPy's conversion."""
+    values = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    values = values[~np.isnan(values)]
+    other = np.random.default_rng(0).permutation(values)
+    num_tokens = len(values)
+    plan = dict(
+        dst_rank=np.array([[[0, 0]]], np.int32),
+        dst_offset=np.array([[[0, num_tokens]]], np.uint32),
+        seq_len=np.array([[num_tokens]], np.uint32),
+        num_recv_tokens=np.array([[2 * num_tokens] * 2], np.uint32),
+        num_seqs=np.array([1], np.int32),
+        num_total_recv_tokens=np.array([2 * num_tokens], np.uint32),
+        world_size=1,
+    )
+    y = np.concatenate([values, other])[None, :, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = (values.astype(np.float32) + other.astype(np.float32)).astype(np.float16)
+    got = run_combine(plan, y, num_tokens)[0, :, 0]
+    finite = ~np.isnan(expected)
+    np.testing.assert_array_equal(bits(got[finite]), bits(expected[finite]))
+    assert np.isnan(got[~finite]).all()
+
+
+def test_donated_storage_is_written_in_place():
+    rng = np.random.default_rng(13)
+    plan = random_plan(rng, W, S, T)
+    capacity = capacity_of(plan) + 2
+    x = rng.normal(size=(W, T, 4)).astype(np.float32)
+
+    def local(x, out, m):
+        moved = dispatch(x[0], m, axis_name=AXIS, capacity=capacity, out=out[0])
+        return moved[None]
+
+    move = jax.jit(
+        jax.shard_map(local, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS)),
+        donate_argnums=1,
+    )
+    sharding = jax.sharding.NamedSharding(mesh_of(W), P(AXIS))
+    # Made by XLA: a device array that shares memory with NumPy could not be donated.
+    poison = jax.jit(lambda: jnp.full((W, capacity, 4), jnp.nan), out_shardings=sharding)
+    storage = poison()
+    before = [shard.data.unsafe_buffer_pointer() for shard in storage.addressable_shards]
+    got = move(x, storage, Metadata(**plan))
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+    assert [s.data.unsafe_buffer_pointer() for s in got.addressable_shards] == before
+
+
+def test_eager_shard_map_is_the_same():
+    rng = np.random.default_rng(14)
+    plan = random_plan(rng, W, S, T)
+    capacity = capacity_of(plan)
+    x = rng.normal(size=(W, T, 3)).astype(np.float32)
+    got = run_dispatch(plan, x, capacity, jit=False)
+    np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
+
+
+def test_many_independent_calls_in_one_program_and_loops_with_collectives():
+    """More open exchanges than threads: a handler that waits for its peers would deadlock here."""
+    rng = np.random.default_rng(15)
+    plan = random_plan(rng, W, S, T)
+    capacity = W * T
+
+    def local(x, m):
+        calls = [dispatch(x + i, m, axis_name=AXIS, capacity=capacity) for i in range(24)]
+
+        def step(carry, _):
+            y = dispatch(carry, m, axis_name=AXIS, capacity=capacity)
+            home = combine(y, m, axis_name=AXIS, num_tokens=T)
+            return home + jax.lax.pmean(home, AXIS), None
+
+        return sum(calls), jax.lax.scan(step, x, None, length=5)[0]
+
+    run = on_ranks(local, mesh_of(W))
+    x = rng.integers(-4, 4, (W, T, 3)).astype(np.float32)
+    got, looped = run(x, Metadata(**plan))
+    expected = sum(dispatched(plan, x + i, capacity) for i in range(24))
+    np.testing.assert_array_equal(got, expected)
+    carry = x.astype(np.float64)
+    for _ in range(5):
+        home = combined(plan, dispatched(plan, carry, capacity), T)
+        carry = home + home.mean(0)
+    np.testing.assert_allclose(looped, carry, rtol=1e-5, atol=1e-5)

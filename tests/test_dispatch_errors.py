@@ -1,0 +1,275 @@
+"""Bad input is refused before anything moves: by Python when traced, else on every rank at once."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+from movement_oracle import dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch import Metadata, combine, dispatch
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+W, S, T = 8, 4, 16
+
+
+@pytest.fixture
+def plan():
+    return random_plan(np.random.default_rng(0), W, S, T, 2)
+
+
+def move(plan, x, mesh=None, **options):
+    options = {"axis_name": AXIS, "capacity": W * T * 2, **options}
+    run = on_ranks(lambda x, m: dispatch(x, m, **options), mesh or mesh_of(W))
+    return jax.block_until_ready(run(x, Metadata(**plan)))
+
+
+def bring(plan, y, **options):
+    options = {"axis_name": AXIS, "num_tokens": T, **options}
+    run = on_ranks(lambda y, m: combine(y, m, **options), mesh_of(W))
+    return jax.block_until_ready(run(y, Metadata(**plan)))
+
+
+def rows(*feature, dtype=np.float32, num_rows=T):
+    return np.zeros((W, num_rows, *feature), dtype)
+
+
+# ---- What Python sees.
+
+
+def test_negative_capacity(plan):
+    with pytest.raises(ValueError, match=r"dispatch: capacity is -1; it needs to be at least 0"):
+        move(plan, rows(2), capacity=-1)
+
+
+def test_negative_num_tokens(plan):
+    with pytest.raises(ValueError, match=r"combine: num_tokens is -3; it needs to be at least 0"):
+        bring(plan, rows(2), num_tokens=-3)
+
+
+def test_deadline_that_is_none(plan):
+    with pytest.raises(ValueError, match=r"dispatch: deadline is 0; it needs to be a positive"):
+        move(plan, rows(2), deadline=0)
+
+
+def test_no_arrays(plan):
+    with pytest.raises(ValueError, match="dispatch: x holds no array"):
+        on_ranks(lambda m: dispatch([], m, axis_name=AXIS, capacity=4), mesh_of(W))(
+            Metadata(**plan)
+        )
+
+
+def test_scalar(plan):
+    with pytest.raises(ValueError, match="dispatch: x holds a scalar; every array needs rows"):
+        move(plan, np.zeros(W, np.float32))
+
+
+def test_arrays_of_different_length(plan):
+    with pytest.raises(ValueError, match=r"the arrays of x have \[16, 8\] rows"):
+        move(plan, (rows(2), rows(2, num_rows=8)))
+
+
+def test_dtype_of_less_than_a_byte(plan):
+    with pytest.raises(TypeError, match="dispatch: x has dtype int4, less than a byte"):
+        move(plan, rows(2, dtype=jnp.int4))
+
+
+def test_dtype_that_cannot_be_summed(plan):
+    with pytest.raises(TypeError, match="combine: cannot sum float8_e4m3fn; it sums bfloat16"):
+        bring(plan, rows(2, dtype=jnp.float8_e4m3fn))
+
+
+def test_axis_that_is_not_there(plan):
+    with pytest.raises(ValueError, match=r"axis_name 'nope' is not a manual mesh axis here"):
+        move(plan, rows(2), axis_name="nope")
+
+
+def test_outside_of_shard_map(plan):
+    with pytest.raises(ValueError, match=r"Call dispatch inside jax.shard_map over 'cp'"):
+        dispatch(jnp.zeros((T, 2)), Metadata(**plan), axis_name=AXIS, capacity=4)
+
+
+def test_metadata_for_another_number_of_ranks(plan):
+    mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    run = jax.shard_map(
+        lambda x: dispatch(x, Metadata(**plan), axis_name=AXIS, capacity=9),
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    with pytest.raises(ValueError, match=r"world_size=8 but axis 'cp' has 4 devices"):
+        run(np.zeros((4 * T, 2), np.float32))
+
+
+def test_storage_of_another_shape(plan):
+    run = on_ranks(
+        lambda x, out, m: dispatch(x, m, axis_name=AXIS, capacity=8, out=out), mesh_of(W)
+    )
+    with pytest.raises(ValueError, match=r"out holds float32\[8, 3\] but the result is float32\[8"):
+        run(rows(2), rows(3, num_rows=8), Metadata(**plan))
+
+
+def test_fields_that_do_not_fit_each_other(plan):
+    plan["dst_offset"] = plan["dst_offset"][:, :, :1]
+    with pytest.raises(ValueError, match=r"metadata.dst_offset of one rank has shape \[4, 1\]"):
+        move(plan, rows(2))
+
+
+def test_fields_that_are_not_integers(plan):
+    plan["seq_len"] = plan["seq_len"].astype(np.float32)
+    with pytest.raises(TypeError, match=r"metadata.seq_len has dtype float32; ranks, rows and"):
+        move(plan, rows(2))
+
+
+def test_mesh_axis_that_is_not_manual(plan):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
+    small = random_plan(np.random.default_rng(0), 4, S, T)
+    run = jax.shard_map(
+        lambda x: dispatch(x, Metadata(**small), axis_name=AXIS, capacity=4 * T),
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        axis_names={AXIS},
+    )
+    with pytest.raises(ValueError, match=r"mesh axis 'data' is not manual here"):
+        jax.jit(run)(np.zeros((4 * T, 2), np.float32))
+
+
+def test_ranks_on_a_vmap_axis(plan):
+    small = random_plan(np.random.default_rng(0), 2, S, T)
+    with pytest.raises(ValueError, match=r"axis_name 'v' is not a manual mesh axis"):
+        jax.vmap(
+            lambda x: dispatch(x, Metadata(**small), axis_name="v", capacity=4), axis_name="v"
+        )(np.zeros((2, T, 3), np.float32))
+
+
+def test_other_platform(plan):
+    run = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=W * T), mesh_of(W))
+    with pytest.raises(NotImplementedError, match="have a transport for platform 'cpu' only"):
+        jax.jit(run).trace(rows(2), Metadata(**plan)).lower(lowering_platforms=("cuda",))
+
+
+# ---- What only the values show: every rank gets the error, and the next program runs.
+
+
+def expect_on_every_rank(fn, match):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        fn()
+    good = random_plan(np.random.default_rng(1), W, S, T)
+    x = np.random.default_rng(2).normal(size=(W, T, 2)).astype(np.float32)
+    np.testing.assert_array_equal(move(good, x), dispatched(good, x, W * T * 2))
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_capacity_too_small(plan, op):
+    need = int(plan["num_total_recv_tokens"].max())
+    rank = int(plan["num_total_recv_tokens"].argmax())
+    message = rf"rank {rank} would receive {need} tokens but capacity is {need - 1}. Pass capacity"
+    if op == "dispatch":
+        expect_on_every_rank(lambda: move(plan, rows(2), capacity=need - 1), message)
+    else:
+        expect_on_every_rank(lambda: bring(plan, rows(2, num_rows=need - 1)), message)
+
+
+def test_rank_out_of_range(plan):
+    plan["dst_rank"][3, 1, 0] = W
+    plan["seq_len"][3, 1] = 1
+    expect_on_every_rank(
+        lambda: move(plan, rows(2)),
+        r"rank 3 slot 1 replica 0 has dst_rank 8; it must be in \[-1, 8\)",
+    )
+
+
+def test_more_rows_named_than_there_are(plan):
+    plan["seq_len"][2, 0] = T + 1
+    plan["dst_rank"][2, 0, 0] = 0
+    expect_on_every_rank(
+        lambda: move(plan, rows(2)), rf"rank 2 slot 0 names rows 0..{T + 1} but the rank has {T}"
+    )
+
+
+def test_overlapping_destinations():
+    plan = random_plan(np.random.default_rng(0), W, S, T)
+    plan["dst_rank"][:, 0] = 0
+    plan["seq_len"][:] = 0
+    plan["seq_len"][:2, 0] = 4
+    plan["dst_offset"][:2, 0] = [[0], [2]]
+    plan["num_recv_tokens"][:] = 0
+    plan["num_recv_tokens"][0, [0, 1, W]] = 4, 4, 8
+    expect_on_every_rank(
+        lambda: move(plan, rows(2)), r"rows 2..4 of rank 0 are written by rank 0 and by rank 1"
+    )
+
+
+def test_offset_outside_of_the_buffer(plan):
+    rank, slot, replica = np.argwhere((plan["dst_rank"] == 5) & (plan["seq_len"] > 0)[..., None])[0]
+    plan["dst_offset"][rank, slot, replica] = 2**31
+    expect_on_every_rank(lambda: move(plan, rows(2)), r"rank 5 would receive 21474836\d\d tokens")
+
+
+def test_slots_cut_off_by_a_static_bound(plan):
+    rank, slot, replica = np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])[0]
+    plan["dst_rank"][rank, slot, replica] = -1
+    expect_on_every_rank(
+        lambda: move(plan, rows(2)), r"num_recv_tokens.*a static bound \(max_recv_seqs"
+    )
+
+
+def test_rank_that_never_comes_is_named(plan):
+    def local(x, m):
+        here = lambda x: dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=0.5)
+        away = lambda x: jnp.zeros_like(jax.eval_shape(here, x)) + 0 * jnp.sum(x)
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 3, away, here, x)
+
+    start = time.monotonic()
+    expect_on_every_rank(
+        lambda: jax.block_until_ready(on_ranks(local, mesh_of(W))(rows(2), Metadata(**plan))),
+        r"deadline of 500 ms passed: 7/8 ranks arrived.*missing ranks \[3\]",
+    )
+    assert time.monotonic() - start < 20
+
+
+def test_ranks_that_come_late_find_the_error_at_once(plan):
+    """The group failed without them; they do not wait for another deadline."""
+
+    def local(x, m):
+        def work(x):  # some seconds of arithmetic that the result depends on
+            busy = jax.lax.fori_loop(0, 2000, lambda _, a: jnp.sin(a), jnp.ones((512, 512)))
+            return x + jnp.sum(busy)
+
+        x = jax.lax.cond(jax.lax.axis_index(AXIS) == 2, work, lambda x: x, x)
+        return dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=0.2)
+
+    start = time.monotonic()
+    expect_on_every_rank(
+        lambda: jax.block_until_ready(
+            on_ranks(local, mesh_of(W), check_vma=False)(rows(2), Metadata(**plan))
+        ),
+        r"deadline of 200 ms passed.*missing ranks \[2\]",
+    )
+    assert time.monotonic() - start < 20
+
+
+def test_errors_of_two_programs_do_not_mix(plan):
+    """A failing program and a good one run at the same time from two threads."""
+    good = random_plan(np.random.default_rng(3), W, S, T)
+    x = np.random.default_rng(4).normal(size=(W, T, 2)).astype(np.float32)
+    expected = dispatched(good, x, W * T * 2)
+    outcomes = []
+
+    def run_good():
+        for _ in range(5):
+            outcomes.append(np.array_equal(move(good, x), expected))
+
+    thread = threading.Thread(target=run_good)
+    thread.start()
+    for _ in range(5):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="would receive"):
+            move(plan, rows(2), capacity=1)
+    thread.join()
+    assert outcomes == [True] * 5

@@ -1,0 +1,371 @@
+"""Local attention over key ranges: values, gradients, dtypes, transforms, memory, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from attention_oracle import attention, attention_gradients
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, PartitionSpec as P
+from jax.test_util import check_grads
+
+from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.merge import merge_partials
+
+# Blocks smaller than the arrays, which they do not divide: every test crosses block borders.
+BLOCKS = {"block_q": 8, "block_kv": 16}
+
+
+def inputs(seed, B=2, T=37, S=45, N=4, K=2, H=8, Hv=8, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, N, T))
+    return tuple(
+        jnp.asarray(rng.normal(size=s), d)
+        for s, d in zip(shapes, (dtype,) * 3 + (jnp.float32,) * 2, strict=True)
+    )
+
+
+def rows(B, T, start, end):
+    position = np.arange(T)
+    one = (np.broadcast_to(f(position), (T,)) for f in (start, end))
+    return tuple(jnp.asarray(np.tile(x, (B, 1)), jnp.int32) for x in one)
+
+
+def random_ranges(seed, B, T, S):
+    """Any two integers: beyond both ends, empty and reversed ranges included."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.integers(-5, S + 6, (B, T)), jnp.int32) for _ in range(2))
+
+
+RANGES = {
+    "causal": lambda B, T, S: rows(B, T, lambda i: 0 * i, lambda i: i + 1),
+    "full": lambda B, T, S: rows(B, T, lambda i: 0 * i, lambda i: 0 * i + S),
+    "packed": lambda B, T, S: rows(B, T, lambda i: i // 11 * 11, lambda i: i + 1),
+    "window": lambda B, T, S: rows(B, T, lambda i: np.maximum(i - 6, 0), lambda i: i + 1),
+    "one_key": lambda B, T, S: rows(B, T, lambda i: S - 1 - i, lambda i: S - i),
+    "empty": lambda B, T, S: rows(B, T, lambda i: 0 * i + 3, lambda i: 0 * i + 3),
+    "random": lambda B, T, S: random_ranges(3, B, T, S),
+}
+
+
+def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):
+    (out, lse), vjp = jax.vjp(
+        lambda q, k, v: local_attention(q, k, v, kv_start, kv_end, **options), q, k, v
+    )
+    return out, lse, *vjp((dout, dlse))
+
+
+# Compiled once for all tests that use the same shapes.
+run = jax.jit(with_cotangents, static_argnames=("scale", "logit_soft_cap", "block_q", "block_kv"))
+
+
+def assert_close(actual, expected, tolerance):
+    """Relative to the largest expected magnitude; -inf must be met exactly."""
+    expected = np.asarray(expected)
+    finite = np.isfinite(expected)
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
+    largest = np.max(np.abs(expected[finite]), initial=0)
+    np.testing.assert_allclose(
+        actual[finite], expected[finite], rtol=0, atol=tolerance * max(largest, 1e-3)
+    )
+
+
+def assert_equals_oracle(operands, ranges, tolerance=1e-5, **options):
+    q, k, v, dout, dlse = operands
+    results = run(q, k, v, *ranges, dout, dlse, **(BLOCKS | options))
+    options = {name: options.get(name) for name in ("scale", "logit_soft_cap")}
+    expected = (
+        *attention(q, k, v, *ranges, **options),
+        *attention_gradients(q, k, v, *ranges, dout, dlse, **options),
+    )
+    assert all(x.dtype == jnp.float32 for x in results[:2])
+    assert all(x.dtype == q.dtype for x in results[2:])
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_close(actual, wanted, tolerance)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_ranges(ranges):
+    assert_equals_oracle(inputs(0), RANGES[ranges](2, 37, 45))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_random_ranges(seed):
+    assert_equals_oracle(inputs(seed), random_ranges(seed, 2, 37, 45))
+
+
+@pytest.mark.parametrize("K", [1, 4, 8])
+def test_query_heads_share_kv_heads(K):
+    """Ratios 8, 2 and 1."""
+    assert_equals_oracle(inputs(1, N=8, K=K, B=1), random_ranges(1, 1, 37, 45))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": -0.5},
+        {"logit_soft_cap": 0.7, "scale": 0.9},
+        {"block_q": 7, "block_kv": 1},
+        {"block_q": None, "block_kv": None},
+    ],
+    ids=str,
+)
+def test_options(options):
+    assert_equals_oracle(inputs(2), random_ranges(2, 2, 37, 45), **options)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"T": 3, "S": 100, "Hv": 5}, {"T": 1, "S": 16}, {"T": 8, "S": 1}], ids=str
+)
+def test_shapes(shape):
+    operands = inputs(3, **shape)
+    q, k = operands[:2]
+    assert_equals_oracle(operands, random_ranges(4, 2, q.shape[1], k.shape[1]))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 1e-2), (jnp.float16, 2e-3)])
+def test_small_floats(dtype, tolerance):
+    """The probabilities and the gradients are rounded to 8 and 11 bits."""
+    assert_equals_oracle(inputs(4, dtype=dtype), random_ranges(5, 2, 37, 45), tolerance)
+
+
+def test_float64_accumulates_in_float64():
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(5))
+    ranges = random_ranges(6, 2, 37, 45)
+    with jax.enable_x64(True):
+        operands = (jnp.asarray(x) for x in (q, k, v, *ranges, dout, dlse))
+        results = run(*operands, **BLOCKS)
+    expected = *attention(q, k, v, *ranges), *attention_gradients(q, k, v, *ranges, dout, dlse)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert actual.dtype == jnp.float64
+        assert_close(actual, wanted, 1e-13)
+
+
+@pytest.mark.parametrize("shape", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
+def test_nothing_to_do(shape):
+    q, k, v, dout, dlse = inputs(6, **shape)
+    zeros = jnp.zeros(q.shape[:2], jnp.int32)
+    out, lse, *grads = with_cotangents(q, k, v, zeros, zeros + 4, dout, dlse)
+    assert out.shape == dout.shape and not np.any(out)
+    assert lse.shape == dlse.shape and np.all(np.isneginf(lse))
+    for gradient, x in zip(grads, (q, k, v), strict=True):
+        assert gradient.shape == x.shape and not np.any(gradient)
+
+
+def test_large_logits_do_not_overflow():
+    q, k, v, dout, dlse = inputs(7)
+    results = run(1e3 * q, 1e3 * k, v, *RANGES["causal"](2, 37, 45), dout, dlse, **BLOCKS)
+    assert all(np.all(np.isfinite(x)) for x in results)
+
+
+def test_rows_that_nobody_uses_are_not_read():
+    q, k, v, dout, dlse = inputs(8)
+    used_q, used_kv = np.arange(37) % 3 > 0, (np.arange(45) > 4) & (np.arange(45) < 30)
+    start, end = rows(2, 37, lambda i: 5 + i // 4, lambda i: np.where(used_q, 20 + i // 4, 0))
+    clean = run(q, k, v, start, end, dout, dlse, **BLOCKS)
+    poison_q, poison_kv = (np.where(x, 0, np.nan) for x in (used_q, used_kv))
+    q, dout = (x + poison_q[:, None, None] for x in (q, dout))
+    k, v = (x + poison_kv[:, None, None] for x in (k, v))
+    poisoned = run(q, k, v, start, end, dout, dlse + poison_q, **BLOCKS)
+    for x, y in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_adjoint_of_the_jacobian():
+    """<cotangent, J tangent> = <J' cotangent, tangent>, J by central differences in float64."""
+    rng = np.random.default_rng(9)
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(9))
+    ranges = RANGES["window"](2, 37, 45)
+    tangents = [rng.normal(size=x.shape) for x in (q, k, v)]
+    step = 1e-5
+    ends = [
+        attention(*(x + sign * step * t for x, t in zip((q, k, v), tangents, strict=True)), *ranges)
+        for sign in (1, -1)
+    ]
+    (out_1, lse_1), (out_0, lse_0) = ends
+    forward = (np.sum(dout * (out_1 - out_0)) + np.sum(dlse * (lse_1 - lse_0))) / (2 * step)
+    operands = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    _, _, *grads = run(*operands, *ranges, *inputs(9)[3:], **BLOCKS)
+    backward = sum(
+        np.sum(np.asarray(g, np.float64) * t) for g, t in zip(grads, tangents, strict=True)
+    )
+    np.testing.assert_allclose(backward, forward, rtol=1e-4)
+
+
+def test_gradients_are_the_numerical_ones():
+    q, k, v, _, _ = (np.asarray(x, np.float64) for x in inputs(10, B=1, T=5, S=7))
+    ranges = RANGES["causal"](1, 5, 7)
+    with jax.enable_x64(True):
+        f = functools.partial(local_attention, logit_soft_cap=2.0, block_q=2, block_kv=3)
+        g = jax.jit(lambda q, k, v: f(q, k, v, *ranges))
+        operands = tuple(map(jnp.asarray, (q, k, v)))
+        check_grads(g, operands, order=1, modes=["rev"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [0, 20])
+def test_merged_pieces_are_the_whole(cut):
+    """Forward pieces merge; backward of each piece with the merged lse and out adds up."""
+    q, k, v, dout, dlse = inputs(11)
+    start, end = random_ranges(12, 2, 37, 45)
+    pieces = (
+        (k[:, :cut], v[:, :cut], start, jnp.minimum(end, cut)),
+        (k[:, cut:], v[:, cut:], jnp.maximum(start, cut) - cut, end - cut),
+    )
+    whole = run(q, k, v, start, end, dout, dlse, **BLOCKS)
+    parts = [local_attention(q, *piece, **BLOCKS) for piece in pieces]
+    out, lse = merge_partials(*parts[0], *parts[1])
+    grads = [
+        local_attention_backward(q, *piece, out, lse, dout, dlse, **BLOCKS) for piece in pieces
+    ]
+    (dq_0, dk_0, dv_0), (dq_1, dk_1, dv_1) = grads
+    dk, dv = jnp.concatenate([dk_0, dk_1], axis=1), jnp.concatenate([dv_0, dv_1], axis=1)
+    for actual, wanted in zip((out, lse, dq_0 + dq_1, dk, dv), whole, strict=True):
+        assert_close(actual, wanted, 1e-5)
+
+
+def test_derivative_through_the_merge():
+    """The lse gradient carries what the other piece does to this one's weight."""
+    q, k, v, dout, dlse = inputs(13)
+    start, end = RANGES["full"](2, 37, 45)
+
+    def in_pieces(q, k, v):
+        first = local_attention(q, k, v, start, end - 20, **BLOCKS)
+        return merge_partials(*first, *local_attention(q, k, v, start + 25, end, **BLOCKS))
+
+    results, vjp = jax.vjp(jax.jit(in_pieces), q, k, v)
+    whole = run(q, k, v, start, end, dout, dlse, **BLOCKS)
+    for actual, wanted in zip((*results, *vjp((dout, dlse))), whole, strict=True):
+        assert_close(actual, wanted, 1e-5)
+
+
+def test_backward_accepts_no_lse_cotangent_and_returns_float32():
+    q, k, v, dout, dlse = inputs(14, dtype=jnp.bfloat16)
+    ranges = RANGES["causal"](2, 37, 45)
+    out, lse = local_attention(q, k, v, *ranges, **BLOCKS)
+    without = local_attention_backward(q, k, v, *ranges, out, lse, dout, **BLOCKS)
+    zero = local_attention_backward(q, k, v, *ranges, out, lse, dout, 0 * dlse, **BLOCKS)
+    for x, y in zip(without, zero, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_is_bitwise_repeatable():
+    q, k, v, dout, dlse = inputs(0)
+    ranges = RANGES["random"](2, 37, 45)
+    first, second = (run(q, k, v, *ranges, dout, dlse, **BLOCKS) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def one_batch_row(*operands):
+    return tuple(x[0] for x in with_cotangents(*(x[None] for x in operands), **BLOCKS))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.vmap, lambda f: lambda *xs: jax.lax.scan(lambda _, x: (None, f(*x)), None, xs)[1]],
+    ids=["vmap", "scan"],
+)
+def test_inside_a_transform(transform):
+    q, k, v, dout, dlse = inputs(0)
+    operands = (q, k, v, *RANGES["random"](2, 37, 45), dout, dlse)
+    actual = jax.jit(transform(one_batch_row))(*operands)
+    for x, y in zip(actual, run(*operands, **BLOCKS), strict=True):
+        assert_close(x, y, 1e-6)
+
+
+def test_under_remat():
+    q, k, v, dout, dlse = inputs(0)
+    ranges = RANGES["random"](2, 37, 45)
+    f = jax.checkpoint(lambda q, k, v: local_attention(q, k, v, *ranges, **BLOCKS))
+    grads = jax.jit(lambda *x: jax.vjp(f, *x)[1]((dout, dlse)))(q, k, v)
+    expected = run(q, k, v, *ranges, dout, dlse, **BLOCKS)[2:]
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert_close(actual, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    """Queries are sharded, keys replicated: dk and dv are summed over the mesh."""
+    mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    q, k, v, dout, dlse = inputs(15, T=36)
+    start, end = random_ranges(15, 2, 36, 45)
+    tokens, heads = P(None, "cp"), P(None, None, "cp")
+    sharded = jax.shard_map(
+        functools.partial(local_attention, **BLOCKS),
+        mesh=mesh,
+        in_specs=(tokens, P(), P(), tokens, tokens),
+        out_specs=(tokens, heads),
+        check_vma=check_vma,
+    )
+
+    @jax.jit
+    def both(q, k, v):
+        results, vjp = jax.vjp(lambda q, k, v: sharded(q, k, v, start, end), q, k, v)
+        return *results, *vjp((dout, dlse))
+
+    expected = run(q, k, v, start, end, dout, dlse, **BLOCKS)
+    for actual, wanted in zip(both(q, k, v), expected, strict=True):
+        assert_close(actual, wanted, 1e-6)
+
+
+def test_memory_grows_linearly():
+    def temporary_bytes(T):
+        x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+        ranges = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        lse = jax.ShapeDtypeStruct((1, 2, T), jnp.float32)
+        compiled = run.lower(x, x, x, ranges, ranges, x, lse).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(8192), temporary_bytes(16384)
+    assert large < 2.2 * small
+    assert large < 16384 * 16384  # a quarter of one head's logits
+
+
+@pytest.fixture
+def no_shape_hook():
+    """Lets our own messages through, which users without jaxtyping's hook see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    "change, options, error, message",
+    [
+        ({"q": (2, 37, 4)}, {}, ValueError, "need four axes"),
+        ({"k": (2, 45, 2, 9)}, {}, ValueError, r"needs \[2, S, K, 8\]"),
+        ({"v": (2, 44, 2, 8)}, {}, ValueError, r"k and v have shapes \(2, 45, 2, 8\)"),
+        ({"q": (2, 37, 3, 8)}, {}, ValueError, "N must be a multiple of K"),
+        ({"kv_start": (2, 36)}, {}, ValueError, r"one range per query row, \[2, 37\]"),
+        ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
+        ({}, {"block_q": 0}, ValueError, "block_q is 0"),
+        ({"k": jnp.bfloat16}, {}, TypeError, "float32, bfloat16, float32"),
+        ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must all be bfloat16"),
+        ({"kv_end": jnp.float32}, {}, TypeError, "kv_end has dtype float32"),
+    ],
+)
+def test_errors(change, options, error, message):
+    q, k, v, _, _ = inputs(16)
+    start, end = RANGES["full"](2, 37, 45)
+    operands = {"q": q, "k": k, "v": v, "kv_start": start, "kv_end": end}
+    for name, new in change.items():
+        old = operands[name]
+        operands[name] = jnp.zeros(new, old.dtype) if isinstance(new, tuple) else old.astype(new)
+    with pytest.raises(error, match="local_attention: .*" + message):
+        local_attention(*operands.values(), **options)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_backward_names_the_array_of_the_wrong_shape():
+    q, k, v, dout, _ = inputs(16)
+    ranges = RANGES["full"](2, 37, 45)
+    out, lse = local_attention(q, k, v, *ranges)
+    with pytest.raises(ValueError, match=r"^local_attention_backward: dout has shape \(2, 37, 4\)"):
+        local_attention_backward(q, k, v, *ranges, out, lse, dout[..., 0])
