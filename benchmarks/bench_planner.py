@@ -60,7 +60,7 @@ def measure(lengths: np.ndarray, world_size: int, args: argparse.Namespace, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Measure the planner.")
     parser.add_argument("lengths", nargs="+", type=Path)
     parser.add_argument("--world-size", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--tokens", type=int, default=65536, help="tokens per rank")

@@ -5,6 +5,12 @@ from pkgutil import extend_path as _extend_path
 # A source tree on sys.path finds the extension that is installed elsewhere.
 __path__ = _extend_path(__path__, __name__)
 
+from jax_cp_dispatch.attention import (
+    balanced_attention,
+    context_parallel_attention,
+    local_attention,
+    merge_partials,
+)
 from jax_cp_dispatch.dispatch import combine, dispatch
 from jax_cp_dispatch.metadata import (
     Metadata,
@@ -12,18 +18,26 @@ from jax_cp_dispatch.metadata import (
     compute_metadata,
     compute_metadata_kv,
 )
+from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 from jax_cp_dispatch.scenarios import create_qkv_dispatch, gen_seq_lens, orchestrate_simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionPlan",
     "Metadata",
+    "PlanConfig",
+    "balanced_attention",
     "combine",
     "compute_attn_layout_seqlens",
     "compute_metadata",
     "compute_metadata_kv",
+    "context_parallel_attention",
     "create_qkv_dispatch",
     "dispatch",
     "gen_seq_lens",
+    "local_attention",
+    "merge_partials",
     "orchestrate_simulate",
+    "plan_attention",
 ]

@@ -18,5 +18,10 @@ def vary_alike(arrays: Iterable[Array], *, also: Iterable[str] = ()) -> list[Arr
     return [jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") for x in arrays]
 
 
+def vary_like(arrays: Iterable[Array], like: Array) -> list[Array]:
+    """Makes all arrays vary over the mesh axes of `like` too: the first carries of a loop."""
+    return vary_alike(arrays, also=_varying_axes(like))
+
+
 def _varying_axes(array: Array) -> frozenset[str]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)

@@ -39,10 +39,20 @@ def _draw_work(axes: Any, plan: AttentionPlan) -> None:
     mean = max(after.mean(), 1)
     ranks = np.arange(len(before))
     label = "{}: max/mean {:.2f}"
-    axes.bar(ranks - 0.2, before / mean, 0.4, color=_BEFORE,
-             label=label.format("at home", float(plan.imbalance_before)))
-    axes.bar(ranks + 0.2, after / mean, 0.4, color=_AFTER,
-             label=label.format("planned", float(plan.imbalance)))
+    axes.bar(
+        ranks - 0.2,
+        before / mean,
+        0.4,
+        color=_BEFORE,
+        label=label.format("at home", float(plan.imbalance_before)),
+    )
+    axes.bar(
+        ranks + 0.2,
+        after / mean,
+        0.4,
+        color=_AFTER,
+        label=label.format("planned", float(plan.imbalance)),
+    )
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(title="attention work", xlabel="rank", ylabel="query-key pairs / mean")
     axes.locator_params(axis="x", integer=True)

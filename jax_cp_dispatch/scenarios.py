@@ -81,9 +81,7 @@ def draw_qkv_dispatch(
     doc_len = np.asarray(units) * max_cp_degree
     powers = [2**i for i in range(max_cp_degree.bit_length()) if max_cp_degree % 2**i == 0]
     choices = np.array(sorted({*powers, max_cp_degree}))
-    doc_degree = choices[
-        np.asarray(jax.random.randint(key_degree, doc_len.shape, 0, len(choices)))
-    ]
+    doc_degree = choices[np.asarray(jax.random.randint(key_degree, doc_len.shape, 0, len(choices)))]
     # Each document has its own order of ranks and deals its shards out in that order.
     order = np.asarray(jax.random.uniform(key_rank, (*doc_len.shape, world_size))).argsort(-1)
 

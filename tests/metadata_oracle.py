@@ -1,4 +1,4 @@
-"""Brute-force oracle of planning: NumPy loops over every shard and token, nothing of the package."""
+"""Brute-force oracle of planning: NumPy loops over shards and tokens, nothing of the package."""
 
 import numpy as np
 

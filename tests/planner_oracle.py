@@ -91,7 +91,7 @@ def check_plan(plan, segment_ids, positions=None):
                 continue
             computed[query] += 1
             pairs[rank] += end - start
-            prefix = np.arange(base[query] + first[query], query + 1)
+            prefix = np.arange(int(base[query] + first[query]), query + 1)
             assert np.array_equal(keys[rank, start:end], prefix), (rank, i, start, end)
     np.testing.assert_array_equal(computed, first >= 0)
     np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)

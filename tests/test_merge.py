@@ -28,6 +28,10 @@ def merged_by_definition(out, lse, block_out, block_lse):
         return merged, np.log(np.exp(lse) + np.exp(block_lse))
 
 
+def merge_pair(a, b):
+    return merge_partials(a[0], a[1], b[0], b[1])
+
+
 def float32(*arrays):
     return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
@@ -46,8 +50,8 @@ def test_equals_the_definition(seed, empty_share):
 def test_order_and_grouping_do_not_matter():
     rng = np.random.default_rng(1)
     a, b, c = (float32(*partial_result(rng, 0.3)) for _ in range(3))
-    left = merge_partials(*merge_partials(*a, *b), *c)
-    right = merge_partials(*a, *merge_partials(*c, *b))
+    left = merge_pair(merge_pair(a, b), c)
+    right = merge_pair(a, merge_pair(c, b))
     for x, y in zip(left, right, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -55,7 +59,7 @@ def test_order_and_grouping_do_not_matter():
 def test_an_empty_side_leaves_the_other_exactly():
     full = float32(*partial_result(np.random.default_rng(2)))
     empty = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
-    for merged in (merge_partials(*full, *empty), merge_partials(*empty, *full)):
+    for merged in (merge_pair(full, empty), merge_pair(empty, full)):
         for x, y in zip(merged, full, strict=True):
             np.testing.assert_array_equal(x, y)
 

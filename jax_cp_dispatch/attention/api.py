@@ -5,7 +5,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch.attention.balanced import balanced_attention
@@ -13,6 +15,7 @@ from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
 ALGORITHMS = ("balanced",)
+HostOrDevice = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +31,15 @@ class _Options:
 
 
 def context_parallel_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
     *,
     axis_name: str,
     algorithm: str,
     mesh: Mesh | AbstractMesh | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[HostOrDevice, "B T"] | None = None,
+    positions: Int[HostOrDevice, "B T"] | None = None,
     plan: AttentionPlan | None = None,
     config: PlanConfig = PlanConfig(),
     batch_axis: str | None = None,
@@ -89,10 +92,11 @@ def context_parallel_attention(
     _check(q, k, v, mesh, axes, segment_ids, plan)
     if segment_ids is None and plan is None:
         segment_ids = jnp.ones(q.shape[:2], jnp.int32)
-    options = _Options(mesh, **axes, config=config, scale=scale, logit_soft_cap=logit_soft_cap,
-                       deadline=deadline)
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions))
-    if plan is None and not is_traced and batch_axis is None:
+    options = _Options(
+        mesh, **axes, config=config, scale=scale, logit_soft_cap=logit_soft_cap, deadline=deadline
+    )
+    is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
+    if segment_ids is not None and not is_traced and batch_axis is None:
         world_size = mesh.shape[axis_name]
         plan = plan_attention(segment_ids, positions, world_size=world_size, config=config)
     documents = (segment_ids, positions) if plan is None else None
@@ -124,7 +128,14 @@ def _balanced(q, k, v, plan, documents, *, options: _Options):
 
     in_specs = (rows, rows, rows, P(options.axis_name), sequence)
     attend = jax.shard_map(local, mesh=options.mesh, in_specs=in_specs, out_specs=rows)
-    return attend(q, k, v, plan, documents)
+    operands = (q, k, v, plan, documents)
+    if AxisType.Explicit in options.mesh.axis_types:  # there, shard_map moves nothing by itself
+        shardings = [NamedSharding(options.mesh, spec) for spec in in_specs]
+        operands = (
+            jax.tree.map(partial(reshard, out_shardings=sharding), operand)
+            for operand, sharding in zip(operands, shardings, strict=True)
+        )
+    return attend(*operands)
 
 
 def _check(q, k, v, mesh, axes, segment_ids, plan) -> None:

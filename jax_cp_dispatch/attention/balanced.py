@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
@@ -19,13 +20,28 @@ class _Options:
     logit_soft_cap: float | None
     deadline: float
 
-    @property
-    def move(self) -> dict:
-        return {"axis_name": self.axis_name, "deadline": self.deadline}
+    def attend(self, *operands):
+        return local_attention(*operands, scale=self.scale, logit_soft_cap=self.logit_soft_cap)
 
-    @property
-    def attend(self) -> dict:
-        return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap}
+    def attend_backward(self, *operands):
+        return local_attention_backward(
+            *operands, scale=self.scale, logit_soft_cap=self.logit_soft_cap
+        )
+
+    def send(self, x, metadata, capacity):
+        return dispatch(
+            x, metadata, axis_name=self.axis_name, capacity=capacity, deadline=self.deadline
+        )
+
+    def bring(self, y, metadata, num_tokens, dtype):
+        return combine(
+            y,
+            metadata,
+            axis_name=self.axis_name,
+            num_tokens=num_tokens,
+            preferred_element_type=dtype,
+            deadline=self.deadline,
+        )
 
 
 def balanced_attention(
@@ -78,36 +94,35 @@ def balanced_attention(
         )
     options = _Options(axis_name, scale, logit_soft_cap, deadline)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    flat = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
-    return _attend(options, *flat, plan).reshape(*q.shape[:3], v.shape[3])
+    rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
+    out = _attend(options, *rows, plan)
+    return jnp.reshape(out, (*q.shape[:3], v.shape[3]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan):
+def _attend(options, q, k, v, plan) -> Array:
     return _forward(options, q, k, v, plan)[0]
 
 
 def _forward(options, q, k, v, plan):
-    received_q = dispatch(q, plan.q_metadata, capacity=plan.q_capacity, **options.move)
-    received_kv = dispatch((k, v), plan.kv_metadata, capacity=plan.kv_capacity, **options.move)
-    operands = [x[None] for x in (received_q, *received_kv, *plan.local_ranges(options.axis_name))]
-    out, lse = local_attention(*operands, **options.attend)
+    received_q = options.send(q, plan.q_metadata, plan.q_capacity)
+    received_kv = options.send((k, v), plan.kv_metadata, plan.kv_capacity)
+    ranges = plan.local_ranges(jax.lax.axis_index(options.axis_name))
+    operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
+    out, lse = options.attend(*operands)
     out = out.astype(q.dtype)  # final: all keys of a query are on its rank
-    home = combine(out[0], plan.q_metadata, num_tokens=q.shape[0], **options.move)
+    home = options.bring(out[0], plan.q_metadata, q.shape[0], q.dtype)
     return home, (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
-    num_tokens = dhome.shape[0]
-    dout = dispatch(dhome, plan.q_metadata, capacity=plan.q_capacity, **options.move)
-    gradients = local_attention_backward(*operands, out, lse, dout[None], **options.attend)
-    dq, *dkv = [x[0] for x in gradients]
-    dtype = dhome.dtype
-    home = dict(num_tokens=num_tokens, **options.move)
+    num_tokens, dtype = dhome.shape[0], dhome.dtype
+    dout = options.send(dhome, plan.q_metadata, plan.q_capacity)[None]
+    dq, *dkv = options.attend_backward(*operands, out, lse, dout)
     # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.
-    dq = combine(dq.astype(dtype), plan.q_metadata, **home)
-    dk, dv = combine(dkv, plan.kv_metadata, preferred_element_type=dtype, **home)
+    dq = options.bring(dq[0].astype(dtype), plan.q_metadata, num_tokens, dtype)
+    dk, dv = options.bring([x[0] for x in dkv], plan.kv_metadata, num_tokens, dtype)
     return dq, dk, dv, None
 
 

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_cp_dispatch._varying import vary_alike, vary_like
+from jax_cp_dispatch.attention.blocks import cut, from_columns, from_rows, to_columns, to_rows
+
 _MIN_BLOCK = 16
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
@@ -77,7 +80,7 @@ def local_attention(
     options = _check(
         "local_attention", q, k, v, kv_start, kv_end, scale, logit_soft_cap, block_q, block_kv
     )
-    return _attention(options, *_vary_alike(q, k, v, kv_start, kv_end))
+    return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
 
 
 def local_attention_backward(
@@ -125,7 +128,7 @@ def local_attention_backward(
     ):
         if x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
-    return _backward(options, *_vary_alike(q, k, v, kv_start, kv_end, out, lse, dout, dlse))
+    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, out, lse, dout, dlse]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,16 +180,16 @@ def _cut_in_blocks(options, q, k, v, kv_start, kv_end) -> _Blocks:
     k, v = jnp.where(attended, k, 0), jnp.where(attended, v, 0)
     q = jnp.where(used[:, :, None, None], q, 0).reshape(B, T, K, N // K, H)
 
-    start, end = _blocks(start, options.block_q, S), _blocks(end, options.block_q, 0)
+    start, end = cut(start, options.block_q, S), cut(end, options.block_q, 0)
     num_kv_blocks = -(-S // options.block_kv)
     batch_row = jnp.repeat(jnp.arange(B), start.shape[0] // B)
     low, high = jnp.min(start, axis=1), jnp.max(end, axis=1)
     first = batch_row * num_kv_blocks + low // options.block_kv
     last = batch_row * num_kv_blocks + -(-high // options.block_kv)
     return _Blocks(
-        q=_blocks(q, options.block_q),
-        k=_blocks(k, options.block_kv),
-        v=_blocks(v, options.block_kv),
+        q=cut(q, options.block_q),
+        k=cut(k, options.block_kv),
+        v=cut(v, options.block_kv),
         used=used,
         start=jnp.tile(start, (1, N // K)),
         end=jnp.tile(end, (1, N // K)),
@@ -201,12 +204,11 @@ def _forward(options, q, k, v, kv_start, kv_end):
     K, Hv = v.shape[2:]
     dtype = _accumulator(q)
     if B * T * N * k.shape[1] == 0:
-        zero = _varying_zero(q)
-        return jnp.zeros((B, T, N, Hv), dtype) + zero, jnp.full((B, N, T), -jnp.inf, dtype) + zero
+        empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        return tuple(vary_like(empty, q))
     blocks = _cut_in_blocks(options, q, k, v, kv_start, kv_end)
-    k_rows, v_columns = _rows(blocks.k), _columns(blocks.v)
+    k_rows, v_columns = to_rows(blocks.k), to_columns(blocks.v)
     rows = blocks.start.shape[1]
-    zero = _varying_zero(q).astype(dtype)
 
     def one_query_block(_, block):
         q_columns, start, end, first, last = block
@@ -224,20 +226,21 @@ def _forward(options, q, k, v, kv_start, kv_end):
 
         # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
         init = (
-            jnp.full((K, rows), jnp.finfo(dtype).min) + zero,
-            jnp.zeros((K, rows), dtype) + zero,
-            jnp.zeros((K, Hv, rows), dtype) + zero,
+            jnp.full((K, rows), jnp.finfo(dtype).min),
+            jnp.zeros((K, rows), dtype),
+            jnp.zeros((K, Hv, rows), dtype),
         )
+        init = tuple(vary_like(init, q))
         peak, total, acc = lax.fori_loop(first, last, add_block, init)
         empty = total == 0
         total = jnp.where(empty, 1, total)
         lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
         return None, (acc / total[:, None], lse)
 
-    xs = (_columns(blocks.q), blocks.start, blocks.end, blocks.first, blocks.last)
+    xs = (to_columns(blocks.q), blocks.start, blocks.end, blocks.first, blocks.last)
     _, (out, lse) = lax.scan(one_query_block, None, xs)
-    out = _uncut_columns(out, q.shape)
-    lse = _uncut_columns(lse[:, :, None], q.shape)[..., 0]
+    out = from_columns(out, q.shape)
+    lse = from_columns(lse[:, :, None], q.shape)[..., 0]
     return out, jnp.swapaxes(lse, 1, 2)
 
 
@@ -247,10 +250,9 @@ def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
     S, K, Hv = v.shape[1:]
     dtype = _accumulator(q)
     if B * T * N * S == 0:
-        return tuple(jnp.zeros(x.shape, dtype) + _varying_zero(q).astype(dtype) for x in (q, k, v))
+        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
     blocks = _cut_in_blocks(options, q, k, v, kv_start, kv_end)
-    k_rows, k_columns, v_rows = _rows(blocks.k), _columns(blocks.k), _rows(blocks.v)
-    zero = _varying_zero(q).astype(dtype)
+    k_rows, k_columns, v_rows = to_rows(blocks.k), to_columns(blocks.k), to_rows(blocks.v)
 
     # dL/dlogit_j = p_j (dout . v_j - dout . out + dlse), since dlse/dlogit_j = p_j.
     dout, lse, dlse = dout.astype(dtype), jnp.swapaxes(lse, 1, 2), jnp.swapaxes(dlse, 1, 2)
@@ -259,9 +261,9 @@ def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
     lse = jnp.where(used, lse, jnp.inf)  # exp(logit - inf) = 0
     dout = jnp.where(used[..., None], dout, 0)
     heads = (B, T, K, N // K)
-    delta = _columns(_blocks(delta.reshape(*heads, 1), options.block_q))
-    lse = _columns(_blocks(lse.reshape(*heads, 1), options.block_q, jnp.inf))
-    dout = _blocks(dout.reshape(*heads, Hv).astype(v.dtype), options.block_q)
+    delta = to_columns(cut(delta.reshape(*heads, 1), options.block_q))
+    lse = to_columns(cut(lse.reshape(*heads, 1), options.block_q, jnp.inf))
+    dout = cut(dout.reshape(*heads, Hv).astype(v.dtype), options.block_q)
 
     def one_query_block(carry, block):
         q_rows, q_columns, dout_rows, dout_columns, lse, delta, start, end, first, last = block
@@ -277,15 +279,15 @@ def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
             dk = dk.at[j].add(_matmul(ds, q_rows))
             return dq + _matmul(k_columns[j], ds), dk, dv
 
-        dq = jnp.zeros(q_columns.shape, dtype) + zero
+        (dq,) = vary_like([jnp.zeros(q_columns.shape, dtype)], q_columns)
         dq, *carry = lax.fori_loop(first, last, add_block, (dq, *carry))
         return tuple(carry), dq
 
     xs = (
-        _rows(blocks.q),
-        _columns(blocks.q),
-        _rows(dout),
-        _columns(dout),
+        to_rows(blocks.q),
+        to_columns(blocks.q),
+        to_rows(dout),
+        to_columns(dout),
         lse,
         delta,
         blocks.start,
@@ -293,10 +295,10 @@ def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
         blocks.first,
         blocks.last,
     )
-    init = (jnp.zeros(k_rows.shape, dtype) + zero, jnp.zeros(v_rows.shape, dtype) + zero)
+    init = tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (k_rows, v_rows)), q))
     (dk, dv), dq = lax.scan(one_query_block, init, xs)
     dq, dk = dq * options.scale, dk * options.scale
-    return _uncut_columns(dq, q.shape), _uncut_rows(dk, k.shape), _uncut_rows(dv, v.shape)
+    return from_columns(dq, q.shape), from_rows(dk, k.shape), from_rows(dv, v.shape)
 
 
 def _logits(options, products, allowed):
@@ -329,57 +331,6 @@ def _matmul(x, y):
 
 def _accumulator(x):
     return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _blocks(x, block, fill=0):
-    """`[B, L, ...] -> [B * num_blocks, block, ...]`, the last block of a row filled up."""
-    B, L, *rest = x.shape
-    num_blocks = -(-L // block)
-    widths = [(0, 0), (0, num_blocks * block - L)] + [(0, 0)] * len(rest)
-    return jnp.pad(x, widths, constant_values=fill).reshape(B * num_blocks, block, *rest)
-
-
-def _rows(x):
-    """`[M, block, K, (G,) F] -> [M, K, (G *) block, F]`."""
-    x = jnp.moveaxis(x, 1, -2)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _columns(x):
-    """`[M, block, K, (G,) F] -> [M, K, F, (G *) block]`."""
-    x = jnp.moveaxis(jnp.moveaxis(x, 1, -1), -2, 2)
-    return x.reshape(*x.shape[:3], -1)
-
-
-def _uncut_rows(x, shape):
-    """`[B * nk, K, block, F] -> [B, S, K, F]`."""
-    B, S, K, _ = shape
-    x = jnp.moveaxis(x, 2, 1)
-    return x.reshape(B, -1, K, x.shape[-1])[:, :S]
-
-
-def _uncut_columns(x, shape):
-    """`[B * nq, K, F, G * block] -> [B, T, N, F]`."""
-    B, T, N, _ = shape
-    M, K, F, _ = x.shape
-    x = x.reshape(M, K, F, N // K, -1)
-    x = jnp.moveaxis(x, (4, 1, 3, 2), (1, 2, 3, 4))
-    return x.reshape(B, -1, N, F)[:, :T]
-
-
-def _varying_zero(x):
-    """A zero that varies over the same mesh axes as `x`: the empty sum keeps NaN out."""
-    return lax.stop_gradient(jnp.sum(x[:0]))
-
-
-def _vary_alike(*arrays):
-    """Lets all arrays vary over every mesh axis that one of them varies over.
-
-    Carries of loops under `check_vma=True` need it. Done outside the custom derivative, so that
-    the cotangent of an array that did not vary is summed over the mesh by the derivative of `+`.
-    """
-    zero = sum(_varying_zero(x).astype(jnp.int32) for x in arrays)
-    return tuple(x + zero.astype(x.dtype) for x in arrays)
 
 
 def _check(name, q, k, v, kv_start, kv_end, scale, logit_soft_cap, block_q, block_kv) -> _Options:

@@ -20,7 +20,7 @@ class PackedDocuments:
     """Documents one after another in the global sequence, and the arrays a data pipeline makes.
 
     Attributes:
-      tokens, segment_ids, positions: int32 `[1, num_ranks * tokens_per_rank]`; segment 0 is padding.
+      tokens, segment_ids, positions: int32 `[1, num_ranks * tokens_per_rank]`; segment 0 pads.
       spans: name, first row and one past the last row of each document.
     """
 
@@ -71,7 +71,9 @@ def pack_documents(
     elif long_documents == "cut":
         placed = _first_fit(documents, num_ranks, tokens_per_rank)
     else:
-        raise ValueError(f"pack_documents: long_documents is {long_documents!r}; needs span or cut.")
+        raise ValueError(
+            f"pack_documents: long_documents is {long_documents!r}; needs span or cut."
+        )
     return _lay_out(placed, num_ranks * tokens_per_rank)
 
 

@@ -9,10 +9,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -41,15 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=pathlib.Path(sysconfig.get_path("stdlib")),
         help="folder of text files (default: the sources of the Python standard library)",
     )
-    parser.add_argument("--pattern", default=None, help="which files (default: *.py, or all files "
-                        "of a folder that is named)")
-    parser.add_argument("--long-documents", choices=("span", "cut"), default="span",
-                        help="documents longer than a rank span ranks (default), or are cut")
+    parser.add_argument(
+        "--pattern",
+        default=None,
+        help="which files (default: *.py, or all files of a folder that is named)",
+    )
+    parser.add_argument(
+        "--long-documents",
+        choices=("span", "cut"),
+        default="span",
+        help="documents longer than a rank span ranks (default), or are cut",
+    )
     parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
     parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
     parser.add_argument("--seed", type=int, default=0, help="which documents come first")
-    parser.add_argument("--picture", type=pathlib.Path, default=pathlib.Path("plan.png"),
-                        help="file for the picture of the plan (default plan.png)")
+    parser.add_argument(
+        "--picture",
+        type=pathlib.Path,
+        default=pathlib.Path("plan.png"),
+        help="file for the picture of the plan (default plan.png)",
+    )
 
 
 def start_devices(num_devices: int) -> None:
@@ -99,7 +110,7 @@ def median_seconds(run: Callable[..., Any], *arguments: Any) -> float:
 
 
 def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
-    """q, k, v and a cotangent `[1, T, heads, H]` float32: byte embeddings turned by the position."""
+    """q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings turned by the position."""
     rng = np.random.default_rng(seed)
     angles = packed.positions[..., None, None] / 10000 ** (np.arange(HEAD_DIM) / HEAD_DIM)
     arrays = []
@@ -109,7 +120,7 @@ def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
     return tuple(arrays)
 
 
-def attention_and_gradients(mesh: Mesh) -> Callable[..., Any]:
+def attention_and_gradients(mesh: Mesh) -> Any:
     """One jitted program: forward and backward over all devices."""
 
     @jax.jit
@@ -125,18 +136,19 @@ def attention_and_gradients(mesh: Mesh) -> Callable[..., Any]:
     return program
 
 
-def movement_alone(mesh: Mesh) -> Callable[..., Any]:
+def movement_alone(mesh: Mesh) -> Any:
     """All exchanges of a forward and a backward pass, and nothing else."""
 
     def local(q, k, v, plan):
         q, k, v = (x[0] for x in (q, k, v))
-        queries = dict(axis_name=AXIS, capacity=plan.q_capacity)
-        home = dict(axis_name=AXIS, num_tokens=len(q))
-        received_q = dispatch(q, plan.q_metadata, **queries)
-        received_kv = dispatch((k, v), plan.kv_metadata, axis_name=AXIS, capacity=plan.kv_capacity)
-        out = combine(received_q, plan.q_metadata, **home)
-        dq = combine(dispatch(out, plan.q_metadata, **queries), plan.q_metadata, **home)
-        return dq[None], [x[None] for x in combine(received_kv, plan.kv_metadata, **home)]
+        send = partial(dispatch, axis_name=AXIS)
+        bring = partial(combine, axis_name=AXIS, num_tokens=len(q))
+        received_q = send(q, plan.q_metadata, capacity=plan.q_capacity)
+        received_kv = send((k, v), plan.kv_metadata, capacity=plan.kv_capacity)
+        out = bring(received_q, plan.q_metadata)
+        dout = send(out, plan.q_metadata, capacity=plan.q_capacity)
+        dq, (dk, dv) = bring(dout, plan.q_metadata), bring(received_kv, plan.kv_metadata)
+        return dq[None], dk[None], dv[None]
 
     rows = P(None, AXIS)
     return jax.jit(
@@ -144,7 +156,7 @@ def movement_alone(mesh: Mesh) -> Callable[..., Any]:
     )
 
 
-def attention_alone(mesh: Mesh) -> Callable[..., Any]:
+def attention_alone(mesh: Mesh) -> Any:
     """The local attention of every rank, forward and backward, on rows already received."""
 
     def local(plan, key):
@@ -159,9 +171,7 @@ def attention_alone(mesh: Mesh) -> Callable[..., Any]:
         return local_attention_backward(q, k, v, *ranges, out, lse, dout)
 
     return jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
-        )
+        jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False)
     )
 
 
@@ -187,10 +197,10 @@ def largest_difference(
 
 def moved_bytes(plan: AttentionPlan) -> int:
     """Bytes that cross between ranks, forward and backward, in float32."""
-    size = dict(head_size=HEAD_DIM, itemsize=4)
-    # Forward: q there and out back, k and v there. Backward: dout there and dq back, dk and dv back.
-    q_like = 4 * rows_bytes(int(plan.num_q_tokens_moved), num_heads=NUM_HEADS, **size)
-    kv_like = 4 * rows_bytes(int(plan.num_kv_tokens_moved), num_heads=NUM_KV_HEADS, **size)
+    row = partial(rows_bytes, head_size=HEAD_DIM, itemsize=4)
+    # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
+    q_like = 4 * row(int(plan.num_q_tokens_moved), num_heads=NUM_HEADS)
+    kv_like = 4 * row(int(plan.num_kv_tokens_moved), num_heads=NUM_KV_HEADS)
     return q_like + kv_like
 
 
@@ -205,8 +215,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     with progress.step(f"reading {folder}"):
         if not folder.is_dir():
-            print(f"\ndemo: {folder} is not a folder. Name one that holds text files.",
-                  file=sys.stderr)
+            print(
+                f"\ndemo: {folder} is not a folder. Name one that holds text files.",
+                file=sys.stderr,
+            )
             return 2
         packed = pack_documents(
             read_documents(folder, pattern=pattern, seed=arguments.seed),
@@ -215,21 +227,22 @@ def main(arguments: argparse.Namespace) -> int:
             long_documents=arguments.long_documents,
         )
         if not packed.spans:
-            print(f"\ndemo: no text file matches {pattern!r} below {folder}. Pass --pattern.",
-                  file=sys.stderr)
+            print(
+                f"\ndemo: no text file matches {pattern!r} below {folder}. Pass --pattern.",
+                file=sys.stderr,
+            )
             return 2
 
     def make_plan() -> AttentionPlan:
-        return plan_attention(
-            packed.segment_ids, packed.positions, world_size=arguments.ranks
-        )
+        return plan_attention(packed.segment_ids, packed.positions, world_size=arguments.ranks)
 
     with progress.step("planning"):
         plan = make_plan()
         planning = median_seconds(make_plan)
     mesh = Mesh(np.array(jax.devices()[: arguments.ranks]), (AXIS,))
-    operands = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS)))
-                for x in embed(packed, arguments.seed)]
+    operands = [
+        jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in embed(packed, arguments.seed)
+    ]
     plan = jax.device_put(plan, NamedSharding(mesh, P(AXIS)))
 
     program = attention_and_gradients(mesh)
@@ -254,9 +267,19 @@ def main(arguments: argparse.Namespace) -> int:
             picture = f"none: {error}"
 
     is_right = max(differences.values()) <= TOLERANCE
-    report(packed, plan, differences, is_right, {
-        "planning": planning, "movement": movement, "attention": attention, "together": together,
-    }, picture)
+    report(
+        packed,
+        plan,
+        differences,
+        is_right,
+        {
+            "planning": planning,
+            "movement": movement,
+            "attention": attention,
+            "together": together,
+        },
+        picture,
+    )
     print(f"whole demonstration   {time.perf_counter() - begin:.1f} s")
     return 0 if is_right else 1
 
@@ -267,9 +290,7 @@ def report(packed, plan, differences, is_right, seconds, picture) -> None:
     num_tokens = packed.tokens.size
 
     def work(pairs) -> str:
-        flops = [
-            attention_flops(float(x), num_heads=NUM_HEADS, head_size=HEAD_DIM) for x in pairs
-        ]
+        flops = [attention_flops(float(x), num_heads=NUM_HEADS, head_size=HEAD_DIM) for x in pairs]
         each = " ".join(f"{x / 1e9:.1f}" for x in flops)
         return f"max/mean {max(flops) / statistics.mean(flops):.3f}   [{each}] GFLOP"
 
@@ -278,8 +299,10 @@ def report(packed, plan, differences, is_right, seconds, picture) -> None:
 
     print()
     print(f"documents             {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens")
-    print(f"tokens                {num_tokens}, of these {num_tokens - sum(lengths)} padding; "
-          f"{plan.world_size} ranks")
+    print(
+        f"tokens                {num_tokens}, of these {num_tokens - sum(lengths)} padding; "
+        f"{plan.world_size} ranks"
+    )
     print(f"forward work at home  {work(plan.pairs_before)}")
     print(f"forward work planned  {work(plan.pairs_after)}")
     print(f"queries moved         {moved(plan.num_q_tokens_moved)}")
@@ -290,6 +313,8 @@ def report(packed, plan, differences, is_right, seconds, picture) -> None:
         print(f"time of {name:<14}{1e3 * value:.1f} ms{suffix}")
     each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
     print(f"largest difference    {each} (relative to dense attention)")
-    print(f"                      {'right' if is_right else 'WRONG'}: "
-          f"the tolerance is {TOLERANCE:.0e}")
+    print(
+        f"                      {'right' if is_right else 'WRONG'}: "
+        f"the tolerance is {TOLERANCE:.0e}"
+    )
     print(f"picture               {picture}")

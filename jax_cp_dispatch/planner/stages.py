@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jax_cp_dispatch._plan_blocks import (
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner.balance import balance_blocks
+from jax_cp_dispatch.planner.blocks import (
     BlockGrid,
     block_ranges,
     document_starts,
     running_max,
     running_sum,
 )
-from jax_cp_dispatch.balance import balance_blocks
-from jax_cp_dispatch.metadata import Metadata
 
 
 class Assignment(NamedTuple):

@@ -4,13 +4,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 _MAX_UINT32 = 2**32 - 1
 
 
 def host_value(value: Any) -> np.ndarray | None:
     """Returns the values as NumPy, or None where they are traced or live on other hosts."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return None
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated
@@ -180,18 +181,19 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
     first = np.r_[True, to[1:] != to[:-1]] if len(to) else np.zeros(0, bool)
     free = np.where(first, 0, np.roll(start + length, 1))  # the first row not yet written
     size = _buffer_rows(fields)
-    for bad, what in (
-        (start + length > size[to], "ends outside of the {size} rows that"),
-        (start < free, "overlaps the range before it, which ends at row {free}, where"),
-        ((start > free) & ("recv_seq_lens" not in fields), "leaves a gap from row {free} where"),
-    ):
-        if bad.any():
-            i = int(np.argmax(bad))
-            where = what.format(size=size[to[i]], free=free[i])
-            _fail(
-                f"{_at(tuple(int(j) for j in shards[i]))}: dst_offset {start[i]} with seq_len "
-                f"{length[i]} {where} rank {to[i]} receives"
-            )
+    outside = start + length > size[to]
+    gap = (start > free) & ("recv_seq_lens" not in fields)
+    bad = outside | (start < free) | gap
+    if bad.any():
+        i = int(np.argmax(bad))
+        if outside[i]:
+            what = f"ends outside of the {size[to[i]]} rows that"
+        else:
+            what = f"{'leaves a gap after' if gap[i] else 'overlaps'} the rows below {free[i]} that"
+        _fail(
+            f"{_at(tuple(int(j) for j in shards[i]))}: dst_offset {start[i]} with seq_len "
+            f"{length[i]} {what} rank {to[i]} receives"
+        )
     if "recv_seq_lens" in fields:
         _check_homes(fields, shards, to, start, length)
 

@@ -3,11 +3,11 @@
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from jax_cp_dispatch._metadata_validate import host_value
+from jax_cp_dispatch.metadata.validate import host_value
 
 _MAX_UINT32 = 2**32 - 1
 _TOKENS = {"seq_len", "kv_context_size", "q_to_num_kv_token", "shard_len", "shard_context"}
@@ -100,8 +100,10 @@ class Inputs:
                 )
             exact = max(1, most)  # no array is empty, also where nobody receives
             return 1 << (exact - 1).bit_length(), exact
-        if isinstance(max_recv_seqs, jax.core.Tracer):
-            raise TypeError(f"{self.op}: max_recv_seqs is traced, needs a static int: it is a shape.")
+        if isinstance(max_recv_seqs, Tracer):
+            raise TypeError(
+                f"{self.op}: max_recv_seqs is traced, needs a static int: it is a shape."
+            )
         bound = operator.index(max_recv_seqs)
         if bound < 1:
             raise ValueError(f"{self.op}: max_recv_seqs is {bound}, needs to be at least 1.")

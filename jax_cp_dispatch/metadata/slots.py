@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
-from jax_cp_dispatch._metadata_class import Metadata
+from jax_cp_dispatch.metadata.fields import Metadata
 
 # Shards of a rank compared pairwise; blocks of them are joined by a table [W * blocks, W]. Both
 # parts cost about the same near 64 shards, and neither needs a sort.
@@ -138,9 +138,7 @@ def _sums_per_destination(
     shards = (jnp.arange(block), dst.T, tuple(weight.T for weight in weights))
     sums, _ = jax.lax.scan(add_shard, before, shards)
     sums = [jnp.where(dst >= 0, x, 0).reshape(world_size, -1)[:, :num] for x in sums]
-    matrices = [
-        jnp.sum(t.reshape(world_size, -1, world_size), 1, dtype=t.dtype) for t in tables
-    ]
+    matrices = [jnp.sum(t.reshape(world_size, -1, world_size), 1, dtype=t.dtype) for t in tables]
     return list(zip(sums, matrices, strict=True))
 
 
@@ -218,7 +216,8 @@ def _metadata(
     seq_len: UInt32[Array, "W slots"],
     num_seqs: Int32[Array, " W"],
     received: UInt32[Array, "W W"],
-    **optional: Shaped[Array, "..."] | None,
+    seq_recv_mask: Bool[Array, "W S C"] | None = None,
+    recv_seq_lens: UInt32[Array, "W S"] | None = None,
 ) -> Metadata:
     total = jnp.sum(received, 1, dtype=received.dtype)
     return Metadata(
@@ -228,6 +227,7 @@ def _metadata(
         num_recv_tokens=jnp.concatenate([received, total[:, None]], 1),
         num_seqs=num_seqs,
         num_total_recv_tokens=total,
+        seq_recv_mask=seq_recv_mask,
+        recv_seq_lens=recv_seq_lens,
         world_size=received.shape[0],
-        **optional,
     )

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from jax_cp_dispatch._plan_blocks import BlockGrid
-from jax_cp_dispatch._plan_stages import Assignment, Capacities, assign, build, q_bound
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner.blocks import BlockGrid
+from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, build, q_bound
 
 # An array or `Metadata`; or whatever a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -52,6 +53,7 @@ class AttentionPlan:
         rows of its received keys that it attends; (0, 0) for padding and rows that nobody writes.
       pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank if nothing moved, and by
         this plan; exact up to 2**24 pairs, correct to about 1e-4 of the mean beyond.
+      num_tokens: rows of one rank (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
     """
 
@@ -61,12 +63,24 @@ class AttentionPlan:
     kv_end: Leaf
     pairs_before: Leaf
     pairs_after: Leaf
+    num_tokens: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
 
     @property
     def world_size(self) -> int:
         return self.q_metadata.world_size
+
+    def local_ranges(self, rank: Any) -> tuple[Int32[Array, " q"], Int32[Array, " q"]]:
+        """`kv_start`, `kv_end` of one rank, from the plan of all ranks or this rank's slice of it.
+
+        The counterpart of `Metadata.local_view`.
+        """
+        if self.kv_start.ndim == 1:
+            return self.kv_start, self.kv_end
+        is_slice = self.kv_start.shape[0] == 1
+        start, end = (x[0] if is_slice else x[rank] for x in (self.kv_start, self.kv_end))
+        return start, end
 
     @property
     def imbalance(self) -> Float32[Array, ""]:
@@ -107,13 +121,16 @@ def plan_attention(
 
     Concrete inputs are checked, and capacities default to what the plan needs, rounded up so that
     similar batches share compiled programs (by at most 8 blocks or 1/16; `max_kv_destinations` to a
-    power of two). With traced inputs the defaults are bounds that always fit: with T rows per rank
-    `q_capacity` 2 * T + block, `kv_capacity` W * T, and W destinations; so the KV buffer of every
-    rank has room for all keys. If given capacities are too small for a traced plan, its counts
-    tell the true need, on which `dispatch` fails on all ranks.
+    power of two). Constants inside `jit` count as concrete.
+
+    Traced inputs are not: negative segments are padding, and each run of a segment id is a document
+    of its own. Then the defaults are bounds that always fit: with T rows per rank `q_capacity`
+    2 * T + block, `kv_capacity` W * T, and W destinations; so the KV buffer of every rank has room
+    for all keys. If given capacities are too small, the counts in the metadata tell the true need,
+    on which `dispatch` fails on all ranks.
 
     Args:
-      segment_ids: integers [B, columns]; rank r holds columns [r, r + 1) * columns / world_size.
+      segment_ids: integers [B, columns]; each rank holds an equal run of columns, in rank order.
       positions: integers of the same shape, or None if documents differ in their segment ids.
       world_size: number of ranks W; must divide the columns.
       config: block size and capacities.
@@ -128,11 +145,12 @@ def plan_attention(
     if isinstance(segment_ids, jax.core.Tracer) or isinstance(positions, jax.core.Tracer):
         assignment = assign(_int32(segment_ids), _int32(positions), grid=grid)
         return _plan(assignment, grid, _static_capacities(grid, config))
-    segment_ids, positions = _to_host(segment_ids), _to_host(positions)
-    _check_values(segment_ids, positions)
-    # Constants met while an outer function is traced are planned at once, with exact capacities.
+    segments = _to_host(segment_ids)
+    positions = None if positions is None else _to_host(positions)
+    _check_values(segments, positions)
+    # Even while an outer function is traced, what does not depend on its arguments is known now.
     with jax.ensure_compile_time_eval():
-        assignment = assign(_int32(segment_ids), _int32(positions), grid=grid)
+        assignment = assign(_int32(segments), _int32(positions), grid=grid)
         return _plan(assignment, grid, _exact_capacities(assignment, grid, config))
 
 
@@ -142,6 +160,7 @@ def _plan(assignment: Assignment, grid: BlockGrid, capacities: Capacities) -> At
         **arrays._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
+        num_tokens=grid.rows,
         q_capacity=capacities.q,
         kv_capacity=capacities.kv,
     )
@@ -242,13 +261,13 @@ def _check_values(segment_ids: np.ndarray, positions: np.ndarray | None) -> None
         )
 
 
-def _to_host(x: Array | np.ndarray | None) -> np.ndarray | None:
+def _to_host(x: Array | np.ndarray) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
             "plan_attention: an input is spread over processes. Pass the whole array, as NumPy, on "
             "every process, or plan inside jit."
         )
-    return None if x is None else np.asarray(x)
+    return np.asarray(x)
 
 
 def _int32(x: Array | np.ndarray | None) -> Int32[Array, "B T"] | None:

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jax_cp_dispatch._varying import vary_alike
+
 # The repair stops when no rank has more than this times the mean cost, or after this many moves.
 _TARGET_IMBALANCE = 1.02
 _MOVES_PER_RANK = 4
@@ -97,17 +99,19 @@ def _repair(
         block = jnp.argmin(after)
         helps = after[block] < load[giver]
         taker = jnp.where(helps, taker, giver).astype(jnp.int32)
-        return (
+        return [
             assigned.at[block].set(jnp.where(helps, taker, assigned[block])),
             load.at[giver].add(-cost[block]).at[taker].add(cost[block]),
             rows.at[giver].add(-num_rows[block]).at[taker].add(num_rows[block]),
             jnp.where(helps, moves_left - 1, 0),
-        )
+        ]
 
-    state = (
-        assigned,
-        zeros.at[assigned].add(cost),
-        zeros.at[assigned].add(num_rows),
-        jnp.int32(_MOVES_PER_RANK * num_ranks),
+    state = vary_alike(
+        [
+            assigned,
+            zeros.at[assigned].add(cost),
+            zeros.at[assigned].add(num_rows),
+            jnp.int32(_MOVES_PER_RANK * num_ranks),
+        ]
     )
     return lax.while_loop(go_on, move, state)[0].reshape(shape)

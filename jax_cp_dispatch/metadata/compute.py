@@ -15,17 +15,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int32
 
-from jax_cp_dispatch._metadata_class import Metadata
-from jax_cp_dispatch._metadata_inputs import Inputs, count_per_rank
-from jax_cp_dispatch._metadata_plan import attn_layout, plan, plan_kv
-
-__all__ = [
-    "AttnLayoutSeqlens",
-    "Metadata",
-    "compute_attn_layout_seqlens",
-    "compute_metadata",
-    "compute_metadata_kv",
-]
+from jax_cp_dispatch.metadata.fields import Metadata
+from jax_cp_dispatch.metadata.inputs import Inputs, count_per_rank
+from jax_cp_dispatch.metadata.slots import attn_layout, plan, plan_kv
 
 _MAX_INT32 = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1

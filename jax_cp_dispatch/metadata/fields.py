@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from jax_cp_dispatch._metadata_validate import check_plan, host_value
+from jax_cp_dispatch.metadata.validate import check_plan, host_value
 
 # An array; or whatever a transformation maps over the leaves (specs, shapes, axes, placeholders).
 Leaf: TypeAlias = Any
@@ -72,7 +73,7 @@ class Metadata:
                 f"[{self.world_size}, S], got seq_len {shape}. For a plan that may be one rank's "
                 f"view already, call local_view(rank)."
             )
-        if isinstance(rank, jax.core.Tracer):
+        if isinstance(rank, Tracer):
             return jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), rank, keepdims=False), self
             )

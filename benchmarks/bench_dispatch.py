@@ -1,0 +1,126 @@
+"""Bandwidth of dispatch and combine over 8 virtual devices, against memcpy and XLA collectives.
+
+4096 tokens per rank, 16 heads x 128, bfloat16, random segments: 134 MB move at a time. Every
+contender makes the same result, which is checked first.
+"""
+
+import common
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch import combine, compute_metadata, dispatch
+
+W, T, FEATURE = common.NUM_DEVICES, 4096, (16, 128)
+AXIS = "cp"
+
+
+def random_segments(rng):
+    """Each rank sends one segment of random length to every rank."""
+    cuts = np.sort(rng.integers(0, T + 1, (W, W - 1)), axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=T).astype(np.int32)
+
+
+def row_maps(seq_len, capacity):
+    """Of each received row: its global source row, its row in a padded all-to-all, existence."""
+    source, padded = np.zeros((2, W, capacity), np.int32)
+    exists = np.zeros((W, capacity), bool)
+    sent_before = np.cumsum(seq_len, axis=1) - seq_len
+    for d in range(W):
+        row = 0
+        for s in range(W):
+            n = seq_len[s, d]
+            source[d, row : row + n] = s * T + sent_before[s, d] + np.arange(n)
+            padded[d, row : row + n] = s * seq_len.max() + np.arange(n)
+            exists[d, row : row + n] = True
+            row += n
+    return source, padded, exists
+
+
+def main() -> None:
+    arguments = common.parser(__doc__).parse_args()
+    rng = np.random.default_rng(0)
+    seq_len = random_segments(rng)
+    metadata, _ = compute_metadata(seq_len, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
+    capacity = int(np.max(metadata.num_total_recv_tokens))
+    source, padded, exists = row_maps(seq_len, capacity)
+    pad = int(seq_len.max())
+
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+
+    def put(x):
+        return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+
+    def on_ranks(fn, **options):
+        return jax.jit(
+            jax.shard_map(fn, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False),
+            **options,
+        )
+
+    def fill(rows, indices, mask):
+        return jnp.where(mask[0][:, None, None], rows[indices[0]], 0)
+
+    def all_to_all(x, first_rows, indices, mask):
+        x = jnp.pad(x, ((0, pad), (0, 0), (0, 0)))
+        sent = jnp.stack([jax.lax.dynamic_slice_in_dim(x, first_rows[0, d], pad) for d in range(W)])
+        return fill(jax.lax.all_to_all(sent, AXIS, 0, 0).reshape(-1, *FEATURE), indices, mask)
+
+    def all_gather(x, indices, mask):
+        return fill(jax.lax.all_gather(x, AXIS, tiled=True), indices, mask)
+
+    bits = rng.integers(0, 2**14, (W * T, *FEATURE)).astype(np.uint16)
+    x = put(bits.view(ml_dtypes.bfloat16))
+    metadata = jax.tree.map(put, metadata)
+    first_rows = put((np.cumsum(seq_len, axis=1) - seq_len).astype(np.int32))
+    source, padded, exists = map(put, (source, padded, exists))
+
+    fresh = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=capacity))
+    reuse = on_ranks(
+        lambda x, m, out: dispatch(x, m, axis_name=AXIS, capacity=capacity, out=out),
+        donate_argnums=2,
+    )
+    home = on_ranks(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T))
+    by_all_to_all, by_all_gather = on_ranks(all_to_all), on_ranks(all_gather)
+    received = fresh(x, metadata)
+    window = jnp.copy(received)
+
+    def into_donated_window():
+        nonlocal window
+        window = reuse(x, metadata, window)
+        return window
+
+    num_bytes = x.nbytes
+    destination, origin = np.zeros(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    runs = {
+        "memcpy, one thread": lambda: np.copyto(destination, origin),
+        "dispatch into a donated window": into_donated_window,
+        "dispatch into a fresh window": lambda: fresh(x, metadata),
+        "combine, one replica": lambda: home(received, metadata),
+        "all_to_all, padded, and unpack": lambda: by_all_to_all(x, first_rows, padded, exists),
+        "all_gather and gather": lambda: by_all_gather(x, source, exists),
+    }
+    for name, run in runs.items():
+        if name.startswith(("dispatch", "all")):
+            np.testing.assert_array_equal(
+                np.asarray(run()).view(np.uint16), np.asarray(received).view(np.uint16), name
+            )
+    seconds = common.interleaved(runs, arguments.repeats)
+    limit = seconds["memcpy, one thread"]
+    rows = [
+        {
+            "what": name,
+            "ms": round(1e3 * value, 2),
+            "GB_per_s": round(num_bytes / value / 1e9, 2),
+            "of_memcpy": round(limit / value, 3),
+        }
+        for name, value in seconds.items()
+    ]
+    for row in rows:
+        print("{what:<34}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
+    common.write(arguments.output, f"dispatch of {num_bytes / 1e6:.0f} MB over {W} devices", rows)
+
+
+if __name__ == "__main__":
+    main()

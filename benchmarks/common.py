@@ -1,0 +1,78 @@
+"""What every benchmark needs: devices, interleaved timing, and a file of results."""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+NUM_DEVICES = 8
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))  # before the backend starts
+
+import jax  # noqa: E402
+import jaxlib.version  # noqa: E402
+import numpy as np  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--output", type=pathlib.Path, help="write the results here as JSON")
+    result.add_argument("--repeats", type=int, default=11, help="rounds of interleaved runs")
+    return result
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each run; all of them in turn, `repeats` times, after one warm-up each.
+
+    In turn, because a shared machine changes its speed: ratios hold better than absolute times.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        jax.block_until_ready(run())
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write(output: pathlib.Path | None, title: str, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows with date, machine and versions."""
+    if output is None:
+        return
+    result = {
+        "title": title,
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "numpy": np.__version__,
+        },
+        "rows": rows,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")

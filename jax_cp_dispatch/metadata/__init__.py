@@ -1,0 +1,17 @@
+"""Plans of what moves, as data: which shard, to which rank, to which row, how long."""
+
+from jax_cp_dispatch.metadata.compute import (
+    AttnLayoutSeqlens,
+    compute_attn_layout_seqlens,
+    compute_metadata,
+    compute_metadata_kv,
+)
+from jax_cp_dispatch.metadata.fields import Metadata
+
+__all__ = [
+    "AttnLayoutSeqlens",
+    "Metadata",
+    "compute_attn_layout_seqlens",
+    "compute_metadata",
+    "compute_metadata_kv",
+]

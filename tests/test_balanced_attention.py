@@ -1,0 +1,293 @@
+"""Balanced attention equals dense attention, forward and backward, on every mesh it can run on."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import attention, attention_gradients
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from packing import causal_ranges, pack
+
+from jax_cp_dispatch import (
+    PlanConfig,
+    balanced_attention,
+    context_parallel_attention,
+    plan_attention,
+)
+
+CONFIG = PlanConfig(block=16)
+
+
+def draw(seed, *, batch, num_tokens, num_heads=4, num_kv_heads=2, max_length=200, dtype=np.float32):
+    """q, k, v, a cotangent and the segment ids of random documents."""
+    rng = np.random.default_rng(seed)
+    segment_ids, _ = pack(rng, batch, num_tokens, max_length=max_length)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    q, k, v, g = (rng.normal(size=(batch, num_tokens, n, 8)).astype(dtype) for n in heads)
+    return q, k, v, g, segment_ids
+
+
+def expected(q, k, v, g, segment_ids, **options):
+    """Output and gradients in float64 from the oracle."""
+    ranges = causal_ranges(segment_ids)
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
+    out, lse = attention(q, k, v, *ranges, **options)
+    return out, *attention_gradients(q, k, v, *ranges, g, np.zeros(lse.shape), **options)
+
+
+def out_and_gradients(fn, q, k, v, g):
+    out, pull_back = jax.vjp(fn, q, k, v)
+    return out, *pull_back(g)
+
+
+def assert_close(results, references, *, relative=1e-5):
+    """Compared relative to the largest entry, as gradients of one softmax differ widely."""
+    assert len(results) == len(references)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, references, strict=False):
+        scale = max(np.abs(want).max(), 1e-30)
+        difference = np.abs(np.asarray(got, np.float64) - want).max()
+        assert difference <= relative * scale, f"{name}: {difference / scale:.1e}"
+
+
+def attend(segment_ids, mesh, **options):
+    options = {"axis_name": AXIS, "algorithm": "balanced", "config": CONFIG, **options}
+    return lambda q, k, v: context_parallel_attention(
+        q, k, v, mesh=mesh, segment_ids=segment_ids, **options
+    )
+
+
+@pytest.mark.parametrize("num_ranks, per_rank", [(1, 128), (2, 96), (5, 50), (8, 64)])
+def test_equals_dense_attention(num_ranks, per_rank):
+    """Also where neither documents nor blocks divide the rows of a rank."""
+    q, k, v, g, segment_ids = draw(num_ranks, batch=2, num_tokens=num_ranks * per_rank)
+    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(num_ranks)), *x))
+    assert_close(fn(q, k, v, g), expected(q, k, v, g, segment_ids))
+
+
+@pytest.mark.parametrize(
+    "kind", ["one document", "all padding", "first rank empty", "one token each", "last row only"]
+)
+def test_extreme_documents(kind):
+    q, k, v, g, segment_ids = draw(0, batch=1, num_tokens=8 * 32)
+    if kind == "one document":
+        segment_ids[:] = 7
+    elif kind == "all padding":
+        segment_ids[:] = 0
+    elif kind == "first rank empty":
+        segment_ids[:, :40] = 0
+    elif kind == "one token each":
+        segment_ids[:] = np.arange(1, 8 * 32 + 1)
+    else:
+        segment_ids[:] = 0
+        segment_ids[:, -1] = 1
+    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
+    results = fn(q, k, v, g)
+    assert_close(results, expected(q, k, v, g, segment_ids))
+    padding = segment_ids == 0
+    for result in results:
+        assert not np.asarray(result)[padding].any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_grouped_heads_scale_and_soft_cap(num_kv_heads):
+    q, k, v, g, segment_ids = draw(3, batch=1, num_tokens=8 * 32, num_kv_heads=num_kv_heads)
+    options = {"scale": 0.3, "logit_soft_cap": 2.0}
+    fn = attend(segment_ids, mesh_of(8), **options)
+    results = jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g)
+    assert_close(results, expected(q, k, v, g, segment_ids, **options))
+
+
+def test_bfloat16():
+    """Within the rounding of inputs and results; dK and dV of many ranks are rounded once."""
+    q, k, v, g, segment_ids = draw(4, batch=1, num_tokens=8 * 64, dtype=jnp.bfloat16)
+    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
+    results = fn(q, k, v, g)
+    assert {x.dtype for x in results} == {np.dtype(jnp.bfloat16)}
+    assert_close(results, expected(q, k, v, g, segment_ids), relative=1e-2)
+
+
+def test_plan_made_inside_the_program_is_the_same_and_one_program_serves_all_batches():
+    mesh = mesh_of(8)
+    traces = []
+
+    @jax.jit
+    def fn(q, k, v, segment_ids, positions):
+        traces.append(1)
+        options = {"axis_name": AXIS, "algorithm": "balanced", "config": CONFIG, "mesh": mesh}
+        return context_parallel_attention(
+            q, k, v, segment_ids=segment_ids, positions=positions, **options
+        )
+
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        q, k, v, g, _ = draw(seed, batch=1, num_tokens=8 * 64)
+        segment_ids, positions = pack(rng, 1, 8 * 64, max_length=300)
+        inside = fn(q, k, v, segment_ids, positions)
+        outside = attend(segment_ids, mesh, positions=positions)(q, k, v)
+        np.testing.assert_array_equal(inside, outside)
+        assert_close([inside], expected(q, k, v, g, segment_ids)[:1])
+    assert len(traces) == 1
+
+
+def test_repeats_bit_for_bit():
+    q, k, v, g, segment_ids = draw(5, batch=1, num_tokens=8 * 64)
+    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
+    for first, second in zip(fn(q, k, v, g), fn(q, k, v, g), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_without_segment_ids_each_row_is_one_document():
+    q, k, v, g, segment_ids = draw(6, batch=2, num_tokens=8 * 16)
+    got = attend(None, mesh_of(8))(q, k, v)
+    assert_close([got], expected(q, k, v, g, np.ones_like(segment_ids))[:1])
+
+
+def test_permuted_mesh():
+    q, k, v, g, segment_ids = draw(7, batch=1, num_tokens=8 * 32)
+    got = attend(segment_ids, mesh_of(8, [3, 1, 7, 0, 6, 2, 5, 4]))(q, k, v)
+    assert_close([got], expected(q, k, v, g, segment_ids)[:1])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [{}, {"batch_axis": "data", "head_axis": "tp"}])
+def test_one_axis_of_a_larger_mesh(axis_type, axes):
+    q, k, v, g, segment_ids = draw(8, batch=2, num_tokens=2 * 64)
+    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tp"), axis_types=(axis_type,) * 3)
+    fn = attend(segment_ids, mesh, **axes)
+    got = jax.jit(fn)(q, k, v)
+    assert_close([got], expected(q, k, v, g, segment_ids)[:1])
+    if axis_type == AxisType.Auto:
+        results = jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g)
+        assert_close(results, expected(q, k, v, g, segment_ids))
+
+
+def test_explicit_mesh_set_for_the_context():
+    q, k, v, g, segment_ids = draw(9, batch=1, num_tokens=8 * 32)
+    mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in (q, k, v, g)]
+        ids = jax.device_put(segment_ids, NamedSharding(mesh, P(None, AXIS)))
+        fn = jax.jit(lambda *x: out_and_gradients(attend(x[4], None), *x[:4]))
+        results = fn(*sharded, ids)
+    assert_close(results, expected(q, k, v, g, segment_ids))
+    assert results[0].sharding.spec[1] == AXIS
+
+
+@pytest.mark.parametrize("form", ["global", "slice"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_of_shard_map(form, check_vma):
+    q, k, v, g, segment_ids = draw(10, batch=2, num_tokens=8 * 32)
+    plan = plan_attention(segment_ids, None, world_size=8, config=CONFIG)
+    rows = P(None, AXIS)
+    fn = jax.shard_map(
+        lambda q, k, v, plan: balanced_attention(q, k, v, plan, axis_name=AXIS),
+        mesh=mesh_of(8),
+        in_specs=(rows, rows, rows, P(AXIS) if form == "slice" else P()),
+        out_specs=rows,
+        check_vma=check_vma,
+    )
+    results = jax.jit(lambda *x: out_and_gradients(lambda q, k, v: fn(q, k, v, plan), *x))(
+        q, k, v, g
+    )
+    assert_close(results, expected(q, k, v, g, segment_ids))
+
+
+def test_scan_over_layers_with_remat():
+    """A model's way of using it: gradients through a scanned, rematerialised stack."""
+    q, k, v, _, segment_ids = draw(11, batch=1, num_tokens=8 * 16, num_kv_heads=4)
+    fn = attend(segment_ids, mesh_of(8))
+
+    def loss(q, layers, attend):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + attend(x * w, k, v), None
+
+        return jnp.sum(jax.lax.scan(layer, q, layers)[0] ** 2)
+
+    def dense(q, k, v):
+        mask = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, :, None] > 0)
+        mask = (mask & np.tri(q.shape[1], dtype=bool))[:, None]
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+        weights = jax.nn.softmax(jnp.where(mask, logits, -1e30)) * mask
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    layers = np.linspace(0.5, 1.5, 3).astype(np.float32)
+    got = jax.jit(jax.grad(lambda *x: loss(*x, fn), argnums=(0, 1)))(q, layers)
+    want = jax.jit(jax.grad(lambda *x: loss(*x, dense), argnums=(0, 1)))(q, layers)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+# ---- What is refused.
+
+
+@pytest.fixture
+def small():
+    return draw(12, batch=1, num_tokens=8 * 16)
+
+
+def call(small, **options):
+    q, k, v, _, segment_ids = small
+    options = {
+        "mesh": mesh_of(8),
+        "axis_name": AXIS,
+        "algorithm": "balanced",
+        "segment_ids": segment_ids,
+        **options,
+    }
+    return context_parallel_attention(
+        options.pop("q", q), options.pop("k", k), options.pop("v", v), **options
+    )
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"algorithm": "magic"}, "algorithm is 'magic'; it needs to be one of 'balanced'"),
+        ({"axis_name": "nope"}, "axis_name is 'nope' but the mesh has axes"),
+        ({"batch_axis": "nope"}, "batch_axis is 'nope' but the mesh has axes"),
+        ({"mesh": mesh_of(3)}, "T is 128 but mesh axis 'cp' has 3 devices, which must divide it"),
+        ({"segment_ids": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\) but q has"),
+        ({"q": np.zeros((1, 128, 8), np.float32)}, r"q, k, v have shapes \(1, 128, 8\)"),
+        ({"k": np.zeros((1, 64, 2, 8), np.float32)}, "with equal B and T"),
+        ({"k": np.zeros((1, 128, 3, 8), np.float32)}, "local_attention: "),
+        ({"logit_soft_cap": -1.0}, "local_attention: "),
+    ],
+)
+def test_refused(small, options, message):
+    with pytest.raises(ValueError, match=message):
+        call(small, **options)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_plan_that_does_not_fit_is_refused(small):
+    segment_ids = small[-1]
+    plan = plan_attention(segment_ids, None, world_size=4)
+    with pytest.raises(ValueError, match="world_size=4 but mesh axis 'cp' has 8 devices"):
+        call(small, plan=plan, segment_ids=None)
+    plan = plan_attention(segment_ids, None, world_size=8)
+    with pytest.raises(ValueError, match="got both plan and segment_ids"):
+        call(small, plan=plan)
+    plan = plan_attention(segment_ids[:, :64], None, world_size=8)
+    with pytest.raises(ValueError, match="a rank holds 1 x 16 = 16 rows but the plan is for 8"):
+        call(small, plan=plan, segment_ids=None)
+
+
+def test_capacity_too_small_for_a_traced_plan_fails_on_all_ranks(small):
+    q, k, v, _, segment_ids = small
+    config = dataclasses.replace(CONFIG, kv_capacity=16)
+    fn = jax.jit(lambda ids: attend(ids, mesh_of(8), config=config)(q, k, v))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"would receive \d+ tokens but capacity"):
+        jax.block_until_ready(fn(np.ones_like(segment_ids)))
+
+
+def test_mesh_with_an_axis_that_only_replicates():
+    """Devices along an unnamed axis compute the same, each group by itself."""
+    q, k, v, g, segment_ids = draw(13, batch=1, num_tokens=4 * 32)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "idle"))
+    results = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh), *x))(q, k, v, g)
+    assert_close(results, expected(q, k, v, g, segment_ids))

@@ -1,0 +1,128 @@
+"""The scenario generators, and the simulated network against a loop over tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import metadata_oracle as oracle
+import numpy as np
+import pytest
+
+from jax_cp_dispatch.metadata import compute_metadata
+from jax_cp_dispatch.scenarios import (
+    create_qkv_dispatch,
+    draw_qkv_dispatch,
+    gen_seq_lens,
+    orchestrate_simulate,
+)
+
+
+@pytest.mark.parametrize(("world_size", "num_seqs", "total"), [(1, 1, 1), (3, 4, 4), (5, 3, 1000)])
+def test_lengths_are_positive_and_fill_the_row(world_size, num_seqs, total):
+    lengths = gen_seq_lens(jax.random.key(3), world_size, num_seqs, total)
+    assert lengths.shape == (world_size, num_seqs) and lengths.dtype == jnp.int32
+    assert np.all(np.asarray(lengths) >= 1)
+    np.testing.assert_array_equal(lengths.sum(1), total)
+
+
+def test_lengths_depend_on_the_key_only():
+    draw = jax.jit(lambda key: gen_seq_lens(key, 4, 5, 999))
+    first, again, other = (np.asarray(draw(jax.random.key(i))) for i in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_lengths_too_short():
+    with pytest.raises(ValueError, match="total_len 3 is less than num_seqs 4"):
+        gen_seq_lens(jax.random.key(0), 2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "total", "num_seqs", "degree"),
+    [(1, 16, 2, 1), (2, 64, 3, 8), (4, 96, 3, 4), (8, 60, 2, 6)],
+)
+def test_qkv_dispatch_is_causal_and_valid(world_size, total, num_seqs, degree):
+    key = jax.random.key(degree)
+    inputs = draw_qkv_dispatch(key, world_size, total, num_seqs, degree)
+    *plans, lengths = create_qkv_dispatch(key, world_size, total, num_seqs, degree)
+    for plan in plans:
+        plan.validate()
+    np.testing.assert_array_equal(inputs.seq_len.sum(1), total)
+    assert inputs.seq_len.shape == (world_size, num_seqs * degree)
+
+    mapping, position, context, num_kv, kv_tokens, seq_len, num_seqs_used, dispatch = inputs
+    served = {}
+    for r, s, c in np.argwhere(mapping[..., 0] >= 0):
+        served.setdefault(tuple(map(int, mapping[r, s, c])), []).append(
+            (position[r, s, c], context[r, s], seq_len[r, s], (r, s))
+        )
+    assert set(served) == {tuple(map(int, q)) for q in np.argwhere(seq_len > 0)}
+    for query, keys in served.items():
+        keys.sort()
+        assert [k[0] for k in keys] == list(range(num_kv[query]))
+        np.testing.assert_array_equal(
+            [k[1] for k in keys], np.cumsum([0] + [k[2] for k in keys])[:-1]
+        )
+        assert keys[-1][3] == query, "a query shard sees its own keys, last"
+        assert kv_tokens[query] == sum(k[2] for k in keys)
+        assert len({k[2] for k in keys}) == 1, "equal shards"
+    np.testing.assert_array_equal(num_seqs_used, oracle.last_used(dispatch >= 0))
+    np.testing.assert_array_equal(lengths.num_local_seqs.sum(), (dispatch >= 0).sum())
+    np.testing.assert_array_equal(lengths.cu_seqlens_kv[:, -1], plans[2].num_total_recv_tokens)
+
+
+@pytest.mark.parametrize(
+    ("total", "num_seqs", "degree", "message"),
+    [(10, 1, 4, "not divisible"), (8, 3, 4, "too short"), (8, 1, 0, "at least 1")],
+)
+def test_qkv_dispatch_errors(total, num_seqs, degree, message):
+    with pytest.raises(ValueError, match=message):
+        create_qkv_dispatch(jax.random.key(0), 2, total, num_seqs, degree)
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+@pytest.mark.parametrize("feature", [(), (3,), (2, 2)])
+def test_simulation_equals_token_by_token(feature, num_replicas):
+    rng = np.random.default_rng(5)
+    seq_len, dispatch = oracle.random_shards(rng, 4, 5, num_replicas)
+    forward, _ = compute_metadata(seq_len, dispatch)
+    x = rng.integers(0, 99, (4, 40, *feature)).astype(np.int16)
+    out = np.full((4, 150, *feature), -1, np.int16)
+    got = orchestrate_simulate(x, out, forward)
+    want = oracle.move(x, out, dispatch, np.asarray(forward.dst_offset), seq_len)
+    assert got.dtype == jnp.int16
+    np.testing.assert_array_equal(got, want)
+
+
+def test_simulation_reads_from_src_offset_and_leaves_holes():
+    plan, _ = compute_metadata(np.array([[2, 3], [1, 0]]), np.array([[1, 1], [0, -1]]))
+    plan = dataclasses.replace(
+        plan, src_offset=np.array([[4, 3], [0, 0]]), dst_offset=np.array([[6, 1], [2, 0]])
+    )
+    x = np.arange(14.0, dtype=np.float32).reshape(2, 7)
+    got = orchestrate_simulate(x, np.full((2, 9), np.nan, np.float32), plan)
+    hole = np.nan
+    np.testing.assert_array_equal(
+        got, [[hole, hole, 7, *[hole] * 6], [hole, 3, 4, 5, hole, hole, 4, 5, hole]]
+    )
+
+
+def test_simulation_is_differentiable():
+    plan, _ = compute_metadata(np.array([[2], [1]]), np.array([[[0, 1]], [[1, -1]]]))
+    x, out = np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)
+    weights = np.arange(8, dtype=np.float32).reshape(2, 4)
+    dx, dout = jax.grad(
+        lambda x, out: (orchestrate_simulate(x, out, plan) * weights).sum(), argnums=(0, 1)
+    )(x, out)
+    np.testing.assert_array_equal(dx, [[0 + 4, 1 + 5, 0], [6, 0, 0]])  # a row sent twice sums
+    np.testing.assert_array_equal(dout, [[0, 0, 2, 3], [0, 0, 0, 7]])
+
+
+def test_simulation_errors():
+    plan, _ = compute_metadata(np.array([[2], [1]]), np.array([[0], [1]]))
+    with pytest.raises(ValueError, match="output has shape"):
+        orchestrate_simulate(np.zeros((2, 3)), np.zeros((3, 3)), plan)
+    with pytest.raises(ValueError, match="row of output"):
+        orchestrate_simulate(np.zeros((2, 3)), np.zeros((2, 3, 1)), plan)
+    with pytest.raises(ValueError, match="metadata has shape"):
+        orchestrate_simulate(np.zeros((2, 3)), np.zeros((2, 3)), plan.get_slice(0))
