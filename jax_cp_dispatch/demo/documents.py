@@ -94,14 +94,15 @@ def _follow_each_other(documents: Iterator[Document], num_tokens: int) -> _Place
 
 def _first_fit(documents: Iterator[Document], num_ranks: int, tokens_per_rank: int) -> _Placed:
     placed: _Placed = []
-    used = np.zeros(num_ranks, int)
+    used = [0] * num_ranks
     for document in documents:
         document = Document(document.name, document.tokens[:tokens_per_rank])
-        fits = np.flatnonzero(used + len(document.tokens) <= tokens_per_rank)
-        if len(fits):
-            placed.append((fits[0] * tokens_per_rank + used[fits[0]], document))
-            used[fits[0]] += len(document.tokens)
-        if used.sum() >= 0.98 * num_ranks * tokens_per_rank:
+        for rank in range(num_ranks):
+            if used[rank] + len(document.tokens) <= tokens_per_rank:
+                placed.append((rank * tokens_per_rank + used[rank], document))
+                used[rank] += len(document.tokens)
+                break
+        if sum(used) >= 0.98 * num_ranks * tokens_per_rank:
             break
     return sorted(placed, key=lambda item: item[0])
 

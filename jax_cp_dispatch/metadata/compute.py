@@ -99,7 +99,7 @@ def compute_metadata_kv(
 
     Args:
       kv_to_q_mapping: integer `[W, S, C, 2]`; (rank, slot) of the query shard that replica c of a
-        KV shard serves, -1 = unused.
+        KV shard serves; unused where either is -1.
       kv_to_q_rank: integer `[W, S, C]`; the position of the KV shard among those of that query.
       kv_context_size: integer `[W, S]`; tokens of the document before the KV shard.
       q_to_num_kv_seq: integer `[W, S]`; KV shards of each query shard.
@@ -194,14 +194,18 @@ def _check_kv(inputs: Inputs) -> np.ndarray:
     mapping, dispatch = inputs["kv_to_q_mapping"], inputs["q_dispatch"]
     outside = (mapping < -1) | (mapping >= dispatch.shape)
     inputs.refuse("kv_to_q_mapping", outside, "needs to name a rank and a slot, or be -1")
-    half = (mapping[..., 0] < 0) != (mapping[..., 1] < 0)
-    inputs.refuse("kv_to_q_mapping", half, "needs -1 in both components or in neither")
-    rank, slot = (np.where(mapping[..., i] < 0, 0, mapping[..., i]) for i in (0, 1))
-    dst = np.where(mapping[..., 0] < 0, -1, dispatch[rank, slot])
+    rank, slot = np.moveaxis(mapping.clip(0), -1, 0)
+    dst = np.where((mapping < 0).any(-1), -1, dispatch[rank, slot])
 
     needs = "needs to lie in [0, q_to_num_kv_seq of its query)"
-    position, room = inputs["kv_to_q_rank"], inputs["q_to_num_kv_seq"][rank, slot]
+    position = inputs["kv_to_q_rank"].astype(np.int64)
+    room = inputs["q_to_num_kv_seq"][rank, slot]
     inputs.refuse("kv_to_q_rank", (dst >= 0) & ((position < 0) | (position >= room)), needs)
+    sent = np.flatnonzero(dst >= 0)
+    place = (np.ravel_multi_index((rank, slot), dispatch.shape) << 31) + position
+    again = dst >= 0
+    again.flat[sent[np.unique(place.flat[sent], return_index=True)[1]]] = False
+    inputs.refuse("kv_to_q_rank", again, "needs to differ from the other KV shards of its query")
     lengths = inputs["seq_len"].astype(np.int64)
     context = inputs["kv_context_size"].astype(np.int64)
     room = inputs["q_to_num_kv_token"].astype(np.int64)[rank, slot]
@@ -249,4 +253,7 @@ def _compute(
 
 def _cut(x: Array, num_slots: int) -> Array:
     """`x[:, :num_slots]`, on the host so that no program is compiled for each size."""
-    return x if x.shape[1] == num_slots else jnp.asarray(np.asarray(x)[:, :num_slots])
+    if x.shape[1] == num_slots:
+        return x
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(np.asarray(x)[:, :num_slots])

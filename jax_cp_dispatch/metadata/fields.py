@@ -61,12 +61,16 @@ class Metadata:
     def get_slice(self, rank: Any) -> "Metadata":
         """Returns the view of one rank; padding stays, so every rank's view has the same shapes.
 
-        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`.
+        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`. What
+        `in_specs=P(axis_name)` leaves of a plan, a leading 1 although W > 1, is the view of the
+        rank that runs, whatever `rank` says.
 
         Raises:
           ValueError: this is a view already, or a concrete `rank` is not in `[0, W)`.
         """
         shape = jnp.shape(self.seq_len)
+        if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
+            return jax.tree.map(lambda x: x[0], self)
         if len(shape) != 2 or shape[0] != self.world_size:
             raise ValueError(
                 f"Metadata.get_slice: needs the plan of all {self.world_size} ranks, seq_len "
@@ -86,20 +90,8 @@ class Metadata:
         return jax.tree.map(lambda x: x[rank], self)
 
     def local_view(self, rank: Any) -> "Metadata":
-        """Returns the view of one rank, however the plan came in.
-
-        Inside `jax.shard_map` a plan is global (`in_specs=P()`, or closed over), a view with a
-        leading 1 (`in_specs=P(axis_name)`), or a view without it. `rank` is used for the first.
-
-        Raises:
-          ValueError: the leading size is neither `world_size` nor 1.
-        """
-        shape = jnp.shape(self.seq_len)
-        if len(shape) == 1:
-            return self
-        if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
-            return jax.tree.map(lambda x: x[0], self)
-        return self.get_slice(rank)
+        """Returns `get_slice(rank)`, or this plan where it is one rank's view already."""
+        return self if jnp.ndim(self.seq_len) == 1 else self.get_slice(rank)
 
     def normalize_dtype(self) -> "Metadata":
         """Returns the plan in the dtypes of the kernels: i32 ranks and slots, u32 tokens.

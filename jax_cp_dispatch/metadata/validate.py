@@ -75,7 +75,9 @@ def _check_shapes(fields: dict[str, np.ndarray], world_size: int, is_view: bool)
     if world_size < 1:
         _fail(f"world_size is {world_size}, needs at least 1")
     lead = 1 if is_view else world_size
-    num_slots = fields["seq_len"].shape[-1]
+    if fields["seq_len"].ndim != 2:
+        _fail(f"seq_len has shape {fields['seq_len'].shape}, needs [W, S], or [S] for one rank")
+    num_slots = fields["seq_len"].shape[1]
     expected = {
         "seq_len": (lead, num_slots),
         "dst_offset": fields["dst_rank"].shape,
@@ -92,10 +94,14 @@ def _check_shapes(fields: dict[str, np.ndarray], world_size: int, is_view: bool)
         )
     if "recv_seq_lens" in fields:
         shape = fields["recv_seq_lens"].shape
-        expected["recv_seq_lens"] = (lead, *shape[1:2])
+        if len(shape) != 2 or shape[0] != lead:
+            _fail(f"recv_seq_lens has shape {shape}, needs [W, S] with W {world_size}, or [S]")
         mask = fields.get("seq_recv_mask")
-        if mask is not None:
-            expected["seq_recv_mask"] = (*shape, *mask.shape[2:3])
+        if mask is not None and (mask.ndim != 3 or mask.shape[:2] != shape):
+            _fail(
+                f"seq_recv_mask has shape {mask.shape}, needs that of recv_seq_lens, {shape}, and "
+                f"a replica axis"
+            )
     elif "seq_recv_mask" in fields:
         _fail("seq_recv_mask is given without recv_seq_lens, needs both")
     for name, shape in expected.items():
@@ -117,9 +123,16 @@ def _check_ranges(fields: dict[str, np.ndarray], world_size: int) -> None:
     for name, field in fields.items():  # 64-bit sums below cannot wrap
         fields[name] = field if field.dtype == np.bool_ else field.astype(np.int64)
     end = fields["dst_offset"] + _per_replica(fields)
-    at = _first((fields["dst_rank"] >= 0) & (end > _MAX_UINT32))
-    if at is not None:
-        _fail(f"{_at(at)}: dst_offset + seq_len is {end[at]}, needs to fit in 32 bits")
+    read_to = np.cumsum(fields["seq_len"], 1)
+    if "src_offset" in fields:
+        read_to = fields["src_offset"] + fields["seq_len"]
+    for what, rows, moves in (
+        ("dst_offset + seq_len", end, fields["dst_rank"] >= 0),
+        ("src_offset + seq_len", read_to, True),
+    ):
+        at = _first(moves & (rows > _MAX_UINT32))
+        if at is not None:
+            _fail(f"{_at(at)}: {what} is {rows[at]}, needs to fit in 32 bits")
 
 
 def _per_replica(fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -172,6 +185,13 @@ def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
 def _check_destinations(fields: dict[str, np.ndarray]) -> None:
     """Every destination range lies where rows are expected, and each such row is written once."""
     dst_rank, length = fields["dst_rank"], _per_replica(fields)
+    size = _buffer_rows(fields)
+    at = _first((dst_rank >= 0) & (fields["dst_offset"] + length > size[dst_rank]))
+    if at is not None:
+        _fail(
+            f"{_at(at)}: dst_offset {fields['dst_offset'][at]} with seq_len {length[at]} ends "
+            f"outside of the {size[dst_rank[at]]} rows that rank {dst_rank[at]} receives"
+        )
     shards = np.argwhere((dst_rank >= 0) & (length > 0))  # rows (rank, slot[, replica])
     at = tuple(shards.T)
     to, start = dst_rank[at], fields["dst_offset"][at]
@@ -180,19 +200,13 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
 
     first = np.r_[True, to[1:] != to[:-1]] if len(to) else np.zeros(0, bool)
     free = np.where(first, 0, np.roll(start + length, 1))  # the first row not yet written
-    size = _buffer_rows(fields)
-    outside = start + length > size[to]
     gap = (start > free) & ("recv_seq_lens" not in fields)
-    bad = outside | (start < free) | gap
-    if bad.any():
-        i = int(np.argmax(bad))
-        if outside[i]:
-            what = f"ends outside of the {size[to[i]]} rows that"
-        else:
-            what = f"{'leaves a gap after' if gap[i] else 'overlaps'} the rows below {free[i]} that"
+    at = _first((start < free) | gap)
+    if at is not None:
+        what = "leaves a gap after" if gap[at] else "overlaps"
         _fail(
-            f"{_at(tuple(int(j) for j in shards[i]))}: dst_offset {start[i]} with seq_len "
-            f"{length[i]} {what} rank {to[i]} receives"
+            f"{_at(tuple(shards[at]))}: dst_offset {start[at]} with seq_len {length[at]} {what} "
+            f"the rows below {free[at]} that rank {to[at]} receives"
         )
     if "recv_seq_lens" in fields:
         _check_homes(fields, shards, to, start, length)

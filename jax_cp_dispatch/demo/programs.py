@@ -1,0 +1,93 @@
+"""The programs that the demonstration runs, and the arrays that they run on."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch.attention import (
+    context_parallel_attention,
+    local_attention,
+    local_attention_backward,
+)
+from jax_cp_dispatch.demo.documents import PackedDocuments
+from jax_cp_dispatch.dispatch import combine, dispatch
+from jax_cp_dispatch.planner import AttentionPlan
+
+AXIS = "cp"
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
+
+
+def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings turned by the position."""
+    rng = np.random.default_rng(seed)
+    angles = packed.positions[..., None, None] / 10000 ** (np.arange(HEAD_DIM) / HEAD_DIM)
+    arrays = []
+    for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
+        table = rng.normal(size=(256, num_heads, HEAD_DIM))
+        arrays.append((table[packed.tokens] * np.cos(angles)).astype(np.float32))
+    return tuple(arrays)
+
+
+def random_received_rows(plan: AttentionPlan, mesh: Mesh) -> list[jax.Array]:
+    """q, k, v and a cotangent as large as the receive buffers of all ranks."""
+    rng = np.random.default_rng(0)
+    queries, keys = (plan.q_capacity, NUM_HEADS), (plan.kv_capacity, NUM_KV_HEADS)
+    return [
+        jax.device_put(
+            rng.normal(size=(plan.world_size, *rows, HEAD_DIM)).astype(np.float32),
+            NamedSharding(mesh, P(AXIS)),
+        )
+        for rows in (queries, keys, keys, queries)
+    ]
+
+
+def attention_and_gradients(mesh: Mesh) -> Any:
+    """One jitted program: forward and backward over all devices."""
+
+    @jax.jit
+    def program(q, k, v, dout, plan):
+        def attend(q, k, v):
+            return context_parallel_attention(
+                q, k, v, mesh=mesh, axis_name=AXIS, algorithm="balanced", plan=plan
+            )
+
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(dout)
+
+    return program
+
+
+def movement_alone(mesh: Mesh) -> Any:
+    """All exchanges of a forward and a backward pass, and nothing else."""
+
+    def local(q, k, v, plan):
+        q, k, v = (x[0] for x in (q, k, v))
+        send = partial(dispatch, axis_name=AXIS)
+        bring = partial(combine, axis_name=AXIS, num_tokens=len(q))
+        received_q = send(q, plan.q_metadata, capacity=plan.q_capacity)
+        received_kv = send((k, v), plan.kv_metadata, capacity=plan.kv_capacity)
+        out = bring(received_q, plan.q_metadata)
+        dout = send(out, plan.q_metadata, capacity=plan.q_capacity)
+        dq, (dk, dv) = bring(dout, plan.q_metadata), bring(received_kv, plan.kv_metadata)
+        return dq[None], dk[None], dv[None]
+
+    rows = P(None, AXIS)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, P(AXIS)), out_specs=rows)
+    )
+
+
+def attention_alone(mesh: Mesh) -> Any:
+    """The local attention of every rank, forward and backward, on rows that are there already."""
+
+    def local(q, k, v, dout, plan):
+        ranges = plan.kv_start, plan.kv_end
+        out, lse = local_attention(q, k, v, *ranges)
+        return local_attention_backward(q, k, v, *ranges, out, lse, dout)
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    )

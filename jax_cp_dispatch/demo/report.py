@@ -1,0 +1,88 @@
+"""What the demonstration shows: progress while it runs, and the results."""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from jax_cp_dispatch.cost import attention_flops, rows_bytes
+from jax_cp_dispatch.demo.documents import PackedDocuments
+from jax_cp_dispatch.demo.programs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from jax_cp_dispatch.planner import AttentionPlan
+
+
+class Progress:
+    """Numbered steps with their time, on standard error, so that a long one shows that it runs."""
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._step = 0
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[Callable[[float], None]]:
+        self._step += 1
+        label = f"[{self._step}/{self._num_steps}] {what} "
+        start = time.perf_counter()
+
+        def show(fraction: float) -> None:
+            if sys.stderr.isatty():
+                bar = "#" * round(20 * fraction)
+                print(f"\r{label:<60}|{bar:<20}|", end="", file=sys.stderr, flush=True)
+
+        show(0)
+        yield show
+        again = "\r" if sys.stderr.isatty() else ""
+        seconds = time.perf_counter() - start
+        print(f"{again}{label:<60}{seconds:6.1f} s{'':<14}", file=sys.stderr, flush=True)
+
+
+def moved_bytes(plan: AttentionPlan) -> int:
+    """Bytes that cross between ranks, forward and backward, in float32."""
+    row = partial(rows_bytes, head_size=HEAD_DIM, itemsize=4)
+    # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
+    q_like = 4 * row(int(plan.num_q_tokens_moved), num_heads=NUM_HEADS)
+    kv_like = 4 * row(int(plan.num_kv_tokens_moved), num_heads=NUM_KV_HEADS)
+    return q_like + kv_like
+
+
+def report(
+    packed: PackedDocuments,
+    plan: AttentionPlan,
+    seconds: dict[str, float],
+    differences: dict[str, float],
+    tolerance: float,
+) -> bool:
+    """Prints what was done, how fast, and how well; returns whether it is right."""
+    lengths = [stop - start for _, start, stop in packed.spans]
+    num_tokens = packed.tokens.size
+
+    def work(pairs) -> str:
+        flops = [attention_flops(float(x), num_heads=NUM_HEADS, head_size=HEAD_DIM) for x in pairs]
+        each = " ".join(f"{x / 1e9:.1f}" for x in flops)
+        return f"max/mean {max(flops) / statistics.mean(flops):.3f}   [{each}] GFLOP"
+
+    def moved(tokens) -> str:
+        return f"{int(tokens)} ({int(tokens) / num_tokens:.2f} of all)"
+
+    print()
+    print(f"documents             {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens")
+    print(
+        f"tokens                {num_tokens}, of these {num_tokens - sum(lengths)} padding; "
+        f"{plan.world_size} ranks"
+    )
+    print(f"forward work at home  {work(plan.pairs_before)}")
+    print(f"forward work planned  {work(plan.pairs_after)}")
+    print(f"queries moved         {moved(plan.num_q_tokens_moved)}")
+    print(f"keys, values moved    {moved(plan.num_kv_tokens_moved)}, copies counted")
+    print(f"bytes moved           {moved_bytes(plan) / 1e6:.1f} MB, forward and backward")
+    for name, value in seconds.items():
+        suffix = "" if name == "planning" else ", forward and backward"
+        print(f"time of {name:<14}{1e3 * value:.1f} ms{suffix}")
+    each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+    print(f"largest difference    {each} (relative to dense attention)")
+    is_right = all(value <= tolerance for value in differences.values())  # false for NaN
+    verdict = "right" if is_right else "WRONG"
+    print(f"                      {verdict}: the tolerance is {tolerance:.0e}")
+    return is_right

@@ -1,0 +1,109 @@
+"""The package as a whole: who imports whom, public names, versions, and what is installed."""
+
+import ast
+import importlib.metadata
+import inspect
+import pathlib
+
+import pytest
+
+import jax_cp_dispatch
+from jax_cp_dispatch import runtime
+
+SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
+
+# Rooms of the package, and the rooms that each may import. Everybody may import `_varying`.
+ALLOWED = {
+    "_varying": set(),
+    "cost": set(),
+    "metadata": set(),
+    "runtime": set(),
+    "scenarios": {"metadata"},
+    "planner": {"metadata", "cost"},
+    "dispatch_primitives": {"runtime"},
+    "dispatch": {"dispatch_primitives", "metadata"},
+    "attention": {"dispatch", "planner", "metadata", "cost"},
+    "plots": {"planner"},
+    "demo": {"attention", "cost", "dispatch", "planner", "plots"},
+}
+
+
+def room_of(path):
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parts = node.module.split(".")
+            if parts[0] == "jax_cp_dispatch":
+                yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == "jax_cp_dispatch":
+                    yield parts[1] if len(parts) > 1 else "the top"
+
+
+def test_imports_follow_the_architecture():
+    for path in SOURCE.rglob("*.py"):
+        room = room_of(path)
+        if room in ("__init__", "__main__"):
+            continue
+        allowed = ALLOWED[room] | {room, "_varying"}
+        if room == "runtime":
+            allowed.add("_cpu")  # only runtime sees the extension
+        assert set(imported_rooms(path)) <= allowed, path
+
+
+def test_public_names_exist_and_are_documented():
+    for name in jax_cp_dispatch.__all__:
+        assert inspect.getdoc(getattr(jax_cp_dispatch, name)), name
+    assert jax_cp_dispatch.__all__ == sorted(jax_cp_dispatch.__all__)
+
+
+def test_version_is_that_of_the_distribution():
+    try:
+        installed = importlib.metadata.version("jax_cp_dispatch")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed: this is its source tree")
+    assert installed == jax_cp_dispatch.__version__
+
+
+def test_type_information_is_installed():
+    assert (SOURCE / "py.typed").is_file()
+    assert (SOURCE / "_cpu.pyi").is_file()
+
+
+GOOD = {
+    "jax_version": "0.10.2",
+    "jaxlib_version": "0.12.0.1",
+    "built_ffi": (0, 3),
+    "installed_ffi": (0, 5),
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"jax_version": "0.9.2"}, r"found jax 0.9.2 but needs jax>=0.10.2"),
+        ({"jaxlib_version": "0.10.1"}, r"found jaxlib 0.10.1 but needs jaxlib>=0.10.2"),
+        ({"built_ffi": (0, 6)}, r"built with XLA FFI headers 0.6 but jaxlib 0.12.0.1 offers 0.5"),
+        ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
+    ],
+)
+def test_versions_that_do_not_fit_are_refused_at_import(change, message):
+    with pytest.raises(ImportError, match=message):
+        runtime.check_versions(**{**GOOD, **change})
+
+
+def test_versions_that_fit():
+    runtime.check_versions(**GOOD)
+    runtime.check_versions(**{**GOOD, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
+
+
+def test_built_with_the_oldest_supported_headers():
+    """Newer ones would keep an older jaxlib's CPU backend from starting."""
+    from jax_cp_dispatch import _cpu
+
+    assert _cpu.ffi_api_version() == (0, 3)
