@@ -1,20 +1,13 @@
 """Planning: time, compile time and memory of the three planning functions together, C = 8.
 
-    python benchmarks/bench_metadata.py [--repeats 21] [--max-ranks 512] [--output FILE.json]
-
-Per W x S: both are timed in turn, in one process, on the same inputs. The baseline is the same
-plan in vectorised NumPy int64 (stable sort by destination, segmented sums), as one would write it.
+Per W x S, on the same inputs. The baseline is the same plan in vectorised NumPy int64 (stable sort
+by destination, segmented sums), as one would write it; its result is compared first.
 """
 
-import argparse
-import datetime
-import json
-import os
-import platform
-import statistics
 import time
 import tracemalloc
 
+import common
 import jax
 import numpy as np
 
@@ -138,67 +131,44 @@ def measure(world_size: int, num_shards: int, repeats: int) -> dict:
     numpy_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    times = {"ours": [], "numpy": []}
-    calls = {
-        "ours": lambda: jax.block_until_ready(function(inputs)),
-        "numpy": lambda: numpy_plan_all(drawn, *slots),
-    }
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+    seconds = common.interleaved(
+        {
+            "ours": lambda: function(inputs),
+            "numpy": lambda: numpy_plan_all(drawn, *slots),
+        },
+        repeats,
+    )
     return {
         "world_size": world_size,
         "num_shards": num_shards,
-        "median_ms": statistics.median(times["ours"]) * 1e3,
-        "min_ms": min(times["ours"]) * 1e3,
-        "compile_s": compile_s,
+        "num_replicas": DEGREE,
+        "ms": round(1e3 * seconds["ours"], 3),
+        "compile_s": round(compile_s, 2),
         "temp_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
-        "numpy_median_ms": statistics.median(times["numpy"]) * 1e3,
-        "numpy_min_ms": min(times["numpy"]) * 1e3,
+        "numpy_ms": round(1e3 * seconds["numpy"], 3),
         "numpy_peak_bytes": numpy_peak,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the three planning functions.")
-    parser.add_argument("--repeats", type=int, default=21)
+    parser = common.parser(__doc__)
     parser.add_argument("--max-ranks", type=int, default=512)
-    parser.add_argument("--output", help="JSON file to write")
-    args = parser.parse_args()
+    arguments = parser.parse_args()
     rows = []
-    print("  W x S     ours ms (min)   compile s   temp MB   out MB | NumPy ms (min)      peak MB")
+    print("  W x S    ours ms  compile s  temp MB  out MB | NumPy ms  peak MB")
     for world_size, num_shards in GRID:
-        if world_size > args.max_ranks:
+        if world_size > arguments.max_ranks:
             continue
-        row = measure(world_size, num_shards, args.repeats)
+        row = measure(world_size, num_shards, arguments.repeats)
         rows.append(row)
         print(
-            f"{world_size:4d} x {num_shards:2d}  {row['median_ms']:7.2f} ({row['min_ms']:6.2f})"
-            f"   {row['compile_s']:8.2f}  {row['temp_bytes'] / 1e6:8.1f} "
-            f"{row['output_bytes'] / 1e6:8.1f} | {row['numpy_median_ms']:8.2f} "
-            f"({row['numpy_min_ms']:7.2f})  {row['numpy_peak_bytes'] / 1e6:7.1f}",
+            f"{world_size:4d} x {num_shards:2d}  {row['ms']:8.2f}  {row['compile_s']:9.2f}"
+            f"  {row['temp_bytes'] / 1e6:7.1f}  {row['output_bytes'] / 1e6:6.1f}"
+            f" | {row['numpy_ms']:8.2f}  {row['numpy_peak_bytes'] / 1e6:7.1f}",
             flush=True,
         )
-    if args.output:
-        result = {
-            "benchmark": "metadata",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.default_backend()}",
-            "versions": {
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "numpy": np.__version__,
-            },
-            "replicas": DEGREE,
-            "repeats": args.repeats,
-            "rows": rows,
-        }
-        with open(args.output, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+    common.write(arguments.output, "the three planning functions together", rows)
 
 
 if __name__ == "__main__":

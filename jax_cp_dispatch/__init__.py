@@ -13,6 +13,7 @@ from jax_cp_dispatch.attention import (
 )
 from jax_cp_dispatch.dispatch import combine, dispatch
 from jax_cp_dispatch.metadata import (
+    AttnLayoutSeqlens,
     Metadata,
     compute_attn_layout_seqlens,
     compute_metadata,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionPlan",
+    "AttnLayoutSeqlens",
     "Metadata",
     "PlanConfig",
     "balanced_attention",

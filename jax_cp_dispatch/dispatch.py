@@ -14,11 +14,14 @@ from jax_cp_dispatch.dispatch_primitives import (
     MetadataOperands,
     combine_p,
     dispatch_p,
+    widen,
 )
 from jax_cp_dispatch.metadata import Metadata
 
 DEFAULT_DEADLINE = 60.0
 """Seconds that the ranks of one call wait for the last of them."""
+
+_LONGEST_DEADLINE = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 
 AxisName = str | tuple[str, ...]
 
@@ -55,7 +58,9 @@ def dispatch(
       ValueError: shapes, `axis_name`, the size of the axis or `out` do not fit.
       jax.errors.JaxRuntimeError: when the program runs, on every rank of the group, and nothing
         has moved: the plan does not fit `capacity` or the rows of `x`, its ranges overlap, or a
-        rank missed the deadline.
+        rank missed the deadline. All later calls of that execution then fail too, in every group;
+        a group that goes straight to a collective with the failed one waits there until XLA ends
+        the process.
     """
     op = "dispatch"
     arrays, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
@@ -113,13 +118,14 @@ def combine(
     if num_tokens < 0:
         raise ValueError(f"{op}: num_tokens is {num_tokens}; it needs to be at least 0 rows.")
     _check_arrays(op, "y", arrays)
+    results = [jnp.dtype(preferred_element_type or array.dtype) for array in arrays]
+    arrays = [widen(array) for array in arrays]
     for array in arrays:
         if array.dtype.name not in COMBINE_DTYPES:
             raise TypeError(
-                f"{op}: cannot sum {array.dtype.name}; it sums {', '.join(COMBINE_DTYPES)}. "
-                "Cast the rows to one of these first."
+                f"{op}: cannot sum {array.dtype.name}; it sums {', '.join(COMBINE_DTYPES)} and "
+                "float8. Cast the rows to one of these first."
             )
-    results = [jnp.dtype(preferred_element_type or array.dtype) for array in arrays]
     # The handler rounds to y's dtype or not at all; any other dtype is made from the unrounded sum.
     dtypes = [
         array.dtype if result == array.dtype else _accumulation_dtype(array.dtype)
@@ -147,7 +153,7 @@ def _milliseconds(op: str, deadline: float) -> int:
         raise ValueError(
             f"{op}: deadline is {deadline}; it needs to be a positive number of seconds."
         )
-    return max(1, round(1000 * deadline))
+    return max(1, round(1000 * min(deadline, _LONGEST_DEADLINE)))
 
 
 def _check_arrays(op: str, name: str, arrays: Sequence[Array]) -> None:

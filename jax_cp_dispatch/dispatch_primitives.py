@@ -21,7 +21,7 @@ from jax_cp_dispatch import runtime
 
 # What the native summation knows; bfloat16 and float16 accumulate in float32.
 COMBINE_DTYPES = (
-    *("bfloat16", "float16", "float32", "float64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
 
@@ -42,6 +42,12 @@ _NUM_METADATA = len(MetadataOperands._fields)
 
 def _split(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return list(operands[:_NUM_METADATA]), list(operands[_NUM_METADATA:])
+
+
+def widen(y: Any) -> Any:
+    """`y` as the native summation knows it: floats of one byte become float32."""
+    is_known = y.dtype.name in COMBINE_DTYPES or not jnp.issubdtype(y.dtype, jnp.floating)
+    return y if is_known else y.astype(jnp.float32)
 
 
 # ---- Shapes. `update` keeps the mesh axes over which an array varies.
@@ -168,10 +174,10 @@ def _transpose(bind_adjoint: Callable[..., list[Any]], cotangents, *operands, **
 
 
 def _dispatch_adjoint(metadata, cotangents, avals, *, num_arrays, capacity, **params):
-    dtypes = tuple(aval.dtype.name for aval in avals)
-    return combine_p.bind(
-        *metadata, *cotangents, num_tokens=avals[0].shape[0], dtypes=dtypes, **params
-    )
+    wide = [widen(ct) for ct in cotangents]
+    dtypes = tuple(ct.dtype.name for ct in wide)
+    sums = combine_p.bind(*metadata, *wide, num_tokens=avals[0].shape[0], dtypes=dtypes, **params)
+    return [total.astype(aval.dtype) for total, aval in zip(sums, avals, strict=True)]
 
 
 def _combine_adjoint(metadata, cotangents, avals, *, num_tokens, dtypes, **params):

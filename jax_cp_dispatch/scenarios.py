@@ -18,7 +18,7 @@ from jax_cp_dispatch.metadata import (
 
 
 class QkvDispatchInputs(NamedTuple):
-    """Arguments of `compute_metadata_kv`, in its order; NumPy, int32."""
+    """Arguments of `compute_metadata_kv`, in its order and with its shapes; NumPy, int32."""
 
     kv_to_q_mapping: np.ndarray
     kv_to_q_rank: np.ndarray

@@ -100,14 +100,14 @@ def plan_kv(mapping, position, context, num_kv, kv_tokens, seq_len, q_dispatch, 
     return forward, _reverse(arrivals, seq_len, dst, received, num_slots)
 
 
-def attn_layout(shard_len, context, dispatch):
+def attn_layout(shard_len, context, dispatch, num_slots=None):
     """Oracle of compute_attn_layout_seqlens, as a dictionary."""
     world_size = len(shard_len)
     got = [[] for _ in range(world_size)]
     for r, s in np.ndindex(dispatch.shape):
         if dispatch[r, s] >= 0:
             got[dispatch[r, s]].append((shard_len[r, s], context[r, s]))
-    num_slots = max([len(g) for g in got] + [1])
+    num_slots = num_slots or max([len(g) for g in got] + [1])
     padded = np.array([g + [(0, 0)] * (num_slots - len(g)) for g in got])
     cu = np.concatenate([np.zeros((world_size, 1, 2), int), padded.cumsum(1)], 1)
     return {

@@ -227,6 +227,23 @@ def test_uneven_plans(kind):
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
 
 
+@pytest.mark.parametrize("num_slots, num_tokens, capacity", [(0, 5, 4), (3, 0, 0), (0, 0, 3)])
+def test_nothing_to_move(num_slots, num_tokens, capacity):
+    plan = dict(
+        dst_rank=np.full((W, num_slots), -1, np.int32),
+        dst_offset=np.zeros((W, num_slots), np.uint32),
+        seq_len=np.zeros((W, num_slots), np.uint32),
+        num_recv_tokens=np.zeros((W, W + 1), np.uint32),
+        num_seqs=np.zeros(W, np.int32),
+        num_total_recv_tokens=np.zeros(W, np.uint32),
+        world_size=W,
+    )
+    got = run_dispatch(plan, np.ones((W, num_tokens, 3), np.float32), capacity)
+    np.testing.assert_array_equal(got, np.zeros((W, capacity, 3)))
+    got = run_combine(plan, np.ones((W, capacity, 3), np.float32), num_tokens)
+    np.testing.assert_array_equal(got, np.zeros((W, num_tokens, 3)))
+
+
 def test_many_arrays_travel_in_one_call():
     rng = np.random.default_rng(11)
     plan = random_plan(rng, W, S, T, 2)

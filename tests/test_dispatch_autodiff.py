@@ -166,3 +166,20 @@ def test_bfloat16_gradients_round_once():
     got = jax.vjp(send, x)[1](y)[0]
     expected = combined(plan, y, T, np.float32).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "float8_e5m2"])
+def test_gradients_of_dtypes_that_travel_as_others(plan, dtype):
+    """Complex numbers sum as pairs, floats of one byte in float32, rounded once."""
+    rng = np.random.default_rng(9)
+    send, _, capacity = operations(plan)
+    x = jnp.zeros((W, T, 3), dtype)
+    y = integers(rng, W, capacity, 3).astype(dtype)
+    if dtype == "complex64":
+        y = y + 1j * integers(rng, W, capacity, 3)
+    y = jnp.asarray(y, dtype)
+    got = jax.vjp(send, x)[1](y)[0]
+    wide = np.complex64 if dtype == "complex64" else np.float32
+    expected = combined(plan, np.asarray(y), T, wide).astype(x.dtype)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(got).astype(wide), expected.astype(wide))

@@ -57,6 +57,11 @@ def test_deadline_that_is_none(plan):
         move(plan, rows(2), deadline=0)
 
 
+def test_deadline_that_is_as_good_as_none(plan):
+    for deadline in (1e10, 1e300):
+        move(plan, rows(2), deadline=deadline)
+
+
 def test_no_arrays(plan):
     with pytest.raises(ValueError, match="dispatch: x holds no array"):
         on_ranks(lambda m: dispatch([], m, axis_name=AXIS, capacity=4), mesh_of(W))(
@@ -80,8 +85,8 @@ def test_dtype_of_less_than_a_byte(plan):
 
 
 def test_dtype_that_cannot_be_summed(plan):
-    with pytest.raises(TypeError, match="combine: cannot sum float8_e4m3fn; it sums bfloat16"):
-        bring(plan, rows(2, dtype=jnp.float8_e4m3fn))
+    with pytest.raises(TypeError, match="combine: cannot sum bool; it sums bfloat16"):
+        bring(plan, rows(2, dtype=jnp.bool_))
 
 
 def test_axis_that_is_not_there(plan):
@@ -253,6 +258,26 @@ def test_ranks_that_come_late_find_the_error_at_once(plan):
         r"deadline of 200 ms passed.*missing ranks \[2\]",
     )
     assert time.monotonic() - start < 20
+
+
+def test_error_in_one_of_two_groups():
+    rng = np.random.default_rng(5)
+    plans = [random_plan(rng, 4, S, T) for _ in range(2)]
+    plans[0]["num_recv_tokens"] = plans[0]["num_recv_tokens"] + 1
+    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
+
+    def local(x, m):
+        m = jax.tree.map(lambda a: a[0, 0], m)
+        y = dispatch(x[0, 0], m, axis_name=AXIS, capacity=4 * T)
+        return combine(y, m, axis_name=AXIS, num_tokens=T)[None, None]
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
+    spec = P("data", AXIS)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    expect_on_every_rank(
+        lambda: jax.block_until_ready(run(np.zeros((2, 4, T, 3), np.float32), metadata)),
+        r"num_recv_tokens",
+    )
 
 
 def test_errors_of_two_programs_do_not_mix(plan):

@@ -34,6 +34,12 @@ def poison(world_size, capacity):
     return np.full((world_size, capacity, FEATURE), np.nan, np.float32)
 
 
+def slots(shape):
+    """Reverse slots for anything, so that all examples of one shape share a program."""
+    world_size, num_shards, num_replicas = shape
+    return world_size * num_shards * (num_replicas or 1)
+
+
 def draw(seed, shape):
     rng = np.random.default_rng(seed)
     world_size, num_shards, num_replicas = shape
@@ -45,13 +51,15 @@ def draw(seed, shape):
 @given(seed=seeds)
 def test_plans_equal_the_oracle_and_are_valid(seed, shape):
     _, seq_len, dispatch = draw(seed, shape)
-    plans = compute_metadata(seq_len, dispatch)
-    for plan, fields in zip(plans, oracle.plan(seq_len, dispatch), strict=True):
+    bound = slots(shape)
+    plans = compute_metadata(seq_len, dispatch, max_recv_seqs=bound)
+    for plan, fields in zip(plans, oracle.plan(seq_len, dispatch, bound), strict=True):
         oracle.assert_fields(plan, fields)
         plan.validate()  # sent = received per pair, ranges disjoint and without gaps
     if dispatch.ndim == 2:
-        lengths = compute_attn_layout_seqlens(seq_len, seq_len + 1, dispatch)
-        oracle.assert_fields(lengths, oracle.attn_layout(seq_len, seq_len + 1, dispatch))
+        arguments = seq_len, seq_len + 1, dispatch
+        lengths = compute_attn_layout_seqlens(*arguments, max_recv_seqs=bound)
+        oracle.assert_fields(lengths, oracle.attn_layout(*arguments, bound))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -62,8 +70,7 @@ def test_forward_then_reverse_is_the_identity_on_what_was_sent(seed, shape):
     world_size, num_shards, num_replicas = shape
     copies = num_replicas or 1
     capacity = num_shards * MAX_LEN
-    bound = world_size * num_shards * copies  # static, so that all examples share a program
-    forward, reverse = compute_metadata(seq_len, dispatch, max_recv_seqs=bound)
+    forward, reverse = compute_metadata(seq_len, dispatch, max_recv_seqs=slots(shape))
     x = tokens(rng, seq_len, capacity)
     there = orchestrate_simulate(x, poison(world_size, capacity * world_size * copies), forward)
     received = np.all(np.isfinite(there), axis=-1)
@@ -88,7 +95,7 @@ def test_adjoint(seed, shape):
     rng, seq_len, dispatch = draw(seed, shape)
     world_size, num_shards, num_replicas = shape
     capacity, rows = num_shards * MAX_LEN, num_shards * MAX_LEN * world_size * (num_replicas or 1)
-    forward, _ = compute_metadata(seq_len, dispatch, max_recv_seqs=64)
+    forward, _ = compute_metadata(seq_len, dispatch, max_recv_seqs=slots(shape))
     x = rng.integers(-8, 9, (world_size, capacity, FEATURE)).astype(np.float32)
     y = rng.integers(-8, 9, (world_size, rows, FEATURE)).astype(np.float32)
     there, transpose = jax.vjp(lambda x: orchestrate_simulate(x, np.zeros_like(y), forward), x)
@@ -104,7 +111,7 @@ def test_kv_round_trip_reproduces_every_replica(seed, size):
     world_size, num_shards, copies = size
     arguments = oracle.spanning_documents(rng, *size)
     *rest, seq_len, q_dispatch = arguments
-    bound = world_size * num_shards * copies
+    bound = slots(size)
     call: tuple[Any, ...] = (*rest, seq_len, np.zeros(world_size, int), q_dispatch)
     forward, reverse = compute_metadata_kv(*call, max_recv_seqs=bound)
     for plan, fields in zip(

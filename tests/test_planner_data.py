@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.planner import plan_attention
+from jax_cp_dispatch.planner import PlanConfig, plan_attention
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 TOKENS = 65536
@@ -37,9 +37,16 @@ def pack_sample(lengths, columns, seed):
 )
 def test_balance_on_real_lengths(name, world_size, num_samples):
     lengths = read_lengths(name)
+    # Those that always fit, so that all plans of one size share one compiled program.
+    config = PlanConfig(
+        q_capacity=2 * TOKENS + 128,
+        kv_capacity=world_size * TOKENS,
+        max_kv_destinations=world_size,
+    )
     for seed in range(num_samples):
         segment_ids = pack_sample(lengths, world_size * TOKENS, seed)
-        plan = jax.device_get(plan_attention(segment_ids, None, world_size=world_size))
+        plan = plan_attention(segment_ids, None, world_size=world_size, config=config)
+        plan = jax.device_get(plan)
         column = np.arange(segment_ids.size)
         starts = np.diff(segment_ids[0], prepend=0) != 0
         pairs = column + 1 - np.maximum.accumulate(np.where(starts, column, 0))
@@ -53,7 +60,6 @@ def test_balance_on_real_lengths(name, world_size, num_samples):
 
         plan.q_metadata.validate()
         plan.kv_metadata.validate()
-        assert plan.q_metadata.num_total_recv_tokens.max() <= 2 * TOKENS + 128
         assert plan.num_q_tokens_moved <= 0.15 * segment_ids.size
         all_gather = (world_size - 1) * segment_ids.size
         assert plan.num_kv_tokens_moved <= 0.3 * all_gather

@@ -162,6 +162,17 @@ Status Check(const std::string& op, const Ranks& ranks, std::vector<Segment>* se
   return status;
 }
 
+Status CheckTypes(const std::string& op, const Ranks& ranks) {
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (size_t a = 0; a < ranks[r]->types.size(); ++a) {
+      if (SumIsSupported(ranks[r]->types[a])) continue;
+      return Invalid(op, ": array ", a, " on rank ", r,
+                     " has a dtype that cannot be summed. Cast it first.");
+    }
+  }
+  return Status::Ok();
+}
+
 Ranks View(const std::vector<std::unique_ptr<Contribution>>& contributions) {
   Ranks ranks;
   for (const auto& c : contributions) {
@@ -177,43 +188,50 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// Copies cut into pieces of at most kTaskBytes and gathered into tasks of about that size.
-class CopyList {
+// Pieces of work gathered into tasks of about kTaskBytes: one thread makes a small exchange alone.
+template <typename Piece>
+class TaskList {
  public:
-  void Add(char* dst, const char* src, int64_t num_bytes) {
-    for (int64_t at = 0; at < num_bytes; at += kTaskBytes) {
-      const int64_t n = std::min(kTaskBytes, num_bytes - at);
-      copies_.push_back({dst + at, src ? src + at : nullptr, n});
-      open_bytes_ += n;
-      if (open_bytes_ >= kTaskBytes) CloseTask();
-    }
+  void Add(Piece piece, int64_t num_bytes) {
+    pieces_.push_back(std::move(piece));
+    open_bytes_ += num_bytes;
+    if (open_bytes_ >= kTaskBytes) CloseTask();
   }
 
-  WorkList Finish() && {
+  WorkList Finish(void (*run)(const Piece&)) && {
     if (open_bytes_ > 0) CloseTask();
     const auto num_tasks = static_cast<int64_t>(task_ends_.size());
-    return {num_tasks, [copies = std::move(copies_), ends = std::move(task_ends_)](int64_t task) {
-              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) {
-                const Copy& copy = copies[i];
-                if (copy.src) {
-                  std::memcpy(copy.dst, copy.src, copy.num_bytes);
-                } else {
-                  std::memset(copy.dst, 0, copy.num_bytes);
-                }
-              }
+    return {num_tasks,
+            [run, pieces = std::move(pieces_), ends = std::move(task_ends_)](int64_t task) {
+              for (size_t i = task == 0 ? 0 : ends[task - 1]; i < ends[task]; ++i) run(pieces[i]);
             }};
   }
 
  private:
   void CloseTask() {
-    task_ends_.push_back(copies_.size());
+    task_ends_.push_back(pieces_.size());
     open_bytes_ = 0;
   }
 
-  std::vector<Copy> copies_;
+  std::vector<Piece> pieces_;
   std::vector<size_t> task_ends_;
   int64_t open_bytes_ = 0;
 };
+
+void AddCopy(TaskList<Copy>* tasks, char* dst, const char* src, int64_t num_bytes) {
+  for (int64_t at = 0; at < num_bytes; at += kTaskBytes) {
+    const int64_t n = std::min(kTaskBytes, num_bytes - at);
+    tasks->Add({dst + at, src ? src + at : nullptr, n}, n);
+  }
+}
+
+void RunCopy(const Copy& copy) {
+  if (copy.src) {
+    std::memcpy(copy.dst, copy.src, copy.num_bytes);
+  } else {
+    std::memset(copy.dst, 0, copy.num_bytes);
+  }
+}
 
 // Rows of one array on one rank that have the same sources throughout.
 struct SumPiece {
@@ -222,6 +240,10 @@ struct SumPiece {
   int64_t num_elements;
   std::vector<const char*> sources;
 };
+
+void RunSum(const SumPiece& piece) {
+  SumRows(piece.types, piece.sources, piece.num_elements, piece.out);
+}
 
 // The rows of one owner between two neighbouring boundaries of its segments, and who covers them
 // in (slot, replica) order.
@@ -261,25 +283,25 @@ Status PlanDispatch(const std::string& op,
   std::vector<std::vector<Segment>> received;
   if (Status status = Check(op, ranks, &segments, &received); !status.ok()) return status;
 
-  CopyList copies;
+  TaskList<Copy> tasks;
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
       int64_t row = 0;
       const auto zero_until = [&](int64_t end) {
-        copies.Add(out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
+        AddCopy(&tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
       };
       for (const Segment& s : received[dst]) {
         zero_until(s.dst_row);
-        copies.Add(out.data + s.dst_row * out.row_bytes,
-                   ranks[s.src_rank]->tokens[a].data + s.src_row * out.row_bytes,
-                   s.num_rows * out.row_bytes);
+        AddCopy(&tasks, out.data + s.dst_row * out.row_bytes,
+                ranks[s.src_rank]->tokens[a].data + s.src_row * out.row_bytes,
+                s.num_rows * out.row_bytes);
         row = s.dst_row + s.num_rows;
       }
       zero_until(out.num_rows);
     }
   }
-  *work = std::move(copies).Finish();
+  *work = std::move(tasks).Finish(RunCopy);
   return Status::Ok();
 }
 
@@ -289,11 +311,12 @@ Status PlanCombine(const std::string& op,
   const Ranks ranks = View(contributions);
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
+  if (Status status = CheckTypes(op, ranks); !status.ok()) return status;
   if (Status status = Check(op, ranks, &segments, &received); !status.ok()) return status;
 
   std::vector<std::vector<const Segment*>> sent(ranks.size());
   for (const Segment& s : segments) sent[s.src_rank].push_back(&s);
-  std::vector<SumPiece> pieces;
+  TaskList<SumPiece> tasks;
   for (size_t src = 0; src < ranks.size(); ++src) {
     for (size_t a = 0; a < ranks[src]->tokens.size(); ++a) {
       const RowArray& out = ranks[src]->tokens[a];
@@ -310,16 +333,12 @@ Status PlanCombine(const std::string& op,
             piece.sources.push_back(ranks[s->dst_rank]->buffers[a].data +
                                     (s->dst_row + row - s->src_row) * in_row_bytes);
           }
-          pieces.push_back(std::move(piece));
+          tasks.Add(std::move(piece), n * out.row_bytes);
         }
       }
     }
   }
-  work->num_tasks = static_cast<int64_t>(pieces.size());
-  work->run = [pieces = std::move(pieces)](int64_t task) {
-    const SumPiece& piece = pieces[task];
-    SumRows(piece.types, piece.sources, piece.num_elements, piece.out);
-  };
+  *work = std::move(tasks).Finish(RunSum);
   return Status::Ok();
 }
 

@@ -1,7 +1,10 @@
 // XLA FFI handlers of the CPU transports, and the Python module that hands them to JAX.
+#include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -61,8 +64,10 @@ DataType ToDataType(ffi::DataType type) {
     case ffi::F16:
       return DataType::kF16;
     case ffi::F32:
+    case ffi::C64:  // complex numbers sum as twice as many real ones
       return DataType::kF32;
     case ffi::F64:
+    case ffi::C128:
       return DataType::kF64;
     case ffi::S8:
       return DataType::kI8;
@@ -176,8 +181,14 @@ ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
                    ffi::BufferR1<ffi::U32> src_offset, ffi::BufferR1<ffi::U32> num_recv,
                    ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view axis,
                    int64_t deadline_ms) {
-  return Move(kDirection, pool, site, run_id, rank_and_group, dst_rank, dst_offset, seq_len,
-              src_offset, num_recv, arrays, results, axis, deadline_ms);
+  try {
+    return Move(kDirection, pool, site, run_id, rank_and_group, dst_rank, dst_offset, seq_len,
+                src_offset, num_recv, arrays, results, axis, deadline_ms);
+  } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
+    ffi::Promise promise;
+    promise.SetError(ffi::Error::Internal(std::string("jax_cp_dispatch: ") + error.what()));
+    return ffi::Future(promise);
+  }
 }
 
 auto Binding() {

@@ -21,6 +21,7 @@ class CompletionPool {
   std::condition_variable wake_;
   std::deque<std::function<void()>> queue_;
   size_t num_idle_ = 0;
+  size_t num_threads_ = 0;
 };
 
 }  // namespace cpd

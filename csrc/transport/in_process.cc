@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -29,11 +31,16 @@ struct Rendezvous {
   std::vector<std::unique_ptr<Contribution>> contributions;
   std::vector<Completion> completions;
   std::vector<bool> arrived;
-  std::optional<Status> failure;  // set: a tombstone, whoever comes late fails at once
 
   WorkList work;
   std::atomic<int64_t> next_task{0};
   std::atomic<int64_t> num_open_tasks{0};
+};
+
+// A tombstone: who comes later to anything of this execution fails at once.
+struct FailedRun {
+  Status status;
+  Clock::time_point forgotten;
 };
 
 std::string RankList(const std::vector<bool>& arrived, bool wanted) {
@@ -46,6 +53,17 @@ std::string RankList(const std::vector<bool>& arrived, bool wanted) {
   }
   out << "]";
   return out.str();
+}
+
+std::string MissingRanks(const Rendezvous& meeting) {
+  std::ostringstream message;
+  message << meeting.op << ": deadline of " << meeting.deadline.count()
+          << " ms passed: " << meeting.num_arrived << "/" << meeting.arrived.size()
+          << " ranks arrived, ranks " << RankList(meeting.arrived, true)
+          << " wait for missing ranks " << RankList(meeting.arrived, false)
+          << ". Every rank of the axis must make this call the same number of times; see "
+             "whether a missing rank raised an error of its own, or pass a longer deadline.";
+  return message.str();
 }
 
 class InProcess final : public Transport {
@@ -62,14 +80,14 @@ class InProcess final : public Transport {
     std::shared_ptr<Rendezvous> meeting;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      meeting = FindOrOpen(exchange);
-      if (meeting->failure) {
-        const Status failure = *meeting->failure;
-        if (++meeting->num_arrived >= exchange.num_ranks) meetings_.erase(exchange.key);
+      const auto failed = failed_runs_.find(exchange.key.run_id);
+      if (failed != failed_runs_.end()) {
+        const Status failure = failed->second.status;
         lock.unlock();
         completion(failure);
         return;
       }
+      meeting = FindOrOpen(exchange);
       if (rank < 0 || rank >= exchange.num_ranks || meeting->arrived[rank]) {
         std::ostringstream message;
         message << exchange.op << ": rank " << rank << " arrived "
@@ -77,10 +95,9 @@ class InProcess final : public Transport {
                 << " 0.." << exchange.num_ranks - 1
                 << ". Every other mesh axis must be manual where this is called, so that each of "
                    "its groups is told apart.";
-        auto waiting = Fail(*meeting, {StatusCode::kInternal, message.str()});
-        ++meeting->num_arrived;
+        const Status failure{StatusCode::kInternal, message.str()};
+        auto waiting = FailRun(exchange.key.run_id, failure, exchange.deadline);
         waiting.push_back(std::move(completion));
-        const Status failure = *meeting->failure;
         lock.unlock();
         CompleteEach(std::move(waiting), failure);
         return;
@@ -93,46 +110,69 @@ class InProcess final : public Transport {
       meetings_.erase(exchange.key);
     }
 
-    const Status planned = exchange.planner(meeting->contributions, &meeting->work);
+    const Status planned = Plan(exchange, *meeting);
+    if (!planned.ok()) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      auto waiting = FailRun(exchange.key.run_id, planned, exchange.deadline);
+      lock.unlock();
+      CompleteEach(std::move(waiting), planned);
+    }
     const int64_t num_tasks = planned.ok() ? meeting->work.num_tasks : 0;
     if (num_tasks == 0) {
       CompleteAll(*meeting, planned, rank);
       return;
     }
     meeting->num_open_tasks = num_tasks;
-    for (int64_t i = 0; i < std::min<int64_t>(num_helpers, num_tasks - 1); ++i) {
-      scheduler([this, meeting] { Work(*meeting, /*self=*/-1); });
+    try {
+      for (int64_t i = 0; i < std::min<int64_t>(num_helpers, num_tasks - 1); ++i) {
+        scheduler([this, meeting] { Work(*meeting, /*self=*/-1); });
+      }
+    } catch (const std::exception&) {  // then with fewer helpers
     }
     Work(*meeting, rank);
   }
 
  private:
   std::shared_ptr<Rendezvous> FindOrOpen(const Exchange& exchange) {
-    std::shared_ptr<Rendezvous>& slot = meetings_[exchange.key];
-    if (!slot) {
-      slot = std::make_shared<Rendezvous>();
-      slot->op = exchange.op;
-      slot->deadline = exchange.deadline;
-      slot->expires = Clock::now() + exchange.deadline;
-      slot->contributions.resize(exchange.num_ranks);
-      slot->completions.resize(exchange.num_ranks);
-      slot->arrived.resize(exchange.num_ranks, false);
-      if (slot->expires < next_wake_) {
-        next_wake_ = slot->expires;
-        wake_.notify_one();
-      }
+    const auto found = meetings_.find(exchange.key);
+    if (found != meetings_.end()) return found->second;
+    auto meeting = std::make_shared<Rendezvous>();
+    meeting->op = exchange.op;
+    meeting->deadline = exchange.deadline;
+    meeting->expires = Clock::now() + exchange.deadline;
+    meeting->contributions.resize(exchange.num_ranks);
+    meeting->completions.resize(exchange.num_ranks);
+    meeting->arrived.resize(exchange.num_ranks, false);
+    meetings_.emplace(exchange.key, meeting);
+    if (meeting->expires < next_wake_) {
+      next_wake_ = meeting->expires;
+      wake_.notify_one();
     }
-    return slot;
+    return meeting;
   }
 
-  // Turns the meeting into a tombstone that stands for another deadline; the ranks that waited are
-  // handed back to be told. Called with the lock held.
-  static std::vector<Completion> Fail(Rendezvous& meeting, Status status) {
-    meeting.failure = std::move(status);
-    meeting.expires = Clock::now() + meeting.deadline;
+  // A planner that throws (no memory for a plan of very many pieces) fails every rank too.
+  static Status Plan(const Exchange& exchange, Rendezvous& meeting) {
+    try {
+      return exchange.planner(meeting.contributions, &meeting.work);
+    } catch (const std::exception& error) {
+      return {StatusCode::kInternal, exchange.op + ": planning the copies threw " + error.what()};
+    }
+  }
+
+  // One failed exchange fails the whole execution: a group of ranks that went on alone could reach
+  // a collective of XLA, which waits for the failed ones and then ends the process. The ranks that
+  // wait anywhere in this execution are handed back to be told. Called with the lock held.
+  std::vector<Completion> FailRun(int64_t run_id, const Status& status,
+                                  std::chrono::milliseconds deadline) {
+    failed_runs_[run_id] = {status, Clock::now() + deadline};
     std::vector<Completion> waiting;
-    for (Completion& completion : meeting.completions) {
-      if (completion) waiting.push_back(std::exchange(completion, nullptr));
+    constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
+    auto it = meetings_.lower_bound({run_id, kLowest, kLowest});
+    for (; it != meetings_.end() && it->first.run_id == run_id; it = meetings_.erase(it)) {
+      for (Completion& completion : it->second->completions) {
+        if (completion) waiting.push_back(std::exchange(completion, nullptr));
+      }
     }
     return waiting;
   }
@@ -174,26 +214,22 @@ class InProcess final : public Transport {
       const Clock::time_point now = Clock::now();
       next_wake_ = now + std::chrono::hours(1);
       std::vector<std::pair<std::vector<Completion>, Status>> expired;
+      for (auto it = failed_runs_.begin(); it != failed_runs_.end();) {
+        it = it->second.forgotten <= now ? failed_runs_.erase(it) : std::next(it);
+      }
       for (auto it = meetings_.begin(); it != meetings_.end();) {
-        Rendezvous& meeting = *it->second;
-        if (meeting.expires <= now && meeting.failure) {
-          it = meetings_.erase(it);
+        const Rendezvous& meeting = *it->second;
+        if (meeting.expires > now) {
+          next_wake_ = std::min(next_wake_, meeting.expires);
+          ++it;
           continue;
         }
-        if (meeting.expires <= now) {
-          std::ostringstream message;
-          message
-              << meeting.op << ": deadline of " << meeting.deadline.count()
-              << " ms passed: " << meeting.num_arrived << "/" << meeting.arrived.size()
-              << " ranks arrived, ranks " << RankList(meeting.arrived, true)
-              << " wait for missing ranks " << RankList(meeting.arrived, false)
-              << ". Every rank of the axis must make this call the same number of times; see "
-                 "whether a missing rank raised an error of its own, or pass a longer deadline.";
-          Status status{StatusCode::kDeadlineExceeded, message.str()};
-          expired.emplace_back(Fail(meeting, status), status);
-        }
-        next_wake_ = std::min(next_wake_, meeting.expires);
-        ++it;
+        const Status status{StatusCode::kDeadlineExceeded, MissingRanks(meeting)};
+        expired.emplace_back(FailRun(it->first.run_id, status, meeting.deadline), status);
+        it = meetings_.begin();  // more than one may be gone
+      }
+      for (const auto& [run_id, failed] : failed_runs_) {
+        next_wake_ = std::min(next_wake_, failed.forgotten);
       }
       lock.unlock();
       for (auto& [completions, status] : expired) CompleteEach(std::move(completions), status);
@@ -206,6 +242,7 @@ class InProcess final : public Transport {
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
   std::map<ExchangeKey, std::shared_ptr<Rendezvous>> meetings_;
+  std::map<int64_t, FailedRun> failed_runs_;
   CompletionPool pool_;
 };
 

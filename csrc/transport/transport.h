@@ -74,7 +74,8 @@ class Transport {
   virtual ~Transport() = default;
 
   // Brings `contribution` as `rank` and returns at once: it never waits for a peer. `completion`
-  // runs when the exchange is over for all ranks: done, or failed for every one of them.
+  // runs when the exchange is over for all ranks: done, or failed for every one of them. A failure
+  // fails every unfinished exchange of the same execution (run_id), and those still to come.
   virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
                     Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
 };

@@ -26,12 +26,17 @@ _MAX_UINT32 = 2**32 - 1
 class AttnLayoutSeqlens(NamedTuple):
     """What variable-length attention kernels ask for, per rank, in attention layout.
 
+    R is the number of received shards that have a place: those of the busiest rank, at least 1, or
+    `max_recv_seqs`. Numbers count tokens.
+
     Attributes:
-      cu_seqlens_q: i32 `[W, R + 1]`; where each received query shard starts, then the total.
+      cu_seqlens_q: i32 `[W, R + 1]`; where each received query shard starts, then the total,
+        which is repeated past the rank's last shard.
       cu_seqlens_kv: i32 `[W, R + 1]`; the same for the KV context of each query shard.
       max_seqlen_q: i32 `[W]`; the longest query shard, 0 where nothing is received.
       max_seqlen_kv: i32 `[W]`; the longest KV context.
-      num_local_seqs: i32 `[W]`; query shards received.
+      num_local_seqs: i32 `[W]`; query shards received; more than R only where traced values need
+        more than `max_recv_seqs`.
     """
 
     cu_seqlens_q: Int32[Array, "W R_plus_1"]

@@ -176,9 +176,12 @@ def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
     received = fields["num_recv_tokens"][:, :world_size]
     at = _first(sent != received)
     if at is not None:
+        receiver, sender = at
+        slots = np.unique(np.argwhere(dst_rank[sender] == receiver)[:, 0])
+        some = ", ".join(map(str, slots[:8])) + (", …" if len(slots) > 8 else "")
         _fail(
-            f"rank {at[0]}: num_recv_tokens expects {received[at]} tokens of rank {at[1]}, whose "
-            f"seq_len sent there sum to {sent[at]}"
+            f"rank {receiver}: num_recv_tokens expects {received[at]} tokens of rank {sender}, "
+            f"where seq_len is {sent[at]} in all with dst_rank {receiver} (slot {some or 'none'})"
         )
 
 
@@ -205,8 +208,8 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
     if at is not None:
         what = "leaves a gap after" if gap[at] else "overlaps"
         _fail(
-            f"{_at(tuple(shards[at]))}: dst_offset {start[at]} with seq_len {length[at]} {what} "
-            f"the rows below {free[at]} that rank {to[at]} receives"
+            f"{_at(tuple(shards[at].tolist()))}: dst_offset {start[at]} with seq_len {length[at]} "
+            f"{what} the rows below {free[at]} that rank {to[at]} receives"
         )
     if "recv_seq_lens" in fields:
         _check_homes(fields, shards, to, start, length)
@@ -239,7 +242,7 @@ def _check_homes(
         want = expected.pop((int(key[0]), int(key[1])), None)
         if want != tokens:
             _fail(
-                f"{_at(tuple(int(j) for j in shard))}: dst_offset {key[1]} with seq_len {tokens} "
+                f"{_at(tuple(shard.tolist()))}: dst_offset {key[1]} with seq_len {tokens} "
                 f"is no shard of rank {key[0]} in recv_seq_lens and seq_recv_mask"
             )
     if expected and "seq_recv_mask" in fields:

@@ -68,7 +68,8 @@ def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Arr
     """The rank whose share of the concatenated deficits holds the middle of each block's cost."""
     flat = cost.reshape(-1)
     middle = jnp.cumsum(flat, dtype=jnp.int32) - flat + flat // 2
-    rank = jnp.searchsorted(jnp.cumsum(deficit, dtype=jnp.int32), middle, side="right")
+    ends = jnp.cumsum(deficit, dtype=jnp.int32)
+    rank = jnp.searchsorted(ends, middle, side="right", method="compare_all")
     return rank.astype(jnp.int32).reshape(cost.shape)
 
 

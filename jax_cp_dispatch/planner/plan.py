@@ -105,7 +105,7 @@ class AttentionPlan:
 
 def plan_attention(
     segment_ids: Shaped[Array | np.ndarray, "..."],
-    positions: Shaped[Array | np.ndarray, "..."] | None,
+    positions: Shaped[Array | np.ndarray, "..."] | None = None,
     *,
     world_size: int,
     config: PlanConfig = PlanConfig(),

@@ -1,0 +1,100 @@
+"""Writes the README's benchmark table from the result files.
+
+python benchmarks/table.py          after `./run bench`
+"""
+
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[1]
+BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
+
+
+def load(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def cells(*values: object) -> str:
+    return "| " + " | ".join(map(str, values)) + " |"
+
+
+def origin(result: dict) -> str:
+    machine, versions = result["machine"], result["versions"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; jax {versions['jax']}, Python "
+        f"{versions['python']}; {result['date']}"
+    )
+
+
+def movement() -> list[str]:
+    result = load("dispatch")
+    lines = [
+        f"**Movement.** One {result['title']} (4096 tokens per rank, 16 heads × 128, bfloat16, "
+        "random segments), interleaved medians. A fresh window pays for its pages.",
+        "",
+        cells("", "ms", "GB/s", "of memcpy"),
+        "|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(cells(row["what"], row["ms"], row["GB_per_s"], row["of_memcpy"]))
+    return [*lines, "", f"({origin(result)})"]
+
+
+def metadata() -> list[str]:
+    result = load("metadata")
+    lines = [
+        "**Planning metadata.** `compute_metadata`, `compute_metadata_kv` and "
+        "`compute_attn_layout_seqlens` in one program, 8 replicas, against the same in vectorised "
+        "NumPy int64, interleaved medians.",
+        "",
+        cells("ranks × slots", "ms", "NumPy ms", "compile s", "extra memory MB"),
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            cells(
+                f"{row['world_size']} × {row['num_shards']}",
+                f"{row['median_ms']:.2f}",
+                f"{row['numpy_median_ms']:.2f}",
+                f"{row['compile_s']:.1f}",
+                f"{row['temp_bytes'] / 1e6:.1f}",
+            )
+        )
+    return [*lines, "", f"({origin(result)})"]
+
+
+def balance() -> list[str]:
+    result = load("planner")
+    lines = [
+        "**Balanced attention plans.** 64K tokens per rank, blocks of 128; work is query-key pairs "
+        "per rank, max/mean; moved tokens as a share of all tokens (an all-gather of keys moves "
+        "ranks - 1).",
+        "",
+        cells("lengths", "ranks", "work before", "after", "q moved", "kv moved", "planning ms"),
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            cells(
+                row["lengths"],
+                row["world_size"],
+                f"{row['imbalance_before']:.2f}",
+                f"{row['imbalance']:.3f}",
+                f"{row['q_moved_share']:.2f}",
+                f"{row['kv_moved_share']:.2f}",
+                row["plan_ms_median"],
+            )
+        )
+    return [*lines, "", f"({origin(result)})"]
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    table = "\n".join([*movement(), "", *metadata(), "", *balance(), ""])
+    readme.write_text(f"{before}{BEGIN}{table}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
