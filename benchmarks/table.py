@@ -82,7 +82,7 @@ def balance() -> list[str]:
                 f"{row['imbalance']:.3f}",
                 f"{row['q_moved_share']:.2f}",
                 f"{row['kv_moved_share']:.2f}",
-                row["plan_ms_median"],
+                row["plan_ms"],
             )
         )
     return [*lines, "", f"({origin(result)})"]

@@ -2,9 +2,9 @@
 
 import dataclasses
 from functools import partial
+from typing import cast
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
@@ -95,12 +95,12 @@ def balanced_attention(
     options = _Options(axis_name, scale, logit_soft_cap, deadline)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
-    out = _attend(options, *rows, plan)
-    return jnp.reshape(out, (*q.shape[:3], v.shape[3]))
+    out = cast(Array, _attend(options, *rows, plan))  # custom_vjp hides its type
+    return out.reshape(*q.shape[:3], v.shape[3])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan) -> Array:
+def _attend(options, q, k, v, plan):
     return _forward(options, q, k, v, plan)[0]
 
 
