@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-NUM_DEVICES = 8
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))  # before the backend starts
+import jax
+import jaxlib.version
+import numpy as np
 
-import jax  # noqa: E402
-import jaxlib.version  # noqa: E402
-import numpy as np  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+def start_devices(num_devices: int = 1) -> None:
+    """Brings up virtual CPU devices. To be called before JAX is used."""
+    os.environ.setdefault("PJRT_NPROC", str(2 * num_devices))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -54,8 +54,8 @@ def metadata() -> list[str]:
         lines.append(
             cells(
                 f"{row['world_size']} × {row['num_shards']}",
-                f"{row['median_ms']:.2f}",
-                f"{row['numpy_median_ms']:.2f}",
+                f"{row['ms']:.2f}",
+                f"{row['numpy_ms']:.2f}",
                 f"{row['compile_s']:.1f}",
                 f"{row['temp_bytes'] / 1e6:.1f}",
             )
@@ -65,15 +65,18 @@ def metadata() -> list[str]:
 
 def balance() -> list[str]:
     result = load("planner")
+    published = load("planner_published_lengths")
     lines = [
         "**Balanced attention plans.** 64K tokens per rank, blocks of 128; work is query-key pairs "
         "per rank, max/mean; moved tokens as a share of all tokens (an all-gather of keys moves "
-        "ranks - 1).",
+        "ranks - 1). "
+        "Lengths drawn from a log-normal distribution, and from two published ones "
+        "(`hao-ai-lab/distca`, `distca/simulator/data`; `bench_planner.py --lengths FILE...`).",
         "",
         cells("lengths", "ranks", "work before", "after", "q moved", "kv moved", "planning ms"),
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in result["rows"]:
+    for row in (*result["rows"], *published["rows"]):
         lines.append(
             cells(
                 row["lengths"],
