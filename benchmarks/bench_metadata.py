@@ -155,7 +155,6 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--max-ranks", type=int, default=512)
     arguments = parser.parse_args()
-    common.start_devices()
     rows = []
     print("  W x S    ours ms  compile s  temp MB  out MB | NumPy ms  peak MB")
     for world_size, num_shards in GRID:

@@ -75,7 +75,6 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
-    common.start_devices()
     rows = []
     for name, lengths in read_lengths(arguments.lengths).items():
         for world_size in arguments.world_size:

@@ -16,7 +16,7 @@ import jaxlib.version
 import numpy as np
 
 
-def start_devices(num_devices: int = 1) -> None:
+def start_devices(num_devices: int) -> None:
     """Brings up virtual CPU devices. To be called before JAX is used."""
     os.environ.setdefault("PJRT_NPROC", str(2 * num_devices))
     jax.config.update("jax_platforms", "cpu")
