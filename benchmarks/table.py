@@ -30,8 +30,8 @@ def movement() -> list[str]:
     result = load("dispatch")
     lines = [
         f"**Movement.** One {result['title']} (4096 tokens per rank, 16 heads × 128, bfloat16, "
-        "random segments), interleaved medians. A fresh window pays for its pages, and much more so "
-        "between collectives that allocate and free hundreds of megabytes.",
+        "random segments), interleaved medians. A fresh window pays for its pages, much "
+        "more so between collectives that allocate and free hundreds of megabytes.",
         "",
         cells("", "ms", "GB/s", "of memcpy"),
         "|---|---:|---:|---:|",
