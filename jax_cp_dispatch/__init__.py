@@ -5,6 +5,8 @@ from pkgutil import extend_path as _extend_path
 # A source tree on sys.path finds the extension that is installed elsewhere.
 __path__ = _extend_path(__path__, __name__)
 
+# First, so that versions that do not fit are named before anything else fails on them.
+from jax_cp_dispatch import runtime as _runtime  # noqa: F401
 from jax_cp_dispatch.attention import (
     balanced_attention,
     context_parallel_attention,
