@@ -12,7 +12,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch, orchestrate_simulate
+from jax_cp_dispatch import (
+    Metadata,
+    combine,
+    compute_metadata,
+    create_qkv_dispatch,
+    dispatch,
+    orchestrate_simulate,
+)
 
 W, S, T = 8, 6, 32
 
@@ -114,6 +121,31 @@ def test_forward_then_reverse_brings_every_sent_row_home():
         sent = np.repeat(destinations[r] >= 0, seq_len[r])
         np.testing.assert_array_equal(got[r, : len(sent)][sent], x[r, : len(sent)][sent])
         assert not got[r, : len(sent)][~sent].any()
+
+
+def test_replicas_of_keys_come_home_side_by_side_and_combine_sums_them():
+    """The reverse KV plan fills a buffer (C, T) of copies; `combine` is the sum over its C."""
+    num_documents, degree, num_tokens = 3, 4, 48
+    _, _, forward, reverse, _ = create_qkv_dispatch(
+        jax.random.key(0), W, num_tokens, num_documents, degree
+    )
+    num_replicas = forward.dst_rank.shape[-1]
+    capacity = int(np.max(forward.num_total_recv_tokens))
+    x = np.random.default_rng(4).integers(-8, 9, (W, num_tokens, 4)).astype(np.float32)
+
+    def there_and_back(x, forward, reverse):
+        keys = dispatch(x, forward, axis_name=AXIS, capacity=capacity)
+        copies = dispatch(keys, reverse, axis_name=AXIS, capacity=num_replicas * num_tokens)
+        return copies, combine(keys, forward, axis_name=AXIS, num_tokens=num_tokens)
+
+    copies, total = on_ranks(there_and_back, mesh_of(W))(x, forward, reverse)
+    copies = np.asarray(copies).reshape(W, num_replicas, num_tokens, 4)
+    for r in range(W):
+        lengths = np.asarray(reverse.recv_seq_lens[r])
+        exists = np.repeat(np.asarray(reverse.seq_recv_mask[r]), lengths, axis=0).T
+        np.testing.assert_array_equal(copies[r][exists], np.stack([x[r]] * num_replicas)[exists])
+        assert not copies[r][~exists].any()
+    np.testing.assert_array_equal(total, copies.sum(1))
 
 
 @pytest.mark.parametrize("order", [[3, 1, 7, 0, 6, 2, 5, 4], list(range(7, -1, -1))])
