@@ -66,6 +66,13 @@ def test_folder_that_is_not_there(tmp_path):
     assert "demo: nowhere is not a folder. Name one that holds text files." in done.stderr
 
 
+def test_sizes_that_make_no_sense(tmp_path):
+    for option in ("--ranks", "--tokens-per-rank", "--longest"):
+        done = run_demo(tmp_path, option, 0, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "need to be at least 1" in done.stderr
+
+
 def test_folder_without_text(tmp_path):
     done = run_demo(tmp_path, cwd=tmp_path)
     assert done.returncode == 2
@@ -98,6 +105,13 @@ def test_packing_within_ranks_cuts_long_documents_and_pads():
     )
     assert packed.spans == (("50", 0, 30), ("20", 30, 50), ("10", 50, 60), ("25", 60, 85))
     assert (packed.segment_ids[0, 85:] == 0).all()
+
+
+def test_packing_cuts_documents_to_the_longest():
+    packed = pack_documents(
+        documents(50, 9, 30), num_ranks=2, tokens_per_rank=30, long_documents="span", longest=20
+    )
+    assert packed.spans == (("50", 0, 20), ("9", 20, 29), ("30", 29, 49))
 
 
 def test_packing_otherwise_is_refused():

@@ -53,19 +53,28 @@ def read_documents(folder: pathlib.Path, *, pattern: str, seed: int) -> Iterator
 
 
 def pack_documents(
-    documents: Iterator[Document], *, num_ranks: int, tokens_per_rank: int, long_documents: str
+    documents: Iterator[Document],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    long_documents: str,
+    longest: int | None = None,
 ) -> PackedDocuments:
     """Fills all ranks with documents.
 
     Args:
       documents: taken until the ranks are full, or no document is left.
       num_ranks, tokens_per_rank: the size of the global sequence.
-      long_documents: "span": documents follow each other and cross from rank to rank, and only the
-        last is cut; "cut": a document is cut to `tokens_per_rank` and goes to the first rank that
-        has room for it, so that none crosses.
+      long_documents: "span": documents follow each other and cross from rank to rank; "cut": a
+        document is cut to `tokens_per_rank` and goes to the first rank that has room for it, so
+        that none crosses.
+      longest: tokens to which longer documents are cut in any case; None cuts only what does not
+        fit.
     Raises:
       ValueError: another value of `long_documents`.
     """
+    if longest is not None:
+        documents = (Document(d.name, d.tokens[:longest]) for d in documents)
     if long_documents == "span":
         placed = _follow_each_other(documents, num_ranks * tokens_per_rank)
     elif long_documents == "cut":

@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="span",
         help="documents longer than a rank span ranks (default), or are cut",
     )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=None,
+        help="tokens to which longer documents are cut (default: a quarter of all tokens)",
+    )
     parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
     parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
     parser.add_argument("--seed", type=int, default=0, help="which documents come first")
@@ -109,8 +115,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     if not folder.is_dir():
         return _refuse(f"{folder} is not a folder. Name one that holds text files.")
-    if min(arguments.ranks, arguments.tokens_per_rank) < 1:
-        return _refuse("--ranks and --tokens-per-rank need to be at least 1.")
+    num_tokens = arguments.ranks * arguments.tokens_per_rank
+    longest = max(1, num_tokens // 4) if arguments.longest is None else arguments.longest
+    if min(arguments.ranks, arguments.tokens_per_rank, longest) < 1:
+        return _refuse("--ranks, --tokens-per-rank and --longest need to be at least 1.")
 
     start_devices(arguments.ranks)
     with progress.step(f"reading {folder}"):
@@ -119,6 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
             num_ranks=arguments.ranks,
             tokens_per_rank=arguments.tokens_per_rank,
             long_documents=arguments.long_documents,
+            longest=longest,
         )
     if not packed.spans:
         return _refuse(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
