@@ -68,16 +68,23 @@ def dispatch(
         raise ValueError(f"{op}: capacity is {capacity}; it needs to be at least 0 rows.")
     _check_arrays(op, "x", arrays)
     storage = [] if out is None else _check_storage(op, out, arrays, tree, capacity)
-    operands, moved, axis = _prepare(op, metadata, axis_name, [*arrays, *storage])
-    received = dispatch_p.bind(
-        *operands,
-        *moved,
-        num_arrays=len(arrays),
-        capacity=capacity,
-        axis=axis,
-        deadline_ms=_milliseconds(op, deadline),
+    deadline_ms = _milliseconds(op, deadline)
+    moving = _moving(arrays, capacity)
+    operands, moved, axis = _prepare(
+        op, metadata, axis_name, [x[i] for x in (arrays, storage) if x for i in moving]
     )
-    return jax.tree.unflatten(tree, received)
+    received = []
+    if moving:
+        received = dispatch_p.bind(
+            *operands,
+            *moved,
+            num_arrays=len(moving),
+            capacity=capacity,
+            axis=axis,
+            deadline_ms=deadline_ms,
+        )
+    dtypes = [x.dtype for x in arrays]
+    return jax.tree.unflatten(tree, _with_empty(received, arrays, capacity, dtypes, operands))
 
 
 def combine(
@@ -131,17 +138,46 @@ def combine(
         array.dtype if result == array.dtype else _accumulation_dtype(array.dtype)
         for array, result in zip(arrays, results, strict=True)
     ]
-    operands, moved, axis = _prepare(op, metadata, axis_name, arrays)
-    sums = combine_p.bind(
-        *operands,
-        *moved,
-        num_tokens=num_tokens,
-        dtypes=tuple(dtype.name for dtype in dtypes),
-        axis=axis,
-        deadline_ms=_milliseconds(op, deadline),
-    )
+    deadline_ms = _milliseconds(op, deadline)
+    moving = _moving(arrays, num_tokens)
+    operands, moved, axis = _prepare(op, metadata, axis_name, [arrays[i] for i in moving])
+    sums = []
+    if moving:
+        sums = combine_p.bind(
+            *operands,
+            *moved,
+            num_tokens=num_tokens,
+            dtypes=tuple(dtypes[i].name for i in moving),
+            axis=axis,
+            deadline_ms=deadline_ms,
+        )
+    sums = _with_empty(sums, arrays, num_tokens, dtypes, operands)
     rounded = [total.astype(result) for total, result in zip(sums, results, strict=True)]
     return jax.tree.unflatten(tree, rounded)
+
+
+def _moving(arrays: Sequence[Array], num_rows: int) -> list[int]:
+    """The arrays that have elements on both sides: jaxlib 0.11 crashes on a call with others."""
+    return [i for i, array in enumerate(arrays) if array.size > 0 and num_rows > 0]
+
+
+def _with_empty(
+    results: Sequence[Array],
+    arrays: Sequence[Array],
+    num_rows: int,
+    dtypes: Sequence[Any],
+    operands: MetadataOperands,
+) -> list[Array]:
+    """The results of the arrays that moved, and zeros for those of which nothing could."""
+    moved = dict(zip(_moving(arrays, num_rows), results, strict=True))
+    return [
+        moved[i]
+        if i in moved
+        else vary_alike([jnp.zeros((num_rows, *array.shape[1:]), dtype), array, operands.seq_len])[
+            0
+        ]
+        for i, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True))
+    ]
 
 
 def _accumulation_dtype(dtype: Any) -> Any:
@@ -222,6 +258,12 @@ def _prepare(
         src_offset.astype(jnp.uint32),
         local.num_recv_tokens.astype(jnp.uint32),
     ]
+    if seq_len.size == 0:  # one slot of padding, for the same reason as in `_moving`
+        fields[:4] = [
+            jnp.full((1, 1), -1, jnp.int32),
+            jnp.zeros((1, 1), jnp.uint32),
+            *jnp.zeros((2, 1), jnp.uint32),
+        ]
     varying = vary_alike([*fields, *arrays], also=names)
     rank_and_group = jnp.stack([rank, _group(op, names)]).astype(jnp.int32)
     operands = MetadataOperands(rank_and_group, *varying[: len(fields)])
