@@ -17,7 +17,7 @@ from jax_cp_dispatch.dispatch import combine, dispatch
 from jax_cp_dispatch.planner import AttentionPlan
 
 AXIS = "cp"
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 32
 
 
 def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
