@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import combine, compute_metadata, dispatch
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 W, T, FEATURE = 8, 4096, (16, 128)
 AXIS = "cp"
@@ -41,7 +42,7 @@ def row_maps(seq_len, capacity):
 
 def main() -> None:
     arguments = common.parser(__doc__).parse_args()
-    common.start_devices(W)
+    start_cpu_devices(W)
     rng = np.random.default_rng(0)
     seq_len = random_segments(rng)
     metadata, _ = compute_metadata(seq_len, np.tile(np.arange(W, dtype=np.int32), (W, 1)))

@@ -1,4 +1,4 @@
-"""What every benchmark needs: devices, interleaved timing, and a file of results."""
+"""What every benchmark needs: interleaved timing, and a file of results."""
 
 import argparse
 import datetime
@@ -14,13 +14,6 @@ from typing import Any
 import jax
 import jaxlib.version
 import numpy as np
-
-
-def start_devices(num_devices: int) -> None:
-    """Brings up virtual CPU devices. To be called before JAX is used."""
-    os.environ.setdefault("PJRT_NPROC", str(2 * num_devices))
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -41,6 +41,45 @@ def movement() -> list[str]:
     return [*lines, "", f"({origin(result)})"]
 
 
+def latency() -> list[str]:
+    result = load("latency")
+    lines = [
+        f"**Latency.** {result['title']}, medians: one operation inside `lax.scan`; tracing a new "
+        "function that holds one; and one call of a compiled program that holds one, until it "
+        "returns and until its result is there. The last operation adds 1 and moves nothing.",
+        "",
+        cells("devices", "", "in a loop µs", "tracing ms", "call returns µs", "result µs"),
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    names = ("devices", "what", "loop_us", "trace_ms", "call_returns_us", "call_done_us")
+    lines += [cells(*(row[name] for name in names)) for row in result["rows"]]
+    return [*lines, "", f"({origin(result)})"]
+
+
+def growth() -> list[str]:
+    result = load("growth")
+    lines = [
+        "**Growth.** A fixed payload per rank, an equal part of it to every rank, in one program; "
+        "`ppermute` moves as much to one neighbour. GB/s of all ranks together, interleaved "
+        "medians.",
+        "",
+        cells(
+            *("KiB per rank", "devices", "donated window ms", "GB/s", "fresh window ms", "GB/s"),
+            *("ppermute ms", "GB/s", "memcpy ms"),
+        ),
+        "|" + "---:|" * 9,
+    ]
+    for row in result["rows"]:
+        timed = [
+            f"{row[f'{name}_{unit}']:.2f}"
+            for name in ("donated", "fresh", "ppermute")
+            for unit in ("ms", "GB_per_s")
+        ]
+        memcpy = f"{row['memcpy_ms']:.2f}"
+        lines.append(cells(row["bytes_per_rank"] // 1024, row["devices"], *timed, memcpy))
+    return [*lines, "", f"({origin(result)})"]
+
+
 def metadata() -> list[str]:
     result = load("metadata")
     lines = [
@@ -96,7 +135,8 @@ def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    table = "\n".join([*movement(), "", *metadata(), "", *balance(), ""])
+    sections = (movement, latency, growth, metadata, balance)
+    table = "\n".join(line for section in sections for line in (*section(), ""))
     readme.write_text(f"{before}{BEGIN}{table}{END}{after}")
 
 

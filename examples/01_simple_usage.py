@@ -4,18 +4,14 @@ Four virtual CPU devices hold eight tokens each, in shards of one document; ever
 a rank, and comes home again.
 """
 
-import os
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-# Virtual devices, before the backend starts; PJRT_NPROC keeps jax 0.10 from running out of threads.
-os.environ.setdefault("PJRT_NPROC", "8")
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+start_cpu_devices(4)  # virtual ones, before JAX starts
 
 W, T, AXIS = 4, 8, "cp"
 

@@ -3,7 +3,6 @@
 Each scenario verifies itself: balanced attention against dense attention, errors by their message.
 """
 
-import os
 from functools import partial
 
 import jax
@@ -12,11 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_cp_dispatch as cpd
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-# Virtual devices, before the backend starts; PJRT_NPROC keeps jax 0.10 from running out of threads.
-os.environ.setdefault("PJRT_NPROC", "16")
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+start_cpu_devices(8)  # virtual ones, before JAX starts
 
 W, T, AXIS = 8, 64, "cp"
 MESH = Mesh(np.array(jax.devices()), (AXIS,))

@@ -14,14 +14,19 @@ def vary_alike(arrays: Iterable[Array], *, also: Iterable[str] = ()) -> list[Arr
     transpose sums over the axes that were added. Outside `shard_map` it does nothing.
     """
     arrays = list(arrays)
-    axes = frozenset(also).union(*map(_varying_axes, arrays))
-    return [jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") for x in arrays]
+    axes = frozenset(also).union(*map(varying_axes, arrays))
+    return [_add_axes(x, axes - varying_axes(x)) for x in arrays]
 
 
 def vary_like(arrays: Iterable[Array], like: Array) -> list[Array]:
     """Makes all arrays vary over the mesh axes of `like` too: the first carries of a loop."""
-    return vary_alike(arrays, also=_varying_axes(like))
+    return vary_alike(arrays, also=varying_axes(like))
 
 
-def _varying_axes(array: Array) -> frozenset[str]:
+def _add_axes(array: Array, axes: frozenset[str]) -> Array:
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+
+
+def varying_axes(array: Array) -> frozenset[str]:
+    """The mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)

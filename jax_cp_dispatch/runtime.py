@@ -84,6 +84,9 @@ check_versions(
 )
 
 
+native = _cpu
+"""The extension, for the modules that call it other than through XLA."""
+
 DISPATCH_TARGET = "jax_cp_dispatch.dispatch"
 COMBINE_TARGET = "jax_cp_dispatch.combine"
 

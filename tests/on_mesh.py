@@ -1,10 +1,10 @@
-"""Runs a function of one rank on every device of a mesh axis."""
+"""Meshes of one axis of ranks, and functions of one rank run on every device of it."""
 
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 AXIS = "cp"
 
@@ -13,6 +13,14 @@ def mesh_of(num_ranks, order=None):
     """A one-axis mesh; `order` permutes the devices, so that rank and device number differ."""
     devices = np.array(jax.devices()[:num_ranks])
     return Mesh(devices if order is None else devices[np.asarray(order)], (AXIS,))
+
+
+def permuted_mesh(shape, names, kinds=AxisType.Auto):
+    """A mesh of several axes over shuffled devices; `kinds` are those of its axes, or of all."""
+    order = np.random.default_rng(len(shape)).permutation(np.prod(shape))
+    devices = np.array(jax.devices())[order].reshape(shape)
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(shape)
+    return Mesh(devices, names, axis_types=kinds)
 
 
 def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:

@@ -90,12 +90,12 @@ def test_dtype_that_cannot_be_summed(plan):
 
 
 def test_axis_that_is_not_there(plan):
-    with pytest.raises(ValueError, match=r"axis_name 'nope' is not a manual mesh axis here"):
+    with pytest.raises(ValueError, match=r"axis_name 'nope' is not an axis of the mesh here"):
         move(plan, rows(2), axis_name="nope")
 
 
 def test_outside_of_shard_map(plan):
-    with pytest.raises(ValueError, match=r"Call dispatch inside jax.shard_map over 'cp'"):
+    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' is in sight. Call dispatch in"):
         dispatch(jnp.zeros((T, 2)), Metadata(**plan), axis_name=AXIS, capacity=4)
 
 
@@ -121,7 +121,9 @@ def test_storage_of_another_shape(plan):
 
 def test_fields_that_do_not_fit_each_other(plan):
     plan["dst_offset"] = plan["dst_offset"][:, :, :1]
-    with pytest.raises(ValueError, match=r"metadata.dst_offset of one rank has shape \[4, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"metadata.dst_offset has shape \[4, 1\] but seq_len \[4\]"
+    ):
         move(plan, rows(2))
 
 
@@ -131,32 +133,38 @@ def test_fields_that_are_not_integers(plan):
         move(plan, rows(2))
 
 
-def test_mesh_axis_that_is_not_manual(plan):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
-    small = random_plan(np.random.default_rng(0), 4, S, T)
-    run = jax.shard_map(
-        lambda x: dispatch(x, Metadata(**small), axis_name=AXIS, capacity=4 * T),
-        mesh=mesh,
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-        axis_names={AXIS},
-    )
-    with pytest.raises(ValueError, match=r"mesh axis 'data' is not manual here"):
-        jax.jit(run)(np.zeros((4 * T, 2), np.float32))
-
-
 def test_ranks_on_a_vmap_axis(plan):
     small = random_plan(np.random.default_rng(0), 2, S, T)
-    with pytest.raises(ValueError, match=r"axis_name 'v' is not a manual mesh axis"):
+    with pytest.raises(ValueError, match=r"axis_name 'v' is an axis of jax.vmap here"):
         jax.vmap(
             lambda x: dispatch(x, Metadata(**small), axis_name="v", capacity=4), axis_name="v"
         )(np.zeros((2, T, 3), np.float32))
 
 
 def test_other_platform(plan):
-    run = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=W * T), mesh_of(W))
-    with pytest.raises(NotImplementedError, match="have a transport for platform 'cpu' only"):
+    run = on_ranks(
+        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=W * T, implementation="in_process"),
+        mesh_of(W),
+    )
+    with pytest.raises(NotImplementedError, match="the platform is 'cuda', and it serves CPU dev"):
         jax.jit(run).trace(rows(2), Metadata(**plan)).lower(lowering_platforms=("cuda",))
+
+
+def test_implementation_that_is_none(plan):
+    with pytest.raises(ValueError, match=r"implementation is 'nccl'; there are 'in_process'"):
+        move(plan, rows(2), implementation="nccl")
+
+
+def test_neither_or_both_of_capacity_and_buffer(plan):
+    with pytest.raises(ValueError, match="dispatch: got neither of capacity and buffer"):
+        move(plan, rows(2), capacity=None)
+    with pytest.raises(ValueError, match="dispatch: got both of capacity and buffer"):
+        move(plan, rows(2), buffer=1)
+
+
+def test_capacity_that_is_not_static(plan):
+    with pytest.raises(TypeError, match=r"dispatch: capacity is .*; it needs to be a static int"):
+        jax.jit(lambda n: move(plan, rows(2), capacity=n))(4)
 
 
 # ---- What only the values show: every rank gets the error, and the next program runs.
@@ -194,7 +202,7 @@ def test_more_rows_named_than_there_are(plan):
     plan["seq_len"][2, 0] = T + 1
     plan["dst_rank"][2, 0, 0] = 0
     expect_on_every_rank(
-        lambda: move(plan, rows(2)), rf"rank 2 slot 0 names rows 0..{T + 1} but the rank has {T}"
+        lambda: move(plan, rows(2)), rf"rank 2 slot 0 names {T + 1} rows from row 0 but the rank"
     )
 
 

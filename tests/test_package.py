@@ -20,11 +20,11 @@ ALLOWED = {
     "runtime": set(),
     "scenarios": {"metadata"},
     "planner": {"metadata", "cost"},
-    "dispatch_primitives": {"runtime"},
-    "dispatch": {"dispatch_primitives", "metadata"},
+    "cpu_devices": set(),
+    "dispatch": {"metadata", "runtime", "cpu_devices"},
     "attention": {"dispatch", "planner", "metadata", "cost"},
     "plots": {"planner"},
-    "demo": {"attention", "cost", "dispatch", "planner", "plots"},
+    "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }
 
 

@@ -12,7 +12,11 @@ namespace {
 // A task is about this many bytes: large enough to hide its bookkeeping, small enough to share.
 constexpr int64_t kTaskBytes = 512 << 10;
 
-using Ranks = std::vector<const DispatchContribution*>;
+// More rows than any array has; sums of a few of them stay far from 2^63.
+constexpr int64_t kManyRows = int64_t{1} << 48;
+
+// What each rank brings of one part.
+using Ranks = std::vector<const DispatchPart*>;
 
 // One replica of one shard, with everything that the rest needs of it.
 struct Segment {
@@ -32,9 +36,9 @@ Status Invalid(const Parts&... parts) {
 
 // Every rank brings arrays and metadata of the same make.
 Status CheckShapes(const std::string& op, const Ranks& ranks) {
-  const DispatchContribution& first = *ranks[0];
+  const DispatchPart& first = *ranks[0];
   for (size_t r = 1; r < ranks.size(); ++r) {
-    const DispatchContribution& other = *ranks[r];
+    const DispatchPart& other = *ranks[r];
     if (other.num_slots != first.num_slots || other.num_replicas != first.num_replicas) {
       return Invalid(op, ": rank ", r, " brings metadata of ", other.num_slots, " slots x ",
                      other.num_replicas, " replicas, rank 0 of ", first.num_slots, " x ",
@@ -59,27 +63,40 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
 Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments) {
   const auto num_ranks = static_cast<int32_t>(ranks.size());
   for (int32_t src = 0; src < num_ranks; ++src) {
-    const DispatchContribution& rank = *ranks[src];
+    const DispatchPart& rank = *ranks[src];
+    int64_t next_row = 0;
     for (int64_t slot = 0; slot < rank.num_slots; ++slot) {
       const int64_t num_rows = rank.seq_len[slot];
+      const int64_t src_row = rank.src_offset ? rank.src_offset[slot] : next_row;
+      if (num_rows < 0 || src_row < 0) {
+        return Invalid(op, ": rank ", src, " slot ", slot, " has seq_len ", num_rows,
+                       " and src_offset ", src_row,
+                       "; both must be at least 0. See Metadata.validate().");
+      }
+      next_row = src_row + std::min(num_rows, kManyRows);
       if (num_rows == 0) continue;
-      const int64_t src_row = rank.src_offset[slot];
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
-        const int32_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
+        const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
         if (dst == -1) continue;
         if (dst < -1 || dst >= num_ranks) {
           return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica, " has dst_rank ",
                          dst, "; it must be in [-1, ", num_ranks, "). See Metadata.validate().");
         }
         for (const RowArray& array : rank.tokens) {
-          if (src_row + num_rows > array.num_rows) {
-            return Invalid(op, ": rank ", src, " slot ", slot, " names rows ", src_row, "..",
-                           src_row + num_rows, " but the rank has ", array.num_rows,
+          if (num_rows > array.num_rows || src_row > array.num_rows - num_rows) {
+            return Invalid(op, ": rank ", src, " slot ", slot, " names ", num_rows,
+                           " rows from row ", src_row, " but the rank has ", array.num_rows,
                            " tokens. Pass an array with at least that many rows.");
           }
         }
-        segments->push_back(
-            {src, dst, src_row, rank.dst_offset[slot * rank.num_replicas + replica], num_rows});
+        const int64_t dst_row = rank.dst_offset[slot * rank.num_replicas + replica];
+        if (dst_row < 0 || dst_row > kManyRows) {
+          return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
+                         " has dst_offset ", dst_row,
+                         "; it must be in [0, 2^48]. See "
+                         "Metadata.validate().");
+        }
+        segments->push_back({src, static_cast<int32_t>(dst), src_row, dst_row, num_rows});
       }
     }
   }
@@ -173,12 +190,26 @@ Status CheckTypes(const std::string& op, const Ranks& ranks) {
   return Status::Ok();
 }
 
-Ranks View(const std::vector<std::unique_ptr<Contribution>>& contributions) {
-  Ranks ranks;
-  for (const auto& c : contributions) {
-    ranks.push_back(static_cast<const DispatchContribution*>(c.get()));
+// The parts of all ranks, part by part; every rank brings equally many.
+Status SplitParts(const std::string& op,
+                  const std::vector<std::unique_ptr<Contribution>>& contributions,
+                  std::vector<Ranks>* parts) {
+  for (size_t r = 0; r < contributions.size(); ++r) {
+    const auto* rank = static_cast<const DispatchContribution*>(contributions[r].get());
+    if (r == 0) parts->resize(rank->parts.size());
+    if (rank->parts.size() != parts->size()) {
+      return Invalid(op, ": rank ", r, " brings ", rank->parts.size(), " plans, rank 0 ",
+                     parts->size(), ". All ranks must run the same program.");
+    }
+    for (size_t p = 0; p < parts->size(); ++p) (*parts)[p].push_back(&rank->parts[p]);
   }
-  return ranks;
+  return Status::Ok();
+}
+
+// Begins the messages about one part: its number where there are several.
+std::string PartName(const std::string& op, size_t part, size_t num_parts) {
+  if (num_parts == 1) return op;
+  return op + ", plan " + std::to_string(part) + " of 0.." + std::to_string(num_parts - 1);
 }
 
 // A copy, or with src == nullptr a fill with zeros.
@@ -273,27 +304,20 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
   return intervals;
 }
 
-}  // namespace
-
-Status PlanDispatch(const std::string& op,
-                    const std::vector<std::unique_ptr<Contribution>>& contributions,
-                    WorkList* work) {
-  const Ranks ranks = View(contributions);
+Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy>* tasks) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   if (Status status = Check(op, ranks, &segments, &received); !status.ok()) return status;
-
-  TaskList<Copy> tasks;
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
       int64_t row = 0;
       const auto zero_until = [&](int64_t end) {
-        AddCopy(&tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
+        AddCopy(tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
       };
       for (const Segment& s : received[dst]) {
         zero_until(s.dst_row);
-        AddCopy(&tasks, out.data + s.dst_row * out.row_bytes,
+        AddCopy(tasks, out.data + s.dst_row * out.row_bytes,
                 ranks[s.src_rank]->tokens[a].data + s.src_row * out.row_bytes,
                 s.num_rows * out.row_bytes);
         row = s.dst_row + s.num_rows;
@@ -301,14 +325,10 @@ Status PlanDispatch(const std::string& op,
       zero_until(out.num_rows);
     }
   }
-  *work = std::move(tasks).Finish(RunCopy);
   return Status::Ok();
 }
 
-Status PlanCombine(const std::string& op,
-                   const std::vector<std::unique_ptr<Contribution>>& contributions,
-                   WorkList* work) {
-  const Ranks ranks = View(contributions);
+Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPiece>* tasks) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   if (Status status = CheckTypes(op, ranks); !status.ok()) return status;
@@ -316,7 +336,6 @@ Status PlanCombine(const std::string& op,
 
   std::vector<std::vector<const Segment*>> sent(ranks.size());
   for (const Segment& s : segments) sent[s.src_rank].push_back(&s);
-  TaskList<SumPiece> tasks;
   for (size_t src = 0; src < ranks.size(); ++src) {
     for (size_t a = 0; a < ranks[src]->tokens.size(); ++a) {
       const RowArray& out = ranks[src]->tokens[a];
@@ -333,13 +352,60 @@ Status PlanCombine(const std::string& op,
             piece.sources.push_back(ranks[s->dst_rank]->buffers[a].data +
                                     (s->dst_row + row - s->src_row) * in_row_bytes);
           }
-          tasks.Add(std::move(piece), n * out.row_bytes);
+          tasks->Add(std::move(piece), n * out.row_bytes);
         }
       }
     }
   }
-  *work = std::move(tasks).Finish(RunSum);
   return Status::Ok();
+}
+
+// Plans all parts with `plan_part` before anything runs, so that a bad one stops the others too.
+template <typename Piece>
+Status PlanParts(const std::string& op,
+                 const std::vector<std::unique_ptr<Contribution>>& contributions,
+                 Status (*plan_part)(const std::string&, const Ranks&, TaskList<Piece>*),
+                 void (*run)(const Piece&), WorkList* work) {
+  std::vector<Ranks> parts;
+  Status status = SplitParts(op, contributions, &parts);
+  TaskList<Piece> tasks;
+  for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
+    status = plan_part(PartName(op, p, parts.size()), parts[p], &tasks);
+  }
+  if (status.ok()) *work = std::move(tasks).Finish(run);
+  return status;
+}
+
+}  // namespace
+
+int64_t IntArray::operator[](int64_t i) const {
+  switch (type) {
+    case IntType::kI32:
+      return static_cast<const int32_t*>(data)[i];
+    case IntType::kU32:
+      return static_cast<const uint32_t*>(data)[i];
+    case IntType::kI64:
+    case IntType::kU64:
+      return static_cast<const int64_t*>(data)[i];
+  }
+  return -1;
+}
+
+IntArray IntArray::From(int64_t i) const {
+  const int64_t bytes = type == IntType::kI32 || type == IntType::kU32 ? 4 : 8;
+  return {static_cast<const char*>(data) + i * bytes, type};
+}
+
+Status PlanDispatch(const std::string& op,
+                    const std::vector<std::unique_ptr<Contribution>>& contributions,
+                    WorkList* work) {
+  return PlanParts(op, contributions, PlanDispatchPart, RunCopy, work);
+}
+
+Status PlanCombine(const std::string& op,
+                   const std::vector<std::unique_ptr<Contribution>>& contributions,
+                   WorkList* work) {
+  return PlanParts(op, contributions, PlanCombinePart, RunSum, work);
 }
 
 }  // namespace cpd

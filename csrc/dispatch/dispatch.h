@@ -18,21 +18,39 @@ struct RowArray {
   int64_t row_bytes = 0;
 };
 
-// What one rank brings: its arrays and its slice of the forward metadata (which both operations
-// take: combine is the adjoint of dispatch). Pointers stay valid until the exchange is over.
-struct DispatchContribution final : Contribution {
-  std::vector<RowArray> tokens;  // rows in the owner's layout: read by dispatch, written by combine
-  std::vector<RowArray>
-      buffers;                  // rows of the receive buffer: written by dispatch, read by combine
+enum class IntType : uint8_t { kI32, kU32, kI64, kU64 };
+
+// Integers as the metadata brings them. What does not fit 63 bits reads as negative.
+struct IntArray {
+  const void* data = nullptr;
+  IntType type = IntType::kI32;
+
+  explicit operator bool() const { return data != nullptr; }
+  int64_t operator[](int64_t i) const;
+  IntArray From(int64_t i) const;  // without the first i
+};
+
+// Arrays that move as one metadata says, and one rank's view of that metadata (the forward one for
+// both operations: combine is the adjoint of dispatch).
+struct DispatchPart {
+  // Rows in the owner's layout: read by dispatch, written by combine.
+  std::vector<RowArray> tokens;
+  // Rows of the receive buffer: written by dispatch, read by combine.
+  std::vector<RowArray> buffers;
   std::vector<SumTypes> types;  // per array; combine only
 
-  int64_t num_slots = 0;                 // S
-  int64_t num_replicas = 0;              // C
-  const int32_t* dst_rank = nullptr;     // [S, C], -1 = not sent
-  const uint32_t* dst_offset = nullptr;  // [S, C]
-  const uint32_t* seq_len = nullptr;     // [S]
-  const uint32_t* src_offset = nullptr;  // [S]
-  const uint32_t* num_recv = nullptr;    // [W + 1], tokens from each rank and their sum
+  int64_t num_slots = 0;     // S
+  int64_t num_replicas = 0;  // C
+  IntArray dst_rank;         // [S, C], -1 = not sent
+  IntArray dst_offset;       // [S, C]
+  IntArray seq_len;          // [S]
+  IntArray src_offset;       // [S]; none: shards stand one after another
+  IntArray num_recv;         // [W + 1], tokens from each rank and their sum
+};
+
+// What one rank brings. Pointers stay valid until the exchange is over.
+struct DispatchContribution final : Contribution {
+  std::vector<DispatchPart> parts;
 };
 
 // Both check the contributions of all ranks together and refuse before anything moves.

@@ -2,18 +2,42 @@
 #include "transport/completion_pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 
+#include <algorithm>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 namespace cpd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Waking a thread takes longer than an exchange of small arrays. In a loop the next task comes
+// within this time, and a thread that is still awake has it at once. It yields meanwhile: whoever
+// else can run, does.
+constexpr std::chrono::microseconds kSpinTime{50};
+
+}  // namespace
+
+// One core is left to whoever brings the next task.
+CompletionPool::CompletionPool(std::chrono::milliseconds idle_limit)
+    : idle_limit_(idle_limit),
+      max_spinning_(std::max(1u, std::thread::hardware_concurrency()) - 1) {}
+
+size_t CompletionPool::num_threads() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_threads_;
+}
 
 void CompletionPool::Run(std::function<void()> task) {
   std::unique_lock<std::mutex> lock(mutex_);
   queue_.push_back(std::move(task));
-  // Idle threads each take one queued task; only the surplus needs a thread of its own.
-  if (num_idle_ >= queue_.size()) {
+  num_queued_ = queue_.size();
+  if (queue_.size() <= num_spinning_) return;
+  if (queue_.size() <= num_spinning_ + num_sleeping_) {
+    lock.unlock();  // first, or the thread wakes only to wait for the lock
     wake_.notify_one();
     return;
   }
@@ -27,26 +51,43 @@ void CompletionPool::Run(std::function<void()> task) {
     // The system has no thread left. A busy one of ours takes the task when it is done; without
     // any, only the caller can.
     if (num_threads_ > 0) return;
-    task = std::move(queue_.back());
-    queue_.pop_back();
+    task = Pop();
     lock.unlock();
     task();
   }
 }
 
 void CompletionPool::Loop() {
+  while (std::function<void()> task = NextTask()) task();
+}
+
+// Empty when the thread should end.
+std::function<void()> CompletionPool::NextTask() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    ++num_idle_;
-    wake_.wait(lock, [this] { return !queue_.empty(); });
-    --num_idle_;
-    std::function<void()> task = std::move(queue_.front());
-    queue_.pop_front();
+  if (queue_.empty() && num_spinning_ < max_spinning_) {
+    ++num_spinning_;
     lock.unlock();
-    task();
-    task = nullptr;  // releases what it holds before sleeping
+    const Clock::time_point end = Clock::now() + kSpinTime;
+    while (num_queued_.load(std::memory_order_relaxed) == 0 && Clock::now() < end) sched_yield();
     lock.lock();
+    --num_spinning_;
   }
+  if (queue_.empty()) {
+    ++num_sleeping_;
+    wake_.wait_for(lock, idle_limit_, [this] { return !queue_.empty(); });
+    --num_sleeping_;
+  }
+  if (!queue_.empty()) return Pop();
+  --num_threads_;
+  return nullptr;
+}
+
+// Called with the lock held, on a queue that is not empty.
+std::function<void()> CompletionPool::Pop() {
+  std::function<void()> task = std::move(queue_.front());
+  queue_.pop_front();
+  num_queued_ = queue_.size();
+  return task;
 }
 
 }  // namespace cpd

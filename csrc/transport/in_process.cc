@@ -55,13 +55,38 @@ std::string RankList(const std::vector<bool>& arrived, bool wanted) {
   return out.str();
 }
 
-std::string MissingRanks(const Rendezvous& meeting) {
+using Meetings = std::map<ExchangeKey, std::shared_ptr<Rendezvous>>;
+
+// Where the ranks that `meeting` misses wait instead: a rank that came with another operation, or
+// in another order.
+std::string WaitElsewhere(const Meetings& meetings, const ExchangeKey& key,
+                          const Rendezvous& meeting) {
+  std::ostringstream out;
+  constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
+  for (auto it = meetings.lower_bound({key.run_id, kLowest, kLowest});
+       it != meetings.end() && it->first.run_id == key.run_id; ++it) {
+    const Rendezvous& other = *it->second;
+    if (it->first.call_site == key.call_site || it->first.group != key.group ||
+        other.arrived.size() != meeting.arrived.size()) {
+      continue;
+    }
+    for (size_t rank = 0; rank < other.arrived.size(); ++rank) {
+      if (meeting.arrived[rank] || !other.arrived[rank]) continue;
+      out << " Rank " << rank << " waits in another call: " << other.op << ".";
+    }
+  }
+  return out.str();
+}
+
+std::string MissingRanks(const Meetings& meetings, const ExchangeKey& key,
+                         const Rendezvous& meeting) {
   std::ostringstream message;
   message << meeting.op << ": deadline of " << meeting.deadline.count()
           << " ms passed: " << meeting.num_arrived << "/" << meeting.arrived.size()
           << " ranks arrived, ranks " << RankList(meeting.arrived, true)
-          << " wait for missing ranks " << RankList(meeting.arrived, false)
-          << ". Every rank of the axis must make this call the same number of times; see "
+          << " wait for missing ranks " << RankList(meeting.arrived, false) << "."
+          << WaitElsewhere(meetings, key, meeting)
+          << " Every rank of the axis must make this call the same number of times; see "
              "whether a missing rank raised an error of its own, or pass a longer deadline.";
   return message.str();
 }
@@ -130,6 +155,14 @@ class InProcess final : public Transport {
     } catch (const std::exception&) {  // then with fewer helpers
     }
     Work(*meeting, rank);
+  }
+
+  void Refuse(const Exchange& exchange, const Status& status, Completion completion) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto waiting = FailRun(exchange.key.run_id, status, exchange.deadline);
+    waiting.push_back(std::move(completion));
+    lock.unlock();
+    CompleteEach(std::move(waiting), status);
   }
 
  private:
@@ -224,7 +257,8 @@ class InProcess final : public Transport {
           ++it;
           continue;
         }
-        const Status status{StatusCode::kDeadlineExceeded, MissingRanks(meeting)};
+        const Status status{StatusCode::kDeadlineExceeded,
+                            MissingRanks(meetings_, it->first, meeting)};
         expired.emplace_back(FailRun(it->first.run_id, status, meeting.deadline), status);
         it = meetings_.begin();  // more than one may be gone
       }
@@ -241,7 +275,7 @@ class InProcess final : public Transport {
   std::mutex mutex_;
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
-  std::map<ExchangeKey, std::shared_ptr<Rendezvous>> meetings_;
+  Meetings meetings_;
   std::map<int64_t, FailedRun> failed_runs_;
   CompletionPool pool_;
 };

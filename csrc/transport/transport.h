@@ -78,6 +78,9 @@ class Transport {
   // fails every unfinished exchange of the same execution (run_id), and those still to come.
   virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
                     Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
+
+  // A rank that cannot join: it and everything unfinished or still to come of this execution fails.
+  virtual void Refuse(const Exchange& exchange, const Status& status, Completion completion) = 0;
 };
 
 }  // namespace cpd

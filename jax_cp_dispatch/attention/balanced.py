@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName, combine, dispatch
+from jax_cp_dispatch.dispatch import (
+    DEFAULT_DEADLINE,
+    AxisName,
+    combine,
+    combine_qkv,
+    dispatch,
+    dispatch_qkv,
+)
 from jax_cp_dispatch.planner import AttentionPlan
 
 
@@ -28,20 +35,9 @@ class _Options:
             *operands, scale=self.scale, logit_soft_cap=self.logit_soft_cap
         )
 
-    def send(self, x, metadata, capacity):
-        return dispatch(
-            x, metadata, axis_name=self.axis_name, capacity=capacity, deadline=self.deadline
-        )
-
-    def bring(self, y, metadata, num_tokens, dtype):
-        return combine(
-            y,
-            metadata,
-            axis_name=self.axis_name,
-            num_tokens=num_tokens,
-            preferred_element_type=dtype,
-            deadline=self.deadline,
-        )
+    @property
+    def exchange(self):
+        return {"axis_name": self.axis_name, "deadline": self.deadline}
 
 
 def balanced_attention(
@@ -105,24 +101,39 @@ def _attend(options, q, k, v, plan):
 
 
 def _forward(options, q, k, v, plan):
-    received_q = options.send(q, plan.q_metadata, plan.q_capacity)
-    received_kv = options.send((k, v), plan.kv_metadata, plan.kv_capacity)
+    received_q, received_kv = dispatch_qkv(
+        q,
+        (k, v),
+        plan.q_metadata,
+        plan.kv_metadata,
+        q_capacity=plan.q_capacity,
+        kv_capacity=plan.kv_capacity,
+        **options.exchange,
+    )
     ranges = plan.local_ranges(jax.lax.axis_index(options.axis_name))
     operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
     out, lse = options.attend(*operands)
     out = out.astype(q.dtype)  # final: all keys of a query are on its rank
-    home = options.bring(out[0], plan.q_metadata, q.shape[0], q.dtype)
+    home = combine(out[0], plan.q_metadata, num_tokens=q.shape[0], **options.exchange)
     return home, (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
     num_tokens, dtype = dhome.shape[0], dhome.dtype
-    dout = options.send(dhome, plan.q_metadata, plan.q_capacity)[None]
-    dq, *dkv = options.attend_backward(*operands, out, lse, dout)
+    dout = dispatch(dhome, plan.q_metadata, capacity=plan.q_capacity, **options.exchange)
+    dq, *dkv = options.attend_backward(*operands, out, lse, dout[None])
     # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.
-    dq = options.bring(dq[0].astype(dtype), plan.q_metadata, num_tokens, dtype)
-    dk, dv = options.bring([x[0] for x in dkv], plan.kv_metadata, num_tokens, dtype)
+    dq, (dk, dv) = combine_qkv(
+        dq[0].astype(dtype),
+        tuple(x[0] for x in dkv),
+        plan.q_metadata,
+        plan.kv_metadata,
+        q_num_tokens=num_tokens,
+        kv_num_tokens=num_tokens,
+        preferred_element_type=dtype,
+        **options.exchange,
+    )
     return dq, dk, dv, None
 
 

@@ -1,7 +1,6 @@
 """The demonstration's steps, in the order in which a user would take them."""
 
 import argparse
-import os
 import pathlib
 import statistics
 import sys
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.demo.dense import dense_attention
 from jax_cp_dispatch.demo.documents import PackedDocuments, pack_documents, read_documents
 from jax_cp_dispatch.demo.programs import (
@@ -67,14 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_devices(num_devices: int) -> None:
-    """Brings up virtual CPU devices. To be called before JAX is used."""
-    # jax 0.10 deadlocks with many programs in flight unless its thread pool exceeds the devices.
-    os.environ.setdefault("PJRT_NPROC", str(2 * num_devices))
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
-
-
 def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
     """Median time of some runs, after a first one that does not count."""
     times = []
@@ -120,7 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
     if min(arguments.ranks, arguments.tokens_per_rank, longest) < 1:
         return _refuse("--ranks, --tokens-per-rank and --longest need to be at least 1.")
 
-    start_devices(arguments.ranks)
+    start_cpu_devices(arguments.ranks)
     with progress.step(f"reading {folder}"):
         packed = pack_documents(
             read_documents(folder, pattern=pattern, seed=arguments.seed),

@@ -5,16 +5,12 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <future>
 #include <numeric>
-#include <random>
 #include <stdexcept>
-#include <thread>
 
 #include "dispatch/dispatch.h"
-#include "transport/in_process.h"
+#include "ranks.h"
+#include "transport/completion_pool.h"
 
 // Thread creation that fails on demand; sanitizers need the symbol for themselves.
 static std::atomic<bool> refuse_threads{false};
@@ -34,49 +30,6 @@ namespace cpd {
 namespace {
 
 using std::chrono::milliseconds;
-
-#define CHECK(condition)                                                 \
-  if (!(condition)) {                                                    \
-    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-    std::exit(1);                                                        \
-  }
-
-bool Contains(const Status& status, const char* text) {
-  if (status.message.find(text) != std::string::npos) return true;
-  std::fprintf(stderr, "'%s' is not in '%s'\n", text, status.message.c_str());
-  return false;
-}
-
-// Work that another thread runs later, or never, as the thread pool of a busy process does.
-class Helpers {
- public:
-  explicit Helpers(uint32_t seed) : rng_(seed) {}
-  ~Helpers() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  void operator()(std::function<void()> task) {
-    if (rng_() % 4 == 0) return;
-    threads_.emplace_back([task = std::move(task), pause = rng_() % 200] {
-      std::this_thread::sleep_for(std::chrono::microseconds(pause));
-      task();
-    });
-  }
-
- private:
-  std::mt19937 rng_;
-  std::vector<std::thread> threads_;
-};
-
-std::future<Status> Join(const Exchange& exchange, int rank,
-                         std::unique_ptr<Contribution> contribution = nullptr,
-                         const Scheduler& scheduler = {}) {
-  auto done = std::make_shared<std::promise<Status>>();
-  std::future<Status> status = done->get_future();
-  InProcessTransport().Join(
-      exchange, rank, std::move(contribution),
-      [done](const Status& result) { done->set_value(result); }, scheduler ? 2 : 0, scheduler);
-  return status;
-}
 
 Exchange MakeExchange(int64_t run_id, int num_ranks, milliseconds deadline, Planner planner) {
   return {"test", {run_id, 1, 0}, num_ranks, deadline, std::move(planner)};
@@ -115,18 +68,20 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
         for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(rng() % 1000 + rank);
 
         const auto move = [&](bool forth, std::vector<float>& tokens) {
-          auto mine = std::make_unique<DispatchContribution>();
+          DispatchPart part;
           const int64_t row_bytes = kRowFloats * sizeof(float);
-          mine->tokens = {{reinterpret_cast<char*>(tokens.data()), kTokens, row_bytes}};
-          mine->buffers = {{reinterpret_cast<char*>(buffer.data()), capacity, row_bytes}};
-          mine->types = {{DataType::kF32, DataType::kF32}};
-          mine->num_slots = num_ranks;
-          mine->num_replicas = 1;
-          mine->dst_rank = dst_rank.data();
-          mine->dst_offset = dst_offset.data();
-          mine->seq_len = lengths[rank].data();
-          mine->src_offset = src_offset.data();
-          mine->num_recv = num_recv.data();
+          part.tokens = {{reinterpret_cast<char*>(tokens.data()), kTokens, row_bytes}};
+          part.buffers = {{reinterpret_cast<char*>(buffer.data()), capacity, row_bytes}};
+          part.types = {{DataType::kF32, DataType::kF32}};
+          part.num_slots = num_ranks;
+          part.num_replicas = 1;
+          part.dst_rank = {dst_rank.data(), IntType::kI32};
+          part.dst_offset = {dst_offset.data(), IntType::kU32};
+          part.seq_len = {lengths[rank].data(), IntType::kU32};
+          part.src_offset = {src_offset.data(), IntType::kU32};
+          part.num_recv = {num_recv.data(), IntType::kU32};
+          auto mine = std::make_unique<DispatchContribution>();
+          mine->parts = {part};
           Exchange exchange{"loop", {100, forth, group}, num_ranks, milliseconds(60000), {}};
           exchange.planner = [forth](const auto& ranks, WorkList* work) {
             return forth ? PlanDispatch("loop", ranks, work) : PlanCombine("loop", ranks, work);
@@ -210,19 +165,84 @@ void RanksThatCannotBe(int64_t run_id, int rank, const char* message) {
   for (auto* status : {&waiting, &wrong, &late}) CHECK(Contains(status->get(), message));
 }
 
+// A rank that came with another operation is named, and where it waits.
+void RanksInAnotherCallAreNamed() {
+  Exchange dispatch = MakeExchange(8, 3, milliseconds(100), kNothingToDo);
+  Exchange combine = dispatch, in_other_group = dispatch, in_other_run = dispatch;
+  dispatch.op = "dispatch over axis 'cp'";
+  combine.op = "combine over axis 'cp'";
+  combine.deadline = in_other_group.deadline = in_other_run.deadline = milliseconds(20000);
+  combine.key.call_site = in_other_group.key.call_site = in_other_run.key.call_site = 2;
+  in_other_group.key.group = 1;
+  in_other_run.key.run_id = 9;
+  std::vector<std::future<Status>> ranks;
+  ranks.push_back(Join(combine, 1));
+  ranks.push_back(Join(in_other_group, 2));
+  auto unconcerned = Join(in_other_run, 2);
+  ranks.push_back(Join(dispatch, 0));
+  for (auto& status : ranks) {
+    const Status result = status.get();
+    CHECK(Contains(result, "missing ranks [1, 2]. Rank 1 waits in another call: combine over"));
+    CHECK(result.message.find("Rank 2") == std::string::npos);
+  }
+  Join(in_other_run, 0), Join(in_other_run, 1);
+  CHECK(unconcerned.get().ok());
+}
+
+// A rank that may not join fails those that wait for it and those that come later.
+void ARefusedRankFailsTheExecution() {
+  const Exchange exchange = MakeExchange(13, 3, milliseconds(20000), kNothingToDo);
+  Exchange call = exchange;
+  call.key.call_site = 2;
+  auto waiting = Join(exchange, 0), in_call = Join(call, 2);
+  auto refused = Refuse(exchange, Status::Invalid("no such buffer"));
+  auto late = Join(exchange, 2), again = Refuse(call, Status::Invalid("no such buffer"));
+  for (auto* status : {&waiting, &in_call, &refused, &late, &again}) {
+    CHECK(Contains(status->get(), "no such buffer"));
+  }
+}
+
+// Busy threads are never waited for; idle ones work again, and end when there is nothing to do.
+void ThePoolGrowsAndShrinks() {
+  auto* pool = new CompletionPool(milliseconds(300));  // its threads may outlive this function
+  for (int round = 0; round < 20; ++round) {
+    constexpr int kTasks = 6;
+    std::atomic<int> num_left{kTasks};
+    std::promise<void> all;
+    std::shared_future<void> everyone = all.get_future();
+    std::vector<std::promise<void>> done(kTasks);
+    for (auto& one : done) {
+      pool->Run([&] {
+        if (--num_left == 0) all.set_value();
+        everyone.wait();
+        one.set_value();
+      });
+    }
+    for (auto& one : done) one.get_future().wait();
+  }
+  CHECK(pool->num_threads() >= 6 && pool->num_threads() < 60);  // of 120 tasks
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (pool->num_threads() > 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  CHECK(pool->num_threads() == 0);
+}
+
 // Sums of a type that nobody implements are refused, whatever Python let through.
 void UnknownTypesAreRefused() {
   float row = 0;
   int32_t dst_rank = 0;
   uint32_t zero = 0, one = 1, num_recv[] = {1, 1};
+  DispatchPart part;
+  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  part.types = {{DataType::kOther, DataType::kOther}};
+  part.num_slots = part.num_replicas = 1;
+  part.dst_rank = {&dst_rank, IntType::kI32};
+  part.dst_offset = part.src_offset = {&zero, IntType::kU32};
+  part.seq_len = {&one, IntType::kU32};
+  part.num_recv = {num_recv, IntType::kU32};
   auto mine = std::make_unique<DispatchContribution>();
-  mine->tokens = mine->buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
-  mine->types = {{DataType::kOther, DataType::kOther}};
-  mine->num_slots = mine->num_replicas = 1;
-  mine->dst_rank = &dst_rank;
-  mine->dst_offset = mine->src_offset = &zero;
-  mine->seq_len = &one;
-  mine->num_recv = num_recv;
+  mine->parts = {part};
   const Exchange exchange = MakeExchange(
       5, 1, milliseconds(20000),
       [](const auto& ranks, WorkList* work) { return PlanCombine("sum", ranks, work); });
@@ -257,6 +277,9 @@ int main() {
   cpd::UnknownTypesAreRefused();
   cpd::LateRanksFindTheError();
   cpd::OneFailureFailsTheExecution();
+  cpd::RanksInAnotherCallAreNamed();
+  cpd::ARefusedRankFailsTheExecution();
+  cpd::ThePoolGrowsAndShrinks();
   cpd::RanksThatCannotBe(10, 0, "rank 0 arrived twice; ranks are 0..2");
   cpd::RanksThatCannotBe(11, 3, "rank 3 arrived but ranks are 0..2");
   cpd::RanksThatCannotBe(12, -1, "rank -1 arrived but ranks are 0..2");

@@ -1,0 +1,138 @@
+// The registry of dispatch buffers: one map under one mutex.
+#include "transport/buffers.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace cpd {
+namespace {
+
+std::string Calls(int64_t count) {
+  return std::to_string(count) + (count == 1 ? " call" : " calls");
+}
+
+}  // namespace
+
+BufferRegistry& BufferRegistry::Get() {
+  static auto* registry = new BufferRegistry;
+  return *registry;
+}
+
+int64_t BufferRegistry::Create(const BufferLimits& limits) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  entries_.emplace(next_id_, BufferEntry{limits});
+  return next_id_++;
+}
+
+Status BufferRegistry::Grow(const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,
+                            int64_t num_groups) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return NoSuchBuffer(op, id);
+  BufferLimits& limits = found->second.limits;
+  limits.capacity = std::max(limits.capacity, capacity);
+  limits.row_bytes = std::max(limits.row_bytes, row_bytes);
+  limits.num_groups = std::max(limits.num_groups, num_groups);
+  return Status::Ok();
+}
+
+Status BufferRegistry::Destroy(const std::string& op, int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return NoSuchBuffer(op, id);
+  if (const int64_t num_in_use = found->second.num_in_use; num_in_use > 0) {
+    std::ostringstream message;
+    message << op << ": buffer " << id << " is in use by " << Calls(num_in_use)
+            << " in flight, one per rank. Wait for their results, for example with "
+               "jax.block_until_ready, then destroy it.";
+    return Status::Invalid(message.str());
+  }
+  entries_.erase(found);
+  return Status::Ok();
+}
+
+Status BufferRegistry::DestroyAll(const std::string& op) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string busy;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.num_in_use == 0) continue;
+    if (!busy.empty()) busy += ", ";
+    busy += std::to_string(id) + " (" + Calls(entry.num_in_use) + ")";
+  }
+  if (!busy.empty()) {
+    return Status::Invalid(op + ": calls in flight, counted per rank, use buffers " + busy +
+                           "; none has been destroyed. Wait for their results, for example with "
+                           "jax.block_until_ready, then destroy all.");
+  }
+  entries_.clear();
+  return Status::Ok();
+}
+
+Status BufferRegistry::Find(const std::string& op, int64_t id, BufferEntry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return NoSuchBuffer(op, id);
+  *entry = found->second;
+  return Status::Ok();
+}
+
+std::vector<std::pair<int64_t, BufferEntry>> BufferRegistry::List() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {entries_.begin(), entries_.end()};
+}
+
+Status BufferRegistry::Acquire(int64_t id, const std::string& op, int64_t group, int64_t num_rows,
+                               int64_t row_bytes, std::chrono::milliseconds* deadline) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return NoSuchBuffer(op, id);
+  BufferEntry& entry = found->second;
+  BufferLimits& limits = entry.limits;
+  if (group < 0 || group >= limits.num_groups) {
+    std::ostringstream message;
+    message << op << ": this rank is in group " << group << " but buffer " << id
+            << " is for groups=" << limits.num_groups
+            << ", the product of the sizes of the other mesh axes. Create it with groups>="
+            << group + 1 << ", or grow_dispatch_buffer(" << id << ", groups=...).";
+    return Status::Invalid(message.str());
+  }
+  if (num_rows > limits.capacity) {
+    std::ostringstream message;
+    message << op << ": a rank's " << num_rows << " rows do not fit buffer " << id
+            << ", whose capacity is " << limits.capacity
+            << " rows. Create it with capacity>=" << num_rows << ", or grow_dispatch_buffer(" << id
+            << ", capacity=" << num_rows << ").";
+    return Status::Invalid(message.str());
+  }
+  limits.row_bytes = std::max(limits.row_bytes, row_bytes);
+  ++entry.num_in_use;
+  ++entry.num_calls;
+  *deadline = limits.deadline;
+  return Status::Ok();
+}
+
+void BufferRegistry::Release(int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found != entries_.end() && found->second.num_in_use > 0) --found->second.num_in_use;
+}
+
+Status BufferRegistry::NoSuchBuffer(const std::string& op, int64_t id) const {
+  std::ostringstream message;
+  if (id > 0 && id < next_id_) {
+    message << op << ": buffer " << id
+            << " has been destroyed. Create another with create_dispatch_buffer, and compile again "
+               "what names it.";
+  } else {
+    message << op << ": there is no buffer " << id << "; ";
+    if (next_id_ == 1) {
+      message << "none has been created";
+    } else {
+      message << "ids given so far are 1 to " << next_id_ - 1;
+    }
+    message << ". Pass an id that create_dispatch_buffer returned in this process.";
+  }
+  return Status::Invalid(message.str());
+}
+
+}  // namespace cpd

@@ -1,0 +1,31 @@
+"""Moving tokens between ranks: the public calls, their primitives, and what implements them."""
+
+from jax_cp_dispatch.dispatch.api import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch.dispatch.buffers import (
+    DEFAULT_DEADLINE,
+    DispatchBuffer,
+    create_dispatch_buffer,
+    destroy_all_dispatch_buffers,
+    destroy_dispatch_buffer,
+    grow_dispatch_buffer,
+    list_dispatch_buffers,
+)
+from jax_cp_dispatch.dispatch.exchange import AxisName
+from jax_cp_dispatch.dispatch.implementations import Implementation, available_implementations
+
+__all__ = [
+    "DEFAULT_DEADLINE",
+    "AxisName",
+    "DispatchBuffer",
+    "Implementation",
+    "available_implementations",
+    "combine",
+    "combine_qkv",
+    "create_dispatch_buffer",
+    "destroy_all_dispatch_buffers",
+    "destroy_dispatch_buffer",
+    "dispatch",
+    "dispatch_qkv",
+    "grow_dispatch_buffer",
+    "list_dispatch_buffers",
+]

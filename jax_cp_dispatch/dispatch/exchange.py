@@ -1,0 +1,205 @@
+"""From the arguments of one public call to one call of a primitive, wherever it stands."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch.dispatch import checks
+from jax_cp_dispatch.dispatch.buffers import (
+    DEFAULT_DEADLINE,
+    buffer_limits,
+    deadline_milliseconds,
+)
+from jax_cp_dispatch.dispatch.implementations import check_implementation
+from jax_cp_dispatch.dispatch.operands import Call, Part, widen
+from jax_cp_dispatch.dispatch.placement import (
+    Place,
+    find_place,
+    place_arrays,
+    vary_with,
+)
+from jax_cp_dispatch.dispatch.primitives import combine_p, dispatch_p
+from jax_cp_dispatch.metadata import Metadata
+
+AxisName = str | tuple[str, ...]
+Rows = Array | np.ndarray
+
+
+class Piece(NamedTuple):
+    """Arrays of one call that move as one metadata says.
+
+    Attributes:
+      name: of the argument, for messages.
+      tree: the structure of arrays and results.
+      num_rows: rows per rank of the results.
+      dtypes: of the results; None where arrays keep theirs, which is `dispatch`.
+      sums: of what the primitive returns, before a last rounding; None as above.
+      storage: what the results may reuse, or nothing.
+      buffer: id of a registered buffer; 0 is none.
+      deadline: seconds that the buffer allows; None without one.
+    """
+
+    name: str
+    arrays: list[Array]
+    tree: Any
+    metadata: Metadata
+    num_rows: int
+    dtypes: list[Any] | None = None
+    sums: list[Any] | None = None
+    storage: Any = None
+    buffer: int = 0
+    deadline: float | None = None
+
+
+def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
+    """A piece of `dispatch`."""
+    arrays, tree = _flatten(x)
+    checks.check_arrays(op, name, arrays)
+    if (capacity is None) == (buffer is None):
+        raise ValueError(
+            f"{op}: got {'neither' if buffer is None else 'both'} of {prefix}capacity and "
+            f"{prefix}buffer; it needs exactly one of them."
+        )
+    if buffer is None:
+        num_rows = checks.check_num_rows(op, f"{prefix}capacity", capacity)
+        return Piece(name, arrays, tree, metadata, num_rows, storage=out)
+    limits = buffer_limits(op, buffer)
+    piece = Piece(name, arrays, tree, metadata, limits.capacity, storage=out)
+    return piece._replace(buffer=buffer, deadline=limits.deadline)
+
+
+def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece:
+    """A piece of `combine`."""
+    arrays, tree = _flatten(y)
+    checks.check_arrays(op, name, arrays)
+    num_rows = checks.check_num_rows(op, f"{prefix}num_tokens", num_tokens)
+    dtypes = [jnp.dtype(dtype or y.dtype) for y in arrays]
+    arrays = [widen(y) for y in arrays]
+    checks.check_summable(op, arrays)
+    # The handler rounds to y's dtype or not at all; any other is made from the unrounded sum.
+    sums = [
+        y.dtype if result == y.dtype else _accumulation_dtype(y.dtype)
+        for y, result in zip(arrays, dtypes, strict=True)
+    ]
+    piece = Piece(name, arrays, tree, metadata, num_rows, dtypes, sums)
+    if buffer is None:
+        return piece
+    return piece._replace(buffer=buffer, deadline=buffer_limits(op, buffer).deadline)
+
+
+def _flatten(tree: Any) -> tuple[list[Array], Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves], structure
+
+
+def _accumulation_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def move(
+    op: str,
+    pieces: Sequence[Piece],
+    axis_name: AxisName,
+    mesh: Any,
+    implementation: str | None,
+    deadline: float | None,
+) -> list[Any]:
+    """Makes one exchange of all pieces; returns their results in the structures of the arrays."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    check_implementation(op, implementation)
+    if deadline is None:
+        deadline = max((p.deadline for p in pieces if p.deadline), default=DEFAULT_DEADLINE)
+    deadline_ms = deadline_milliseconds(op, deadline)
+    place = find_place(
+        op, names, mesh, [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)]
+    )
+    num_ranks = place.num_ranks(names) or pieces[0].metadata.world_size
+
+    parts, fields, arrays, storage, dtypes = [], [], [], [], []
+    for piece in pieces:
+        metadata = checks.read_metadata(
+            op, piece.metadata, names, num_ranks, all_ranks=place.is_global
+        )
+        moving = _moving(piece)
+        if not moving:
+            continue
+        num_rows = piece.arrays[0].shape[0]
+        if place.is_global:
+            num_rows = checks.rows_per_rank(op, piece.name, num_rows, num_ranks)
+        is_dispatch = piece.sums is None
+        num_tokens, capacity = (
+            (num_rows, piece.num_rows) if is_dispatch else (piece.num_rows, num_rows)
+        )
+        has_src_offset = metadata.src_offset is not None
+        parts.append(Part(len(moving), num_tokens, capacity, has_src_offset, piece.buffer))
+        fields += metadata.present()
+        factor = num_ranks if place.is_global else 1
+        arrays += [_with_rows(piece.arrays[i], factor) for i in moving]
+        if piece.storage is not None:
+            shapes = [((factor * capacity, *x.shape[1:]), x.dtype) for x in piece.arrays]
+            stored = checks.check_storage(op, piece.storage, piece.tree, shapes)
+            storage += [stored[i] for i in moving]
+        if piece.sums is not None:
+            dtypes += [jnp.dtype(piece.sums[i]).name for i in moving]
+
+    call = Call(names, (), num_ranks, implementation, deadline_ms)
+    if pieces[0].sums is None:
+        bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
+    else:
+        bind = functools.partial(combine_p.bind, parts=tuple(parts), dtypes=tuple(dtypes))
+    moved = _run(bind, call, place, fields, arrays + storage) if parts else []
+    return _results(pieces, moved, num_ranks if place.is_global else 1)
+
+
+def _moving(piece: Piece) -> list[int]:
+    """The arrays whose results have elements: others never reach a handler.
+
+    jaxlib 0.11 crashes on a custom call with an operand or a result that has none.
+    """
+    if piece.num_rows == 0:
+        return []
+    return [i for i, x in enumerate(piece.arrays) if math.prod(x.shape[1:]) > 0]
+
+
+def _with_rows(array: Array, num_rows: int) -> Array:
+    """An array without rows, padded, for the same reason; the call knows that they do not count."""
+    if array.shape[0] > 0:
+        return array
+    return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
+
+
+def _run(bind, call: Call, place: Place, fields, arrays) -> list[Array]:
+    if place.is_global or place.open_axes:
+        arrays = place_arrays(place, call.axis_names, arrays)
+        call = call._replace(is_global=place.is_global, open_axes=place.open_axes)
+    else:
+        call = call.on_one_rank(place.mesh)
+    if not place.is_global:
+        arrays = vary_with(fields, call.axis_names, arrays)
+    return bind(*fields, *arrays, call=call)
+
+
+def _results(pieces: Sequence[Piece], moved: Sequence[Array], factor: int) -> list[Any]:
+    """What moved, rounded, and zeros for that of which nothing could, in the pieces' structures."""
+    rest, results = iter(moved), []
+    for piece in pieces:
+        moving = set(_moving(piece))
+        leaves = []
+        for i, x in enumerate(piece.arrays):
+            if i in moving:
+                leaf = next(rest)
+            else:
+                shape = (factor * piece.num_rows, *x.shape[1:])
+                leaf = vary_alike([jnp.zeros(shape, x.dtype), x, piece.metadata.seq_len])[0]
+            if piece.dtypes is not None and leaf.dtype != piece.dtypes[i]:
+                leaf = leaf.astype(piece.dtypes[i])
+            leaves.append(leaf)
+        results.append(jax.tree.unflatten(piece.tree, leaves))
+    return results

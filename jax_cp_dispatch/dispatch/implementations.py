@@ -1,0 +1,84 @@
+"""Which implementations of the primitives there are, and which one a program gets."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+
+class Implementation(NamedTuple):
+    """One way to move rows, and whether it can be used here.
+
+    Attributes:
+      available: whether `implementation=<its name>` works on the default backend.
+      reason: why, or why not.
+    """
+
+    available: bool
+    reason: str
+
+
+def available_implementations() -> dict[str, Implementation]:
+    """Returns the implementations by the name that `implementation=` takes, preferred ones first.
+
+    Call outside of `jit`; starts the default backend.
+    """
+    missing = _what_in_process_lacks([jax.default_backend()])
+    return {
+        "in_process": Implementation(
+            missing is None,
+            missing or "all devices are CPU devices of this process",
+        ),
+        "xla": Implementation(
+            True,
+            "XLA's all-gather and local gathers, on every platform; a rank holds all ranks' rows, "
+            "and a plan that does not fit gives NaN, not an error",
+        ),
+    }
+
+
+def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str]) -> str:
+    """The implementation of a program that is lowered for `platforms`.
+
+    Raises:
+      ValueError: `wanted` is no implementation.
+      NotImplementedError: `wanted` cannot serve these platforms.
+    """
+    missing = _what_in_process_lacks(platforms)
+    if wanted is None:
+        if missing is None:
+            return "in_process"
+        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {missing}.")
+        return "xla"
+    if wanted == "in_process" and missing is not None:
+        raise NotImplementedError(
+            f"{op}: implementation='in_process' cannot serve this program: {missing}. Pass "
+            "implementation='xla', or run on virtual CPU devices: JAX_PLATFORMS=cpu and "
+            "jax.config.update('jax_num_cpu_devices', n)."
+        )
+    return wanted
+
+
+def check_implementation(op: str, wanted: str | None) -> None:
+    """Refuses a name that is none."""
+    if wanted not in (None, "in_process", "xla"):
+        raise ValueError(
+            f"{op}: implementation is {wanted!r}; there are 'in_process' and 'xla', and None "
+            "chooses. See available_implementations()."
+        )
+
+
+def _what_in_process_lacks(platforms: Sequence[str]) -> str | None:
+    other = [name for name in platforms if name != "cpu"]
+    if other:
+        return f"the platform is {other[0]!r}, and it serves CPU devices"
+    if jax.process_count() > 1:
+        return f"there are {jax.process_count()} processes, and it serves the devices of one"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _say_once(message: str) -> None:
+    warnings.warn(f"jax_cp_dispatch: {message}", UserWarning, stacklevel=2)

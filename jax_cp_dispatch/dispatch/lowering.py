@@ -1,0 +1,163 @@
+"""How a call becomes a program: our transport's custom call, XLA's collectives, or a partition.
+
+No side effect is declared: one executable serves all devices of a program, so that removing,
+merging or hoisting a call is the same on all of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_cp_dispatch import runtime
+from jax_cp_dispatch.cpu_devices import warn_of_deadlock
+from jax_cp_dispatch.dispatch.implementations import choose_implementation
+from jax_cp_dispatch.dispatch.operands import by_part, read_operands
+from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
+from jax_cp_dispatch.dispatch.placement import on_every_device
+from jax_cp_dispatch.dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+
+
+def lower_dispatch(primitive, ctx, *operands, call, parts):
+    """The lowering rule of `dispatch_p`."""
+    by_xla = functools.partial(_dispatch_by_xla, call=call, parts=parts)
+    num_storage = len(read_operands(operands, parts).storage)
+    aliases = {len(operands) - num_storage + i: i for i in range(num_storage)}
+    return _lower(
+        primitive,
+        ctx,
+        *operands,
+        call=call,
+        parts=parts,
+        by_xla=by_xla,
+        aliases=aliases,
+        target=runtime.DISPATCH_TARGET,
+        params={},
+    )
+
+
+def lower_combine(primitive, ctx, *operands, call, parts, dtypes):
+    """The lowering rule of `combine_p`."""
+    by_xla = functools.partial(_combine_by_xla, call=call, parts=parts, dtypes=dtypes)
+    return _lower(
+        primitive,
+        ctx,
+        *operands,
+        call=call,
+        parts=parts,
+        by_xla=by_xla,
+        aliases={},
+        target=runtime.COMBINE_TARGET,
+        params={"dtypes": dtypes},
+    )
+
+
+def _lower(primitive, ctx, *operands, call, parts, by_xla, aliases, target, params):
+    if call.open_axes:
+        return _lower_opened(primitive, ctx, *operands, call=call, parts=parts, **params)
+    if call.is_global:
+        return lower_partitioned(
+            primitive, ctx, *operands, call=call, parts=parts, on_one_device=by_xla, params=params
+        )
+    name = choose_implementation(str(primitive), call.implementation, ctx.module_context.platforms)
+    if name == "xla":
+        return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
+    warn_of_deadlock(jax.local_device_count("cpu"))
+    rank, group = mlir.lower_fun(
+        lambda: (_place_on(call.axis_names), _place_on(call.group_axes)), multiple_results=True
+    )(ctx.replace(avals_in=(), avals_out=None))
+    place = jax.typeof(np.int32(0))
+    aliases = {operand + 2: result for operand, result in aliases.items()}
+    return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
+        ctx.replace(avals_in=(place, place, *ctx.avals_in)),
+        rank,
+        group,
+        *operands,
+        axis=",".join(call.axis_names),
+        num_ranks=np.int64(call.num_ranks),
+        deadline_ms=np.int64(call.deadline_ms),
+        has_src_offset=_span(part.has_src_offset for part in parts),
+        num_arrays=_span(part.num_arrays for part in parts),
+        num_tokens=_span(part.num_tokens for part in parts),
+        capacity=_span(part.capacity for part in parts),
+        buffer=_span(part.buffer for part in parts),
+    )
+
+
+def _lower_opened(primitive, ctx, *operands, call, parts, **params):
+    """Every device runs its part inside a `shard_map` over the axes that are not manual yet."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not all(name in mesh.axis_names for name in call.open_axes):  # known by the types alone
+        mesh = ctx.avals_in[-1].sharding.mesh
+    local_call = call.on_one_rank(mesh)
+
+    def opened(*moved):
+        return on_every_device(
+            lambda *moved: primitive.bind(*moved, call=local_call, parts=parts, **params),
+            moved,
+            names=call.axis_names,
+            open_axes=call.open_axes,
+            is_global=call.is_global,
+            num_fields=sum(part.num_metadata for part in parts),
+            num_results=sum(part.num_arrays for part in parts),
+        )
+
+    return mlir.lower_fun(opened, multiple_results=True)(ctx, *operands)
+
+
+def _place_on(axes):
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    return jax.lax.axis_index(axes if len(axes) > 1 else axes[0])  # the second is much cheaper
+
+
+def _span(values):
+    return np.array(list(values), np.int64)
+
+
+def _dispatch_by_xla(*operands, call, parts):
+    split = read_operands(operands, parts)
+    outs = []
+    for part, metadata, arrays in zip(
+        parts, split.metadata, by_part(split.arrays, parts), strict=True
+    ):
+        outs += dispatch_with_xla(
+            _place_on(_axes_to_gather(call)),
+            metadata,
+            _without_padding(arrays, part.num_tokens),
+            axis_names=_axes_to_gather(call),
+            num_ranks=call.num_ranks,
+            capacity=part.capacity,
+        )
+    return outs
+
+
+def _combine_by_xla(*operands, call, parts, dtypes):
+    split = read_operands(operands, parts)
+    outs = []
+    for part, metadata, arrays, of_part in zip(
+        parts, split.metadata, by_part(split.arrays, parts), by_part(dtypes, parts), strict=True
+    ):
+        outs += combine_with_xla(
+            _place_on(_axes_to_gather(call)),
+            metadata,
+            _without_padding(arrays, part.capacity),
+            axis_names=_axes_to_gather(call),
+            num_ranks=call.num_ranks,
+            num_tokens=part.num_tokens,
+            dtypes=of_part,
+        )
+    return outs
+
+
+def _axes_to_gather(call):
+    """None where one device holds the rows of all ranks already."""
+    return () if call.is_global else call.axis_names
+
+
+def _without_padding(arrays, num_rows):
+    """Arrays without rows came padded, so that no operand of a custom call is empty."""
+    return [x[:0] for x in arrays] if num_rows == 0 else arrays

@@ -1,0 +1,122 @@
+"""What one call of the primitives consists of: its static parts, and how its operands stand.
+
+Operands: the metadata of every part, then the arrays of every part, then for `dispatch`, maybe,
+storage to reuse (one for each array).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# What the native summation knows; bfloat16 and float16 accumulate in float32.
+COMBINE_DTYPES = (
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+
+
+class MetadataOperands(NamedTuple):
+    """The fields of forward metadata that movement reads, as integers of 32 or 64 bits.
+
+    Either one rank's view, or the same with a leading 1 (what `in_specs=P(axis_name)` leaves), or
+    with a leading W: the views of all ranks, of which a rank reads its own.
+    """
+
+    num_recv_tokens: Any  # [W + 1]
+    seq_len: Any  # [S]
+    dst_rank: Any  # [S] or [S, C]
+    dst_offset: Any  # as dst_rank
+    src_offset: Any = None  # [S]; None: shards stand one after another
+
+    def present(self) -> list[Any]:
+        return [field for field in self if field is not None]
+
+
+class Part(NamedTuple):
+    """Arrays that move as one metadata says."""
+
+    num_arrays: int
+    num_tokens: int  # rows per rank in the owner's layout
+    capacity: int  # rows per rank of the receive buffer
+    has_src_offset: bool
+    buffer: int = 0  # id of the registered buffer whose limits hold; 0: none
+
+    @property
+    def num_metadata(self) -> int:
+        return 4 + self.has_src_offset
+
+
+class Call(NamedTuple):
+    """What all parts of a call have in common."""
+
+    axis_names: tuple[str, ...]  # a device's place on them is its rank; the major axis first
+    group_axes: tuple[str, ...]  # and on them its group: every group is on its own
+    num_ranks: int
+    implementation: str | None
+    deadline_ms: int
+    is_global: bool = False  # arrays of all ranks, to be split; else this rank's
+    open_axes: tuple[str, ...] = ()  # mesh axes that the lowering has to make manual
+
+    def on_one_rank(self, mesh: Any) -> "Call":
+        """The call inside of what opens all axes of `mesh`."""
+        groups = tuple(x for x in mesh.axis_names if x not in self.axis_names and mesh.shape[x] > 1)
+        return self._replace(group_axes=groups, is_global=False, open_axes=())
+
+
+class Operands(NamedTuple):
+    """The operands of a call, or anything else that stands in their order."""
+
+    metadata: list[MetadataOperands]  # per part
+    arrays: list[Any]  # of all parts
+    storage: list[Any]
+
+    def flat(self) -> list[Any]:
+        fields = [field for metadata in self.metadata for field in metadata.present()]
+        return [*fields, *self.arrays, *self.storage]
+
+
+def read_operands(operands: Sequence[Any], parts: Sequence[Part]) -> Operands:
+    """Puts flat operands, or what stands for them, in order."""
+    rest = list(operands)
+    metadata = [MetadataOperands(*_take(rest, part.num_metadata)) for part in parts]
+    arrays = _take(rest, sum(part.num_arrays for part in parts))
+    return Operands(metadata, arrays, rest)
+
+
+def by_part(per_array: Sequence[Any], parts: Sequence[Part]) -> list[list[Any]]:
+    """What stands for all arrays, those of each part together."""
+    rest = list(per_array)
+    return [_take(rest, part.num_arrays) for part in parts]
+
+
+def _take(rest: list[Any], num: int) -> list[Any]:
+    taken = rest[:num]
+    del rest[:num]
+    return taken
+
+
+def part_of_each(parts: Sequence[Part]) -> list[Part]:
+    """The part that each of the arrays belongs to."""
+    return [part for part in parts for _ in range(part.num_arrays)]
+
+
+def select_arrays(
+    operands: Operands, parts: Sequence[Part], keep: Sequence[bool]
+) -> tuple[Operands, tuple[Part, ...]]:
+    """The call with some of its arrays, without storage and without parts that are left empty."""
+    counts = [sum(flags) for flags in by_part(keep, parts)]
+    return operands._replace(
+        metadata=[m for m, count in zip(operands.metadata, counts, strict=True) if count],
+        arrays=[x for x, kept in zip(operands.arrays, keep, strict=True) if kept],
+        storage=[],
+    ), tuple(
+        part._replace(num_arrays=count) for part, count in zip(parts, counts, strict=True) if count
+    )
+
+
+def widen(y: Any) -> Any:
+    """`y` as the native summation knows it: floats of one byte become float32."""
+    is_known = y.dtype.name in COMBINE_DTYPES or not jnp.issubdtype(y.dtype, jnp.floating)
+    return y if is_known else jax.lax.convert_element_type(y, jnp.float32)

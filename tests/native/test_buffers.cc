@@ -1,0 +1,180 @@
+// The registry of dispatch buffers without Python: who may enter, what is in use, what has gone,
+// also when threads do all of it at once. Prints what failed and exits with 1.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "transport/buffers.h"
+
+namespace cpd {
+namespace {
+
+using std::chrono::milliseconds;
+
+#define CHECK(condition)                                                 \
+  if (!(condition)) {                                                    \
+    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+    std::exit(1);                                                        \
+  }
+
+bool Refused(const Status& status, const char* text) {
+  if (status.code == StatusCode::kInvalidArgument &&
+      status.message.find(text) != std::string::npos) {
+    return true;
+  }
+  std::fprintf(stderr, "'%s' is not in '%s'\n", text, status.message.c_str());
+  return false;
+}
+
+constexpr BufferLimits kLimits{/*capacity=*/8, /*row_bytes=*/32, /*num_groups=*/2,
+                               milliseconds(1500)};
+
+struct Call {
+  int64_t group = 0;
+  int64_t num_rows = 8;
+  int64_t row_bytes = 32;
+};
+
+Status Acquire(BufferRegistry& registry, int64_t id, const Call& call = {}) {
+  milliseconds deadline{-1};
+  const Status status =
+      registry.Acquire(id, "move", call.group, call.num_rows, call.row_bytes, &deadline);
+  CHECK(deadline == (status.ok() ? kLimits.deadline : milliseconds(-1)));
+  return status;
+}
+
+BufferEntry Find(BufferRegistry& registry, int64_t id) {
+  BufferEntry entry;
+  CHECK(registry.Find("find", id, &entry).ok());
+  return entry;
+}
+
+void OneRegistryPerProcess() { CHECK(&BufferRegistry::Get() == &BufferRegistry::Get()); }
+
+void UnknownIsNotDestroyed() {
+  BufferRegistry registry;
+  CHECK(Refused(Acquire(registry, 1), "move: there is no buffer 1; none has been created"));
+  CHECK(registry.Create(kLimits) == 1);
+  CHECK(registry.Create(kLimits) == 2);
+  for (const int64_t id : {int64_t{0}, int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
+    const std::string text = "no buffer " + std::to_string(id) + "; ids given so far are 1 to 2";
+    CHECK(Refused(Acquire(registry, id), text.c_str()));
+    CHECK(Refused(registry.Grow("grow", id, 1, 1, 1), text.c_str()));
+    CHECK(Refused(registry.Destroy("destroy", id), text.c_str()));
+    registry.Release(id);
+  }
+  CHECK(registry.Destroy("destroy", 2).ok());
+  BufferEntry entry;
+  CHECK(Refused(Acquire(registry, 2), "move: buffer 2 has been destroyed"));
+  CHECK(Refused(registry.Grow("grow", 2, 1, 1, 1), "grow: buffer 2 has been destroyed"));
+  CHECK(Refused(registry.Destroy("destroy", 2), "destroy: buffer 2 has been destroyed"));
+  CHECK(Refused(registry.Find("find", 2, &entry), "find: buffer 2 has been destroyed"));
+  CHECK(registry.Create(kLimits) == 3);
+}
+
+void LimitsHoldAndGrow() {
+  BufferRegistry registry;
+  const int64_t id = registry.Create(kLimits);
+  CHECK(Refused(Acquire(registry, id, {0, 9}), "9 rows do not fit buffer 1, whose capacity is 8"));
+  CHECK(Refused(Acquire(registry, id, {2}), "in group 2 but buffer 1 is for groups=2"));
+  CHECK(Refused(Acquire(registry, id, {-1}), "in group -1"));
+  CHECK(Find(registry, id).num_calls == 0);
+  CHECK(Find(registry, id).num_in_use == 0);
+
+  CHECK(registry.Grow("grow", id, 9, 1, 3).ok());
+  CHECK(Acquire(registry, id, {2, 9}).ok());
+  CHECK(Acquire(registry, id, {0, 1}).ok());  // compiled with less than there is
+  CHECK(registry.Grow("grow", id, 1, 1, 1).ok());
+  CHECK(Acquire(registry, id, {1, 9, 64}).ok());  // wider rows
+  const BufferEntry entry = Find(registry, id);
+  CHECK(entry.limits.capacity == 9);
+  CHECK(entry.limits.num_groups == 3);
+  CHECK(entry.limits.row_bytes == 64);
+  CHECK(entry.num_calls == 3);
+  CHECK(entry.num_in_use == 3);
+}
+
+void WhatIsInUseStays() {
+  BufferRegistry registry;
+  const int64_t idle = registry.Create(kLimits), id = registry.Create(kLimits);
+  CHECK(Acquire(registry, id).ok());
+  CHECK(Refused(registry.Destroy("destroy", id), "destroy: buffer 2 is in use by 1 call in"));
+  CHECK(Acquire(registry, id).ok());
+  CHECK(Refused(registry.Destroy("destroy", id), "buffer 2 is in use by 2 calls in flight"));
+  CHECK(Refused(registry.DestroyAll("all"), "use buffers 2 (2 calls); none has been destroyed"));
+  CHECK(registry.List().size() == 2);
+  CHECK(Acquire(registry, idle).ok());
+  CHECK(Refused(registry.DestroyAll("all"), "use buffers 1 (1 call), 2 (2 calls); none"));
+  registry.Release(idle);
+  registry.Release(id);
+  registry.Release(id);
+  registry.Release(id);  // one too many counts nothing
+  CHECK(Find(registry, id).num_in_use == 0);
+  CHECK(Find(registry, id).num_calls == 2);
+  CHECK(registry.Destroy("destroy", id).ok());
+  CHECK(registry.DestroyAll("all").ok());
+  CHECK(registry.DestroyAll("all").ok());
+  CHECK(registry.List().empty());
+  CHECK(Refused(Acquire(registry, idle), "buffer 1 has been destroyed"));
+}
+
+// Calls come and go on one buffer after another, each of which somebody grows and tries to destroy
+// all the while: nobody is inside one that is destroyed, and nobody enters it any more.
+void CallsAgainstDestruction() {
+  constexpr int kCallers = 4, kBuffers = 50;
+  BufferRegistry registry;
+  std::atomic<int64_t> current{registry.Create(kLimits)};
+  std::vector<std::atomic<int>> inside(kBuffers + 1);
+  std::atomic<bool> over{false};
+  std::atomic<int64_t> num_entered{0};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < kCallers; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int64_t call = 0; !over; ++call) {
+        std::this_thread::sleep_for(
+            std::chrono::microseconds(100));  // so that all are out at times
+        const int64_t id = current;
+        const Status status = Acquire(registry, id, {caller % 2, call % 9, call});
+        if (!status.ok()) {
+          CHECK(Refused(status, "has been destroyed"));
+          continue;
+        }
+        ++inside[id];
+        ++num_entered;
+        std::this_thread::yield();
+        --inside[id];
+        registry.Release(id);
+      }
+    });
+  }
+  for (int64_t id = 1; id <= kBuffers; ++id) {
+    CHECK(current == id);
+    while (num_entered < 20 * id) std::this_thread::yield();
+    CHECK(registry.Grow("grow", id, 16, 1, 2).ok());
+    CHECK(registry.List().size() == 1);
+    for (Status status{StatusCode::kInternal, ""}; !status.ok();) {
+      std::this_thread::yield();
+      status = id % 2 ? registry.Destroy("destroy", id) : registry.DestroyAll("all");
+      CHECK(status.ok() || Refused(status, id % 2 ? "is in use by" : "none has been destroyed"));
+    }
+    CHECK(inside[id] == 0);
+    CHECK(Refused(Acquire(registry, id), "has been destroyed"));
+    if (id < kBuffers) current = registry.Create(kLimits);
+  }
+  over = true;
+  for (std::thread& caller : callers) caller.join();
+  CHECK(registry.List().empty());
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main() {
+  cpd::OneRegistryPerProcess();
+  cpd::UnknownIsNotDestroyed();
+  cpd::LimitsHoldAndGrow();
+  cpd::WhatIsInUseStays();
+  cpd::CallsAgainstDestruction();
+  std::puts("ok");
+}

@@ -1,0 +1,217 @@
+"""Dispatch buffers on the host: limits, ids, errors, threads, and that nothing stays behind."""
+
+import gc
+import math
+import os
+import pathlib
+import re
+import resource
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jax_cp_dispatch import (
+    DispatchBuffer,
+    create_dispatch_buffer,
+    destroy_all_dispatch_buffers,
+    destroy_dispatch_buffer,
+    grow_dispatch_buffer,
+    list_dispatch_buffers,
+)
+from jax_cp_dispatch.dispatch import buffers
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+
+@pytest.fixture(autouse=True)
+def no_buffers():
+    destroy_all_dispatch_buffers()
+    yield
+    destroy_all_dispatch_buffers()
+
+
+def create(**options):
+    return create_dispatch_buffer(**{"capacity": 16, "row_bytes": 64, **options})
+
+
+def test_a_buffer_is_its_limits():
+    first = create()
+    second = create(capacity=np.int32(7), row_bytes=np.uint64(8), deadline=1, groups=np.int64(3))
+    assert list_dispatch_buffers() == {
+        first: DispatchBuffer(16, 64, 60.0, 1, num_in_use=0, num_calls=0),
+        second: DispatchBuffer(7, 8, 1.0, 3, num_in_use=0, num_calls=0),
+    }
+    assert list(list_dispatch_buffers()) == [first, second]
+    assert type(first) is int
+    destroy_dispatch_buffer(first)
+    assert list(list_dispatch_buffers()) == [second]
+    destroy_all_dispatch_buffers()
+    assert list_dispatch_buffers() == {}
+    assert create() == second + 1  # ids never come back
+
+
+def test_growing_never_shrinks():
+    buffer = create(groups=2)
+    grow_dispatch_buffer(buffer)
+    grow_dispatch_buffer(buffer, capacity=8, row_bytes=128)
+    assert buffers.buffer_limits("x", buffer) == (16, 128, 60.0, 2, 0, 0)
+    grow_dispatch_buffer(np.int32(buffer), capacity=32, row_bytes=1, groups=np.int8(4))
+    assert buffers.buffer_limits("x", buffer) == (32, 128, 60.0, 4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "asked, kept", [(0.25, 0.25), (1e-9, 1e-3), (np.float32(2), 2.0), (10**400, 1e8)]
+)
+def test_deadlines_are_whole_milliseconds_of_at_most_three_years(asked, kept):
+    buffer = create(deadline=asked)
+    assert list_dispatch_buffers()[buffer].deadline == kept
+
+
+@pytest.mark.parametrize("name", ["capacity", "row_bytes", "groups"])
+@pytest.mark.parametrize("value", [0, -1, 2**63, 2**200])
+def test_limits_are_at_least_one(name, value):
+    buffer = create()
+    message = f"dispatch_buffer: {name} is {value}; it needs to be an integer of at least 1"
+    with pytest.raises(ValueError, match=message):
+        create(**{name: value})
+    with pytest.raises(ValueError, match=message):
+        grow_dispatch_buffer(buffer, **{name: value})
+    assert list_dispatch_buffers() == {buffer: DispatchBuffer(16, 64, 60.0, 1, 0, 0)}
+
+
+@pytest.mark.parametrize("name", ["capacity", "row_bytes", "groups"])
+@pytest.mark.parametrize("value", [True, np.True_, 8.0, "8", [8]])
+def test_limits_are_integers(name, value):
+    buffer = create()
+    message = f"dispatch_buffer: {name} is {re.escape(repr(value))}; it needs to be an integer"
+    with pytest.raises(TypeError, match=message):
+        create(**{name: value})
+    with pytest.raises(TypeError, match=message):
+        grow_dispatch_buffer(buffer, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "error, deadlines",
+    [(ValueError, (0, -1.0, math.inf, math.nan)), (TypeError, (True, np.True_, "60", None, 1j))],
+)
+def test_deadlines_are_positive_seconds(error, deadlines):
+    for deadline in deadlines:
+        with pytest.raises(error, match=r"deadline is .*; it needs to be a positive number of sec"):
+            create(deadline=deadline)
+
+
+NAMING = [
+    (grow_dispatch_buffer, "grow_dispatch_buffer"),
+    (destroy_dispatch_buffer, "destroy_dispatch_buffer"),
+    (lambda buffer: buffers.buffer_limits("dispatch", buffer), "dispatch"),
+]
+
+
+@pytest.mark.parametrize("function, op", NAMING)
+def test_ids_that_name_nothing(function, op):
+    buffer = create()
+    destroy_dispatch_buffer(buffer)
+    with pytest.raises(ValueError, match=rf"{op}: buffer {buffer} has been destroyed\. Create"):
+        function(buffer)
+    with pytest.raises(ValueError, match=f"no buffer {buffer + 1}; ids given so far are 1 to"):
+        function(buffer + 1)
+    for number in (0, -1, 2**63):
+        with pytest.raises(ValueError, match=rf"{op}: buffer is {number}; .* is positive"):
+            function(number)
+    for other in (True, float(buffer), None, str(buffer)):
+        with pytest.raises(TypeError, match=f"{op}: buffer is {re.escape(repr(other))}; it needs"):
+            function(other)
+
+
+def test_an_id_is_no_traced_value():
+    with pytest.raises(TypeError, match=r"x: buffer is .*Tracer.*; it needs to be the int"):
+        jax.make_jaxpr(lambda buffer: buffers.buffer_limits("x", buffer))(create())
+
+
+def in_threads(work, num_threads=8):
+    """Runs `work(thread)` in threads that start together; returns what each returned."""
+    start, results, errors = threading.Barrier(num_threads), {}, []
+
+    def run(thread):
+        start.wait()
+        try:
+            results[thread] = work(thread)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[thread]) for thread in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    return [results[thread] for thread in range(num_threads)]
+
+
+def test_threads_that_create_and_destroy_at_the_same_time():
+    before = create()
+
+    def work(thread):
+        ids = []
+        for i in range(100):
+            ids.append(create(capacity=thread + 1))
+            grow_dispatch_buffer(ids[-1], row_bytes=1000 + i)
+            mine = list_dispatch_buffers()[ids[-1]]
+            assert mine == (thread + 1, 1000 + i, 60.0, 1, 0, 0)
+            if i % 2:
+                destroy_dispatch_buffer(ids[-1])
+        return ids
+
+    ids = in_threads(work)
+    given = sorted(id for mine in ids for id in mine)
+    assert given == list(range(before + 1, before + 1 + 8 * 100))
+    assert set(list_dispatch_buffers()) == {before, *(id for mine in ids for id in mine[::2])}
+
+
+def test_one_of_the_threads_that_destroy_a_buffer_does():
+    ids = [create() for _ in range(100)]
+
+    def work(thread):
+        num_destroyed = 0
+        for buffer in ids:
+            try:
+                destroy_dispatch_buffer(buffer)
+                num_destroyed += 1
+            except ValueError as error:
+                assert f"buffer {buffer} has been destroyed" in str(error)
+        return num_destroyed
+
+    assert sum(in_threads(work)) == len(ids)
+
+
+def resources():
+    """(bytes of memory, threads, open files) of this process."""
+    num_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    count = lambda folder: len(os.listdir(f"/proc/self/{folder}"))
+    return num_pages * resource.getpagesize(), count("task"), count("fd")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_ten_thousand_buffers_leave_nothing_behind():
+    def cycles(num_cycles):
+        for _ in range(num_cycles):
+            buffer = create()
+            grow_dispatch_buffer(buffer, capacity=1 << 40, row_bytes=1 << 20, groups=8)
+            assert list(list_dispatch_buffers()) == [buffer]
+            destroy_dispatch_buffer(buffer)
+            with pytest.raises(ValueError):
+                destroy_dispatch_buffer(buffer)
+        gc.collect()
+
+    # Fills the holes of the heap, which would hide a leak; 96 bytes are what an entry takes.
+    filling = [np.empty(96, np.uint8) for _ in range(50_000)]
+    cycles(1000)
+    memory, *others = resources()
+    cycles(10_000)
+    memory_after, *others_after = resources()
+    assert others_after == others
+    assert memory_after - memory < 1 << 19  # a hundred bytes each would be twice that
+    assert list_dispatch_buffers() == {}
+    del filling

@@ -1,0 +1,119 @@
+"""Virtual CPU devices start with threads enough; whoever starts them otherwise is warned."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jax_cp_dispatch import cpu_devices
+
+
+def run(program, **environment):
+    """In a process of its own: devices and threads are chosen once."""
+    names = ("PJRT_NPROC", "NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+STARTED = """
+import os, warnings
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from jax_cp_dispatch.cpu_devices import start_cpu_devices, warn_of_deadlock
+
+start_cpu_devices(8)
+start_cpu_devices(2)  # nothing has started yet: the last one counts
+assert jax.device_count() == 2
+start_cpu_devices(2)
+try:
+    start_cpu_devices(4)
+except RuntimeError as error:
+    assert "JAX has started with 2 CPU devices but needs 4" in str(error), error
+else:
+    raise SystemExit("was not refused")
+warnings.simplefilter("error")
+warn_of_deadlock(2)
+
+mesh = Mesh(np.array(jax.devices()), ("cp",))
+step = jax.jit(jax.shard_map(
+    lambda x: jax.lax.pmean(x, "cp"), mesh=mesh, in_specs=P("cp"), out_specs=P("cp"),
+    check_vma=False,
+))
+x = np.ones(2, np.float32)
+for _ in range(1000):  # all in flight: with fewer threads it never ends on jaxlib 0.10 and 0.11
+    x = step(x)
+print(float(x.sum()), os.environ["PJRT_NPROC"])
+"""
+
+
+def test_started_devices_run_a_long_chain_of_programs():
+    assert run(STARTED, PJRT_NPROC="3").split() == ["2.0", "16"]
+
+
+WARNED = """
+import warnings
+import jaxlib.version
+from jax_cp_dispatch.cpu_devices import warn_of_deadlock
+
+jaxlib.version.__version__ = "0.11.2"
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        warn_of_deadlock(8)
+(warning,) = seen
+assert warning.category is RuntimeWarning
+print(warning.message)
+"""
+
+
+def test_warns_once():
+    message = run(WARNED, PJRT_NPROC="15")
+    assert "jaxlib 0.11.2 runs the programs of 8 CPU devices on 15 threads" in message
+    assert "Set the environment variable PJRT_NPROC=16 before JAX is used" in message
+
+
+@pytest.mark.parametrize(
+    "version, num_devices, num_threads, expected",
+    [
+        ("0.10.2", 8, 15, True),
+        ("0.10.2", 8, 16, False),
+        ("0.11.2", 2, 2, True),
+        ("0.11.0.dev20260101", 4, 4, True),
+        ("0.12.0.1", 8, 2, False),
+        ("1.0.0", 8, 2, False),
+        ("0.10.2", 1, 1, False),
+    ],
+)
+def test_who_can_deadlock(version, num_devices, num_threads, expected):
+    assert cpu_devices._can_deadlock(version, num_devices, num_threads) is expected
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"PJRT_NPROC": "5", "NPROC": "7"}, 5),
+        ({"NPROC": "7"}, 7),
+        ({"PJRT_NPROC": "many", "NPROC": "7"}, 7),
+        ({}, len(os.sched_getaffinity(0))),
+    ],
+)
+def test_threads_that_the_backend_starts_with(monkeypatch, environment, expected):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_devices._num_threads() == expected
+
+
+def test_no_device():
+    with pytest.raises(ValueError, match="num_devices is 0"):
+        cpu_devices.start_cpu_devices(0)

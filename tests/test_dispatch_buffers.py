@@ -1,0 +1,282 @@
+"""Calls with `buffer=`: its limits, errors, life time, and everything else as without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch import (
+    Metadata,
+    combine,
+    create_dispatch_buffer,
+    destroy_all_dispatch_buffers,
+    destroy_dispatch_buffer,
+    dispatch,
+    dispatch_qkv,
+    grow_dispatch_buffer,
+    list_dispatch_buffers,
+)
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+W, S, T, F = 8, 3, 8, 2
+CAPACITY = W * T * 2  # of every plan with two replicas
+RNG = np.random.default_rng(0)
+PLAN = random_plan(RNG, W, S, T, 2)
+METADATA = Metadata(**PLAN)
+X = RNG.integers(-8, 9, (W, T, F)).astype(np.float32)
+Y = RNG.integers(-8, 9, (W, CAPACITY, F)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_buffers():
+    destroy_all_dispatch_buffers()
+    yield
+    destroy_all_dispatch_buffers()
+
+
+def create(**options):
+    return create_dispatch_buffer(**{"capacity": CAPACITY, "row_bytes": 4 * F, **options})
+
+
+def program(fn, *, check_vma=True):
+    """`fn(rank's x, rank's metadata)` on every rank."""
+    return on_ranks(fn, mesh_of(W), check_vma=check_vma)
+
+
+def sending(buffer):
+    return program(lambda x, m: dispatch(x, m, axis_name=AXIS, buffer=buffer))
+
+
+def slow(x, rounds):
+    """`x`, after arithmetic that it depends on."""
+    busy = jnp.broadcast_to(x[:1, :1], (256, 256))
+    busy = jax.lax.fori_loop(0, rounds, lambda _, a: jnp.sin(a) + 0.5, busy)
+    return x + (busy[0, 0] > 1e6)
+
+
+def slow_sending(buffer):
+    """A program (x, rounds of arithmetic before the call, metadata)."""
+    send = lambda x, rounds, m: dispatch(slow(x, rounds), m, axis_name=AXIS, buffer=buffer)
+    return program(send, check_vma=False)
+
+
+def refuses(fn, match):
+    """The running program fails, and the process lives: the next one is right."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        jax.block_until_ready(fn())
+    np.testing.assert_array_equal(
+        program(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=CAPACITY))(X, METADATA),
+        dispatched(PLAN, X, CAPACITY),
+    )
+
+
+# ---- Limits.
+
+
+def test_capacity_is_that_of_the_buffer():
+    """And every rank of every call is counted."""
+    buffer, other = create(), create(capacity=CAPACITY + 7)
+    send = sending(buffer)
+    for _ in range(3):
+        np.testing.assert_array_equal(send(X, METADATA), dispatched(PLAN, X, CAPACITY))
+    got = sending(other)(X, METADATA)
+    np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + 7))
+    listed = list_dispatch_buffers()
+    assert {id: (b.num_calls, b.num_in_use) for id, b in listed.items()} == {
+        buffer: (3 * W, 0),
+        other: (W, 0),
+    }
+
+
+def test_plan_that_does_not_fit_the_buffer():
+    buffer = create(capacity=5)
+    refuses(lambda: sending(buffer)(X, METADATA), r"would receive \d+ tokens but capacity is 5")
+    assert list_dispatch_buffers()[buffer].num_in_use == 0
+
+
+@pytest.mark.parametrize("own", [None, 0.2], ids=["deadline of the buffer", "deadline of the call"])
+def test_deadline(own):
+    buffer = create(deadline=0.3)
+
+    def local(x, m):
+        here = lambda x: dispatch(x, m, axis_name=AXIS, buffer=buffer, deadline=own)
+        away = lambda x: jnp.zeros((CAPACITY, F), x.dtype) + 0 * jnp.sum(x)
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 5, away, here, x)
+
+    milliseconds = 300 if own is None else 200
+    refuses(
+        lambda: program(local)(X, METADATA),
+        rf"deadline of {milliseconds} ms passed: 7/8 ranks arrived.*missing ranks \[5\]",
+    )
+    assert list_dispatch_buffers()[buffer].num_in_use == 0
+    destroy_dispatch_buffer(buffer)
+
+
+def test_growth_by_itself_and_by_hand():
+    """A program that was compiled before keeps its capacity, and runs on."""
+    buffer = create(row_bytes=1)
+    send = sending(buffer)
+    send(X, METADATA)
+    assert list_dispatch_buffers()[buffer].row_bytes == 4 * F
+    wide = np.tile(X, (1, 1, 5))
+    np.testing.assert_array_equal(send(wide, METADATA), dispatched(PLAN, wide, CAPACITY))
+    assert list_dispatch_buffers()[buffer].row_bytes == 5 * 4 * F
+    grow_dispatch_buffer(buffer, capacity=CAPACITY + 9, row_bytes=1000)
+    np.testing.assert_array_equal(send(X, METADATA), dispatched(PLAN, X, CAPACITY))
+    got = sending(buffer)(X, METADATA)
+    np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + 9))
+    assert list_dispatch_buffers()[buffer] == (CAPACITY + 9, 1000, 60.0, 1, 0, 4 * W)
+
+
+def test_groups():
+    """Each place on the other mesh axes is one group; growing lets them in."""
+    buffer = create()
+    plans = [random_plan(np.random.default_rng(seed), 4, S, T) for seed in range(2)]
+    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
+
+    def local(x, m):
+        m = jax.tree.map(lambda a: a[0, 0], m)
+        return dispatch(x[0, 0], m, axis_name=AXIS, buffer=buffer)[None, None]
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", AXIS))
+    spec = P("data", AXIS)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    x = X.reshape(2, 4, T, F)
+    refuses(
+        lambda: run(x, metadata), rf"this rank is in group 1 but buffer {buffer} is for groups=1"
+    )
+    assert list_dispatch_buffers()[buffer].num_in_use == 0
+    grow_dispatch_buffer(buffer, groups=2)
+    got = run(x, metadata)
+    for group in range(2):
+        np.testing.assert_array_equal(got[group], dispatched(plans[group], x[group], CAPACITY))
+
+
+# ---- The end of a buffer.
+
+
+def test_destroyed_id_in_a_compiled_program():
+    """Every rank gets the error: none is left to wait, whichever comes first."""
+    buffer = create()
+    send = slow_sending(buffer)
+    rounds = np.arange(W, dtype=np.int32)
+    np.testing.assert_array_equal(send(X, rounds, METADATA), dispatched(PLAN, X, CAPACITY))
+    destroy_dispatch_buffer(buffer)
+    for shift in range(3):
+        refuses(
+            lambda shift=shift: send(X, np.roll(rounds, shift), METADATA),
+            rf"dispatch over axis 'cp': buffer {buffer} has been destroyed. Create another",
+        )
+    assert create() == buffer + 1  # and its id stays dead
+    refuses(lambda: send(X, rounds, METADATA), rf"buffer {buffer} has been destroyed")
+
+
+def test_destroyed_or_unknown_id_when_traced():
+    buffer = create()
+    destroy_dispatch_buffer(buffer)
+    with pytest.raises(ValueError, match=f"dispatch: buffer {buffer} has been destroyed"):
+        sending(buffer)(X, METADATA)
+    with pytest.raises(ValueError, match=f"dispatch: there is no buffer {buffer + 1}; ids given"):
+        sending(buffer + 1)(X, METADATA)
+    with pytest.raises(ValueError, match=f"combine: buffer {buffer} has been destroyed"):
+        program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))(
+            Y, METADATA
+        )
+
+
+def test_a_buffer_in_use_stays():
+    """One slow rank holds the call open; the ranks that have arrived use the buffer."""
+    buffer, spare = create(), create()
+    send = slow_sending(buffer)
+    rounds = np.zeros(W, np.int32)
+    send(X, rounds, METADATA)
+    rounds[3] = 1000
+    late = send(X, rounds, METADATA)
+    while list_dispatch_buffers()[buffer].num_in_use < W - 1:
+        assert not late.is_ready()
+    with pytest.raises(ValueError, match=f"buffer {buffer} is in use by 7 calls in flight, one pe"):
+        destroy_dispatch_buffer(buffer)
+    with pytest.raises(ValueError, match=rf"use buffers {buffer} \(7 calls\); none has been destr"):
+        destroy_all_dispatch_buffers()
+    assert set(list_dispatch_buffers()) == {buffer, spare}
+    np.testing.assert_array_equal(late, dispatched(PLAN, X, CAPACITY))
+    np.testing.assert_array_equal(send(X, 0 * rounds, METADATA), dispatched(PLAN, X, CAPACITY))
+    jax.block_until_ready(late)
+    destroy_dispatch_buffer(buffer)
+
+
+def test_whoever_waited_for_the_program_may_destroy():
+    """Every call lets go of the buffer before its result is there."""
+    buffer = create()
+    send = sending(buffer)
+    for _ in range(200):  # what `destroy` asks for; a new buffer would need a new program
+        jax.block_until_ready(send(X, METADATA))
+        assert list_dispatch_buffers()[buffer].num_in_use == 0
+    destroy_dispatch_buffer(buffer)
+    for _ in range(5):
+        buffer = create()
+        jax.block_until_ready(sending(buffer)(X, METADATA))
+        destroy_dispatch_buffer(buffer)
+
+
+# ---- Everything else is as without a buffer.
+
+
+def test_combine():
+    buffer = create()
+    bring = program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))
+    np.testing.assert_array_equal(bring(Y, METADATA), combined(PLAN, Y, T))
+    assert list_dispatch_buffers()[buffer].num_calls == W
+    longer = np.concatenate([Y, Y[:, :1]], axis=1)
+    refuses(
+        lambda: bring(longer, METADATA),
+        rf"combine.*{CAPACITY + 1} rows do not fit buffer {buffer}, whose capacity is {CAPACITY}",
+    )
+
+
+def test_queries_and_keys_have_buffers_of_their_own():
+    kv_plan = random_plan(np.random.default_rng(1), W, 5, T, 1)
+    q_buffer, kv_buffer = create(), create(capacity=W * T)
+    send = program(
+        lambda x, kv, m, n: dispatch_qkv(
+            x, kv, m, n, axis_name=AXIS, q_buffer=q_buffer, kv_buffer=kv_buffer
+        )
+    )
+    kv = (X + 1, np.tile(X, (1, 1, 3)))
+    q, (k, v) = send(X, kv, METADATA, Metadata(**kv_plan))
+    np.testing.assert_array_equal(q, dispatched(PLAN, X, CAPACITY))
+    np.testing.assert_array_equal(k, dispatched(kv_plan, kv[0], W * T))
+    np.testing.assert_array_equal(v, dispatched(kv_plan, kv[1], W * T))
+    listed = list_dispatch_buffers()
+    assert (listed[q_buffer].row_bytes, listed[kv_buffer].row_bytes) == (4 * F, 4 * F * 4)
+    destroy_dispatch_buffer(kv_buffer)
+    refuses(lambda: send(X, kv, METADATA, Metadata(**kv_plan)), f"buffer {kv_buffer} has been des")
+    assert list_dispatch_buffers()[q_buffer].num_in_use == 0
+
+
+def test_global_arrays_under_plain_jit():
+    buffer = create()
+    mesh = mesh_of(W)
+    send = jax.jit(lambda x, m: dispatch(x, m, axis_name=AXIS, buffer=buffer, mesh=mesh))
+    x = jax.device_put(X.reshape(W * T, F), NamedSharding(mesh, P(AXIS)))
+    expected = dispatched(PLAN, X, CAPACITY).reshape(W * CAPACITY, F)
+    np.testing.assert_array_equal(send(x, METADATA), expected)
+    assert list_dispatch_buffers()[buffer].num_calls == W
+    destroy_dispatch_buffer(buffer)
+    refuses(lambda: send(x, METADATA), f"buffer {buffer} has been destroyed")
+
+
+def test_gradients():
+    """The calls of the backward pass use the buffer too."""
+    buffer = create()
+    send = sending(buffer)
+    y, pull = jax.vjp(lambda x: send(x, METADATA), X)
+    np.testing.assert_array_equal(y, dispatched(PLAN, X, CAPACITY))
+    np.testing.assert_array_equal(pull(Y)[0], combined(PLAN, Y, T))
+    assert list_dispatch_buffers()[buffer].num_calls == 2 * W
+    destroy_dispatch_buffer(buffer)
+    refuses(lambda: pull(Y), rf"combine over axis 'cp': buffer {buffer} has been destroyed")

@@ -1,0 +1,214 @@
+"""dispatch_qkv and combine_qkv: two plans in one exchange, the same as two calls."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch import Metadata, combine, combine_qkv, dispatch, dispatch_qkv
+
+W, S, TQ, TKV = 4, 5, 8, 12
+_RNG = np.random.default_rng(0)
+PLANS = random_plan(_RNG, W, S, TQ), random_plan(_RNG, W, S + 2, TKV, 3)
+METADATA = tuple(Metadata(**plan) for plan in PLANS)
+Q_ROWS, KV_ROWS = (int(plan["num_total_recv_tokens"].max()) + 1 for plan in PLANS)
+
+SEND = {"axis_name": AXIS, "q_capacity": Q_ROWS, "kv_capacity": KV_ROWS}
+BRING = {"axis_name": AXIS, "q_num_tokens": TQ, "kv_num_tokens": TKV}
+
+
+def tokens(num_q, num_kv, *, seed, dtype=np.float32):
+    """q, and the pair (k, v) [W, rows, ...]: small integers, so that sums are exact."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.integers(-8, 9, (W, *shape)).astype(dtype)
+    return draw(num_q, 4), (draw(num_kv, 2, 3), draw(num_kv, 2))
+
+
+def sent(q, kv):
+    return dispatched(PLANS[0], q, Q_ROWS), tuple(dispatched(PLANS[1], x, KV_ROWS) for x in kv)
+
+
+def brought(q, kv):
+    home = lambda plan, y, num_tokens: combined(plan, y, num_tokens).astype(y.dtype)
+    return home(PLANS[0], q, TQ), tuple(home(PLANS[1], y, TKV) for y in kv)
+
+
+def expect_equal(got, expected):
+    """In structure, dtype and value, whether or not the ranks have a dimension of their own."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.reshape(one, other.shape), other)
+
+
+def all_ranks(tree):
+    """[W, rows, ...] as arrays of all ranks."""
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
+
+
+@pytest.mark.parametrize("implementation", ["in_process", "xla"])
+def test_same_as_two_calls(implementation):
+    options = {"axis_name": AXIS, "implementation": implementation}
+
+    def together(q, kv, q_back, kv_back, mq, mkv):
+        there = dispatch_qkv(q, kv, mq, mkv, **SEND, implementation=implementation)
+        home = combine_qkv(q_back, kv_back, mq, mkv, **BRING, implementation=implementation)
+        return there, home
+
+    def apart(q, kv, q_back, kv_back, mq, mkv):
+        q = dispatch(q, mq, capacity=Q_ROWS, **options)
+        kv = dispatch(kv, mkv, capacity=KV_ROWS, **options)
+        q_back = combine(q_back, mq, num_tokens=TQ, **options)
+        return (q, kv), (q_back, combine(kv_back, mkv, num_tokens=TKV, **options))
+
+    x = tokens(TQ, TKV, seed=1, dtype=jnp.bfloat16)
+    y = tokens(Q_ROWS, KV_ROWS, seed=2, dtype=jnp.bfloat16)
+    run = on_ranks(together, mesh_of(W, [2, 0, 3, 1]))
+    got = run(*x, *y, *METADATA)
+    expect_equal(got, (sent(*x), brought(*y)))
+    expect_equal(got, on_ranks(apart, mesh_of(W))(*x, *y, *METADATA))
+    num_exchanges = 2 if implementation == "in_process" else 0
+    text = run.lower(*x, *y, *METADATA).as_text()
+    assert text.count("custom_call @jax_cp_dispatch") == num_exchanges
+
+
+@pytest.mark.parametrize(
+    "implementation, kind",
+    [("in_process", AxisType.Auto), ("in_process", AxisType.Explicit), ("xla", AxisType.Auto)],
+)
+def test_on_arrays_of_all_ranks_with_gradients(implementation, kind):
+    """Under plain jit; <dispatch_qkv(x), y> = <x, combine_qkv(y)>, and each VJP is the other."""
+    split = NamedSharding(permuted_mesh((2, W), ("tp", AXIS), kind), P(AXIS))
+    x, y = tokens(TQ, TKV, seed=3), tokens(Q_ROWS, KV_ROWS, seed=4)
+
+    @jax.jit
+    def run(x, y):
+        send = lambda q, kv: dispatch_qkv(q, kv, *METADATA, **SEND, implementation=implementation)
+        bring = lambda q, kv: combine_qkv(q, kv, *METADATA, **BRING, implementation=implementation)
+        (there, pull_there), (home, pull_home) = jax.vjp(send, *x), jax.vjp(bring, *y)
+        return there, home, pull_there(there), pull_home(home)
+
+    there, home, pulled, pushed = run(*jax.device_put(all_ranks((x, y)), split))
+    expect_equal((there, home), (sent(*x), brought(*y)))
+    expect_equal((pulled, pushed), (brought(*sent(*x)), sent(*brought(*y))))
+    inner = lambda *trees: sum(map(np.vdot, *map(jax.tree.leaves, trees)))
+    assert inner(there, all_ranks(y)) == inner(all_ranks(x), home)
+
+
+def test_gradient_of_one_side_alone():
+    """Keys are used and queries are not; segment ids travel with the keys and have no tangent."""
+    q, (k, _) = tokens(TQ, TKV, seed=5)
+    ids = np.arange(W * TKV, dtype=np.int32).reshape(W, TKV)
+
+    def local(q, k, ids, mq, mkv):
+        def loss(q, k):
+            _, (k, tags) = dispatch_qkv(q, (k, ids), mq, mkv, **SEND)
+            return jnp.sum(k * tags[:, None, None])
+
+        return jax.grad(loss, argnums=(0, 1))(q, k)
+
+    got = on_ranks(local, mesh_of(W))(q, k, ids, *METADATA)
+    weights = dispatched(PLANS[1], ids, KV_ROWS)[..., None, None] * np.ones(k.shape[2:])
+    expect_equal(got, (np.zeros_like(q), combined(PLANS[1], weights, TKV).astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    "implementation, empty",
+    [
+        ("in_process", "no rows"),
+        ("in_process", "no capacity"),
+        ("in_process", "no features"),
+        ("xla", "no rows"),
+    ],
+)
+def test_one_side_moves_nothing(implementation, empty):
+    q, kv = tokens(TQ, TKV, seed=6)
+    num_kv, kv_rows = TKV, KV_ROWS
+    plan: dict[str, Any] = {name: np.zeros_like(value) for name, value in PLANS[1].items()}
+    plan |= {"world_size": W, "dst_rank": plan["dst_rank"] - 1}
+    if empty == "no rows":
+        num_kv, kv = 0, tuple(x[:, :0] for x in kv)
+    elif empty == "no capacity":
+        kv_rows = 0
+    else:
+        kv = tuple(x[..., :0] for x in kv)
+        plan = PLANS[1]
+
+    def local(q, kv, mq, mkv):
+        options = {"axis_name": AXIS, "implementation": implementation}
+        there = dispatch_qkv(q, kv, mq, mkv, q_capacity=Q_ROWS, kv_capacity=kv_rows, **options)
+        home = combine_qkv(*there, mq, mkv, q_num_tokens=TQ, kv_num_tokens=num_kv, **options)
+        return there, home
+
+    there, home = on_ranks(local, mesh_of(W))(q, kv, METADATA[0], Metadata(**plan))
+    nothing = tuple(np.zeros((W, kv_rows, *x.shape[2:]), x.dtype) for x in kv)
+    q_there = dispatched(PLANS[0], q, Q_ROWS)
+    expect_equal(there, (q_there, nothing))
+    q_home = combined(PLANS[0], q_there, TQ).astype(np.float32)
+    expect_equal(home, (q_home, tuple(np.zeros_like(x) for x in kv)))
+
+
+def test_donated_storage_is_written_in_place():
+    split = NamedSharding(mesh_of(W), P(AXIS))
+    x = tokens(TQ, TKV, seed=7)
+    # Made by XLA: a device array that shares memory with NumPy could not be donated.
+    poison = lambda: jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan), all_ranks(sent(*x)))
+    storage = jax.jit(poison, out_shardings=split)()
+    places = lambda tree: [
+        shard.data.unsafe_buffer_pointer()
+        for array in jax.tree.leaves(tree)
+        for shard in array.addressable_shards
+    ]
+    before = places(storage)
+
+    def move(q, kv, q_out, kv_out):
+        return dispatch_qkv(q, kv, *METADATA, **SEND, q_out=q_out, kv_out=kv_out)
+
+    run = jax.jit(move, donate_argnums=(2, 3))
+    got = run(*jax.device_put(all_ranks(x), split), *storage)
+    expect_equal(got, sent(*x))
+    assert places(got) == before
+
+
+# ---- What does not fit.
+
+
+@pytest.mark.parametrize("bad, name", [(0, "q"), (1, "kv")])
+def test_the_plan_that_does_not_fit_is_named(unchecked_types, bad, name):
+    """And keeps the other from moving: on every rank both fail."""
+    x, y = tokens(TQ, TKV, seed=8), tokens(Q_ROWS, KV_ROWS, seed=9)
+    run = on_ranks(lambda q, kv, *m: dispatch_qkv(q, kv, *m, **SEND), mesh_of(W))
+    bring = on_ranks(lambda q, kv, *m: combine_qkv(q, kv, *m, **BRING), mesh_of(W))
+    metadata = list(METADATA)
+    metadata[bad] = Metadata(**{**PLANS[bad], "seq_len": PLANS[bad]["seq_len"] + 100})
+    for op, fn, rows in ("dispatch", run, x), ("combine", bring, y):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=rf"{op}.*, plan {bad} of 0\.\.1: rank"
+        ):
+            jax.block_until_ready(fn(*rows, *metadata))
+    expect_equal(run(*x, *METADATA), sent(*x))
+    expect_equal(bring(*y, *METADATA), brought(*y))
+
+
+def test_arguments_that_do_not_fit_are_named(unchecked_types):
+    q, kv = all_ranks(tokens(TQ, TKV, seed=10))
+
+    def refuse(message, *, metadata=METADATA, kv=kv, call=dispatch_qkv, **options):
+        where = SEND if call is dispatch_qkv else BRING
+        with pytest.raises(ValueError, match=message):
+            call(q, kv, *metadata, **{**where, "mesh": mesh_of(W), **options})
+
+    refuse("dispatch_qkv: kv_capacity is -1; it needs to be at least 0", kv_capacity=-1)
+    refuse("dispatch_qkv: got neither of q_capacity and q_buffer", q_capacity=None)
+    refuse("dispatch_qkv: got both of kv_capacity and kv_buffer", kv_buffer=1)
+    refuse("dispatch_qkv: got only one of q_out and kv_out. Pass both or none", q_out=jnp.zeros(3))
+    refuse("dispatch_qkv: kv holds no array", kv=())
+    refuse(r"the arrays of kv have \[48, 44\] rows", kv=(kv[0], kv[1][:-4]))
+    refuse("combine_qkv: q_num_tokens is -2; it needs to be", call=combine_qkv, q_num_tokens=-2)
+    sliced = (METADATA[0], METADATA[1].get_slice(0))
+    refuse(r"metadata.seq_len has shape \[7\]; it needs \[4, S\]", metadata=sliced)

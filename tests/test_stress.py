@@ -1,0 +1,24 @@
+"""Random programs from several threads, some failing on purpose: the short form of stress.py."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+STRESS = pathlib.Path(__file__).with_name("stress.py")
+
+
+def test_random_programs():
+    """In a process of its own, which a hang or a crash cannot take along."""
+    done = subprocess.run(
+        [sys.executable, str(STRESS), "--programs=40", "--structures=6", "--hang=60"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    numbers = re.search(r"(\d+) failures provoked, (\d+) seen, (\d+) mismatches", done.stdout)
+    assert numbers is not None
+    provoked, seen, mismatches = map(int, numbers.groups())
+    assert provoked == seen > 0
+    assert mismatches == 0
