@@ -57,7 +57,7 @@ def axes_of(array):
 # ---- Under plain jit, on a shuffled mesh (tp, cp): each place on tp is a group of its own.
 
 
-def tp_mesh(kind=AxisType.Auto):
+def tp_mesh(kind: Any = AxisType.Auto):
     return permuted_mesh((2, W), ("tp", AXIS), kind)
 
 
@@ -143,6 +143,18 @@ def test_explicit_axes_show_in_the_types(is_set):
     assert all(axes_of(kind) == (AXIS, "tp") for kind in types)
 
 
+@pytest.mark.parametrize("ranks", [AxisType.Auto, AxisType.Explicit])
+def test_axes_of_both_kinds(ranks):
+    """Types show the explicit ones alone; features over an automatic one beside it are gathered."""
+    other = AxisType.Auto if ranks == AxisType.Explicit else AxisType.Explicit
+    mesh = tp_mesh((other, ranks))
+    x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
+    results = jax.jit(moves_and_gradients)(x, y, METADATA)
+    check_all_ranks(results)
+    if other == AxisType.Explicit:
+        check_split(results)
+
+
 def test_two_axes_are_one_axis_of_ranks():
     """Rank = place on the first of `axis_name`, then on the second, wherever they stand."""
     names = ("data", "pod")
@@ -160,32 +172,49 @@ def test_one_device_holds_all_ranks():
     check_all_ranks(jax.jit(moves_and_gradients)(x, y, METADATA))
 
 
-def test_vmap_makes_one_call_with_wider_rows():
-    x = integers(3, W * T, F)
-    for kind in AxisType.Auto, AxisType.Explicit:
-        placed = jax.device_put(x, NamedSharding(tp_mesh(kind), P(None, AXIS, "tp")))
-        move = lambda x: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY)
-        run = jax.jit(jax.vmap(move)).lower(placed).compile()
-        text = str(run.as_text())
-        assert text.count('custom_call_target="jax_cp_dispatch.dispatch"') == 1
-        got = np.asarray(run(placed)).reshape(3, W, CAPACITY, F)
-        for b in range(3):
-            np.testing.assert_array_equal(got[b], dispatched(PLAN, x[b].reshape(W, T, F), CAPACITY))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_vmap(kind):
+    """With one plan it is one call with wider rows; a plan for each example makes a loop."""
+    x, plans = integers(2, W * T, F), [PLAN, random_plan(np.random.default_rng(6), W, S, T, 2)]
+    metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
+    placed = jax.device_put(x, NamedSharding(tp_mesh(kind), P(None, AXIS, "tp")))
+
+    def move(x, metadata):
+        return dispatch(x, metadata, axis_name=AXIS, capacity=CAPACITY)
+
+    shared = jax.jit(jax.vmap(move, in_axes=(0, None))).lower(placed, METADATA).compile()
+    text = str(shared.as_text())
+    assert text.count('custom_call_target="jax_cp_dispatch.dispatch"') == 1
+    all_shared = shared(placed, METADATA)
+    all_own = jax.jit(jax.vmap(move))(placed, metadata)
+    for b, plan in enumerate(plans):
+        rows = x[b].reshape(W, T, F)
+        got = np.asarray(all_shared)[b].reshape(W, CAPACITY, F)
+        np.testing.assert_array_equal(got, dispatched(PLAN, rows, CAPACITY))
+        got = np.asarray(all_own)[b].reshape(W, CAPACITY, F)
+        np.testing.assert_array_equal(got, dispatched(plan, rows, CAPACITY))
 
 
-def test_donated_storage_is_written_in_place():
-    for kind in AxisType.Auto, AxisType.Explicit:
-        split = NamedSharding(tp_mesh(kind), P(AXIS, "tp"))
-        x = jax.device_put(X, split)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_donated_storage_is_written_in_place(kind):
+    """And brought to where the rows are, where it lies elsewhere."""
+    mesh = tp_mesh(kind)
+    x = jax.device_put(X, NamedSharding(mesh, P(AXIS, "tp")))
+    places = lambda a: [s.data.unsafe_buffer_pointer() for s in a.addressable_shards]
+
+    def move(x, out):
+        return dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY, out=out)
+
+    for spec, donated in (P(AXIS, "tp"), 1), (P(AXIS), ()):
         # Made by XLA: a device array that shares memory with NumPy could not be donated.
+        split = NamedSharding(mesh, spec)
         storage = jax.jit(lambda: jnp.full(Y.shape, jnp.nan), out_shardings=split)()
-        places = lambda a: [s.data.unsafe_buffer_pointer() for s in a.addressable_shards]
         before = places(storage)
-        move = lambda x, out: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY, out=out)
-        got = jax.jit(move, donate_argnums=1)(x, storage)
+        got = jax.jit(move, donate_argnums=donated)(x, storage)
         expected = dispatched(PLAN, X.reshape(W, T, F), CAPACITY)
         np.testing.assert_array_equal(got, expected.reshape(Y.shape))
-        assert places(got) == before
+        assert axes_of(got) == (AXIS, "tp")
+        assert (places(got) == before) == bool(donated)
 
 
 # ---- Partly manual: some axes inside a shard_map, others outside of it.
@@ -256,12 +285,16 @@ def test_branches_and_loops():
         step = lambda carry: (carry[0] - 1, bring(send(carry[1])))
         return branch, jax.lax.while_loop(lambda carry: carry[0] > 0, step, (steps, x))[1]
 
-    run = jax.jit(run)
-    per_rank = lambda a: a.reshape(W, -1, F)
-    for flag, steps in (True, 3), (False, 0):
-        for kind in AxisType.Auto, AxisType.Explicit:
-            placed = jax.device_put((X, Y), NamedSharding(tp_mesh(kind), P(AXIS, "tp")))
-            branch, loop = run(*placed, flag, steps)
+    inside = jax.shard_map(
+        run, mesh=tp_mesh(), in_specs=(P(AXIS), P(AXIS), P(), P()), out_specs=P(AXIS)
+    )
+    explicit = jax.device_put((X, Y), NamedSharding(tp_mesh(AxisType.Explicit), P(AXIS, "tp")))
+    automatic = jax.device_put((X, Y), NamedSharding(tp_mesh(), P(AXIS, "tp")))
+    per_rank = lambda a: np.reshape(a, (W, -1, F))
+    for fn, placed in (run, automatic), (run, explicit), (inside, automatic):
+        compiled = jax.jit(fn)
+        for flag, steps in (True, 3), (False, 0):
+            branch, loop = compiled(*placed, flag, steps)
             sent = 2 * per_rank(X) if flag else combined(PLAN, per_rank(Y), T)
             np.testing.assert_array_equal(per_rank(branch), dispatched(PLAN, sent, CAPACITY))
             expected = per_rank(X)

@@ -51,30 +51,24 @@ def all_ranks(tree):
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
 
 
-@pytest.mark.parametrize("implementation", ["in_process", "xla"])
-def test_same_as_two_calls(implementation):
-    options = {"axis_name": AXIS, "implementation": implementation}
-
+def test_same_as_two_calls():
     def together(q, kv, q_back, kv_back, mq, mkv):
-        there = dispatch_qkv(q, kv, mq, mkv, **SEND, implementation=implementation)
-        home = combine_qkv(q_back, kv_back, mq, mkv, **BRING, implementation=implementation)
-        return there, home
+        there = dispatch_qkv(q, kv, mq, mkv, **SEND)
+        return there, combine_qkv(q_back, kv_back, mq, mkv, **BRING)
 
     def apart(q, kv, q_back, kv_back, mq, mkv):
-        q = dispatch(q, mq, capacity=Q_ROWS, **options)
-        kv = dispatch(kv, mkv, capacity=KV_ROWS, **options)
-        q_back = combine(q_back, mq, num_tokens=TQ, **options)
-        return (q, kv), (q_back, combine(kv_back, mkv, num_tokens=TKV, **options))
+        q = dispatch(q, mq, axis_name=AXIS, capacity=Q_ROWS)
+        kv = dispatch(kv, mkv, axis_name=AXIS, capacity=KV_ROWS)
+        q_back = combine(q_back, mq, axis_name=AXIS, num_tokens=TQ)
+        kv_back = combine(kv_back, mkv, axis_name=AXIS, num_tokens=TKV)
+        return (q, kv), (q_back, kv_back)
 
     x = tokens(TQ, TKV, seed=1, dtype=jnp.bfloat16)
     y = tokens(Q_ROWS, KV_ROWS, seed=2, dtype=jnp.bfloat16)
-    run = on_ranks(together, mesh_of(W, [2, 0, 3, 1]))
-    got = run(*x, *y, *METADATA)
-    expect_equal(got, (sent(*x), brought(*y)))
-    expect_equal(got, on_ranks(apart, mesh_of(W))(*x, *y, *METADATA))
-    num_exchanges = 2 if implementation == "in_process" else 0
-    text = run.lower(*x, *y, *METADATA).as_text()
-    assert text.count("custom_call @jax_cp_dispatch") == num_exchanges
+    for fn, num_exchanges in (together, 2), (apart, 4):
+        lowered = on_ranks(fn, mesh_of(W, [2, 0, 3, 1])).lower(*x, *y, *METADATA)
+        assert lowered.as_text().count("custom_call @jax_cp_dispatch") == num_exchanges
+        expect_equal(lowered.compile()(*x, *y, *METADATA), (sent(*x), brought(*y)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The native core, without XLA and Python, on its own and under the compiler's sanitizers."""
 
+import concurrent.futures
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -10,34 +12,63 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 # Seconds; a test that hangs has found a deadlock.
 LIMIT = 120
+# Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
+NUM_PROGRAMS = 25
+
+TESTS = ("test_transport", "test_buffers", "stress")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def compile_and_run(sources, program, *options):
-    command = [COMPILER, "-std=c++17", "-g1", *options, f"-I{ROOT / 'csrc'}", *sources]
-    subprocess.run([*command, "-pthread", "-ldl", "-o", program], check=True, timeout=LIMIT)
-    return subprocess.run([program], capture_output=True, text=True, timeout=LIMIT)
+def compile_(folder, *arguments):
+    command = [COMPILER, "-std=c++17", "-g1", f"-I{ROOT / 'csrc'}", *arguments]
+    subprocess.run(command, check=True, timeout=LIMIT, cwd=folder)
+
+
+def run(program, *arguments):
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT)
 
 
 def require_sanitizer(option, folder):
-    source = folder / "empty.cc"
-    source.write_text("int main() {}\n")
+    (folder / "empty.cc").write_text("int main() {}\n")
     try:
-        works = compile_and_run([source], folder / "empty", option).returncode == 0
+        compile_(folder, option, "empty.cc", "-o", "empty")
+        works = run(folder / "empty").returncode == 0
     except subprocess.CalledProcessError:
         works = False
     if not works:
         pytest.skip(f"{COMPILER} or this system does not support {option}")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("sanitizer", [None, "thread", "address,undefined"])
-def test_native_core(sanitizer, tmp_path):
+@pytest.fixture(scope="module", params=[None, "thread", "address,undefined"])
+def programs(request, tmp_path_factory):
+    """The folder where the programs of tests/native are, in one build."""
+    folder = tmp_path_factory.mktemp("native")
     options = []
-    if sanitizer is not None:
-        options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-        require_sanitizer(options[0], tmp_path)
+    if request.param is not None:
+        options = [f"-fsanitize={request.param}", "-fno-sanitize-recover=all"]
+        require_sanitizer(options[0], folder)
     core = [*(ROOT / "csrc/transport").glob("*.cc"), *(ROOT / "csrc/dispatch").glob("*.cc")]
-    test = ROOT / "tests/native/test_transport.cc"
-    ran = compile_and_run([*core, test], tmp_path / "test_transport", *options)
+    tests = [ROOT / f"tests/native/{name}.cc" for name in TESTS]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source: compile_(folder, *options, "-c", source), core + tests))
+    objects = [source.with_suffix(".o").name for source in core]
+    for test in tests:
+        arguments = [test.with_suffix(".o").name, *objects, "-pthread", "-ldl", "-o", test.stem]
+        compile_(folder, *options, *arguments)
+    return folder
+
+
+@pytest.mark.parametrize("name", TESTS[:2])
+def test_core(programs, name):
+    ran = run(programs / name)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "ok\n"
+
+
+def test_random_programs(programs):
+    ran = run(programs / "stress", str(NUM_PROGRAMS))
+    assert ran.returncode == 0, ran.stderr
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) ([^,;:]+)", ran.stdout)}
+    assert counts["programs"] == NUM_PROGRAMS
+    assert min(counts.values()) > 0, counts  # every kind of fault came up

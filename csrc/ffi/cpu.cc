@@ -315,7 +315,9 @@ ffi::Future Move(Direction direction, ffi::ThreadPool pool, CallSite* site, ffi:
     InProcessTransport().Refuse(exchange, usable, CompleteWith(std::move(promise), nullptr));
     return future;
   }
-  const int num_helpers = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
+  // Asked once: the answer is read from a file each time.
+  static const int num_helpers =
+      std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
   InProcessTransport().Join(
       exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
       num_helpers, [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });

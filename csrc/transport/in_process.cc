@@ -23,6 +23,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How long after a failure its ranks are told; see CompleteEach.
+constexpr std::chrono::milliseconds kGrace{100};
+
 struct Rendezvous {
   std::string op;
   std::chrono::milliseconds deadline;
@@ -107,9 +110,11 @@ class InProcess final : public Transport {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto failed = failed_runs_.find(exchange.key.run_id);
       if (failed != failed_runs_.end()) {
+        std::vector<Completion> late;
+        late.push_back(std::move(completion));
         const Status failure = failed->second.status;
         lock.unlock();
-        completion(failure);
+        CompleteEach(std::move(late), failure);
         return;
       }
       meeting = FindOrOpen(exchange);
@@ -140,11 +145,13 @@ class InProcess final : public Transport {
       std::unique_lock<std::mutex> lock(mutex_);
       auto waiting = FailRun(exchange.key.run_id, planned, exchange.deadline);
       lock.unlock();
+      for (Completion& own : meeting->completions) waiting.push_back(std::move(own));
       CompleteEach(std::move(waiting), planned);
+      return;
     }
-    const int64_t num_tasks = planned.ok() ? meeting->work.num_tasks : 0;
+    const int64_t num_tasks = meeting->work.num_tasks;
     if (num_tasks == 0) {
-      CompleteAll(*meeting, planned, rank);
+      CompleteAll(*meeting, rank);
       return;
     }
     meeting->num_open_tasks = num_tasks;
@@ -210,23 +217,29 @@ class InProcess final : public Transport {
     return waiting;
   }
 
+  // A failure never comes before its rank has returned, and a little later: XLA abandons the rest
+  // of a rank's program, also a collective that needs nothing of ours, in which other ranks may
+  // wait already and, without this one, would for ever. Until then the rank gets to what is ready.
   void CompleteEach(std::vector<Completion> completions, const Status& status) {
     for (Completion& completion : completions) {
-      pool_.Run([completion = std::move(completion), status] { completion(status); });
+      pool_.Run([completion = std::move(completion), status] {
+        if (!status.ok()) std::this_thread::sleep_for(kGrace);
+        completion(status);
+      });
     }
   }
 
   // A completion runs the rest of a rank's program, which may wait for another rank's: each on its
   // own thread, and the caller's own rank (if any) last, inline.
-  void CompleteAll(Rendezvous& meeting, const Status& status, int self) {
+  void CompleteAll(Rendezvous& meeting, int self) {
     Completion own;
     if (self >= 0) own = std::exchange(meeting.completions[self], nullptr);
     std::vector<Completion> others;
     for (Completion& completion : meeting.completions) {
       if (completion) others.push_back(std::exchange(completion, nullptr));
     }
-    CompleteEach(std::move(others), status);
-    if (own) own(status);
+    CompleteEach(std::move(others), Status::Ok());
+    if (own) own(Status::Ok());
   }
 
   void Work(Rendezvous& meeting, int self) {
@@ -237,7 +250,7 @@ class InProcess final : public Transport {
     }
     // Whoever closes the last task sees every other thread's copies (acquire-release).
     if (num_done > 0 && meeting.num_open_tasks.fetch_sub(num_done) == num_done) {
-      CompleteAll(meeting, Status::Ok(), self);
+      CompleteAll(meeting, self);
     }
   }
 

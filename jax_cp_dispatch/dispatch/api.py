@@ -56,7 +56,9 @@ def dispatch(
         then fail too, in every group. What cannot be caught: a group whose exchanges were over
         before, and that goes on to a collective of XLA with the failed group, waits there until
         XLA ends the process; on CPU `ppermute` over the ranks' own axis is such a collective.
-        With `implementation="xla"` a plan that does not fit fills floating results with NaN.
+        Not with `implementation="xla"`, nor where one device holds all ranks: there a plan that
+        does not fit fills floating results with NaN. A plan is not looked at where the result has
+        no elements.
     """
     pieces = [outgoing("dispatch", "x", "", x, metadata, capacity, buffer, out)]
     return move("dispatch", pieces, axis_name, mesh, implementation, deadline)[0]

@@ -154,7 +154,7 @@ def move(
         bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
     else:
         bind = functools.partial(combine_p.bind, parts=tuple(parts), dtypes=tuple(dtypes))
-    moved = _run(bind, call, place, fields, arrays + storage) if parts else []
+    moved = _run(bind, call, place, fields, arrays, storage) if parts else []
     return _results(pieces, moved, num_ranks if place.is_global else 1)
 
 
@@ -175,9 +175,10 @@ def _with_rows(array: Array, num_rows: int) -> Array:
     return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
 
 
-def _run(bind, call: Call, place: Place, fields, arrays) -> list[Array]:
+def _run(bind, call: Call, place: Place, fields, arrays, storage) -> list[Array]:
+    arrays = arrays + storage
     if place.is_global or place.open_axes:
-        arrays = place_arrays(place, call.axis_names, arrays)
+        arrays = place_arrays(place, call.axis_names, arrays, len(storage))
         call = call._replace(is_global=place.is_global, open_axes=place.open_axes)
     else:
         call = call.on_one_rank(place.mesh)

@@ -88,8 +88,12 @@ def _find_mesh(names, mesh, around, arrays) -> Any:
     return None if around.empty else around
 
 
-def place_arrays(place: Place, names: tuple[str, ...], arrays: list[Any]) -> list[Any]:
+def place_arrays(
+    place: Place, names: tuple[str, ...], arrays: list[Any], num_storage: int
+) -> list[Any]:
     """Brings global arrays to where the devices take them from; it is free where they lie there.
+
+    The last `num_storage` arrays go where the first ones are.
 
     Dimensions behind the rows stay sharded as their type tells, or, over automatic axes, as they
     are.
@@ -99,11 +103,11 @@ def place_arrays(place: Place, names: tuple[str, ...], arrays: list[Any]) -> lis
     if place.open_axes:
         if all(kind != AxisType.Explicit for kind in place.mesh.axis_types):
             return arrays
-        move = jax.sharding.reshard if is_traced(arrays) else jax.device_put
-        specs = _row_specs(names, arrays, place.open_axes, place.is_global)
-        return [
-            move(x, NamedSharding(place.mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
-        ]
+        specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
+        move = (
+            _retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
+        )
+        return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     # The partitioner asks for the same; this tells it the mesh where no argument lies on one.
     free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
     constrain = jax.lax.with_sharding_constraint
@@ -122,11 +126,21 @@ def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], b
     return P(rows, *(tuple(filter(is_free, axes_of(entry))) or None for entry in spec[1:num_dims]))
 
 
-def _row_specs(names, arrays, open_axes, is_global) -> list[P]:
+def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
     """How arrays are split over the axes that a `shard_map` of ours opens."""
     is_free = lambda axis: axis in open_axes and axis not in names
     rows = names if is_global else None
-    return [row_spec(jax.typeof(x).sharding, x.ndim, rows, is_free) for x in arrays]
+    first = arrays[: len(arrays) - num_storage]
+    specs = [row_spec(jax.typeof(x).sharding, x.ndim, rows, is_free) for x in first]
+    return specs + specs[:num_storage]
+
+
+def _retype(x: Any, mesh: Any, spec: P) -> Any:
+    """Splits an array over the explicit axes of `spec`; types tell nothing of the others."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    typed = lambda entry: tuple(a for a in axes_of(entry) if kinds[a] == AxisType.Explicit) or None
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*map(typed, spec))))
 
 
 def on_every_device(
@@ -146,13 +160,13 @@ def on_every_device(
     """
     fields, arrays = operands[:num_fields], operands[num_fields:]
     field_spec = P(names) if is_global else P()
-    specs = _row_specs(names, arrays, open_axes, is_global)
+    specs = _row_specs(names, arrays, open_axes, is_global, len(arrays) - num_results)
     around = jax.sharding.get_abstract_mesh()
     is_around = all(name in around.axis_names for name in open_axes)
     mesh = around if is_around else jax.typeof(arrays[0]).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         # Here, not before the call: without jit they may lie on one device, beside traced arrays.
-        fields = [jax.sharding.reshard(x, NamedSharding(mesh, field_spec)) for x in fields]
+        fields = [_retype(x, mesh, field_spec) for x in fields]
     mapped = jax.shard_map(
         lambda *operands: fn(*operands),
         mesh=None if is_around else mesh,

@@ -204,7 +204,7 @@ void ARefusedRankFailsTheExecution() {
 
 // Busy threads are never waited for; idle ones work again, and end when there is nothing to do.
 void ThePoolGrowsAndShrinks() {
-  auto* pool = new CompletionPool(milliseconds(300));  // its threads may outlive this function
+  static auto* pool = new CompletionPool(milliseconds(300));  // its threads may outlive this
   for (int round = 0; round < 20; ++round) {
     constexpr int kTasks = 6;
     std::atomic<int> num_left{kTasks};

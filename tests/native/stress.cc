@@ -1,0 +1,377 @@
+// Random programs against a scalar oracle: every byte is checked, failures must reach every rank,
+// and nothing may hang. `stress [programs] [seed]` prints counts.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "dispatch/dispatch.h"
+#include "ranks.h"
+
+namespace cpd {
+namespace {
+
+using Rng = std::mt19937;
+using std::chrono::milliseconds;
+
+constexpr int32_t kPoison = 0x5a5a5a5a;
+
+int64_t Draw(Rng& rng, int64_t low, int64_t high) {  // both included
+  return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
+}
+
+// One row of metadata in one of the types that a program may bring.
+struct Integers {
+  std::vector<int64_t> values;
+  std::vector<char> bytes;
+  IntType type = IntType::kI32;
+
+  IntArray View(Rng& rng, bool is_signed) {
+    constexpr IntType kTypes[] = {IntType::kI32, IntType::kI64, IntType::kU32, IntType::kU64};
+    type = kTypes[Draw(rng, 0, is_signed ? 1 : 3)];
+    const bool is_wide = type == IntType::kI64 || type == IntType::kU64;
+    const size_t width = is_wide ? 8 : 4;
+    bytes.resize(std::max<size_t>(1, values.size()) * width);
+    for (size_t i = 0; i < values.size(); ++i) {  // little endian
+      std::memcpy(&bytes[i * width], &values[i], width);
+    }
+    return {bytes.data(), type};
+  }
+};
+
+// One rank's share of one part, with what it must hold after the exchange.
+struct RankPart {
+  Integers dst_rank, dst_offset, seq_len, src_offset, num_recv;
+  IntArray dst_rank_view, dst_offset_view, seq_len_view, src_offset_view, num_recv_view;
+  std::vector<std::vector<int32_t>> tokens, buffers, expected;  // per array
+};
+
+struct Part {
+  int64_t num_slots, num_replicas, num_tokens, capacity;
+  std::vector<int64_t> row_elements;  // per array
+  std::vector<RankPart> ranks;
+};
+
+// One call of one group.
+struct Call {
+  bool is_dispatch;
+  std::vector<Part> parts;
+};
+
+void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
+  part->num_slots = Draw(rng, 0, 5);
+  part->num_replicas = Draw(rng, 1, 3);
+  part->num_tokens = Draw(rng, 1, 40);
+  part->ranks.resize(num_ranks);
+  const bool has_src_offset = Draw(rng, 0, 1);
+  std::vector<int64_t> filled(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) part->ranks[r].num_recv.values.assign(num_ranks + 1, 0);
+  for (int r = 0; r < num_ranks; ++r) {
+    RankPart& mine = part->ranks[r];
+    int64_t next = 0;
+    for (int64_t slot = 0; slot < part->num_slots; ++slot) {
+      const int64_t start = has_src_offset ? Draw(rng, 0, part->num_tokens) : next;
+      const int64_t length = Draw(rng, 0, part->num_tokens - start);
+      next += length;
+      mine.seq_len.values.push_back(length);
+      mine.src_offset.values.push_back(start);
+      for (int64_t c = 0; c < part->num_replicas; ++c) {
+        const int64_t dst = Draw(rng, -1, num_ranks - 1);
+        mine.dst_rank.values.push_back(dst);
+        if (dst < 0) {
+          mine.dst_offset.values.push_back(0);
+          continue;
+        }
+        filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows that nobody writes
+        mine.dst_offset.values.push_back(filled[dst]);
+        filled[dst] += length;
+        part->ranks[dst].num_recv.values[r] += length;
+        part->ranks[dst].num_recv.values[num_ranks] += length;
+      }
+    }
+  }
+  part->capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 0, 8);
+  for (RankPart& mine : part->ranks) {
+    mine.dst_rank_view = mine.dst_rank.View(rng, true);
+    mine.dst_offset_view = mine.dst_offset.View(rng, false);
+    mine.seq_len_view = mine.seq_len.View(rng, false);
+    if (has_src_offset) mine.src_offset_view = mine.src_offset.View(rng, false);
+    mine.num_recv_view = mine.num_recv.View(rng, false);
+  }
+}
+
+// The definition of both operations, an element at a time.
+void Expect(bool is_dispatch, Part* part) {
+  for (size_t a = 0; a < part->row_elements.size(); ++a) {
+    const int64_t width = part->row_elements[a];
+    for (size_t src = 0; src < part->ranks.size(); ++src) {
+      RankPart& mine = part->ranks[src];
+      for (int64_t slot = 0; slot < part->num_slots; ++slot) {
+        for (int64_t c = 0; c < part->num_replicas; ++c) {
+          const int64_t at = slot * part->num_replicas + c;
+          if (mine.dst_rank.values[at] < 0) continue;
+          RankPart& theirs = part->ranks[mine.dst_rank.values[at]];
+          const int64_t home = mine.src_offset.values[slot] * width;
+          const int64_t away = mine.dst_offset.values[at] * width;
+          for (int64_t i = 0; i < mine.seq_len.values[slot] * width; ++i) {
+            if (is_dispatch) {
+              theirs.expected[a][away + i] = mine.tokens[a][home + i];
+            } else {
+              mine.expected[a][home + i] += theirs.buffers[a][away + i];
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+Call DrawCall(Rng& rng, int num_ranks) {
+  Call call;
+  call.is_dispatch = Draw(rng, 0, 1);
+  call.parts.resize(Draw(rng, 1, 2));
+  for (Part& part : call.parts) {
+    DrawMetadata(rng, num_ranks, &part);
+    const int64_t num_arrays = Draw(rng, 1, 2);
+    for (int64_t a = 0; a < num_arrays; ++a) {
+      part.row_elements.push_back(Draw(rng, 0, 20) == 0 ? 2048 : Draw(rng, 1, 50));
+    }
+    for (RankPart& mine : part.ranks) {
+      for (const int64_t width : part.row_elements) {
+        mine.tokens.emplace_back(part.num_tokens * width);
+        mine.buffers.emplace_back(part.capacity * width);
+        auto& in = call.is_dispatch ? mine.tokens.back() : mine.buffers.back();
+        auto& out = call.is_dispatch ? mine.buffers.back() : mine.tokens.back();
+        for (int32_t& element : in) element = static_cast<int32_t>(Draw(rng, -1000000, 1000000));
+        mine.expected.emplace_back(out.size());
+      }
+    }
+    Expect(call.is_dispatch, &part);
+  }
+  return call;
+}
+
+enum class Fault { kNone, kBadPlan, kMissing, kRefused };
+
+struct Program {
+  int64_t run_id;
+  int num_ranks, num_groups, num_rounds;
+  bool waits_for_each;  // else all calls of a round are open at a time
+  milliseconds deadline;
+  std::vector<std::vector<Call>> calls;  // [group][call]
+  Fault fault;
+  int fault_rank, fault_group, fault_call, fault_round;
+};
+
+struct Counts {
+  std::atomic<int64_t> num_ok{0}, num_failed{0}, num_bytes{0};
+};
+
+class Rank {
+ public:
+  Rank(Program& program, int group, int rank, uint32_t seed, Counts& counts)
+      : program_(program),
+        group_(group),
+        rank_(rank),
+        rng_(seed),
+        helpers_(seed),
+        counts_(counts) {}
+
+  void Run() {
+    const size_t num_calls = program_.calls[group_].size();
+    for (int round = 0; round < program_.num_rounds; ++round) {
+      for (size_t c = 0; c < num_calls; ++c) {
+        if (Draw(rng_, 0, 1)) {
+          std::this_thread::sleep_for(std::chrono::microseconds(Draw(rng_, 0, 400)));
+        }
+        const bool is_faulty = program_.fault_rank == rank_ && program_.fault_group == group_ &&
+                               program_.fault_call == static_cast<int>(c) &&
+                               program_.fault_round == round;
+        if (is_faulty && program_.fault == Fault::kMissing) {
+          Finish();
+          return;
+        }
+        Start(round, c, is_faulty);
+        if (program_.waits_for_each && !Finish()) return;
+      }
+      if (!Finish()) return;
+    }
+  }
+
+ private:
+  struct Open {
+    int round;
+    size_t call;
+    std::future<Status> status;
+  };
+
+  void Start(int round, size_t c, bool is_faulty) {
+    Call& call = program_.calls[group_][c];
+    Exchange exchange{call.is_dispatch ? "dispatch" : "combine",
+                      {program_.run_id, static_cast<int64_t>(c), group_},
+                      program_.num_ranks,
+                      program_.deadline,
+                      {}};
+    exchange.planner = [&call](const auto& ranks, WorkList* work) {
+      return call.is_dispatch ? PlanDispatch("stress", ranks, work)
+                              : PlanCombine("stress", ranks, work);
+    };
+    auto mine = std::make_unique<DispatchContribution>();
+    for (Part& part : call.parts) mine->parts.push_back(Bring(call, part));
+    if (is_faulty && program_.fault == Fault::kRefused) {
+      open_.push_back({round, c, Refuse(exchange, Status::Invalid("no such buffer"))});
+      return;
+    }
+    if (is_faulty && program_.fault == Fault::kBadPlan) {
+      mine->parts[0].num_recv = {too_many_.data(), IntType::kI64};
+    }
+    open_.push_back({round, c, Join(exchange, rank_, std::move(mine), std::ref(helpers_))});
+  }
+
+  DispatchPart Bring(const Call& call, Part& part) {
+    RankPart& mine = part.ranks[rank_];
+    DispatchPart brought;
+    for (size_t a = 0; a < part.row_elements.size(); ++a) {
+      auto& out = call.is_dispatch ? mine.buffers[a] : mine.tokens[a];
+      std::fill(out.begin(), out.end(), kPoison);
+      const int64_t row_bytes = part.row_elements[a] * 4;
+      brought.tokens.push_back(
+          {reinterpret_cast<char*>(mine.tokens[a].data()), part.num_tokens, row_bytes});
+      brought.buffers.push_back(
+          {reinterpret_cast<char*>(mine.buffers[a].data()), part.capacity, row_bytes});
+      brought.types.push_back({DataType::kI32, DataType::kI32});
+    }
+    brought.num_slots = part.num_slots;
+    brought.num_replicas = part.num_replicas;
+    brought.dst_rank = mine.dst_rank_view;
+    brought.dst_offset = mine.dst_offset_view;
+    brought.seq_len = mine.seq_len_view;
+    brought.src_offset = mine.src_offset_view;
+    brought.num_recv = mine.num_recv_view;
+    return brought;
+  }
+
+  // Waits for what is open; false when something failed, and then the program ends here.
+  bool Finish() {
+    bool all_ok = true;
+    for (Open& open : open_) {
+      const Status status = open.status.get();
+      (status.ok() ? counts_.num_ok : counts_.num_failed) += 1;
+      all_ok = all_ok && status.ok();
+      if (status.ok()) {
+        CHECK(!MustFail(open));
+        Compare(program_.calls[group_][open.call]);
+        continue;
+      }
+      CheckUntouched(program_.calls[group_][open.call]);
+      switch (program_.fault) {
+        case Fault::kNone:
+          CHECK(Contains(status, "(none should fail)"));
+          break;
+        case Fault::kBadPlan:
+          CHECK(Contains(status, "would receive 1048576 tokens but capacity is"));
+          break;
+        case Fault::kMissing:
+          CHECK(Contains(status, "ms passed"));
+          break;
+        case Fault::kRefused:
+          CHECK(Contains(status, "no such buffer"));
+      }
+    }
+    open_.clear();
+    return all_ok;
+  }
+
+  bool MustFail(const Open& open) const {
+    return program_.fault != Fault::kNone && group_ == program_.fault_group &&
+           open.round == program_.fault_round && static_cast<int>(open.call) == program_.fault_call;
+  }
+
+  void Compare(const Call& call) {
+    for (const Part& part : call.parts) {
+      const RankPart& mine = part.ranks[rank_];
+      const auto& out = call.is_dispatch ? mine.buffers : mine.tokens;
+      CHECK(out == mine.expected);
+      for (const auto& array : out) counts_.num_bytes += static_cast<int64_t>(array.size()) * 4;
+    }
+  }
+
+  // A failed call has moved nothing.
+  void CheckUntouched(const Call& call) {
+    for (const Part& part : call.parts) {
+      const RankPart& mine = part.ranks[rank_];
+      for (const auto& array : call.is_dispatch ? mine.buffers : mine.tokens) {
+        for (const int32_t element : array) CHECK(element == kPoison);
+      }
+    }
+  }
+
+  Program& program_;
+  const int group_, rank_;
+  Rng rng_;
+  std::vector<int64_t> too_many_ = std::vector<int64_t>(17, 1 << 20);
+  std::vector<Open> open_;
+  Helpers helpers_;
+  Counts& counts_;
+};
+
+Program DrawProgram(Rng& rng, int64_t run_id) {
+  Program program;
+  program.run_id = run_id;
+  program.num_ranks = static_cast<int>(Draw(rng, 1, 16));
+  program.num_groups = static_cast<int>(Draw(rng, 1, program.num_ranks > 8 ? 1 : 3));
+  program.num_rounds = static_cast<int>(Draw(rng, 1, 4));
+  program.waits_for_each = Draw(rng, 0, 1);
+  const int num_calls = static_cast<int>(Draw(rng, 1, 5));
+  program.calls.resize(program.num_groups);
+  for (auto& calls : program.calls) {
+    for (int c = 0; c < num_calls; ++c) calls.push_back(DrawCall(rng, program.num_ranks));
+  }
+  program.fault = Draw(rng, 0, 3) == 0 ? static_cast<Fault>(Draw(rng, 1, 3)) : Fault::kNone;
+  // A rank alone cannot be missed.
+  if (program.fault == Fault::kMissing && program.num_ranks == 1) program.fault = Fault::kNone;
+  program.deadline = milliseconds(program.fault == Fault::kMissing ? Draw(rng, 1, 60) : 60000);
+  program.fault_rank = static_cast<int>(Draw(rng, 0, program.num_ranks - 1));
+  program.fault_group = static_cast<int>(Draw(rng, 0, program.num_groups - 1));
+  program.fault_call = static_cast<int>(Draw(rng, 0, num_calls - 1));
+  program.fault_round = static_cast<int>(Draw(rng, 0, program.num_rounds - 1));
+  return program;
+}
+
+void Run(Program& program, uint32_t seed, Counts& counts) {
+  std::vector<std::future<void>> ranks;
+  for (int group = 0; group < program.num_groups; ++group) {
+    for (int rank = 0; rank < program.num_ranks; ++rank) {
+      ranks.push_back(std::async(std::launch::async, [&, group, rank] {
+        Rank(program, group, rank, seed + group * 16 + rank, counts).Run();
+      }));
+    }
+  }
+  for (auto& rank : ranks) {
+    if (rank.wait_for(std::chrono::seconds(100)) == std::future_status::ready) continue;
+    std::fprintf(stderr, "program %lld hangs\n", static_cast<long long>(program.run_id));
+    std::_Exit(1);
+  }
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main(int num_arguments, char** arguments) {
+  const int num_programs = num_arguments > 1 ? std::atoi(arguments[1]) : 2000;
+  const int seed = num_arguments > 2 ? std::atoi(arguments[2]) : 0;
+  cpd::Counts counts;
+  int num_with_fault[4] = {};
+  for (int i = 0; i < num_programs; ++i) {
+    cpd::Rng rng(static_cast<uint32_t>(seed + i));
+    cpd::Program program = cpd::DrawProgram(rng, i + 1);
+    ++num_with_fault[static_cast<int>(program.fault)];
+    cpd::Run(program, rng(), counts);
+  }
+  std::printf(
+      "%d programs: %d without a fault, %d with a bad plan, %d with a missing rank, %d refused; "
+      "%lld calls of a rank done, %lld failed; %lld bytes right\n",
+      num_programs, num_with_fault[0], num_with_fault[1], num_with_fault[2], num_with_fault[3],
+      static_cast<long long>(counts.num_ok), static_cast<long long>(counts.num_failed),
+      static_cast<long long>(counts.num_bytes));
+}

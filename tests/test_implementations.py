@@ -1,0 +1,300 @@
+"""Every implementation of movement: the same bits, the same gradients, the same plans refused."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch import Metadata, available_implementations, combine, dispatch
+from jax_cp_dispatch.dispatch import implementations
+
+W, S, T = 4, 5, 8
+MESH_ORDER = [2, 0, 3, 1]
+
+SUMMABLE = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SUMMABLE += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
+FLOAT8 = ["e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"]
+FLOAT8 = [f"float8_{kind}" for kind in FLOAT8]
+
+
+@pytest.fixture(params=["in_process", "xla"])
+def implementation(request):
+    return request.param
+
+
+def plan_of(kind, seed=0) -> dict[str, Any]:
+    plan = random_plan(np.random.default_rng(seed), W, S, T, 3 if kind != "one replica" else 1)
+    if kind == "rows named twice":
+        last = T - plan["seq_len"].astype(np.int64)
+        plan["src_offset"] = np.random.default_rng(1).integers(0, last + 1).astype(np.uint32)
+    return plan
+
+
+def capacity_of(plan):
+    return int(plan["num_total_recv_tokens"].max()) + 2
+
+
+def bits(x):
+    """Compared as bytes, so that NaN and -0.0 count."""
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def random_bits(rng, dtype, *shape):
+    """Elements of any value, NaN of every kind included."""
+    dtype = jnp.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.random(shape) < 0.5
+    return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
+
+
+def small_integers(rng, dtype, *shape):
+    """Whose sums are exact in every type."""
+    return rng.integers(0, 4, shape).astype(jnp.dtype(dtype))
+
+
+@pytest.fixture
+def wide_types():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_every_dtype_travels_bit_for_bit(implementation, wide_types):
+    """In one call: also rows of 1, 3, 7 and 17 bytes, of none, and of several dimensions."""
+    rng = np.random.default_rng(0)
+    plan = plan_of("three replicas")
+    capacity = capacity_of(plan)
+    x = {name: random_bits(rng, name, W, T, 3) for name in ["bool", *SUMMABLE, *FLOAT8]}
+    x |= {f"{n} bytes": random_bits(rng, "uint8", W, T, n) for n in (1, 7, 17)}
+    x |= {"no features": np.zeros((W, T, 0, 4), np.float32)}
+    x |= {"dimensions": random_bits(rng, "float32", W, T, 2, 3), "none": x["int32"][..., 0]}
+
+    def local(x, m):
+        return dispatch(x, m, axis_name=AXIS, capacity=capacity, implementation=implementation)
+
+    got = on_ranks(local, mesh_of(W, MESH_ORDER))(x, Metadata(**plan))
+    for name, rows in x.items():
+        assert got[name].dtype == rows.dtype, name
+        expected = dispatched(plan, rows, capacity)
+        np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
+
+
+def test_every_summable_dtype_comes_home(implementation, wide_types):
+    rng = np.random.default_rng(1)
+    plan = plan_of("three replicas")
+    y = {n: small_integers(rng, n, W, capacity_of(plan), 3) for n in [*SUMMABLE, "float8_e4m3fn"]}
+
+    def local(y, m):
+        return combine(y, m, axis_name=AXIS, num_tokens=T, implementation=implementation)
+
+    got = on_ranks(local, mesh_of(W, MESH_ORDER))(y, Metadata(**plan))
+    for name, rows in y.items():
+        assert got[name].dtype == rows.dtype, name
+        wide = np.complex128 if "complex" in name else np.float64
+        expected = combined(plan, rows, T, wide).astype(rows.dtype)
+        np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
+def test_dtypes_of_less_than_a_byte_are_refused(unchecked_types, dtype):
+    move = lambda x: dispatch(
+        x, Metadata(**plan_of("one replica")), axis_name=AXIS, capacity=9, mesh=mesh_of(W)
+    )
+    with pytest.raises(TypeError, match=f"x has dtype {dtype}, less than a byte per element"):
+        jax.eval_shape(move, jax.ShapeDtypeStruct((W * T, 2), dtype))
+
+
+@pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
+def test_values_and_gradients_are_the_same_bits(kind):
+    """Sums that round: in one order, and once, so that all implementations round alike."""
+    rng = np.random.default_rng(2)
+    plan = plan_of(kind)
+    capacity = capacity_of(plan)
+    draw = lambda rows, dtype: rng.normal(size=(W, rows, 5)).astype(dtype)
+    x = {"wide": draw(T, np.float32), "narrow": draw(T, jnp.bfloat16)}
+    y = {"wide": draw(capacity, np.float32), "narrow": draw(capacity, jnp.bfloat16)}
+    results = {}
+    for name in "in_process", "xla":
+
+        def local(x, y, m, name=name):
+            options: Any = {"axis_name": AXIS, "implementation": name}
+            send = lambda x: dispatch(x, m, capacity=capacity, **options)
+            bring = lambda y: combine(y, m, num_tokens=T, **options)
+            (sent, pull), (home, push) = jax.vjp(send, x), jax.vjp(bring, y)
+            twice = lambda tree: jax.tree.map(lambda a: 2 * a, tree)
+            return sent, home, pull(twice(y))[0], push(twice(x))[0]
+
+        results[name] = on_ranks(local, mesh_of(W, MESH_ORDER))(x, y, Metadata(**plan))
+    for one, other in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+    sent, home, pulled, pushed = results["xla"]
+    for name in x:
+        rounded = lambda a: a.astype(y[name].dtype)  # noqa: B023
+        total = combined(plan, y[name], T, np.float32)
+        np.testing.assert_array_equal(bits(sent[name]), bits(dispatched(plan, x[name], capacity)))
+        np.testing.assert_array_equal(bits(home[name]), bits(rounded(total)))
+        np.testing.assert_array_equal(bits(pulled[name]), bits(rounded(2 * total)))
+        expected = dispatched(plan, rounded(2 * x[name]), capacity)
+        np.testing.assert_array_equal(bits(pushed[name]), bits(expected))
+
+
+def test_on_arrays_of_all_ranks(implementation):
+    """Under plain jit, where features stay on their devices; <dispatch(x), y> = <x, combine(y)>."""
+    rng = np.random.default_rng(3)
+    plan = plan_of("rows named twice")
+    capacity = capacity_of(plan)
+    split = NamedSharding(permuted_mesh((2, W), ("tp", AXIS)), P(AXIS, "tp"))
+    x, y = (rng.integers(-8, 9, (W * rows, 6)).astype(np.float32) for rows in (T, capacity))
+
+    def run(x, y, m):
+        options: Any = {"axis_name": AXIS, "implementation": implementation}
+        send = lambda x: dispatch(x, m, capacity=capacity, **options)
+        sent, pull = jax.vjp(send, x)
+        return sent, combine(y, m, num_tokens=T, **options), pull(2 * y)[0]
+
+    sent, home, pulled = jax.jit(run)(*jax.device_put((x, y), split), Metadata(**plan))
+    by_rank = lambda a: np.asarray(a).reshape(W, -1, 6)
+    np.testing.assert_array_equal(by_rank(sent), dispatched(plan, by_rank(x), capacity))
+    np.testing.assert_array_equal(by_rank(home), combined(plan, by_rank(y), T))
+    np.testing.assert_array_equal(by_rank(pulled), combined(plan, 2 * by_rank(y), T))
+    assert np.vdot(sent, y) == np.vdot(x, home)
+    assert sent.sharding.is_equivalent_to(split, 2)
+
+
+# ---- Plans that do not fit: an error of the native handlers, NaN (or zero) of XLA's collectives.
+
+
+def _a_rank_too_large(plan):
+    plan["dst_rank"][tuple(np.argwhere(plan["seq_len"] > 0)[0])] = W
+
+
+def _too_many_rows(plan):
+    plan["seq_len"][2, S - 1] += 2 * T
+
+
+def _an_offset_too_large(plan):
+    plan["dst_offset"][plan["dst_rank"] == 3] = 2**31
+
+
+def _overlapping_rows(plan):
+    first, last = np.argwhere((plan["dst_rank"] >= 0) & (plan["seq_len"] > 0)[..., None])[[0, -1]]
+    plan["dst_offset"][tuple(last)] = plan["dst_offset"][tuple(first)]
+    plan["dst_rank"][tuple(last)] = plan["dst_rank"][tuple(first)]
+
+
+def _counts_that_are_not_what_is_sent(plan):
+    plan["num_recv_tokens"][0, [1, W]] += 1
+
+
+def _a_total_beyond_capacity(plan):
+    plan["num_recv_tokens"][3, W] = 2**20
+
+
+def _a_source_beyond_the_rows(plan):
+    rank, slot = np.argwhere((plan["dst_rank"] >= 0).any(2) & (plan["seq_len"] > 0))[0]
+    plan["src_offset"][rank, slot] = T
+
+
+def test_plans_that_do_not_fit_are_refused_on_all_ranks(implementation):
+    good = plan_of("rows named twice")
+    capacity = capacity_of(good)
+    x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
+    y = dispatched(good, x, capacity)
+    tags = np.ones((W, T), np.int32)
+
+    def local(x, y, tags, m):
+        options: Any = {"axis_name": AXIS, "implementation": implementation}
+        sent = dispatch((x, x.astype(jnp.bfloat16), tags), m, capacity=capacity, **options)
+        return *sent, combine(y, m, num_tokens=T, **options)
+
+    run = on_ranks(local, mesh_of(W, MESH_ORDER))
+    for spoil in (
+        _a_rank_too_large,
+        _too_many_rows,
+        _an_offset_too_large,
+        _overlapping_rows,
+        _counts_that_are_not_what_is_sent,
+        _a_total_beyond_capacity,
+        _a_source_beyond_the_rows,
+    ):
+        bad: dict[str, Any] = {name: np.array(value) for name, value in good.items()}
+        bad["world_size"] = W
+        spoil(bad)
+        if implementation == "in_process":
+            with pytest.raises(jax.errors.JaxRuntimeError, match="rank"):
+                jax.block_until_ready(run(x, y, tags, Metadata(**bad)))
+        else:
+            sent, narrow, arrived, home = run(x, y, tags, Metadata(**bad))
+            for result in sent, narrow, home:
+                assert np.isnan(np.asarray(result, np.float32)).all(), spoil.__name__
+            assert not arrived.any(), spoil.__name__
+    sent, _, _, home = run(x, y, tags, Metadata(**good))
+    np.testing.assert_array_equal(sent, y)
+    np.testing.assert_array_equal(home, combined(good, y, T, np.float32))
+
+
+def test_ranks_without_rows(implementation):
+    """T = 0 moves nothing, but a plan that names rows all the same is refused."""
+    plan: dict[str, Any] = {n: np.zeros_like(v) for n, v in plan_of("one replica").items()}
+    plan["world_size"] = W
+    x = np.zeros((W, 0, 3), np.float32)
+
+    def local(x, m):
+        return dispatch(x, m, axis_name=AXIS, capacity=6, implementation=implementation)
+
+    run = on_ranks(local, mesh_of(W))
+    np.testing.assert_array_equal(run(x, Metadata(**plan)), np.zeros((W, 6, 3)))
+    plan["seq_len"][2, 0] = 2
+    plan["num_recv_tokens"][0, [2, W]] = 2
+    if implementation == "in_process":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rank 2 slot 0 names 2 rows from row"):
+            jax.block_until_ready(run(x, Metadata(**plan)))
+    else:
+        assert np.isnan(run(x, Metadata(**plan))).all()
+
+
+# ---- The choice.
+
+
+def test_names_and_reasons():
+    found = available_implementations()
+    assert list(found) == ["in_process", "xla"]
+    assert all(one.available for one in found.values())
+    assert found["in_process"].reason == "all devices are CPU devices of this process"
+    assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason
+
+
+@pytest.mark.parametrize("place", ["shard_map", "all ranks", "explicit axes"])
+def test_lowering_for_a_platform_that_has_no_transport(place):
+    """XLA's collectives serve it, without a device of it; unasked, a warning says so once."""
+    plan = plan_of("three replicas")
+    kind = jax.sharding.AxisType.Explicit if place == "explicit axes" else None
+    mesh = permuted_mesh((W,), (AXIS,), kind or jax.sharding.AxisType.Auto)
+    shape = jax.ShapeDtypeStruct((W * T, 3), np.float32, sharding=NamedSharding(mesh, P(AXIS)))
+
+    def lower(implementation):
+        def move(x):
+            options: Any = {"axis_name": AXIS, "implementation": implementation}
+            y = dispatch(x, Metadata(**plan), capacity=capacity_of(plan), **options)
+            return combine(y, Metadata(**plan), num_tokens=T, **options)
+
+        if place == "shard_map":
+            move = jax.shard_map(move, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+        lowered = jax.jit(move).trace(shape).lower(lowering_platforms=("cuda",))
+        assert "jax_cp_dispatch." not in lowered.as_text()
+
+    implementations._say_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower("xla")
+    if place == "all ranks":  # the partitioner chooses, when it compiles
+        return
+    with pytest.warns(UserWarning, match="moves rows with XLA's collectives.*is 'cuda'") as said:
+        lower(None)
+        lower(None)
+    assert len(said) == 2, "one for dispatch, one for combine"
