@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 
-def vary_alike(arrays: Iterable[Array], *, also: Iterable[str] = ()) -> list[Array]:
+def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:
     """Makes all arrays vary over the union of their mesh axes and `also`.
 
     Operations of ours need it where JAX's own do it by themselves: operands of one primitive, the
@@ -18,15 +20,15 @@ def vary_alike(arrays: Iterable[Array], *, also: Iterable[str] = ()) -> list[Arr
     return [_add_axes(x, axes - varying_axes(x)) for x in arrays]
 
 
-def vary_like(arrays: Iterable[Array], like: Array) -> list[Array]:
+def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
     """Makes all arrays vary over the mesh axes of `like` too: the first carries of a loop."""
     return vary_alike(arrays, also=varying_axes(like))
 
 
-def _add_axes(array: Array, axes: frozenset[str]) -> Array:
-    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else jnp.asarray(array)
 
 
-def varying_axes(array: Array) -> frozenset[str]:
+def varying_axes(array: ArrayLike) -> frozenset[str]:
     """The mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)

@@ -324,6 +324,20 @@ def test_in_one_group_of_two():
     np.testing.assert_array_equal(_good(X, METADATA), dispatched(PLAN, X, CAPACITY))
 
 
+def test_beside_a_collective_that_does_not_depend_on_it():
+    """No rank leaves the program before it has joined what others wait in: XLA would end us."""
+    bad, message = spoiled()
+
+    def local(x, m):
+        sent = [send(x + i, m) for i in range(8)]
+        return sent, [jax.lax.psum(jnp.sin(x * i), AXIS) for i in range(4)]
+
+    run = on_ranks(local, mesh_of(W), check_vma=False)
+    for _ in range(10):
+        all_say(run, X, bad, match=message)
+    jax.block_until_ready(run(X, METADATA))
+
+
 def test_other_programs_run_while_one_waits_for_its_deadline():
     def local(x, m):
         here = lambda x: send(x, m, deadline=1.0)
