@@ -393,3 +393,12 @@ def test_many_independent_calls_in_one_program_and_loops_with_collectives():
         home = combined(plan, dispatched(plan, carry, capacity), T)
         carry = home + home.mean(0)
     np.testing.assert_allclose(looped, carry, rtol=1e-5, atol=1e-5)
+
+
+def test_combine_sums_in_the_preferred_type_where_that_is_wider():
+    forward, _ = compute_metadata(np.full((2, 1), 1), np.array([[[0, 1]], [[0, 1]]]))
+    y = np.full((2, 2, 3), 100, np.int8)
+    metadata = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
+    got = run_combine(metadata, y, 1, preferred_element_type=np.int32)
+    np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.int32))
+    assert run_combine(metadata, y, 1)[0, 0, 0] == np.int8(-56)  # in its own width it wraps

@@ -125,7 +125,8 @@ def combine(
 
     The adjoint of `dispatch` with the same, forward, metadata. Sums in a fixed order (slots, then
     replicas 0 ... C-1), so that results are bitwise repeatable; accumulates float64 in float64,
-    narrower floats in float32, integers in their own width, and rounds once.
+    narrower floats in float32, integers in their own width, and each in the dtype of the result
+    where that is wider; rounds once.
 
     Call where `dispatch` can be called; arrays of all ranks go `[W * capacity, ...] -> [W * T,
     ...]`. Linear in `y`; its transpose is `dispatch`. Metadata has no tangent.

@@ -14,6 +14,7 @@ from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.dispatch import checks
 from jax_cp_dispatch.dispatch.buffers import (
     DEFAULT_DEADLINE,
+    DispatchBuffer,
     buffer_limits,
     deadline_milliseconds,
 )
@@ -43,7 +44,7 @@ class Piece(NamedTuple):
       sums: of what the primitive returns, before a last rounding; None as above.
       storage: what the results may reuse, or nothing.
       buffer: id of a registered buffer; 0 is none.
-      deadline: seconds that the buffer allows; None without one.
+      limits: what the buffer allows; None without one.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Piece(NamedTuple):
     sums: list[Any] | None = None
     storage: Any = None
     buffer: int = 0
-    deadline: float | None = None
+    limits: DispatchBuffer | None = None
 
 
 def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
@@ -72,7 +73,7 @@ def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
         return Piece(name, arrays, tree, metadata, num_rows, storage=out)
     limits = buffer_limits(op, buffer)
     piece = Piece(name, arrays, tree, metadata, limits.capacity, storage=out)
-    return piece._replace(buffer=buffer, deadline=limits.deadline)
+    return piece._replace(buffer=buffer, limits=limits)
 
 
 def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece:
@@ -81,7 +82,7 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
     checks.check_arrays(op, name, arrays)
     num_rows = checks.check_num_rows(op, f"{prefix}num_tokens", num_tokens)
     dtypes = [jnp.dtype(dtype or y.dtype) for y in arrays]
-    arrays = [widen(y) for y in arrays]
+    arrays = [_at_least(widen(y), result) for y, result in zip(arrays, dtypes, strict=True)]
     checks.check_summable(op, arrays)
     # The handler rounds to y's dtype or not at all; any other is made from the unrounded sum.
     sums = [
@@ -91,12 +92,20 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
     piece = Piece(name, arrays, tree, metadata, num_rows, dtypes, sums)
     if buffer is None:
         return piece
-    return piece._replace(buffer=buffer, deadline=buffer_limits(op, buffer).deadline)
+    return piece._replace(buffer=buffer, limits=buffer_limits(op, buffer))
 
 
 def _flatten(tree: Any) -> tuple[list[Array], Any]:
     leaves, structure = jax.tree.flatten(tree)
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves], structure
+
+
+def _at_least(y: Array, result: Any) -> Array:
+    """`y` in the dtype of the result where that is a wider one of the same kind than its sum's."""
+    summed = _accumulation_dtype(y.dtype)
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    is_alike = any(jnp.issubdtype(summed, k) and jnp.issubdtype(result, k) for k in kinds)
+    return y.astype(result) if is_alike and result.itemsize > summed.itemsize else y
 
 
 def _accumulation_dtype(dtype: Any) -> Any:
@@ -115,7 +124,7 @@ def move(
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     check_implementation(op, implementation)
     if deadline is None:
-        deadline = max((p.deadline for p in pieces if p.deadline), default=DEFAULT_DEADLINE)
+        deadline = max((p.limits.deadline for p in pieces if p.limits), default=DEFAULT_DEADLINE)
     deadline_ms = deadline_milliseconds(op, deadline)
     place = find_place(
         op, names, mesh, [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)]
@@ -140,6 +149,12 @@ def move(
         has_src_offset = metadata.src_offset is not None
         parts.append(Part(len(moving), num_tokens, capacity, has_src_offset, piece.buffer))
         fields += metadata.present()
+        if piece.limits is not None and capacity > piece.limits.capacity:
+            raise ValueError(
+                f"{op}: {piece.name} has {capacity} rows per rank but the capacity of buffer "
+                f"{piece.buffer} is {piece.limits.capacity}. Pass another, or "
+                f"grow_dispatch_buffer({piece.buffer}, capacity={capacity})."
+            )
         factor = num_ranks if place.is_global else 1
         arrays += [_with_rows(piece.arrays[i], factor) for i in moving]
         if piece.storage is not None:

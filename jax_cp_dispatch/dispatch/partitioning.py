@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -49,7 +50,14 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
     rule, whole, sizes = _sharding_rule(avals, result_rows, call.num_ranks)
     factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
     everywhere.def_partition(partition=partition, sharding_rule=rule, **factors)
-    return mlir.lower_fun(everywhere, multiple_results=True)(ctx, *operands)
+
+    def named(*moved):
+        # The program names only the address of `partition`, which a persistent compilation cache
+        # may ignore, and which another process may use for another call.
+        with set_xla_metadata(jax_cp_dispatch=repr((str(primitive), call, parts, params))):
+            return everywhere(*moved)
+
+    return mlir.lower_fun(named, multiple_results=True)(ctx, *operands)
 
 
 def _check_mesh(op: str, mesh, call: Call) -> None:

@@ -158,10 +158,15 @@ def _compiled(primitive, params):
     return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
 
 
+def _run_alone(primitive, *operands, **params):
+    with jax.disable_jit(False):  # else `bind` comes back here
+        return _compiled(primitive, tuple(params.items()))(*operands)
+
+
 def _complete(primitive: Primitive, shapes, lower, adjoint) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
-    primitive.def_impl(lambda *xs, **params: _compiled(primitive, tuple(params.items()))(*xs))
+    primitive.def_impl(functools.partial(_run_alone, primitive))
     mlir.register_lowering(primitive, functools.partial(lower, primitive))
     # Private, but the only way to tell `jit` what a partitioned lowering needs to know.
     prim_requires_devices_during_lowering.add(primitive)
