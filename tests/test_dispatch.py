@@ -259,12 +259,14 @@ def test_uneven_plans(kind):
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
 
 
-@pytest.mark.parametrize("num_slots, num_tokens, capacity", [(0, 5, 4), (3, 0, 0), (0, 0, 3)])
-def test_nothing_to_move(num_slots, num_tokens, capacity):
+@pytest.mark.parametrize(
+    "slots, num_tokens, capacity", [((0,), 5, 4), ((3,), 0, 0), ((0,), 0, 3), ((2, 0), 5, 4)]
+)
+def test_nothing_to_move(slots, num_tokens, capacity):
     plan = dict(
-        dst_rank=np.full((W, num_slots), -1, np.int32),
-        dst_offset=np.zeros((W, num_slots), np.uint32),
-        seq_len=np.zeros((W, num_slots), np.uint32),
+        dst_rank=np.full((W, *slots), -1, np.int32),
+        dst_offset=np.zeros((W, *slots), np.uint32),
+        seq_len=np.zeros((W, slots[0]), np.uint32),
         num_recv_tokens=np.zeros((W, W + 1), np.uint32),
         num_seqs=np.zeros(W, np.int32),
         num_total_recv_tokens=np.zeros(W, np.uint32),

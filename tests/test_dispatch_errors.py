@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +149,29 @@ def test_other_platform(plan):
     )
     with pytest.raises(NotImplementedError, match="the platform is 'cuda', and it serves CPU dev"):
         jax.jit(run).trace(rows(2), Metadata(**plan)).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"axis_name": ()}, r"axis_name is \(\); it needs one mesh axis, or several different"),
+        ({"axis_name": (AXIS, AXIS)}, r"axis_name is \('cp', 'cp'\); it needs one mesh axis"),
+        ({"capacity": True}, r"capacity is True; it needs to be a static int"),
+        ({"out": 1.0}, r"out holds float32\[\] but the result is float32\[256, 2\]"),
+    ],
+)
+def test_arguments_of_another_kind(plan, options, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        move(plan, rows(2), **options)
+
+
+def test_mesh_and_metadata_of_another_kind(plan):
+    metadata: Any = Metadata(**plan)
+    with pytest.raises(TypeError, match=r"mesh is 'cp'; it needs to be a jax.sharding.Mesh"):
+        dispatch(rows(2), metadata, axis_name=AXIS, capacity=4, mesh=AXIS)
+    metadata = (metadata, None)
+    with pytest.raises(TypeError, match="dispatch: metadata is tuple; it needs to be Metadata"):
+        dispatch(rows(2), metadata, axis_name=AXIS, capacity=4)
 
 
 def test_implementation_that_is_none(plan):

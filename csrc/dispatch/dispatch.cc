@@ -73,7 +73,8 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
                        " and src_offset ", src_row,
                        "; both must be at least 0. See Metadata.validate().");
       }
-      next_row = src_row + std::min(num_rows, kManyRows);
+      // At most 2^49, and as far out as anything longer.
+      next_row = std::min(src_row, kManyRows) + std::min(num_rows, kManyRows);
       if (num_rows == 0) continue;
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
         const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];

@@ -233,10 +233,9 @@ class BufferUse {
       row_bytes += array.row_bytes;
       num_rows = array.num_rows;
     }
-    std::chrono::milliseconds unused;  // the program was made with the buffer's deadline
     ids_.reserve(ids_.size() + 1);
-    Status status = BufferRegistry::Get().Acquire(id, exchange.op, exchange.key.group, num_rows,
-                                                  row_bytes, &unused);
+    Status status =
+        BufferRegistry::Get().Acquire(id, exchange.op, exchange.key.group, num_rows, row_bytes);
     if (status.ok()) ids_.push_back(id);
     return status;
   }

@@ -82,7 +82,7 @@ std::vector<std::pair<int64_t, BufferEntry>> BufferRegistry::List() {
 }
 
 Status BufferRegistry::Acquire(int64_t id, const std::string& op, int64_t group, int64_t num_rows,
-                               int64_t row_bytes, std::chrono::milliseconds* deadline) {
+                               int64_t row_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end()) return NoSuchBuffer(op, id);
@@ -107,7 +107,6 @@ Status BufferRegistry::Acquire(int64_t id, const std::string& op, int64_t group,
   limits.row_bytes = std::max(limits.row_bytes, row_bytes);
   ++entry.num_in_use;
   ++entry.num_calls;
-  *deadline = limits.deadline;
   return Status::Ok();
 }
 

@@ -49,12 +49,12 @@ class BufferRegistry {
 
   std::vector<std::pair<int64_t, BufferEntry>> List();  // in the order of ids
 
-  // One rank of one exchange enters. If it may, row_bytes grows to that of the call, `deadline` is
-  // set, and the buffer is in use until Release, which is due exactly once. What is refused is not
+  // One rank of one exchange enters. If it may, row_bytes grows to that of the call, and the
+  // buffer is in use until Release, which is due exactly once. What is refused is not
   // counted. An id in use stays, so no rank of an exchange finds it destroyed after another did
   // not; Grow can come between two ranks, so a refusal has to fail the execution for all of them.
   Status Acquire(int64_t id, const std::string& op, int64_t group, int64_t num_rows,
-                 int64_t row_bytes, std::chrono::milliseconds* deadline);
+                 int64_t row_bytes);
   void Release(int64_t id);
 
  private:

@@ -184,11 +184,15 @@ class InProcess final : public Transport {
     meeting->completions.resize(exchange.num_ranks);
     meeting->arrived.resize(exchange.num_ranks, false);
     meetings_.emplace(exchange.key, meeting);
-    if (meeting->expires < next_wake_) {
-      next_wake_ = meeting->expires;
-      wake_.notify_one();
-    }
+    WakeBy(meeting->expires);
     return meeting;
+  }
+
+  // The watchdog looks again by then. Called with the lock held.
+  void WakeBy(Clock::time_point time) {
+    if (time >= next_wake_) return;
+    next_wake_ = time;
+    wake_.notify_one();
   }
 
   // A planner that throws (no memory for a plan of very many pieces) fails every rank too.
@@ -205,7 +209,10 @@ class InProcess final : public Transport {
   // wait anywhere in this execution are handed back to be told. Called with the lock held.
   std::vector<Completion> FailRun(int64_t run_id, const Status& status,
                                   std::chrono::milliseconds deadline) {
-    failed_runs_[run_id] = {status, Clock::now() + deadline};
+    const Clock::time_point forgotten =
+        Clock::now() + std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(1));
+    failed_runs_[run_id] = {status, forgotten};
+    WakeBy(forgotten);
     std::vector<Completion> waiting;
     constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
     auto it = meetings_.lower_bound({run_id, kLowest, kLowest});

@@ -96,7 +96,7 @@ def dispatch_qkv(
     Returns:
       What `dispatch` would return for `q`, and for `kv`.
     Raises:
-      As `dispatch`; errors of the running program call q plan 0 and kv plan 1.
+      As `dispatch`; errors of the running program call q plan 0 and kv plan 1, if both move.
     """
     op = "dispatch_qkv"
     pieces = [
@@ -179,7 +179,7 @@ def combine_qkv(
     Returns:
       What `combine` would return for `q`, and for `kv`.
     Raises:
-      As `combine`; errors of the running program call q plan 0 and kv plan 1.
+      As `combine`; errors of the running program call q plan 0 and kv plan 1, if both move.
     """
     op, dtype = "combine_qkv", preferred_element_type
     pieces = [

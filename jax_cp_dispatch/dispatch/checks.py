@@ -13,14 +13,43 @@ from jax_cp_dispatch.dispatch.operands import COMBINE_DTYPES, MetadataOperands
 from jax_cp_dispatch.metadata import Metadata
 
 
+def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
+    """One mesh axis, or several different ones."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}; it needs one mesh axis, or several different ones."
+        )
+    return names
+
+
+def check_mesh(op: str, mesh: Any) -> None:
+    """A mesh, or nothing."""
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or left away."
+        )
+
+
+def check_is_metadata(op: str, name: str, metadata: Any) -> None:
+    """A plan."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(
+            f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata, as "
+            "compute_metadata returns it."
+        )
+
+
 def check_num_rows(op: str, name: str, value: Any) -> int:
     """A static number of rows."""
     try:
-        num_rows = operator.index(value)
+        num_rows = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
+        num_rows = None
+    if num_rows is None:
         raise TypeError(
             f"{op}: {name} is {value!r}; it needs to be a static int, as the shape of the result."
-        ) from None
+        )
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
     return num_rows
@@ -72,7 +101,7 @@ def check_storage(
 ) -> list[Array]:
     """`out` has the structure, shapes and dtypes of the result."""
     storage, out_tree = jax.tree.flatten(out)
-    got = [(x.shape, x.dtype) for x in storage]
+    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
     if out_tree != tree or got != list(wanted):
         shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
         raise ValueError(
@@ -98,7 +127,7 @@ def read_metadata(
 ) -> MetadataOperands:
     """The fields that movement reads; their shapes and dtypes fit each other and the axis.
 
-    Their values are checked where they are known. `all_ranks`: one rank's view will not do.
+    `all_ranks`: one rank's view will not do.
     """
     if metadata.world_size != num_ranks:
         raise ValueError(
@@ -107,10 +136,10 @@ def read_metadata(
         )
     fields = MetadataOperands(*(getattr(metadata, name) for name in MetadataOperands._fields))
     shapes = tuple(field if field is None else (field.shape, field.dtype) for field in fields)
-    leading, num_slots, is_narrow = _check_fields(op, num_ranks, all_ranks, *shapes)
+    leading, is_empty, is_narrow = _check_fields(op, num_ranks, all_ranks, *shapes)
     if is_narrow:
         fields = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.int32)), fields)
-    if num_slots > 0:
+    if not is_empty:
         return fields
     # One slot of padding: an operand without elements crashes jaxlib 0.11.
     none = jnp.zeros((*leading, 1), jnp.int32)
@@ -118,7 +147,7 @@ def read_metadata(
 
 
 @functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
-def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tuple[Any, int, bool]:
+def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tuple[Any, bool, bool]:
     fields = {
         name: field
         for name, field in zip(MetadataOperands._fields, given, strict=True)
@@ -157,4 +186,4 @@ def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tupl
                 "Metadata.validate()."
             )
     is_narrow = any(dtype.itemsize < 4 for _, dtype in fields.values())
-    return leading, slots[-1], is_narrow
+    return leading, 0 in dst_rank, is_narrow

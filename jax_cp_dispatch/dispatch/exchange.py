@@ -63,6 +63,7 @@ def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
     """A piece of `dispatch`."""
     arrays, tree = _flatten(x)
     checks.check_arrays(op, name, arrays)
+    checks.check_is_metadata(op, f"{prefix}metadata", metadata)
     if (capacity is None) == (buffer is None):
         raise ValueError(
             f"{op}: got {'neither' if buffer is None else 'both'} of {prefix}capacity and "
@@ -80,6 +81,7 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
     """A piece of `combine`."""
     arrays, tree = _flatten(y)
     checks.check_arrays(op, name, arrays)
+    checks.check_is_metadata(op, f"{prefix}metadata", metadata)
     num_rows = checks.check_num_rows(op, f"{prefix}num_tokens", num_tokens)
     dtypes = [jnp.dtype(dtype or y.dtype) for y in arrays]
     arrays = [_at_least(widen(y), result) for y, result in zip(arrays, dtypes, strict=True)]
@@ -121,7 +123,8 @@ def move(
     deadline: float | None,
 ) -> list[Any]:
     """Makes one exchange of all pieces; returns their results in the structures of the arrays."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = checks.check_axis_name(op, axis_name)
+    checks.check_mesh(op, mesh)
     check_implementation(op, implementation)
     if deadline is None:
         deadline = max((p.limits.deadline for p in pieces if p.limits), default=DEFAULT_DEADLINE)

@@ -21,6 +21,11 @@ from jax_cp_dispatch.dispatch.placement import row_spec
 
 def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_device, params):
     """Lowers a global call; `on_one_device` is the whole of it where there is nothing to split."""
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would end the process
+        raise NotImplementedError(
+            f"{primitive}: arrays of all ranks are split by a Shardy rule, but "
+            "jax_use_shardy_partitioner is False. Leave it on, or call inside jax.shard_map."
+        )
     avals = read_operands(ctx.avals_in, parts)
     names = call.axis_names
 

@@ -37,11 +37,7 @@ struct Call {
 };
 
 Status Acquire(BufferRegistry& registry, int64_t id, const Call& call = {}) {
-  milliseconds deadline{-1};
-  const Status status =
-      registry.Acquire(id, "move", call.group, call.num_rows, call.row_bytes, &deadline);
-  CHECK(deadline == (status.ok() ? kLimits.deadline : milliseconds(-1)));
-  return status;
+  return registry.Acquire(id, "move", call.group, call.num_rows, call.row_bytes);
 }
 
 BufferEntry Find(BufferRegistry& registry, int64_t id) {

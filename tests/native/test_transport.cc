@@ -250,6 +250,35 @@ void UnknownTypesAreRefused() {
   CHECK(Contains(Join(exchange, 0, std::move(mine)).get(), "cannot be summed"));
 }
 
+// No number that metadata can hold overflows on the way to its refusal.
+void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_offset,
+                              const char* message) {
+  constexpr int64_t kSlots = 1 << 16;
+  float row = 0;
+  // All but the last slot stay at home: they only take up rows.
+  std::vector<int64_t> lengths(kSlots, seq_len), offsets(kSlots, dst_offset);
+  std::vector<int64_t> ranks(kSlots, -1), first_rows(kSlots, src_offset);
+  ranks.back() = 0;
+  int64_t num_recv[] = {1, 1};
+  DispatchPart part;
+  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  part.types = {{DataType::kF32, DataType::kF32}};
+  part.num_slots = kSlots;
+  part.num_replicas = 1;
+  part.dst_rank = {ranks.data(), IntType::kI64};
+  part.dst_offset = {offsets.data(), IntType::kU64};
+  part.seq_len = {lengths.data(), IntType::kI64};
+  if (src_offset != 0) part.src_offset = {first_rows.data(), IntType::kI64};
+  part.num_recv = {num_recv, IntType::kI64};
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->parts = {part};
+  contributions.push_back(std::move(mine));
+  WorkList work;
+  CHECK(Contains(PlanDispatch("send", contributions, &work), message));
+  CHECK(Contains(PlanCombine("bring", contributions, &work), message));
+}
+
 // First in a process, when the pool has no thread yet, and again when it has some.
 void CompletesWithoutNewThreads(int64_t run_id) {
   InProcessTransport();
@@ -276,6 +305,12 @@ int main() {
       4, [](const auto&, cpd::WorkList*) -> Status { throw std::runtime_error("out of paper"); },
       "out of paper");
   cpd::UnknownTypesAreRefused();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  cpd::HostileNumbersAreRefused(kMost, 0, 0, "but the rank has 1 tokens");
+  cpd::HostileNumbersAreRefused(5, kMost, 0, "but the rank has 1 tokens");
+  cpd::HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
+  cpd::HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
+  cpd::HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
   cpd::LateRanksFindTheError();
   cpd::OneFailureFailsTheExecution();
   cpd::RanksInAnotherCallAreNamed();
