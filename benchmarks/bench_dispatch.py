@@ -93,6 +93,13 @@ def main() -> None:
         window = reuse(x, metadata, window)
         return window
 
+    # As many rows received in all, but each from one of four copies of a quarter of the tokens.
+    copies, _ = compute_metadata(
+        np.full((W, 1), T // 4, np.int32), (np.arange(W)[:, None, None] + np.arange(4)) % W
+    )
+    copies = jax.tree.map(put, copies)
+    sum_copies = on_ranks(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T // 4))
+
     num_bytes = x.nbytes
     destination, origin = np.zeros(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     alone = {
@@ -100,6 +107,7 @@ def main() -> None:
         "dispatch into a donated window": into_donated_window,
         "dispatch into a fresh window": lambda: fresh(x, metadata),
         "combine, one replica": lambda: home(received, metadata),
+        "combine, four replicas, bytes read": lambda: sum_copies(x, copies),
     }
     # The collectives allocate so much that whatever runs between them finds no memory at hand.
     among_collectives = {
@@ -125,7 +133,7 @@ def main() -> None:
         for name, value in seconds.items()
     ]
     for row in rows:
-        print("{what:<34}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
+        print("{what:<36}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
     common.write(arguments.output, f"dispatch of {num_bytes / 1e6:.0f} MB over {W} devices", rows)
 
 

@@ -403,4 +403,6 @@ def test_combine_sums_in_the_preferred_type_where_that_is_wider():
     metadata = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
     got = run_combine(metadata, y, 1, preferred_element_type=np.int32)
     np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.int32))
+    got = run_combine(metadata, y, 1, preferred_element_type=np.float32)
+    np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.float32))
     assert run_combine(metadata, y, 1)[0, 0, 0] == np.int8(-56)  # in its own width it wraps

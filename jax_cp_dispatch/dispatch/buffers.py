@@ -19,7 +19,7 @@ class DispatchBuffer(NamedTuple):
 
     Attributes:
       capacity: rows of the result of a call, on each rank.
-      row_bytes: bytes of one row, over all arrays that travel in one call.
+      row_bytes: bytes of one row, over all arrays that travel in one call: of the widest so far.
       deadline: seconds until the ranks that have arrived give up on those that have not.
       groups: independent groups of ranks of one call.
       num_in_use: calls in flight, each rank's its own.

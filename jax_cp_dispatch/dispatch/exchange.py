@@ -103,15 +103,21 @@ def _flatten(tree: Any) -> tuple[list[Array], Any]:
 
 
 def _at_least(y: Array, result: Any) -> Array:
-    """`y` in the dtype of the result where that is a wider one of the same kind than its sum's."""
-    summed = _accumulation_dtype(y.dtype)
-    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    is_alike = any(jnp.issubdtype(summed, k) and jnp.issubdtype(result, k) for k in kinds)
-    return y.astype(result) if is_alike and result.itemsize > summed.itemsize else y
+    """`y` in the dtype that its sum needs for a result that is wider, or no integer any more."""
+    summed, needed = _accumulation_dtype(y.dtype), _accumulation_dtype(result)
+    is_integer, is_real = (
+        [jnp.issubdtype(dtype, kind) for dtype in (summed, needed)]
+        for kind in (jnp.integer, jnp.floating)
+    )
+    is_alike = is_integer[0] == is_integer[1] and is_real[0] == is_real[1]
+    if (is_alike and needed.itemsize > summed.itemsize) or (is_integer[0] and is_real[1]):
+        return y.astype(needed)
+    return y
 
 
 def _accumulation_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 def move(
