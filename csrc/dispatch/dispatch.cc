@@ -3,193 +3,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <utility>
+
+#include "dispatch/pages.h"
+#include "dispatch/segments.h"
 
 namespace cpd {
 namespace {
 
 // A task is about this many bytes: large enough to hide its bookkeeping, small enough to share.
 constexpr int64_t kTaskBytes = 512 << 10;
-
-// More rows than any array has; sums of a few of them stay far from 2^63.
-constexpr int64_t kManyRows = int64_t{1} << 48;
-
-// What each rank brings of one part.
-using Ranks = std::vector<const DispatchPart*>;
-
-// One replica of one shard, with everything that the rest needs of it.
-struct Segment {
-  int32_t src_rank;
-  int32_t dst_rank;
-  int64_t src_row;
-  int64_t dst_row;
-  int64_t num_rows;
-};
-
-template <typename... Parts>
-Status Invalid(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  return Status::Invalid(message.str());
-}
-
-// Every rank brings arrays and metadata of the same make.
-Status CheckShapes(const std::string& op, const Ranks& ranks) {
-  const DispatchPart& first = *ranks[0];
-  for (size_t r = 1; r < ranks.size(); ++r) {
-    const DispatchPart& other = *ranks[r];
-    if (other.num_slots != first.num_slots || other.num_replicas != first.num_replicas) {
-      return Invalid(op, ": rank ", r, " brings metadata of ", other.num_slots, " slots x ",
-                     other.num_replicas, " replicas, rank 0 of ", first.num_slots, " x ",
-                     first.num_replicas, ". All ranks need slices of one Metadata.");
-    }
-    if (other.tokens.size() != first.tokens.size()) {
-      return Invalid(op, ": rank ", r, " brings ", other.tokens.size(), " arrays, rank 0 ",
-                     first.tokens.size(), ". All ranks must run the same program.");
-    }
-    for (size_t a = 0; a < first.tokens.size(); ++a) {
-      if (other.tokens[a].row_bytes != first.tokens[a].row_bytes) {
-        return Invalid(op, ": array ", a, " has rows of ", other.tokens[a].row_bytes,
-                       " bytes on rank ", r, " and of ", first.tokens[a].row_bytes,
-                       " on rank 0. All ranks must run the same program.");
-      }
-    }
-  }
-  return Status::Ok();
-}
-
-// Reads all segments and checks the ranges that could touch memory outside an array.
-Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments) {
-  const auto num_ranks = static_cast<int32_t>(ranks.size());
-  for (int32_t src = 0; src < num_ranks; ++src) {
-    const DispatchPart& rank = *ranks[src];
-    int64_t next_row = 0;
-    for (int64_t slot = 0; slot < rank.num_slots; ++slot) {
-      const int64_t num_rows = rank.seq_len[slot];
-      const int64_t src_row = rank.src_offset ? rank.src_offset[slot] : next_row;
-      if (num_rows < 0 || src_row < 0) {
-        return Invalid(op, ": rank ", src, " slot ", slot, " has seq_len ", num_rows,
-                       " and src_offset ", src_row,
-                       "; both must be at least 0. See Metadata.validate().");
-      }
-      // At most 2^49, and as far out as anything longer.
-      next_row = std::min(src_row, kManyRows) + std::min(num_rows, kManyRows);
-      if (num_rows == 0) continue;
-      for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
-        const int64_t dst = rank.dst_rank[slot * rank.num_replicas + replica];
-        if (dst == -1) continue;
-        if (dst < -1 || dst >= num_ranks) {
-          return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica, " has dst_rank ",
-                         dst, "; it must be in [-1, ", num_ranks, "). See Metadata.validate().");
-        }
-        for (const RowArray& array : rank.tokens) {
-          if (num_rows > array.num_rows || src_row > array.num_rows - num_rows) {
-            return Invalid(op, ": rank ", src, " slot ", slot, " names ", num_rows,
-                           " rows from row ", src_row, " but the rank has ", array.num_rows,
-                           " tokens. Pass an array with at least that many rows.");
-          }
-        }
-        const int64_t dst_row = rank.dst_offset[slot * rank.num_replicas + replica];
-        if (dst_row < 0 || dst_row > kManyRows) {
-          return Invalid(op, ": rank ", src, " slot ", slot, " replica ", replica,
-                         " has dst_offset ", dst_row,
-                         "; it must be in [0, 2^48]. See "
-                         "Metadata.validate().");
-        }
-        segments->push_back({src, static_cast<int32_t>(dst), src_row, dst_row, num_rows});
-      }
-    }
-  }
-  return Status::Ok();
-}
-
-// The receive buffers are large enough, for what the counts announce and for what the slots name.
-Status CheckCapacity(const std::string& op, const Ranks& ranks,
-                     const std::vector<Segment>& segments) {
-  const size_t num_ranks = ranks.size();
-  std::vector<int64_t> need(num_ranks);
-  for (size_t dst = 0; dst < num_ranks; ++dst) need[dst] = ranks[dst]->num_recv[num_ranks];
-  for (const Segment& s : segments) {
-    need[s.dst_rank] = std::max(need[s.dst_rank], s.dst_row + s.num_rows);
-  }
-  for (size_t dst = 0; dst < num_ranks; ++dst) {
-    for (const RowArray& array : ranks[dst]->buffers) {
-      if (need[dst] > array.num_rows) {
-        return Invalid(op, ": rank ", dst, " would receive ", need[dst], " tokens but capacity is ",
-                       array.num_rows, ". Pass capacity>=", need[dst],
-                       ", or a plan that sends less to one rank.");
-      }
-    }
-  }
-  return Status::Ok();
-}
-
-// What each pair of ranks announces is what its slots move; less means that slots were cut off.
-Status CheckCounts(const std::string& op, const Ranks& ranks,
-                   const std::vector<Segment>& segments) {
-  const size_t num_ranks = ranks.size();
-  std::vector<int64_t> moved(num_ranks * num_ranks);
-  for (const Segment& s : segments) moved[s.dst_rank * num_ranks + s.src_rank] += s.num_rows;
-  for (size_t dst = 0; dst < num_ranks; ++dst) {
-    for (size_t src = 0; src < num_ranks; ++src) {
-      const int64_t announced = ranks[dst]->num_recv[src];
-      if (announced == moved[dst * num_ranks + src]) continue;
-      return Invalid(op, ": rank ", dst, " expects ", announced, " tokens from rank ", src,
-                     " (num_recv_tokens) but rank ", src, "'s slots send it ",
-                     moved[dst * num_ranks + src],
-                     ". If the plan was made under jit, a static bound (max_recv_seqs, "
-                     "max_kv_destinations) was too small for it: raise it. Else see "
-                     "Metadata.validate().");
-    }
-  }
-  return Status::Ok();
-}
-
-// Groups the segments by destination in row order, and refuses rows written twice.
-Status SortByDestination(const std::string& op, size_t num_ranks,
-                         const std::vector<Segment>& segments,
-                         std::vector<std::vector<Segment>>* received) {
-  received->resize(num_ranks);
-  for (const Segment& s : segments) (*received)[s.dst_rank].push_back(s);
-  for (std::vector<Segment>& list : *received) {
-    const auto before = [](const Segment& a, const Segment& b) { return a.dst_row < b.dst_row; };
-    if (!std::is_sorted(list.begin(), list.end(), before)) {
-      std::sort(list.begin(), list.end(), before);
-    }
-    for (size_t i = 1; i < list.size(); ++i) {
-      if (list[i - 1].dst_row + list[i - 1].num_rows <= list[i].dst_row) continue;
-      return Invalid(
-          op, ": rows ", list[i].dst_row, "..",
-          std::min(list[i - 1].dst_row + list[i - 1].num_rows, list[i].dst_row + list[i].num_rows),
-          " of rank ", list[i].dst_rank, " are written by rank ", list[i - 1].src_rank,
-          " and by rank ", list[i].src_rank,
-          ". Destination ranges must not overlap; see Metadata.validate().");
-    }
-  }
-  return Status::Ok();
-}
-
-Status Check(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments,
-             std::vector<std::vector<Segment>>* received) {
-  Status status = CheckShapes(op, ranks);
-  if (status.ok()) status = ReadSegments(op, ranks, segments);
-  if (status.ok()) status = CheckCapacity(op, ranks, *segments);
-  if (status.ok()) status = CheckCounts(op, ranks, *segments);
-  if (status.ok()) status = SortByDestination(op, ranks.size(), *segments, received);
-  return status;
-}
-
-Status CheckTypes(const std::string& op, const Ranks& ranks) {
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    for (size_t a = 0; a < ranks[r]->types.size(); ++a) {
-      if (SumIsSupported(ranks[r]->types[a])) continue;
-      return Invalid(op, ": array ", a, " on rank ", r,
-                     " has a dtype that cannot be summed. Cast it first.");
-    }
-  }
-  return Status::Ok();
-}
 
 // The parts of all ranks, part by part; every rank brings equally many.
 Status SplitParts(const std::string& op,
@@ -308,10 +131,11 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
 Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy>* tasks) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
-  if (Status status = Check(op, ranks, &segments, &received); !status.ok()) return status;
+  if (Status status = ReadAndCheck(op, ranks, &segments, &received); !status.ok()) return status;
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
+      AdviseHugePages(out.data, out.num_rows * out.row_bytes);
       int64_t row = 0;
       const auto zero_until = [&](int64_t end) {
         AddCopy(tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
@@ -333,13 +157,14 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   if (Status status = CheckTypes(op, ranks); !status.ok()) return status;
-  if (Status status = Check(op, ranks, &segments, &received); !status.ok()) return status;
+  if (Status status = ReadAndCheck(op, ranks, &segments, &received); !status.ok()) return status;
 
   std::vector<std::vector<const Segment*>> sent(ranks.size());
   for (const Segment& s : segments) sent[s.src_rank].push_back(&s);
   for (size_t src = 0; src < ranks.size(); ++src) {
     for (size_t a = 0; a < ranks[src]->tokens.size(); ++a) {
       const RowArray& out = ranks[src]->tokens[a];
+      AdviseHugePages(out.data, out.num_rows * out.row_bytes);
       const SumTypes types = ranks[src]->types[a];
       if (out.row_bytes == 0) continue;
       const int64_t elements_per_row = out.row_bytes / ElementBytes(types.out);
@@ -378,24 +203,6 @@ Status PlanParts(const std::string& op,
 }
 
 }  // namespace
-
-int64_t IntArray::operator[](int64_t i) const {
-  switch (type) {
-    case IntType::kI32:
-      return static_cast<const int32_t*>(data)[i];
-    case IntType::kU32:
-      return static_cast<const uint32_t*>(data)[i];
-    case IntType::kI64:
-    case IntType::kU64:
-      return static_cast<const int64_t*>(data)[i];
-  }
-  return -1;
-}
-
-IntArray IntArray::From(int64_t i) const {
-  const int64_t bytes = type == IntType::kI32 || type == IntType::kU32 ? 4 : 8;
-  return {static_cast<const char*>(data) + i * bytes, type};
-}
 
 Status PlanDispatch(const std::string& op,
                     const std::vector<std::unique_ptr<Contribution>>& contributions,
