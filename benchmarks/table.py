@@ -31,8 +31,8 @@ def movement() -> list[str]:
     lines = [
         f"**Movement.** One {result['title']} (4096 tokens per rank, 16 heads × 128, bfloat16, "
         "random segments), interleaved medians. The process keeps freed "
-        "memory (`start_cpu_devices`); otherwise a fresh window pays for its pages: 0.2 to 0.44 of "
-        "memcpy, and less than 0.1 between the collectives.",
+        "memory (`start_cpu_devices`); if that is forbidden, a fresh window pays for its pages: "
+        "0.2 to 0.44 of memcpy, and less than 0.1 between the collectives.",
         "",
         cells("", "ms", "GB/s", "of memcpy"),
         "|---|---:|---:|---:|",

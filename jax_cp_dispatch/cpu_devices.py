@@ -19,6 +19,7 @@ _THREADS_PER_DEVICE = 2
 
 _warn_lock = threading.Lock()
 _has_warned = False
+_memory_is_settled = False
 
 
 def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
@@ -30,9 +31,7 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
 
     Args:
       num_devices: CPU devices of this process.
-      keep_memory: lets this process keep memory that arrays have freed, up to a gigabyte, for the
-        next ones, where it would go back to the system and come again page by page: several times
-        the time of a copy. Concerns every allocation of the process, with glibc.
+      keep_memory: see `keep_freed_memory`; False leaves the allocator alone for good.
     Raises:
       ValueError: `num_devices` is not positive.
       RuntimeError: JAX has started already with another number of CPU devices.
@@ -54,21 +53,43 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
             "Call this before the first array is made and before jax.devices() is asked."
         ) from error
     jax.config.update("jax_platforms", "cpu")
-    if keep_memory:
-        _keep_freed_memory()
+    keep_freed_memory(enable=keep_memory)
     num_threads = max(_num_threads(), _THREADS_PER_DEVICE * num_devices)
     os.environ["PJRT_NPROC"] = str(num_threads)
 
 
-def _keep_freed_memory() -> None:
-    # Numbers from malloc.h. One arena, because the others give every free heap of 64 MB back; the
-    # mapping threshold at its maximum, because what is mapped alone is unmapped when it is freed.
-    trim_threshold, mmap_threshold, arena_max = -1, -3, -8
+def keep_freed_memory(*, enable: bool = True) -> None:
+    """Lets this process keep memory that arrays have freed, about a gigabyte, for the next ones.
+
+    Otherwise it goes back to the system and comes again page by page, which takes several times as
+    long as a copy. Concerns every allocation of the process, with glibc. The first call settles it:
+    `start_cpu_devices`, or, later and with somewhat less effect, the first program with an exchange
+    between several CPU devices. Left alone where the environment already speaks to the allocator
+    (`MALLOC_...`, `GLIBC_TUNABLES`) or sets `JAX_CP_DISPATCH_KEEP_MEMORY=0`.
+    """
+    global _memory_is_settled
+    if _memory_is_settled:
+        return
+    _memory_is_settled = True
+    is_taken = any(name.startswith("MALLOC_") for name in os.environ) or (
+        "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    )
+    if not enable or is_taken or os.environ.get("JAX_CP_DISPATCH_KEEP_MEMORY") == "0":
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return
-    for option, value in ((trim_threshold, 1 << 30), (mmap_threshold, 32 << 20), (arena_max, 1)):
+    # Numbers from malloc.h. The padding keeps the 64 MB heaps of arenas from being given back; one
+    # arena, where there are no others yet, does without; the mapping threshold is at its maximum,
+    # because what is mapped alone is unmapped when it is freed.
+    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
+    for option, value in (
+        (trim_threshold, 1 << 30),
+        (top_pad, 64 << 20),
+        (mmap_threshold, 32 << 20),
+        (arena_max, 1),
+    ):
         mallopt(option, value)
 
 

@@ -117,3 +117,32 @@ def test_threads_that_the_backend_starts_with(monkeypatch, environment, expected
 def test_no_device():
     with pytest.raises(ValueError, match="num_devices is 0"):
         cpu_devices.start_cpu_devices(0)
+
+
+MEMORY = """
+import ctypes, sys
+asked = []
+
+class Library:
+    def __init__(self, name): pass
+    def mallopt(self, *option): asked.append(option)
+
+ctypes.CDLL, real = Library, ctypes.CDLL
+from jax_cp_dispatch.cpu_devices import keep_freed_memory
+keep_freed_memory()
+keep_freed_memory()  # settled: nothing more
+print(len(asked))
+"""
+
+
+@pytest.mark.parametrize(
+    "environment, num_options",
+    [
+        ({}, 4),
+        ({"JAX_CP_DISPATCH_KEEP_MEMORY": "0"}, 0),
+        ({"MALLOC_ARENA_MAX": "2"}, 0),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, 0),
+    ],
+)
+def test_memory_is_kept_unless_the_environment_speaks_of_it(environment, num_options):
+    assert run(MEMORY, **environment) == f"{num_options}\n"

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "dispatch/pages.h"
 #include "dispatch/segments.h"
 
 namespace cpd {
@@ -135,7 +134,6 @@ Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
-      AdviseHugePages(out.data, out.num_rows * out.row_bytes);
       int64_t row = 0;
       const auto zero_until = [&](int64_t end) {
         AddCopy(tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
@@ -164,7 +162,6 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
   for (size_t src = 0; src < ranks.size(); ++src) {
     for (size_t a = 0; a < ranks[src]->tokens.size(); ++a) {
       const RowArray& out = ranks[src]->tokens[a];
-      AdviseHugePages(out.data, out.num_rows * out.row_bytes);
       const SumTypes types = ranks[src]->types[a];
       if (out.row_bytes == 0) continue;
       const int64_t elements_per_row = out.row_bytes / ElementBytes(types.out);

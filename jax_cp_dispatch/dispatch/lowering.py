@@ -12,7 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch import runtime
-from jax_cp_dispatch.cpu_devices import warn_of_deadlock
+from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 from jax_cp_dispatch.dispatch.operands import by_part, read_operands
 from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
@@ -64,7 +64,10 @@ def _lower(primitive, ctx, *operands, call, parts, by_xla, aliases, target, para
     name = choose_implementation(str(primitive), call.implementation, ctx.module_context.platforms)
     if name == "xla":
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
-    warn_of_deadlock(jax.local_device_count("cpu"))
+    num_devices = jax.local_device_count("cpu")
+    warn_of_deadlock(num_devices)
+    if num_devices > 1:
+        keep_freed_memory()
     rank, group = mlir.lower_fun(
         lambda: (_place_on(call.axis_names), _place_on(call.group_axes)), multiple_results=True
     )(ctx.replace(avals_in=(), avals_out=None))
