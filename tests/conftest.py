@@ -22,3 +22,13 @@ def unchecked_types():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def no_buffers():
+    """Begins and ends without dispatch buffers."""
+    from jax_cp_dispatch import destroy_all_dispatch_buffers
+
+    destroy_all_dispatch_buffers()
+    yield
+    destroy_all_dispatch_buffers()

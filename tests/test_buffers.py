@@ -22,14 +22,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.dispatch import buffers
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
-
-
-@pytest.fixture(autouse=True)
-def no_buffers():
-    destroy_all_dispatch_buffers()
-    yield
-    destroy_all_dispatch_buffers()
+pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
 
 
 def create(**options):

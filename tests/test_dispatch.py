@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
+from moving import bits, capacity_of, run_combine, run_dispatch
 from on_mesh import AXIS, mesh_of, on_ranks
 
 from jax_cp_dispatch import (
@@ -22,32 +23,6 @@ from jax_cp_dispatch import (
 )
 
 W, S, T = 8, 6, 32
-
-
-def capacity_of(plan):
-    return int(plan["num_total_recv_tokens"].max())
-
-
-def bits(x):
-    """Compared as bytes, so that NaN and -0.0 count."""
-    return np.ascontiguousarray(x).view(np.uint8)
-
-
-def run_dispatch(plan, x, capacity, mesh=None, **options):
-    move = on_ranks(
-        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=capacity),
-        mesh or mesh_of(plan["world_size"]),
-        **options,
-    )
-    return jax.tree.map(np.asarray, move(x, Metadata(**plan)))
-
-
-def run_combine(plan, y, num_tokens, mesh=None, **kwargs):
-    bring = on_ranks(
-        lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=num_tokens, **kwargs),
-        mesh or mesh_of(plan["world_size"]),
-    )
-    return jax.tree.map(np.asarray, bring(y, Metadata(**plan)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
@@ -296,46 +271,6 @@ def test_many_arrays_travel_in_one_call():
     assert move.lower(x, Metadata(**plan)).as_text().count("jax_cp_dispatch.dispatch") == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
-def test_combine_accumulates_wide_and_rounds_once(dtype):
-    rng = np.random.default_rng(12)
-    plan = random_plan(rng, W, S, T, 4)
-    dtype = jnp.dtype(dtype)
-    y = (100 * rng.normal(size=(W, capacity_of(plan), 5))).astype(dtype)
-    wide = np.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
-    expected = combined(plan, y, T, wide)
-    np.testing.assert_array_equal(bits(run_combine(plan, y, T)), bits(expected.astype(dtype)))
-    if wide == np.float32:
-        got = run_combine(plan, y, T, preferred_element_type=jnp.float32)
-        np.testing.assert_array_equal(bits(got), bits(expected))
-        got = run_combine(plan, y, T, preferred_element_type=jnp.bfloat16)
-        np.testing.assert_array_equal(bits(got), bits(expected.astype(ml_dtypes.bfloat16)))
-
-
-def test_half_precision_rounds_as_numpy_does_over_the_whole_range():
-    """One replica of every float16, and one float32 sum of two, against NumPy's conversion."""
-    values = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    values = values[~np.isnan(values)]
-    other = np.random.default_rng(0).permutation(values)
-    num_tokens = len(values)
-    plan = dict(
-        dst_rank=np.array([[[0, 0]]], np.int32),
-        dst_offset=np.array([[[0, num_tokens]]], np.uint32),
-        seq_len=np.array([[num_tokens]], np.uint32),
-        num_recv_tokens=np.array([[2 * num_tokens] * 2], np.uint32),
-        num_seqs=np.array([1], np.int32),
-        num_total_recv_tokens=np.array([2 * num_tokens], np.uint32),
-        world_size=1,
-    )
-    y = np.concatenate([values, other])[None, :, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = (values.astype(np.float32) + other.astype(np.float32)).astype(np.float16)
-    got = run_combine(plan, y, num_tokens)[0, :, 0]
-    finite = ~np.isnan(expected)
-    np.testing.assert_array_equal(bits(got[finite]), bits(expected[finite]))
-    assert np.isnan(got[~finite]).all()
-
-
 def test_donated_storage_is_written_in_place():
     rng = np.random.default_rng(13)
     plan = random_plan(rng, W, S, T)
@@ -367,42 +302,3 @@ def test_eager_shard_map_is_the_same():
     x = rng.normal(size=(W, T, 3)).astype(np.float32)
     got = run_dispatch(plan, x, capacity, jit=False)
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
-
-
-def test_many_independent_calls_in_one_program_and_loops_with_collectives():
-    """More open exchanges than threads: a handler that waits for its peers would deadlock here."""
-    rng = np.random.default_rng(15)
-    plan = random_plan(rng, W, S, T)
-    capacity = W * T
-
-    def local(x, m):
-        calls = [dispatch(x + i, m, axis_name=AXIS, capacity=capacity) for i in range(24)]
-
-        def step(carry, _):
-            y = dispatch(carry, m, axis_name=AXIS, capacity=capacity)
-            home = combine(y, m, axis_name=AXIS, num_tokens=T)
-            return home + jax.lax.pmean(home, AXIS), None
-
-        return sum(calls), jax.lax.scan(step, x, None, length=5)[0]
-
-    run = on_ranks(local, mesh_of(W))
-    x = rng.integers(-4, 4, (W, T, 3)).astype(np.float32)
-    got, looped = run(x, Metadata(**plan))
-    expected = sum(dispatched(plan, x + i, capacity) for i in range(24))
-    np.testing.assert_array_equal(got, expected)
-    carry = x.astype(np.float64)
-    for _ in range(5):
-        home = combined(plan, dispatched(plan, carry, capacity), T)
-        carry = home + home.mean(0)
-    np.testing.assert_allclose(looped, carry, rtol=1e-5, atol=1e-5)
-
-
-def test_combine_sums_in_the_preferred_type_where_that_is_wider():
-    forward, _ = compute_metadata(np.full((2, 1), 1), np.array([[[0, 1]], [[0, 1]]]))
-    y = np.full((2, 2, 3), 100, np.int8)
-    metadata = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
-    got = run_combine(metadata, y, 1, preferred_element_type=np.int32)
-    np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.int32))
-    got = run_combine(metadata, y, 1, preferred_element_type=np.float32)
-    np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.float32))
-    assert run_combine(metadata, y, 1)[0, 0, 0] == np.int8(-56)  # in its own width it wraps

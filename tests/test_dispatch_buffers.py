@@ -20,7 +20,7 @@ from jax_cp_dispatch import (
     list_dispatch_buffers,
 )
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
+pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
 
 W, S, T, F = 8, 3, 8, 2
 CAPACITY = W * T * 2  # of every plan with two replicas
@@ -29,13 +29,6 @@ PLAN = random_plan(RNG, W, S, T, 2)
 METADATA = Metadata(**PLAN)
 X = RNG.integers(-8, 9, (W, T, F)).astype(np.float32)
 Y = RNG.integers(-8, 9, (W, CAPACITY, F)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def no_buffers():
-    destroy_all_dispatch_buffers()
-    yield
-    destroy_all_dispatch_buffers()
 
 
 def create(**options):

@@ -1,4 +1,4 @@
-"""Programs with dispatch and combine in flight: long chains, and several Python threads."""
+"""Many exchanges in flight: in one program, in a chain of programs, from several Python threads."""
 
 import threading
 from typing import Any
@@ -34,6 +34,63 @@ def full_plan(rng, num_ranks, num_tokens) -> dict[str, Any]:
         num_total_recv_tokens=num_recv[:, -1].astype(np.uint32),
         world_size=num_ranks,
     )
+
+
+def test_many_independent_calls_in_one_program_and_loops_with_collectives():
+    """More open exchanges than threads: a handler that waits for its peers would deadlock here."""
+    rng = np.random.default_rng(15)
+    plan = random_plan(rng, 8, S, T)
+    capacity = 8 * T
+
+    def local(x, m):
+        calls = [dispatch(x + i, m, axis_name=AXIS, capacity=capacity) for i in range(24)]
+
+        def step(carry, _):
+            y = dispatch(carry, m, axis_name=AXIS, capacity=capacity)
+            home = combine(y, m, axis_name=AXIS, num_tokens=T)
+            return home + jax.lax.pmean(home, AXIS), None
+
+        return sum(calls), jax.lax.scan(step, x, None, length=5)[0]
+
+    run = on_ranks(local, mesh_of(8))
+    x = rng.integers(-4, 4, (8, T, 3)).astype(np.float32)
+    got, looped = run(x, Metadata(**plan))
+    expected = sum(dispatched(plan, x + i, capacity) for i in range(24))
+    np.testing.assert_array_equal(got, expected)
+    carry = x.astype(np.float64)
+    for _ in range(5):
+        home = combined(plan, dispatched(plan, carry, capacity), T)
+        carry = home + home.mean(0)
+    np.testing.assert_allclose(looped, carry, rtol=1e-5, atol=1e-5)
+
+
+def test_many_calls_beside_other_collectives():
+    """XLA runs calls of one program in any order, and our exchanges between its own."""
+    plan = random_plan(np.random.default_rng(0), W, S, T, 2)
+    capacity = int(plan["num_total_recv_tokens"].max()) + 2
+    x = np.random.default_rng(1).integers(-8, 9, (W, T, F)).astype(np.float32)
+    ring = [(r, (r + 1) % W) for r in range(W)]
+
+    def local(x, m):
+        total = 0
+        for i in range(12):
+            sent = dispatch(x + i, m, axis_name=AXIS, capacity=capacity)
+            home = combine(sent, m, axis_name=AXIS, num_tokens=T)
+            everyone = jax.lax.all_gather(home, AXIS).sum(0)
+            turned = jax.lax.ppermute(x * i, AXIS, ring)
+            sent_back = dispatch(turned + everyone, m, axis_name=AXIS, capacity=capacity)
+            total = total + jax.lax.psum(sent, AXIS) + sent_back
+        return total
+
+    expected = np.zeros((W, capacity, F))
+    for i in range(12):
+        sent = dispatched(plan, x + i, capacity)
+        everyone = combined(plan, sent, T).sum(0)
+        sent_back = dispatched(plan, np.roll(x * i, 1, axis=0) + everyone, capacity)
+        expected += sent.sum(0) + sent_back
+    run = on_ranks(local, mesh_of(W, [2, 0, 3, 1]))
+    for _ in range(3):
+        np.testing.assert_array_equal(run(x, Metadata(**plan)), expected)
 
 
 def test_a_long_chain_of_programs_that_eat_their_argument():

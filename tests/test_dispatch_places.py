@@ -1,7 +1,5 @@
 """dispatch and combine wherever a call may stand: meshes, kinds of axes, placed arrays, loops."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
-from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+from on_mesh import AXIS, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
 from jax_cp_dispatch.dispatch import AxisName
@@ -276,7 +274,7 @@ def test_ranks_that_are_not_manual_inside_another_axis(kind, check_vma):
         check_all_ranks(of_group, x[group], y[group], plan)
 
 
-# ---- In control flow, in loops, and beside XLA's own collectives.
+# ---- In control flow and in loops.
 
 
 def test_branches_and_loops():
@@ -328,33 +326,6 @@ def test_gradient_of_a_scan_with_rematerialisation():
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
 
 
-def test_many_calls_beside_other_collectives():
-    """XLA runs calls of one program in any order, and our exchanges between its own."""
-    ring = [(r, (r + 1) % W) for r in range(W)]
-
-    def local(x, y, m):
-        total = jnp.zeros_like(y)
-        for i in range(12):
-            sent = dispatch(x + i, m, axis_name=AXIS, capacity=CAPACITY)
-            home = combine(sent, m, axis_name=AXIS, num_tokens=T)
-            everyone = jax.lax.all_gather(home, AXIS).sum(0)
-            turned = jax.lax.ppermute(x * i, AXIS, ring)
-            sent_back = dispatch(turned + everyone, m, axis_name=AXIS, capacity=CAPACITY)
-            total = total + jax.lax.psum(sent, AXIS) + sent_back
-        return total
-
-    x, y = X.reshape(W, T, F), Y.reshape(W, CAPACITY, F)
-    expected = np.zeros(y.shape)
-    for i in range(12):
-        sent = dispatched(PLAN, x + i, CAPACITY)
-        everyone = combined(PLAN, sent, T).sum(0)
-        sent_back = dispatched(PLAN, np.roll(x * i, 1, axis=0) + everyone, CAPACITY)
-        expected += sent.sum(0) + sent_back
-    run = on_ranks(local, mesh_of(W, [2, 0, 3, 1]))
-    for _ in range(3):
-        np.testing.assert_array_equal(run(x, y, METADATA), expected)
-
-
 # ---- What does not fit is refused when the program is made.
 
 
@@ -402,27 +373,3 @@ def test_an_axis_that_is_manual_in_part(unchecked_types):
     run = jax.shard_map(move, mesh=mesh, axis_names={"pod"}, in_specs=P("pod"), out_specs=P("pod"))
     with pytest.raises(ValueError, match=r"of axis_name \('pod', 'data'\) only \('pod',\) are man"):
         jax.jit(run)(X)
-
-
-def test_calls_of_a_program_are_told_apart_in_a_persistent_cache(tmp_path):
-    """With automatic axes a program holds only the address of our callback, which caches ignore."""
-    program = f"""
-import jax, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_cp_dispatch import combine, compute_metadata, dispatch
-from jax_cp_dispatch.cpu_devices import start_cpu_devices
-
-start_cpu_devices(2)
-jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))
-metadata, _ = compute_metadata(np.array([[1, 1], [1, 1]]), np.array([[1, 0], [1, 0]]))
-x = jax.device_put(np.arange(4.0), NamedSharding(mesh, P("cp")))
-there = jax.jit(lambda x: dispatch(x, metadata, axis_name="cp", capacity=2))
-home = jax.jit(lambda x: combine(x, metadata, axis_name="cp", num_tokens=2))
-np.testing.assert_array_equal(there(x), [1, 3, 0, 2])
-np.testing.assert_array_equal(home(x), [2, 0, 3, 1])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

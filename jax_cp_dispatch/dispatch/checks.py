@@ -86,14 +86,13 @@ def _num_bits(dtype: Any) -> int:
     return info(dtype).bits
 
 
-def check_summable(op: str, arrays: Sequence[Array]) -> None:
-    """Every array has a dtype that the native summation knows."""
-    for array in arrays:
-        if array.dtype.name not in COMBINE_DTYPES:
-            raise TypeError(
-                f"{op}: cannot sum {array.dtype.name}; it sums {', '.join(COMBINE_DTYPES)} and "
-                "float8. Cast the rows to one of these first."
-            )
+def check_summable(op: str, dtype: Any) -> None:
+    """A dtype that the native summation knows."""
+    if dtype.name not in COMBINE_DTYPES:
+        raise TypeError(
+            f"{op}: cannot sum {dtype.name}; it sums {', '.join(COMBINE_DTYPES)} and float8. Cast "
+            "the rows to one of these first."
+        )
 
 
 def check_storage(

@@ -19,7 +19,7 @@ from jax_cp_dispatch.dispatch.buffers import (
     deadline_milliseconds,
 )
 from jax_cp_dispatch.dispatch.implementations import check_implementation
-from jax_cp_dispatch.dispatch.operands import Call, Part, widen
+from jax_cp_dispatch.dispatch.operands import Call, Part, summable
 from jax_cp_dispatch.dispatch.placement import (
     Place,
     find_place,
@@ -83,14 +83,12 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
     checks.check_arrays(op, name, arrays)
     checks.check_is_metadata(op, f"{prefix}metadata", metadata)
     num_rows = checks.check_num_rows(op, f"{prefix}num_tokens", num_tokens)
-    dtypes = [jnp.dtype(dtype or y.dtype) for y in arrays]
-    arrays = [_at_least(widen(y), result) for y, result in zip(arrays, dtypes, strict=True)]
-    checks.check_summable(op, arrays)
-    # The handler rounds to y's dtype or not at all; any other is made from the unrounded sum.
-    sums = [
-        y.dtype if result == y.dtype else _accumulation_dtype(y.dtype)
-        for y, result in zip(arrays, dtypes, strict=True)
+    summations = [_summation(op, y.dtype, dtype) for y in arrays]
+    arrays = [
+        y if y.dtype == s.operand else jax.lax.convert_element_type(y, s.operand)
+        for y, s in zip(arrays, summations, strict=True)
     ]
+    dtypes, sums = [s.result for s in summations], [s.total for s in summations]
     piece = Piece(name, arrays, tree, metadata, num_rows, dtypes, sums)
     if buffer is None:
         return piece
@@ -102,17 +100,31 @@ def _flatten(tree: Any) -> tuple[list[Array], Any]:
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves], structure
 
 
-def _at_least(y: Array, result: Any) -> Array:
-    """`y` in the dtype that its sum needs for a result that is wider, or no integer any more."""
-    summed, needed = _accumulation_dtype(y.dtype), _accumulation_dtype(result)
+class _Summation(NamedTuple):
+    """The dtypes of an array that travels, of its sum from the handler, and of the result."""
+
+    operand: Any
+    total: Any
+    result: Any
+
+
+@functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
+def _summation(op: str, dtype: Any, preferred: Any) -> _Summation:
+    result = jnp.dtype(preferred or dtype)
+    operand = summable(dtype)
+    checks.check_summable(op, operand)
+    # A result that is wider, or no integer any more, is summed as such: y becomes it first.
+    summed, needed = _accumulation_dtype(operand), _accumulation_dtype(result)
     is_integer, is_real = (
         [jnp.issubdtype(dtype, kind) for dtype in (summed, needed)]
         for kind in (jnp.integer, jnp.floating)
     )
     is_alike = is_integer[0] == is_integer[1] and is_real[0] == is_real[1]
     if (is_alike and needed.itemsize > summed.itemsize) or (is_integer[0] and is_real[1]):
-        return y.astype(needed)
-    return y
+        operand = needed
+    # The handler rounds to y's dtype or not at all; any other is made from the unrounded sum.
+    total = operand if operand == result else _accumulation_dtype(operand)
+    return _Summation(operand, total, result)
 
 
 def _accumulation_dtype(dtype: Any) -> Any:

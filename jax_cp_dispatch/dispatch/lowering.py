@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_cp_dispatch import runtime
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 from jax_cp_dispatch.dispatch.operands import by_part, read_operands
@@ -20,41 +19,12 @@ from jax_cp_dispatch.dispatch.placement import on_every_device
 from jax_cp_dispatch.dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 
 
-def lower_dispatch(primitive, ctx, *operands, call, parts):
-    """The lowering rule of `dispatch_p`."""
-    by_xla = functools.partial(_dispatch_by_xla, call=call, parts=parts)
-    num_storage = len(read_operands(operands, parts).storage)
-    aliases = {len(operands) - num_storage + i: i for i in range(num_storage)}
-    return _lower(
-        primitive,
-        ctx,
-        *operands,
-        call=call,
-        parts=parts,
-        by_xla=by_xla,
-        aliases=aliases,
-        target=runtime.DISPATCH_TARGET,
-        params={},
-    )
+def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
+    """The lowering rule of both primitives.
 
-
-def lower_combine(primitive, ctx, *operands, call, parts, dtypes):
-    """The lowering rule of `combine_p`."""
-    by_xla = functools.partial(_combine_by_xla, call=call, parts=parts, dtypes=dtypes)
-    return _lower(
-        primitive,
-        ctx,
-        *operands,
-        call=call,
-        parts=parts,
-        by_xla=by_xla,
-        aliases={},
-        target=runtime.COMBINE_TARGET,
-        params={"dtypes": dtypes},
-    )
-
-
-def _lower(primitive, ctx, *operands, call, parts, by_xla, aliases, target, params):
+    `by_xla` computes one from operands and parameters, `target` names the other's custom call.
+    """
+    by_xla = functools.partial(by_xla, call=call, parts=parts, **params)
     if call.open_axes:
         return _lower_opened(primitive, ctx, *operands, call=call, parts=parts, **params)
     if call.is_global:
@@ -68,15 +38,19 @@ def _lower(primitive, ctx, *operands, call, parts, by_xla, aliases, target, para
     warn_of_deadlock(num_devices)
     if num_devices > 1:
         keep_freed_memory()
+    return _lower_custom_call(target, ctx, *operands, call=call, parts=parts)
+
+
+def _lower_custom_call(target, ctx, *operands, call, parts):
     rank, group = mlir.lower_fun(
         lambda: (_place_on(call.axis_names), _place_on(call.group_axes)), multiple_results=True
     )(ctx.replace(avals_in=(), avals_out=None))
     place = jax.typeof(np.int32(0))
-    aliases = {operand + 2: result for operand, result in aliases.items()}
+    operands = (rank, group, *operands)
+    num_storage = len(ctx.avals_in) - sum(part.num_metadata + part.num_arrays for part in parts)
+    aliases = {len(operands) - num_storage + i: i for i in range(num_storage)}
     return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
         ctx.replace(avals_in=(place, place, *ctx.avals_in)),
-        rank,
-        group,
         *operands,
         axis=",".join(call.axis_names),
         num_ranks=np.int64(call.num_ranks),
@@ -121,7 +95,8 @@ def _span(values):
     return np.array(list(values), np.int64)
 
 
-def _dispatch_by_xla(*operands, call, parts):
+def dispatch_by_xla(*operands, call, parts):
+    """`dispatch_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     outs = []
     for part, metadata, arrays in zip(
@@ -138,7 +113,8 @@ def _dispatch_by_xla(*operands, call, parts):
     return outs
 
 
-def _combine_by_xla(*operands, call, parts, dtypes):
+def combine_by_xla(*operands, call, parts, dtypes):
+    """`combine_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     outs = []
     for part, metadata, arrays, of_part in zip(

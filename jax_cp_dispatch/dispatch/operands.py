@@ -4,10 +4,10 @@ Operands: the metadata of every part, then the arrays of every part, then for `d
 storage to reuse (one for each array).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 # What the native summation knows; bfloat16 and float16 accumulate in float32.
@@ -61,8 +61,13 @@ class Call(NamedTuple):
 
     def on_one_rank(self, mesh: Any) -> "Call":
         """The call inside of what opens all axes of `mesh`."""
-        groups = tuple(x for x in mesh.axis_names if x not in self.axis_names and mesh.shape[x] > 1)
+        groups = _other_axes(mesh, self.axis_names)
         return self._replace(group_axes=groups, is_global=False, open_axes=())
+
+
+@functools.lru_cache(maxsize=256)
+def _other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)
 
 
 class Operands(NamedTuple):
@@ -116,7 +121,7 @@ def select_arrays(
     )
 
 
-def widen(y: Any) -> Any:
-    """`y` as the native summation knows it: floats of one byte become float32."""
-    is_known = y.dtype.name in COMBINE_DTYPES or not jnp.issubdtype(y.dtype, jnp.floating)
-    return y if is_known else jax.lax.convert_element_type(y, jnp.float32)
+def summable(dtype: Any) -> Any:
+    """The dtype in which the native summation takes such rows: floats of one byte as float32."""
+    is_known = dtype.name in COMBINE_DTYPES or not jnp.issubdtype(dtype, jnp.floating)
+    return dtype if is_known else jnp.dtype(jnp.float32)

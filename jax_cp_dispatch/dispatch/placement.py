@@ -187,4 +187,4 @@ def vary_with(fields: Iterable[Any], names: Sequence[str], arrays: list[Any]) ->
     if not all(axes.union(varying_axes(x)).issuperset(names) for x in arrays):
         for name in names:  # varying_axes is empty where JAX does not track it (check_vma=False)
             axes |= varying_axes(jax.lax.axis_index(name))
-    return vary_alike(arrays, also=axes)
+    return arrays if all(varying_axes(x) == axes for x in arrays) else vary_alike(arrays, also=axes)

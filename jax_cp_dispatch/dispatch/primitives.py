@@ -17,13 +17,14 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_cp_dispatch.dispatch.lowering import lower_combine, lower_dispatch
+from jax_cp_dispatch import runtime
+from jax_cp_dispatch.dispatch.lowering import combine_by_xla, dispatch_by_xla, lower
 from jax_cp_dispatch.dispatch.operands import (
     Operands,
     part_of_each,
     read_operands,
     select_arrays,
-    widen,
+    summable,
 )
 
 dispatch_p = Primitive("dispatch")
@@ -138,7 +139,7 @@ def _transpose(adjoint, cotangents, *operands, call, parts, **_):
 
 
 def _dispatch_adjoint(linear, dtypes, **params):
-    wide = [widen(ct) for ct in linear.arrays]
+    wide = [ct.astype(summable(ct.dtype)) for ct in linear.arrays]
     linear = linear._replace(arrays=wide)
     sums = combine_p.bind(*linear.flat(), dtypes=tuple(ct.dtype.name for ct in wide), **params)
     return [total.astype(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
@@ -163,11 +164,11 @@ def _run_alone(primitive, *operands, **params):
         return _compiled(primitive, tuple(params.items()))(*operands)
 
 
-def _complete(primitive: Primitive, shapes, lower, adjoint) -> None:
+def _complete(primitive: Primitive, shapes, by_xla, target, adjoint) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(_run_alone, primitive))
-    mlir.register_lowering(primitive, functools.partial(lower, primitive))
+    mlir.register_lowering(primitive, functools.partial(lower, primitive, by_xla, target))
     # Private, but the only way to tell `jit` what a partitioned lowering needs to know.
     prim_requires_devices_during_lowering.add(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
@@ -175,5 +176,5 @@ def _complete(primitive: Primitive, shapes, lower, adjoint) -> None:
     ad.primitive_transposes[primitive] = functools.partial(_transpose, adjoint)
 
 
-_complete(dispatch_p, _dispatch_shapes, lower_dispatch, _dispatch_adjoint)
-_complete(combine_p, _combine_shapes, lower_combine, _combine_adjoint)
+_complete(dispatch_p, _dispatch_shapes, dispatch_by_xla, runtime.DISPATCH_TARGET, _dispatch_adjoint)
+_complete(combine_p, _combine_shapes, combine_by_xla, runtime.COMBINE_TARGET, _combine_adjoint)
