@@ -3,6 +3,14 @@
 import numpy as np
 
 
+def first_keys(segment_ids, positions=None, window=None):
+    """First column that each column attends, [B, T]; -1 at padding."""
+    first = documents(segment_ids, positions)
+    if window is None:
+        return first
+    return np.where(first >= 0, np.maximum(first, np.arange(segment_ids.shape[1]) + 1 - window), -1)
+
+
 def documents(segment_ids, positions=None):
     """First column of the document of each column, [B, T]; -1 at padding."""
     first = np.full(segment_ids.shape, -1)
@@ -17,8 +25,8 @@ def documents(segment_ids, positions=None):
     return first
 
 
-def pairs_per_rank(segment_ids, positions, world_size):
-    first = documents(segment_ids, positions)
+def pairs_per_rank(segment_ids, positions, world_size, window=None):
+    first = first_keys(segment_ids, positions, window)
     column = np.arange(segment_ids.shape[1])
     pairs = np.where(first >= 0, column + 1 - first, 0)
     return pairs.reshape(len(pairs), world_size, -1).sum((0, 2))
@@ -65,14 +73,14 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def check_plan(plan, segment_ids, positions=None):
-    """Asserts that the plan computes, for each query, its document's prefix exactly once."""
+def check_plan(plan, segment_ids, positions=None, window=None):
+    """Asserts that the plan computes each query once, with the keys that it attends."""
     batch, columns = segment_ids.shape
     world_size = plan.world_size
     # rows[r] are the token numbers, b * columns + column, of rank r in its own order.
     rows = np.arange(batch * columns).reshape(batch, world_size, -1)
     rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    first = documents(segment_ids, positions).reshape(-1)
+    first = first_keys(segment_ids, positions, window).reshape(-1)
     base = np.repeat(np.arange(batch) * columns, columns)
 
     queries = deliver(plan.q_metadata, rows, plan.q_capacity)
@@ -95,7 +103,7 @@ def check_plan(plan, segment_ids, positions=None):
             assert np.array_equal(keys[rank, start:end], prefix), (rank, i, start, end)
     np.testing.assert_array_equal(computed, first >= 0)
     np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
-    before = pairs_per_rank(segment_ids, positions, world_size)
+    before = pairs_per_rank(segment_ids, positions, world_size, window)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
     plan.q_metadata.validate()
     plan.kv_metadata.validate()

@@ -68,6 +68,16 @@ def test_equals_dense_attention(num_ranks, per_rank):
     assert_close(fn(q, k, v, g), expected(q, k, v, g, segment_ids))
 
 
+def test_window_and_tokens_that_do_not_divide():
+    q, k, v, g, segment_ids = draw(5, batch=2, num_tokens=4 * 48 - 5, max_length=120)
+    start, end = causal_ranges(segment_ids)
+    start = np.maximum(start, end - 19)
+    out, lse = attention(q, k, v, start, end)
+    references = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
+    fn = attend(segment_ids, mesh_of(4), window=19)
+    assert_close(jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g), references)
+
+
 @pytest.mark.parametrize(
     "kind", ["one document", "all padding", "first rank empty", "one token each", "last row only"]
 )
@@ -249,7 +259,14 @@ def call(small, **options):
         ({"algorithm": "magic"}, "algorithm is 'magic'; it needs to be one of 'balanced'"),
         ({"axis_name": "nope"}, "axis_name is 'nope' but the mesh has axes"),
         ({"batch_axis": "nope"}, "batch_axis is 'nope' but the mesh has axes"),
-        ({"mesh": mesh_of(3)}, "T is 128 but mesh axis 'cp' has 3 devices, which must divide it"),
+        (
+            {"mesh": mesh_of(3), "layout": "zigzag", "algorithm": "zigzag"},
+            "T is 128 but mesh axis 'cp' has 3 devices, which must divide it",
+        ),
+        ({"causal": False}, "plans causal attention of tokens in order; got causal=False"),
+        ({"layout": "zigzag"}, "got causal=True, layout='zigzag'. Choose another algorithm"),
+        ({"window": 0}, "plan_attention: window is 0; it needs to be at least 1"),
+        ({"nodes": 2}, "got nodes=2 with algorithm='balanced'; they are for 'hamilton'"),
         ({"segment_ids": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\) but q has"),
         ({"q": np.zeros((1, 128, 8), np.float32)}, r"q, k, v have shapes \(1, 128, 8\)"),
         ({"k": np.zeros((1, 64, 2, 8), np.float32)}, "with equal B and T"),

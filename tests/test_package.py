@@ -16,13 +16,15 @@ SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 ALLOWED = {
     "_varying": set(),
     "cost": set(),
+    "cycles": set(),
     "metadata": set(),
     "runtime": set(),
     "scenarios": {"metadata"},
+    "timeline": set(),
     "planner": {"metadata", "cost"},
     "cpu_devices": set(),
     "dispatch": {"metadata", "runtime", "cpu_devices"},
-    "attention": {"dispatch", "planner", "metadata", "cost"},
+    "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
     "plots": {"planner"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }

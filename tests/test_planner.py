@@ -65,13 +65,15 @@ def test_plan_is_exact_for_any_packing(data):
     positions = np.broadcast_to(np.arange(world_size * columns), segment_ids.shape)
     if data.draw(st.booleans()):
         segment_ids, positions = told_apart_by_positions(segment_ids)
+    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # one more program
     plan = plan_attention(
         segment_ids,
         positions,
         world_size=world_size,
+        window=window,
         config=roomy(batch, world_size, columns, block),
     )
-    check_plan(plan, segment_ids, positions)
+    check_plan(plan, segment_ids, positions, window)
     slots = batch * -(-columns // min(block, columns))
     assert plan.q_metadata.seq_len.shape == (world_size, slots)
     assert plan.q_metadata.num_total_recv_tokens.max() <= 2 * batch * columns + block

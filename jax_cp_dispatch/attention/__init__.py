@@ -1,14 +1,46 @@
-"""Attention over local keys, and over a mesh axis."""
+"""Attention over local keys, and over a mesh axis.
+
+Everything rests on `local` (one range of keys per query) and `merge`. `balanced` moves queries and
+keys as a plan says. In `ring` and `hamilton` keys rotate: `sequence` brings rows into place,
+`rotating` makes the steps, `schedules`, `layout` and `chunks` say who holds what, and
+`communication` moves it. `choose` and `api` stand around all of them, `profile` beside.
+"""
 
 from jax_cp_dispatch.attention.api import context_parallel_attention
 from jax_cp_dispatch.attention.balanced import balanced_attention
+from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
+from jax_cp_dispatch.attention.communication import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.profile import (
+    AttentionProfile,
+    StepProfile,
+    hamilton_attention_profile,
+    ring_attention_profile,
+    zigzag_ring_attention_profile,
+)
+from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
 
 __all__ = [
+    "AttentionProfile",
+    "Choice",
+    "StepProfile",
     "balanced_attention",
+    "choose_algorithm",
+    "chunk_exchange",
     "context_parallel_attention",
+    "document_lengths",
+    "hamilton_attention",
+    "hamilton_attention_profile",
     "local_attention",
     "local_attention_backward",
     "merge_partials",
+    "ring_attention",
+    "ring_attention_profile",
+    "ring_exchange",
+    "zigzag_permutation",
+    "zigzag_ring_attention",
+    "zigzag_ring_attention_profile",
 ]

@@ -1,7 +1,10 @@
 """`context_parallel_attention`: attention over a mesh axis, from global arrays."""
 
+from __future__ import annotations
+
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch.attention.balanced import balanced_attention
+from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, document_lengths
+from jax_cp_dispatch.attention.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
-ALGORITHMS = ("balanced",)
 HostOrDevice = Array | np.ndarray
+_OP = "context_parallel_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +30,24 @@ class _Options:
     axis_name: str
     batch_axis: str | None
     head_axis: str | None
+    algorithm: str
+    causal: bool
+    window: int | None
+    layout: str
+    nodes: int | None
     config: PlanConfig
     scale: float | None
     logit_soft_cap: float | None
+    implementation: str | None
     deadline: float
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.shape[self.axis_name]
+
+    def keywords(self, *names: str) -> dict[str, Any]:
+        """Those options as keywords."""
+        return {name: getattr(self, name) for name in names}
 
 
 def context_parallel_attention(
@@ -38,43 +58,58 @@ def context_parallel_attention(
     axis_name: str,
     algorithm: str,
     mesh: Mesh | AbstractMesh | None = None,
+    causal: bool = True,
     segment_ids: Int[HostOrDevice, "B T"] | None = None,
     positions: Int[HostOrDevice, "B T"] | None = None,
+    layout: str = "contiguous",
+    window: int | None = None,
     plan: AttentionPlan | None = None,
     config: PlanConfig = PlanConfig(),
+    nodes: int | None = None,
     batch_axis: str | None = None,
     head_axis: str | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
+    implementation: str | None = None,
     deadline: float = DEFAULT_DEADLINE,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention over packed documents, the sequence sharded over a mesh axis.
+    """Attention over packed documents, the sequence sharded over a mesh axis.
 
     Call outside `jax.shard_map`, under `jit` or not, with global arrays. Differentiable once, in
     reverse mode.
 
-    The plan comes from the segment ids. Concrete ids are planned at once, with buffers as large as
-    this batch needs; pass the plan of `plan_attention` in to choose when. Traced ids (and those of
-    a batch that is sharded itself) are planned inside the program, with the capacities of `config`,
-    whose defaults always fit but give every rank room for all keys.
+    "balanced" needs a plan, which comes from the segment ids. Concrete ids are planned at once,
+    with buffers as large as this batch needs; pass the plan of `plan_attention` in to choose when.
+    Traced ids (and those of a batch that is sharded itself) are planned inside the program, with
+    the capacities of `config`, whose defaults always fit but give every rank room for all keys.
+    The others plan nothing.
 
     Args:
-      q: queries, T tokens in document order, sharded or to be sharded over `axis_name` in equal
-        contiguous parts.
+      q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts.
       k: keys; K divides N.
       v: values.
-      axis_name: the mesh axis over which the sequence is sharded; its size W divides T.
-      algorithm: "balanced": every rank computes an equal share of the query-key pairs.
+      axis_name: the mesh axis over which the sequence is sharded, W devices. If W does not divide
+        T, padding is added and taken away.
+      algorithm: "balanced": every rank computes an equal share of the query-key pairs of the
+        documents, see `balanced_attention`; "ring", "zigzag", "hamilton": keys go round, see
+        `ring_attention`, `zigzag_ring_attention`, `hamilton_attention`; "auto": `choose_algorithm`
+        from concrete segment ids.
       mesh: the mesh; None is the one set by `jax.set_mesh`.
+      causal: a token attends what stands before it in its document, and itself; else all of it.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
       positions: the place of each token in its document; None if the segment ids tell documents
         apart.
-      plan: a plan for these documents, instead of segment ids.
-      config: block size and capacities of plans made here.
-      batch_axis: mesh axis over which B is sharded; each of its groups plans for itself.
+      layout: "contiguous": tokens are in order; "zigzag": in that of `zigzag_permutation`, and W
+        divides T.
+      window: with `causal`, a token attends at most that many tokens of its document.
+      plan: for "balanced", a plan for these documents (and this window), instead of segment ids.
+      config: for "balanced", block size and capacities of plans made here.
+      nodes: for "hamilton", see there.
+      batch_axis: mesh axis over which B is sharded; each of its groups attends for itself.
       head_axis: mesh axis over which N and K are sharded.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
+      implementation: of the exchanges; None chooses.
       deadline: seconds until an exchange gives up on a rank that has not come.
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.
@@ -82,52 +117,85 @@ def context_parallel_attention(
       TypeError, ValueError: an axis, a size or a choice does not fit; what, and what to do.
       jax.errors.JaxRuntimeError: when the program runs, see `dispatch`.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"context_parallel_attention: algorithm is {algorithm!r}; it needs to be one of "
-            f"{', '.join(map(repr, ALGORITHMS))}."
-        )
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     axes = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check(q, k, v, mesh, axes, segment_ids, plan)
-    if segment_ids is None and plan is None:
-        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    _check(q, k, v, mesh, axes, segment_ids, plan, layout)
     options = _Options(
-        mesh, **axes, config=config, scale=scale, logit_soft_cap=logit_soft_cap, deadline=deadline
+        mesh,
+        **axes,
+        algorithm=algorithm,
+        causal=causal,
+        window=window,
+        layout=layout,
+        nodes=nodes,
+        config=config,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        implementation=implementation,
+        deadline=deadline,
     )
+    if algorithm == "auto":
+        options = _choose(options, q, k, segment_ids, positions, plan)
+    _check_choice(options, plan)
+    num_tokens = q.shape[1]
+    missing = -num_tokens % options.num_ranks
+    needs_ids = options.algorithm == "balanced" or missing > 0
+    if needs_ids and segment_ids is None and plan is None:
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
-    if segment_ids is not None and not is_traced and batch_axis is None:
-        world_size = mesh.shape[axis_name]
-        plan = plan_attention(segment_ids, positions, world_size=world_size, config=config)
-    documents = (segment_ids, positions) if plan is None else None
-    return _balanced(q, k, v, plan, documents, options=options)
+    plans_here = options.algorithm == "balanced" and not is_traced and batch_axis is None
+    if plans_here and segment_ids is not None:
+        plan = plan_attention(
+            segment_ids, positions, world_size=options.num_ranks, window=window, config=config
+        )
+    documents = (segment_ids, positions) if plan is None else (None, None)
+    out = _attend(q, k, v, plan, documents, options=options)
+    return out[:, :num_tokens] if missing else out
+
+
+def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
+    """The options with "auto" replaced."""
+    if plan is not None:
+        return dataclasses.replace(options, algorithm="balanced")
+    if any(isinstance(x, Tracer) for x in (segment_ids, positions)):
+        raise ValueError(
+            f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
+            "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
+        )
+    lengths = ((q.shape[1],),) * q.shape[0]
+    if segment_ids is not None:
+        positions = None if positions is None else np.asarray(positions)
+        lengths = document_lengths(np.asarray(segment_ids), positions)
+    head_devices = 1 if options.head_axis is None else options.mesh.shape[options.head_axis]
+    choice = choose_algorithm(
+        lengths,
+        num_ranks=options.num_ranks,
+        tokens_per_rank=-(-q.shape[1] // options.num_ranks),
+        num_heads=q.shape[2] // head_devices,
+        num_kv_heads=k.shape[2] // head_devices,
+        head_size=q.shape[3],
+        itemsize=q.dtype.itemsize,
+        **options.keywords("causal", "layout"),
+    )
+    return dataclasses.replace(options, algorithm=choice.algorithm, nodes=choice.nodes)
+
+
+def _pad(x: Any, missing: int) -> Any:
+    """Tokens in segment 0 at the end, so that all ranks hold equally many."""
+    if x is None or not missing:
+        return x
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 @partial(jax.jit, static_argnames="options")
-def _balanced(q, k, v, plan, documents, *, options: _Options):
-    sequence = P(options.batch_axis, options.axis_name)
+def _attend(q, k, v, plan, documents, *, options: _Options):
     rows = P(options.batch_axis, options.axis_name, options.head_axis)
-
-    def local(q, k, v, plan, documents):
-        if plan is None:
-            world_size = options.mesh.shape[options.axis_name]
-            whole = jax.tree.map(
-                lambda x: jax.lax.all_gather(x, options.axis_name, axis=1, tiled=True), documents
-            )
-            plan = plan_attention(*whole, world_size=world_size, config=options.config)
-        return balanced_attention(
-            q,
-            k,
-            v,
-            plan,
-            axis_name=options.axis_name,
-            scale=options.scale,
-            logit_soft_cap=options.logit_soft_cap,
-            deadline=options.deadline,
-        )
-
+    sequence = P(options.batch_axis, options.axis_name)
     in_specs = (rows, rows, rows, P(options.axis_name), sequence)
-    attend = jax.shard_map(local, mesh=options.mesh, in_specs=in_specs, out_specs=rows)
+    attend = jax.shard_map(
+        partial(_local, options), mesh=options.mesh, in_specs=in_specs, out_specs=rows
+    )
     operands = (q, k, v, plan, documents)
     if AxisType.Explicit in options.mesh.axis_types:  # there, shard_map moves nothing by itself
         shardings = [NamedSharding(options.mesh, spec) for spec in in_specs]
@@ -138,41 +206,87 @@ def _balanced(q, k, v, plan, documents, *, options: _Options):
     return attend(*operands)
 
 
-def _check(q, k, v, mesh, axes, segment_ids, plan) -> None:
-    op = "context_parallel_attention"
+def _local(options: _Options, q, k, v, plan, documents):
+    """What one rank does."""
+    common = options.keywords("axis_name", "scale", "logit_soft_cap", "implementation", "deadline")
+    if options.algorithm == "balanced":
+        if plan is None:
+            whole = jax.tree.map(
+                lambda x: jax.lax.all_gather(x, options.axis_name, axis=1, tiled=True), documents
+            )
+            plan = plan_attention(
+                *whole, world_size=options.num_ranks, **options.keywords("window", "config")
+            )
+        return balanced_attention(q, k, v, plan, **common)
+    segment_ids, positions = documents
+    common |= options.keywords("causal", "window", "layout")
+    common |= {"segment_ids": segment_ids, "positions": positions}
+    if options.algorithm == "hamilton":
+        return hamilton_attention(q, k, v, nodes=options.nodes, **common)
+    attention = ring_attention if options.algorithm == "ring" else zigzag_ring_attention
+    return attention(q, k, v, **common)
+
+
+def _check_choice(options: _Options, plan) -> None:
+    """The algorithm can do what is asked of it."""
+    name = options.algorithm
+    if name not in ALGORITHMS:
+        raise ValueError(
+            f"{_OP}: algorithm is {name!r}; it needs to be one of "
+            f"{', '.join(map(repr, (*ALGORITHMS, 'auto')))}."
+        )
+    if name == "balanced" and not (options.causal and options.layout == "contiguous"):
+        raise ValueError(
+            f"{_OP}: algorithm='balanced' plans causal attention of tokens in order; got "
+            f"causal={options.causal}, layout={options.layout!r}. Choose another algorithm."
+        )
+    if name != "balanced" and plan is not None:
+        raise ValueError(
+            f"{_OP}: got a plan with algorithm={name!r}; only 'balanced' follows a plan. Pass "
+            "segment_ids instead."
+        )
+    if name != "hamilton" and options.nodes is not None:
+        raise ValueError(
+            f"{_OP}: got nodes={options.nodes} with algorithm={name!r}; they are for 'hamilton'."
+        )
+
+
+def _check(q, k, v, mesh, axes, segment_ids, plan, layout) -> None:
     for keyword, name in axes.items():
         if name is not None and name not in mesh.axis_names:
             raise ValueError(
-                f"{op}: {keyword} is {name!r} but the mesh has axes {tuple(mesh.axis_names)}. Name "
-                "one of these, or pass the mesh that has it."
+                f"{_OP}: {keyword} is {name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+                "Name one of these, or pass the mesh that has it."
             )
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
+            f"{_OP}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
             "[B, T, heads, features] with equal B and T."
         )
-    for dim, size, keyword in (
+    dims = [
         ("B", q.shape[0], "batch_axis"),
-        ("T", q.shape[1], "axis_name"),
         ("N", q.shape[2], "head_axis"),
         ("K", k.shape[2], "head_axis"),
-    ):
+    ]
+    if plan is not None or layout == "zigzag":  # they say where every token stands
+        dims.append(("T", q.shape[1], "axis_name"))
+    for dim, size, keyword in dims:
         name = axes[keyword]
         if name is not None and size % mesh.shape[name]:
             raise ValueError(
-                f"{op}: {dim} is {size} but mesh axis {name!r} has {mesh.shape[name]} devices, "
+                f"{_OP}: {dim} is {size} but mesh axis {name!r} has {mesh.shape[name]} devices, "
                 "which must divide it. Pad the arrays (segment 0 is padding), or use another mesh."
             )
     if plan is not None and segment_ids is not None:
-        raise ValueError(f"{op}: got both plan and segment_ids; pass one of them.")
+        raise ValueError(f"{_OP}: got both plan and segment_ids; pass one of them.")
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
         raise ValueError(
-            f"{op}: segment_ids has shape {segment_ids.shape} but q has B, T = {q.shape[:2]}; they "
-            "need to be equal."
+            f"{_OP}: segment_ids has shape {segment_ids.shape} but q has B, T = {q.shape[:2]}; "
+            "they need to be equal."
         )
     if plan is not None and plan.world_size != mesh.shape[axes["axis_name"]]:
         raise ValueError(
-            f"{op}: the plan is for world_size={plan.world_size} but mesh axis "
+            f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "
             f"{axes['axis_name']!r} has {mesh.shape[axes['axis_name']]} devices. Plan again with "
             "that world_size."
         )

@@ -25,6 +25,7 @@ class _Options:
     axis_name: AxisName
     scale: float | None
     logit_soft_cap: float | None
+    implementation: str | None
     deadline: float
 
     def attend(self, *operands):
@@ -37,7 +38,11 @@ class _Options:
 
     @property
     def exchange(self):
-        return {"axis_name": self.axis_name, "deadline": self.deadline}
+        return {
+            "axis_name": self.axis_name,
+            "implementation": self.implementation,
+            "deadline": self.deadline,
+        }
 
 
 def balanced_attention(
@@ -49,6 +54,7 @@ def balanced_attention(
     axis_name: AxisName,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
+    implementation: str | None = None,
     deadline: float = DEFAULT_DEADLINE,
 ) -> Float[Array, "B T N Hv"]:
     """Causal attention over packed documents with equal work on every rank.
@@ -70,6 +76,7 @@ def balanced_attention(
       axis_name: the mesh axis of the ranks, or several, the major one first.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
+      implementation: of the exchanges; see `dispatch`.
       deadline: seconds until an exchange gives up on a rank that has not come.
     Returns:
       The output in the layout and dtype of q; zero for padding.
@@ -88,7 +95,7 @@ def balanced_attention(
             f"balanced_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Plan with the segment ids of this batch."
         )
-    options = _Options(axis_name, scale, logit_soft_cap, deadline)
+    options = _Options(axis_name, scale, logit_soft_cap, implementation, deadline)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
     out = cast(Array, _attend(options, *rows, plan))  # custom_vjp hides its type

@@ -11,7 +11,12 @@ from jax_cp_dispatch.dispatch.buffers import (
     list_dispatch_buffers,
 )
 from jax_cp_dispatch.dispatch.exchange import AxisName
-from jax_cp_dispatch.dispatch.implementations import Implementation, available_implementations
+from jax_cp_dispatch.dispatch.implementations import (
+    Implementation,
+    available_implementations,
+    check_implementation,
+    in_process_serves,
+)
 
 __all__ = [
     "DEFAULT_DEADLINE",
@@ -19,6 +24,7 @@ __all__ = [
     "DispatchBuffer",
     "Implementation",
     "available_implementations",
+    "check_implementation",
     "combine",
     "combine_qkv",
     "create_dispatch_buffer",
@@ -27,5 +33,6 @@ __all__ = [
     "dispatch",
     "dispatch_qkv",
     "grow_dispatch_buffer",
+    "in_process_serves",
     "list_dispatch_buffers",
 ]

@@ -70,6 +70,11 @@ def check_implementation(op: str, wanted: str | None) -> None:
         )
 
 
+def in_process_serves(platform: str) -> bool:
+    """Whether programs that are lowered for `platform` can use this package's transport."""
+    return _what_in_process_lacks([platform]) is None
+
+
 def _what_in_process_lacks(platforms: Sequence[str]) -> str | None:
     other = [name for name in platforms if name != "cpu"]
     if other:

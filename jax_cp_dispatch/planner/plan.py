@@ -108,6 +108,7 @@ def plan_attention(
     positions: Shaped[Array | np.ndarray, "..."] | None = None,
     *,
     world_size: int,
+    window: int | None = None,
     config: PlanConfig = PlanConfig(),
 ) -> AttentionPlan:
     """Plans causal attention over packed documents so that all ranks have nearly equal work.
@@ -133,6 +134,7 @@ def plan_attention(
       segment_ids: integers [B, columns]; each rank holds an equal run of columns, in rank order.
       positions: integers of the same shape, or None if documents differ in their segment ids.
       world_size: number of ranks W; must divide the columns.
+      window: a query attends at most that many keys, its own the last; None: all before it.
       config: block size and capacities.
     Returns:
       The plan for all ranks, the same on every process that plans the same inputs.
@@ -142,15 +144,17 @@ def plan_attention(
         stands in two separate runs of one batch row, or a capacity is too small.
     """
     grid = _check_shapes(segment_ids, positions, world_size, config)
+    if window is not None and window < 1:
+        raise ValueError(f"plan_attention: window is {window}; it needs to be at least 1, or None.")
     if isinstance(segment_ids, jax.core.Tracer) or isinstance(positions, jax.core.Tracer):
-        assignment = assign(_int32(segment_ids), _int32(positions), grid=grid)
+        assignment = assign(_int32(segment_ids), _int32(positions), grid=grid, window=window)
         return _plan(assignment, grid, _static_capacities(grid, config))
     segments = _to_host(segment_ids)
     positions = None if positions is None else _to_host(positions)
     _check_values(segments, positions)
     # Even while an outer function is traced, what does not depend on its arguments is known now.
     with jax.ensure_compile_time_eval():
-        assignment = assign(_int32(segments), _int32(positions), grid=grid)
+        assignment = assign(_int32(segments), _int32(positions), grid=grid, window=window)
         return _plan(assignment, grid, _exact_capacities(assignment, grid, config))
 
 

@@ -58,12 +58,19 @@ def q_bound(grid: BlockGrid) -> int:
     return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
 
 
-@partial(jax.jit, static_argnames="grid")
+@partial(jax.jit, static_argnames=("grid", "window"))
 def assign(
-    segment_ids: Int32[Array, "B T"], positions: Int32[Array, "B T"] | None, *, grid: BlockGrid
+    segment_ids: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"] | None,
+    *,
+    grid: BlockGrid,
+    window: int | None,
 ) -> Assignment:
     """Gives each block a rank, and each key block a row at every rank that needs it."""
     starts = document_starts(segment_ids, positions)
+    if window is not None:  # from here on, a document starts where the window does
+        column = jnp.arange(starts.shape[1], dtype=jnp.int32)
+        starts = jnp.where(starts >= 0, jnp.maximum(starts, column + 1 - window), -1)
     first, cost, shift = block_ranges(starts, grid)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0

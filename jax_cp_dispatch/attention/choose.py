@@ -1,0 +1,164 @@
+"""Which algorithm is predicted to be fastest, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+
+ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
+
+
+class Choice(NamedTuple):
+    """An algorithm for `context_parallel_attention`, and what speaks for it.
+
+    Attributes:
+      algorithm: "balanced", "ring", "zigzag" or "hamilton".
+      nodes: the keyword of that name; None except for "hamilton" over several nodes.
+      predictions: of all algorithms that could serve; "hamilton_nodes" is "hamilton" with `nodes`.
+      reason: in words.
+    """
+
+    algorithm: str
+    nodes: int | None
+    predictions: dict[str, Prediction]
+    reason: str
+
+
+def choose_algorithm(
+    lengths: Iterable[Iterable[int]] | None,
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    causal: bool = True,
+    layout: str = "contiguous",
+    with_backward: bool = True,
+    hardware: Hardware | None = None,
+) -> Choice:
+    """Chooses by predicted time; call on the host, once for batches that are alike.
+
+    The predictions are those of `jax_cp_dispatch.cost.predict`: counted pairs and bytes over the
+    rates of `hardware`, with perfect overlap. They order algorithms, they do not tell seconds.
+
+    Args:
+      lengths: tokens of the documents of each batch row, in order; None: one batch row that is one
+        document. See `document_lengths`.
+      num_ranks: devices of the sequence axis.
+      tokens_per_rank: tokens of a batch row on one of them.
+      num_heads, num_kv_heads, head_size: N, K, H of one device.
+      itemsize: bytes of an element of q.
+      causal: as in `context_parallel_attention`; "balanced" serves causal attention.
+      layout: of the tokens. "balanced" needs "contiguous"; "zigzag" and "hamilton" rearrange that,
+        which is counted.
+      with_backward: the forward and the backward pass, else the forward pass.
+      hardware: rates and topology; None: an entry of `cost.HARDWARE` for the default backend.
+    Returns:
+      The choice; on equal times the simplest algorithm.
+    Raises:
+      ValueError: sizes that do not fit, or no entry for the default backend.
+    """
+    hardware = default_hardware() if hardware is None else hardware
+    workload = Workload(
+        num_ranks=num_ranks,
+        tokens_per_rank=tokens_per_rank,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        itemsize=itemsize,
+        causal=causal,
+        lengths=None if lengths is None else tuple(tuple(map(int, row)) for row in lengths),
+    )
+    predictions = predict(workload, hardware=hardware, with_backward=with_backward)
+    del predictions["all_gather"]
+    if not causal or layout != "contiguous":
+        del predictions["balanced"]
+    if layout == "zigzag":
+        del predictions["ring"]  # there it is "zigzag"
+    seconds = {name: prediction.total for name, prediction in predictions.items()}
+    if causal and layout == "contiguous":
+        rearrangement = _rearrangement_seconds(workload, hardware, with_backward)
+        for name in ("zigzag", "hamilton", "hamilton_nodes"):
+            if name in seconds:
+                seconds[name] += rearrangement
+    best = min(seconds, key=seconds.__getitem__)
+    nodes = num_ranks // hardware.node_size(num_ranks) if best == "hamilton_nodes" else None
+    reason = _reason(best, seconds, predictions, with_backward)
+    return Choice("hamilton" if nodes else best, nodes, predictions, reason)
+
+
+def default_hardware() -> Hardware:
+    """The entry of `cost.HARDWARE` that is nearest to the default backend."""
+    device = jax.devices()[0]
+    name = device.device_kind.lower()
+    known = {"cpu": "cpu", "h100": "h100", "h200": "h100", "mi300x": "mi300x"}
+    for part, entry in known.items():
+        if part in (device.platform, *name.split()):
+            return HARDWARE[entry]
+    raise ValueError(
+        f"choose_algorithm: nothing is known of {device.device_kind!r}. Pass hardware=, a "
+        "jax_cp_dispatch.cost.Hardware with its rates."
+    )
+
+
+def document_lengths(
+    segment_ids: Int[np.ndarray, "B T"], positions: Int[np.ndarray, "B T"] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the documents of each batch row, in order; padding counts as documents of 1.
+
+    Args:
+      segment_ids, positions: on the host; see `context_parallel_attention`.
+    """
+    new = np.ones(segment_ids.shape, bool)
+    new[:, 1:] = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (segment_ids[:, 1:] == 0)
+    if positions is not None:
+        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
+    ends = [np.append(np.flatnonzero(row), row.size) for row in new]
+    return tuple(tuple(np.diff(end).tolist()) for end in ends)
+
+
+def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:
+    """From contiguous parts to zigzag: q, k, v there and out back, half of it to each of two ranks.
+
+    The backward pass brings dout there, and dq, dk and dv back.
+    """
+    if workload.num_ranks == 1:
+        return 0.0
+    rows = workload.rows_per_rank
+    q, kv = workload.q_bytes(rows), workload.kv_bytes(rows)
+    inside = hardware.node_size(workload.num_ranks) == workload.num_ranks
+    where = {"inside": 2} if inside else {"outside": 2}
+    there, back = (
+        hardware.exchange_seconds(num_bytes / 2, num_ranks=workload.num_ranks, **where)
+        for num_bytes in (q + kv, q)
+    )
+    return (1 + with_backward) * (there + back)
+
+
+def _reason(best, seconds, predictions, with_backward) -> str:
+    passes = "forward and backward" if with_backward else "forward"
+    parts = []
+    for name in sorted(seconds, key=seconds.__getitem__):
+        prediction = predictions[name]
+        part = f"{name} {_milliseconds(seconds[name])}"
+        if prediction.imbalance > 1.05:
+            part += f" (slowest ranks {prediction.imbalance:.1f} times the mean work)"
+        elif prediction.exposed_communication > 0.1 * prediction.total:
+            share = prediction.exposed_communication / prediction.total
+            part += f" ({share:.0%} waiting for communication)"
+        parts.append(part)
+    return f"{best}: predicted {passes}: " + ", ".join(parts) + "."
+
+
+def _milliseconds(seconds: float) -> str:
+    digits = max(0, 1 - math.floor(math.log10(max(1e3 * seconds, 1e-3))))
+    return f"{1e3 * seconds:.{digits}f} ms"

@@ -1,0 +1,42 @@
+"""Which tokens of a sequence each token attends: its document, up to itself, or a window."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_cp_dispatch.planner.blocks import document_starts, running_max
+
+
+def attended_tokens(
+    segment_ids: Int[Array, "B T"] | None,
+    positions: Int[Array, "B T"] | None,
+    *,
+    shape: tuple[int, int],
+    causal: bool,
+    window: int | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """For each token the range of tokens [start, end) of its batch row; empty at padding.
+
+    Args:
+      segment_ids, positions: of the whole sequence, in order; None: each row is one document.
+      shape: B and T.
+      causal: a token attends what stands before it, and itself.
+      window: with `causal`, at most that many of them.
+    """
+    num_tokens = shape[1]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    if segment_ids is None:
+        start, end = jnp.zeros(shape, jnp.int32), jnp.full(shape, num_tokens, jnp.int32)
+        live = jnp.ones(shape, bool)
+    else:
+        start = document_starts(segment_ids, positions)
+        live = start >= 0
+        is_last = jnp.pad(start[:, 1:] != start[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+        last = jnp.where(is_last, token, num_tokens)
+        end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+    if causal:
+        end = jnp.broadcast_to(token + 1, shape)
+        if window is not None:
+            start = jnp.maximum(start, end - window)
+    return jnp.where(live, start, 0), jnp.where(live, end, 0)

@@ -1,0 +1,107 @@
+"""Hamilton attention: keys and values go round the ranks in chunks, each on a cycle of its own."""
+
+from __future__ import annotations
+
+import functools
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_cp_dispatch.attention.schedules import Cycles, Direct, Transport
+from jax_cp_dispatch.attention.sequence import Sequence, attend_sequence
+from jax_cp_dispatch.cycles import CycleRows, check_cycles, hamiltonian_cycles, two_level_cycles
+from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
+
+
+def hamilton_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
+    *,
+    axis_name: AxisName,
+    causal: bool = True,
+    nodes: int | None = None,
+    cycles: CycleRows | str | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    layout: str = "contiguous",
+    window: int | None = None,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    implementation: str | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+) -> Float[Array, "B T N Hv"]:
+    """Attention over a sharded sequence that uses the links between all ranks at once.
+
+    The keys and values of a rank are cut into n - 1 chunks, and each travels along a Hamiltonian
+    cycle of its own; the cycles share no link. n steps with n - 1 exchanges, as in a ring, and as
+    many bytes, spread over all n - 1 links of a rank. With causal attention computed in zigzag
+    layout, as `zigzag_ring_attention`: equal work for every rank at every step.
+
+    Args:
+      nodes: u > 1: the ranks stand in u nodes of m = n / u ranks, one node after another. Then
+        there are m chunks (m - 1 for m = 3, 5), and at each step a rank sends one of them to
+        another node and the rest within its own.
+      cycles: instead of those of `hamiltonian_cycles` or `two_level_cycles`, rows of your own, one
+        for each chunk; or "direct": each chunk comes straight from its rank, a different one at
+        each step, which needs memory for a third set of chunks. None is "direct" for 4 and 6
+        ranks, which have no such cycles, otherwise cycles.
+      q, k, v, axis_name, causal, segment_ids, positions, layout, window, scale, logit_soft_cap,
+        implementation, deadline: as `ring_attention`. Gradients of keys and values travel with
+        them, or with "direct" straight home.
+    Returns:
+      The output in the layout and dtype of q; zero for padding.
+    Raises:
+      ValueError: `nodes` does not divide the ranks; `cycles` are none, or share a link; else as
+        `ring_attention`.
+    References:
+      TASP (arXiv:2509.26541); Tillson, JCTB 29 (1980), 68-74.
+    """
+    sequence = Sequence(
+        transport=Transport("hamilton_attention", axis_name, implementation, deadline),
+        schedule=hamilton_schedule(lax.axis_size(axis_name), nodes, cycles),
+        zigzag=causal,
+        causal=causal,
+        window=window,
+        layout=layout,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+    )
+    return attend_sequence(sequence, q, k, v, segment_ids, positions)
+
+
+def hamilton_schedule(
+    num_ranks: int, nodes: int | None, cycles: CycleRows | str | None
+) -> Cycles | Direct:
+    """The schedule that the arguments of `hamilton_attention` name."""
+    op = "hamilton_attention"
+    if nodes is not None and (nodes < 1 or num_ranks % nodes):
+        raise ValueError(
+            f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
+        )
+    is_direct = isinstance(cycles, str)
+    if is_direct and cycles != "direct":
+        raise ValueError(
+            f"{op}: cycles is {cycles!r}; it needs to be rows of ranks, 'direct', or None."
+        )
+    if cycles is not None and nodes is not None:
+        raise ValueError(f"{op}: got both nodes and cycles; pass one of them.")
+    if num_ranks == 1:
+        return Cycles(((0,),))
+    if nodes not in (None, 1):
+        return _two_level(num_ranks // nodes, nodes)
+    if is_direct or (cycles is None and num_ranks in (4, 6)):
+        return Direct(num_ranks)
+    if cycles is None:
+        return _flat(num_ranks)
+    return Cycles(check_cycles(cycles, num_ranks, op=op))
+
+
+@functools.cache
+def _flat(num_ranks: int) -> Cycles:
+    return Cycles(tuple(map(tuple, hamiltonian_cycles(num_ranks))))
+
+
+@functools.cache
+def _two_level(ranks_per_node: int, nodes: int) -> Cycles:
+    return Cycles(tuple(map(tuple, two_level_cycles(ranks_per_node, nodes))))

@@ -1,0 +1,121 @@
+"""Where the rows of each rank stand in the sequence: contiguous parts, or zigzag."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def zigzag_permutation(
+    num_tokens: int, num_ranks: int, *, inverse: bool = False
+) -> Int[np.ndarray, " num_tokens"]:
+    """The order in which a sequence is stored so that equal parts of it are in zigzag layout.
+
+    The sequence is cut into `2 * num_ranks` blocks; rank r holds blocks r and `2 * num_ranks - 1 -
+    r`, so that every rank has equal causal work. `x[:, zigzag_permutation(T, n)]` is sharded over
+    the ranks in equal contiguous parts, and so are its segment ids and positions; RoPE takes the
+    positions in the same order. A rank that holds an odd number of tokens has the extra one in
+    its first block. Plain NumPy, for the data pipeline.
+
+    Args:
+      num_tokens: tokens of the whole sequence; a multiple of `num_ranks`.
+      num_ranks: ranks of the sequence axis.
+      inverse: return the way back: `out[:, zigzag_permutation(T, n, inverse=True)]` is in order.
+    Returns:
+      For each stored place the token that stands there; for each token its place if `inverse`.
+    Raises:
+      ValueError: `num_ranks` is not positive or does not divide `num_tokens`.
+    """
+    if num_ranks < 1 or num_tokens < 0 or num_tokens % num_ranks:
+        raise ValueError(
+            f"zigzag_permutation: {num_tokens} tokens cannot be split over {num_ranks} ranks "
+            "equally. Pad the sequence; segment 0 is padding."
+        )
+    placement = zigzag_placement(num_ranks, num_tokens // num_ranks)
+    order = np.concatenate(
+        [np.arange(a, a + length) for row in placement.blocks for a, length in row]
+    )
+    return np.argsort(order) if inverse else order
+
+
+class Placement(NamedTuple):
+    """The blocks of the sequence that each rank holds; static and hashable.
+
+    A rank's rows are its blocks one after another, in the order of the sequence, each filled up to
+    `block_rows`.
+    """
+
+    block_rows: int
+    blocks: tuple[tuple[tuple[int, int], ...], ...]  # [rank][block] first token, tokens
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one rank."""
+        return len(self.blocks[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one rank, with what fills up its blocks."""
+        return self.num_blocks * self.block_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return sum(length for row in self.blocks for _, length in row)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """First token of each block, int32 [rank, block]."""
+        return np.array(self.blocks, np.int32)[..., 0]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each block, int32 [rank, block]."""
+        return np.array(self.blocks, np.int32)[..., 1]
+
+    def positions(self, rank):
+        """The token in each row of a rank; -1 in rows that fill up a block. int32 [num_rows]."""
+        row = jnp.arange(self.block_rows, dtype=jnp.int32)
+        start, length = jnp.asarray(self.starts)[rank], jnp.asarray(self.lengths)[rank]
+        return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)
+
+
+def contiguous_placement(num_ranks: int, num_tokens: int) -> Placement:
+    """Rank r holds tokens [r * num_tokens, (r + 1) * num_tokens)."""
+    return Placement(
+        num_tokens, tuple(((rank * num_tokens, num_tokens),) for rank in range(num_ranks))
+    )
+
+
+def zigzag_placement(num_ranks: int, num_tokens: int) -> Placement:
+    """Of 2 n blocks, rank r holds r and 2 n - 1 - r, the second one shorter by one if need be."""
+    front, back = (num_tokens + 1) // 2, num_tokens // 2
+    middle = num_ranks * front
+    return Placement(
+        front,
+        tuple(
+            ((rank * front, front), (middle + (num_ranks - 1 - rank) * back, back))
+            for rank in range(num_ranks)
+        ),
+    )
+
+
+def halves_in_zigzag(num_ranks: int, num_tokens: int) -> Placement:
+    """Zigzag over the halves of contiguous parts; odd blocks are shorter by one if need be."""
+    even, odd = (num_tokens + 1) // 2, num_tokens // 2
+
+    def block(number):
+        start = number // 2 * num_tokens + number % 2 * even
+        return start, odd if number % 2 else even
+
+    pairs = ((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
+    return Placement(even, tuple((block(front), block(back)) for front, back in pairs))

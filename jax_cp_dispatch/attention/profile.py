@@ -1,0 +1,284 @@
+"""Ring, zigzag and Hamilton attention run step by step, each step timed on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jax_cp_dispatch.attention.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating import nothing_attended
+from jax_cp_dispatch.attention.schedules import Transport
+from jax_cp_dispatch.attention.sequence import (
+    Sequence,
+    attend_sequence,
+    check_rows,
+    from_placement,
+    to_placement,
+    token_ranges,
+)
+from jax_cp_dispatch.attention.stopwatch import Stopwatch
+from jax_cp_dispatch.cycles import CycleRows
+from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
+from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
+
+HostOrDevice = Array | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProfile:
+    """One step; seconds until the slowest rank was ready, medians.
+
+    Attributes:
+      name: "to zigzag", "step t", or "from zigzag".
+      communication: of the exchange that is issued in this step; 0 where there is none.
+      computation: of attending what is held, and merging.
+    """
+
+    name: str
+    communication: float
+    computation: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProfile:
+    """What a forward pass takes, apart and together.
+
+    Attributes:
+      algorithm: name of the function.
+      total: seconds of the whole program, compiled as one, where an exchange and the computation
+        of its step overlap; median.
+      steps: the same work, one step after another.
+      spans: of each rank; an exchange and the computation of its step begin together, and the next
+        step when the slowest rank has both.
+      out: the output, from the steps.
+    """
+
+    algorithm: str
+    total: float
+    steps: tuple[StepProfile, ...]
+    spans: tuple[Span, ...]
+    out: Array
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all exchanges."""
+        return sum(step.communication for step in self.steps)
+
+    @property
+    def computation(self) -> float:
+        """Seconds of all computation."""
+        return sum(step.computation for step in self.steps)
+
+    def write_chrome_trace(self, path: str | os.PathLike) -> pathlib.Path:
+        """Writes the spans as a JSON trace that Perfetto opens: two rows a rank."""
+        return write_chrome_trace(self.spans, path)
+
+    def __str__(self) -> str:
+        lines = [f"{self.algorithm}: {1e3 * self.total:.2f} ms as one program; step by step, ms:"]
+        lines.append(f"{'':<12}{'communication':>14}{'computation':>14}")
+        all_steps = StepProfile("all", self.communication, self.computation)
+        for step in (*self.steps, all_steps):
+            times = f"{1e3 * step.communication:14.2f}{1e3 * step.computation:14.2f}"
+            lines.append(f"{step.name:<12}{times}")
+        return "\n".join(lines)
+
+
+def ring_attention_profile(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    repeats: int = 3,
+    **options: Any,
+) -> AttentionProfile:
+    """Times `ring_attention`, forward, as one program and step by step.
+
+    Call outside `jit` and `jax.shard_map`, in a process that sees all devices of the mesh. Each
+    step runs by itself, with synchronisation before and after it.
+
+    Args:
+      q, k, v: global arrays; `axis_name` has n devices, and n divides T.
+      mesh: of `axis_name`; over its other axes the arrays are replicated.
+      axis_name: the mesh axis of the ranks.
+      repeats: runs of every program; medians are returned.
+      options: the other keywords of `ring_attention`; segment_ids and positions are global.
+    Returns:
+      The times, and the output in the layout of q.
+    Raises:
+      TypeError, ValueError: as `ring_attention`.
+    """
+    num_ranks = _num_ranks("ring_attention_profile", mesh, axis_name)
+    return _profile(
+        *("ring_attention", ring_schedule(num_ranks), False, q, k, v, mesh, axis_name, repeats),
+        **options,
+    )
+
+
+def zigzag_ring_attention_profile(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    repeats: int = 3,
+    **options: Any,
+) -> AttentionProfile:
+    """Times `zigzag_ring_attention`; see `ring_attention_profile`."""
+    num_ranks = _num_ranks("zigzag_ring_attention_profile", mesh, axis_name)
+    schedule = ring_schedule(num_ranks)
+    return _profile(
+        *("zigzag_ring_attention", schedule, True, q, k, v, mesh, axis_name, repeats),
+        **options,
+    )
+
+
+def hamilton_attention_profile(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    nodes: int | None = None,
+    cycles: CycleRows | str | None = None,
+    repeats: int = 3,
+    **options: Any,
+) -> AttentionProfile:
+    """Times `hamilton_attention`; see `ring_attention_profile`."""
+    num_ranks = _num_ranks("hamilton_attention_profile", mesh, axis_name)
+    schedule = hamilton_schedule(num_ranks, nodes, cycles)
+    return _profile(
+        *("hamilton_attention", schedule, True, q, k, v, mesh, axis_name, repeats),
+        **options,
+    )
+
+
+def _num_ranks(op: str, mesh: Mesh, axis_name: str) -> int:
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}."
+        )
+    return mesh.shape[axis_name]
+
+
+def _profile(
+    algorithm,
+    schedule,
+    zigzag,
+    q,
+    k,
+    v,
+    mesh,
+    axis_name,
+    repeats,
+    *,
+    segment_ids=None,
+    positions=None,
+    causal=True,
+    implementation=None,
+    deadline=DEFAULT_DEADLINE,
+    **options,
+) -> AttentionProfile:
+    op, num_ranks = f"{algorithm}_profile", schedule.num_ranks
+    check_rows(op, q, k, v, segment_ids, positions)
+    if repeats < 1 or q.shape[1] % num_ranks:
+        raise ValueError(
+            f"{op}: repeats is {repeats}, which needs to be at least 1, and T is {q.shape[1]}, "
+            f"which the {num_ranks} devices of {axis_name!r} need to divide; segment 0 is padding."
+        )
+    sequence = Sequence(
+        transport=Transport(op, axis_name, implementation, deadline),
+        schedule=schedule,
+        zigzag=zigzag and causal,
+        causal=causal,
+        **options,
+    )
+    sharding = NamedSharding(mesh, P(None, axis_name))
+    operands = jax.tree.map(
+        lambda x: jax.device_put(x, sharding), (q, k, v, segment_ids, positions)
+    )
+    stopwatch = Stopwatch(mesh, axis_name, repeats)
+    whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
+    seconds, _ = stopwatch.run(whole, *operands)
+    record = _Record(stopwatch)
+    out = _run_steps(sequence, record, *operands)
+    return AttentionProfile(algorithm, max(seconds), tuple(record.steps), tuple(record.spans), out)
+
+
+class _Record:
+    """Steps one after another, each timed on every rank."""
+
+    def __init__(self, stopwatch: Stopwatch):
+        self.stopwatch, self.steps, self.spans = stopwatch, [], []
+        self._now = 0.0
+
+    def step(self, name: str, **parts: Any) -> list[Any]:
+        """Runs the parts, kind=(program, *operands), of one step; returns their results."""
+        results, slowest = [], {COMMUNICATION: 0.0, COMPUTATION: 0.0}
+        for kind, (program, *operands) in parts.items():
+            seconds, result = self.stopwatch.run(program, *operands)
+            results.append(result)
+            slowest[kind] = max(seconds)
+            self.spans += [Span(r, kind, name, self._now, s) for r, s in enumerate(seconds)]
+        self.steps.append(StepProfile(name, **slowest))
+        self._now += max(slowest.values())
+        return results
+
+
+# Of arrays with a row axis, and of lse and chunks; `None` stands for the ranks' axis.
+_ROWS, _LSE, _CHUNKS, _SCALAR = (1, 2, 0, None)
+
+
+def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positions):
+    """The forward pass of `rotating_attention`, one program a step, the same for all steps."""
+    num_tokens = q.shape[1] // sequence.num_ranks
+    shape = q.shape[0], num_tokens
+    rotation = sequence.rotation(num_tokens)
+    program, run = record.stopwatch.program, record.stopwatch.run
+
+    ranges = program(
+        lambda ids, places: tuple(token_ranges(sequence, rotation, ids, places, shape)),
+        [_ROWS, _ROWS],
+        (_ROWS, _ROWS),
+    )
+    _, (start, end) = run(ranges, segment_ids, positions)
+    place = program(
+        lambda *arrays: to_placement(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
+    )
+    if sequence.rearranges:
+        ((q, k, v),) = record.step("to zigzag", communication=(place, q, k, v))
+    else:
+        _, (q, k, v) = run(place, q, k, v)
+    _, own = run(program(rotation.cut, 2 * [_ROWS], 2 * (_CHUNKS,)), k, v)
+    state = (_ROWS, _LSE)
+    _, merged = run(program(nothing_attended, 2 * [_ROWS], state), q, v)
+
+    pair = 2 * (_CHUNKS,)
+    bring = program(rotation.bring, [pair, pair, _SCALAR], pair)
+    compute = program(rotation.attend, [_ROWS, _ROWS, _ROWS, pair, *state, _SCALAR], state)
+    held = own
+    for step in range(sequence.num_ranks):
+        computing = {COMPUTATION: (compute, q, start, end, held, *merged, np.int32(step))}
+        if step < rotation.last_step:
+            bringing = {COMMUNICATION: (bring, own, held, np.int32(step))}
+            held, merged = record.step(f"step {step}", **bringing, **computing)
+        else:
+            (merged,) = record.step(f"step {step}", **computing)
+    finish = program(
+        lambda out: from_placement(sequence, out.astype(q.dtype), num_tokens), [_ROWS], _ROWS
+    )
+    if not sequence.rearranges:
+        return run(finish, merged[0])[1]
+    return record.step("from zigzag", communication=(finish, merged[0]))[0]

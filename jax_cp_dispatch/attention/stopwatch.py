@@ -1,0 +1,61 @@
+"""Programs of one rank, run on all of a mesh, and when each rank was ready."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+_POLL = 20e-6  # seconds
+
+
+class Stopwatch:
+    """Times programs over one axis of a mesh, all of whose devices this process sees."""
+
+    def __init__(self, mesh: Mesh, axis_name: str, repeats: int):
+        self._mesh, self._axis_name, self._repeats = mesh, axis_name, repeats
+        axis = mesh.axis_names.index(axis_name)
+        self._rank = {device: place[axis] for place, device in np.ndenumerate(mesh.devices)}
+
+    def program(self, fn: Callable, in_axes: Sequence[Any], out_axes: Any) -> Callable:
+        """Compiles `fn` of one rank; of each array the axis that the ranks share, or None."""
+        as_spec = lambda axis: P() if axis is None else P(*[None] * axis, self._axis_name)
+        to_specs = lambda axes: jax.tree.map(as_spec, axes, is_leaf=lambda x: x is None)
+        mapped = jax.shard_map(
+            fn,
+            mesh=self._mesh,
+            in_specs=to_specs(tuple(in_axes)),
+            out_specs=to_specs(out_axes),
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+    def run(self, program: Callable, *operands: Any) -> tuple[list[float], Any]:
+        """Seconds until each rank was ready, medians, and the result; once more to warm up."""
+        result = jax.block_until_ready(program(*operands))
+        runs = []
+        for _ in range(self._repeats):
+            begin = time.perf_counter()
+            runs.append(self._until_ready(program(*operands), begin))
+        return [statistics.median(seconds) for seconds in zip(*runs, strict=True)], result
+
+    def _until_ready(self, result: Any, begin: float) -> list[float]:
+        seconds = [0.0] * self._mesh.shape[self._axis_name]
+        pending = [
+            (self._rank[shard.device], shard.data)
+            for leaf in jax.tree.leaves(result)
+            for shard in leaf.addressable_shards
+        ]
+        while pending:
+            now = time.perf_counter() - begin
+            for rank, data in pending:
+                if data.is_ready():
+                    seconds[rank] = max(seconds[rank], now)
+            pending = [entry for entry in pending if not entry[1].is_ready()]
+            time.sleep(_POLL)
+        return seconds

@@ -1,0 +1,129 @@
+"""How fast ranks compute, how they are linked, and what one exchange between them takes."""
+
+import dataclasses
+import typing
+from typing import Literal
+
+Topology = Literal["full_mesh", "nvswitch", "shared_memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A machine: ranks in nodes. Bandwidths are of one direction; both directions work at once.
+
+    Attributes:
+      matmul_flops: FLOP/s that attention reaches on one rank; "shared_memory": on all together.
+      link_bandwidth: bytes/s, see `topology`.
+      link_latency: seconds before the first byte of an exchange in a node arrives.
+      topology: how the ranks of a node are linked.
+        "full_mesh": every two by a link of `link_bandwidth`; who sends to one rank uses one link.
+        "nvswitch": each by a port of `link_bandwidth`, which one receiver is enough to fill.
+        "shared_memory": virtual devices of one machine. They share its cores, so that a rank
+          without work leaves them to the others, and copies, at `link_bandwidth` for all ranks
+          together, hide behind nothing.
+      ranks_per_node: None: all ranks are in one node.
+      rails: NICs of a node; its ranks share them.
+      rail_bandwidth: bytes/s of one NIC.
+      rail_latency: seconds before the first byte from another node arrives.
+    Raises:
+      ValueError: no such topology.
+    """
+
+    matmul_flops: int | float
+    link_bandwidth: int | float
+    link_latency: int | float
+    topology: Topology
+    ranks_per_node: int | None = None
+    rails: int = 1
+    rail_bandwidth: int | float = 0.0
+    rail_latency: int | float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.topology not in typing.get_args(Topology):
+            raise ValueError(
+                f"Hardware: topology is {self.topology!r}; it needs to be one of "
+                f"{', '.join(map(repr, typing.get_args(Topology)))}."
+            )
+
+    def node_size(self, num_ranks: int) -> int:
+        """Ranks of each node that `num_ranks` ranks fill.
+
+        Raises:
+          ValueError: they fill several nodes, but not evenly.
+        """
+        size = min(self.ranks_per_node or num_ranks, num_ranks)
+        if num_ranks % size:
+            raise ValueError(
+                f"Hardware: {num_ranks} ranks do not fill nodes of {size}. Pass a multiple, or "
+                "another ranks_per_node (dataclasses.replace)."
+            )
+        return size
+
+    def exchange_seconds(
+        self,
+        message_bytes: int | float,
+        *,
+        num_ranks: int,
+        inside: int = 0,
+        outside: int = 0,
+        senders: int = 1,
+    ) -> float:
+        """Seconds until a rank has sent one message to each of some ranks.
+
+        Args:
+          message_bytes: bytes of each message.
+          num_ranks: ranks that exchange at the same time.
+          inside: receivers in its own node.
+          outside: receivers in other nodes.
+          senders: ranks of its node that send outside at the same time.
+        """
+        if self.topology == "shared_memory" and inside + outside:
+            share = self.link_bandwidth / num_ranks
+            return self.link_latency + (inside + outside) * message_bytes / share
+        seconds = 0.0
+        if inside:
+            per_link = 1 if self.topology == "full_mesh" else inside
+            seconds = self.link_latency + per_link * message_bytes / self.link_bandwidth
+        if outside:
+            share = self.rail_bandwidth * min(1.0, self.rails / senders)
+            seconds = max(seconds, self.rail_latency + outside * message_bytes / share)
+        return seconds
+
+
+_H100 = Hardware(
+    matmul_flops=600e12,
+    link_bandwidth=376e9,
+    link_latency=12e-6,
+    topology="nvswitch",
+    ranks_per_node=8,
+    rails=8,
+    rail_bandwidth=50e9,
+    rail_latency=18e-6,
+)
+HARDWARE = {
+    "h100": _H100,
+    "mi300x": dataclasses.replace(
+        _H100, matmul_flops=400e12, link_bandwidth=48e9, topology="full_mesh"
+    ),
+    "cpu": Hardware(
+        matmul_flops=130e9, link_bandwidth=5e9, link_latency=100e-6, topology="shared_memory"
+    ),
+}
+"""Machines to start from; change them with `dataclasses.replace`.
+
+| | FLOP/s | link | latency | between nodes |
+|---|---|---|---|---|
+| h100, nodes of 8 | [1] | port of 450 GB/s, 376 measured [2] | [3] | 8 NICs of 400 Gbit/s [4] |
+| mi300x, nodes of 8 | assumed | 7 links of 64 GB/s, 48 usable [5] | as h100 | as h100 |
+| cpu, 2 cores | [6] | [6] | [6] | |
+
+[1] FlashAttention-3, bfloat16, forward (arXiv:2407.08608; measured again in
+pytorch/benchmark#2391: 614 TFLOP/s at 8K tokens, 621 at 16K).
+[2] One direction between two GPUs: NVIDIA/nccl#1264.
+[3] NCCL's own model, `src/graph/tuning.cc` at 01afd20, ring, protocol Simple: 8.4 µs for a call,
+and 3.4 µs for a step over NVLink or 9.6 µs over the network.
+[4] DGX H100 user guide: eight ConnectX-7, one per GPU.
+[5] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
+[6] 8 virtual devices, float32: `benchmarks/results`, latency (dispatch) and growth (ppermute);
+blockwise attention at 65 % of the rate of a matrix product.
+"""

@@ -1,0 +1,135 @@
+"""The work of attention: query-key pairs of each rank, their operations, bytes of rows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int64
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One call of attention, its sequence sharded in equal parts over the ranks.
+
+    Attributes:
+      num_ranks: ranks over which the sequence is sharded.
+      tokens_per_rank: tokens of each batch row on one rank.
+      num_heads: query heads.
+      num_kv_heads: key and value heads.
+      head_size: elements of a head.
+      itemsize: bytes of an element of q, k, v and the output.
+      causal: a query sees the keys up to its own position, else all keys of its document.
+      lengths: tokens of the documents of each batch row, in order; what is missing to the end is
+        padding. None: one batch row that is one document.
+    Raises:
+      ValueError: the documents of a batch row are longer than the row.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    itemsize: int
+    causal: bool = True
+    lengths: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = self.num_ranks * self.tokens_per_rank
+        longest = max(map(sum, self.rows), default=0)
+        if longest > num_tokens:
+            raise ValueError(
+                f"Workload: the documents of a batch row have {longest} tokens, but the ranks hold "
+                f"{self.num_ranks} x {self.tokens_per_rank} = {num_tokens}. Pass "
+                f"tokens_per_rank>={-(-longest // self.num_ranks)}, or fewer documents."
+            )
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """`lengths` with None replaced."""
+        one_document = ((self.num_ranks * self.tokens_per_rank,),)
+        return one_document if self.lengths is None else self.lengths
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Tokens of all batch rows on one rank."""
+        return self.tokens_per_rank * len(self.rows)
+
+    def q_bytes(self, num_tokens: int | float) -> int | float:
+        """Bytes of `num_tokens` rows of q, or of the output."""
+        return num_tokens * self.num_heads * self.head_size * self.itemsize
+
+    def kv_bytes(self, num_tokens: int | float, *, itemsize: int | None = None) -> int | float:
+        """Bytes of `num_tokens` rows of keys and as many of values; of dK and dV: itemsize 4."""
+        return 2 * num_tokens * self.num_kv_heads * self.head_size * (itemsize or self.itemsize)
+
+
+def rank_pairs(
+    lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, causal: bool, zigzag: bool
+) -> Int64[np.ndarray, "num_ranks num_ranks"]:
+    """Query-key pairs of each rank's queries (rows) with each rank's keys (columns).
+
+    The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
+    directions, of the pairs (q, k) with q < Q and k < K of a document, which have a closed form.
+
+    Args:
+      lengths: tokens of consecutive documents, from the start of the sequence.
+      num_ranks: ranks over which the sequence is sharded.
+      tokens_per_rank: tokens of one rank.
+      causal: count the pairs with k <= q, else all pairs of a document.
+      zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
+    Returns:
+      Pairs that the mask lets through.
+    """
+    cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
+    sizes = np.array(lengths, np.int64)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
+    blocks = np.zeros((2 * num_ranks, 2 * num_ranks), np.int64)
+    inside = last == first + 1  # documents in one block, usually most of them
+    whole = sizes * (sizes + 1) // 2 if causal else sizes**2
+    np.add.at(blocks, (first[inside], first[inside]), whole[inside])
+    for i in np.flatnonzero(~inside):
+        q = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i])[:, None] - starts[i]
+        k = q.T
+        below = np.minimum(q, k)  # causal: a triangle, then rows of k pairs
+        below = below * (below + 1) // 2 + (q - below) * below if causal else q * k
+        span = slice(first[i], last[i])
+        blocks[span, span] += np.diff(np.diff(below, axis=0), axis=1)
+    rank = np.arange(num_ranks)
+    held = (rank, 2 * num_ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
+    order = np.stack(held, axis=1).reshape(-1)
+    return blocks[np.ix_(order, order)].reshape(num_ranks, 2, num_ranks, 2).sum((1, 3))
+
+
+def attention_flops(
+    num_pairs: int | float,
+    *,
+    num_heads: int,
+    head_size: int,
+    value_head_size: int | None = None,
+    backward: bool = False,
+) -> float:
+    """Floating-point operations of the matrix products of attention over `num_pairs` pairs.
+
+    A multiply-add counts as two. The forward pass makes two products (QKᵀ, PV); the backward pass
+    makes five, because it computes the logits again (QKᵀ, dO Vᵀ, Pᵀ dO, dS K, dSᵀ Q).
+
+    Args:
+      num_pairs: query-key pairs that the mask lets through, as in `AttentionPlan.pairs_after`.
+      num_heads: query heads.
+      head_size: size of a query or key head.
+      value_head_size: size of a value head; None means `head_size`.
+      backward: count the backward pass alone instead of the forward pass.
+    Returns:
+      Floating-point operations, as a float.
+    """
+    value_head_size = head_size if value_head_size is None else value_head_size
+    per_pair = 3 * head_size + 2 * value_head_size if backward else head_size + value_head_size
+    return 2.0 * num_pairs * num_heads * per_pair
+
+
+def rows_bytes(num_rows: int, *, num_heads: int, head_size: int, itemsize: int) -> int:
+    """Bytes of `num_rows` rows of `num_heads` heads of `head_size` elements of `itemsize` bytes."""
+    return num_rows * num_heads * head_size * itemsize

@@ -1,0 +1,235 @@
+"""The cost model: pairs against brute force, schedules worked out by hand, and its direction.
+
+Machines of the tests: attention runs at 4 FLOP/s, which is one pair of one head of size 1 per
+second, and a link moves one byte per second. With one head of size 1 and one byte per element,
+two tokens of keys and values are 4 bytes.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jax_cp_dispatch.cost import (
+    ALGORITHMS,
+    HARDWARE,
+    Hardware,
+    Workload,
+    predict,
+    rank_pairs,
+    step_costs,
+)
+
+SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
+NODES = dataclasses.replace(
+    SLOW, ranks_per_node=4, rails=4, rail_bandwidth=0.5, rail_latency=3.0, link_latency=0.0
+)
+TINY = Workload(
+    num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
+)
+ON_LINKS = [x for x in ALGORITHMS if x not in ("balanced", "all_gather")]
+
+
+def model(num_ranks=8, tokens_per_rank=4096, causal=False, lengths=None):
+    """32 heads of 128 in bfloat16."""
+    return Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, causal, lengths)
+
+
+def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag):
+    total = num_ranks * tokens_per_rank
+    document = np.full(total, -1)
+    document[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    seen = (document[:, None] == document) & (document >= 0)
+    if causal:
+        seen = np.tril(seen)
+    owner = np.arange(total) // tokens_per_rank
+    if zigzag:
+        block = np.arange(total) // (tokens_per_rank // 2)
+        owner = np.minimum(block, 2 * num_ranks - 1 - block)
+    one_hot = np.eye(num_ranks, dtype=int)[owner]
+    return one_hot.T @ seen @ one_hot
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_pairs_of_ranks(causal, zigzag):
+    rng = np.random.default_rng(0)
+    for num_ranks in range(1, 8):
+        for tokens in (2, 4, 10):
+            lengths = []
+            while sum(lengths) < num_ranks * tokens - 5:  # the rest is padding
+                lengths.append(int(rng.integers(0, num_ranks * tokens - sum(lengths) + 1)))
+            got = rank_pairs(
+                lengths, num_ranks=num_ranks, tokens_per_rank=tokens, causal=causal, zigzag=zigzag
+            )
+            np.testing.assert_array_equal(
+                got, brute_force(lengths, num_ranks, tokens, causal, zigzag)
+            )
+
+
+@pytest.mark.parametrize(
+    "algorithm, backward, expected",
+    [
+        # Rank 1 decides: 3 pairs of its own, then all 4 with rank 0. 1 s latency and 4 bytes.
+        ("ring", False, [(3, 5, 4), (4, 0, 0)]),
+        # Rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2: 2 pairs each in the second step.
+        ("zigzag", False, [(3, 5, 4), (2, 0, 0)]),
+        ("hamilton", False, [(3, 5, 4), (2, 0, 0)]),
+        ("all_gather", False, [(0, 5, 4), (5, 0, 0), (0, 0, 0)]),
+        # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a step of their own.
+        ("zigzag", True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
+        ("all_gather", True, [(0, 5, 4), (12.5, 0, 0), (0, 17, 16)]),
+        # 1 query row (1 byte) and 2 key rows (4 bytes) go out, 1 row of output comes home.
+        ("balanced", False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
+        ("balanced", True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
+    ],
+)
+def test_two_ranks_by_hand(algorithm, backward, expected):
+    options = {"hardware": SLOW, "backward": backward, "moved_tokens": (1, 2)}
+    steps = step_costs(algorithm, TINY, **options)
+    np.testing.assert_allclose(steps, expected)
+
+
+def test_prediction_adds_up():
+    ring, zigzag = (predict(TINY, hardware=SLOW)[x] for x in ("ring", "zigzag"))
+    assert (ring.total, ring.compute, ring.communication) == (9, 7, 5)
+    assert (ring.exposed_communication, ring.bytes_per_rank) == (2, 4)
+    assert ring.imbalance == 7 / 5
+    assert (zigzag.total, zigzag.imbalance) == (7, 1)
+    both = predict(TINY, hardware=SLOW, with_backward=True)["zigzag"]
+    assert (both.total, both.bytes_per_rank) == (7 + 7.5 + 17 + 17, 4 + 4 + 2 * 16)
+
+
+@pytest.mark.parametrize(
+    "topology, ring, hamilton",
+    [
+        ("full_mesh", 1 + 16, 1 + 4),  # one link; all four, a quarter of the bytes each
+        ("nvswitch", 1 + 16, 1 + 16),  # the port is full either way
+        ("shared_memory", 1 + 5 * 16, 1 + 5 * 16),  # five ranks share
+    ],
+)
+def test_topologies(topology, ring, hamilton):
+    hardware = dataclasses.replace(SLOW, topology=topology)
+    workload = dataclasses.replace(TINY, num_ranks=5, tokens_per_rank=8)
+    for algorithm, seconds in (("ring", ring), ("zigzag", ring), ("hamilton", hamilton)):
+        exchanges = [x.communication for x in step_costs(algorithm, workload, hardware=hardware)]
+        assert sum(exchanges) == 4 * seconds
+        assert max(exchanges) == seconds
+
+
+@pytest.mark.parametrize(
+    "rails, ring, flat, two_level",
+    [
+        # KV of a rank: 28 bytes. Ring: all 28 through one NIC of 1/2 byte/s, latency 3 s.
+        # Flat: 4 of 7 chunks through a NIC each. Two-level: 1 of 4 chunks.
+        (4, 3 + 56, 3 + 16 / 0.5, 3 + 7 / 0.5),
+        (1, 3 + 56, 3 + 4 * 16 / 0.5, 3 + 4 * 7 / 0.5),  # four ranks share the NIC
+    ],
+)
+def test_two_nodes(rails, ring, flat, two_level):
+    hardware = dataclasses.replace(NODES, rails=rails)
+    workload = dataclasses.replace(TINY, num_ranks=8, tokens_per_rank=14)
+    expected = {"ring": ring, "zigzag": ring, "hamilton": flat, "hamilton_nodes": two_level}
+    for algorithm, seconds in expected.items():
+        assert step_costs(algorithm, workload, hardware=hardware)[0].communication == seconds
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_schedules_differ_in_links_only(num_ranks, causal):
+    """Equal bytes and steps, and where links cost nothing, equal times."""
+    workload = model(num_ranks, causal=causal)
+    for backward in (False, True):
+        sent = {
+            tuple(y.sent_bytes for y in step_costs(x, workload, hardware=SLOW, backward=backward))
+            for x in ON_LINKS
+        }
+        assert len(sent) == 1
+    free = dataclasses.replace(SLOW, link_bandwidth=1e99, link_latency=0)
+    predictions = predict(workload, hardware=free, with_backward=True)
+    assert predictions["hamilton"].total == pytest.approx(predictions["zigzag"].total)
+    assert predictions["balanced"].total == pytest.approx(predictions["zigzag"].total)
+    slowest = 2 - 1 / num_ranks if causal else 1  # of the ring; its first step is half as long
+    assert predictions["ring"].total == pytest.approx(slowest * predictions["zigzag"].total, 1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_more_bandwidth_never_takes_more_time(num_ranks):
+    last = {}
+    for factor in (0.5, 1, 2, 4):
+        hardware = dataclasses.replace(
+            HARDWARE["mi300x"], link_bandwidth=factor * 48e9, rail_bandwidth=factor * 50e9
+        )
+        totals = {x: y.total for x, y in predict(model(num_ranks), hardware=hardware).items()}
+        assert all(totals[x] <= last.get(x, np.inf) for x in totals)
+        last = totals
+    assert ("hamilton_nodes" in last) == (num_ranks > 8)
+
+
+def test_balanced_estimate():
+    """Short documents stay at home; one long one goes everywhere; a plan's own numbers win."""
+    short = model(lengths=((4096,) * 8,), causal=True)
+    assert predict(short, hardware=SLOW)["balanced"].bytes_per_rank == 0
+    long = predict(model(causal=True), hardware=SLOW)
+    assert long["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
+    assert long["balanced"].imbalance == 1
+    plan = predict(model(causal=True), hardware=SLOW, moved_tokens=(10.0, 20.0))["balanced"]
+    assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
+
+
+def test_packed_documents_unbalance_what_one_document_does_not():
+    """Half of the sequence is one document, the other half short ones: the slowest rank decides."""
+    lengths = ((4 * 4096, *(512,) * 32),)
+    predictions = predict(model(lengths=lengths, causal=True), hardware=HARDWARE["h100"])
+    assert predictions["ring"].imbalance > 3
+    assert predictions["zigzag"].imbalance > 1.5
+    assert predictions["balanced"].imbalance == 1
+    rows = predict(model(lengths=lengths * 3, causal=True), hardware=HARDWARE["h100"])
+    assert rows["ring"].compute == pytest.approx(3 * predictions["ring"].compute)
+
+
+def test_shared_memory_hides_nothing_and_lends_idle_cores():
+    predictions = predict(model(causal=True), hardware=HARDWARE["cpu"], with_backward=True)
+    for prediction in predictions.values():
+        assert prediction.total == pytest.approx(prediction.compute + prediction.communication)
+        assert prediction.imbalance == pytest.approx(1)
+
+
+def gain(name, workload, algorithm="hamilton"):
+    predictions = predict(workload, hardware=HARDWARE[name])
+    return predictions["zigzag"].total / predictions[algorithm].total
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_published_direction_of_machines(causal, tokens):
+    """arXiv:2509.26541: most on 8 MI300X, least on 8 H100, two nodes of H100 (K_16) between."""
+    one_node, two_nodes = model(8, tokens, causal=causal), model(16, tokens, causal=causal)
+    full_mesh = gain("mi300x", one_node)
+    assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 64, 512])
+def test_published_direction_of_sizes(num_ranks):
+    """The same paper: the gain is gone where computation exceeds 1.5 times the communication."""
+    algorithm = "hamilton" if num_ranks == 8 else "hamilton_nodes"
+    for tokens in (512, 32768):
+        workload = model(num_ranks, tokens, causal=True)
+        step = step_costs("zigzag", workload, hardware=HARDWARE["mi300x"])[1]
+        if tokens == 512:
+            assert step.compute < 0.1 * step.communication
+            assert gain("mi300x", workload, algorithm) > 3
+        else:
+            assert step.compute > 1.5 * step.communication
+            assert gain("mi300x", workload, algorithm) < 1.02
+
+
+def test_errors_name_the_remedy(unchecked_types):
+    with pytest.raises(ValueError, match="'tree'; it needs to be one of 'ring', 'zigzag'"):
+        step_costs("tree", TINY, hardware=SLOW)
+    with pytest.raises(ValueError, match=r"12 ranks do not fill nodes of 8. Pass a multiple"):
+        predict(model(12), hardware=HARDWARE["h100"])
+    with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
+        dataclasses.replace(SLOW, topology="torus")
+    with pytest.raises(ValueError, match=r"have 5 tokens, but .* 2 x 2 = 4.*tokens_per_rank>=3"):
+        dataclasses.replace(TINY, lengths=((4,), (2, 3)))

@@ -1,0 +1,338 @@
+"""Cycles over ranks: every link once, every slot sees every rank; callers' own are checked."""
+
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_cp_dispatch.cycles import (
+    check_chunk_maps,
+    check_cycles,
+    chunk_maps,
+    cycle_sources,
+    direct_sources,
+    hamiltonian_cycles,
+    hamiltonian_paths,
+    source_is_earlier,
+    two_level_cycles,
+    two_level_maps,
+)
+
+DECOMPOSABLE = [n for n in range(2, 65) if n not in (4, 6)]
+NODES = [(m, u) for m in range(1, 13) for u in range(1, 7) if u > 1 or m not in (4, 6)]
+
+
+def arcs(rows, *, closed=True):
+    """All `(tail, head)`, in order of rows."""
+    rows = np.asarray(rows)
+    tails, heads = (rows, np.roll(rows, -1, 1)) if closed else (rows[:, :-1], rows[:, 1:])
+    return np.stack([tails.ravel(), heads.ravel()], axis=1)
+
+
+def assert_each_link_once(pairs, num_ranks):
+    used = np.zeros((num_ranks, num_ranks), int)
+    np.add.at(used, tuple(pairs.T), 1)
+    np.testing.assert_array_equal(used, 1 - np.eye(num_ranks, dtype=int))
+
+
+def assert_permutations(rows, num_ranks):
+    np.testing.assert_array_equal(
+        np.sort(rows, axis=1), np.broadcast_to(np.arange(num_ranks), np.shape(rows))
+    )
+
+
+def travel(rows, out_chunk):
+    """Owners `[step][rank][chunk]`, found by moving chunks over the links of `out_chunk`."""
+    out_chunk = np.asarray(out_chunk)
+    num_ranks, num_chunks = len(out_chunk), len(rows)
+    held = np.repeat(np.arange(num_ranks)[:, None], num_chunks, axis=1)
+    steps = [held]
+    for _ in range(num_ranks - 1):
+        arriving = np.full_like(held, -1)
+        for sender, receiver in np.argwhere(out_chunk >= 0):
+            chunk = out_chunk[sender, receiver]
+            arriving[receiver, chunk] = held[sender, chunk]
+        held = arriving
+        steps.append(held)
+    return np.array(steps)
+
+
+@pytest.mark.parametrize(
+    "sizes", [DECOMPOSABLE, [97, 126, 250, 333, 1022, 1024]], ids=["up to 64", "sampled"]
+)
+def test_hamiltonian_cycles_use_each_link_once(sizes):
+    for n in sizes:
+        rows = np.array(hamiltonian_cycles(n))
+        assert rows.shape == (n - 1, n)
+        assert_permutations(rows, n)
+        assert_each_link_once(arcs(rows), n)
+
+
+def test_smallest_numbers_of_ranks():
+    assert hamiltonian_cycles(1) == []
+    assert hamiltonian_cycles(2) == [[0, 1]]
+    assert hamiltonian_paths(1) == [[0]]
+    assert direct_sources(1) == cycle_sources([]) == source_is_earlier([]) == [[[]]]
+    assert chunk_maps([]) == ([[-1]], [[-1]])
+    assert check_cycles([], 1) == ()
+    assert check_chunk_maps([[-1]], [[-1]], 1) == (0, ((-1,),), ((-1,),))
+
+
+def test_lists_are_fresh():
+    for make in (lambda: hamiltonian_cycles(8), lambda: hamiltonian_paths(7)):
+        before = make()
+        before[0].reverse()
+        assert make() != before
+
+
+DIGEST = """
+import hashlib
+from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_maps
+print(hashlib.sha256(repr((hamiltonian_cycles(62), two_level_maps(7, 3))).encode()).hexdigest())
+"""
+
+
+def test_the_same_in_every_process():
+    there = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    here = repr((hamiltonian_cycles(62), two_level_maps(7, 3))).encode()
+    assert there.strip() == hashlib.sha256(here).hexdigest()
+
+
+def test_hamiltonian_paths_use_each_link_once():
+    for m in (m for m in range(1, 65) if m not in (3, 5)):
+        paths = hamiltonian_paths(m)
+        assert np.shape(paths) == (m, m)
+        assert_permutations(paths, m)
+        assert_each_link_once(arcs(paths, closed=False), m)
+        np.testing.assert_array_equal([path[0] for path in paths], np.arange(m))
+        ends = [path[-1] for path in paths]
+        assert sorted(ends) == list(range(m))
+        if m % 2 == 0:
+            np.testing.assert_array_equal(ends, (np.arange(m) + m // 2) % m)
+
+
+def test_chunks_that_follow_the_maps_see_every_rank_once():
+    of_flat = [hamiltonian_cycles(n) for n in DECOMPOSABLE if n <= 24]
+    of_nodes = [two_level_cycles(m, u) for m, u in NODES if 1 < m * u <= 24]
+    for rows in of_flat + of_nodes:
+        num_ranks = len(rows[0])
+        out_chunk, in_chunk = chunk_maps(rows)
+        np.testing.assert_array_equal(in_chunk, np.transpose(out_chunk))
+        sources = np.array(cycle_sources(rows))
+        np.testing.assert_array_equal(sources, travel(rows, out_chunk))
+        assert_permutations(sources.reshape(num_ranks, -1).T, num_ranks)
+        rank = np.arange(num_ranks)[:, None, None]
+        np.testing.assert_array_equal(source_is_earlier(rows), sources.swapaxes(0, 1) <= rank)
+
+
+def test_direct_schedule_puts_one_chunk_on_every_link():
+    for n in range(2, 33):
+        sources = np.array(direct_sources(n))
+        assert sources.shape == (n, n, n - 1)
+        np.testing.assert_array_equal(sources[0], np.arange(n)[:, None].repeat(n - 1, 1))
+        assert_permutations(sources.reshape(n, -1).T, n)
+        for step in sources[1:]:
+            heads = np.arange(n)[:, None].repeat(n - 1, 1)
+            assert_each_link_once(np.stack([step.ravel(), heads.ravel()], axis=1), n)
+
+
+@pytest.mark.parametrize("rail_aligned", [False, True])
+def test_two_levels_use_each_link_inside_once_and_one_between(rail_aligned):
+    for m, u in NODES:
+        if rail_aligned and (m % 2 or u % 2):
+            continue
+        n = m * u
+        maps = two_level_maps(m, u, rail_aligned=rail_aligned)
+        assert maps.cycles == two_level_cycles(m, u, rail_aligned=rail_aligned)
+        if u == 1:
+            assert maps.cycles == hamiltonian_cycles(m)
+            assert maps.inter_out == maps.inter_in == [[-1, -1]] * m
+            continue
+        assert len(maps.cycles) == (m - 1 if m in (3, 5) else m)
+        assert_permutations(maps.cycles, n)
+        links = arcs(maps.cycles)
+        inside = links[:, 0] // m == links[:, 1] // m
+        between = links[~inside]
+        np.testing.assert_array_equal((between[:, 0] // m + 1) % u, between[:, 1] // m)
+        for side in between.T:  # the last ranks of nodes of 3 or 5 have none
+            connected = [r for r in range(n) if m not in (3, 5) or r % m < m - 1]
+            assert sorted(side) == connected
+        for node in range(u):
+            within = links[inside & (links[:, 0] // m == node)] - node * m
+            if m in (3, 5):
+                assert len(np.unique(within, axis=0)) == len(within) == (m - 1) ** 2
+            else:
+                assert_each_link_once(within, m)
+        if rail_aligned:
+            np.testing.assert_array_equal(between[:, 0] % m, between[:, 1] % m)
+
+        out_chunk = np.array(maps.out_chunk)
+        np.testing.assert_array_equal(maps.in_chunk, out_chunk.T)
+        assert (out_chunk >= 0).sum() == len(links)
+        for rank, (peer, chunk) in enumerate(maps.inter_out):
+            if peer >= 0:
+                assert out_chunk[rank, peer] == chunk
+                assert maps.inter_in[peer] == [rank, chunk]
+        assert sum(peer >= 0 for peer, _ in maps.inter_in) == len(between)
+
+
+def test_links_between_nodes_of_even_size_have_a_formula():
+    for m in range(2, 13, 2):
+        for u in range(2, 7):
+            maps = two_level_maps(m, u)
+            for rank in range(m * u):
+                node, place = divmod(rank, m)
+                opposite = (place + m // 2) % m
+                assert maps.inter_out[rank] == [(node + 1) % u * m + opposite, opposite]
+                assert maps.inter_in[rank] == [(node - 1) % u * m + opposite, place]
+
+
+def test_what_does_not_exist_is_refused_with_the_way_out(unchecked_types):
+    for n in (4, 6):
+        with pytest.raises(ValueError, match=rf"n is {n}.*Tillson 1980.*direct_sources\({n}\)"):
+            hamiltonian_cycles(n)
+        with pytest.raises(ValueError, match="Tillson"):
+            two_level_maps(n, 1)
+    for m in (3, 5):
+        with pytest.raises(ValueError, match=rf"m is {m}.*two_level_cycles\({m}, ...\)"):
+            hamiltonian_paths(m)
+    for m, u in ((3, 2), (4, 3), (2, 1)):
+        with pytest.raises(ValueError, match=rf"rail_aligned needs .*got m={m}, u={u}"):
+            two_level_cycles(m, u, rail_aligned=True)
+    with pytest.raises(ValueError, match="hamiltonian_cycles: n is 0, needs to be at least 1"):
+        hamiltonian_cycles(0)
+    with pytest.raises(TypeError, match=r"direct_sources: n is 2\.0, needs to be an integer"):
+        direct_sources(2.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="two_level_cycles: u is True"):
+        two_level_cycles(2, True)
+
+
+def test_cycles_are_taken_as_lists_tuples_and_arrays():
+    rows = hamiltonian_cycles(5)[:3]
+    want = tuple(map(tuple, rows))
+    for given in (rows, want, np.array(rows), np.array(rows, np.uint8)):
+        got = check_cycles(given, 5)
+        assert got == want
+        assert {type(rank) for row in got for rank in row} == {int}
+
+
+@pytest.mark.parametrize(
+    "cycles, error, message",
+    [
+        ([[0, 1, 2], [0, 1]], ValueError, r"row 1 of cycles is \[0, 1\], .* no permutation"),
+        ([[0, 1, 1]], ValueError, r"row 0 of cycles is \[0, 1, 1\].*each of the 3 ranks once"),
+        ([[1, 2, 3]], ValueError, "no permutation of 0, ..., 2"),
+        ([[-1, 0, 1]], ValueError, "no permutation"),
+        ([[0, 1, 2], [1, 2, 0]], ValueError, "rows 0 and 1 .* from rank 0 to rank 1"),
+        ([], ValueError, "got 0 cycles for 3 ranks"),
+        ([[0, True, 2]], TypeError, "row 0 of cycles has entries of type bool"),
+        ([[0, 2, 1], [0, 1.0, 2]], TypeError, "row 1 of cycles has entries of type float"),
+        (np.array([[0.0, 1.0, 2.0]]), TypeError, "float64"),
+        ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\], needs to be rows of integers"),
+    ],
+)
+def test_wrong_cycles_are_refused(unchecked_types, cycles, error, message):
+    with pytest.raises(error, match=message) as caught:
+        check_cycles(cycles, 3)
+    assert str(caught.value).startswith("check_cycles: ")
+
+
+def test_whoever_takes_cycles_refuses_wrong_ones(unchecked_types):
+    shared = [[0, 1, 2], [1, 2, 0]]
+    for op in (chunk_maps, cycle_sources, source_is_earlier):
+        with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
+            op(shared)
+        with pytest.raises(ValueError, match=f"{op.__name__}: row 0 .* no permutation"):
+            op([[]])
+    with pytest.raises(ValueError, match="got 1 cycles for 1 ranks"):
+        chunk_maps([[0]])
+
+
+def test_chunk_maps_are_taken_as_lists_and_arrays():
+    out_chunk, in_chunk = chunk_maps(two_level_cycles(3, 2))
+    want = (2, tuple(map(tuple, out_chunk)), tuple(map(tuple, in_chunk)))
+    assert check_chunk_maps(out_chunk, in_chunk, 6) == want
+    assert check_chunk_maps(np.array(out_chunk), np.array(in_chunk), 6) == want
+    only_one = [[-1, 1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert check_chunk_maps(only_one, np.transpose(only_one), 3)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"out": lambda m: m[:2]}, r"out_chunk has rows of length \[3, 3\], but needs 3 rows of 3"),
+        ({"in": lambda m: [row[:2] for row in m]}, r"in_chunk has rows of length \[2, 2, 2\]"),
+        ({"out": lambda m: [[0, *m[0][1:]], *m[1:]]}, r"out_chunk\[0\] .* needs -1 at its own"),
+        ({"in": lambda m: [[-1, -2, 0], *m[1:]]}, r"in_chunk\[0\] is \[-1, -2, 0\]"),
+        ({"out": lambda m: [[-1, 1, 1], *m[1:]]}, "rank 0 sends chunk 1 twice"),
+        ({"in": lambda m: [*m[:2], [0, 0, -1]]}, "rank 2 fills slot 0 twice"),
+        ({"in": lambda m: [[-1] * 3, *m[1:]]}, r"in_chunk\[0\]\[1\] is -1.* transpose"),
+        ({"out": lambda m: [[-1, 1, 0], *m[1:]]}, r"out_chunk\[0\]\[1\] is 1 but in_chunk\[1\]"),
+    ],
+)
+def test_wrong_chunk_maps_are_refused(unchecked_types, change, message):
+    maps = dict(zip(("out", "in"), chunk_maps([[0, 1, 2], [0, 2, 1]]), strict=True))
+    maps |= {name: alter(maps[name]) for name, alter in change.items()}
+    with pytest.raises(ValueError, match=f"^check_chunk_maps: .*{message}"):
+        check_chunk_maps(maps["out"], maps["in"], 3)
+
+
+# Against recorded results of another implementation, where these are present.
+VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "hamilton"
+needs_vectors = pytest.mark.skipif(
+    not VECTORS.is_dir(),
+    reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package",
+)
+
+
+def recorded(name):
+    return json.loads((VECTORS / f"{name}.json").read_text())
+
+
+@needs_vectors
+@pytest.mark.parametrize("num_ranks", [8, 12, 16])
+def test_recorded_cycles(num_ranks):
+    cycles = recorded(f"gen_hamilton_circle_{num_ranks}")
+    assert len(check_cycles(cycles, num_ranks)) == num_ranks - 1
+
+
+@needs_vectors
+def test_recorded_maps_and_sources():
+    cycles = recorded("gen_hamilton_circle_8")
+    out_chunk, in_chunk = chunk_maps(cycles)
+    assert out_chunk == recorded("out_mapping_circle_8")
+    assert in_chunk == recorded("in_mapping_circle_8")
+    assert source_is_earlier(cycles) == recorded("source_rank_per_iter_8")
+    # Recorded is each rank's place in each cycle: after as many steps it holds the first's chunk.
+    place = np.array(recorded("mask_index_circle_8"))
+    rank, chunk = np.indices(place.shape)
+    first = [row[0] for row in cycles]
+    np.testing.assert_array_equal(
+        np.array(cycle_sources(cycles))[place, rank, chunk], np.broadcast_to(first, place.shape)
+    )
+
+
+@needs_vectors
+def test_recorded_two_nodes():
+    maps = two_level_maps(8, 2)
+    assert hamiltonian_paths(8) == recorded("gen_hamilton_path_local_8")
+    assert maps.cycles == recorded("gen_hamilton_circle_two_nodes_16")
+    assert {"inter_out": maps.inter_out, "inter_in": maps.inter_in} == recorded(
+        "inter_node_mapping_16"
+    )
+    for node in (slice(0, 8), slice(8, 16)):
+        inside = np.array(maps.out_chunk)[node, node], np.array(maps.in_chunk)[node, node]
+        np.testing.assert_array_equal(inside[0], recorded("intra_node_out_mapping_8"))
+        np.testing.assert_array_equal(inside[1], recorded("intra_node_in_mapping_8"))
