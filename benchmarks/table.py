@@ -132,11 +132,61 @@ def balance() -> list[str]:
     return [*lines, "", f"({origin(result)})"]
 
 
+def attention() -> list[str]:
+    result = load("attention")
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    by_place = {(row["method"], row["case"], row["dtype"]): row for row in rows}
+
+    def cell(method: str, column: tuple[str, str]) -> str:
+        row = by_place.get((method, *column))
+        if row is None or "ms" not in row:
+            return "–" if row is None else "does not fit"
+        text = f"{row['ms']:.0f} ({row['of_matmul']:.2f})"
+        return f"**{text}**" if row["chosen"] else text
+
+    lines = [
+        f"**Attention.** {rows[0]['tokens']} tokens over 8 virtual devices, 8 heads of 64, forward "
+        "and backward: ms, and the rate, counted on the pairs that the mask lets through, as a "
+        "share of a matrix product's. Interleaved medians; **bold**: what `choose_algorithm` says. "
+        "`ringattention` is the PyPI package 0.1.2, its `jax.lib.xla_bridge` repaired.",
+        "",
+        cells("", *(f"{case}, {dtype}" for case, dtype in columns)),
+        "|---|" + "---:|" * len(columns),
+    ]
+    lines += [cells(method, *(cell(method, column) for column in columns)) for method in methods]
+    lines += ["", f"({origin(result)})", ""]
+    picture = "docs/images/attention_growth.svg"
+    return [*lines, f"![Time and peak memory of attention from 4K to 64K tokens]({picture})"]
+
+
+def exchange() -> list[str]:
+    result = load("exchange")
+    lines = [
+        "**Exchanges of ring and Hamilton attention**, inside `lax.scan`: this package's transport "
+        "(`in_process`) and XLA's collectives, GB/s of all ranks together and share of memcpy.",
+        "",
+        cells(
+            "devices", "KiB per rank", "", "in_process µs", "GB/s", "of memcpy", "xla µs", "GB/s"
+        ),
+        "|---:|---:|---|" + "---:|" * 5,
+    ]
+    ours, xla = (
+        [row for row in result["rows"] if row["implementation"] == name]
+        for name in ("in_process", "xla")
+    )
+    for a, b in zip(ours, xla, strict=True):
+        what = (a["devices"], a["bytes_per_rank"] // 1024, a["what"])
+        lines.append(cells(*what, a["us"], a["GB_per_s"], a["of_memcpy"], b["us"], b["GB_per_s"]))
+    return [*lines, "", f"({origin(result)})"]
+
+
 def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    sections = (movement, latency, growth, metadata, balance)
+    sections = (attention, exchange, movement, latency, growth, metadata, balance)
     table = "\n".join(line for section in sections for line in (*section(), ""))
     readme.write_text(f"{before}{BEGIN}{table}{END}{after}")
 

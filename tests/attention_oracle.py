@@ -3,13 +3,15 @@
 import numpy as np
 
 
-def allowed_keys(kv_start, kv_end, num_keys):
-    """`[B, T, S]`: which keys each query attends."""
+def allowed_keys(kv_start, kv_end, num_keys, window=None):
+    """`[B, T, S]`: which keys each query attends, with a window only the last of its range."""
     position = np.arange(num_keys)
-    return (position >= kv_start[..., None]) & (position < kv_end[..., None])
+    start, end = np.asarray(kv_start, np.int64)[..., None], np.asarray(kv_end, np.int64)[..., None]
+    allowed = (position >= start) & (position < end)
+    return allowed if window is None else allowed & (position >= end - window)
 
 
-def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
+def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window):
     """Logits' slope, probabilities `[B, N, T, S]` and lse `[B, N, T]`."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     heads_per_group = q.shape[2] // k.shape[2]
@@ -20,7 +22,7 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
     if logit_soft_cap is not None:
         ratio = np.tanh(logits / logit_soft_cap)
         logits, slope = logit_soft_cap * ratio, slope * (1 - ratio**2)
-    mask = allowed_keys(np.asarray(kv_start), np.asarray(kv_end), k.shape[1])[:, None]
+    mask = allowed_keys(kv_start, kv_end, k.shape[1], window)[:, None]
     exponentials = np.where(mask, np.exp(np.where(mask, logits, 0)), 0)
     total = exponentials.sum(-1)
     with np.errstate(divide="ignore"):
@@ -28,16 +30,18 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
     return slope, exponentials / np.where(total > 0, total, 1)[..., None], lse
 
 
-def attention(q, k, v, kv_start, kv_end, scale=None, logit_soft_cap=None):
+def attention(q, k, v, kv_start, kv_end, scale=None, logit_soft_cap=None, window=None):
     """`(out [B, T, N, Hv], lse [B, N, T])`; moderate logits only, since no peak is subtracted."""
-    _, p, lse = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
+    _, p, lse = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window)
     v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
     return np.einsum("bnts,bsnh->btnh", p, v), lse
 
 
-def attention_gradients(q, k, v, kv_start, kv_end, dout, dlse, scale=None, logit_soft_cap=None):
+def attention_gradients(
+    q, k, v, kv_start, kv_end, dout, dlse, scale=None, logit_soft_cap=None, window=None
+):
     """`(dq, dk, dv)` for the cotangents `dout [B, T, N, Hv]` and `dlse [B, N, T]`."""
-    slope, p, _ = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
+    slope, p, _ = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window)
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     num_groups = k.shape[2]
     heads_per_group = q.shape[2] // num_groups

@@ -4,13 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
-from jax.test_util import check_grads
 
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
@@ -61,12 +59,17 @@ def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):
     return out, lse, *vjp((dout, dlse))
 
 
-# Compiled once for all tests that use the same shapes; LLVM's optimizer would double their time.
-run = jax.jit(
-    with_cotangents,
-    static_argnames=("scale", "logit_soft_cap", "block_q", "block_kv"),
-    compiler_options={"xla_backend_optimization_level": 0},
+# LLVM's optimizer would double the time of the tests.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+ORACLE_OPTIONS = ("scale", "logit_soft_cap", "window")
+quick_static_jit = functools.partial(
+    quick_jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv")
 )
+# Compiled once for all tests that use the same shapes.
+run = quick_static_jit(with_cotangents)
+forward = quick_static_jit(local_attention)
+backward = quick_static_jit(local_attention_backward)
+ALL_OPTIONS = {"scale": -0.9, "logit_soft_cap": 0.7, "window": 9}
 
 
 def assert_close(actual, expected, tolerance):
@@ -85,7 +88,7 @@ def assert_equals_oracle(operands, ranges, tolerance=1e-5, **options):
     q, k, v, dout, dlse = operands
     start, end = ranges
     results = run(q, k, v, start, end, dout, dlse, **(BLOCKS | options))
-    options = {name: options.get(name) for name in ("scale", "logit_soft_cap")}
+    options = {name: options.get(name) for name in ORACLE_OPTIONS}
     expected = (
         *attention(q, k, v, start, end, **options),
         *attention_gradients(q, k, v, start, end, dout, dlse, **options),
@@ -107,29 +110,23 @@ def test_random_ranges(seed):
     assert_equals_oracle(inputs(seed), random_ranges(seed, 2, 37, 45))
 
 
-@pytest.mark.parametrize("K", [1, 4, 8])
+@pytest.mark.parametrize("K", [1, 8])
 def test_query_heads_share_kv_heads(K):
-    """Ratios 8, 2 and 1."""
-    assert_equals_oracle(inputs(1, N=8, K=K, B=1), random_ranges(1, 1, 37, 45))
+    """Ratios 8 and 1 (2 everywhere else), under all options that change the result."""
+    operands = inputs(1, N=8, K=K, B=1)
+    assert_equals_oracle(operands, random_ranges(1, 1, 37, 45), **ALL_OPTIONS)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"scale": -0.5},
-        {"logit_soft_cap": 0.7, "scale": 0.9},
-        {"block_q": 7, "block_kv": 1},
-        {"block_q": None, "block_kv": None},
-    ],
+    [ALL_OPTIONS, {"window": 1, "block_q": 7, "block_kv": 1}, {"block_q": None, "block_kv": None}],
     ids=str,
 )
 def test_options(options):
     assert_equals_oracle(inputs(2), random_ranges(2, 2, 37, 45), **options)
 
 
-@pytest.mark.parametrize(
-    "shape", [{"T": 3, "S": 100, "Hv": 5}, {"T": 1, "S": 16}, {"T": 8, "S": 1}], ids=str
-)
+@pytest.mark.parametrize("shape", [{"T": 3, "S": 100, "Hv": 5}, {"T": 1, "S": 1}], ids=str)
 def test_shapes(shape):
     operands = inputs(3, **shape)
     q, k = operands[:2]
@@ -188,48 +185,36 @@ def test_adjoint_of_the_jacobian():
     """<cotangent, J tangent> = <J' cotangent, tangent>, J by central differences in float64."""
     rng = np.random.default_rng(9)
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(9))
-    ranges = RANGES["window"](2, 37, 45)
-    tangents = [rng.normal(size=x.shape) for x in (q, k, v)]
+    ranges = RANGES["causal"](2, 37, 45)
+    tangents = tq, tk, tv = [rng.normal(size=x.shape) for x in (q, k, v)]
     step = 1e-5
-    ends = [
-        attention(q + s * tangents[0], k + s * tangents[1], v + s * tangents[2], *ranges)
-        for s in (step, -step)
-    ]
-    (out_1, lse_1), (out_0, lse_0) = ends
-    forward = (np.sum(dout * (out_1 - out_0)) + np.sum(dlse * (lse_1 - lse_0))) / (2 * step)
+    (out_1, lse_1), (out_0, lse_0) = (
+        attention(q + s * tq, k + s * tk, v + s * tv, *ranges, **ALL_OPTIONS) for s in (step, -step)
+    )
+    expected = (np.sum(dout * (out_1 - out_0)) + np.sum(dlse * (lse_1 - lse_0))) / (2 * step)
     operands = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    _, _, *grads = run(*operands, *ranges, *inputs(9)[3:], **BLOCKS)
-    backward = sum(
+    _, _, *grads = run(*operands, *ranges, *inputs(9)[3:], **BLOCKS, **ALL_OPTIONS)
+    actual = sum(
         np.sum(np.asarray(g, np.float64) * t) for g, t in zip(grads, tangents, strict=True)
     )
-    np.testing.assert_allclose(backward, forward, rtol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
-def test_gradients_are_the_numerical_ones():
-    q, k, v, _, _ = (np.asarray(x, np.float64) for x in inputs(10, B=1, T=5, S=7))
-    ranges = RANGES["causal"](1, 5, 7)
-    with jax.enable_x64(True):
-        f = functools.partial(local_attention, logit_soft_cap=2.0, block_q=2, block_kv=3)
-        g = jax.jit(lambda q, k, v: f(q, k, v, *ranges))
-        operands = tuple(map(jnp.asarray, (q, k, v)))
-        check_grads(g, operands, order=1, modes=["rev"], rtol=1e-6)
+@pytest.mark.parametrize("first", [0, 20])
+def test_merged_pieces_are_the_whole(first):
+    """Forward pieces merge; backward of each piece with the merged lse and out adds up.
 
-
-@pytest.mark.parametrize("cut", [0, 20])
-def test_merged_pieces_are_the_whole(cut):
-    """Forward pieces merge; backward of each piece with the merged lse and out adds up."""
-    q, k, v, dout, dlse = inputs(11)
-    start, end = random_ranges(12, 2, 37, 45)
-    pieces = (
-        (k[:, :cut], v[:, :cut], start, jnp.minimum(end, cut)),
-        (k[:, cut:], v[:, cut:], jnp.maximum(start, cut) - cut, end - cut),
-    )
-    whole = run(q, k, v, start, end, dout, dlse, **BLOCKS)
-    parts = [local_attention(q, *piece, **BLOCKS) for piece in pieces]
+    Keys before `first` are not used: with 20 nobody attends the first piece.
+    """
+    q, k, v, dout, dlse = inputs(11, S=40)
+    start, end = random_ranges(12, 2, 37, 40)
+    start = jnp.maximum(start, first)
+    options = BLOCKS | {"window": 25}
+    pieces = [(k[:, c : c + 20], v[:, c : c + 20], start - c, end - c) for c in (0, 20)]
+    whole = run(q, k, v, start, end, dout, dlse, **options)
+    parts = [forward(q, *piece, **options) for piece in pieces]
     out, lse = merge_partials(*parts[0], *parts[1])
-    grads = [
-        local_attention_backward(q, *piece, out, lse, dout, dlse, **BLOCKS) for piece in pieces
-    ]
+    grads = [backward(q, *piece, out, lse, dout, dlse, **options) for piece in pieces]
     (dq_0, dk_0, dv_0), (dq_1, dk_1, dv_1) = grads
     dk, dv = jnp.concatenate([dk_0, dk_1], axis=1), jnp.concatenate([dv_0, dv_1], axis=1)
     for actual, wanted in zip((out, lse, dq_0 + dq_1, dk, dv), whole, strict=True):
@@ -245,22 +230,24 @@ def test_derivative_through_the_merge():
         first = local_attention(q, k, v, start, end - 20, **BLOCKS)
         return merge_partials(*first, *local_attention(q, k, v, start + 25, end, **BLOCKS))
 
-    results, vjp = jax.vjp(jax.jit(in_pieces), q, k, v)
+    @quick_jit
+    def both(q, k, v):
+        results, vjp = jax.vjp(in_pieces, q, k, v)
+        return *results, *vjp((dout, dlse))
+
     whole = run(q, k, v, start, end, dout, dlse, **BLOCKS)
-    for actual, wanted in zip((*results, *vjp((dout, dlse))), whole, strict=True):
+    for actual, wanted in zip(both(q, k, v), whole, strict=True):
         assert_close(actual, wanted, 1e-5)
 
 
 def test_backward_accepts_no_lse_cotangent_and_returns_float32():
     q, k, v, dout, dlse = inputs(14, dtype=jnp.bfloat16)
     start, end = RANGES["causal"](2, 37, 45)
-    out, lse = local_attention(q, k, v, start, end, **BLOCKS)
-    backward = functools.partial(
-        local_attention_backward, q, k, v, start, end, out, lse, dout, **BLOCKS
-    )
-    for x, y in zip(backward(), backward(jnp.zeros_like(dlse)), strict=True):
+    out, lse, *rounded = run(q, k, v, start, end, dout, 0 * dlse, **BLOCKS)
+    grads = backward(q, k, v, start, end, out, lse, dout, **BLOCKS)
+    for x, y in zip(grads, rounded, strict=True):
         assert x.dtype == jnp.float32
-        np.testing.assert_array_equal(x, y)
+        assert_close(x, y, 1e-2)
 
 
 def test_is_bitwise_repeatable():
@@ -271,8 +258,14 @@ def test_is_bitwise_repeatable():
         np.testing.assert_array_equal(x, y)
 
 
-def one_batch_row(*operands):
-    return tuple(x[0] for x in with_cotangents(*(x[None] for x in operands), **BLOCKS))
+def one_batch_row(q, k, v, start, end, dout, dlse):
+    @jax.checkpoint
+    def f(q, k, v):
+        out, lse = local_attention(q[None], k[None], v[None], start[None], end[None], **BLOCKS)
+        return out[0], lse[0]
+
+    results, vjp = jax.vjp(f, q, k, v)
+    return *results, *vjp((dout, dlse))
 
 
 @pytest.mark.parametrize(
@@ -280,22 +273,12 @@ def one_batch_row(*operands):
     [jax.vmap, lambda f: lambda *xs: jax.lax.scan(lambda _, x: (None, f(*x)), None, xs)[1]],
     ids=["vmap", "scan"],
 )
-def test_inside_a_transform(transform):
+def test_inside_remat_and_a_transform(transform):
     q, k, v, dout, dlse = inputs(0)
     operands = (q, k, v, *RANGES["random"](2, 37, 45), dout, dlse)
-    actual = jax.jit(transform(one_batch_row))(*operands)
+    actual = quick_jit(transform(one_batch_row))(*operands)
     for x, y in zip(actual, run(*operands, **BLOCKS), strict=True):
         assert_close(x, y, 1e-6)
-
-
-def test_under_remat():
-    q, k, v, dout, dlse = inputs(0)
-    ranges = RANGES["random"](2, 37, 45)
-    f = jax.checkpoint(lambda q, k, v: local_attention(q, k, v, *ranges, **BLOCKS))
-    grads = jax.jit(lambda *x: jax.vjp(f, *x)[1]((dout, dlse)))(q, k, v)
-    expected = run(q, k, v, *ranges, dout, dlse, **BLOCKS)[2:]
-    for actual, wanted in zip(grads, expected, strict=True):
-        assert_close(actual, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -313,7 +296,7 @@ def test_inside_shard_map(check_vma):
         check_vma=check_vma,
     )
 
-    @jax.jit
+    @quick_jit
     def both(q, k, v):
         results, vjp = jax.vjp(lambda q, k, v: sharded(q, k, v, start, end), q, k, v)
         return *results, *vjp((dout, dlse))
@@ -323,30 +306,17 @@ def test_inside_shard_map(check_vma):
         assert_close(actual, wanted, 1e-6)
 
 
-def test_memory_grows_linearly():
-    def temporary_bytes(T):
-        x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
-        ranges = jax.ShapeDtypeStruct((1, T), jnp.int32)
-        lse = jax.ShapeDtypeStruct((1, 2, T), jnp.float32)
-        compiled = run.lower(x, x, x, ranges, ranges, x, lse).compile()
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    small, large = temporary_bytes(8192), temporary_bytes(16384)
-    assert large < 2.2 * small
-    assert large < 16384 * 16384  # a quarter of one head's logits
+def test_memory_is_linear():
+    """Temporary memory is a few copies of the operands, not the 1 GiB of a head's logits."""
+    x = jax.ShapeDtypeStruct((1, 16384, 2, 16), jnp.float32)
+    ranges = jax.ShapeDtypeStruct((1, 16384), jnp.int32)
+    lse = jax.ShapeDtypeStruct((1, 2, 16384), jnp.float32)
+    analysis = run.lower(x, x, x, ranges, ranges, x, lse).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 20 * 4 * x.size
 
 
-@pytest.fixture
-def no_shape_hook():
-    """Lets our own messages through, which users without jaxtyping's hook see."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "change, options, error, message",
     [
@@ -356,6 +326,7 @@ def no_shape_hook():
         ({"q": (2, 37, 3, 8)}, {}, ValueError, "N must be a multiple of K"),
         ({"kv_start": (2, 36)}, {}, ValueError, r"one range per query row, \[2, 37\]"),
         ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
+        ({}, {"window": 0}, ValueError, "window is 0"),
         ({}, {"block_q": 0}, ValueError, "block_q is 0"),
         ({"k": jnp.bfloat16}, {}, TypeError, "float32, bfloat16, float32"),
         ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must all be bfloat16"),
@@ -373,10 +344,9 @@ def test_errors(change, options, error, message):
         local_attention(*operands.values(), **options)
 
 
-@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.usefixtures("unchecked_types")
 def test_backward_names_the_array_of_the_wrong_shape():
-    q, k, v, dout, _ = inputs(16)
+    q, k, v, dout, dlse = inputs(16)
     ranges = RANGES["full"](2, 37, 45)
-    out, lse = local_attention(q, k, v, *ranges)
     with pytest.raises(ValueError, match=r"^local_attention_backward: dout has shape \(2, 37, 4\)"):
-        local_attention_backward(q, k, v, *ranges, out, lse, dout[..., 0])
+        local_attention_backward(q, k, v, *ranges, dout, dlse, dout[..., 0])

@@ -1,41 +1,117 @@
-"""Layouts of blocked attention: an axis cut in blocks, with features or positions minor."""
+"""Local attention cut in blocks: the layout that its two passes share.
+
+A block is `[K, rows, features]`, a plain matrix per KV head. The G query heads of a KV head lie one
+after another along the rows of a query block, so K and V are never repeated, and all seven products
+(two forward, five backward) are batched matmuls.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_cp_dispatch.attention.local_options import Options
 
 
-def cut(x, block, fill: int | float = 0):
-    """`[B, L, ...] -> [B * num_blocks, block, ...]`, the last block of a row filled up."""
+class Blocks(NamedTuple):
+    """Operands in the accumulator's dtype; the first axis counts the blocks of all batch rows."""
+
+    q: Array  # [B*nq, K, G*block_q, H], scaled, zero in rows with an empty range
+    k: Array  # [B*nk, K, block_kv, H], zero in rows that nobody attends
+    v: Array  # [B*nk, K, block_kv, Hv], likewise
+    used: Array  # [B, T] rows with a non-empty range
+    start: Array  # [B*nq, G*block_q]
+    end: Array  # [B*nq, G*block_q]
+    first: Array  # [B*nq] first block of k to visit
+    last: Array  # [B*nq] one past the last
+
+
+def cut_in_blocks(options: Options, q, k, v, kv_start, kv_end) -> Blocks:
+    """Widens small floats once, here: on CPU their products are slower than those of float32."""
+    B, _, N, _ = q.shape
+    S, K = k.shape[1:3]
+    dtype = accumulator(q)
+    # Constant ranges are common, and XLA takes seconds to fold what follows from them.
+    kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
+    if options.window is not None:
+        kv_end = jnp.maximum(kv_end.astype(jnp.promote_types(kv_end.dtype, jnp.int32)), 0)
+        kv_start = jnp.maximum(kv_start, kv_end - options.window)
+    start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
+    end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
+    used = start < end
+    start, end = jnp.where(used, start, S), jnp.where(used, end, 0)
+
+    # 0 * NaN is NaN, so rows that carry no weight are cleared before the matmuls read them.
+    row = jnp.arange(B)[:, None]
+    step = used.astype(jnp.int32)
+    edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
+    attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
+    k, v = (jnp.where(attended, x.astype(dtype), 0) for x in (k, v))
+    q = jnp.where(used[:, :, None, None], q.astype(dtype) * options.scale, 0)
+
+    start, end = _cut(start, options.block_q, S), _cut(end, options.block_q, 0)
+    num_kv_blocks = -(-S // options.block_kv)
+    batch_row = jnp.repeat(jnp.arange(B), start.shape[0] // B)
+    low, high = jnp.min(start, axis=1), jnp.max(end, axis=1)
+    return Blocks(
+        q=to_rows(q, K, options.block_q),
+        k=to_rows(k, K, options.block_kv),
+        v=to_rows(v, K, options.block_kv),
+        used=used,
+        start=jnp.tile(start, (1, N // K)),
+        end=jnp.tile(end, (1, N // K)),
+        first=batch_row * num_kv_blocks + low // options.block_kv,
+        last=batch_row * num_kv_blocks + -(-high // options.block_kv),
+    )
+
+
+def to_rows(x, num_groups, block, fill: float = 0):
+    """`[B, L, K*G, F] -> [B * num_blocks, K, G * block, F]`, the last block of a row filled up."""
+    x = _cut(x, block, fill)
+    M, _, N, F = x.shape
+    x = jnp.moveaxis(x.reshape(M, block, num_groups, N // num_groups, F), 1, 3)
+    return x.reshape(M, num_groups, -1, F)
+
+
+def from_rows(x, shape):
+    """`[B * num_blocks, K, G * block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
+    B, L, N, _ = shape
+    M, K, _, F = x.shape
+    x = jnp.moveaxis(x.reshape(M, K, N // K, -1, F), 3, 1)
+    return x.reshape(B, -1, N, F)[:, :L]
+
+
+def _cut(x, block, fill):
     B, L, *rest = x.shape
     num_blocks = -(-L // block)
     widths = [(0, 0), (0, num_blocks * block - L)] + [(0, 0)] * len(rest)
     return jnp.pad(x, widths, constant_values=fill).reshape(B * num_blocks, block, *rest)
 
 
-def to_rows(x):
-    """`[M, block, K, (G,) F] -> [M, K, (G *) block, F]`."""
-    x = jnp.moveaxis(x, 1, -2)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+def positions(options: Options, j, num_keys):
+    """Key rows, within their batch row, of block j."""
+    num_blocks = -(-num_keys // options.block_kv)
+    return j % num_blocks * options.block_kv + jnp.arange(options.block_kv)
 
 
-def to_columns(x):
-    """`[M, block, K, (G,) F] -> [M, K, F, (G *) block]`."""
-    x = jnp.moveaxis(jnp.moveaxis(x, 1, -1), -2, 2)
-    return x.reshape(*x.shape[:3], -1)
+def cap_logits(options: Options, logits):
+    """Soft-capped logits, and their derivative by the given ones."""
+    cap = options.logit_soft_cap
+    if cap is None:
+        return logits, 1
+    ratio = jnp.tanh(logits / cap)
+    return cap * ratio, 1 - ratio * ratio
 
 
-def from_rows(x, shape):
-    """`[B * nk, K, block, F] -> [B, S, K, F]`."""
-    B, S, K, _ = shape
-    x = jnp.moveaxis(x, 2, 1)
-    return x.reshape(B, -1, K, x.shape[-1])[:, :S]
+def matmul(x, y, contract):
+    """Product per KV head over axis `contract[0]` of x and `contract[1]` of y, full precision."""
+    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
+    return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 
-def from_columns(x, shape):
-    """`[B * nq, K, F, G * block] -> [B, T, N, F]`."""
-    B, T, N, _ = shape
-    M, K, F, _ = x.shape
-    x = x.reshape(M, K, F, N // K, -1)
-    x = jnp.moveaxis(x, (4, 1, 3, 2), (1, 2, 3, 4))
-    return x.reshape(B, -1, N, F)[:, :T]
+def accumulator(x):
+    """The dtype of all sums."""
+    return jnp.promote_types(x.dtype, jnp.float32)

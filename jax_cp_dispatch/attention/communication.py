@@ -44,7 +44,7 @@ def ring_exchange(
       axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
       implementation: "in_process", this package's transport between the CPU devices of one
-        process; "xla", a collective-permute for each array; None chooses the first where there is
+        process; "xla", a collective-permute of each array; None chooses the first where there is
         one.
       deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
     Returns:
@@ -86,8 +86,8 @@ def chunk_exchange(
       out_chunk: for ranks a, b the chunk that a sends to b, or -1; see `chunk_maps`.
       in_chunk: for ranks a, b the slot in which a receives from b, or -1: the transpose of
         `out_chunk`, because a chunk keeps its number on its way.
-      axis_name, implementation, deadline: see `ring_exchange`; "xla" makes one collective-permute
-        for each chunk of each array.
+      axis_name, implementation, deadline: see `ring_exchange`; "xla" makes an all-to-all of
+        each array if all links are used, else a collective-permute of each chunk.
     Returns:
       The received chunks in the structure of `chunks`; a slot that nobody fills is zero.
     Raises:
@@ -149,7 +149,7 @@ def move_chunks(
 ) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
     check_implementation(op, implementation)
-    by_xla = functools.partial(_by_permutes, routes=routes, axis_name=axis_name)
+    by_xla = functools.partial(_by_collectives, routes=routes, axis_name=axis_name)
     by_dispatch = functools.partial(
         _by_dispatch, routes=routes, axis_name=axis_name, deadline=deadline
     )
@@ -160,13 +160,37 @@ def move_chunks(
     return lax.platform_dependent(chunks, cpu=by_dispatch, default=by_xla)
 
 
-def _by_permutes(chunks, *, routes, axis_name):
+def _by_collectives(chunks, *, routes, axis_name):
+    """One all-to-all where every rank sends to all others: it uses all links at once.
+
+    Elsewhere, in rings and between nodes, one collective-permute for each chunk.
+    """
+    num_chunks, num_ranks = len(routes), len(routes[0])
+    peers = np.asarray(routes).T  # [rank, chunk]
+    others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
+    if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
+        return _by_all_to_all(chunks, peers, axis_name)
     pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in routes]
 
     def move(x):
         return jnp.stack(
             [lax.ppermute(x[chunk], axis_name, arcs) for chunk, arcs in enumerate(pairs)]
         )
+
+    return jax.tree.map(move, chunks)
+
+
+def _by_all_to_all(chunks, peers, axis_name):
+    num_ranks, num_chunks = peers.shape
+    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; to itself: anything
+    chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
+    sender = np.zeros_like(peers)  # [rank, chunk]
+    sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]
+    rank = lax.axis_index(axis_name)
+    outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
+
+    def move(x):
+        return lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming]
 
     return jax.tree.map(move, chunks)
 

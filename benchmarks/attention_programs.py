@@ -1,0 +1,160 @@
+"""Attention over 8 virtual devices, forward and backward, as each method's user would write it."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
+from jax_cp_dispatch.attention.documents import attended_tokens
+from jax_cp_dispatch.cost import attention_flops
+
+NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
+AXIS = "cp"
+OURS = ("ring", "zigzag", "hamilton", "balanced")
+DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
+VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
+DENSE, PACKAGE, LOCAL = "jax.nn sharded", "ringattention", "local, one device"
+LARGEST_DENSE = 8192  # tokens; logits of 8 heads take 11 GB there, and four times as much at 16K
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is attended.
+
+    Attributes:
+      name: for the table.
+      num_tokens: of the sequence, one batch row.
+      dtype: of q, k, v.
+      causal: or every token its whole document.
+      segment_ids: of packed documents [1, num_tokens]; None: one document.
+    """
+
+    name: str
+    num_tokens: int
+    dtype: str
+    causal: bool = True
+    segment_ids: Any = None
+
+    def arrays(self) -> list[np.ndarray]:
+        """q, k, v and the cotangent of the output."""
+        rng = np.random.default_rng(self.num_tokens)
+        shape = (1, self.num_tokens, NUM_HEADS, HEAD_SIZE)
+        return [rng.standard_normal(shape, np.float32).astype(self.dtype) for _ in range(4)]
+
+    def ranges(self) -> tuple[jax.Array, jax.Array]:
+        shape = (1, self.num_tokens)
+        ids = None if self.segment_ids is None else jnp.asarray(self.segment_ids)
+        return attended_tokens(ids, None, shape=shape, causal=self.causal, window=None)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward and the backward pass, pairs that the mask lets through."""
+        start, end = self.ranges()
+        sizes = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE}
+        pairs = float(np.sum(np.asarray(end - start), dtype=np.float64))
+        passes = [attention_flops(pairs, **sizes, backward=x) for x in (False, True)]
+        return sum(passes)
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:NUM_RANKS]), (AXIS,))
+
+
+def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
+    """A compiled program (q, k, v, cotangent) -> (dq, dk, dv) and its operands, or why not."""
+    if method == DENSE and case.num_tokens > LARGEST_DENSE:
+        return "does not fit"
+    attend = _attention(method, case)
+    if isinstance(attend, str):
+        return attend
+    sharding = jax.devices()[0] if method == LOCAL else NamedSharding(mesh(), P(None, AXIS))
+    operands = [jax.device_put(x, sharding) for x in case.arrays()]
+
+    def gradients(q, k, v, cotangent):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return pull_back(cotangent.astype(out.dtype))
+
+    return jax.jit(gradients).lower(*operands).compile(), operands
+
+
+def _attention(method: str, case: Case):
+    """A function of global q, k, v, or why not."""
+    if method in OURS:
+        return _ours(method, case)
+    if method in VARIANTS:
+        return _variant(VARIANTS[method], case)
+    return {DENSE: _dense, PACKAGE: _package, LOCAL: _local}[method](case)
+
+
+def _ours(method: str, case: Case):
+    return lambda q, k, v: context_parallel_attention(
+        *(q, k, v),
+        mesh=mesh(),
+        axis_name=AXIS,
+        algorithm=method,
+        causal=case.causal,
+        segment_ids=case.segment_ids,
+    )
+
+
+def _variant(options: dict[str, Any], case: Case):
+    rows = P(None, AXIS)
+    attend = jax.shard_map(
+        lambda q, k, v, ids: hamilton_attention(
+            q, k, v, axis_name=AXIS, causal=case.causal, segment_ids=ids, **options
+        ),
+        mesh=mesh(),
+        in_specs=(rows, rows, rows, rows),
+        out_specs=rows,
+    )
+    return lambda q, k, v: attend(q, k, v, case.segment_ids)
+
+
+def _local(case: Case):
+    start, end = case.ranges()
+    return lambda q, k, v: local_attention(q, k, v, start, end)[0].astype(q.dtype)
+
+
+def _dense(case: Case):
+    mask = None
+    if case.segment_ids is not None:
+        ids = case.segment_ids[0]
+        mask = jnp.asarray((ids[:, None] == ids) & (ids > 0))[None, None]
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=case.causal)
+
+
+def _package(case: Case):
+    """`ringattention` 0.1.2 from PyPI, whose `jax.lib.xla_bridge` has to be repaired first."""
+    try:
+        ring = importlib.import_module("ringattention").ringattention
+    except (ImportError, AttributeError) as error:
+        return f"not installed, or not repaired: {error}"
+    chunk = min(512, case.num_tokens // NUM_RANKS)
+    options = {
+        "causal_block_size": 1 if case.causal else None,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "query_chunk_size": chunk,
+        "key_chunk_size": chunk,
+        "dtype": jnp.dtype(case.dtype),
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "precision": None,
+        "prevent_cse": False,
+    }
+    ids = case.segment_ids
+    rows, whole = P(None, AXIS), P()
+    attend = jax.shard_map(
+        lambda q, k, v, ids: ring(q, k, v, None, ids, None, AXIS, True, options),
+        mesh=mesh(),
+        in_specs=(rows, rows, rows, whole),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return lambda q, k, v: attend(q, k, v, None if ids is None else jnp.asarray(ids))

@@ -1,0 +1,118 @@
+"""Attention over 8 virtual devices, 8 heads of 64, forward and backward, interleaved.
+
+Cases: one causal document, packed documents, one document attended in full. Methods: those of
+`context_parallel_attention` on contiguous tokens; `jax.nn.dot_product_attention` under `jit` with
+the sequence sharded; the package `ringattention` if it is installed; local attention on one device.
+The limit is the rate of a matrix product. `--lengths FILE`: JSON list of document lengths for the
+packed case, drawn at random and cut to the sequence; else log-normal lengths.
+"""
+
+from pathlib import Path
+
+import attention_programs as programs
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_planner import pack, read_lengths
+
+from jax_cp_dispatch import choose_algorithm, document_lengths
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+
+METHODS = (*programs.OURS, *programs.VARIANTS, programs.LOCAL, programs.PACKAGE, programs.DENSE)
+
+
+def cases(num_tokens: int, dtypes: list[str], files: list[Path]) -> list[programs.Case]:
+    packed = {
+        f"packed, {name}": pack(lengths, num_tokens, seed=0)
+        for name, lengths in read_lengths(files).items()
+    }
+    return [
+        case
+        for dtype in dtypes
+        for case in (
+            programs.Case("causal", num_tokens, dtype),
+            *(programs.Case(name, num_tokens, dtype, True, ids) for name, ids in packed.items()),
+            programs.Case("full", num_tokens, dtype, False),
+        )
+    ]
+
+
+def chosen(case: programs.Case) -> str:
+    lengths = None if case.segment_ids is None else document_lengths(case.segment_ids)
+    choice = choose_algorithm(
+        lengths,
+        num_ranks=programs.NUM_RANKS,
+        tokens_per_rank=case.num_tokens // programs.NUM_RANKS,
+        num_heads=programs.NUM_HEADS,
+        num_kv_heads=programs.NUM_HEADS,
+        head_size=programs.HEAD_SIZE,
+        itemsize=jnp.dtype(case.dtype).itemsize,
+        causal=case.causal,
+    )
+    print(f"  {choice.reason}")
+    return choice.algorithm
+
+
+def matmul(dtype: str):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2048, 2048)), dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    return lambda: product(x)
+
+
+def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]:
+    ready, reasons = {}, {}
+    for method in methods:
+        if method == "balanced" and not case.causal:
+            continue
+        built = programs.program(method, case)
+        if isinstance(built, str):
+            reasons[method] = built
+        else:
+            ready[method] = built
+    runs = {name: lambda fn=fn, x=operands: fn(*x) for name, (fn, operands) in ready.items()}
+    seconds = common.interleaved({"matmul": matmul("float32"), **runs}, repeats)
+    peak = 2 * 2048**3 / seconds["matmul"]
+    choice = chosen(case)
+    rows = []
+    for method in methods:
+        if method not in ready and method not in reasons:
+            continue
+        row = {
+            "case": case.name,
+            "dtype": case.dtype,
+            "tokens": case.num_tokens,
+            "method": method,
+            "chosen": method == choice,
+        }
+        if method in ready:
+            rate = case.flops / seconds[method]
+            row |= {"ms": round(1e3 * seconds[method], 1), "GFLOP_per_s": round(rate / 1e9, 1)}
+            row["of_matmul"] = round(rate / peak, 3)
+        else:
+            row["why_not"] = reasons[method]
+        rows.append(row)
+        value = f"{row['ms']:10.1f} ms {row['of_matmul']:6.2f}" if "ms" in row else row["why_not"]
+        mark = "*" if row["chosen"] else " "
+        print(f"{case.name:<28}{case.dtype:<10}{method:<28}{mark}{value}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--lengths", nargs="+", type=Path, default=[])
+    parser.set_defaults(repeats=5)
+    arguments = parser.parse_args()
+    start_cpu_devices(programs.NUM_RANKS)
+    rows = []
+    for case in cases(arguments.tokens, arguments.dtypes, arguments.lengths):
+        rows += measure(case, arguments.methods, arguments.repeats)
+    title = "attention over 8 devices, 8 heads of 64, forward and backward"
+    common.write(arguments.output, title, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Local attention on one CPU device: its share of the matmul rate, and the dense way beside it.
+
+Counted are the products of the query-key pairs that the ranges name: two forward, five backward.
+The matmul rates, in float32 and in the operands' dtype, are those of a `jnp.matmul` of 4096^3 in
+the same rounds. The dense way is `jax.nn.dot_product_attention` with a mask.
+"""
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch.attention import local_attention
+from jax_cp_dispatch.cost import attention_flops
+
+NUM_TOKENS, NUM_HEADS, HEAD_SIZE = 8192, 8, 64
+DOCUMENT_LENGTHS = {"causal": 8192, "packed": 1024}
+MATMUL_SIZE = 4096
+
+
+def key_ranges(case):
+    position = np.arange(NUM_TOKENS)
+    if case == "full":
+        return 0 * position, 0 * position + NUM_TOKENS
+    length = DOCUMENT_LENGTHS[case]
+    return position // length * length, position + 1
+
+
+def passes(name, attend, q, k, v, dout):
+    """The forward pass, and both passes in one program."""
+
+    def with_gradients(q, k, v):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(dout.astype(out.dtype))
+
+    forward, both = jax.jit(attend), jax.jit(with_gradients)
+    return {
+        f"{name}_forward": lambda: forward(q, k, v),
+        f"{name}_forward_backward": lambda: both(q, k, v),
+    }
+
+
+def measure(dtype, case, repeats):
+    rng = np.random.default_rng(0)
+    shape = (4, 1, NUM_TOKENS, NUM_HEADS, HEAD_SIZE)
+    operands = tuple(jnp.asarray(rng.normal(size=shape), dtype))
+    start, end = key_ranges(case)
+    ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
+    square = jnp.asarray(rng.normal(size=(MATMUL_SIZE, MATMUL_SIZE)), jnp.float32)
+    runs = {
+        f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in (square, square.astype(dtype))
+    }
+    runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
+    if case == "packed":  # what a mask hides does not change the time
+        position = np.arange(NUM_TOKENS)
+        mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
+        dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
+        runs |= passes("dense", dense, *operands)
+    seconds = common.interleaved(runs, repeats)
+
+    flops = {
+        backward: attention_flops(
+            (end - start).sum(), num_heads=NUM_HEADS, head_size=HEAD_SIZE, backward=backward
+        )
+        for backward in (False, True)
+    }
+    rows = []
+    for what, count in (("forward", flops[False]), ("forward_backward", sum(flops.values()))):
+        time, dense = seconds[f"local_{what}"], seconds.get(f"dense_{what}")
+        row = {"dtype": dtype, "case": case, "pass": what, "seconds": round(time, 3)}
+        row["GFLOP_per_s"] = round(count / time / 1e9, 1)
+        for name in ("float32", dtype):
+            rate = 2 * MATMUL_SIZE**3 / seconds[f"matmul_{name}"]
+            row[f"{name}_matmul_GFLOP_per_s"] = round(rate / 1e9, 1)
+            row[f"share_of_{name}_matmul"] = round(count / time / rate, 3)
+        if dense is not None:
+            row |= {"dense_seconds": round(dense, 3), "times_faster": round(dense / time, 1)}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full"])
+    arguments = parser.parse_args()
+    rows = []
+    for dtype in arguments.dtypes:
+        for case in arguments.cases:
+            for row in measure(dtype, case, arguments.repeats):
+                rows.append(row)
+                print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+    common.write(arguments.output, "local attention on one device", rows)
+
+
+if __name__ == "__main__":
+    main()

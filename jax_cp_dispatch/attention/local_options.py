@@ -1,0 +1,73 @@
+"""What local attention accepts: the checks of its arguments, and the options of its passes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+_MIN_BLOCK = 16
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static, with nothing left to choose."""
+
+    scale: float
+    logit_soft_cap: float | None
+    window: int | None
+    block_q: int
+    block_kv: int
+
+
+def check(
+    name, q, k, v, kv_start, kv_end, *, scale, logit_soft_cap, window, block_q, block_kv
+) -> Options:
+    """Raises what `local_attention` documents; `name` is the function that the user called."""
+    if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must all be "
+            "bfloat16, float16, float32 or float64, the same. Cast them."
+        )
+    for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"{name}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}, but need four axes "
+            "each: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."
+        )
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K):
+        raise ValueError(
+            f"{name}: k and v have shapes {k.shape} and {v.shape}, but q of shape {q.shape} needs "
+            f"[{B}, S, K, {H}] and [{B}, S, K, Hv]."
+        )
+    if K == 0 or N % K:
+        raise ValueError(
+            f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."
+        )
+    if kv_start.shape != (B, T) or kv_end.shape != (B, T):
+        raise ValueError(
+            f"{name}: kv_start and kv_end have shapes {kv_start.shape} and {kv_end.shape}, but q "
+            f"of shape {q.shape} needs one range per query row, [{B}, {T}]."
+        )
+    if logit_soft_cap is not None and not logit_soft_cap > 0:
+        raise ValueError(f"{name}: logit_soft_cap is {logit_soft_cap}, but must be > 0, or None.")
+    for what, number in (("window", window), ("block_q", block_q), ("block_kv", block_kv)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: {what} is {number}, but must be >= 1, or None.")
+    return Options(
+        scale=H**-0.5 if scale is None else float(scale),
+        logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
+        window=None if window is None else min(int(window), 2**31 - 1),
+        block_q=block_q or _default_block(T, 256),
+        block_kv=block_kv or _default_block(S, 256),
+    )
+
+
+def _default_block(length, block):
+    """`block`, or for a shorter axis its length, rounded up for the vector units."""
+    return min(block, max(1, -(-length // _MIN_BLOCK)) * _MIN_BLOCK)

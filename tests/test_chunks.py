@@ -1,0 +1,263 @@
+"""Layouts, documents and chunks: whose tokens stand where, and that work is equal on all ranks.
+
+On the host, and each table in one small program.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from packing import pack
+from sequences import QUICKLY, attended
+
+from jax_cp_dispatch.attention.chunks import Chunking
+from jax_cp_dispatch.attention.documents import attended_tokens
+from jax_cp_dispatch.attention.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.layout import (
+    contiguous_placement,
+    halves_in_zigzag,
+    zigzag_permutation,
+    zigzag_placement,
+)
+from jax_cp_dispatch.attention.ring import ring_schedule
+
+PLACEMENTS = [contiguous_placement, zigzag_placement, halves_in_zigzag]
+few_examples = settings(max_examples=25, deadline=None)
+quick_attended_tokens = jax.jit(
+    attended_tokens, static_argnames=("shape", "causal", "window"), compiler_options=QUICKLY
+)
+
+
+def schedules(num_ranks):
+    """By name, all that there are for this many ranks."""
+    found = {
+        "ring": ring_schedule(num_ranks),
+        "hamilton": hamilton_schedule(num_ranks, None, None),
+        "direct": hamilton_schedule(num_ranks, None, "direct"),
+    }
+    for nodes in range(2, num_ranks + 1):
+        if num_ranks % nodes == 0:
+            found[f"{nodes} nodes"] = hamilton_schedule(num_ranks, nodes, None)
+    return found
+
+
+def tabulate(num_ranks, fns):
+    """`fn(rank, step)` of each, [rank, step, ...], all in one program."""
+
+    def run(numbers):
+        over_steps = lambda fn: lambda rank: jax.vmap(lambda step: fn(rank, step))(numbers)
+        return {name: jax.vmap(over_steps(fn))(numbers) for name, fn in fns.items()}
+
+    tables = jax.jit(run, compiler_options=QUICKLY)(np.arange(num_ranks))
+    return jax.tree.map(np.asarray, tables)
+
+
+def tokens_of(placement, rank):
+    tokens = np.asarray(placement.positions(rank))
+    return tokens[tokens >= 0]
+
+
+def pieces(chunking, rank, chunk):
+    """The tokens of a chunk, from the definition: every C-th part of each of the rank's blocks."""
+    tokens = []
+    for first, length in chunking.placement.blocks[rank]:
+        rows = -(-chunking.placement.block_rows // chunking.num_chunks)
+        begin, end = (min(length, (chunk + i) * rows) for i in range(2))
+        tokens += range(first + begin, first + end)
+    return tokens
+
+
+# ---- Layout.
+
+
+@pytest.mark.parametrize("make", PLACEMENTS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("per_rank", [1, 2, 5, 8])
+def test_every_token_stands_on_one_rank_in_order(make, num_ranks, per_rank):
+    placement = make(num_ranks, per_rank)
+    assert placement.num_ranks == num_ranks
+    assert placement.num_tokens == num_ranks * per_rank
+    assert placement.num_rows >= per_rank
+    by_rank = [tokens_of(placement, rank) for rank in range(num_ranks)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(by_rank)), np.arange(num_ranks * per_rank))
+    assert all(tokens.size == per_rank for tokens in by_rank if make is not halves_in_zigzag)
+    assert all((np.diff(tokens) > 0).all() for tokens in by_rank)
+
+
+@given(num_ranks=st.integers(1, 40), per_rank=st.integers(0, 40))
+@few_examples
+def test_zigzag_permutation_is_that_of_blocks(num_ranks, per_rank):
+    num_tokens = num_ranks * per_rank
+    order = zigzag_permutation(num_tokens, num_ranks)
+    back = zigzag_permutation(num_tokens, num_ranks, inverse=True)
+    np.testing.assert_array_equal(order[back], np.arange(num_tokens))
+    first, last = (per_rank + 1) // 2, per_rank // 2
+    lengths = [first] * num_ranks + [last] * num_ranks
+    blocks = np.split(np.arange(num_tokens), np.cumsum(lengths)[:-1])
+    want = [blocks[i] for rank in range(num_ranks) for i in (rank, 2 * num_ranks - 1 - rank)]
+    np.testing.assert_array_equal(order, np.concatenate(want))
+
+
+@pytest.mark.parametrize("num_tokens, num_ranks", [(7, 2), (4, 0), (-2, 2)])
+def test_tokens_that_cannot_be_split_are_refused(num_tokens, num_ranks):
+    with pytest.raises(ValueError, match=f"{num_tokens} tokens cannot be split over {num_ranks}"):
+        zigzag_permutation(num_tokens, num_ranks)
+
+
+# ---- Documents.
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    longest=st.sampled_from([1, 4, 30]),
+    told_by=st.sampled_from(["segments", "positions", "both"]),
+    window=st.sampled_from([None, 5]),
+    causal=st.booleans(),
+)
+@few_examples
+def test_attended_tokens_are_those_of_the_definition(seed, longest, told_by, window, causal):
+    shape = (2, 24)
+    segment_ids, positions = pack(np.random.default_rng(seed), *shape, max_length=longest)
+    if told_by != "segments":
+        segment_ids = np.minimum(segment_ids, 1)
+    positions = None if told_by == "segments" else positions
+    segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
+    options = {"causal": causal, "window": window if causal else None}
+    documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
+    got = quick_attended_tokens(*documents, shape=shape, **options)
+    want = attended(shape, segment_ids, positions, **options)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_segment_ids_each_row_is_one_document(causal):
+    got = attended_tokens(None, None, shape=(2, 6), causal=causal, window=None)
+    np.testing.assert_array_equal(got, attended((2, 6), None, None, causal, None))
+
+
+# ---- Chunks.
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 10))
+def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
+    """And at step 0 its own, in their slots."""
+    found = schedules(num_ranks)
+    tables = tabulate(num_ranks, {name: schedule.held for name, schedule in found.items()})
+    ranks = np.arange(num_ranks)[:, None]
+    for name, (source, chunk) in tables.items():
+        C = found[name].num_chunks
+        assert found[name].num_ranks == num_ranks
+        np.testing.assert_array_equal(source[:, 0], np.repeat(ranks, C, axis=1), err_msg=name)
+        np.testing.assert_array_equal(chunk[:, 0], 0 * ranks + np.arange(C), err_msg=name)
+        every = np.sort((source * C + chunk).reshape(num_ranks, -1))
+        np.testing.assert_array_equal(every, 0 * ranks + np.arange(num_ranks * C), err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "make, num_ranks, per_rank, num_chunks",
+    [
+        (contiguous_placement, 1, 4, 1),
+        (contiguous_placement, 2, 4, 3),
+        (zigzag_placement, 3, 7, 2),
+        (zigzag_placement, 2, 1, 5),
+        (halves_in_zigzag, 3, 5, 2),
+    ],
+)
+def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, seed):
+    """Any chunks of any ranks: cut, put in order and back; and the ranges that name them there."""
+    rng = np.random.default_rng(seed)
+    placement = make(num_ranks, per_rank)
+    chunking = Chunking(placement, num_chunks)
+    every = [(r, c) for r in range(num_ranks) for c in range(num_chunks)]
+    slots = rng.permutation(every)[:num_chunks]
+    of_slots = [pieces(chunking, *slot) for slot in slots]
+    tokens = np.sort(np.concatenate(of_slots)).astype(int)
+    start = rng.integers(0, placement.num_tokens + 1, (2, 5))
+    end = start + rng.integers(0, placement.num_tokens, (2, 5))
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def read(slots, start, end):
+        own = [placement.positions(rank)[None, :, None, None] for rank in range(num_ranks)]
+        cut = jnp.stack([chunking.cut(jnp.float32(x)) for x in own])
+        source, chunk = slots.T
+        held, holding = cut[source, chunk], chunking.holding(source, chunk)
+        rows = holding.in_order(held)
+        is_token = jnp.arange(rows.shape[1])[:, None, None] < tokens.size
+        back = holding.in_slots(jnp.where(is_token, rows + 1, jnp.nan))
+        same = jnp.all(chunking.uncut(cut[0]) == own[0])
+        return held, rows, back, same, holding.ranges(start, end)
+
+    held, rows, back, same, (first, last) = jax.tree.map(np.asarray, read(slots, start, end))
+    assert same
+    np.testing.assert_array_equal(rows[0, : tokens.size, 0, 0], tokens)
+    # The way back: tokens return to where they were, all other rows are zero.
+    want = [
+        np.where(np.isin(x, inside), x + 1, 0) for x, inside in zip(held, of_slots, strict=True)
+    ]
+    np.testing.assert_array_equal(back, want)
+    for i in np.ndindex(start.shape):
+        inside = (tokens >= start[i]) & (tokens < end[i])
+        np.testing.assert_array_equal(tokens[first[i] : last[i]], tokens[inside])
+
+
+# ---- Work.
+
+
+def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
+    """Query-key pairs of one document that each rank computes at each step, by schedule.
+
+    A rank holds `rows_per_chunk` rows for every chunk of the schedule.
+    """
+
+    def of(schedule):
+        placement = make(num_ranks, rows_per_chunk * schedule.num_chunks)
+        chunking = Chunking(placement, schedule.num_chunks)
+
+        def of_step(rank, step):
+            token = placement.positions(rank)[None]
+            end = jnp.where(token >= 0, token + 1 if causal else placement.num_tokens, 0)
+            holding = chunking.holding(*schedule.held(rank, step))
+            first, last = holding.ranges(jnp.zeros_like(end), end)
+            return jnp.sum(last - first)
+
+        return of_step
+
+    found = schedules(num_ranks)
+    tables = tabulate(num_ranks, {name: of(schedule) for name, schedule in found.items()})
+    return {name: (rows_per_chunk * found[name].num_chunks, tables[name]) for name in found}
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 10))
+def test_causal_work_is_equal_for_all_ranks_at_every_step(num_ranks):
+    """In zigzag layout, where halves of chunks come out even; step 0 has its own diagonal."""
+    make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_placement
+    for name, (rows, work) in pairs(num_ranks, make, 2).items():
+        assert (work[:, 1:] == rows**2 // 2).all(), name
+        assert (work[:, 0] == rows * (rows + 1) // 2).all(), name
+        num_tokens = num_ranks * rows
+        assert work.sum() == num_tokens * (num_tokens + 1) // 2
+
+
+@pytest.mark.parametrize("make", PLACEMENTS)
+def test_full_work_is_equal_in_any_layout(make):
+    for rows, work in pairs(4, make, 2, causal=False).values():
+        assert (work == rows**2).all()
+
+
+def test_causal_work_on_contiguous_parts_is_not():
+    """A ring as it stands: the last rank works at every step, the first only at one."""
+    rows, work = pairs(4, contiguous_placement, 6)["ring"]
+    np.testing.assert_array_equal(work[:, 0], rows * (rows + 1) // 2)
+    works = np.arange(1, 4) <= np.arange(4)[:, None]
+    np.testing.assert_array_equal(work[:, 1:], rows**2 * works)
+
+
+@pytest.mark.parametrize("num_ranks, rows_per_chunk", [(2, 1), (3, 7), (5, 3)])
+def test_uneven_lengths_lose_no_pair(num_ranks, rows_per_chunk):
+    for rows, work in pairs(num_ranks, zigzag_placement, rows_per_chunk).values():
+        num_tokens = num_ranks * rows
+        assert work.sum() == num_tokens * (num_tokens + 1) // 2

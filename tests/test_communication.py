@@ -1,0 +1,234 @@
+"""ring_exchange and chunk_exchange: values, transposes, errors, and what they are compiled to."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch.attention.communication import chunk_exchange, ring_exchange
+from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles, two_level_cycles
+
+W = 5
+ORDER = [2, 0, 4, 3, 1]
+SHIFTS = [1, -1, 0, 3, 7, -12]
+RING = [[0, 1, 2, 3, 4]]
+MAPS = {  # the second one leaves links without a chunk
+    "all links": chunk_maps(hamiltonian_cycles(W)),
+    "two cycles": chunk_maps([RING[0], RING[0][::-1]]),
+}
+
+
+@pytest.fixture(params=["in_process", "xla"])
+def implementation(request):
+    return request.param
+
+
+def draw(*shape):
+    """Small integers, in arrays of several types and ranks."""
+    integers = np.random.default_rng(0).integers(-9, 10, (*shape, 2, 3))
+    return {
+        "float32": np.float32(integers),
+        "bfloat16": integers[..., 0].astype(jnp.bfloat16),
+        "others": [np.int32(integers[..., 0, 0]), integers > 0, np.int8(integers[..., :0])],
+    }
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), y)
+
+
+def shifted(x, shift):
+    """What each rank gets: the rows of the rank `shift` before it."""
+    return jax.tree.map(lambda rows: np.roll(rows, shift, axis=0), x)
+
+
+def exchanged(x, out_chunk):
+    """Chunk by chunk, from the definition of the map."""
+
+    def move(chunks):
+        result = np.zeros_like(chunks)
+        for sender, receiver in np.ndindex(np.shape(out_chunk)):
+            chunk = out_chunk[sender][receiver]
+            if chunk >= 0:
+                result[receiver, chunk] = chunks[sender, chunk]
+        return result
+
+    return jax.tree.map(move, x)
+
+
+def num_chunks(out_chunk):
+    return 1 + np.max(out_chunk)
+
+
+def test_ring_exchange(implementation):
+    """By any number of ranks, any arrays in one call, on permuted devices."""
+    x = draw(W)
+
+    def local(x):
+        return [
+            ring_exchange(x, axis_name=AXIS, shift=shift, implementation=implementation)
+            for shift in SHIFTS
+        ]
+
+    got = on_ranks(local, mesh_of(W, ORDER))(x)
+    for shift, result in zip(SHIFTS, got, strict=True):
+        assert_same(result, shifted(x, shift))
+
+
+def test_chunk_exchange(implementation):
+    """Slots that nobody fills are zero."""
+    x = {name: draw(W, num_chunks(maps[0])) for name, maps in MAPS.items()}
+
+    def local(x):
+        options = {"axis_name": AXIS, "implementation": implementation}
+        return {name: chunk_exchange(x[name], *maps, **options) for name, maps in MAPS.items()}
+
+    got = on_ranks(local, mesh_of(W, ORDER))(x)
+    for name, (out_chunk, _) in MAPS.items():
+        assert_same(got[name], exchanged(x[name], out_chunk))
+
+
+def test_transposes(implementation):
+    """The way back: the shift negated, the maps swapped; and <y, A x> = <A' y, x>, exactly."""
+    out_chunk, in_chunk = MAPS["two cycles"]
+    x = draw(W, 2)["float32"]
+    y = np.float32(np.random.default_rng(1).integers(-9, 10, x.shape))
+
+    def local(x, y):
+        options = {"axis_name": AXIS, "implementation": implementation}
+        ring = lambda x: ring_exchange(x, shift=2, **options)
+        chunks = lambda x: chunk_exchange(x, out_chunk, in_chunk, **options)
+        back = {
+            "ring": ring_exchange(y, shift=-2, **options),
+            "chunks": chunk_exchange(y, in_chunk, out_chunk, **options),
+        }
+        moved = {}
+        for name, fn in {"ring": ring, "chunks": chunks}.items():
+            moved[name], pull_back = jax.vjp(fn, x)
+            pulled = pull_back(y)[0]
+            back[name] = back[name], pulled, jax.linear_transpose(fn, x)(y)[0]
+        return moved, back
+
+    moved, back = on_ranks(local, mesh_of(W))(x, y)
+    for name in ("ring", "chunks"):
+        by_exchange, by_vjp, by_transpose = back[name]
+        np.testing.assert_array_equal(by_vjp, by_exchange)
+        np.testing.assert_array_equal(by_transpose, by_exchange)
+        assert np.sum(moved[name] * y) == np.sum(by_vjp * x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axes_of_a_larger_mesh(implementation, check_vma):
+    """Along one axis, and along two as one, the major one first, on permuted devices."""
+    x = np.arange(8 * 3, dtype=np.float32).reshape(2, 4, 3)
+    cycles = two_level_cycles(4, 2)
+    chunks = np.arange(8 * 4, dtype=np.float32).reshape(2, 4, 4)
+
+    def local(x, chunks):
+        options = {"implementation": implementation}
+        inner = ring_exchange(x[0, 0], axis_name="b", **options)
+        both = ring_exchange(x[0, 0], axis_name=("a", "b"), **options)
+        maps = chunk_maps(cycles)
+        moved = chunk_exchange(chunks[0, 0], *maps, axis_name=("a", "b"), **options)
+        return jax.tree.map(lambda x: x[None, None], (inner, both, moved))
+
+    fn = jax.shard_map(
+        local,
+        mesh=permuted_mesh((2, 4), ("a", "b")),
+        in_specs=P("a", "b"),
+        out_specs=P("a", "b"),
+        check_vma=check_vma,
+    )
+    inner, both, moved = jax.jit(fn)(x, chunks)
+    np.testing.assert_array_equal(inner, np.roll(x, 1, axis=1))
+    np.testing.assert_array_equal(both, np.roll(x.reshape(8, 3), 1, axis=0).reshape(x.shape))
+    want = exchanged(chunks.reshape(8, 4), chunk_maps(cycles)[0]).reshape(chunks.shape)
+    np.testing.assert_array_equal(moved, want)
+
+
+def test_one_rank(implementation):
+    """Everything comes back."""
+    x = np.ones((1, 2), np.float32)
+    local = lambda x: ring_exchange(x, axis_name=AXIS, shift=3, implementation=implementation)
+    np.testing.assert_array_equal(on_ranks(local, mesh_of(1))(x), x)
+
+
+# ---- What they are compiled to.
+
+
+def collectives(lowered):
+    """Exchanges in the compiled program, in order."""
+    kind = re.compile(r" = .*? (collective-permute|all-gather|all-to-all|custom-call)(?:-start)?\(")
+    return kind.findall(lowered.compile().as_text())
+
+
+def test_all_arrays_move_in_one_exchange():
+    x = draw(W, 4)
+    maps = MAPS["all links"]
+    program = on_ranks(
+        lambda x: (ring_exchange(x, axis_name=AXIS), chunk_exchange(x, *maps, axis_name=AXIS)),
+        mesh_of(W),
+    ).lower(x)
+    assert collectives(program) == ["custom-call"] * 2
+
+
+def test_each_link_carries_one_chunk():
+    """As many bytes of every rank as in a ring, spread over its links."""
+    rows = np.zeros((W, 24), np.float32)
+
+    def arcs_and_bytes(fn):
+        text = on_ranks(fn, mesh_of(W)).lower(rows).compile().as_text()
+        permutes = re.findall(r"f32\[([\d,]*)\].* collective-permute(?:-start)?\(.*", text)
+        pairs = re.findall(r"source_target_pairs=\{([^=]*)\}", text)
+        arcs = [tuple(map(int, arc)) for p in pairs for arc in re.findall(r"\{(\d+),(\d+)\}", p)]
+        sizes = [4 * int(np.prod([int(n) for n in shape.split(",")])) for shape in permutes]
+        return arcs, sum(sizes)
+
+    options: Any = {"axis_name": AXIS, "implementation": "xla"}
+    ring = arcs_and_bytes(lambda x: ring_exchange(x, **options))
+    maps = MAPS["two cycles"]
+    halves = arcs_and_bytes(lambda x: chunk_exchange(x.reshape(2, 12), *maps, **options))
+    assert sorted(ring[0]) == [(r, (r + 1) % W) for r in range(W)]
+    assert sorted(halves[0]) == sorted((r, (r + step) % W) for r in range(W) for step in (-1, 1))
+    assert ring[1] == halves[1] == 24 * 4
+
+
+def test_all_links_at_once_are_an_all_to_all():
+    def local(x):
+        return chunk_exchange(x, *MAPS["all links"], axis_name=AXIS, implementation="xla")
+
+    program = on_ranks(local, mesh_of(W)).lower(np.zeros((W, 4, 6), np.float32))
+    assert collectives(program) == ["all-to-all"]
+
+
+# ---- What is refused.
+
+
+def run_chunk_exchange(maps, chunks=4, **options):
+    x = np.zeros((W, chunks, 2), np.float32)
+    on_ranks(lambda x: chunk_exchange(x, *maps, axis_name=AXIS, **options), mesh_of(W))(x)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_refused():
+    good = MAPS["all links"]
+    with pytest.raises(ValueError, match="ring_exchange: implementation is 'smoke'; there are"):
+        on_ranks(lambda x: ring_exchange(x, axis_name=AXIS, implementation="smoke"), mesh_of(W))(
+            np.zeros((W, 2))
+        )
+    with pytest.raises(ValueError, match="chunk_exchange: implementation is 'smoke'; there are"):
+        run_chunk_exchange(good, implementation="smoke")
+    with pytest.raises(ValueError, match=r"shape \(3, 2\) but the maps name 4 chunks"):
+        run_chunk_exchange(good, chunks=3)
+    with pytest.raises(ValueError, match=r"chunk_exchange: .* must be each other's transpose"):
+        run_chunk_exchange((good[0], good[0]))
+    with pytest.raises(ValueError, match="chunk_exchange: out_chunk has rows of length"):
+        run_chunk_exchange(chunk_maps([[0, 1, 2]]))

@@ -1,0 +1,90 @@
+"""Ring and zigzag attention against recorded results, where the vectors are present."""
+
+import json
+import pathlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from sequences import QUICKLY
+
+from jax_cp_dispatch.attention.chunks import Chunking
+from jax_cp_dispatch.attention.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.layout import zigzag_permutation, zigzag_placement
+from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
+
+VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "hamilton"
+
+pytestmark = pytest.mark.skipif(
+    not VECTORS.is_dir(),
+    reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package",
+)
+
+
+def recorded(name):
+    return json.loads((VECTORS / f"{name}.json").read_text())
+
+
+def by_rank(name):
+    ranks = recorded(name).get("ranks") or recorded(name)
+    return [ranks[str(rank)] for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize(
+    "name, function, causal",
+    [
+        ("forward_ring_8", ring_attention, False),
+        ("forward_zigzag_4", zigzag_ring_attention, True),
+        ("forward_zigzag_4", hamilton_attention, True),
+    ],
+)
+def test_recorded_attention(name, function, causal):
+    vector = recorded(name)
+    num_ranks, shape = vector["n"], vector["shape"]
+    q, k, v, want = (np.float32(vector[key]).reshape(shape) for key in ("q", "k", "v", "out_full"))
+    order = zigzag_permutation(shape[1], num_ranks) if causal else np.arange(shape[1])
+    layout = "zigzag" if causal else "contiguous"
+    rows = P(None, AXIS)
+    attend = jax.shard_map(
+        partial(function, axis_name=AXIS, causal=causal, layout=layout),
+        mesh=mesh_of(num_ranks),
+        in_specs=(rows,) * 3,
+        out_specs=rows,
+    )
+    program = jax.jit(attend, compiler_options=QUICKLY)
+    got = np.asarray(program(*(x[:, order] for x in (q, k, v))))
+    np.testing.assert_allclose(got, want[:, order], rtol=1e-5, atol=1e-5)
+    for rank, part in enumerate(np.split(got, num_ranks, axis=1)):
+        np.testing.assert_allclose(part.ravel(), vector["local_out"][rank], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_recorded_zigzag(num_ranks):
+    want = by_rank(f"placement_zigzag_ring_{num_ranks}")
+    order = zigzag_permutation(np.size(want), num_ranks)
+    np.testing.assert_array_equal(order.reshape(num_ranks, -1), want)
+
+
+def test_recorded_chunks():
+    """The rows and the key chunks of each rank, for causal attention over 8."""
+    placement = zigzag_placement(8, 14)
+    chunking = Chunking(placement, 7)
+    for rank, want in enumerate(by_rank("placement_causal_8")):
+        tokens = np.asarray(placement.positions(rank))
+        np.testing.assert_array_equal(tokens, want["q"])
+        chunks = chunking.cut(jnp.float32(tokens)[None, :, None, None])
+        np.testing.assert_array_equal(chunks[..., 0, 0, 0], want["kv_chunks"])
+
+
+def test_recorded_merge():
+    vector = recorded("out_lse_merge")
+    names = ("block_out1", "block_lse1_BNS", "block_out2", "block_lse2_BNS")
+    out, lse = merge_partials(*(jnp.float32(vector[name]) for name in names))
+    np.testing.assert_allclose(out, vector["out"], rtol=1e-6, atol=1e-6)
+    want = np.moveaxis(np.array(vector["lse_BSN1"])[..., 0], 1, 2)
+    np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,165 @@
+"""Ring, zigzag and Hamilton attention equal dense attention, forward and backward.
+
+Few programs: the cases cover the values of most options in pairs, and each number of ranks to 8.
+`sweep_attention.py` runs many more.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from sequences import QUICKLY, Case, check, draw, out_and_gradients, run
+
+from jax_cp_dispatch.attention.hamilton import hamilton_schedule
+
+# Other rows than 2 * chunks leave blocks and chunks uneven, some of them empty.
+CASES = [
+    Case("ring", 5, 6, causal=True, window=7, layout="zigzag", heads=(3, 1), check_vma=False,
+         dtype="bfloat16"),
+    Case("ring", 2, 1, documents="positions", window=2, batch=2, heads=(4, 2),
+         implementation="xla"),
+    Case("zigzag", 8, 6, documents="segments", causal=False, layout="zigzag", heads=(4, 2),
+         logit_soft_cap=2.0, check_vma=False, dtype="bfloat16"),
+    Case("hamilton", 1, 5, documents="both"),
+    Case("hamilton", 4, 6, causal=False, batch=2),  # direct: 4 ranks have no cycles
+    Case("hamilton", 7, 4, documents="both", window=9, batch=2, logit_soft_cap=2.0,
+         check_vma=False, dtype="bfloat16"),
+    Case("hamilton", 8, 3, documents="both", causal=False, layout="zigzag", heads=(4, 2),
+         implementation="xla"),
+    Case("hamilton", 5, 5, cycles="direct", documents="both", layout="zigzag", batch=2,
+         heads=(3, 1), logit_soft_cap=2.0, implementation="xla", check_vma=False),
+    Case("hamilton", 6, 7, nodes=3, documents="positions", causal=False, layout="zigzag",
+         logit_soft_cap=2.0, check_vma=False),
+    Case("hamilton", 8, 13, nodes=2),
+    Case("hamilton", 5, 2, cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)), documents="segments",
+         batch=2, heads=(4, 2), logit_soft_cap=2.0, check_vma=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_dense_attention(case):
+    """On permuted devices; what NaN there is in rows of padding reaches no result."""
+    operands = draw(case)
+    order = np.random.default_rng(0).permutation(case.num_ranks)
+    got = check(case, operands, out_and_gradients(case, mesh_of(case.num_ranks, order)))
+    if operands[4] is not None:
+        for result in got:
+            assert not result[operands[4] == 0].any()
+
+
+def test_one_program_serves_all_batches_and_repeats_bit_for_bit():
+    """The documents of a batch are data: nothing is traced again."""
+    case = Case("hamilton", 3, 8, documents="segments", layout="zigzag")
+    program = out_and_gradients(case)
+    operands = [draw(case, seed) for seed in range(4)]
+    operands[1][4][:] = 0  # all padding
+    operands[2][4][:] = np.arange(1, 25)  # documents of one token
+    operands[3][4][:] = 1
+    results = [check(case, each, program) for each in operands]
+    assert not any(x.any() for x in results[1])
+    for first, second in zip(results[0], run(case, operands[0], program), strict=True):
+        np.testing.assert_array_equal(first, second)
+    assert program._cache_size() == 1
+
+
+def test_one_axis_of_a_larger_mesh():
+    """The batch is sharded over the other axis."""
+    options = {"scale": 0.3, "implementation": "xla"}
+    case = Case("zigzag", 4, 5, documents="segments", batch=2, **options)
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    check(case, draw(case), out_and_gradients(case, mesh, batch_axis="data"))
+
+
+def test_scan_over_layers_with_remat():
+    """A model's way of using it: gradients through a scanned, rematerialised stack."""
+    case = Case("hamilton", 3, 4)
+    q, k, v, *_ = draw(case)
+    v = np.concatenate([v, v], axis=-1)  # as wide as q, so that layers stack
+    rows = P(None, AXIS)
+    attend = jax.shard_map(case.function, mesh=mesh_of(3), in_specs=(rows,) * 3, out_specs=rows)
+
+    def softmax(q, k, v):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+        weights = jax.nn.softmax(jnp.where(np.tri(q.shape[1], dtype=bool), logits, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    def loss(attend, q, layers):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + attend(x * w, k, v), None
+
+        return jnp.sum(jax.lax.scan(layer, q, layers)[0] ** 2)
+
+    layers = np.linspace(0.5, 1.5, 3).astype(np.float32)
+    gradients = jax.jit(jax.grad(loss, argnums=(1, 2)), static_argnums=0, compiler_options=QUICKLY)
+    for x, y in zip(gradients(attend, q, layers), gradients(softmax, q, layers), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens():
+    case = Case("hamilton", 3, 0)
+    for result in out_and_gradients(case)(*draw(case)):
+        assert result.size == 0 and result.shape[:2] == (1, 0)
+
+
+def test_own_cycles_may_be_an_array():
+    rows = [[2, 1, 0], [0, 1, 2]]
+    assert hamilton_schedule(3, None, np.array(rows)) == hamilton_schedule(3, None, rows)
+
+
+# ---- What is refused.
+
+SMALL = Case("hamilton", 3, 4, documents="both")
+ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "algorithm, options, message",
+    [
+        ("ring", {"layout": "spiral"}, "layout is 'spiral'; it needs to be one of 'contiguous'"),
+        ("zigzag", {"causal": False, "window": 3}, "window is 3 with causal=False"),
+        ("ring", {"window": 0}, "window is 0 with causal=True; a window counts .* at least 1"),
+        ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; there are 'in_process'"),
+        ("ring", {"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, but must be > 0"),
+        ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks; it needs to divide them"),
+        ("hamilton", {"nodes": 0}, "nodes is 0 but there are 3 ranks"),
+        ("hamilton", {"nodes": 3, "cycles": "direct"}, "got both nodes and cycles"),
+        ("hamilton", {"cycles": "scenic"}, "cycles is 'scenic'; it needs to be rows of ranks"),
+        (
+            "hamilton",
+            {"cycles": ((0, 1),)},
+            r"row 0 of cycles is \[0, 1\], which is no permutation",
+        ),
+        ("hamilton", {"cycles": ((0, 1, 2), (1, 2, 0))}, ONE_LINK_TWICE),
+        ("hamilton", {"cycles": ()}, "got 0 cycles for 3 ranks"),
+    ],
+)
+def test_options_refused(algorithm, options, message):
+    case = dataclasses.replace(SMALL, algorithm=algorithm, **options)
+    with pytest.raises(ValueError, match=message):
+        out_and_gradients(case)(*draw(SMALL))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "place, change, error, message",
+    [
+        (0, lambda q: q[:, :, 0], ValueError, r"shapes \(1, 4, 8\).* need \[B, T, heads, features"),
+        (1, lambda k: k[:, ::2], ValueError, "with equal B and T, the rows of this rank"),
+        (1, lambda k: k[..., :3], ValueError, "local_attention: "),
+        (1, lambda k: k.astype(jnp.bfloat16), TypeError, "local_attention: "),
+        (0, lambda q: q[:, :, [0, 0, 0]], ValueError, "N must be a multiple of K"),
+        (4, lambda ids: ids.astype(np.float32), TypeError, "segment_ids has dtype float32"),
+        (5, lambda at: at[:, ::2], ValueError, r"positions has shape \(1, 2\) but q has B, T = "),
+    ],
+)
+def test_operands_refused(place, change, error, message):
+    operands = list(draw(SMALL))
+    operands[place] = change(operands[place])
+    with pytest.raises(error, match=message):
+        out_and_gradients(SMALL)(*operands)

@@ -1,0 +1,132 @@
+"""What the programs of ring, zigzag and Hamilton attention hold: exchanges first, and no copies."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from sequences import Case
+
+CASES = [  # and their number of chunks
+    (Case("ring", 3, 8), 1),
+    (Case("zigzag", 4, 12, layout="zigzag"), 1),
+    (Case("hamilton", 5, 16, layout="zigzag"), 4),
+    (Case("hamilton", 4, 12, layout="zigzag"), 3),  # direct
+    (Case("hamilton", 6, 12, layout="zigzag", nodes=3), 2),
+]
+
+
+def program(case):
+    """The function of all ranks, and shapes of q, k, v."""
+    rows = P(None, AXIS)
+    attend = jax.shard_map(
+        case.function, mesh=mesh_of(case.num_ranks), in_specs=(rows,) * 3, out_specs=rows
+    )
+    shape = case.batch, case.num_ranks * case.rows
+    sizes = zip((case.heads[0], case.heads[1], case.heads[1]), (8, 8, 4), strict=True)
+    return attend, [jax.ShapeDtypeStruct((*shape, *size), case.dtype) for size in sizes]
+
+
+def inner_jaxprs(equation):
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(value):
+            yield getattr(value, "jaxpr", value)
+
+
+def is_jaxpr(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def flattened(jaxpr):
+    """All equations, those of an inner jaxpr in place of the one that calls it."""
+    for equation in jaxpr.eqns:
+        inner = list(inner_jaxprs(equation))
+        if not inner or equation.primitive.name == "while":
+            yield equation
+        for each in inner:
+            yield from flattened(each)
+
+
+def loops(jaxpr):
+    """All scans over steps, as (length, equations); those of blocks are inside of them."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation.params["length"], list(flattened(equation.params["jaxpr"].jaxpr))
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from loops(inner)
+
+
+def loop_of_steps(case, implementation):
+    """The kinds of exchange and attention in the loop, in order, and bytes that a step sends."""
+    attend, operands = program(dataclasses.replace(case, implementation=implementation))
+    jaxpr = jax.make_jaxpr(attend)(*operands).jaxpr
+    by_xla = ("ppermute", "all_to_all")
+    kinds = by_xla if implementation == "xla" else ("dispatch", *by_xla)
+    ((length, equations),) = (
+        (length, equations)
+        for length, equations in loops(jaxpr)
+        if any(e.primitive.name in kinds for e in equations)
+    )
+    assert length == case.num_ranks - 1
+    in_loop, anywhere = (
+        sum(e.primitive.name in kinds for e in each) for each in (equations, flattened(jaxpr))
+    )
+    assert in_loop == anywhere
+    order = [e.primitive.name for e in equations if e.primitive.name in (*kinds, "while")]
+    sent = [e.invars[0].aval for e in equations if e.primitive.name in by_xla]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in sent)
+    if "all_to_all" in order:  # of which one part stays
+        num_bytes -= num_bytes // case.num_ranks
+    return order, num_bytes
+
+
+@pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
+def test_exchange_comes_before_attention(case, num_chunks):
+    """n - 1 exchanges, all in the loop; each moves as many bytes as a ring's, in chunks."""
+    all_links = 1 < num_chunks == case.num_ranks - 1
+    by_xla = ["all_to_all"] * 2 if all_links else ["ppermute"] * 2 * num_chunks  # keys and values
+    order, num_bytes = loop_of_steps(case, "xla")
+    assert order == [*by_xla, "while"]
+    assert num_bytes == case.rows * case.heads[1] * (8 + 4) * 4
+    # Without a choice both are traced, and lowering takes one of them.
+    order, _ = loop_of_steps(case, None)
+    assert order == ["dispatch", *by_xla, "while"]
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_exchange_comes_before_attention_in_the_compiled_program(implementation):
+    """XLA's schedule, which is what runs, keeps this order."""
+    case = Case("hamilton", 3, 8, layout="zigzag", implementation=implementation)
+    attend, operands = program(case)
+    text = str(jax.jit(attend).lower(*operands).compile().as_text())
+    assert "is_scheduled=true" in text.splitlines()[0]
+    kinds = re.compile(r" = .*? (all-to-all|custom-call|while)(?:-start)?\(")
+    in_order = [kinds.findall(computation) for computation in text.split("\n\n")]
+    with_exchange = [found for found in in_order if set(found) - {"while"}]
+    expected = ["custom-call"] if implementation is None else ["all-to-all"] * 2
+    assert with_exchange == [[*expected, "while"]]
+    assert '"known_trip_count":{"n":"2"}' in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks, layout", [(3, "zigzag"), (7, "zigzag"), (7, "contiguous")])
+def test_kept_for_the_backward_pass(num_ranks, layout, dtype):
+    """q, k, v, out, lse and the ranges of the rows; nothing for each step."""
+    case = Case("hamilton", num_ranks, 60, layout=layout, dtype=dtype)
+    attend, operands = program(case)
+    residuals = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], *operands)
+    q, k, v = operands
+    num_tokens, (N, _) = q.shape[1], case.heads
+    out = num_tokens * N * v.shape[3] * v.dtype.itemsize
+    lse, ranges = num_tokens * N * 4, num_tokens * 2 * 4
+    needed = num_bytes([q, k, v]) + out + lse + ranges
+    tables = 16 * 4 * num_ranks**2  # where halves of rows go in zigzag layout
+    assert needed <= num_bytes(residuals) <= needed + tables
+
+
+def num_bytes(tree):
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
