@@ -25,7 +25,7 @@ ALLOWED = {
     "cpu_devices": set(),
     "dispatch": {"metadata", "runtime", "cpu_devices"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
-    "plots": {"planner"},
+    "plots": {"attention", "cycles", "planner"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }
 

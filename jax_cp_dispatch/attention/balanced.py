@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local_options import blocks_of_ranks
 from jax_cp_dispatch.dispatch import (
     DEFAULT_DEADLINE,
     AxisName,
@@ -28,13 +29,15 @@ class _Options:
     implementation: str | None
     deadline: float
 
-    def attend(self, *operands):
-        return local_attention(*operands, scale=self.scale, logit_soft_cap=self.logit_soft_cap)
+    def attend(self, q, k, *operands):
+        return local_attention(q, k, *operands, **self._local(q, k))
 
-    def attend_backward(self, *operands):
-        return local_attention_backward(
-            *operands, scale=self.scale, logit_soft_cap=self.logit_soft_cap
-        )
+    def attend_backward(self, q, k, *operands):
+        return local_attention_backward(q, k, *operands, **self._local(q, k))
+
+    def _local(self, q, k):
+        soft_cap = {"logit_soft_cap": self.logit_soft_cap}
+        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k)}
 
     @property
     def exchange(self):

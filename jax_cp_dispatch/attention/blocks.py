@@ -1,8 +1,9 @@
 """Local attention cut in blocks: the layout that its two passes share.
 
-A block is `[K, rows, features]`, a plain matrix per KV head. The G query heads of a KV head lie one
-after another along the rows of a query block, so K and V are never repeated, and all seven products
-(two forward, five backward) are batched matmuls.
+A block is a plain matrix `[rows, features]` of one batch row and one KV head, small enough for the
+caches and large enough for several threads. The G query heads of a KV head lie one after another
+along the rows of a query block, so K and V are never repeated, and all seven products (two forward,
+five backward) are matmuls.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from jax_cp_dispatch.attention.local_options import Options
 
 
 class Blocks(NamedTuple):
-    """Operands in the accumulator's dtype; the first axis counts the blocks of all batch rows."""
+    """Operands in the accumulator's dtype; the first axis counts blocks in (B, K, block) order."""
 
-    q: Array  # [B*nq, K, G*block_q, H], scaled, zero in rows with an empty range
-    k: Array  # [B*nk, K, block_kv, H], zero in rows that nobody attends
-    v: Array  # [B*nk, K, block_kv, Hv], likewise
+    q: Array  # [B*K*nq, G*block_q, H], scaled, zero in rows with an empty range
+    k: Array  # [B*K*nk, block_kv, H], zero in rows that nobody attends
+    v: Array  # [B*K*nk, block_kv, Hv], likewise
     used: Array  # [B, T] rows with a non-empty range
-    start: Array  # [B*nq, G*block_q]
-    end: Array  # [B*nq, G*block_q]
-    first: Array  # [B*nq] first block of k to visit
-    last: Array  # [B*nq] one past the last
+    start: Array  # [B*K*nq, G*block_q]
+    end: Array  # [B*K*nq, G*block_q]
+    first: Array  # [B*K*nq] first block of k to visit
+    last: Array  # [B*K*nq] one past the last
 
 
 def cut_in_blocks(options: Options, q, k, v, kv_start, kv_end) -> Blocks:
@@ -52,43 +53,42 @@ def cut_in_blocks(options: Options, q, k, v, kv_start, kv_end) -> Blocks:
     k, v = (jnp.where(attended, x.astype(dtype), 0) for x in (k, v))
     q = jnp.where(used[:, :, None, None], q.astype(dtype) * options.scale, 0)
 
-    start, end = _cut(start, options.block_q, S), _cut(end, options.block_q, 0)
+    of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, N, 1))
+    start = to_rows(of_heads(start), K, options.block_q, S)[..., 0]
+    end = to_rows(of_heads(end), K, options.block_q)[..., 0]
     num_kv_blocks = -(-S // options.block_kv)
-    batch_row = jnp.repeat(jnp.arange(B), start.shape[0] // B)
+    matrix = jnp.repeat(jnp.arange(B * K), start.shape[0] // (B * K))
     low, high = jnp.min(start, axis=1), jnp.max(end, axis=1)
     return Blocks(
         q=to_rows(q, K, options.block_q),
         k=to_rows(k, K, options.block_kv),
         v=to_rows(v, K, options.block_kv),
         used=used,
-        start=jnp.tile(start, (1, N // K)),
-        end=jnp.tile(end, (1, N // K)),
-        first=batch_row * num_kv_blocks + low // options.block_kv,
-        last=batch_row * num_kv_blocks + -(-high // options.block_kv),
+        start=start,
+        end=end,
+        first=matrix * num_kv_blocks + low // options.block_kv,
+        last=matrix * num_kv_blocks + -(-high // options.block_kv),
     )
 
 
-def to_rows(x, num_groups, block, fill: float = 0):
-    """`[B, L, K*G, F] -> [B * num_blocks, K, G * block, F]`, the last block of a row filled up."""
-    x = _cut(x, block, fill)
-    M, _, N, F = x.shape
-    x = jnp.moveaxis(x.reshape(M, block, num_groups, N // num_groups, F), 1, 3)
-    return x.reshape(M, num_groups, -1, F)
-
-
-def from_rows(x, shape):
-    """`[B * num_blocks, K, G * block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
-    B, L, N, _ = shape
-    M, K, _, F = x.shape
-    x = jnp.moveaxis(x.reshape(M, K, N // K, -1, F), 3, 1)
-    return x.reshape(B, -1, N, F)[:, :L]
-
-
-def _cut(x, block, fill):
-    B, L, *rest = x.shape
+def to_rows(x, num_groups, block, fill: int | float = 0):
+    """`[B, L, K*G, F] -> [B*K*num_blocks, G*block, F]`, the last block of a row filled up."""
+    B, L, N, F = x.shape
     num_blocks = -(-L // block)
-    widths = [(0, 0), (0, num_blocks * block - L)] + [(0, 0)] * len(rest)
-    return jnp.pad(x, widths, constant_values=fill).reshape(B * num_blocks, block, *rest)
+    widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
+    x = jnp.pad(x, widths, constant_values=fill)
+    x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
+    x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
+    return x.reshape(B * num_groups * num_blocks, -1, F)
+
+
+def from_rows(x, shape, num_groups):
+    """`[B*K*num_blocks, G*block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
+    B, L, N, _ = shape
+    M, rows, F = x.shape
+    heads = N // num_groups
+    x = x.reshape(B, num_groups, M // (B * num_groups), heads, rows // heads, F)
+    return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
 
 
 def positions(options: Options, j, num_keys):
@@ -107,8 +107,8 @@ def cap_logits(options: Options, logits):
 
 
 def matmul(x, y, contract):
-    """Product per KV head over axis `contract[0]` of x and `contract[1]` of y, full precision."""
-    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
+    """Product over axis `contract[0]` of x and `contract[1]` of y, in full precision."""
+    dimensions = ((contract[:1], contract[1:]), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 

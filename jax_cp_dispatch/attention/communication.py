@@ -102,6 +102,8 @@ def chunk_exchange(
                 f"chunk_exchange: an array has shape {jnp.shape(leaf)} but the maps name "
                 f"{num_chunks} chunks, which its first axis must count."
             )
+    if num_chunks == 0:
+        return chunks
     return move_chunks(
         "chunk_exchange",
         chunks,

@@ -1,6 +1,6 @@
 """Backward pass of local attention: the probabilities are computed again, block by block.
 
-Logits are held transposed, `[K, block_kv, G * block_q]`: four of the five products then read and
+Logits are held transposed, `[block_kv, G * block_q]`: four of the five products then read and
 write them without a transposition; `dq` alone is accumulated transposed.
 """
 
@@ -43,7 +43,7 @@ def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
     delta = to_rows(delta[..., None], K, options.block_q)[..., 0]
     lse = to_rows(lse[..., None], K, options.block_q, jnp.inf)[..., 0]
 
-    k_columns = jnp.swapaxes(blocks.k, 2, 3)
+    k_columns = jnp.swapaxes(blocks.k, 1, 2)
 
     def one_query_block(carry, block):
         q, dout, lse, delta, start, end, first, last = block
@@ -51,16 +51,16 @@ def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
         def add_block(j, carry):
             dq, dk, dv = carry
             k, v, position = blocks.k[j], blocks.v[j], positions(options, j, S)[:, None]
-            logits, slope = cap_logits(options, matmul(k, q, (2, 2)))
+            logits, slope = cap_logits(options, matmul(k, q, (1, 1)))
             allowed = (position >= start) & (position < end)
-            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
-            ds = p * (matmul(v, dout, (2, 2)) - delta[:, None]) * slope
-            dq = dq + matmul(k_columns[j], ds, (2, 1))
-            dk = dk.at[j].add(matmul(ds, q, (2, 1)))
-            dv = dv.at[j].add(matmul(p, dout, (2, 1)))
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse)
+            ds = p * (matmul(v, dout, (1, 1)) - delta) * slope
+            dq = dq + matmul(k_columns[j], ds, (1, 0))
+            dk = dk.at[j].add(matmul(ds, q, (1, 0)))
+            dv = dv.at[j].add(matmul(p, dout, (1, 0)))
             return dq, dk, dv
 
-        (dq,) = vary_like([jnp.zeros((K, q.shape[2], q.shape[1]), dtype)], q)
+        (dq,) = vary_like([jnp.zeros(q.shape[::-1], dtype)], q)
         dq, *carry = lax.fori_loop(first, last, add_block, (dq, *carry))
         return tuple(carry), dq
 
@@ -77,5 +77,5 @@ def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
     init = tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (blocks.k, blocks.v)), q))
     (dk, dv), dq = lax.scan(one_query_block, init, xs)
     # The blocks of q carry the factor `scale`, so dk has it already.
-    dq = jnp.swapaxes(dq, 2, 3) * options.scale
-    return from_rows(dq, q.shape), from_rows(dk, k.shape), from_rows(dv, v.shape)
+    dq = jnp.swapaxes(dq, 1, 2) * options.scale
+    return tuple(from_rows(x, y.shape, K) for x, y in zip((dq, dk, dv), (q, k, v), strict=True))

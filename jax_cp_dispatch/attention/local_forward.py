@@ -1,6 +1,6 @@
 """Forward pass of local attention: an online softmax over the key blocks of each query block.
 
-Logits are held `[K, G * block_q, block_kv]`: both products then read them, and write them, without
+Logits are held `[G * block_q, block_kv]`: both products then read them, and write them, without
 a transposition.
 """
 
@@ -36,7 +36,7 @@ def forward(options, q, k, v, kv_start, kv_end):
 
     def one_query_block(_, block):
         q, start, end, first, last = block
-        rows = q.shape[1]
+        rows = q.shape[0]
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
         def exponentials(masked, position, products, peak):
@@ -44,8 +44,8 @@ def forward(options, q, k, v, kv_start, kv_end):
             if masked:
                 allowed = (position >= start[:, None]) & (position < end[:, None])
                 logits = jnp.where(allowed, logits, -jnp.inf)
-            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
-            return jnp.exp(logits - new_peak[:, :, None]), new_peak
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
+            return jnp.exp(logits - new_peak[:, None]), new_peak
 
         def add_block(j, carry):
             peak, total, acc = carry
@@ -56,27 +56,27 @@ def forward(options, q, k, v, kv_start, kv_end):
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
                 position,
-                matmul(q, blocks.k[j], (2, 2)),
+                matmul(q, blocks.k[j], (1, 1)),
                 peak,
             )
             keep = jnp.exp(peak - new_peak)
-            total = total * keep + jnp.sum(p, axis=2)
-            acc = acc * keep[:, :, None] + matmul(p, blocks.v[j], (2, 1))
+            total = total * keep + jnp.sum(p, axis=1)
+            acc = acc * keep[:, None] + matmul(p, blocks.v[j], (1, 0))
             return new_peak, total, acc
 
         # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
         init = (
-            jnp.full((K, rows), jnp.finfo(dtype).min),
-            jnp.zeros((K, rows), dtype),
-            jnp.zeros((K, rows, Hv), dtype),
+            jnp.full(rows, jnp.finfo(dtype).min),
+            jnp.zeros(rows, dtype),
+            jnp.zeros((rows, Hv), dtype),
         )
         peak, total, acc = lax.fori_loop(first, last, add_block, tuple(vary_like(init, q)))
         empty = total == 0
         total = jnp.where(empty, 1, total)
         lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-        return None, (acc / total[:, :, None], lse)
+        return None, (acc / total[:, None], lse)
 
     xs = (blocks.q, blocks.start, blocks.end, blocks.first, blocks.last)
     _, (out, lse) = lax.scan(one_query_block, None, xs)
-    lse = from_rows(lse[..., None], q.shape)[..., 0]
-    return from_rows(out, q.shape), jnp.swapaxes(lse, 1, 2)
+    lse = from_rows(lse[..., None], q.shape, K)[..., 0]
+    return from_rows(out, q.shape, K), jnp.swapaxes(lse, 1, 2)

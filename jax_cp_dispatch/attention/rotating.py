@@ -20,6 +20,7 @@ from jax_cp_dispatch._varying import vary_like
 from jax_cp_dispatch.attention.chunks import Chunking, Holding
 from jax_cp_dispatch.attention.layout import Placement
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local_options import blocks_of_ranks
 from jax_cp_dispatch.attention.merge import merge_partials
 from jax_cp_dispatch.attention.schedules import Transport
 
@@ -42,9 +43,9 @@ class Rotation:
     def chunking(self) -> Chunking:
         return Chunking(self.placement, self.schedule.num_chunks)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap}
+    def _options(self, q, k) -> dict[str, Any]:
+        soft_cap = {"logit_soft_cap": self.logit_soft_cap}
+        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k)}
 
     def cut(self, k, v):
         """A rank's own chunks."""
@@ -62,7 +63,7 @@ class Rotation:
         holding = self._holding(step)
         k, v = map(holding.in_order, held)
         kv_start, kv_end = holding.ranges(start, end)
-        partial = local_attention(q, k, v, kv_start, kv_end, **self._options)
+        partial = local_attention(q, k, v, kv_start, kv_end, **self._options(q, k))
         return merge_partials(out, lse, *partial)
 
     def gradients(self, q, start, end, held, out, lse, dout, step):
@@ -71,7 +72,7 @@ class Rotation:
         k, v = map(holding.in_order, held)
         kv_start, kv_end = holding.ranges(start, end)
         dq, *dkv = local_attention_backward(
-            q, k, v, kv_start, kv_end, out, lse, dout, **self._options
+            q, k, v, kv_start, kv_end, out, lse, dout, **self._options(q, k)
         )
         return dq, tuple(map(holding.in_slots, dkv))
 

@@ -1,4 +1,4 @@
-"""Pictures of a plan (needs the extra `plots`)."""
+"""The picture of a plan (needs the extra `plots`)."""
 
 import pathlib
 from typing import Any

@@ -1,0 +1,120 @@
+"""Packed documents whose keys go round the ranks: choose an algorithm, store in zigzag, attend.
+
+Eight virtual CPU devices. Tokens are stored in zigzag order by the data pipeline, with their
+segment ids and positions, so that nothing is rearranged on the devices; `hamilton_attention` runs
+inside `shard_map`, forward and backward, and is compared with dense attention in the usual order.
+"""
+
+import json
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch.cost import HARDWARE
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+
+start_cpu_devices(8)  # virtual ones, before JAX starts
+
+W, T, N, K, H, VOCABULARY, AXIS = 8, 512, 4, 2, 16, 97, "cp"
+LENGTHS = (200, 31, 150, 100)  # of the documents; what is left over is padding
+OPTIONS: Any = {"axis_name": AXIS, "layout": "zigzag"}
+MESH = jax.make_mesh((W,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def pack() -> dict[str, np.ndarray]:
+    """Documents one after another, [1, T]; the label of a token is the next one of its document."""
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=(1, T))
+    segment_ids, positions = np.zeros((2, 1, T), np.int32)
+    end = 0
+    for document, length in enumerate(LENGTHS, start=1):
+        begin, end = end, end + length
+        segment_ids[0, begin:end] = document
+        positions[0, begin:end] = np.arange(length)
+    labels = np.where(np.roll(positions, -1, 1) > 0, np.roll(tokens, -1, 1), -1)
+    return dict(tokens=tokens, labels=labels, segment_ids=segment_ids, positions=positions)
+
+
+def rope(x, positions):
+    """Rotary embedding; a token keeps its position wherever it is stored."""
+    angle = positions[..., None, None] * 1e4 ** -jnp.linspace(0, 1, H // 2, endpoint=False)
+    turned = jax.lax.complex(*jnp.split(x, 2, axis=-1)) * jnp.exp(1j * angle)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def project(parameters, batch):
+    x = parameters["embedding"][batch["tokens"]]
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, parameters[name]) for name in "qkv")
+    return rope(q, batch["positions"]), rope(k, batch["positions"]), v
+
+
+def loss(parameters, batch, attend):
+    """Mean over the labels, which does not depend on the order of the tokens."""
+    out = attend(*project(parameters, batch), batch["segment_ids"])
+    logits = out.reshape(1, T, N * H) @ parameters["out"]
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)
+    return -jnp.mean(scores[..., 0], where=batch["labels"] >= 0)
+
+
+def hamilton(q, k, v, segment_ids):
+    def local(q, k, v, segment_ids):  # this rank's rows
+        return cpd.hamilton_attention(q, k, v, segment_ids=segment_ids, **OPTIONS)
+
+    rows = P(None, AXIS)
+    return jax.shard_map(local, mesh=MESH, in_specs=rows, out_specs=rows)(q, k, v, segment_ids)
+
+
+def dense(q, k, v, segment_ids):
+    same = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, :, None] > 0)
+    mask = (same & jnp.tril(jnp.ones((T, T), bool)))[:, None]
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H)
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e30)), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def main() -> None:
+    batch = pack()
+    lengths = cpd.document_lengths(batch["segment_ids"])
+    sizes: Any = dict(tokens_per_rank=T // W, num_heads=N, num_kv_heads=K, head_size=H, itemsize=4)
+    for layout in ("contiguous", "zigzag"):
+        choice = cpd.choose_algorithm(
+            lengths, num_ranks=W, layout=layout, hardware=HARDWARE["mi300x"], **sizes
+        )
+        print(f"8 MI300X, {layout}: {choice.reason}")
+
+    order = cpd.zigzag_permutation(T, W)
+    stored = {name: x[:, order] for name, x in batch.items()}
+
+    random = np.random.default_rng(1)
+    shapes = {"q": (32, N, H), "k": (32, K, H), "v": (32, K, H)}
+    shapes |= {"embedding": (VOCABULARY, 32), "out": (N * H, VOCABULARY)}
+    parameters = {x: 0.3 * random.normal(size=s).astype("f") for x, s in shapes.items()}
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    value, gradients = step(parameters, stored, hamilton)
+    same_value, expected = step(parameters, batch, dense)
+    np.testing.assert_allclose(value, same_value, rtol=1e-5)
+    for name in gradients:
+        np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-5, atol=1e-6)
+    print(f"loss {float(value):.4f} and the gradients of {', '.join(gradients)}: verified")
+
+    q, k, v = jax.jit(project)(parameters, stored)
+    ids = stored["segment_ids"]
+    profile = cpd.hamilton_attention_profile(q, k, v, mesh=MESH, segment_ids=ids, **OPTIONS)
+    print(profile)
+    in_order = profile.out[:, cpd.zigzag_permutation(T, W, inverse=True)]
+    expected = jax.jit(dense)(*jax.jit(project)(parameters, batch), batch["segment_ids"])
+    np.testing.assert_allclose(in_order, expected, rtol=1e-5, atol=1e-5)
+    with tempfile.TemporaryDirectory() as folder:
+        path = profile.write_chrome_trace(f"{folder}/trace.json")
+        spans = [x for x in json.loads(path.read_text())["traceEvents"] if x["ph"] == "X"]
+    assert len(spans) == W * (2 * W - 1)  # W computations and W - 1 exchanges on each rank
+    print(f"a trace with {len(spans)} spans for ui.perfetto.dev: verified")
+
+
+if __name__ == "__main__":
+    main()
