@@ -37,7 +37,7 @@ class _Options:
 
     def _local(self, q, k):
         soft_cap = {"logit_soft_cap": self.logit_soft_cap}
-        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k)}
+        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k, rows=128)}
 
     @property
     def exchange(self):

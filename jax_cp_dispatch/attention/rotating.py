@@ -45,7 +45,7 @@ class Rotation:
 
     def _options(self, q, k) -> dict[str, Any]:
         soft_cap = {"logit_soft_cap": self.logit_soft_cap}
-        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k)}
+        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k, rows=256)}
 
     def cut(self, k, v):
         """A rank's own chunks."""
