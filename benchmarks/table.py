@@ -159,11 +159,32 @@ def attention() -> list[str]:
     return [*lines, "", f"({origin(result)})"]
 
 
+def exchange() -> list[str]:
+    result = load("exchange")
+    lines = [
+        "**Exchanges of ring and Hamilton attention**, inside `lax.scan`: this package's transport "
+        "(`in_process`) and XLA's collectives, GB/s of all ranks together and share of memcpy.",
+        "",
+        cells(
+            "devices", "KiB per rank", "", "in_process µs", "GB/s", "of memcpy", "xla µs", "GB/s"
+        ),
+        "|---:|---:|---|" + "---:|" * 5,
+    ]
+    ours, xla = (
+        [row for row in result["rows"] if row["implementation"] == name]
+        for name in ("in_process", "xla")
+    )
+    for a, b in zip(ours, xla, strict=True):
+        what = (a["devices"], a["bytes_per_rank"] // 1024, a["what"])
+        lines.append(cells(*what, a["us"], a["GB_per_s"], a["of_memcpy"], b["us"], b["GB_per_s"]))
+    return [*lines, "", f"({origin(result)})"]
+
+
 def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    sections = (attention, movement, latency, growth, metadata, balance)
+    sections = (attention, exchange, movement, latency, growth, metadata, balance)
     table = "\n".join(line for section in sections for line in (*section(), ""))
     readme.write_text(f"{before}{BEGIN}{table}{END}{after}")
 
