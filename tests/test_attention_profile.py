@@ -109,7 +109,7 @@ def test_trace_of_any_spans(tmp_path):
     [
         ("ring", {"axis_name": "nope"}, "ring_attention_profile: axis_name is 'nope' but the mesh"),
         ("zigzag", {"repeats": 0}, "zigzag_ring_attention_profile: repeats is 0"),
-        ("zigzag", {"mesh": mesh_of(5)}, "T is 12, which the 5 devices of 'cp' need to divide"),
+        ("zigzag", {"mesh": mesh_of(5)}, "T is 12 but 'cp' has 5 devices, which need to divide it"),
         ("ring", {"layout": "spiral"}, "ring_attention_profile: layout is 'spiral'"),
         ("ring", {"window": 3, "causal": False}, "window is 3 with causal=False"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks"),
@@ -122,3 +122,9 @@ def test_refused(algorithm, options, message):
     options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
     with pytest.raises(ValueError, match=message):
         PROFILES[algorithm](q, k, v, **options)
+
+
+def test_unknown_keyword_is_refused():
+    q, k, v, *_ = draw(Case("ring", W, 4))
+    with pytest.raises(TypeError, match="ring_attention_profile: got colour; it takes the keyw"):
+        PROFILES["ring"](q, k, v, mesh=mesh_of(W), axis_name=AXIS, colour=1)

@@ -1,14 +1,13 @@
 """Cycles over ranks: every link once, every slot sees every rank; callers' own are checked."""
 
 import hashlib
-import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from hamilton_vectors import needs_vectors, recorded
 
 from jax_cp_dispatch.cycles import (
     check_chunk_maps,
@@ -290,17 +289,6 @@ def test_wrong_chunk_maps_are_refused(unchecked_types, change, message):
 
 
 # Against recorded results of another implementation, where these are present.
-VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "hamilton"
-needs_vectors = pytest.mark.skipif(
-    not VECTORS.is_dir(),
-    reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package",
-)
-
-
-def recorded(name):
-    return json.loads((VECTORS / f"{name}.json").read_text())
-
-
 @needs_vectors
 @pytest.mark.parametrize("num_ranks", [8, 12, 16])
 def test_recorded_cycles(num_ranks):

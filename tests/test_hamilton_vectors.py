@@ -1,13 +1,12 @@
 """Ring and zigzag attention against recorded results, where the vectors are present."""
 
-import json
-import pathlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hamilton_vectors import needs_vectors, recorded
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from sequences import QUICKLY
@@ -18,16 +17,7 @@ from jax_cp_dispatch.attention.layout import zigzag_permutation, zigzag_placemen
 from jax_cp_dispatch.attention.merge import merge_partials
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
 
-VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "hamilton"
-
-pytestmark = pytest.mark.skipif(
-    not VECTORS.is_dir(),
-    reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package",
-)
-
-
-def recorded(name):
-    return json.loads((VECTORS / f"{name}.json").read_text())
+pytestmark = needs_vectors
 
 
 def by_rank(name):

@@ -118,11 +118,9 @@ def ring_attention_profile(
     Raises:
       TypeError, ValueError: as `ring_attention`.
     """
-    num_ranks = _num_ranks("ring_attention_profile", mesh, axis_name)
-    return _profile(
-        *("ring_attention", ring_schedule(num_ranks), False, q, k, v, mesh, axis_name, repeats),
-        **options,
-    )
+    stopwatch = _stopwatch("ring_attention_profile", mesh, axis_name, repeats)
+    schedule = ring_schedule(stopwatch.num_ranks)
+    return _profile("ring_attention", schedule, False, stopwatch, (q, k, v), **options)
 
 
 def zigzag_ring_attention_profile(
@@ -136,12 +134,9 @@ def zigzag_ring_attention_profile(
     **options: Any,
 ) -> AttentionProfile:
     """Times `zigzag_ring_attention`; see `ring_attention_profile`."""
-    num_ranks = _num_ranks("zigzag_ring_attention_profile", mesh, axis_name)
-    schedule = ring_schedule(num_ranks)
-    return _profile(
-        *("zigzag_ring_attention", schedule, True, q, k, v, mesh, axis_name, repeats),
-        **options,
-    )
+    stopwatch = _stopwatch("zigzag_ring_attention_profile", mesh, axis_name, repeats)
+    schedule = ring_schedule(stopwatch.num_ranks)
+    return _profile("zigzag_ring_attention", schedule, True, stopwatch, (q, k, v), **options)
 
 
 def hamilton_attention_profile(
@@ -157,32 +152,28 @@ def hamilton_attention_profile(
     **options: Any,
 ) -> AttentionProfile:
     """Times `hamilton_attention`; see `ring_attention_profile`."""
-    num_ranks = _num_ranks("hamilton_attention_profile", mesh, axis_name)
-    schedule = hamilton_schedule(num_ranks, nodes, cycles)
-    return _profile(
-        *("hamilton_attention", schedule, True, q, k, v, mesh, axis_name, repeats),
-        **options,
-    )
+    stopwatch = _stopwatch("hamilton_attention_profile", mesh, axis_name, repeats)
+    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles)
+    return _profile("hamilton_attention", schedule, True, stopwatch, (q, k, v), **options)
 
 
-def _num_ranks(op: str, mesh: Mesh, axis_name: str) -> int:
+def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
     if axis_name not in mesh.axis_names:
         raise ValueError(
-            f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}."
+            f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+            "Name one of these."
         )
-    return mesh.shape[axis_name]
+    if repeats < 1:
+        raise ValueError(f"{op}: repeats is {repeats}; it needs to be at least 1.")
+    return Stopwatch(mesh, axis_name, repeats)
 
 
 def _profile(
-    algorithm,
-    schedule,
-    zigzag,
-    q,
-    k,
-    v,
-    mesh,
-    axis_name,
-    repeats,
+    algorithm: str,
+    schedule: Any,
+    zigzag: bool,
+    stopwatch: Stopwatch,
+    qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
     *,
     segment_ids=None,
     positions=None,
@@ -191,12 +182,18 @@ def _profile(
     deadline=DEFAULT_DEADLINE,
     **options,
 ) -> AttentionProfile:
-    op, num_ranks = f"{algorithm}_profile", schedule.num_ranks
-    check_rows(op, q, k, v, segment_ids, positions)
-    if repeats < 1 or q.shape[1] % num_ranks:
+    op, num_ranks, axis_name = f"{algorithm}_profile", schedule.num_ranks, stopwatch.axis_name
+    unknown = options.keys() - {"layout", "window", "scale", "logit_soft_cap"}
+    if unknown:
+        raise TypeError(
+            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {algorithm}."
+        )
+    check_rows(op, *qkv, segment_ids, positions)
+    num_tokens = qkv[0].shape[1]
+    if num_tokens % num_ranks:
         raise ValueError(
-            f"{op}: repeats is {repeats}, which needs to be at least 1, and T is {q.shape[1]}, "
-            f"which the {num_ranks} devices of {axis_name!r} need to divide; segment 0 is padding."
+            f"{op}: T is {num_tokens} but {axis_name!r} has {num_ranks} devices, which need to "
+            "divide it. Pad the arrays; segment 0 is padding."
         )
     sequence = Sequence(
         transport=Transport(op, axis_name, implementation, deadline),
@@ -205,11 +202,8 @@ def _profile(
         causal=causal,
         **options,
     )
-    sharding = NamedSharding(mesh, P(None, axis_name))
-    operands = jax.tree.map(
-        lambda x: jax.device_put(x, sharding), (q, k, v, segment_ids, positions)
-    )
-    stopwatch = Stopwatch(mesh, axis_name, repeats)
+    sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
+    operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, segment_ids, positions))
     whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *operands)
     record = _Record(stopwatch)

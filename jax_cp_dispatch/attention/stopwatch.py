@@ -18,17 +18,21 @@ class Stopwatch:
     """Times programs over one axis of a mesh, all of whose devices this process sees."""
 
     def __init__(self, mesh: Mesh, axis_name: str, repeats: int):
-        self._mesh, self._axis_name, self._repeats = mesh, axis_name, repeats
+        self.mesh, self.axis_name, self._repeats = mesh, axis_name, repeats
         axis = mesh.axis_names.index(axis_name)
         self._rank = {device: place[axis] for place, device in np.ndenumerate(mesh.devices)}
 
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.shape[self.axis_name]
+
     def program(self, fn: Callable, in_axes: Sequence[Any], out_axes: Any) -> Callable:
         """Compiles `fn` of one rank; of each array the axis that the ranks share, or None."""
-        as_spec = lambda axis: P() if axis is None else P(*[None] * axis, self._axis_name)
+        as_spec = lambda axis: P() if axis is None else P(*[None] * axis, self.axis_name)
         to_specs = lambda axes: jax.tree.map(as_spec, axes, is_leaf=lambda x: x is None)
         mapped = jax.shard_map(
             fn,
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=to_specs(tuple(in_axes)),
             out_specs=to_specs(out_axes),
             check_vma=False,
@@ -45,7 +49,7 @@ class Stopwatch:
         return [statistics.median(seconds) for seconds in zip(*runs, strict=True)], result
 
     def _until_ready(self, result: Any, begin: float) -> list[float]:
-        seconds = [0.0] * self._mesh.shape[self._axis_name]
+        seconds = [0.0] * self.num_ranks
         pending = [
             (self._rank[shard.device], shard.data)
             for leaf in jax.tree.leaves(result)
