@@ -36,8 +36,9 @@ class _Options:
         return local_attention_backward(q, k, *operands, **self._local(q, k))
 
     def _local(self, q, k):
-        soft_cap = {"logit_soft_cap": self.logit_soft_cap}
-        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k, rows=128)}
+        (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
+        blocks = blocks_of_ranks(T, S, N // K, rows=128)
+        return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap, **blocks}
 
     @property
     def exchange(self):

@@ -3,7 +3,8 @@
 A block is a plain matrix `[rows, features]` of one batch row and one KV head, small enough for the
 caches and large enough for several threads. The G query heads of a KV head lie one after another
 along the rows of a query block, so K and V are never repeated, and all seven products (two forward,
-five backward) are matmuls.
+five backward) are matmuls. Blocked arrays have axes [B*K, blocks, rows, ...] and the accumulator's
+dtype; rows that nobody uses are zero in them, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ from jaxtyping import Array
 from jax_cp_dispatch.attention.local_options import Options
 
 
-class Blocks(NamedTuple):
-    """Operands in the accumulator's dtype; the first axis counts blocks in (B, K, block) order."""
+class Ranges(NamedTuple):
+    """The key rows [start, end) of each row of the query blocks, and the key blocks they touch."""
 
-    q: Array  # [B*K*nq, G*block_q, H], scaled, zero in rows with an empty range
-    k: Array  # [B*K*nk, block_kv, H], zero in rows that nobody attends
-    v: Array  # [B*K*nk, block_kv, Hv], likewise
-    used: Array  # [B, T] rows with a non-empty range
-    start: Array  # [B*K*nq, G*block_q]
-    end: Array  # [B*K*nq, G*block_q]
-    first: Array  # [B*K*nq] first block of k to visit
-    last: Array  # [B*K*nq] one past the last
+    start: Array  # [B*K, nq, G*block_q]
+    end: Array
+    first: Array  # [B*K, nq] first key block to visit
+    last: Array  # one past the last
 
 
-def cut_in_blocks(options: Options, q, k, v, kv_start, kv_end) -> Blocks:
+class Operands(NamedTuple):
+    """Of one call of local attention."""
+
+    q: Array  # [B*K, nq, G*block_q, H], scaled
+    k: Array  # [B*K, nk, block_kv, H]
+    v: Array  # [B*K, nk, block_kv, Hv]
+    ranges: Ranges
+    used: Array  # [B, T] queries with a non-empty range
+
+
+def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     """Widens small floats once, here: on CPU their products are slower than those of float32."""
-    B, _, N, _ = q.shape
-    S, K = k.shape[1:3]
+    B, (S, K) = q.shape[0], k.shape[1:3]
     dtype = accumulator(q)
     # Constant ranges are common, and XLA takes seconds to fold what follows from them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
@@ -43,58 +49,94 @@ def cut_in_blocks(options: Options, q, k, v, kv_start, kv_end) -> Blocks:
     start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
     end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
     used = start < end
-    start, end = jnp.where(used, start, S), jnp.where(used, end, 0)
 
-    # 0 * NaN is NaN, so rows that carry no weight are cleared before the matmuls read them.
     row = jnp.arange(B)[:, None]
     step = used.astype(jnp.int32)
     edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
     attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
     k, v = (jnp.where(attended, x.astype(dtype), 0) for x in (k, v))
-    q = jnp.where(used[:, :, None, None], q.astype(dtype) * options.scale, 0)
-
-    of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, N, 1))
-    start = to_rows(of_heads(start), K, options.block_q, S)[..., 0]
-    end = to_rows(of_heads(end), K, options.block_q)[..., 0]
-    num_kv_blocks = -(-S // options.block_kv)
-    matrix = jnp.repeat(jnp.arange(B * K), start.shape[0] // (B * K))
-    low, high = jnp.min(start, axis=1), jnp.max(end, axis=1)
-    return Blocks(
-        q=to_rows(q, K, options.block_q),
+    return Operands(
+        q=cut_queries(options, q, used, K),
         k=to_rows(k, K, options.block_kv),
         v=to_rows(v, K, options.block_kv),
+        ranges=cut_ranges(options, start, end, q.shape, K, S),
         used=used,
-        start=start,
-        end=end,
-        first=matrix * num_kv_blocks + low // options.block_kv,
-        last=matrix * num_kv_blocks + -(-high // options.block_kv),
     )
 
 
+def cut_ranges(options: Options, kv_start, kv_end, q_shape, num_groups, num_keys) -> Ranges:
+    """Of `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
+    used = kv_start < kv_end
+    of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
+    start = of_heads(jnp.where(used, kv_start, num_keys))
+    end = of_heads(jnp.where(used, kv_end, 0))
+    start = to_rows(start, num_groups, options.block_q, num_keys)[..., 0]
+    end = to_rows(end, num_groups, options.block_q)[..., 0]
+    first = jnp.min(start, axis=-1) // options.block_kv
+    last = -(-jnp.max(end, axis=-1) // options.block_kv)
+    return Ranges(start, end, first, last)
+
+
+def cut_queries(options: Options, q, used, num_groups):
+    """Query blocks, scaled; zero where `used`, `[B, T]`, is not."""
+    q = jnp.where(used[:, :, None, None], q.astype(accumulator(q)) * options.scale, 0)
+    return to_rows(q, num_groups, options.block_q)
+
+
 def to_rows(x, num_groups, block, fill: int | float = 0):
-    """`[B, L, K*G, F] -> [B*K*num_blocks, G*block, F]`, the last block of a row filled up."""
+    """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`, the last block filled up."""
     B, L, N, F = x.shape
     num_blocks = -(-L // block)
     widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
     x = jnp.pad(x, widths, constant_values=fill)
     x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
     x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
-    return x.reshape(B * num_groups * num_blocks, -1, F)
+    return x.reshape(B * num_groups, num_blocks, -1, F)
 
 
 def from_rows(x, shape, num_groups):
-    """`[B*K*num_blocks, G*block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
+    """`[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
     B, L, N, _ = shape
-    M, rows, F = x.shape
+    _, num_blocks, rows, F = x.shape
     heads = N // num_groups
-    x = x.reshape(B, num_groups, M // (B * num_groups), heads, rows // heads, F)
+    x = x.reshape(B, num_groups, num_blocks, heads, rows // heads, F)
     return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
 
 
-def positions(options: Options, j, num_keys):
-    """Key rows, within their batch row, of block j."""
-    num_blocks = -(-num_keys // options.block_kv)
-    return j % num_blocks * options.block_kv + jnp.arange(options.block_kv)
+def each_query_block(one_block, carry, xs):
+    """Over the query blocks of all matrices: `carry = one_block(carry, matrix, i, *blocks)`.
+
+    A carry that is written in place costs no copy; results of a `lax.scan` would be copied.
+    """
+    num_matrices, num_blocks = xs[0].shape[:2]
+
+    def body(number, carry):
+        matrix, i = number // num_blocks, number % num_blocks
+        return one_block(carry, matrix, i, *(block_of(x, matrix, i) for x in xs))
+
+    return lax.fori_loop(0, num_matrices * num_blocks, body, carry)
+
+
+def block_of(x, matrix, i):
+    """`x[matrix, i]`."""
+    sizes = (1, 1, *x.shape[2:])
+    x = lax.dynamic_slice(x, _place(x, matrix, i), sizes, allow_negative_indices=False)
+    return x.reshape(x.shape[2:])
+
+
+def set_block(x, matrix, i, block):
+    """`x` with `block` at `[matrix, i]`."""
+    block = block.reshape(1, 1, *block.shape)
+    return lax.dynamic_update_slice(x, block, _place(x, matrix, i), allow_negative_indices=False)
+
+
+def _place(x, matrix, i):
+    return [jnp.int32(index) for index in (matrix, i, *[0] * (x.ndim - 2))]
+
+
+def positions(options: Options, j):
+    """Key rows of block j."""
+    return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
 def cap_logits(options: Options, logits):

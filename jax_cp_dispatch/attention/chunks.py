@@ -30,21 +30,30 @@ class Chunking(NamedTuple):
             (self.placement.lengths == self.placement.block_rows).all()
         )
 
-    def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C chunk_rows B K H"]:
+    @property
+    def chunk_rows(self) -> int:
+        return self.placement.num_blocks * self.piece_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Of all chunks that a rank holds, with what fills them up."""
+        return self.num_chunks * self.chunk_rows
+
+    def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.placement.num_blocks
         B, _, K, H = x.shape
         x = x.reshape(B, P, self.placement.block_rows, K, H)
         short = C * self.piece_rows - self.placement.block_rows
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0), (0, 0)))
         x = x.reshape(B, P, C, self.piece_rows, K, H)
-        return jnp.moveaxis(x, (2, 1, 3), (0, 1, 2)).reshape(C, -1, B, K, H)
+        return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
-    def uncut(self, x: Float[Array, "C chunk_rows B K H"]) -> Float[Array, "B rows K H"]:
+    def uncut(self, x: Float[Array, "C M chunk_rows H"], batch: int) -> Float[Array, "B rows K H"]:
         C, P = self.num_chunks, self.placement.num_blocks
-        B, K, H = x.shape[2:]
-        x = x.reshape(C, P, self.piece_rows, B, K, H)
-        x = jnp.moveaxis(x, (0, 1, 2), (2, 1, 3)).reshape(B, P, -1, K, H)
-        return x[:, :, : self.placement.block_rows].reshape(B, -1, K, H)
+        H = x.shape[3]
+        x = x.reshape(C, batch, -1, P, self.piece_rows, H)
+        x = jnp.transpose(x, (1, 3, 0, 4, 2, 5)).reshape(batch, P, C * self.piece_rows, -1, H)
+        return x[:, :, : self.placement.block_rows].reshape(batch, -1, *x.shape[3:])
 
     def holding(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> Holding:
         """Chunk `chunk[slot]` of rank `source[slot]` in each slot."""
@@ -55,15 +64,16 @@ class Chunking(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The M = C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
+    """The C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
 
     Attention reads them in the order of the sequence, the tokens of all pieces one after another:
-    there, the keys of a query are contiguous.
+    there, the keys of a query are contiguous. Arrays have an axis of M = B * K matrices, as blocks
+    have, so that nothing is transposed at a step.
     """
 
     chunking: Chunking
-    start: Int[Array, " M"]  # first token of each piece
-    length: Int[Array, " M"]  # its tokens
+    start: Int[Array, " pieces"]  # first token of each piece
+    length: Int[Array, " pieces"]  # its tokens
 
     def ranges(
         self, start: Int[Array, "B T"], end: Int[Array, "B T"]
@@ -76,27 +86,30 @@ class Holding(NamedTuple):
 
         return tokens_before(start), tokens_before(end)
 
-    def in_order(self, x: Float[Array, "C chunk_rows B K H"]) -> Float[Array, "B S K H"]:
-        x = x.reshape(-1, *x.shape[2:])
-        if not self.chunking.is_in_order:
-            x = x[self._slot_rows()]
-        return jnp.moveaxis(x, 1, 0)
+    def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
+        """In S = `num_rows` rows, those behind the last token with any finite content."""
+        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+        if self.chunking.is_in_order:
+            return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
+        return x[:, self._slot_rows(num_rows)]
 
-    def in_slots(self, x: Float[Array, "B S K H"]) -> Float[Array, "C chunk_rows B K H"]:
+    def in_slots(self, x: Float[Array, "M S H"]) -> Float[Array, "C M chunk_rows H"]:
         """The way back; rows that only fill up a piece become zero."""
-        x = jnp.moveaxis(x, 0, 1)
-        if not self.chunking.is_in_order:
+        if self.chunking.is_in_order:
+            x = x[:, : self.chunking.num_rows]
+        else:
             row, is_token = self._ordered_rows()
-            x = jnp.where(is_token[:, None, None, None], x[row], 0)
-        return x.reshape(self.chunking.num_chunks, -1, *x.shape[1:])
+            x = jnp.where(is_token[:, None], x[:, row], 0)
+        x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
+        return jnp.swapaxes(x, 0, 1)
 
-    def _slot_rows(self) -> Int[Array, " S"]:
+    def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
         """For each row in order the row in slots that holds it; any for rows behind the last."""
         rows, num_pieces = self.chunking.piece_rows, self.start.size
         order = jnp.argsort(self.start)
         length = self.length[order]
         end = jnp.cumsum(length)
-        row = jnp.arange(rows * num_pieces, dtype=jnp.int32)
+        row = jnp.arange(num_rows, dtype=jnp.int32)
         piece = jnp.searchsorted(end, row, side="right", method="compare_all")
         piece = jnp.minimum(piece, num_pieces - 1)
         within = jnp.minimum(row - (end - length)[piece], rows - 1)

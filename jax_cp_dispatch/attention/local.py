@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._varying import vary_alike
@@ -127,16 +126,16 @@ def local_attention_backward(
         block_kv=block_kv,
     )
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    dlse = jnp.zeros(lse_shape, lse.dtype) if dlse is None else dlse
     for what, x, shape in (
         ("out", out, out_shape),
         ("lse", lse, lse_shape),
         ("dout", dout, out_shape),
         ("dlse", dlse, lse_shape),
     ):
-        if x.shape != shape:
+        if x is not None and x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
-    return backward(options, *vary_alike([q, k, v, kv_start, kv_end, out, lse, dout, dlse]))
+    outcome = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
+    return backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

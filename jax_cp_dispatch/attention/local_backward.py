@@ -7,75 +7,106 @@ write them without a transposition; `dq` alone is accumulated transposed.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from jax_cp_dispatch._varying import vary_like
 from jax_cp_dispatch.attention.blocks import (
+    Ranges,
     accumulator,
+    block_of,
     cap_logits,
-    cut_in_blocks,
+    cut_operands,
+    each_query_block,
     from_rows,
     matmul,
     positions,
+    set_block,
     to_rows,
 )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse):
+def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
     """`(dq, dk, dv)` as `local_attention_backward` returns them, for operands it has checked."""
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
-    dtype = accumulator(q)
     if B * T * N * S == 0:
+        dtype = accumulator(q)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
-    blocks = cut_in_blocks(options, q, k, v, kv_start, kv_end)
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    outcome = cut_outcome(options, of.used, out, lse, dout, dlse, K)
+    dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
+    dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
+    return finish_dq(options, dq, q.shape, K), dk, dv
 
-    # dL/dlogit_j = p_j (dout . v_j - dout . out + dlse), since dlse/dlogit_j = p_j.
-    dout, lse, dlse = dout.astype(dtype), jnp.swapaxes(lse, 1, 2), jnp.swapaxes(dlse, 1, 2)
-    used = blocks.used[:, :, None] & (lse > -jnp.inf)
-    delta = jnp.where(used, jnp.sum(dout * out, axis=-1) - dlse, 0)
-    lse = jnp.where(used, lse, jnp.inf)  # exp(logit - inf) = 0
-    dout = to_rows(jnp.where(used[..., None], dout, 0), K, options.block_q)
-    delta = to_rows(delta[..., None], K, options.block_q)[..., 0]
-    lse = to_rows(lse[..., None], K, options.block_q, jnp.inf)[..., 0]
 
-    k_columns = jnp.swapaxes(blocks.k, 1, 2)
+class Outcome(NamedTuple):
+    """Of the whole softmax, and its cotangents, for each row of the query blocks.
 
-    def one_query_block(carry, block):
-        q, dout, lse, delta, start, end, first, last = block
+    dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, since dlse/dlogit_j = p_j.
+    """
 
+    dout: Array  # [B*K, nq, G*block_q, Hv]
+    lse: Array  # [B*K, nq, G*block_q]; inf, and so p = 0, where there is nothing
+    delta: Array  # [B*K, nq, G*block_q]
+
+
+def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
+    """Of `local_attention_backward`'s arguments; gradients are zero where `used` `[B, T]` is not."""
+    dtype = accumulator(out)
+    dout, lse = dout.astype(dtype), jnp.swapaxes(lse, 1, 2)
+    used = used[:, :, None] & (lse > -jnp.inf)
+    delta = jnp.sum(dout * out.astype(dtype), axis=-1)
+    if dlse is not None:
+        delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
+
+    def rows(x, fill: float = 0):
+        return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
+
+    return Outcome(
+        to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
+        rows(jnp.where(used, lse, jnp.inf), jnp.inf),
+        rows(jnp.where(used, delta, 0)),
+    )
+
+
+def gradients_of_blocks(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+    """Adds to `dq`, `[B*K, nq, H, G*block_q]`, what one set of keys gives; and their dk and dv."""
+    k_columns = jnp.swapaxes(k, 2, 3)
+
+    def one_query_block(carry, matrix, i, q, dout, lse, delta, start, end, first, last):
         def add_block(j, carry):
-            dq, dk, dv = carry
-            k, v, position = blocks.k[j], blocks.v[j], positions(options, j, S)[:, None]
-            logits, slope = cap_logits(options, matmul(k, q, (1, 1)))
+            dq_block, dk, dv = carry
+            k_block, v_block = block_of(k, matrix, j), block_of(v, matrix, j)
+            position = positions(options, j)[:, None]
+            logits, slope = cap_logits(options, matmul(k_block, q, (1, 1)))
             allowed = (position >= start) & (position < end)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse)
-            ds = p * (matmul(v, dout, (1, 1)) - delta) * slope
-            dq = dq + matmul(k_columns[j], ds, (1, 0))
-            dk = dk.at[j].add(matmul(ds, q, (1, 0)))
-            dv = dv.at[j].add(matmul(p, dout, (1, 0)))
-            return dq, dk, dv
+            ds = p * (matmul(v_block, dout, (1, 1)) - delta) * slope
+            dq_block = dq_block + matmul(block_of(k_columns, matrix, j), ds, (1, 0))
+            dk_block = block_of(dk, matrix, j) + matmul(ds, q, (1, 0))
+            dv_block = block_of(dv, matrix, j) + matmul(p, dout, (1, 0))
+            dk, dv = set_block(dk, matrix, j, dk_block), set_block(dv, matrix, j, dv_block)
+            return dq_block, dk, dv
 
-        (dq,) = vary_like([jnp.zeros(q.shape[::-1], dtype)], q)
-        dq, *carry = lax.fori_loop(first, last, add_block, (dq, *carry))
-        return tuple(carry), dq
+        dq, *dkv = carry
+        dq_block, *dkv = lax.fori_loop(first, last, add_block, (block_of(dq, matrix, i), *dkv))
+        return set_block(dq, matrix, i, dq_block), *dkv
 
-    xs = (
-        blocks.q,
-        dout,
-        lse,
-        delta,
-        blocks.start,
-        blocks.end,
-        blocks.first,
-        blocks.last,
-    )
-    init = tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (blocks.k, blocks.v)), q))
-    (dk, dv), dq = lax.scan(one_query_block, init, xs)
-    # The blocks of q carry the factor `scale`, so dk has it already.
-    dq = jnp.swapaxes(dq, 1, 2) * options.scale
-    return tuple(from_rows(x, y.shape, K) for x, y in zip((dq, dk, dv), (q, k, v), strict=True))
+    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    return each_query_block(one_query_block, (dq, *zeros), (q, *outcome, *ranges))
+
+
+def begin_dq(q):
+    """Nothing, for query blocks q."""
+    return jnp.zeros_like(jnp.swapaxes(q, 2, 3))
+
+
+def finish_dq(options, dq, shape, num_groups):
+    """`[B, T, N, H]`. The query blocks carry the factor `scale`, so dk has it already."""
+    return from_rows(jnp.swapaxes(dq, 2, 3) * options.scale, shape, num_groups)

@@ -7,19 +7,25 @@ a transposition.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from jax_cp_dispatch._varying import vary_like
 from jax_cp_dispatch.attention.blocks import (
+    Ranges,
     accumulator,
+    block_of,
     cap_logits,
-    cut_in_blocks,
+    cut_operands,
+    each_query_block,
     from_rows,
     matmul,
     positions,
+    set_block,
 )
 
 
@@ -28,15 +34,42 @@ def forward(options, q, k, v, kv_start, kv_end):
     """`(out, lse)` as `local_attention` returns them, for operands that it has checked."""
     B, T, N, _ = q.shape
     S, K, Hv = v.shape[1:]
-    dtype = accumulator(q)
     if B * T * N * S == 0:
+        dtype = accumulator(q)
         empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
         return tuple(vary_like(empty, q))
-    blocks = cut_in_blocks(options, q, k, v, kv_start, kv_end)
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    seen = Softmax.of_nothing(of.q, Hv)
+    return attend_blocks(options, of.q, of.ranges, of.k, of.v, seen).result(q.shape, K)
 
-    def one_query_block(_, block):
-        q, start, end, first, last = block
-        rows = q.shape[0]
+
+class Softmax(NamedTuple):
+    """Of each row of the query blocks, over the keys seen so far."""
+
+    peak: Array  # [B*K, nq, G*block_q] largest logit
+    total: Array  # [B*K, nq, G*block_q] sum of exp(logit - peak)
+    acc: Array  # [B*K, nq, G*block_q, Hv] likewise of the values
+
+    @classmethod
+    def of_nothing(cls, q, num_features) -> Softmax:
+        # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
+        peak = jnp.full(q.shape[:3], jnp.finfo(q.dtype).min, q.dtype)
+        acc = jnp.zeros((*q.shape[:3], num_features), q.dtype)
+        return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
+
+    def result(self, shape, num_groups):
+        """`(out, lse)` as `local_attention` returns them, for queries of this shape."""
+        empty = self.total == 0
+        total = jnp.where(empty, 1, self.total)
+        lse = jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))
+        out = from_rows(self.acc / total[..., None], shape, num_groups)
+        return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
+
+
+def attend_blocks(options, q, ranges: Ranges, k, v, seen: Softmax) -> Softmax:
+    """Adds key blocks to the softmax of the query blocks."""
+
+    def one_query_block(seen, matrix, i, q, start, end, first, last):
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
         def exponentials(masked, position, products, peak):
@@ -47,36 +80,25 @@ def forward(options, q, k, v, kv_start, kv_end):
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             return jnp.exp(logits - new_peak[:, None]), new_peak
 
-        def add_block(j, carry):
-            peak, total, acc = carry
-            position = positions(options, j, S)
+        def add_block(j, row):
+            peak, total, acc = row
+            position = positions(options, j)
             # Most blocks lie inside all ranges; a mask would cost them a pass over the logits.
             p, new_peak = lax.cond(
                 (position[0] >= start_of_all) & (position[-1] < end_of_all),
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
                 position,
-                matmul(q, blocks.k[j], (1, 1)),
+                matmul(q, block_of(k, matrix, j), (1, 1)),
                 peak,
             )
             keep = jnp.exp(peak - new_peak)
             total = total * keep + jnp.sum(p, axis=1)
-            acc = acc * keep[:, None] + matmul(p, blocks.v[j], (1, 0))
+            acc = acc * keep[:, None] + matmul(p, block_of(v, matrix, j), (1, 0))
             return new_peak, total, acc
 
-        # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
-        init = (
-            jnp.full(rows, jnp.finfo(dtype).min),
-            jnp.zeros(rows, dtype),
-            jnp.zeros((rows, Hv), dtype),
-        )
-        peak, total, acc = lax.fori_loop(first, last, add_block, tuple(vary_like(init, q)))
-        empty = total == 0
-        total = jnp.where(empty, 1, total)
-        lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-        return None, (acc / total[:, None], lse)
+        row = tuple(block_of(x, matrix, i) for x in seen)
+        row = lax.fori_loop(first, last, add_block, row)
+        return Softmax(*(set_block(x, matrix, i, y) for x, y in zip(seen, row, strict=True)))
 
-    xs = (blocks.q, blocks.start, blocks.end, blocks.first, blocks.last)
-    _, (out, lse) = lax.scan(one_query_block, None, xs)
-    lse = from_rows(lse[..., None], q.shape, K)[..., 0]
-    return from_rows(out, q.shape, K), jnp.swapaxes(lse, 1, 2)
+    return each_query_block(one_query_block, seen, (q, *ranges))

@@ -71,14 +71,14 @@ def check(
     )
 
 
-def blocks_of_ranks(q, k, *, rows: int) -> dict[str, int]:
-    """Block sizes of `[B, T, N, H]` and `[B, S, K, H]` for ranks that attend at the same time.
+def blocks_of_ranks(num_queries, num_keys, heads_per_group, *, rows) -> dict[str, int]:
+    """Block sizes for ranks that attend at the same time.
 
     They keep all cores busy between them, so a product need not feed several threads; small blocks
     stay in the caches and follow the ranges closely. `rows` are those of a query block's matrix.
     """
-    block_q = max(64, rows * k.shape[2] // q.shape[2])
-    return {"block_q": even_block(q.shape[1], block_q), "block_kv": even_block(k.shape[1], 128)}
+    block_q = max(64, rows // heads_per_group)
+    return {"block_q": even_block(num_queries, block_q), "block_kv": even_block(num_keys, 128)}
 
 
 def even_block(length: int, block: int) -> int:

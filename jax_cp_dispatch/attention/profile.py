@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.local_forward import Softmax
 from jax_cp_dispatch.attention.ring import ring_schedule
-from jax_cp_dispatch.attention.rotating import nothing_attended
 from jax_cp_dispatch.attention.schedules import Transport
 from jax_cp_dispatch.attention.sequence import (
     Sequence,
@@ -231,15 +231,17 @@ class _Record:
         return results
 
 
-# Of arrays with a row axis, and of lse and chunks; `None` stands for the ranks' axis.
-_ROWS, _LSE, _CHUNKS, _SCALAR = (1, 2, 0, None)
+# Axes that the ranks share: of rows, of chunks, of the rest; `None` where all have the same.
+_ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
 def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positions):
     """The forward pass of `rotating_attention`, one program a step, the same for all steps."""
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens
-    rotation = sequence.rotation(num_tokens)
+    rotation = sequence.rotation(
+        *(jax.ShapeDtypeStruct((*shape, *x.shape[2:]), x.dtype) for x in (q, k, v))
+    )
     program, run = record.stopwatch.program, record.stopwatch.run
 
     ranges = program(
@@ -255,24 +257,30 @@ def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positi
         ((q, k, v),) = record.step("to zigzag", communication=(place, q, k, v))
     else:
         _, (q, k, v) = run(place, q, k, v)
-    _, own = run(program(rotation.cut, 2 * [_ROWS], 2 * (_CHUNKS,)), k, v)
-    state = (_ROWS, _LSE)
-    _, merged = run(program(nothing_attended, 2 * [_ROWS], state), q, v)
 
-    pair = 2 * (_CHUNKS,)
+    pair, softmax = 2 * (_CHUNKS,), Softmax._make(3 * [_BLOCKS])
+
+    def cut(q, k, v, start, end):
+        queries = rotation.cut_queries(q, start, end)
+        return queries, rotation.cut_keys(k, v, start, end), Softmax.of_nothing(queries, v.shape[3])
+
+    _, (queries, own, seen) = run(
+        program(cut, 5 * [_ROWS], (_BLOCKS, pair, softmax)), q, k, v, start, end
+    )
     bring = program(rotation.bring, [pair, pair, _SCALAR], pair)
-    compute = program(rotation.attend, [_ROWS, _ROWS, _ROWS, pair, *state, _SCALAR], state)
+    attend = program(rotation.attend, [_BLOCKS, _ROWS, _ROWS, pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
-        computing = {COMPUTATION: (compute, q, start, end, held, *merged, np.int32(step))}
+        computing = {COMPUTATION: (attend, queries, start, end, held, seen, np.int32(step))}
         if step < rotation.last_step:
             bringing = {COMMUNICATION: (bring, own, held, np.int32(step))}
-            held, merged = record.step(f"step {step}", **bringing, **computing)
+            held, seen = record.step(f"step {step}", **bringing, **computing)
         else:
-            (merged,) = record.step(f"step {step}", **computing)
-    finish = program(
-        lambda out: from_placement(sequence, out.astype(q.dtype), num_tokens), [_ROWS], _ROWS
+            (seen,) = record.step(f"step {step}", **computing)
+    _, out = run(
+        program(lambda seen: rotation.result(seen)[0].astype(q.dtype), [softmax], _ROWS), seen
     )
+    finish = program(lambda out: from_placement(sequence, out, num_tokens), [_ROWS], _ROWS)
     if not sequence.rearranges:
-        return run(finish, merged[0])[1]
-    return record.step("from zigzag", communication=(finish, merged[0]))[0]
+        return run(finish, out)[1]
+    return record.step("from zigzag", communication=(finish, out))[0]

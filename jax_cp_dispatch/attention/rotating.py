@@ -1,9 +1,9 @@
 """Attention of resident queries over keys and values that rotate through the ranks.
 
 One loop for ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in the
-placement of tokens. Each step issues the exchange for the next one, attends what is held, and
-merges. For the backward pass nothing is kept but q, k, v, their ranges, out and lse: the keys
-rotate again, and their gradients follow them.
+placement of tokens. Each step issues the exchange for the next one and adds what is held to the
+softmax of the queries, which stay cut in blocks throughout. For the backward pass nothing is kept
+but q, k, v, their ranges, out and lse: the keys rotate again, and their gradients follow them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_cp_dispatch._varying import vary_like
+from jax_cp_dispatch.attention.blocks import accumulator, cut_queries, cut_ranges
 from jax_cp_dispatch.attention.chunks import Chunking, Holding
 from jax_cp_dispatch.attention.layout import Placement
-from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.local_options import blocks_of_ranks
-from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.local_backward import (
+    Outcome,
+    begin_dq,
+    cut_outcome,
+    finish_dq,
+    gradients_of_blocks,
+)
+from jax_cp_dispatch.attention.local_forward import Softmax, attend_blocks
+from jax_cp_dispatch.attention.local_options import Options
 from jax_cp_dispatch.attention.schedules import Transport
 
 
@@ -32,8 +38,9 @@ class Rotation:
     schedule: Any  # a hashable Schedule
     placement: Placement
     transport: Transport
-    scale: float | None
-    logit_soft_cap: float | None
+    options: Options
+    q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
+    num_groups: int  # K
 
     @property
     def last_step(self) -> int:
@@ -43,13 +50,20 @@ class Rotation:
     def chunking(self) -> Chunking:
         return Chunking(self.placement, self.schedule.num_chunks)
 
-    def _options(self, q, k) -> dict[str, Any]:
-        soft_cap = {"logit_soft_cap": self.logit_soft_cap}
-        return {"scale": self.scale, **soft_cap, **blocks_of_ranks(q, k, rows=256)}
+    def cut_queries(self, q, start, end):
+        return cut_queries(self.options, q, start < end, self.num_groups)
 
-    def cut(self, k, v):
-        """A rank's own chunks."""
-        return self.chunking.cut(k), self.chunking.cut(v)
+    def cut_keys(self, k, v, start, end):
+        """A rank's own chunks. A token that attends nothing is attended by none."""
+        used = (start < end)[:, :, None, None]
+        return tuple(self.chunking.cut(jnp.where(used, x, 0)) for x in (k, v))
+
+    def uncut_gradients(self, dkv):
+        return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
+
+    def cut_outcome(self, start, end, out, lse, dout) -> Outcome:
+        used = start < end
+        return cut_outcome(self.options, used, out, lse, dout, None, self.num_groups)
 
     def bring(self, own, held, step):
         """The chunks of the next step."""
@@ -58,23 +72,32 @@ class Rotation:
     def settle(self, travelling, home, step):
         return self.schedule.settle(self.transport, travelling, home, step)
 
-    def attend(self, q, start, end, held, out, lse, step):
-        """Adds the keys held at a step to output and lse."""
-        holding = self._holding(step)
-        k, v = map(holding.in_order, held)
-        kv_start, kv_end = holding.ranges(start, end)
-        partial = local_attention(q, k, v, kv_start, kv_end, **self._options(q, k))
-        return merge_partials(out, lse, *partial)
+    def attend(self, q, start, end, held, seen: Softmax, step) -> Softmax:
+        """Adds the keys held at a step."""
+        ranges, k, v = self._operands(start, end, held, step, accumulator(q))
+        return attend_blocks(self.options, q, ranges, k, v, seen)
 
-    def gradients(self, q, start, end, held, out, lse, dout, step):
-        """The part of dq, and what is added to the gradients of the chunks held at a step."""
-        holding = self._holding(step)
-        k, v = map(holding.in_order, held)
-        kv_start, kv_end = holding.ranges(start, end)
-        dq, *dkv = local_attention_backward(
-            q, k, v, kv_start, kv_end, out, lse, dout, **self._options(q, k)
-        )
-        return dq, tuple(map(holding.in_slots, dkv))
+    def result(self, seen: Softmax):
+        """Output and logarithm of the sum of exponentials."""
+        return seen.result(self.q_shape, self.num_groups)
+
+    def gradients(self, q, start, end, held, outcome: Outcome, dq, step):
+        """Adds to dq, and returns what is added to the gradients of the chunks held at a step."""
+        ranges, k, v = self._operands(start, end, held, step, accumulator(q))
+        dq, *dkv = gradients_of_blocks(self.options, q, outcome, ranges, k, v, dq)
+        in_slots = self._holding(step).in_slots
+        return dq, tuple(in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
+
+    def finish_dq(self, dq):
+        return finish_dq(self.options, dq, self.q_shape, self.num_groups)
+
+    def _operands(self, start, end, held, step, dtype):
+        holding, block = self._holding(step), self.options.block_kv
+        num_rows = -(-self.chunking.num_rows // block) * block
+        start, end = holding.ranges(start, end)
+        ranges = cut_ranges(self.options, start, end, self.q_shape, self.num_groups, num_rows)
+        k, v = (holding.in_order(x, num_rows).astype(dtype) for x in held)
+        return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
 
     def _holding(self, step) -> Holding:
         rank = lax.axis_index(self.transport.axis_name)
@@ -92,43 +115,37 @@ def rotating_attention(rotation: Rotation, q, k, v, start, end):
 
 
 def _forward(rotation, q, k, v, start, end):
-    own, last = rotation.cut(k, v), rotation.last_step
+    queries, own = rotation.cut_queries(q, start, end), rotation.cut_keys(k, v, start, end)
+    last = rotation.last_step
 
     def one_step(carry, step):
-        held, out, lse = carry
+        held, seen = carry
         following = rotation.bring(own, held, step)
-        out, lse = rotation.attend(q, start, end, held, out, lse, step)
-        return (following, out, lse), None
+        return (following, rotation.attend(queries, start, end, held, seen, step)), None
 
-    carry = own, *nothing_attended(q, v)
+    held, seen = own, Softmax.of_nothing(queries, v.shape[3])
     if last:
-        carry, _ = lax.scan(one_step, carry, jnp.arange(last))
-    out, lse = rotation.attend(q, start, end, *carry, last)
+        (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last))
+    out, lse = rotation.result(rotation.attend(queries, start, end, held, seen, last))
     out = out.astype(q.dtype)
     return out, (q, k, v, start, end, out, lse)
 
 
-def nothing_attended(q, v):
-    """Output and lse before the first step."""
-    B, T, N = q.shape[:3]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    empty = jnp.zeros((B, T, N, v.shape[3]), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
-    return tuple(vary_like(empty, q))
-
-
 def _backward(rotation, residuals, dout):
     q, k, v, start, end, out, lse = residuals
-    own, last = rotation.cut(k, v), rotation.last_step
+    queries, own = rotation.cut_queries(q, start, end), rotation.cut_keys(k, v, start, end)
+    outcome = rotation.cut_outcome(start, end, out, lse, dout)
+    last = rotation.last_step
 
-    def gradients(held, step):
-        return rotation.gradients(q, start, end, held, out, lse, dout, step)
+    def gradients(held, dq, step):
+        return rotation.gradients(queries, start, end, held, outcome, dq, step)
 
     def add_step(held, dq, travelling, home, step):
         arrived, home = rotation.settle(travelling, home, step)
-        more_dq, dkv = gradients(held, step)
+        dq, dkv = gradients(held, dq, step)
         if arrived is not None:
             dkv = jax.tree.map(jnp.add, arrived, dkv)
-        return dq + more_dq, dkv, home
+        return dq, dkv, home
 
     def one_step(carry, step):
         held, dq, travelling, home = carry
@@ -136,7 +153,7 @@ def _backward(rotation, residuals, dout):
         return (following, *add_step(held, dq, travelling, home, step)), None
 
     held = rotation.bring(own, own, 0) if last else own
-    dq, dkv = gradients(own, 0)
+    dq, dkv = gradients(own, begin_dq(queries), 0)
     if last:
         travelling, home = rotation.schedule.begin(dkv)
         carry = held, dq, travelling, home
@@ -144,7 +161,8 @@ def _backward(rotation, residuals, dout):
         dq, travelling, home = add_step(held, dq, travelling, home, last)
         arrived, home = rotation.settle(travelling, home, last + 1)
         dkv = home if arrived is None else arrived
-    dk, dv = map(rotation.chunking.uncut, dkv)
+    dk, dv = rotation.uncut_gradients(dkv)
+    dq = rotation.finish_dq(dq)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch.attention.chunks import Chunking
 from jax_cp_dispatch.attention.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.documents import attended_tokens
 from jax_cp_dispatch.attention.layout import (
@@ -19,6 +21,7 @@ from jax_cp_dispatch.attention.layout import (
     zigzag_permutation,
     zigzag_placement,
 )
+from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check
 from jax_cp_dispatch.attention.rotating import Rotation, rotating_attention
 from jax_cp_dispatch.attention.schedules import Transport
 
@@ -69,15 +72,29 @@ class Sequence:
         name = self.transport.axis_name
         return (name,) if isinstance(name, str) else tuple(name)
 
-    def rotation(self, num_tokens: int) -> Rotation:
-        """Of ranks that hold `num_tokens` each."""
+    def rotation(self, q, k, v) -> Rotation:
+        """Of one rank's arrays, or their shapes and dtypes."""
         if self.layout == "zigzag":
             place = zigzag_placement
         else:
             place = halves_in_zigzag if self.rearranges else contiguous_placement
-        placement = place(self.num_ranks, num_tokens)
-        options = self.scale, self.logit_soft_cap
-        return Rotation(self.schedule, placement, self.transport, *options)
+        (B, T, N, H), K = q.shape, k.shape[2]
+        placement = place(self.num_ranks, T)
+        chunking = Chunking(placement, self.schedule.num_chunks)
+        rows = placement.num_rows
+        options = check(
+            self.transport.op,
+            q,
+            k,
+            v,
+            *2 * [jax.ShapeDtypeStruct((B, T), jnp.int32)],  # their ranges, of our own making
+            scale=self.scale,
+            logit_soft_cap=self.logit_soft_cap,
+            window=None,
+            **blocks_of_ranks(rows, chunking.num_rows, N // max(K, 1), rows=256),
+        )
+        shape = B, rows, N, H
+        return Rotation(self.schedule, placement, self.transport, options, shape, K)
 
 
 def attend_sequence(
@@ -93,7 +110,7 @@ def attend_sequence(
     B, T, N, _ = q.shape
     if B * T == 0:
         return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
-    rotation = sequence.rotation(T)
+    rotation = sequence.rotation(q, k, v)
     q, k, v = vary_alike([q, k, v], also=sequence.axis_names)
     q, k, v = to_placement(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, segment_ids, positions, (B, T))
