@@ -20,6 +20,7 @@ OURS = ("ring", "zigzag", "hamilton", "balanced")
 DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
 VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
 DENSE, PACKAGE, LOCAL = "jax.nn sharded", "ringattention", "local, one device"
+LARGEST_PACKAGE = 32768  # tokens; one run at 64K takes minutes
 LARGEST_DENSE = 8192  # tokens; logits of 8 heads take 11 GB there, and four times as much at 16K
 
 
@@ -70,6 +71,8 @@ def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
     """A compiled program (q, k, v, cotangent) -> (dq, dk, dv) and its operands, or why not."""
     if method == DENSE and case.num_tokens > LARGEST_DENSE:
         return "does not fit"
+    if method == PACKAGE and case.num_tokens > LARGEST_PACKAGE:
+        return "takes minutes"
     attend = _attention(method, case)
     if isinstance(attend, str):
         return attend

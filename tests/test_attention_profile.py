@@ -33,6 +33,7 @@ def profile(algorithm, *operands, **options):
 @pytest.mark.parametrize(
     "algorithm, options, rearranged",
     [
+        ("ring", {}, False),
         ("zigzag", {}, True),
         (
             "hamilton",

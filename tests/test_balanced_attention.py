@@ -272,6 +272,7 @@ def call(small, **options):
         ({"k": np.zeros((1, 64, 2, 8), np.float32)}, "with equal B and T"),
         ({"k": np.zeros((1, 128, 3, 8), np.float32)}, "local_attention: "),
         ({"logit_soft_cap": -1.0}, "local_attention: "),
+        ({"implementation": "a"}, "context_parallel_attention: implementation is 'a'"),
     ],
 )
 def test_refused(small, options, message):

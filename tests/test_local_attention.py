@@ -325,6 +325,7 @@ def test_memory_is_linear():
         ({"v": (2, 44, 2, 8)}, {}, ValueError, r"k and v have shapes \(2, 45, 2, 8\)"),
         ({"q": (2, 37, 3, 8)}, {}, ValueError, "N must be a multiple of K"),
         ({"kv_start": (2, 36)}, {}, ValueError, r"one range per query row, \[2, 37\]"),
+        ({}, {"scale": "a"}, TypeError, "scale is 'a', but must be a number"),
         ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
         ({}, {"window": 0}, ValueError, "window is 0"),
         ({}, {"block_q": 0}, ValueError, "block_q is 0"),

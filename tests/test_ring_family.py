@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw, out_and_gradients, run
 
+from jax_cp_dispatch.attention import sequence
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 
 # Other rows than 2 * chunks leave blocks and chunks uneven, some of them empty.
@@ -49,6 +50,29 @@ def test_equals_dense_attention(case):
     if operands[4] is not None:
         for result in got:
             assert not result[operands[4] == 0].any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("hamilton", 3, 26, documents="both", window=30, batch=2, heads=(4, 2)),
+        Case("hamilton", 4, 21, documents="segments", causal=False, layout="zigzag", heads=(4, 1)),
+        Case("zigzag", 4, 27, documents="segments", check_vma=False),
+    ],
+    ids=str,
+)
+def test_many_blocks(case, monkeypatch):
+    """As with many rows: several blocks of queries and of keys, the last ones filled up."""
+    blocks = {"block_q": 8, "block_kv": 8}
+    monkeypatch.setattr(sequence, "blocks_of_ranks", lambda *_, **__: blocks)
+    check(case, draw(case))
+
+
+@pytest.mark.parametrize("cycles", [None, "direct"])
+def test_float64(cycles):
+    case = Case("hamilton", 3, 5, cycles=cycles, documents="segments", dtype="float64")
+    with jax.enable_x64(True):
+        check(case, draw(case))
 
 
 def test_one_program_serves_all_batches_and_repeats_bit_for_bit():
@@ -137,6 +161,8 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         ),
         ("hamilton", {"cycles": ((0, 1, 2), (1, 2, 0))}, ONE_LINK_TWICE),
         ("hamilton", {"cycles": ()}, "got 0 cycles for 3 ranks"),
+        ("hamilton", {"num_ranks": 1, "cycles": ((0, 1),)}, "cycles"),
+        ("ring", {"window": 2.5}, "window is 2.5 with causal=True"),
     ],
 )
 def test_options_refused(algorithm, options, message):
@@ -154,6 +180,7 @@ def test_options_refused(algorithm, options, message):
         (1, lambda k: k[..., :3], ValueError, "hamilton_attention: "),
         (1, lambda k: k.astype(jnp.bfloat16), TypeError, "hamilton_attention: "),
         (0, lambda q: q[:, :, [0, 0, 0]], ValueError, "N must be a multiple of K"),
+        (0, lambda q: q[:, :, :1], ValueError, "1 query heads cannot share 2 KV heads"),
         (4, lambda ids: ids.astype(np.float32), TypeError, "segment_ids has dtype float32"),
         (5, lambda at: at[:, ::2], ValueError, r"positions has shape \(1, 2\) but q has B, T = "),
     ],

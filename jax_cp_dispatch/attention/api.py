@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from jax_cp_dispatch.attention.balanced import balanced_attention
 from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
+from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
 HostOrDevice = Array | np.ndarray
@@ -102,7 +103,7 @@ def context_parallel_attention(
       layout: "contiguous": tokens are in order; "zigzag": in that of `zigzag_permutation`, and W
         divides T.
       window: with `causal`, a token attends at most that many tokens of its document.
-      plan: for "balanced", a plan for these documents (and this window), instead of segment ids.
+      plan: for "balanced", a plan for these documents and the window, instead of them.
       config: for "balanced", block size and capacities of plans made here.
       nodes: for "hamilton", see there.
       batch_axis: mesh axis over which B is sharded; each of its groups attends for itself.
@@ -119,7 +120,8 @@ def context_parallel_attention(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     axes = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check(q, k, v, mesh, axes, segment_ids, plan, layout)
+    documents = {"segment_ids": segment_ids, "positions": positions, "window": window}
+    _check(q, k, v, mesh, axes, documents, plan, layout)
     options = _Options(
         mesh,
         **axes,
@@ -134,14 +136,15 @@ def context_parallel_attention(
         implementation=implementation,
         deadline=deadline,
     )
+    _check_choice(options, plan)
     if algorithm == "auto":
         options = _choose(options, q, k, segment_ids, positions, plan)
-    _check_choice(options, plan)
+        _check_choice(options, plan)
     num_tokens = q.shape[1]
     missing = -num_tokens % options.num_ranks
     needs_ids = options.algorithm == "balanced" or missing > 0
     if needs_ids and segment_ids is None and plan is None:
-        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+        segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
     plans_here = options.algorithm == "balanced" and not is_traced and batch_axis is None
@@ -163,10 +166,16 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
             "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
         )
-    lengths = ((q.shape[1],),) * q.shape[0]
-    if segment_ids is not None:
-        positions = None if positions is None else np.asarray(positions)
-        lengths = document_lengths(np.asarray(segment_ids), positions)
+    batch_devices = 1 if options.batch_axis is None else options.mesh.shape[options.batch_axis]
+    rows = q.shape[0] // batch_devices  # those of the first group stand for all
+    lengths = ((q.shape[1],),) * rows
+    if segment_ids is not None or positions is not None:
+        ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
+        order = slice(None)
+        if options.layout == "zigzag":
+            order = zigzag_permutation(q.shape[1], options.num_ranks, inverse=True)
+        places = None if positions is None else np.asarray(positions)[:rows, order]
+        lengths = document_lengths(np.asarray(ids)[:rows, order], places)
     head_devices = 1 if options.head_axis is None else options.mesh.shape[options.head_axis]
     choice = choose_algorithm(
         lengths,
@@ -176,7 +185,7 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
         num_kv_heads=k.shape[2] // head_devices,
         head_size=q.shape[3],
         itemsize=q.dtype.itemsize,
-        **options.keywords("causal", "layout"),
+        **options.keywords("causal", "window", "layout"),
     )
     return dataclasses.replace(options, algorithm=choice.algorithm, nodes=choice.nodes)
 
@@ -185,7 +194,8 @@ def _pad(x: Any, missing: int) -> Any:
     """Tokens in segment 0 at the end, so that all ranks hold equally many."""
     if x is None or not missing:
         return x
-    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # what is known under jit stays so
+    return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 @partial(jax.jit, static_argnames="options")
@@ -229,8 +239,9 @@ def _local(options: _Options, q, k, v, plan, documents):
 
 def _check_choice(options: _Options, plan) -> None:
     """The algorithm can do what is asked of it."""
+    check_implementation(_OP, options.implementation)
     name = options.algorithm
-    if name not in ALGORITHMS:
+    if name not in (*ALGORITHMS, "auto"):
         raise ValueError(
             f"{_OP}: algorithm is {name!r}; it needs to be one of "
             f"{', '.join(map(repr, (*ALGORITHMS, 'auto')))}."
@@ -240,7 +251,7 @@ def _check_choice(options: _Options, plan) -> None:
             f"{_OP}: algorithm='balanced' plans causal attention of tokens in order; got "
             f"causal={options.causal}, layout={options.layout!r}. Choose another algorithm."
         )
-    if name != "balanced" and plan is not None:
+    if name not in ("balanced", "auto") and plan is not None:
         raise ValueError(
             f"{_OP}: got a plan with algorithm={name!r}; only 'balanced' follows a plan. Pass "
             "segment_ids instead."
@@ -251,7 +262,7 @@ def _check_choice(options: _Options, plan) -> None:
         )
 
 
-def _check(q, k, v, mesh, axes, segment_ids, plan, layout) -> None:
+def _check(q, k, v, mesh, axes, documents, plan, layout) -> None:
     for keyword, name in axes.items():
         if name is not None and name not in mesh.axis_names:
             raise ValueError(
@@ -277,8 +288,13 @@ def _check(q, k, v, mesh, axes, segment_ids, plan, layout) -> None:
                 f"{_OP}: {dim} is {size} but mesh axis {name!r} has {mesh.shape[name]} devices, "
                 "which must divide it. Pad the arrays (segment 0 is padding), or use another mesh."
             )
-    if plan is not None and segment_ids is not None:
-        raise ValueError(f"{_OP}: got both plan and segment_ids; pass one of them.")
+    for name, x in documents.items():
+        if plan is not None and x is not None:
+            raise ValueError(
+                f"{_OP}: got both plan and {name}; pass one of them. A plan is made for documents, "
+                "and for a window."
+            )
+    segment_ids = documents["segment_ids"]
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
         raise ValueError(
             f"{_OP}: segment_ids has shape {segment_ids.shape} but q has B, T = {q.shape[:2]}; "

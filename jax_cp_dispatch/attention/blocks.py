@@ -43,8 +43,9 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     dtype = accumulator(q)
     # Constant ranges are common, and XLA takes seconds to fold what follows from them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
+    kv_start, kv_end = (x.astype(jnp.promote_types(x.dtype, jnp.int32)) for x in (kv_start, kv_end))
     if options.window is not None:
-        kv_end = jnp.maximum(kv_end.astype(jnp.promote_types(kv_end.dtype, jnp.int32)), 0)
+        kv_end = jnp.maximum(kv_end, 0)
         kv_start = jnp.maximum(kv_start, kv_end - options.window)
     start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
     end = jnp.clip(kv_end, 0, S).astype(jnp.int32)

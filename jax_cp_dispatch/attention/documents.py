@@ -38,5 +38,5 @@ def attended_tokens(
     if causal:
         end = jnp.broadcast_to(token + 1, shape)
         if window is not None:
-            start = jnp.maximum(start, end - window)
+            start = jnp.maximum(start, end - min(window, num_tokens))
     return jnp.where(live, start, 0), jnp.where(live, end, 0)

@@ -71,10 +71,12 @@ def hamilton_attention(
 
 
 def hamilton_schedule(
-    num_ranks: int, nodes: int | None, cycles: CycleRows | str | None
+    num_ranks: int,
+    nodes: int | None,
+    cycles: CycleRows | str | None,
+    op: str = "hamilton_attention",
 ) -> Cycles | Direct:
-    """The schedule that the arguments of `hamilton_attention` name."""
-    op = "hamilton_attention"
+    """The schedule that the arguments of `hamilton_attention`, or of its profile, name."""
     if nodes is not None and (nodes < 1 or num_ranks % nodes):
         raise ValueError(
             f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
@@ -87,6 +89,8 @@ def hamilton_schedule(
     if cycles is not None and nodes is not None:
         raise ValueError(f"{op}: got both nodes and cycles; pass one of them.")
     if num_ranks == 1:
+        if cycles is not None and not is_direct:
+            check_cycles(cycles, num_ranks, op=op)
         return Cycles(((0,),))
     if nodes not in (None, 1):
         return _two_level(num_ranks // nodes, nodes)

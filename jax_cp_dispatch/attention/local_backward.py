@@ -39,7 +39,7 @@ def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
         dtype = accumulator(q)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
     of = cut_operands(options, q, k, v, kv_start, kv_end)
-    outcome = cut_outcome(options, of.used, out, lse, dout, dlse, K)
+    outcome = cut_outcome(options, of.q.dtype, of.used, out, lse, dout, dlse, K)
     dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
     dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
     return finish_dq(options, dq, q.shape, K), dk, dv
@@ -56,10 +56,9 @@ class Outcome(NamedTuple):
     delta: Array  # [B*K, nq, G*block_q]
 
 
-def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
-    """Of `local_attention_backward`'s arguments; gradients are zero where `used` `[B, T]` is not."""
-    dtype = accumulator(out)
-    dout, lse = dout.astype(dtype), jnp.swapaxes(lse, 1, 2)
+def cut_outcome(options, dtype, used, out, lse, dout, dlse, num_groups) -> Outcome:
+    """Of arguments of `local_attention_backward`; no gradients where `used`, `[B, T]`, is not."""
+    dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
     delta = jnp.sum(dout * out.astype(dtype), axis=-1)
     if dlse is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 _VECTOR = 8  # rows
 # Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread
@@ -48,27 +49,41 @@ def check(
             f"{name}: k and v have shapes {k.shape} and {v.shape}, but q of shape {q.shape} needs "
             f"[{B}, S, K, {H}] and [{B}, S, K, Hv]."
         )
-    if K == 0 or N % K:
+    if K == 0 or N == 0 or N % K:
         raise ValueError(
             f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."
         )
+    if H == 0:
+        raise ValueError(f"{name}: heads of q and k have size 0; they need one feature at least.")
     if kv_start.shape != (B, T) or kv_end.shape != (B, T):
         raise ValueError(
             f"{name}: kv_start and kv_end have shapes {kv_start.shape} and {kv_end.shape}, but q "
             f"of shape {q.shape} needs one range per query row, [{B}, {T}]."
         )
+    scale = _number(name, "scale", scale)
+    logit_soft_cap = _number(name, "logit_soft_cap", logit_soft_cap)
     if logit_soft_cap is not None and not logit_soft_cap > 0:
         raise ValueError(f"{name}: logit_soft_cap is {logit_soft_cap}, but must be > 0, or None.")
     for what, number in (("window", window), ("block_q", block_q), ("block_kv", block_kv)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {what} is {number}, but must be >= 1, or None.")
+        if number is not None and not (isinstance(number, (int, np.integer)) and number >= 1):
+            raise ValueError(f"{name}: {what} is {number}, but must be an integer >= 1, or None.")
     return Options(
-        scale=H**-0.5 if scale is None else float(scale),
-        logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
+        scale=H**-0.5 if scale is None else scale,
+        logit_soft_cap=logit_soft_cap,
         window=None if window is None else min(int(window), 2**31 - 1),
         block_q=block_q or even_block(T, max(128, _BLOCK // (N // K))),
         block_kv=block_kv or even_block(S, _BLOCK),
     )
+
+
+def _number(name, what, value) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}: {what} is {value!r}, but must be a number that is known when the program is "
+            "traced, or None."
+        ) from None
 
 
 def blocks_of_ranks(num_queries, num_keys, heads_per_group, *, rows) -> dict[str, int]:
@@ -77,7 +92,7 @@ def blocks_of_ranks(num_queries, num_keys, heads_per_group, *, rows) -> dict[str
     They keep all cores busy between them, so a product need not feed several threads; small blocks
     stay in the caches and follow the ranges closely. `rows` are those of a query block's matrix.
     """
-    block_q = max(64, rows // heads_per_group)
+    block_q = max(64, rows // max(1, heads_per_group))
     return {"block_q": even_block(num_queries, block_q), "block_kv": even_block(num_keys, 128)}
 
 

@@ -152,8 +152,9 @@ def hamilton_attention_profile(
     **options: Any,
 ) -> AttentionProfile:
     """Times `hamilton_attention`; see `ring_attention_profile`."""
-    stopwatch = _stopwatch("hamilton_attention_profile", mesh, axis_name, repeats)
-    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles)
+    op = "hamilton_attention_profile"
+    stopwatch = _stopwatch(op, mesh, axis_name, repeats)
+    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles, op)
     return _profile("hamilton_attention", schedule, True, stopwatch, (q, k, v), **options)
 
 

@@ -62,8 +62,8 @@ class Rotation:
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
 
     def cut_outcome(self, start, end, out, lse, dout) -> Outcome:
-        used = start < end
-        return cut_outcome(self.options, used, out, lse, dout, None, self.num_groups)
+        operands = start < end, out, lse, dout, None
+        return cut_outcome(self.options, lse.dtype, *operands, self.num_groups)
 
     def bring(self, own, held, step):
         """The chunks of the next step."""

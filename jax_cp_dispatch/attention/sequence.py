@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -53,7 +54,8 @@ class Sequence:
                 f"{op}: layout is {self.layout!r}; it needs to be one of "
                 f"{', '.join(map(repr, LAYOUTS))}."
             )
-        if self.window is not None and not (self.causal and self.window >= 1):
+        is_count = isinstance(self.window, (int, np.integer)) and self.window >= 1
+        if self.window is not None and not (self.causal and is_count):
             raise ValueError(
                 f"{op}: window is {self.window} with causal={self.causal}; a window counts the "
                 "tokens up to the query, at least 1, and needs causal=True."

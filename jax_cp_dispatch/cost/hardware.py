@@ -37,6 +37,7 @@ class Hardware:
     rails: int = 1
     rail_bandwidth: int | float = 0.0
     rail_latency: int | float = 0.0
+    cores: int = 1
 
     def __post_init__(self) -> None:
         if self.topology not in typing.get_args(Topology):
@@ -106,7 +107,11 @@ HARDWARE = {
         _H100, matmul_flops=400e12, link_bandwidth=48e9, topology="full_mesh"
     ),
     "cpu": Hardware(
-        matmul_flops=130e9, link_bandwidth=5e9, link_latency=100e-6, topology="shared_memory"
+        matmul_flops=90e9,
+        link_bandwidth=7e9,
+        link_latency=100e-6,
+        topology="shared_memory",
+        cores=2,
     ),
 }
 """Machines to start from; change them with `dataclasses.replace`.
@@ -124,6 +129,6 @@ pytorch/benchmark#2391: 614 TFLOP/s at 8K tokens, 621 at 16K).
 and 3.4 µs for a step over NVLink or 9.6 µs over the network.
 [4] DGX H100 user guide: eight ConnectX-7, one per GPU.
 [5] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
-[6] 8 virtual devices, float32: `benchmarks/results`, latency (dispatch) and growth (ppermute);
-blockwise attention at 65 % of the rate of a matrix product.
+[6] 8 virtual devices, float32: `benchmarks/results`, latency (dispatch), exchange (ring, 1 MB) and
+attention (zigzag, one document, forward and backward).
 """

@@ -132,7 +132,8 @@ def step_costs(
         )
     compute = _compute_seconds(algorithm, workload, hardware, backward)
     if algorithm == "balanced":
-        sent = _balanced_bytes(workload, moved_tokens, backward)
+        shared = hardware.topology == "shared_memory"
+        sent = _balanced_bytes(workload, moved_tokens, backward, copies_all=shared)
         compute = np.array([0.0, *compute, 0.0])
     else:
         others = workload.num_ranks - 1
@@ -158,7 +159,7 @@ def step_costs(
 @functools.lru_cache(maxsize=2)  # both placements of one workload serve all algorithms
 def _pairs(workload: Workload, *, zigzag: bool) -> Int64[np.ndarray, "num_ranks num_ranks"]:
     """`rank_pairs` of all batch rows together."""
-    placed = {"causal": workload.causal, "zigzag": zigzag}
+    placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
     sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
     return np.stack([rank_pairs(row, **sizes, **placed) for row in workload.rows]).sum(0)
 
@@ -176,8 +177,11 @@ def _compute_seconds(
         work = pairs.sum(1)[None]
     else:
         work = pairs[rank, (rank - rank[:, None]) % n]  # [step, rank]: keys of rank - step
-    # Shared cores: `matmul_flops` is the rate at which the ranks' work is done together.
-    decisive = work.sum(1) if hardware.topology == "shared_memory" else work.max(1)
+    decisive = work.max(1)
+    if hardware.topology == "shared_memory":
+        # Ranks share the cores evenly; when fewer are left than cores, some cores have nothing.
+        left = np.maximum(np.arange(n, 0, -1), hardware.cores)
+        decisive = (np.diff(np.sort(work, axis=1), axis=1, prepend=0) * left).sum(1)
     flops_per_pair = attention_flops(
         1, num_heads=workload.num_heads, head_size=workload.head_size, backward=backward
     )
@@ -197,7 +201,8 @@ def _exchange_seconds(
             hardware.exchange_seconds(num_bytes, num_ranks=n, outside=int(m < n)),
         )
     if algorithm == "hamilton_nodes" and m < n:
-        num_chunks, inside, outside = m, m - 1, 1
+        num_chunks = m - (m in (3, 5))  # see `two_level_maps`
+        inside, outside = num_chunks - 1, 1
     else:  # something to every other rank
         num_chunks, inside, outside = n - 1, m - 1, n - m
     return hardware.exchange_seconds(
@@ -206,13 +211,26 @@ def _exchange_seconds(
 
 
 def _balanced_bytes(
-    workload: Workload, moved_tokens: tuple[int | float, int | float] | None, backward: bool
+    workload: Workload,
+    moved_tokens: tuple[int | float, int | float] | None,
+    backward: bool,
+    *,
+    copies_all: bool,
 ) -> list[int | float]:
-    """Bytes that each rank sends before, during and after the attention of a balanced plan."""
+    """Bytes that each rank sends before, during and after the attention of a balanced plan.
+
+    With `copies_all` rows that stay count as well, and six times: all are copied to windows, and
+    from there into blocks, in memory that is fresh for every call. (Fits what was measured; other
+    algorithms keep blocks, of their own tokens only.)
+    """
     q, kv = moved_tokens or _estimated_moves(workload)
+    times = 1
+    if copies_all:
+        q, kv, times = q + workload.rows_per_rank, kv + workload.rows_per_rank, 6
+    q_bytes, kv_bytes = times * workload.q_bytes(q), times * workload.kv_bytes(kv)
     if backward:  # dO goes out; dQ, and dK and dV in float32, come home
-        return [workload.q_bytes(q), 0.0, workload.q_bytes(q) + workload.kv_bytes(kv, itemsize=4)]
-    return [workload.q_bytes(q) + workload.kv_bytes(kv), 0.0, workload.q_bytes(q)]
+        return [q_bytes, 0.0, q_bytes + times * workload.kv_bytes(kv, itemsize=4)]
+    return [q_bytes + kv_bytes, 0.0, q_bytes]
 
 
 def _estimated_moves(workload: Workload) -> tuple[float, float]:
@@ -232,7 +250,9 @@ def _estimated_moves(workload: Workload) -> tuple[float, float]:
         lengths = np.array(row, float)
         starts = np.concatenate([[0], lengths.cumsum()])
         cuts = np.arange(n) * tokens
-        kv += (cuts - starts[np.searchsorted(starts, cuts, "right") - 1]).sum()
-        shares = lengths**2 / (2 if workload.causal else 1) / max(work.mean(), 1)
-        kv += (lengths * shares)[shares > 1].sum()
+        seen = np.inf if workload.window is None else workload.window
+        kv += np.minimum(cuts - starts[np.searchsorted(starts, cuts, "right") - 1], seen).sum()
+        reach = np.minimum(lengths, seen)
+        shares = lengths * reach / (2 if workload.causal else 1) / max(work.mean(), 1)
+        kv += (reach * shares)[shares > 1].sum()
     return float(q), float(min(kv / n, (n - 1) * workload.rows_per_rank))

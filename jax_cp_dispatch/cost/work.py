@@ -21,6 +21,7 @@ class Workload:
       causal: a query sees the keys up to its own position, else all keys of its document.
       lengths: tokens of the documents of each batch row, in order; what is missing to the end is
         padding. None: one batch row that is one document.
+      window: with `causal`, a query sees at most that many keys, its own the last; None: all.
     Raises:
       ValueError: the documents of a batch row are longer than the row.
     """
@@ -33,6 +34,7 @@ class Workload:
     itemsize: int
     causal: bool = True
     lengths: tuple[tuple[int, ...], ...] | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.num_ranks * self.tokens_per_rank
@@ -65,7 +67,13 @@ class Workload:
 
 
 def rank_pairs(
-    lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, causal: bool, zigzag: bool
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    causal: bool,
+    zigzag: bool,
+    window: int | None = None,
 ) -> Int64[np.ndarray, "num_ranks num_ranks"]:
     """Query-key pairs of each rank's queries (rows) with each rank's keys (columns).
 
@@ -78,6 +86,7 @@ def rank_pairs(
       tokens_per_rank: tokens of one rank.
       causal: count the pairs with k <= q, else all pairs of a document.
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
+      window: with `causal`, count only the pairs with q - k < window.
     Returns:
       Pairs that the mask lets through.
     """
@@ -88,15 +97,25 @@ def rank_pairs(
     first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
     blocks = np.zeros((2 * num_ranks, 2 * num_ranks), np.int64)
     inside = last == first + 1  # documents in one block, usually most of them
-    whole = sizes * (sizes + 1) // 2 if causal else sizes**2
+
+    def triangle(q, k):
+        """Pairs with query < q and key < k, and key <= query: a triangle, then rows of k."""
+        both = np.minimum(q, k)
+        return both * (both + 1) // 2 + (q - both) * both
+
+    def pairs(q, k):
+        """With query < q and key < k, of one document."""
+        if not causal:
+            return q * k
+        # What the window leaves out is a triangle that begins so many queries later.
+        return triangle(q, k) - (0 if window is None else triangle(np.maximum(q - window, 0), k))
+
+    whole = pairs(sizes, sizes)
     np.add.at(blocks, (first[inside], first[inside]), whole[inside])
     for i in np.flatnonzero(~inside):
         q = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i])[:, None] - starts[i]
-        k = q.T
-        below = np.minimum(q, k)  # causal: a triangle, then rows of k pairs
-        below = below * (below + 1) // 2 + (q - below) * below if causal else q * k
         span = slice(first[i], last[i])
-        blocks[span, span] += np.diff(np.diff(below, axis=0), axis=1)
+        blocks[span, span] += np.diff(np.diff(pairs(q, q.T), axis=0), axis=1)
     rank = np.arange(num_ranks)
     held = (rank, 2 * num_ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
     order = np.stack(held, axis=1).reshape(-1)

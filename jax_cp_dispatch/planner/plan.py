@@ -144,7 +144,7 @@ def plan_attention(
         stands in two separate runs of one batch row, or a capacity is too small.
     """
     grid = _check_shapes(segment_ids, positions, world_size, config)
-    if window is not None and window < 1:
+    if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
         raise ValueError(f"plan_attention: window is {window}; it needs to be at least 1, or None.")
     if isinstance(segment_ids, jax.core.Tracer) or isinstance(positions, jax.core.Tracer):
         assignment = assign(_int32(segment_ids), _int32(positions), grid=grid, window=window)

@@ -69,8 +69,9 @@ def assign(
     """Gives each block a rank, and each key block a row at every rank that needs it."""
     starts = document_starts(segment_ids, positions)
     if window is not None:  # from here on, a document starts where the window does
-        column = jnp.arange(starts.shape[1], dtype=jnp.int32)
-        starts = jnp.where(starts >= 0, jnp.maximum(starts, column + 1 - window), -1)
+        num_tokens = starts.shape[1]
+        first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32) - min(window, num_tokens)
+        starts = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
     first, cost, shift = block_ranges(starts, grid)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0

@@ -1,0 +1,73 @@
+"""`choose_algorithm` and the lengths it is told."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jax_cp_dispatch import choose_algorithm, document_lengths
+from jax_cp_dispatch.cost import HARDWARE, predict
+
+SIZES = {
+    "tokens_per_rank": 8192,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "itemsize": 2,
+}
+
+
+def choose(lengths, num_ranks=8, hardware="h100", **options):
+    hardware = HARDWARE[hardware]
+    return choose_algorithm(lengths, num_ranks=num_ranks, hardware=hardware, **SIZES, **options)
+
+
+@pytest.mark.parametrize(
+    "lengths, options, expected",
+    [
+        ([[512] * 128], {}, ("balanced", None)),
+        (None, {"window": 256}, ("balanced", None)),
+        (None, {"layout": "zigzag"}, ("zigzag", None)),
+        (None, {"layout": "zigzag", "hardware": "mi300x"}, ("hamilton", None)),
+        (None, {"causal": False}, ("ring", None)),
+        ([[65536]], {"causal": False, "hardware": "cpu"}, ("ring", None)),
+        (None, {"hardware": "cpu"}, ("zigzag", None)),
+    ],
+)
+def test_choices(lengths, options, expected):
+    choice = choose(lengths, **options)
+    assert (choice.algorithm, choice.nodes) == expected, choice.reason
+    assert choice.reason.startswith(f"{choice.algorithm}: predicted forward and backward: ")
+
+
+def test_rows_in_another_order_change_nothing():
+    rows = [[100, 8092, 20000], [65536], [1] * 500]
+    assert choose(rows) == choose(rows[::-1])
+
+
+def test_of_times_that_are_close_the_best_balanced_one_is_chosen(monkeypatch):
+    """Within 3 %; and of equally balanced ones the simplest."""
+
+    def predicted(ring, zigzag, hamilton):
+        def near(workload, **options):
+            found = predict(workload, **options)
+            for name, (total, imbalance) in zip(
+                ("ring", "zigzag", "hamilton"), (ring, zigzag, hamilton), strict=True
+            ):
+                found[name] = dataclasses.replace(found[name], total=total, imbalance=imbalance)
+            return found
+
+        monkeypatch.setattr("jax_cp_dispatch.attention.choose.predict", near)
+        return choose(None, causal=False).algorithm
+
+    assert predicted((1.0, 1.0), (1.0, 1.0), (0.98, 1.0)) == "ring"
+    assert predicted((1.0, 1.2), (1.02, 1.0), (1.02, 1.0)) == "zigzag"
+    assert predicted((1.0, 1.2), (1.04, 1.0), (1.05, 1.0)) == "ring"
+
+
+def test_document_lengths():
+    """Padding, also in the middle, counts token by token; positions tell documents apart."""
+    ids = np.array([[1, 1, 2, 0, 0, 2], [3, 3, 3, -1, -1, 5]])
+    assert document_lengths(ids) == ((2, 1, 1, 1, 1), (3, 1, 1, 1))
+    positions = np.array([[0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])
+    assert document_lengths(ids, positions) == ((2, 1, 1, 1, 1), (2, 1, 1, 1, 1))

@@ -1,0 +1,112 @@
+"""Every algorithm from global arrays: lengths that do not divide, and axes of batch and heads.
+
+`test_balanced_attention.py` has "balanced" on all kinds of meshes, and what is refused.
+"""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from sequences import QUICKLY, Case, check, draw
+
+from jax_cp_dispatch import PlanConfig, context_parallel_attention, zigzag_permutation
+from jax_cp_dispatch.attention import api
+
+T = 14
+
+
+def program(mesh, **options):
+    """`(q, k, v, g, segment_ids, positions) -> (out, dq, dk, dv)`; documents may be concrete."""
+
+    def run(q, k, v, g, segment_ids, positions):
+        documents = {"segment_ids": segment_ids, "positions": positions}
+
+        @partial(jax.jit, compiler_options=QUICKLY)
+        def both(q, k, v, g):
+            attend = partial(
+                context_parallel_attention, mesh=mesh, axis_name=AXIS, **documents, **options
+            )
+            out, pull_back = jax.vjp(attend, q, k, v)
+            return out, *pull_back(g)
+
+        return both(q, k, v, g)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "algorithm, options",
+    [
+        ("balanced", {"window": 5, "config": PlanConfig(block=2)}),
+        ("ring", {"window": 5, "scale": 0.3}),
+        ("zigzag", {"logit_soft_cap": 2.0}),
+        ("hamilton", {"causal": False}),
+        ("auto", {"window": 3}),
+    ],
+)
+def test_equals_dense_attention(algorithm, options):
+    """Three ranks do not divide the tokens. (A plan wants one run of tokens for each id.)"""
+    told = {name: x for name, x in options.items() if name != "config"}
+    documents = "segments" if algorithm in ("balanced", "auto") else "both"
+    case = Case("ring", 1, T, documents=documents, batch=2, heads=(4, 2), **told)
+    check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
+
+
+def test_axes_of_batch_and_heads():
+    case = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))
+    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
+    axes = {"batch_axis": "data", "head_axis": "model"}
+    check(case, draw(case), program(mesh, algorithm="hamilton", **axes))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("told_by", ["segments", "positions"])
+def test_auto_sees_the_documents(layout, told_by, monkeypatch):
+    """In the order of the sequence, those of one group of the batch, and the window."""
+    lengths = ((5, 1, 6), (3, 9))
+    rows = [[(n, at) for n, length in enumerate(row) for at in range(length)] for row in lengths]
+    segment_ids, positions = np.moveaxis(np.array(rows), -1, 0)
+    order = zigzag_permutation(12, 2) if layout == "zigzag" else np.arange(12)
+    documents = {
+        "segment_ids": None if told_by == "positions" else (segment_ids + 1)[:, order],
+        "positions": None if told_by == "segments" else positions[:, order],
+    }
+    seen = {}
+
+    def choose(lengths, **options):
+        seen.update(options, lengths=lengths)
+        return original(lengths, **options)
+
+    original = api.choose_algorithm
+    monkeypatch.setattr(api, "choose_algorithm", choose)
+    x = np.ones((4, 12, 2, 8), np.float32)
+    documents = {key: None if y is None else np.tile(y, (2, 1)) for key, y in documents.items()}
+    mesh = permuted_mesh((2, 2), ("data", AXIS))
+    options = {"layout": layout, "window": 4, "batch_axis": "data"}
+    attend = partial(context_parallel_attention, mesh=mesh, axis_name=AXIS, algorithm="auto")
+    jax.eval_shape(partial(attend, **documents, **options), x, x, x)
+    assert seen["lengths"] == lengths
+    assert (seen["window"], seen["layout"], seen["tokens_per_rank"]) == (4, layout, 6)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"nodes": 2}, "got nodes=2 with algorithm='auto'; they are for 'hamilton'"),
+        ({"algorithm": "ring", "plan": 1}, "got a plan with algorithm='ring'"),
+        ({"plan": 1, "window": 3}, "got both plan and window"),
+        ({"plan": 1, "positions": np.zeros((1, T), np.int32)}, "got both plan and positions"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_refused(options, message):
+    x = np.ones((1, T, 2, 8), np.float32)
+    if "plan" in options:
+        from jax_cp_dispatch import plan_attention
+
+        options["plan"] = plan_attention(np.ones((1, T), np.int32), world_size=2)
+    options = {"algorithm": "auto", **options}
+    with pytest.raises(ValueError, match=message):
+        context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, **options)
