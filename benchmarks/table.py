@@ -142,7 +142,7 @@ def attention() -> list[str]:
     def cell(method: str, column: tuple[str, str]) -> str:
         row = by_place.get((method, *column))
         if row is None or "ms" not in row:
-            return "–" if row is None else "does not fit"
+            return "–" if row is None else row["why_not"]
         text = f"{row['ms']:.0f} ({row['of_matmul']:.2f})"
         return f"**{text}**" if row["chosen"] else text
 
@@ -156,6 +156,25 @@ def attention() -> list[str]:
         "|---|" + "---:|" * len(columns),
     ]
     lines += [cells(method, *(cell(method, column) for column in columns)) for method in methods]
+    grown = load("attention_growth")
+    picture = "![Time and memory of attention](docs/images/attention_growth.svg)"
+    return [*lines, "", f"({origin(result)})", "", picture, "", f"({origin(grown)})"]
+
+
+def local_attention() -> list[str]:
+    result = load("local_attention")
+    lines = [
+        "**Local attention**, one device, 8192 tokens, 8 heads of 64: one causal document, and "
+        "documents of 1024 tokens. Counted FLOPs as a share of the rate of a float32 matrix "
+        "product; and how many times faster than `jax.nn.dot_product_attention` with a mask.",
+        "",
+        cells("", "", "seconds", "of matmul", "of the dense way"),
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        what = f"{row['case']}, {row['dtype']}", row["pass"].replace("_", " and ")
+        dense = f"{row['times_faster']} ×" if "times_faster" in row else "–"
+        lines.append(cells(*what, row["seconds"], row["share_of_float32_matmul"], dense))
     return [*lines, "", f"({origin(result)})"]
 
 
@@ -184,7 +203,7 @@ def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    sections = (attention, exchange, movement, latency, growth, metadata, balance)
+    sections = (attention, local_attention, exchange, movement, latency, growth, metadata, balance)
     table = "\n".join(line for section in sections for line in (*section(), ""))
     readme.write_text(f"{before}{BEGIN}{table}{END}{after}")
 

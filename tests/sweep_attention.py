@@ -3,8 +3,9 @@
     python tests/sweep_attention.py --programs 60 --seed 1
 
 Every number of ranks (1 to 9 and 16) with every algorithm, layout and mask, in random order;
-documents, lengths, heads, dtype, implementation and the rest are drawn for each. Prints the worst
-errors, relative to the largest entry; exits with 1 if one exceeds the tolerance or does not run.
+documents, lengths, heads, dtype, implementation and the rest are drawn for each, for half of them
+blocks of few rows, so that there are many. Prints the worst errors, relative to the largest entry;
+exits with 1 if one exceeds the tolerance or does not run.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import itertools
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
 
+from jax_cp_dispatch.attention import sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 NUM_RANKS = (*range(1, 10), 16)
@@ -64,6 +67,14 @@ def draw_case(rng, num_ranks, name, layout, mask):
     )
 
 
+def blocks(rng):
+    """Those that are chosen for the rows, or small ones."""
+    if rng.integers(2):
+        return mock.patch.object(sequence, "blocks_of_ranks", sequence.blocks_of_ranks)
+    sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}
+    return mock.patch.object(sequence, "blocks_of_ranks", lambda *_, **__: sizes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many more programs; see above.")
     parser.add_argument("--programs", type=int, help="of 360; all if not given")
@@ -79,7 +90,9 @@ def main() -> int:
     for number, case in enumerate(cases, 1):
         try:
             operands = draw(case, number)
-            errors = relative_errors(run(case, operands), dense(case, operands))
+            with blocks(rng):
+                got = run(case, operands)
+            errors = relative_errors(got, dense(case, operands))
         except Exception as error:
             failures.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
             print(failures[-1], flush=True)

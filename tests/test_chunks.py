@@ -152,6 +152,8 @@ def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
         assert found[name].num_ranks == num_ranks
         np.testing.assert_array_equal(source[:, 0], np.repeat(ranks, C, axis=1), err_msg=name)
         np.testing.assert_array_equal(chunk[:, 0], 0 * ranks + np.arange(C), err_msg=name)
+        of_step = np.sort(chunk, axis=-1)  # one of each number, as `most_tokens` counts
+        np.testing.assert_array_equal(of_step, np.broadcast_to(np.arange(C), of_step.shape))
         every = np.sort((source * C + chunk).reshape(num_ranks, -1))
         np.testing.assert_array_equal(every, 0 * ranks + np.arange(num_ranks * C), err_msg=name)
 
@@ -185,7 +187,7 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
         cut = jnp.stack([chunking.cut(jnp.float32(x)) for x in own])
         source, chunk = slots.T
         held, holding = cut[source, chunk], chunking.holding(source, chunk)
-        rows = holding.in_order(held, chunking.num_rows + 3)
+        rows = holding.in_order(held, num_chunks * chunking.chunk_rows + 3)
         is_token = jnp.arange(rows.shape[1])[:, None] < tokens.size
         back = holding.in_slots(jnp.where(is_token, rows + 1, jnp.nan))
         same = jnp.all(chunking.uncut(cut[0], 1) == own[0])
@@ -202,6 +204,23 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
     for i in np.ndindex(start.shape):
         inside = (tokens >= start[i]) & (tokens < end[i])
         np.testing.assert_array_equal(tokens[first[i] : last[i]], tokens[inside])
+
+
+@pytest.mark.parametrize("make", PLACEMENTS)
+@pytest.mark.parametrize("num_ranks", [1, 3, 4, 8])
+@pytest.mark.parametrize("per_rank", [1, 6, 13])
+def test_most_tokens_of_a_step(make, num_ranks, per_rank):
+    """No schedule holds more at any rank and step; with equal blocks all hold as many."""
+    placement = make(num_ranks, per_rank)
+    for name, schedule in schedules(num_ranks).items():
+        chunking = Chunking(placement, schedule.num_chunks)
+        held = lambda rank, step, s=schedule, c=chunking: c.holding(
+            *s.held(rank, step)
+        ).length.sum()
+        tokens = tabulate(num_ranks, {name: of})[name].sum(-1)
+        assert tokens.max() <= chunking.most_tokens, name
+        if len(set(placement.lengths.flat)) == 1:
+            assert (tokens == per_rank).all() and chunking.most_tokens == per_rank, name
 
 
 # ---- Work.

@@ -97,6 +97,29 @@ def test_exchange_comes_before_attention(case, num_chunks):
     assert order == ["dispatch", *by_xla, "while"]
 
 
+@pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
+def test_exchanges_of_the_backward_pass(case, num_chunks):
+    """Keys n - 1 times, gradients n times; in the loop both leave before the step's attention."""
+    attend, operands = program(dataclasses.replace(case, implementation="xla"))
+    q, _, v = operands
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    jaxpr = jax.make_jaxpr(lambda out, *x: jax.vjp(attend, *x)[1](out))(out, *operands).jaxpr
+    kinds = ("ppermute", "all_to_all")
+    names = lambda equations: [e.primitive.name for e in equations]
+    of_steps = [
+        (length, [name for name in names(equations) if name in (*kinds, "while")])
+        for length, equations in loops(jaxpr)
+        if set(names(equations)) & set(kinds)
+    ]
+    (forward, exchange), (backward, both) = of_steps
+    assert (forward, backward) == (case.num_ranks - 1, case.num_ranks - 2)
+    exchange.remove("while")
+    assert both == [*exchange, *exchange, "while"]
+    anywhere = sum(name in kinds for name in names(flattened(jaxpr)))
+    outside = anywhere - 3 * len(exchange)
+    assert outside == 3 * len(exchange)  # keys of step 1; gradients of the last step, and home
+
+
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_exchange_comes_before_attention_in_the_compiled_program(implementation):
     """XLA's schedule, which is what runs, keeps this order."""

@@ -1,9 +1,10 @@
 """Attention over local keys, and over a mesh axis.
 
-Everything rests on `local` (one range of keys per query) and `merge`. `balanced` moves queries and
-keys as a plan says. In `ring` and `hamilton` keys rotate: `sequence` brings rows into place,
-`rotating` makes the steps, `schedules`, `layout` and `chunks` say who holds what, and
-`communication` moves it. `choose` and `api` stand around all of them, `profile` beside.
+Everything rests on the two passes of `local` (one range of keys per query). `balanced` moves
+queries and keys as a plan says. In `ring` and `hamilton` keys rotate: `sequence` brings rows into
+place, `rotating` makes the steps, `schedules`, `layout` and `chunks` say who holds what, and
+`communication` moves it. `choose` and `api` stand around all of them, `profile` beside. `merge` is
+for steps of your own.
 """
 
 from jax_cp_dispatch.attention.api import context_parallel_attention

@@ -18,10 +18,10 @@ from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, docum
 from jax_cp_dispatch.attention.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
-HostOrDevice = Array | np.ndarray
 _OP = "context_parallel_attention"
 
 
@@ -269,11 +269,7 @@ def _check(q, k, v, mesh, axes, documents, plan, layout) -> None:
                 f"{_OP}: {keyword} is {name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
                 "Name one of these, or pass the mesh that has it."
             )
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"{_OP}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T."
-        )
+    check_rows(_OP, q, k, v, documents["segment_ids"], documents["positions"])
     dims = [
         ("B", q.shape[0], "batch_axis"),
         ("N", q.shape[2], "head_axis"),
@@ -294,12 +290,6 @@ def _check(q, k, v, mesh, axes, documents, plan, layout) -> None:
                 f"{_OP}: got both plan and {name}; pass one of them. A plan is made for documents, "
                 "and for a window."
             )
-    segment_ids = documents["segment_ids"]
-    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
-        raise ValueError(
-            f"{_OP}: segment_ids has shape {segment_ids.shape} but q has B, T = {q.shape[:2]}; "
-            "they need to be equal."
-        )
     if plan is not None and plan.world_size != mesh.shape[axes["axis_name"]]:
         raise ValueError(
             f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local_options import blocks_of_ranks
+from jax_cp_dispatch.attention.sequence import check_rows
 from jax_cp_dispatch.dispatch import (
     DEFAULT_DEADLINE,
     AxisName,
@@ -88,11 +89,7 @@ def balanced_attention(
       TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
-    if q.ndim != 4 or k.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"balanced_attention: q has shape {q.shape} and k {k.shape}, but both need "
-            "[B, T, heads, features] with the same B and T, the rows of this rank."
-        )
+    check_rows("balanced_attention", q, k, v)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_cp_dispatch.attention.layout import Placement
@@ -35,9 +36,11 @@ class Chunking(NamedTuple):
         return self.placement.num_blocks * self.piece_rows
 
     @property
-    def num_rows(self) -> int:
-        """Of all chunks that a rank holds, with what fills them up."""
-        return self.num_chunks * self.chunk_rows
+    def most_tokens(self) -> int:
+        """Of one chunk of each number, whichever ranks they are from: what is held at a step."""
+        first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
+        lengths = np.clip(self.placement.lengths - first, 0, self.piece_rows)  # chunk, rank, block
+        return int(lengths.sum(2).max(1).sum())
 
     def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.placement.num_blocks
@@ -87,7 +90,7 @@ class Holding(NamedTuple):
         return tokens_before(start), tokens_before(end)
 
     def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
-        """In S = `num_rows` rows, those behind the last token with any finite content."""
+        """In S = `num_rows` rows, those behind the last token hold what some token does."""
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         if self.chunking.is_in_order:
             return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
@@ -96,7 +99,7 @@ class Holding(NamedTuple):
     def in_slots(self, x: Float[Array, "M S H"]) -> Float[Array, "C M chunk_rows H"]:
         """The way back; rows that only fill up a piece become zero."""
         if self.chunking.is_in_order:
-            x = x[:, : self.chunking.num_rows]
+            x = x[:, : self.chunking.chunk_rows]
         else:
             row, is_token = self._ordered_rows()
             x = jnp.where(is_token[:, None], x[:, row], 0)

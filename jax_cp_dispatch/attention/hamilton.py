@@ -36,7 +36,8 @@ def hamilton_attention(
     The keys and values of a rank are cut into n - 1 chunks, and each travels along a Hamiltonian
     cycle of its own; the cycles share no link. n steps with n - 1 exchanges, as in a ring, and as
     many bytes, spread over all n - 1 links of a rank. With causal attention computed in zigzag
-    layout, as `zigzag_ring_attention`: equal work for every rank at every step.
+    layout, as `zigzag_ring_attention`: equal work for every rank at every step. Where to call, the
+    derivative and what is kept for it: as `ring_attention`.
 
     Args:
       nodes: u > 1: the ranks stand in u nodes of m = n / u ranks, one node after another. Then

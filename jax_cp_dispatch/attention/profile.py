@@ -18,6 +18,7 @@ from jax_cp_dispatch.attention.local_forward import Softmax
 from jax_cp_dispatch.attention.ring import ring_schedule
 from jax_cp_dispatch.attention.schedules import Transport
 from jax_cp_dispatch.attention.sequence import (
+    HostOrDevice,
     Sequence,
     attend_sequence,
     check_rows,
@@ -30,8 +31,6 @@ from jax_cp_dispatch.cycles import CycleRows
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
 
-HostOrDevice = Array | np.ndarray
-
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
@@ -40,7 +39,7 @@ class StepProfile:
     Attributes:
       name: "to zigzag", "step t", or "from zigzag".
       communication: of the exchange that is issued in this step; 0 where there is none.
-      computation: of attending what is held, and merging.
+      computation: of attending what is held.
     """
 
     name: str
@@ -56,7 +55,8 @@ class AttentionProfile:
       algorithm: name of the function.
       total: seconds of the whole program, compiled as one, where an exchange and the computation
         of its step overlap; median.
-      steps: the same work, one step after another.
+      steps: the same exchanges and attention, one step after another. What comes before and
+        after them (ranges, cutting in blocks, dividing by the sums) is in `total` alone.
       spans: of each rank; an exchange and the computation of its step begin together, and the next
         step when the slowest rank has both.
       out: the output, from the steps.
@@ -133,7 +133,7 @@ def zigzag_ring_attention_profile(
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `zigzag_ring_attention`; see `ring_attention_profile`."""
+    """Times `zigzag_ring_attention`, forward; all else as `ring_attention_profile`."""
     stopwatch = _stopwatch("zigzag_ring_attention_profile", mesh, axis_name, repeats)
     schedule = ring_schedule(stopwatch.num_ranks)
     return _profile("zigzag_ring_attention", schedule, True, stopwatch, (q, k, v), **options)
@@ -151,7 +151,10 @@ def hamilton_attention_profile(
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `hamilton_attention`; see `ring_attention_profile`."""
+    """Times `hamilton_attention`, forward, with its `nodes` and `cycles`.
+
+    All else as `ring_attention_profile`.
+    """
     op = "hamilton_attention_profile"
     stopwatch = _stopwatch(op, mesh, axis_name, repeats)
     schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles, op)

@@ -36,13 +36,17 @@ def ring_attention(
     in reverse mode; keys and values go round again, and their gradients with them in float32 (n
     exchanges). Kept for it, per rank: q, k, v, the output, its lse, and the ranges of its rows.
 
+    Rows of padding are not read, even if they hold NaN; a NaN in a token may reach tokens of other
+    documents that are attended in the same block.
+
     Args:
       q: this rank's T rows of the sequence, of which every rank holds as many; any T.
       k: keys, of the dtype of q; K divides N.
       v: values.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       causal: a token attends what stands before it in its document, and itself; else all of it.
-      segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
+      segment_ids: the document of each token; padding is 0 (or less). None: each batch row is one
+        document.
       positions: the place of each token in its document; None if the segment ids tell documents
         apart. They are gathered from all ranks, 4 bytes a token.
       layout: how the rows of the sequence stand on the ranks: "contiguous" or "zigzag", see
@@ -95,7 +99,7 @@ def zigzag_ring_attention(
     q, k, v and out once each; with `layout="zigzag"` nothing is rearranged. Documents that do not
     span the sequence make unequal work in any fixed layout: see `balanced_attention`.
 
-    Args, Returns, Raises: as `ring_attention`.
+    Args, Returns, Raises, where to call, derivative and what is kept for it: as `ring_attention`.
     References:
       Zhu, ring-flash-attention (zigzag); Fang and Zhao, USP (arXiv:2405.07719), section 4.
     """

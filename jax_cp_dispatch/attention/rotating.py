@@ -93,7 +93,7 @@ class Rotation:
 
     def _operands(self, start, end, held, step, dtype):
         holding, block = self._holding(step), self.options.block_kv
-        num_rows = -(-self.chunking.num_rows // block) * block
+        num_rows = -(-self.chunking.most_tokens // block) * block
         start, end = holding.ranges(start, end)
         ranges = cut_ranges(self.options, start, end, self.q_shape, self.num_groups, num_rows)
         k, v = (holding.in_order(x, num_rows).astype(dtype) for x in held)

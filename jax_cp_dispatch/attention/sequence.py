@@ -26,6 +26,8 @@ from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check
 from jax_cp_dispatch.attention.rotating import Rotation, rotating_attention
 from jax_cp_dispatch.attention.schedules import Transport
 
+HostOrDevice = Array | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
@@ -82,7 +84,7 @@ class Sequence:
             place = halves_in_zigzag if self.rearranges else contiguous_placement
         (B, T, N, H), K = q.shape, k.shape[2]
         placement = place(self.num_ranks, T)
-        chunking = Chunking(placement, self.schedule.num_chunks)
+        held = Chunking(placement, self.schedule.num_chunks).most_tokens
         rows = placement.num_rows
         options = check(
             self.transport.op,
@@ -93,7 +95,7 @@ class Sequence:
             scale=self.scale,
             logit_soft_cap=self.logit_soft_cap,
             window=None,
-            **blocks_of_ranks(rows, chunking.num_rows, N // max(K, 1), rows=256),
+            **blocks_of_ranks(rows, held, N // max(K, 1), rows=256),
         )
         shape = B, rows, N, H
         return Rotation(self.schedule, placement, self.transport, options, shape, K)
@@ -196,12 +198,12 @@ def _swap_on_odd_ranks(transport: Transport, x: Array) -> Array:
     return jnp.where(lax.axis_index(transport.axis_name) % 2 == 1, x[::-1], x)
 
 
-def check_rows(op, q, k, v, segment_ids, positions) -> None:
+def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
     """One rank's arrays, or those of all, belong together."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(
             f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T, the rows of this rank."
+            "[B, T, heads, features] with equal B and T."
         )
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is None:
@@ -211,5 +213,5 @@ def check_rows(op, q, k, v, segment_ids, positions) -> None:
         if x.shape != q.shape[:2]:
             raise ValueError(
                 f"{op}: {name} has shape {x.shape} but q has B, T = {q.shape[:2]}; they need to "
-                "be equal, this rank's part of both."
+                "be equal."
             )

@@ -28,7 +28,7 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     if n <= 2:
         return [[0, 1]] if n == 2 else []
     cycles = _odd(n) if n % 2 else _even(n)
-    # CycleRows that share no link and are n - 1 use all of them.
+    # Cycles that share no link and are n - 1 use all of them.
     if len(check_cycles(cycles, n)) != n - 1:
         raise RuntimeError(f"hamiltonian_cycles: found {len(cycles)} cycles for n={n}. Report it.")
     return cycles
