@@ -214,10 +214,11 @@ def test_most_tokens_of_a_step(make, num_ranks, per_rank):
     placement = make(num_ranks, per_rank)
     for name, schedule in schedules(num_ranks).items():
         chunking = Chunking(placement, schedule.num_chunks)
-        held = lambda rank, step, s=schedule, c=chunking: c.holding(
-            *s.held(rank, step)
-        ).length.sum()
-        tokens = tabulate(num_ranks, {name: of})[name].sum(-1)
+
+        def lengths(rank, step, schedule=schedule, chunking=chunking):
+            return chunking.holding(*schedule.held(rank, step)).length
+
+        tokens = tabulate(num_ranks, {name: lengths})[name].sum(-1)
         assert tokens.max() <= chunking.most_tokens, name
         if len(set(placement.lengths.flat)) == 1:
             assert (tokens == per_rank).all() and chunking.most_tokens == per_rank, name
