@@ -11,7 +11,12 @@ import pytest
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw
 
-from jax_cp_dispatch import PlanConfig, context_parallel_attention, zigzag_permutation
+from jax_cp_dispatch import (
+    PlanConfig,
+    context_parallel_attention,
+    plan_attention,
+    zigzag_permutation,
+)
 from jax_cp_dispatch.attention import api
 
 T = 14
@@ -104,9 +109,7 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
 def test_refused(options, message):
     x = np.ones((1, T, 2, 8), np.float32)
     if "plan" in options:
-        from jax_cp_dispatch import plan_attention
-
-        options["plan"] = plan_attention(np.ones((1, T), np.int32), world_size=2)
+        options = options | {"plan": plan_attention(np.ones((1, T), np.int32), world_size=2)}
     options = {"algorithm": "auto", **options}
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, **options)

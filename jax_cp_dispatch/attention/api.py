@@ -120,8 +120,8 @@ def context_parallel_attention(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     axes = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    documents = {"segment_ids": segment_ids, "positions": positions, "window": window}
-    _check(q, k, v, mesh, axes, documents, plan, layout)
+    planned = {"segment_ids": segment_ids, "positions": positions, "window": window}
+    _check(q, k, v, mesh, axes, planned, plan, layout)
     options = _Options(
         mesh,
         **axes,
@@ -262,14 +262,14 @@ def _check_choice(options: _Options, plan) -> None:
         )
 
 
-def _check(q, k, v, mesh, axes, documents, plan, layout) -> None:
+def _check(q, k, v, mesh, axes, planned, plan, layout) -> None:
     for keyword, name in axes.items():
         if name is not None and name not in mesh.axis_names:
             raise ValueError(
                 f"{_OP}: {keyword} is {name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
                 "Name one of these, or pass the mesh that has it."
             )
-    check_rows(_OP, q, k, v, documents["segment_ids"], documents["positions"])
+    check_rows(_OP, q, k, v, planned["segment_ids"], planned["positions"])
     dims = [
         ("B", q.shape[0], "batch_axis"),
         ("N", q.shape[2], "head_axis"),
@@ -284,7 +284,7 @@ def _check(q, k, v, mesh, axes, documents, plan, layout) -> None:
                 f"{_OP}: {dim} is {size} but mesh axis {name!r} has {mesh.shape[name]} devices, "
                 "which must divide it. Pad the arrays (segment 0 is padding), or use another mesh."
             )
-    for name, x in documents.items():
+    for name, x in planned.items():
         if plan is not None and x is not None:
             raise ValueError(
                 f"{_OP}: got both plan and {name}; pass one of them. A plan is made for documents, "

@@ -38,7 +38,7 @@ class _Options:
 
     def _local(self, q, k):
         (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
-        blocks = blocks_of_ranks(T, S, N // max(K, 1), rows=128)
+        blocks = blocks_of_ranks(T, S, N, K, rows=128)
         return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap, **blocks}
 
     @property

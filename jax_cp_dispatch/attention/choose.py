@@ -163,7 +163,12 @@ def _reason(best, seconds, predictions, with_backward) -> str:
             share = prediction.exposed_communication / prediction.total
             part += f" ({share:.0%} waiting for communication)"
         parts.append(part)
-    return f"{best}: predicted {passes}: " + ", ".join(parts) + "."
+    reason = f"{best}: predicted {passes}: " + ", ".join(parts) + "."
+    if seconds[best] > min(seconds.values()):
+        reason += (
+            f" {best} is within {_CLOSE - 1:.0%} of the fastest, and better balanced or simpler."
+        )
+    return reason
 
 
 def _milliseconds(seconds: float) -> str:

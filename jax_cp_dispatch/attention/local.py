@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local_backward import backward
 from jax_cp_dispatch.attention.local_forward import forward
-from jax_cp_dispatch.attention.local_options import check
+from jax_cp_dispatch.attention.local_options import check, check_ranges
 
 
 def local_attention(
@@ -66,14 +66,13 @@ def local_attention(
         q,
         k,
         v,
-        kv_start,
-        kv_end,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
         window=window,
         block_q=block_q,
         block_kv=block_kv,
     )
+    check_ranges("local_attention", q, kv_start, kv_end)
     return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
 
 
@@ -117,14 +116,13 @@ def local_attention_backward(
         q,
         k,
         v,
-        kv_start,
-        kv_end,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
         window=window,
         block_q=block_q,
         block_kv=block_kv,
     )
+    check_ranges(name, q, kv_start, kv_end)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     for what, x, shape in (
         ("out", out, out_shape),

@@ -33,9 +33,9 @@ from jax_cp_dispatch.attention.blocks import (
 @functools.partial(jax.jit, static_argnums=0)
 def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
     """`(dq, dk, dv)` as `local_attention_backward` returns them, for operands it has checked."""
-    B, T, N, _ = q.shape
+    B, T = q.shape[:2]
     S, K = k.shape[1:3]
-    if B * T * N * S == 0:
+    if B * T * S == 0:
         dtype = accumulator(q)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
     of = cut_operands(options, q, k, v, kv_start, kv_end)

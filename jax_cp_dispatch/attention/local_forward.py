@@ -34,7 +34,7 @@ def forward(options, q, k, v, kv_start, kv_end):
     """`(out, lse)` as `local_attention` returns them, for operands that it has checked."""
     B, T, N, _ = q.shape
     S, K, Hv = v.shape[1:]
-    if B * T * N * S == 0:
+    if B * T * S == 0:
         dtype = accumulator(q)
         empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
         return tuple(vary_like(empty, q))

@@ -26,7 +26,7 @@ class Options:
 
 
 def check(
-    name, q, k, v, kv_start, kv_end, *, scale, logit_soft_cap, window, block_q, block_kv
+    name, q, k, v, *, scale, logit_soft_cap, window=None, block_q=None, block_kv=None
 ) -> Options:
     """Raises what `local_attention` documents; `name` is the function that the user called."""
     if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -34,9 +34,6 @@ def check(
             f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must all be "
             "bfloat16, float16, float32 or float64, the same. Cast them."
         )
-    for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"{name}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}, but need four axes "
@@ -55,11 +52,6 @@ def check(
         )
     if H == 0:
         raise ValueError(f"{name}: heads of q and k have size 0; they need one feature at least.")
-    if kv_start.shape != (B, T) or kv_end.shape != (B, T):
-        raise ValueError(
-            f"{name}: kv_start and kv_end have shapes {kv_start.shape} and {kv_end.shape}, but q "
-            f"of shape {q.shape} needs one range per query row, [{B}, {T}]."
-        )
     scale = _number(name, "scale", scale)
     logit_soft_cap = _number(name, "logit_soft_cap", logit_soft_cap)
     if logit_soft_cap is not None and not logit_soft_cap > 0:
@@ -76,6 +68,19 @@ def check(
     )
 
 
+def check_ranges(name, q, kv_start, kv_end) -> None:
+    """Likewise of the ranges."""
+    for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
+    B, T = q.shape[:2]
+    if kv_start.shape != (B, T) or kv_end.shape != (B, T):
+        raise ValueError(
+            f"{name}: kv_start and kv_end have shapes {kv_start.shape} and {kv_end.shape}, but q "
+            f"of shape {q.shape} needs one range per query row, [{B}, {T}]."
+        )
+
+
 def _number(name, what, value) -> float | None:
     try:
         return None if value is None else float(value)
@@ -86,13 +91,13 @@ def _number(name, what, value) -> float | None:
         ) from None
 
 
-def blocks_of_ranks(num_queries, num_keys, heads_per_group, *, rows) -> dict[str, int]:
+def blocks_of_ranks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
     """Block sizes for ranks that attend at the same time.
 
     They keep all cores busy between them, so a product need not feed several threads; small blocks
     stay in the caches and follow the ranges closely. `rows` are those of a query block's matrix.
     """
-    block_q = max(64, rows // max(1, heads_per_group))
+    block_q = max(64, rows * num_groups // max(1, num_heads))
     return {"block_q": even_block(num_queries, block_q), "block_kv": even_block(num_keys, 128)}
 
 

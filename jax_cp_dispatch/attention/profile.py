@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.local_forward import Softmax
 from jax_cp_dispatch.attention.ring import ring_schedule
-from jax_cp_dispatch.attention.schedules import Transport
+from jax_cp_dispatch.attention.schedules import Schedule, Transport
 from jax_cp_dispatch.attention.sequence import (
     HostOrDevice,
     Sequence,
@@ -174,7 +174,7 @@ def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
 
 def _profile(
     algorithm: str,
-    schedule: Any,
+    schedule: Schedule,
     zigzag: bool,
     stopwatch: Stopwatch,
     qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
@@ -265,8 +265,8 @@ def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positi
     pair, softmax = 2 * (_CHUNKS,), Softmax._make(3 * [_BLOCKS])
 
     def cut(q, k, v, start, end):
-        queries = rotation.cut_queries(q, start, end)
-        return queries, rotation.cut_keys(k, v, start, end), Softmax.of_nothing(queries, v.shape[3])
+        queries, own = rotation.cut(q, k, v, start, end)
+        return queries, own, Softmax.of_nothing(queries, v.shape[3])
 
     _, (queries, own, seen) = run(
         program(cut, 5 * [_ROWS], (_BLOCKS, pair, softmax)), q, k, v, start, end

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_cp_dispatch.attention.blocks import accumulator, cut_queries, cut_ranges
+from jax_cp_dispatch.attention.blocks import cut_queries, cut_ranges
 from jax_cp_dispatch.attention.chunks import Chunking, Holding
 from jax_cp_dispatch.attention.layout import Placement
 from jax_cp_dispatch.attention.local_backward import (
@@ -28,14 +27,14 @@ from jax_cp_dispatch.attention.local_backward import (
 )
 from jax_cp_dispatch.attention.local_forward import Softmax, attend_blocks
 from jax_cp_dispatch.attention.local_options import Options
-from jax_cp_dispatch.attention.schedules import Transport
+from jax_cp_dispatch.attention.schedules import Schedule, Transport
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """The static part of a call."""
 
-    schedule: Any  # a hashable Schedule
+    schedule: Schedule  # hashable
     placement: Placement
     transport: Transport
     options: Options
@@ -50,13 +49,11 @@ class Rotation:
     def chunking(self) -> Chunking:
         return Chunking(self.placement, self.schedule.num_chunks)
 
-    def cut_queries(self, q, start, end):
-        return cut_queries(self.options, q, start < end, self.num_groups)
-
-    def cut_keys(self, k, v, start, end):
-        """A rank's own chunks. A token that attends nothing is attended by none."""
-        used = (start < end)[:, :, None, None]
-        return tuple(self.chunking.cut(jnp.where(used, x, 0)) for x in (k, v))
+    def cut(self, q, k, v, start, end):
+        """Query blocks, and a rank's own chunks. Who attends nothing is attended by none."""
+        used = start < end
+        own = (self.chunking.cut(jnp.where(used[:, :, None, None], x, 0)) for x in (k, v))
+        return cut_queries(self.options, q, used, self.num_groups), tuple(own)
 
     def uncut_gradients(self, dkv):
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
@@ -74,7 +71,7 @@ class Rotation:
 
     def attend(self, q, start, end, held, seen: Softmax, step) -> Softmax:
         """Adds the keys held at a step."""
-        ranges, k, v = self._operands(start, end, held, step, accumulator(q))
+        ranges, k, v = self._operands(start, end, held, step, q.dtype)
         return attend_blocks(self.options, q, ranges, k, v, seen)
 
     def result(self, seen: Softmax):
@@ -83,7 +80,7 @@ class Rotation:
 
     def gradients(self, q, start, end, held, outcome: Outcome, dq, step):
         """Adds to dq, and returns what is added to the gradients of the chunks held at a step."""
-        ranges, k, v = self._operands(start, end, held, step, accumulator(q))
+        ranges, k, v = self._operands(start, end, held, step, q.dtype)
         dq, *dkv = gradients_of_blocks(self.options, q, outcome, ranges, k, v, dq)
         in_slots = self._holding(step).in_slots
         return dq, tuple(in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
@@ -115,7 +112,7 @@ def rotating_attention(rotation: Rotation, q, k, v, start, end):
 
 
 def _forward(rotation, q, k, v, start, end):
-    queries, own = rotation.cut_queries(q, start, end), rotation.cut_keys(k, v, start, end)
+    queries, own = rotation.cut(q, k, v, start, end)
     last = rotation.last_step
 
     def one_step(carry, step):
@@ -133,7 +130,7 @@ def _forward(rotation, q, k, v, start, end):
 
 def _backward(rotation, residuals, dout):
     q, k, v, start, end, out, lse = residuals
-    queries, own = rotation.cut_queries(q, start, end), rotation.cut_keys(k, v, start, end)
+    queries, own = rotation.cut(q, k, v, start, end)
     outcome = rotation.cut_outcome(start, end, out, lse, dout)
     last = rotation.last_step
 

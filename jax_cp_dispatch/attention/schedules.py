@@ -6,7 +6,7 @@ it has held every chunk of every rank once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class Transport(NamedTuple):
         return move_chunks(chunks=chunks, routes=routes, **self._asdict())
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """`num_ranks` steps; all methods trace, with `step` and `rank` integers or traced ones."""
 

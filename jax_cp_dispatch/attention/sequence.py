@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,7 +22,7 @@ from jax_cp_dispatch.attention.layout import (
 )
 from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check
 from jax_cp_dispatch.attention.rotating import Rotation, rotating_attention
-from jax_cp_dispatch.attention.schedules import Transport
+from jax_cp_dispatch.attention.schedules import Schedule, Transport
 
 HostOrDevice = Array | np.ndarray
 
@@ -35,13 +33,13 @@ class Sequence:
 
     Attributes:
       transport: of the exchanges; names the op, too.
-      schedule: of the chunks of keys and values.
+      schedule: of the chunks of keys and values; hashable.
       zigzag: computed in zigzag layout: contiguous parts are brought there, the output back.
       causal, window, layout, scale, logit_soft_cap: see `ring_attention`.
     """
 
     transport: Transport
-    schedule: Any
+    schedule: Schedule
     zigzag: bool
     causal: bool = True
     window: int | None = None
@@ -87,15 +85,10 @@ class Sequence:
         held = Chunking(placement, self.schedule.num_chunks).most_tokens
         rows = placement.num_rows
         options = check(
-            self.transport.op,
-            q,
-            k,
-            v,
-            *2 * [jax.ShapeDtypeStruct((B, T), jnp.int32)],  # their ranges, of our own making
+            *(self.transport.op, q, k, v),
             scale=self.scale,
             logit_soft_cap=self.logit_soft_cap,
-            window=None,
-            **blocks_of_ranks(rows, held, N // max(K, 1), rows=256),
+            **blocks_of_ranks(rows, held, N, K, rows=256),
         )
         shape = B, rows, N, H
         return Rotation(self.schedule, placement, self.transport, options, shape, K)
