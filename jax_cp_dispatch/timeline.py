@@ -57,3 +57,36 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathli
 
 def _label(name: str, rank: int, thread: int, text: str) -> dict:
     return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": text}}
+
+
+def busy_seconds(spans: Iterable[Span], kind: str) -> dict[int, float]:
+    """Of each rank, the seconds in which at least one of its spans of `kind` lasts."""
+    return {rank: _length(parts) for rank, parts in _by_rank(spans, kind).items()}
+
+
+def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
+    """Of each rank, the seconds in which it communicates and computes nothing."""
+    spans = list(spans)
+    computing = _by_rank(spans, COMPUTATION)
+    exposed = {}
+    for rank, parts in _by_rank(spans, COMMUNICATION).items():
+        hidden = computing.get(rank, [])
+        exposed[rank] = _length(parts + hidden) - _length(hidden)
+    return exposed
+
+
+def _by_rank(spans: Iterable[Span], kind: str) -> dict[int, list[tuple[float, float]]]:
+    parts: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.kind == kind:
+            parts.setdefault(span.rank, []).append((span.start, span.start + span.duration))
+    return parts
+
+
+def _length(parts: list[tuple[float, float]]) -> float:
+    """Of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for begin, stop in sorted(parts):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total

@@ -25,7 +25,8 @@ ALLOWED = {
     "cpu_devices": set(),
     "dispatch": {"metadata", "runtime", "cpu_devices"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
-    "plots": {"attention", "cycles", "planner"},
+    "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices"},
+    "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }
 

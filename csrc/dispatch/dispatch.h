@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch/sum_rows.h"
+#include "numerics/sum_rows.h"
 #include "transport/transport.h"
 
 namespace cpd {

@@ -155,6 +155,10 @@ class InProcess final : public Transport {
       return;
     }
     meeting->num_open_tasks = num_tasks;
+    if (meeting->work.tasks_wait) {
+      RunAtOnce(exchange.key.run_id, meeting);
+      return;
+    }
     try {
       for (int64_t i = 0; i < std::min<int64_t>(num_helpers, num_tasks - 1); ++i) {
         scheduler([this, meeting] { Work(*meeting, /*self=*/-1); });
@@ -259,6 +263,40 @@ class InProcess final : public Transport {
     if (num_done > 0 && meeting.num_open_tasks.fetch_sub(num_done) == num_done) {
       CompleteAll(meeting, self);
     }
+  }
+
+  // Each piece on its own thread, when the gate opens. The last piece clears the work, perhaps
+  // while the gate or the loop that starts the pieces is still on its way out: both are kept here.
+  void RunAtOnce(int64_t run_id, const std::shared_ptr<Rendezvous>& meeting) {
+    auto begin = [this, run_id, meeting, num_tasks = meeting->work.num_tasks] {
+      for (int64_t task = 0; task < num_tasks; ++task) {
+        pool_.Run([this, run_id, meeting, task] {
+          meeting->work.run(task);
+          if (meeting->num_open_tasks.fetch_sub(1) == 1) Finish(run_id, *meeting);
+        });
+      }
+    };
+    if (const auto gate = std::move(meeting->work.gate)) {
+      gate(std::move(begin));
+    } else {
+      begin();
+    }
+  }
+
+  void Finish(int64_t run_id, Rendezvous& meeting) {
+    const Status status = meeting.work.outcome ? meeting.work.outcome() : Status::Ok();
+    meeting.work = {};  // what it holds is free before anybody is told
+    if (status.ok()) {
+      CompleteAll(meeting, /*self=*/-1);
+      return;
+    }
+    std::vector<Completion> waiting;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      waiting = FailRun(run_id, status, meeting.deadline);
+    }
+    for (Completion& own : meeting.completions) waiting.push_back(std::move(own));
+    CompleteEach(std::move(waiting), status);
   }
 
   void Watch() {

@@ -44,10 +44,18 @@ class Contribution {
   virtual ~Contribution() = default;
 };
 
-// Independent pieces of work; any thread may run any piece, each exactly once.
+// Pieces of work, each run exactly once. They must not throw.
 struct WorkList {
   int64_t num_tasks = 0;
   std::function<void(int64_t task)> run;
+
+  // Whether pieces wait for one another: all of them then run at the same time, each on a thread of
+  // its own. Otherwise any thread may run any piece, and none may wait.
+  bool tasks_wait = false;
+  // Holds the work back until its argument is called, from any thread; none: at once.
+  std::function<void(std::function<void()> begin)> gate = {};
+  // What became of it, asked when the last piece is over; none: it succeeded.
+  std::function<Status()> outcome = {};
 };
 
 // Looks at the contributions of all ranks together, in rank order: either all of them are valid and

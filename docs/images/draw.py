@@ -1,10 +1,27 @@
-"""Draws cycles.svg and schedules.svg, the pictures of ../choose_an_algorithm.md, again."""
+"""Draws cycles.svg and schedules.svg, the pictures of ../choose_an_algorithm.md, again.
+
+And overlap.svg, that of ../comm_gemm.md: a prediction, not a measurement.
+"""
 
 import pathlib
 import sys
+from collections.abc import Callable
 
+from jax_cp_dispatch import OverlapProfile
+from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_schedules
+from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_overlap, plot_schedules
+from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
+
+# Two products of an attention layer with 64 query and 2 x 8 key and value heads of 128 in bfloat16,
+# over 8192 tokens and 4 ranks: in (queries, keys, values), and out.
+P = 4
+IN = CommGemmShape("all_gather_matmul", 8192, 8192, 80 * 128 // P, P, 2)
+OUT = CommGemmShape("matmul_reduce_scatter", 8192, 64 * 128 // P, 8192, P, 2)
+H100 = HARDWARE["h100"]
+
+# What a rank did: kind, name, begin and end in seconds.
+Track = list[tuple[str, str, float, float]]
 
 
 def draw(folder: pathlib.Path) -> None:
@@ -17,6 +34,90 @@ def draw(folder: pathlib.Path) -> None:
     ]
     plot_cycles(rows, folder / "cycles.svg")
     plot_schedules(5, folder / "schedules.svg")
+    plot_overlap(overlaps(), folder / "overlap.svg")
+
+
+def overlaps() -> dict[str, OverlapProfile]:
+    """The schedules with the times of `cost`; these are the same on every rank, the chunks not."""
+    schedules = {
+        "gather, then multiply": gather_then_multiply,
+        "ring of an all-gather": gather_in_ring,
+        "multiply, then reduce-scatter": multiply_then_scatter,
+        "ring of a reduce-scatter": scatter_in_ring,
+        "pipeline of 4": scatter_in_pipeline,
+    }
+    return {f"{title}, predicted": on_all_ranks(schedule) for title, schedule in schedules.items()}
+
+
+def on_all_ranks(schedule: Callable[[int], Track]) -> OverlapProfile:
+    spans = (
+        Span(rank, kind, name, begin, end - begin)
+        for rank in range(P)
+        for kind, name, begin, end in schedule(rank)
+    )
+    return OverlapProfile(None, tuple(sorted(spans)))
+
+
+def multiplying(shape: CommGemmShape, chunks: int = 1) -> float:
+    return shape.flops / H100.matmul_flops / chunks
+
+
+def sending(shape: CommGemmShape, receivers: int) -> float:
+    message = shape.sent_bytes / (P - 1)
+    return H100.exchange_seconds(message, num_ranks=P, inside=receivers)
+
+
+def gather_then_multiply(rank: int) -> Track:
+    gathered = sending(IN, P - 1)
+    end = gathered + multiplying(IN)
+    return [(COMMUNICATION, "gather", 0.0, gathered), (COMPUTATION, "GEMM", gathered, end)]
+
+
+def gather_in_ring(rank: int) -> Track:
+    track: Track = []
+    arrived = computed = 0.0
+    for step in range(P):
+        chunk, begin = (rank - step) % P, max(arrived, computed)
+        computed = begin + multiplying(IN, P)
+        track.append((COMPUTATION, f"GEMM {chunk}", begin, computed))
+        if step < P - 1:  # another rank sends its chunk at the same time
+            begin, arrived = arrived, arrived + sending(IN, 1)
+            track.append((COMMUNICATION, f"send {chunk}", begin, arrived))
+    return track
+
+
+def multiply_then_scatter(rank: int) -> Track:
+    computed = multiplying(OUT)
+    end = computed + sending(OUT, P - 1)
+    return [(COMPUTATION, "GEMM", 0.0, computed), (COMMUNICATION, "reduce-scatter", computed, end)]
+
+
+def scatter_in_ring(rank: int) -> Track:
+    track: Track = []
+    computed = sent = 0.0
+    for step in range(P):
+        block, begin = (rank + step + 1) % P, computed
+        computed = begin + multiplying(OUT, P)
+        track.append((COMPUTATION, f"GEMM {block}", begin, computed))
+        if step < P - 1:
+            begin = max(sent, computed)
+            sent = begin + sending(OUT, 1)
+            track.append((COMMUNICATION, f"send {block}", begin, sent))
+    begin = max(sent, computed)
+    end = begin + OUT.sent_bytes / H100.link_bandwidth / P
+    return [*track, (COMPUTATION, "sum", begin, end)]
+
+
+def scatter_in_pipeline(rank: int) -> Track:
+    track: Track = []
+    computed = reduced = 0.0
+    for chunk in range(4):
+        begin, computed = computed, computed + multiplying(OUT, 4)
+        track.append((COMPUTATION, f"GEMM {chunk}", begin, computed))
+        begin = max(reduced, computed)
+        reduced = begin + sending(OUT, P - 1) / 4
+        track.append((COMMUNICATION, f"reduce-scatter {chunk}", begin, reduced))
+    return track
 
 
 if __name__ == "__main__":

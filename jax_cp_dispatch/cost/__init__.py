@@ -1,5 +1,11 @@
-"""What attention costs, and how long each algorithm would take on given hardware; plain NumPy."""
+"""What attention and overlapped GEMMs cost, and how long each way would take on given hardware."""
 
+from jax_cp_dispatch.cost.comm_gemm import (
+    CommGemmMethod,
+    CommGemmShape,
+    comm_gemm_methods,
+    predict_comm_gemm,
+)
 from jax_cp_dispatch.cost.hardware import HARDWARE, Hardware
 from jax_cp_dispatch.cost.predict import ALGORITHMS, Prediction, StepCost, predict, step_costs
 from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs, rows_bytes
@@ -7,12 +13,16 @@ from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs, row
 __all__ = [
     "ALGORITHMS",
     "HARDWARE",
+    "CommGemmMethod",
+    "CommGemmShape",
     "Hardware",
     "Prediction",
     "StepCost",
     "Workload",
     "attention_flops",
+    "comm_gemm_methods",
     "predict",
+    "predict_comm_gemm",
     "rank_pairs",
     "rows_bytes",
     "step_costs",

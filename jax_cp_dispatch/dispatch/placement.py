@@ -104,9 +104,7 @@ def place_arrays(
         if all(kind != AxisType.Explicit for kind in place.mesh.axis_types):
             return arrays
         specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
-        move = (
-            _retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
-        )
+        move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
         return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     # The partitioner asks for the same; this tells it the mesh where no argument lies on one.
     free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
@@ -135,7 +133,7 @@ def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
     return specs + specs[:num_storage]
 
 
-def _retype(x: Any, mesh: Any, spec: P) -> Any:
+def retype(x: Any, mesh: Any, spec: P) -> Any:
     """Splits an array over the explicit axes of `spec`; types tell nothing of the others."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
@@ -166,7 +164,7 @@ def on_every_device(
     mesh = around if is_around else jax.typeof(arrays[0]).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         # Here, not before the call: without jit they may lie on one device, beside traced arrays.
-        fields = [_retype(x, mesh, field_spec) for x in fields]
+        fields = [retype(x, mesh, field_spec) for x in fields]
     mapped = jax.shard_map(
         lambda *operands: fn(*operands),
         mesh=None if is_around else mesh,

@@ -1,7 +1,8 @@
-"""Pictures: of a plan (needs the extra `plots`), of cycles, and of the steps of a ring."""
+"""Pictures: of a plan (needs the extra `plots`), of cycles, of a ring's steps, of overlap."""
 
 from jax_cp_dispatch.plots.cycles import CyclesRow, plot_cycles
+from jax_cp_dispatch.plots.overlap import plot_overlap
 from jax_cp_dispatch.plots.plan import plot_plan
 from jax_cp_dispatch.plots.schedules import plot_schedules
 
-__all__ = ["CyclesRow", "plot_cycles", "plot_plan", "plot_schedules"]
+__all__ = ["CyclesRow", "plot_cycles", "plot_overlap", "plot_plan", "plot_schedules"]

@@ -1,5 +1,5 @@
 // Sums rows of several sources in a fixed order, in a wider type, rounding once.
-#include "dispatch/sum_rows.h"
+#include "numerics/sum_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,70 +10,6 @@ namespace {
 
 // Elements summed at a time: the accumulators stay in the first-level cache.
 constexpr int64_t kTile = 1024;
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint32_t ToBits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-struct BF16 {
-  uint16_t bits;
-
-  operator float() const { return FromBits(uint32_t{bits} << 16); }
-
-  static BF16 Round(float value) {
-    const uint32_t bits = ToBits(value);
-    if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};     // a quiet NaN
-    return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // ties to even
-  }
-};
-
-struct F16 {
-  uint16_t bits;
-
-  operator float() const {
-    const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
-    const uint32_t rest = bits & 0x7fffu;
-    if (rest >= 0x7c00) return FromBits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest >= 0x0400) return FromBits(sign | ((rest << 13) + ((127 - 15) << 23)));
-    const float subnormal = static_cast<float>(rest) * 0x1p-24f;  // exact
-    return sign ? -subnormal : subnormal;
-  }
-
-  static F16 Round(float value) {
-    const uint32_t all = ToBits(value);
-    const uint16_t sign = static_cast<uint16_t>((all >> 16) & 0x8000u);
-    const uint32_t magnitude = all & 0x7fffffffu;
-    uint16_t rest;
-    if (magnitude > 0x7f800000u) {
-      rest = 0x7e00;  // NaN
-    } else if (magnitude >= 0x477ff000u) {
-      rest = 0x7c00;                        // 65520 and above round to infinity
-    } else if (magnitude >= 0x38800000u) {  // normal: re-bias, round to nearest even
-      rest = static_cast<uint16_t>(
-          (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
-    } else {  // subnormal: adding 0.5 leaves the rounded significand in the lowest bits
-      rest = static_cast<uint16_t>(ToBits(FromBits(magnitude) + 0.5f) - ToBits(0.5f));
-    }
-    return {static_cast<uint16_t>(sign | rest)};
-  }
-};
-
-template <typename T>
-T Round(std::conditional_t<std::is_arithmetic_v<T>, T, float> value) {
-  if constexpr (std::is_arithmetic_v<T>) {
-    return value;
-  } else {
-    return T::Round(value);
-  }
-}
 
 template <typename In, typename Acc, typename Out>
 void Sum(const std::vector<const char*>& sources, int64_t num_elements, char* out_bytes) {
@@ -95,30 +31,6 @@ void Sum(const std::vector<const char*>& sources, int64_t num_elements, char* ou
 }
 
 }  // namespace
-
-int64_t ElementBytes(DataType type) {
-  switch (type) {
-    case DataType::kI8:
-    case DataType::kU8:
-      return 1;
-    case DataType::kBF16:
-    case DataType::kF16:
-    case DataType::kI16:
-    case DataType::kU16:
-      return 2;
-    case DataType::kF32:
-    case DataType::kI32:
-    case DataType::kU32:
-      return 4;
-    case DataType::kF64:
-    case DataType::kI64:
-    case DataType::kU64:
-      return 8;
-    case DataType::kOther:
-      return 0;
-  }
-  return 0;
-}
 
 bool SumIsSupported(SumTypes types) {
   if (types.in == DataType::kOther) return false;

@@ -4,23 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace cpd {
+#include "numerics/element.h"
 
-enum class DataType : uint8_t {
-  kBF16,
-  kF16,
-  kF32,
-  kF64,
-  kI8,
-  kU8,
-  kI16,
-  kU16,
-  kI32,
-  kU32,
-  kI64,
-  kU64,
-  kOther
-};
+namespace cpd {
 
 // Accumulates bf16, f16 and f32 in f32, everything else in its own type. `out` is `in`, or the
 // type of accumulation.
@@ -30,8 +16,6 @@ struct SumTypes {
 };
 
 bool SumIsSupported(SumTypes types);
-
-int64_t ElementBytes(DataType type);
 
 // out[i] = sources[0][i] + sources[1][i] + ..., from the left; zero if there is no source.
 void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t num_elements,

@@ -1,0 +1,103 @@
+// Python's view of overlapped GEMMs: the registry of their buffers, their BLAS, recorded spans.
+#include "ffi/comm_gemm.h"
+
+#include <cstdint>
+#include <string>
+
+#include "gemm/blas.h"
+#include "gemm/overlap_buffers.h"
+#include "nanobind/stl/string.h"
+#include "transport/spans.h"
+
+namespace nb = nanobind;
+
+namespace cpd {
+namespace {
+
+void Check(const Status& status) {
+  if (!status.ok()) throw nb::value_error(status.message.c_str());
+}
+
+DataType FloatType(const std::string& name) {
+  if (name == "bfloat16") return DataType::kBF16;
+  if (name == "float16") return DataType::kF16;
+  if (name == "float32") return DataType::kF32;
+  if (name == "float64") return DataType::kF64;
+  return DataType::kOther;
+}
+
+void Create(const std::string& op, int64_t id, int comm_type, int method, int64_t num_splits,
+            bool atomic, bool overlap_first_gemm, bool aggregate, bool copies, int64_t num_ranks,
+            int64_t rank_bytes, const std::string& dtype, const std::string& parameters) {
+  OverlapBufferSpec spec;
+  spec.config = {static_cast<CommType>(comm_type),
+                 static_cast<CommMethod>(method),
+                 num_splits,
+                 atomic,
+                 overlap_first_gemm,
+                 aggregate,
+                 copies};
+  spec.num_ranks = num_ranks;
+  spec.rank_bytes = rank_bytes;
+  spec.type = FloatType(dtype);
+  spec.parameters = parameters;
+  Check(OverlapBuffers::Get().Create(op, id, spec));
+}
+
+// id -> (num_created, num_in_use, num_calls, num_groups)
+nb::dict List() {
+  nb::dict buffers;
+  for (const auto& [id, entry] : OverlapBuffers::Get().List()) {
+    buffers[nb::int_(id)] =
+        nb::make_tuple(entry.num_created, entry.num_in_use, entry.num_calls, entry.num_groups);
+  }
+  return buffers;
+}
+
+// (op, group, rank, is_communication, name, start in ns, duration in ns), in order of their ends
+nb::list StopSpans() {
+  nb::list spans;
+  for (const RecordedSpan& span : SpanRecorder::Get().Stop()) {
+    spans.append(nb::make_tuple(span.op, span.group, span.rank,
+                                span.kind == SpanKind::kCommunication, span.name, span.start_ns,
+                                span.duration_ns));
+  }
+  return spans;
+}
+
+// SciPy gives its routines to other extensions as capsules, named by their C signature.
+void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
+
+}  // namespace
+
+void BindCommGemm(nb::module_& m) {
+  using nb::arg;
+  m.def("create_overlap_buffer", &Create, arg("op"), arg("id"), arg("comm_type"), arg("method"),
+        arg("num_splits"), arg("atomic"), arg("overlap_first_gemm"), arg("aggregate"),
+        arg("copies"), arg("num_ranks"), arg("rank_bytes"), arg("dtype"), arg("parameters"));
+  m.def(
+      "destroy_overlap_buffer",
+      [](const std::string& op, int64_t id) { Check(OverlapBuffers::Get().Destroy(op, id)); },
+      arg("op"), arg("id"));
+  m.def(
+      "destroy_all_overlap_buffers",
+      [](const std::string& op) { Check(OverlapBuffers::Get().DestroyAll(op)); }, arg("op"));
+  m.def(
+      "find_overlap_buffer",
+      [](const std::string& op, int64_t id) {
+        OverlapBufferSpec spec;
+        Check(OverlapBuffers::Get().Find(op, id, &spec));
+      },
+      arg("op"), arg("id"));
+  m.def("list_overlap_buffers", &List);
+  m.def(
+      "load_blas",
+      [](nb::capsule sgemm, nb::capsule dgemm) {
+        return LoadBlas(RoutineOf(sgemm), RoutineOf(dgemm));
+      },
+      arg("sgemm"), arg("dgemm"));
+  m.def("start_spans", [] { SpanRecorder::Get().Start(); });
+  m.def("stop_spans", &StopSpans);
+}
+
+}  // namespace cpd

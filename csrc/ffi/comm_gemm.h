@@ -1,0 +1,10 @@
+// Python's view of overlapped GEMMs: the registry of their buffers, their BLAS, recorded spans.
+#pragma once
+
+#include "nanobind/nanobind.h"
+
+namespace cpd {
+
+void BindCommGemm(nanobind::module_& m);
+
+}  // namespace cpd

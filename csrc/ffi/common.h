@@ -1,0 +1,32 @@
+// What the handlers of every operation share: call sites, types, errors, completions.
+#pragma once
+
+#include <memory>
+
+#include "numerics/element.h"
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+// XLA makes one per custom call of a program. An id chosen when JAX lowers would not do: lowerings
+// are cached, so two calls can share one.
+struct CallSite {
+  static xla::ffi::TypeId id;
+  static xla::ffi::TypeInfo info;
+  int64_t uid;
+};
+
+// The instantiate stage of every handler.
+XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
+
+DataType ToDataType(xla::ffi::DataType type);
+xla::ffi::Error ToError(const Status& status);
+xla::ffi::Future Failed(const Status& status);
+
+// Completes one rank. The thread that does so runs the rest of that rank's program, under the
+// floating-point environment that XLA set up on the rank's own thread: that of this call. What
+// `held` keeps is released first: whoever has waited for the program may destroy it.
+Completion CompleteWith(std::shared_ptr<xla::ffi::Promise> promise, std::shared_ptr<void> held);
+
+}  // namespace cpd

@@ -1,0 +1,18 @@
+// The handlers of this extension by the name under which JAX registers them.
+#pragma once
+
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* execute;
+};
+
+std::vector<Target> DispatchTargets();
+std::vector<Target> GemmTargets();
+
+}  // namespace cpd

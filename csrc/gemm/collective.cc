@@ -1,0 +1,99 @@
+// Schedules in which ranks read from one another: without overlap, bulk, pipeline.
+#include <string>
+
+#include "gemm/comm_overlap.h"
+
+namespace cpd {
+
+void NoOverlap::Record(int rank, RankStreams streams) const {
+  Stream& stream = streams.compute;
+  const RankMemory& memory = p_.ranks[rank];
+  if (p_.config.type == CommType::kAllGather) {
+    AllGather(rank, stream);
+    WaitForAllChunks(rank, stream);
+    stream.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
+      MultiplyAll(rank, memory.output, p_.output_type, memory.bias);
+    });
+    return;
+  }
+  stream.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
+    MultiplyAll(rank, memory.buffer, p_.partial_type, nullptr);
+  });
+  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Add(peer, Computed(0, rank));
+  for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(0, peer), 1, peer);
+  stream.Run(SpanKind::kCommunication, "reduce-scatter",
+             [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers()), 0, p_.n); });
+}
+
+void CommOverlapBase::Record(int rank, RankStreams streams) const {
+  if (p_.config.method == CommMethod::kBulk) {
+    RecordBulk(rank, streams);
+  } else {
+    RecordPipeline(rank, streams);
+  }
+}
+
+void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
+  const RankMemory& memory = p_.ranks[rank];
+  streams.compute.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
+    MultiplyAll(rank, memory.output, p_.output_type, memory.bias);
+  });
+  if (p_.config.type == CommType::kAllGather) {
+    AllGather(rank, streams.communicate);
+    WaitForAllChunks(rank, streams.communicate);
+    return;
+  }
+  streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter", [this, rank](Counters&) {
+    std::vector<const char*> whole;
+    for (const RankMemory& other : p_.ranks) whole.push_back(other.aux_in);
+    Reduce(rank, RowsOf(rank, whole), 0, p_.aux_width);
+  });
+}
+
+// Column chunk i of the product is computed by all ranks, and reduced while chunk i + 1 is.
+void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
+  const auto num_splits = static_cast<int>(p_.config.num_splits);  // some may have no column
+  const auto first_column = [this, num_splits](int chunk) { return p_.n * chunk / num_splits; };
+  const auto multiply = [this, rank, first_column](int chunk) {
+    MultiplyColumns(rank, first_column(chunk), first_column(chunk + 1), p_.ranks[rank].buffer);
+  };
+  const auto reduce = [&](int chunk) {
+    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+      streams.communicate.Wait(Computed(chunk, peer), 1, peer);
+    }
+    streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk),
+                            [this, rank, chunk, first_column](Counters&) {
+                              Reduce(rank, RowsOf(rank, Buffers()), first_column(chunk),
+                                     first_column(chunk + 1));
+                            });
+  };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int chunk = 0; chunk < num_splits; ++chunk) {
+        multiply(chunk);
+        for (int peer = 0; peer < p_.num_ranks(); ++peer) counters.Add(peer, Computed(chunk, rank));
+      }
+    });
+    for (int chunk = 0; chunk < num_splits; ++chunk) reduce(chunk);
+    return;
+  }
+  for (int chunk = 0; chunk < num_splits; ++chunk) {
+    if (p_.config.overlap_first_gemm && chunk > 0) {
+      streams.compute.Add(rank, Begun(chunk));
+    }
+    streams.compute.Run(SpanKind::kComputation, "GEMM " + std::to_string(chunk),
+                        [multiply, chunk](Counters&) { multiply(chunk); });
+    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+      streams.compute.Add(peer, Computed(chunk, rank));
+    }
+    if (!p_.config.overlap_first_gemm) {
+      reduce(chunk);
+    } else if (chunk > 0) {
+      streams.communicate.Wait(Begun(chunk), 1, rank);
+      reduce(chunk - 1);
+    }
+  }
+  if (p_.config.overlap_first_gemm) reduce(num_splits - 1);
+}
+
+}  // namespace cpd

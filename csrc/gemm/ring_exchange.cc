@@ -1,0 +1,163 @@
+// Schedules in which ranks put chunks to one another in a ring.
+#include <string>
+
+#include "gemm/comm_overlap.h"
+#include "transport/team.h"
+
+namespace cpd {
+namespace {
+
+std::string Chunk(const char* what, int chunk) { return what + std::to_string(chunk); }
+
+}  // namespace
+
+void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
+  if (p_.config.type == CommType::kReduceScatter) {
+    RecordReduceScatter(rank, streams);
+  } else if (p_.config.aggregate) {
+    RecordPairs(rank, streams);
+  } else {
+    RecordAllGather(rank, streams);
+  }
+  if (p_.config.type == CommType::kAllGather && p_.in_ring_order && p_.ranks[rank].aux_out) {
+    // The atomic ring gives back the chunk that it got.
+    const RankMemory& memory = p_.ranks[rank];
+    const int64_t bytes = p_.rows.num_batches * p_.rows.capacity * p_.k * ElementBytes(p_.lhs_type);
+    streams.communicate.Run(SpanKind::kCommunication, "own rows", [&memory, bytes](Counters&) {
+      CopyRows({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
+    });
+  }
+}
+
+// Step i: multiplies chunk r - i, and sends it on while it does. Without copies the GEMM reads the
+// rows where they are, in the memory of their rank, and waits for nothing.
+void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
+  const int p = p_.num_ranks(), next = Rank(rank + 1), previous = Rank(rank - 1);
+  const bool copies = p_.config.copies;
+  const auto multiply = [=](int chunk) {
+    if (chunk == rank || !copies) {
+      MultiplyAlone(rank, chunk, p_.ranks[chunk].lhs);
+    } else {
+      MultiplyGathered(rank, chunk);
+    }
+  };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int step = 0; step < p; ++step) {
+        const int chunk = Rank(rank - step);
+        if (copies && step > 0 && !counters.WaitFor(Arrived(chunk), 1, previous)) return;
+        multiply(chunk);
+      }
+    });
+  }
+  for (int step = 0; step < p; ++step) {
+    const int chunk = Rank(rank - step);
+    if (!p_.config.atomic) {
+      if (copies && step > 0) streams.compute.Wait(Arrived(chunk), 1, previous);
+      streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", chunk),
+                          [multiply, chunk](Counters&) { multiply(chunk); });
+    }
+    if (!copies || step == p - 1) continue;
+    if (step > 0) streams.communicate.Wait(Arrived(chunk), 1, previous);
+    const char* from = step == 0 ? p_.ranks[rank].lhs : GatheredRows(rank);
+    streams.communicate.Put(Chunk("send ", chunk), next,
+                            ToGathered(chunk, from, /*is_alone=*/step == 0, GatheredRows(next)),
+                            Arrived(chunk));
+  }
+  if (p_.gathers_to_aux && !copies) {
+    AllGather(rank, streams.communicate);
+  } else if (p_.gathers_to_aux) {
+    streams.communicate.Put(Chunk("keep ", rank), rank,
+                            ToGathered(rank, p_.ranks[rank].lhs, true, GatheredRows(rank)),
+                            Arrived(rank));
+  }
+}
+
+// Neighbours swap their chunks; then pairs of chunks go around with stride 2.
+void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
+  const int p = p_.num_ranks(), neighbour = rank ^ 1;
+  const int next = Rank(rank + 2), previous = Rank(rank - 2);
+  const char* own = p_.ranks[rank].lhs;
+  streams.communicate.Put(Chunk("send ", rank), neighbour,
+                          ToGathered(rank, own, true, GatheredRows(neighbour)), Arrived(rank));
+  streams.communicate.Put(Chunk("keep ", rank), rank,
+                          ToGathered(rank, own, true, GatheredRows(rank)), Arrived(rank));
+  const auto wait = [&](Stream& stream, int step, int first) {
+    if (step == 0) {
+      stream.Wait(Arrived(rank), 1, rank);
+      stream.Wait(Arrived(neighbour), 1, neighbour);
+    } else {
+      stream.Wait(Arrived(first), 1, previous);
+    }
+  };
+  for (int step = 0; step < p / 2; ++step) {
+    const int first = Rank(rank / 2 * 2 - 2 * step);
+    wait(streams.compute, step, first);
+    streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", first) + Chunk(", ", first + 1),
+                        [this, rank, first](Counters&) { MultiplyGatheredPair(rank, first); });
+    if (step == p / 2 - 1) break;
+    wait(streams.communicate, step, first);
+    auto pieces = ToGathered(first, GatheredRows(rank), false, GatheredRows(next));
+    for (RowCopy& piece : ToGathered(first + 1, GatheredRows(rank), false, GatheredRows(next))) {
+      pieces.push_back(piece);
+    }
+    streams.communicate.Put(Chunk("send ", first) + Chunk(", ", first + 1), next, std::move(pieces),
+                            Arrived(first));
+  }
+}
+
+// Slots of the buffer hold row blocks. GEMM i computes block r + i + 1 into slot i, which then goes
+// to that rank, slot i + p; a rank's own block comes last, in slot p - 1. Without copies the GEMM
+// writes into the slot of that rank.
+void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) const {
+  const int p = p_.num_ranks();
+  const bool copies = p_.config.copies;
+  const int64_t slot_bytes =
+      p_.rows.num_batches * p_.rows.capacity * p_.n * ElementBytes(p_.partial_type);
+  const auto slot = [=](int of_rank, int index) {
+    const int in_use = copies ? index : index - (p - 1);  // who sends nothing needs only the last
+    return p_.ranks[of_rank].buffer + in_use * slot_bytes;
+  };
+  const auto multiply = [=](int step) {
+    const int block = Rank(rank + step + 1);
+    const bool is_there = !copies && block != rank;
+    MultiplyPartial(rank, block, is_there ? slot(block, step + p) : slot(rank, step));
+  };
+  // Who waits for block `step`: its rank's sum, or the stream that sends it.
+  const auto waiting = [=](int step) { return copies ? rank : Rank(rank + step + 1); };
+  const auto done = [=](int step) { return copies ? Computed(step, rank) : Arrived(rank); };
+  if (p_.config.atomic) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
+      for (int step = 0; step < p; ++step) {
+        multiply(step);
+        counters.Add(waiting(step), done(step));
+      }
+    });
+  } else {
+    for (int step = 0; step < p; ++step) {
+      streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", Rank(rank + step + 1)),
+                          [multiply, step](Counters&) { multiply(step); });
+      streams.compute.Add(waiting(step), done(step));
+    }
+  }
+  for (int step = 1; copies && step < p; ++step) {
+    const int peer = Rank(rank + step);
+    const int64_t bytes = p_.rows.num_batches == 1
+                              ? p_.rows.counts[peer] * p_.n * ElementBytes(p_.partial_type)
+                              : slot_bytes;
+    streams.communicate.Wait(Computed(step - 1, rank), 1, rank);
+    streams.communicate.Put(
+        Chunk("send ", peer), peer,
+        {{slot(peer, step - 1 + p), bytes, slot(rank, step - 1), bytes, 1, bytes}}, Arrived(rank));
+  }
+  // In the order of the ranks, whatever the order of arrival.
+  Sources sources{{}, p_.rows.capacity};
+  for (int peer = 0; peer < p; ++peer) {
+    sources.first_rows.push_back(slot(rank, peer == rank ? p - 1 : Rank(rank - peer) - 1 + p));
+    if (peer != rank) streams.compute.Wait(Arrived(peer), 1, peer);
+  }
+  streams.compute.Run(SpanKind::kComputation, "sum",
+                      [this, rank, sources](Counters&) { Reduce(rank, sources, 0, p_.n); });
+}
+
+}  // namespace cpd

@@ -1,0 +1,92 @@
+// Element types of arrays: their sizes, and conversions of the narrow floats.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace cpd {
+
+enum class DataType : uint8_t {
+  kBF16,
+  kF16,
+  kF32,
+  kF64,
+  kI8,
+  kU8,
+  kI16,
+  kU16,
+  kI32,
+  kU32,
+  kI64,
+  kU64,
+  kOther
+};
+
+int64_t ElementBytes(DataType type);
+
+inline float FromBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t ToBits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+struct BF16 {
+  uint16_t bits;
+
+  operator float() const { return FromBits(uint32_t{bits} << 16); }
+
+  static BF16 Round(float value) {
+    const uint32_t bits = ToBits(value);
+    if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};     // a quiet NaN
+    return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // ties to even
+  }
+};
+
+struct F16 {
+  uint16_t bits;
+
+  operator float() const {
+    const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
+    const uint32_t rest = bits & 0x7fffu;
+    if (rest >= 0x7c00) return FromBits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    if (rest >= 0x0400) return FromBits(sign | ((rest << 13) + ((127 - 15) << 23)));
+    const float subnormal = static_cast<float>(rest) * 0x1p-24f;  // exact
+    return sign ? -subnormal : subnormal;
+  }
+
+  static F16 Round(float value) {
+    const uint32_t all = ToBits(value);
+    const uint16_t sign = static_cast<uint16_t>((all >> 16) & 0x8000u);
+    const uint32_t magnitude = all & 0x7fffffffu;
+    uint16_t rest;
+    if (magnitude > 0x7f800000u) {
+      rest = 0x7e00;  // NaN
+    } else if (magnitude >= 0x477ff000u) {
+      rest = 0x7c00;                        // 65520 and above round to infinity
+    } else if (magnitude >= 0x38800000u) {  // normal: re-bias, round to nearest even
+      rest = static_cast<uint16_t>(
+          (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+    } else {  // subnormal: adding 0.5 leaves the rounded significand in the lowest bits
+      rest = static_cast<uint16_t>(ToBits(FromBits(magnitude) + 0.5f) - ToBits(0.5f));
+    }
+    return {static_cast<uint16_t>(sign | rest)};
+  }
+};
+
+template <typename T>
+T Round(std::conditional_t<std::is_arithmetic_v<T>, T, float> value) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    return value;
+  } else {
+    return T::Round(value);
+  }
+}
+
+}  // namespace cpd

@@ -1,0 +1,179 @@
+// Streams of ranks that are threads of one process: recorded, then run, each on its own thread.
+#include "transport/team.h"
+
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <sstream>
+#include <utility>
+
+#include "transport/spans.h"
+
+namespace cpd {
+namespace {
+
+constexpr int kStreamsPerRank = 2;
+
+}  // namespace
+
+void CopyRows(const std::vector<RowCopy>& pieces) {
+  for (const RowCopy& piece : pieces) {
+    if (piece.to_pitch == piece.row_bytes && piece.from_pitch == piece.row_bytes) {
+      std::memcpy(piece.to, piece.from, piece.num_rows * piece.row_bytes);
+      continue;
+    }
+    for (int64_t i = 0; i < piece.num_rows; ++i) {
+      std::memcpy(piece.to + i * piece.to_pitch, piece.from + i * piece.from_pitch,
+                  piece.row_bytes);
+    }
+  }
+}
+
+// The signals of one rank. Whoever adds does so after its copy, under the lock that the waiting
+// one takes.
+class Team::RankCounters final : public Counters {
+ public:
+  RankCounters(Team* team, int rank, int num_signals)
+      : team_(team), rank_(rank), counts_(num_signals, 0) {}
+
+  void Add(int rank, const Signal& signal) override {
+    RankCounters& other = *team_->counters_[rank];
+    {
+      std::lock_guard<std::mutex> lock(other.mutex_);
+      ++other.counts_[signal.index];
+    }
+    other.changed_.notify_all();
+  }
+
+  bool WaitFor(const Signal& signal, int64_t count, int peer) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_over = [&] { return failed_ || counts_[signal.index] >= count; };
+    if (!changed_.wait_for(lock, team_->deadline_, is_over)) {
+      std::ostringstream message;
+      message << team_->op_ << ": rank " << rank_ << " waited " << team_->deadline_.count()
+              << " ms for rank " << peer << ", signal '" << signal.name << "': expected " << count
+              << ", seen " << counts_[signal.index]
+              << ". The rank has arrived, but its part is not done: see whether the machine is "
+                 "overloaded, or pass a longer deadline.";
+      lock.unlock();
+      team_->Fail({StatusCode::kDeadlineExceeded, message.str()});
+      return false;
+    }
+    return !failed_;
+  }
+
+  void WakeToFail() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      failed_ = true;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  Team* const team_;
+  const int rank_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<int64_t> counts_;
+  bool failed_ = false;
+};
+
+class Team::RecordedStream final : public Stream {
+ public:
+  RecordedStream(Team* team, int rank) : team_(team), rank_(rank) {}
+
+  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
+    steps_.push_back([this, kind, name = std::move(name), work = std::move(work)] {
+      const SpanScope span(team_->op_, team_->group_, rank_, kind, name);
+      work(*team_->counters_[rank_]);
+      return true;
+    });
+  }
+
+  void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
+    steps_.push_back([this, name = std::move(name), peer, pieces = std::move(pieces),
+                      signal = std::move(signal)] {
+      {
+        const SpanScope span(team_->op_, team_->group_, rank_, SpanKind::kCommunication, name);
+        team_->link_(pieces);
+      }
+      team_->counters_[rank_]->Add(peer, signal);
+      return true;
+    });
+  }
+
+  void Add(int peer, Signal signal) override {
+    steps_.push_back([this, peer, signal = std::move(signal)] {
+      team_->counters_[rank_]->Add(peer, signal);
+      return true;
+    });
+  }
+
+  void Wait(Signal signal, int64_t count, int peer) override {
+    steps_.push_back([this, signal = std::move(signal), count, peer] {
+      return team_->counters_[rank_]->WaitFor(signal, count, peer);
+    });
+  }
+
+  bool empty() const { return steps_.empty(); }
+
+  void RunAll() {
+    try {
+      for (const auto& step : steps_) {
+        if (!step() || !team_->status().ok()) return;
+      }
+    } catch (const std::exception& error) {  // no memory: the others would wait in vain
+      team_->Fail({StatusCode::kInternal,
+                   team_->op_ + ": rank " + std::to_string(rank_) + " threw " + error.what()});
+    }
+  }
+
+ private:
+  Team* const team_;
+  const int rank_;
+  std::vector<std::function<bool()>> steps_;  // false: the stream ends here
+};
+
+Team::Team(std::string op, int group, int num_ranks, int num_signals,
+           std::chrono::milliseconds deadline, Link link)
+    : op_(std::move(op)), group_(group), deadline_(deadline), link_(std::move(link)) {
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    counters_.push_back(std::make_unique<RankCounters>(this, rank, num_signals));
+    for (int i = 0; i < kStreamsPerRank; ++i) {
+      streams_.push_back(std::make_unique<RecordedStream>(this, rank));
+    }
+  }
+}
+
+Team::~Team() = default;
+
+RankStreams Team::streams(int rank) {
+  return {*streams_[kStreamsPerRank * rank], *streams_[kStreamsPerRank * rank + 1]};
+}
+
+std::vector<int> Team::Tasks() const {
+  std::vector<int> tasks;
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    if (!streams_[i]->empty()) tasks.push_back(static_cast<int>(i));
+  }
+  return tasks;
+}
+
+void Team::Run(int task) { streams_[task]->RunAll(); }
+
+Status Team::status() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return status_;
+}
+
+void Team::Fail(Status status) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!status_.ok()) return;  // the first says why
+    status_ = std::move(status);
+  }
+  for (auto& counters : counters_) counters->WakeToFail();
+}
+
+}  // namespace cpd

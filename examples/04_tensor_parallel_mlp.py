@@ -1,0 +1,120 @@
+"""A tensor-parallel MLP with sequence parallelism, whose GEMMs overlap with their communication.
+
+Four virtual CPU devices. Between layers tokens are split along the sequence; the first weight is
+split by columns, the second by rows. `all_gather_matmul` and `matmul_reduce_scatter` run inside
+`shard_map` over four ranks, and on global arrays under plain `jit`, on a mesh of two groups of two.
+Forward and backward are compared with the same MLP on one device. With a folder as its argument it
+leaves a trace and a picture there.
+"""
+
+import pathlib
+import re
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.plots import plot_overlap
+
+start_cpu_devices(4)  # virtual ones, before JAX starts
+
+B, T, D, F, AXIS = 2, 256, 128, 512, "tp"  # batch, tokens, width, hidden width
+SPLIT = {"up": P(None, AXIS), "down": P(AXIS), "up_bias": P(AXIS), "down_bias": P()}
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
+COLLECTIVE = re.compile(r" = .*? (all-[a-z-]+?|reduce-scatter|collective-\w+)(?:-start)?\(")
+
+
+def operands() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    random = np.random.default_rng(0)
+    draw = lambda *shape: random.normal(size=shape).astype("f")
+    weights = {"up": draw(D, F) / np.float32(D**0.5), "down": draw(F, D) / np.float32(F**0.5)}
+    return weights | {"up_bias": draw(F), "down_bias": draw(D)}, draw(B, T, D)
+
+
+def dense(weights, x):
+    """The MLP on one device."""
+    hidden = jax.nn.gelu(x @ weights["up"] + weights["up_bias"])
+    return hidden @ weights["down"] + weights["down_bias"]
+
+
+def tensor_parallel(weights, x, up: Any = None, down: Any = None):
+    """The same. `up` and `down` say how the products communicate; "auto" if they do not."""
+    up = {"axis_name": AXIS, "bias": weights["up_bias"], **(up or {})}
+    down = {"axis_name": AXIS, "bias": weights["down_bias"], **(down or {})}  # added once
+    hidden = cpd.all_gather_matmul(x, weights["up"], **up)
+    return cpd.matmul_reduce_scatter(jax.nn.gelu(hidden), weights["down"], **down)
+
+
+def inside_shard_map(mesh, **options):
+    local = lambda weights, x: tensor_parallel(weights, x, **options)
+    tokens = P(None, AXIS)
+    return jax.shard_map(local, mesh=mesh, in_specs=(SPLIT, tokens), out_specs=tokens)
+
+
+def verify(title: str, mlp, weights, x) -> None:
+    """Values and gradients are those of one device; XLA has nothing left to gather or scatter."""
+
+    def step(mlp):
+        loss = lambda weights, x: (mlp(weights, x) ** 2).sum() / x.size
+        return jax.value_and_grad(loss, argnums=(0, 1))
+
+    forward, backward = (jax.jit(f).lower(weights, x).compile() for f in (mlp, step(mlp)))
+    np.testing.assert_allclose(forward(weights, x), dense(*operands()), **CLOSE)
+    compare = lambda got, want: np.testing.assert_allclose(got, want, **CLOSE)
+    jax.tree.map(compare, backward(weights, x), jax.jit(step(dense))(*operands()))
+    # Of the backward pass, XLA sums the loss and what groups, or the bias's tokens, have in common.
+    left = [set(COLLECTIVE.findall(str(program.as_text()))) for program in (forward, backward)]
+    assert not left[0] and left[1] <= {"all-reduce"}, left
+    print(f"{title}: forward and backward, XLA gathers and scatters nothing: verified")
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def main(folder: pathlib.Path) -> None:
+    weights, x = operands()
+    four, groups = mesh_of(tp=4), mesh_of(dp=2, tp=2)
+
+    # 1. Inside shard_map: as chosen, in a ring with a buffer for its chunks, and without copies.
+    verify("four ranks, auto", inside_shard_map(four), weights, x)
+    buffer = cpd.create_comm_overlap_buffer("RS", "RING_EXCHANGE", (B * T, D), "float32", 4)
+    ring = inside_shard_map(four, up={"method": "ring"}, down={"buffer": buffer})
+    verify("four ranks, a ring and a registered buffer", ring, weights, x)
+    direct = {"method": "ring", "use_ce": False}
+    verify("four ranks, direct", inside_shard_map(four, up=direct, down=direct), weights, x)
+
+    # 2. Global arrays: batch over dp, tokens over tp, so that two groups communicate.
+    place = lambda array, spec: jax.device_put(array, NamedSharding(groups, spec))
+    with jax.set_mesh(groups):
+        placed = jax.tree.map(place, weights, SPLIT), place(x, P("dp", AXIS))
+        verify("global arrays, two groups", tensor_parallel, *placed)
+
+    # 3. Who did what when: a trace for ui.perfetto.dev, and a picture.
+    one_by_one = inside_shard_map(four, up={"method": "none"}, down={"method": "none"})
+    programs = {"one after the other": one_by_one, "ring": ring}
+    profiles = {title: cpd.overlap_profile(jax.jit(f), weights, x) for title, f in programs.items()}
+    for title, run in profiles.items():
+        times = run.total, run.computation, run.communication, run.exposed_communication
+        print(f"{title}: ms in all, computing, communicating, of that exposed:", end=" ")
+        print(*(f"{1e3 * seconds:.2f}" for seconds in times))
+    assert len(profiles["ring"].spans) == 4 * (4 + 3 + 4 + 3 + 1)  # GEMMs, sends; a sum
+    profiles["ring"].write_trace(folder / "trace.json")
+    plot_overlap(profiles, folder / "overlap.svg")
+    cpd.destroy_comm_overlap_buffer(buffer)
+
+    # 4. What to expect of hardware that links its ranks: predicted, not measured.
+    shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)
+    print("H100,", cpd.choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else folder))

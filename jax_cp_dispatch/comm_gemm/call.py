@@ -1,0 +1,201 @@
+"""One call of the GEMM primitive: its static parts, its operands and results, and their shapes."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
+
+
+class GemmOperands(NamedTuple):
+    """What the handler reads; what a call has no use for is None, and one element for XLA."""
+
+    lhs: Any
+    lhs_scale_inv: Any
+    rhs: Any
+    rhs_scale_inv: Any
+    bias: Any
+    gelu_input: Any
+    aux_in: Any
+
+
+class GemmResults(NamedTuple):
+    """What the handler writes; the same holds."""
+
+    output: Any
+    bias_grad: Any
+    pre_gelu_out: Any
+    aux_out: Any
+    lhs_swizzled: Any
+    rhs_swizzled: Any
+    workspace: Any
+
+
+class Shape2D(NamedTuple):
+    """An array with its dimensions collapsed to two."""
+
+    rows: int
+    columns: int
+
+
+def collapse(shape: tuple[int, ...], boundary: int) -> Shape2D:
+    """The dimensions before `boundary` are rows."""
+    return Shape2D(math.prod(shape[:boundary]), math.prod(shape[boundary:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How a call communicates.
+
+    Attributes:
+      comm_type, method: with a type, method NONE does one after the other.
+      num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
+      buffer: id of the registered buffer; 0: XLA gives memory for each call.
+      partial_dtype: name of the type in which partial sums are stored and moved.
+    """
+
+    comm_type: CommOverlapType = CommOverlapType.NONE
+    method: CommOverlapMethod = CommOverlapMethod.NONE
+    num_splits: int = 4
+    atomic: bool = False
+    overlap_first_gemm: bool = False
+    aggregate: bool = False
+    use_ce: bool = True
+    buffer: int = 0
+    partial_dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmCall:
+    """The static parts of a call on one rank.
+
+    Attributes:
+      op: the public function, for messages.
+      axis_names: mesh axes on which a device's place is its rank; none without communication.
+      group_axes: and on them its group.
+      num_ranks: ranks of a group.
+      overlap: how it communicates.
+      lhs_boundary, rhs_boundary: leading dimensions that are rows.
+      lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
+      rhs_transposed: the contracted dimensions of rhs are its columns, not its rows.
+      out_shape, out_dtype: of the output; of a call with communication its columns are the last
+        dimension.
+      row_counts: rows of each rank's chunk, per batch.
+      num_batches: leading part of the rows that every rank has.
+      in_ring_order: chunks stand as the atomic ring meets them.
+      gathers_to_aux: the gathered lhs is a result.
+      implementation: None, "in_process" or "xla".
+      deadline_ms: milliseconds that a rank waits for another.
+      open_axes: mesh axes that the lowering has to make manual.
+    """
+
+    op: str
+    lhs_boundary: int
+    rhs_boundary: int
+    out_shape: tuple[int, ...]
+    out_dtype: str
+    axis_names: tuple[str, ...] = ()
+    group_axes: tuple[str, ...] = ()
+    num_ranks: int = 1
+    overlap: Overlap = Overlap()
+    lhs_transposed: bool = False
+    rhs_transposed: bool = False
+    row_counts: tuple[int, ...] = ()
+    num_batches: int = 1
+    in_ring_order: bool = False
+    gathers_to_aux: bool = False
+    fuse_bias: bool = False
+    implementation: str | None = None
+    deadline_ms: int = 60_000
+    open_axes: tuple[str, ...] = ()
+
+    def replace(self, **changes: Any) -> "GemmCall":
+        return dataclasses.replace(self, **changes)
+
+    def without_open_axes(self) -> "GemmCall":
+        """The call where all axes are manual."""
+        return self.replace(group_axes=self.group_axes + self.open_axes, open_axes=())
+
+    @property
+    def is_bulk(self) -> bool:
+        return self.overlap.method == CommOverlapMethod.BULK
+
+    @property
+    def gathers(self) -> bool:
+        return self.overlap.comm_type == CommOverlapType.AG
+
+    @property
+    def _copies(self) -> bool:
+        """Whether an all-gather has a place of its own for what arrives."""
+        is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
+        return not is_ring or self.overlap.use_ce or self.overlap.aggregate
+
+    def result_shapes(self, operands: GemmOperands) -> GemmResults:
+        """(shape, dtype) of what is written, None for the rest."""
+        aux = workspace = None
+        lhs, width = operands.lhs, self.out_shape[-1]
+        total = self.num_batches * sum(self.row_counts)
+        if self.is_bulk:
+            x = operands.aux_in
+            rows = sum(self.row_counts) if self.gathers else max(self.row_counts)
+            aux = (*x.shape[:-2], rows, x.shape[-1]), x.dtype
+        elif self.gathers and self.in_ring_order:  # asked for or not: it is written
+            aux = lhs.shape, lhs.dtype
+        elif self.gathers:
+            gathered = (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
+            if self.gathers_to_aux:
+                aux = gathered
+            elif not self.overlap.buffer and self._copies:
+                workspace = gathered
+        elif self.overlap.comm_type == CommOverlapType.RS:
+            rows = total
+            if self.overlap.method == CommOverlapMethod.RING_EXCHANGE:
+                num_slots = 2 * self.num_ranks - 1 if self.overlap.use_ce else self.num_ranks
+                rows = num_slots * self.num_batches * max(self.row_counts)
+            if self.overlap.buffer:  # its type alone is told
+                rows = width = 1
+            workspace = (rows, width), jnp.dtype(self.overlap.partial_dtype)
+        output = self.out_shape, jnp.dtype(self.out_dtype)
+        return GemmResults(output, None, None, aux, None, None, workspace)
+
+    def attributes(self, num_threads: int) -> dict[str, Any]:
+        """As the handler takes them."""
+        overlap = self.overlap
+        return {
+            "op": self.op,
+            "axis": ",".join(self.axis_names),
+            "num_ranks": np.int64(self.num_ranks if self.axis_names else 0),
+            "deadline_ms": np.int64(self.deadline_ms),
+            "num_threads": np.int64(num_threads),
+            "scaling_mode": np.int64(ScalingMode.NO_SCALING),
+            "comm_overlap_method": np.int64(overlap.method),
+            "comm_type": np.int64(overlap.comm_type),
+            "comm_overlap_id": np.int64(overlap.buffer),
+            "num_splits": np.int64(overlap.num_splits),
+            "atomic": overlap.atomic,
+            "overlap_first_gemm": overlap.overlap_first_gemm,
+            "aggregate": overlap.aggregate,
+            "copies": overlap.use_ce,
+            "lhs_axis_boundary": np.int64(self.lhs_boundary),
+            "rhs_axis_boundary": np.int64(self.rhs_boundary),
+            "lhs_transposed": self.lhs_transposed,
+            "rhs_transposed": self.rhs_transposed,
+            "fuse_bias": self.fuse_bias,
+            "fuse_gelu": False,
+            "grad": False,
+            "use_split_accumulator": False,
+            "row_counts": np.array(self.row_counts, np.int64),
+            "num_batches": np.int64(self.num_batches),
+            "in_ring_order": self.in_ring_order,
+            "gathers_to_aux": self.gathers_to_aux,
+        }
+
+
+@functools.lru_cache(maxsize=256)
+def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes on which a device's place is its group."""
+    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)

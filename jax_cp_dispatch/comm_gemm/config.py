@@ -1,0 +1,246 @@
+"""What a communication buffer is made for: all parameters of one, their checks, and its id."""
+
+import dataclasses
+import enum
+import hashlib
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+_Member = TypeVar("_Member", bound=enum.Enum)  # Self, for the run-time checks of the tests
+
+
+class _Named(enum.IntEnum):
+    """Members may also be given by name."""
+
+    @classmethod
+    def read(cls: type[_Member], op: str, name: str, value: Any) -> _Member:
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        if isinstance(value, cls):
+            return value
+        raise ValueError(
+            f"{op}: {name} is {value!r}; it needs to be one of "
+            f"{', '.join(str(member) for member in cls)}, or its name."
+        )
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class CommOverlapType(_Named):
+    """What moves: nothing, sums to the ranks of their rows, or rows to all ranks."""
+
+    NONE = 0
+    RS = 1
+    AG = 2
+
+
+class CommOverlapMethod(_Named):
+    """How it moves: not beside a GEMM, beside an independent one, by column chunks, in a ring."""
+
+    NONE = 0
+    BULK = 1
+    PIPELINE = 2
+    RING_EXCHANGE = 3
+
+
+class ScalingMode(_Named):
+    """How narrow operands are scaled."""
+
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    CURRENT_TENSOR_SCALING = 2
+    MXFP8_1D_SCALING = 3
+
+
+_MOST_SPLITS = 2**20  # each has signals of its own
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommOverlapConfig:
+    """All parameters of a buffer; equal ones have the same id. See `create_comm_overlap_buffer`."""
+
+    comm_type: CommOverlapType
+    method: CommOverlapMethod
+    buffer_shape: tuple[int, int]
+    buffer_dtype: str
+    tp_size: int
+    num_splits: int
+    num_max_streams: int
+    comm_cga_size: int
+    gemm_priority: int
+    comm_priority: int
+    num_comm_sm: int
+    set_sm_margin: bool
+    use_ce: bool
+    atomic_gemm: bool
+    rs_overlap_first_gemm: bool
+    aggregate_ag: bool
+
+    @property
+    def text(self) -> str:
+        """Every parameter by name; the same in every process."""
+        pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return ", ".join(f"{name}={value}" for name, value in pairs)
+
+    @property
+    def id(self) -> int:
+        """A positive number of 63 bits: a hash of all parameters."""
+        digest = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % (2**63 - 1) + 1
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of one rank."""
+        rows, columns = self.buffer_shape
+        if self.comm_type == CommOverlapType.NONE:
+            return 0
+        if (self.comm_type, self.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
+            num_slots = 2 * self.tp_size - 1 if self.use_ce else self.tp_size
+            rows = num_slots * -(-rows // self.tp_size)
+        return rows * columns * jnp.dtype(self.buffer_dtype).itemsize
+
+
+def make_config(
+    op: str,
+    comm_type: CommOverlapType | str,
+    method: CommOverlapMethod | str,
+    buffer_shape: Sequence[int],
+    buffer_dtype: Any,
+    tp_size: int,
+    *,
+    num_splits: int = 4,
+    num_max_streams: int = 3,
+    comm_cga_size: int | None = None,
+    gemm_priority: int = 0,
+    comm_priority: int = 0,
+    num_comm_sm: int | None = None,
+    set_sm_margin: bool | None = None,
+    use_ce: bool | None = None,
+    atomic_gemm: bool = False,
+    rs_overlap_first_gemm: bool = False,
+    aggregate_ag: bool = False,
+) -> CommOverlapConfig:
+    """The parameters, checked, with the method's own defaults in place of None."""
+    comm_type = CommOverlapType.read(op, "comm_type", comm_type)
+    method = CommOverlapMethod.read(op, "method", method)
+    is_ring = method == CommOverlapMethod.RING_EXCHANGE
+    default = lambda value, ring, other: (ring if is_ring else other) if value is None else value
+    config = CommOverlapConfig(
+        comm_type=comm_type,
+        method=method,
+        buffer_shape=_shape(op, buffer_shape),
+        buffer_dtype=_dtype(op, buffer_dtype),
+        tp_size=_integer(op, "tp_size", tp_size, 1),
+        num_splits=_integer(op, "num_splits", num_splits, 1, _MOST_SPLITS),
+        num_max_streams=_integer(op, "num_max_streams", num_max_streams, 1),
+        comm_cga_size=_integer(op, "comm_cga_size", default(comm_cga_size, 1, 2), 1),
+        gemm_priority=_integer(op, "gemm_priority", gemm_priority),
+        comm_priority=_integer(op, "comm_priority", comm_priority),
+        num_comm_sm=_integer(op, "num_comm_sm", default(num_comm_sm, 1, 16), 1),
+        set_sm_margin=_flag(op, "set_sm_margin", default(set_sm_margin, False, True)),
+        use_ce=_flag(op, "use_ce", default(use_ce, True, False)),
+        atomic_gemm=_flag(op, "atomic_gemm", atomic_gemm),
+        rs_overlap_first_gemm=_flag(op, "rs_overlap_first_gemm", rs_overlap_first_gemm),
+        aggregate_ag=_flag(op, "aggregate_ag", aggregate_ag),
+    )
+    _check_combination(op, config)
+    return config
+
+
+def _check_combination(op: str, config: CommOverlapConfig) -> None:
+    kind, method = config.comm_type, config.method
+    check_pair(op, kind, method)
+    if config.rank_bytes >= 2**62:
+        raise ValueError(
+            f"{op}: buffer_shape is {config.buffer_shape}, {config.rank_bytes} bytes for each of "
+            f"{config.tp_size} ranks; it needs less than 2**62. Take a smaller one."
+        )
+    is_ring, is_pipeline = (
+        method == m for m in (CommOverlapMethod.RING_EXCHANGE, CommOverlapMethod.PIPELINE)
+    )
+    if config.atomic_gemm and not (is_ring or is_pipeline):
+        raise ValueError(
+            f"{op}: got atomic_gemm with {method}; chunk counters need chunks: "
+            "CommOverlapMethod.PIPELINE or RING_EXCHANGE."
+        )
+    if config.rs_overlap_first_gemm and not is_pipeline:
+        raise ValueError(
+            f"{op}: got rs_overlap_first_gemm with {method}; it orders the chunks of "
+            "CommOverlapMethod.PIPELINE. Leave it away."
+        )
+    if config.aggregate_ag:
+        if not (is_ring and kind == CommOverlapType.AG) or config.atomic_gemm:
+            raise ValueError(
+                f"{op}: got aggregate_ag with {kind}, {method}, atomic_gemm={config.atomic_gemm}; "
+                "it moves pairs of chunks in the all-gather of CommOverlapMethod.RING_EXCHANGE, "
+                "without atomic_gemm. Leave it away."
+            )
+        if config.tp_size % 2:
+            raise ValueError(
+                f"{op}: got aggregate_ag with tp_size={config.tp_size}; pairs need an even one. "
+                "Leave it away."
+            )
+
+
+def check_pair(op: str, kind: CommOverlapType, method: CommOverlapMethod) -> None:
+    """The method can do the type."""
+    if (kind == CommOverlapType.NONE) != (method == CommOverlapMethod.NONE):
+        raise ValueError(
+            f"{op}: got {kind} with {method}; either both are NONE, a GEMM without communication, "
+            "or neither. Name the other one, too."
+        )
+    if (kind, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
+        raise ValueError(
+            f"{op}: got {method} with {kind}; column chunks of a product can be reduced, but not "
+            "gathered. Take CommOverlapMethod.RING_EXCHANGE."
+        )
+
+
+def _shape(op: str, shape: Sequence[int]) -> tuple[int, int]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 2:
+        raise ValueError(
+            f"{op}: buffer_shape is {shape!r}; it needs two sizes: the gathered lhs of an "
+            "all-gather, the whole output of a reduce-scatter, collapsed to rows and columns."
+        )
+    rows, columns = (_integer(op, "buffer_shape", size, 1) for size in sizes)
+    return rows, columns
+
+
+def _dtype(op: str, dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in _FLOATS:
+        raise ValueError(f"{op}: buffer_dtype is {name}; it needs to be one of {_FLOATS}.")
+    return name
+
+
+def _integer(
+    op: str, name: str, value: Any, least: int | float = -math.inf, most: int = 2**62 - 1
+) -> int:
+    needs = "an integer" if least == -math.inf else f"an integer of at least {least}"
+    if most < 2**62 - 1:
+        needs += f" and at most {most}"
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{op}: {name} is {value!r}; it needs to be {needs}.")
+    if not least <= number <= most:
+        raise ValueError(f"{op}: {name} is {number}; it needs to be {needs}.")
+    return number
+
+
+def _flag(op: str, name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{op}: {name} is {value!r}; it needs to be True or False.")

@@ -1,0 +1,251 @@
+"""`all_gather_matmul` and `matmul_reduce_scatter`: what tensor-parallel layers call."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch.comm_gemm import checks
+from jax_cp_dispatch.comm_gemm.call import other_axes
+from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
+from jax_cp_dispatch.comm_gemm.global_arrays import matmul_of_all_ranks
+from jax_cp_dispatch.comm_gemm.product import Matmul
+from jax_cp_dispatch.dispatch.buffers import DEFAULT_DEADLINE, deadline_milliseconds
+from jax_cp_dispatch.dispatch.checks import check_axis_name, check_mesh
+from jax_cp_dispatch.dispatch.implementations import check_implementation
+from jax_cp_dispatch.dispatch.placement import find_place
+
+AxisName = str | tuple[str, ...]
+Method = CommOverlapMethod | str
+"""A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
+
+
+def all_gather_matmul(
+    x: Float[Array, "*batch T K"],
+    w: Float[Array, "K N"],
+    *,
+    axis_name: AxisName,
+    bias: Float[Array, " N"] | None = None,
+    method: Method = "auto",
+    atomic: bool = False,
+    aggregate: bool = False,
+    use_ce: bool | None = None,
+    buffer: int | None = None,
+    row_counts: Sequence[int] | None = None,
+    gathered: Literal["keep", "again"] = "keep",
+    preferred_element_type: Any = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+) -> Float[Array, "*batch M N"]:
+    """The product of all ranks' tokens with this rank's columns of a weight.
+
+    The first half of a tensor-parallel layer with sequence parallelism: x is split by tokens, w by
+    columns. The gathered tokens of a batch stand as one sequence, [*batch, M, K].
+
+    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays, x split by
+    tokens and w by columns over `axis_name`: then x is [*batch, M, K], w [K, p N], the result
+    [*batch, M, p N] with its columns split, and batch dimensions keep their sharding.
+
+    Its derivative in x is `matmul_reduce_scatter` with the transposed weight; that in w needs the
+    gathered tokens. Reverse mode, any number of times; forward mode is not there.
+
+    Args:
+      x: this rank's tokens.
+      w: this rank's columns; K is not split.
+      axis_name: the mesh axis of the p ranks, or several, the major one first.
+      bias: of this rank's columns.
+      method: NONE (gather, then multiply), RING_EXCHANGE (multiply a rank's tokens while the next
+        ones arrive), or "auto": what `choose_comm_gemm` says. The derivative takes the same.
+      atomic: one GEMM that waits for each chunk, instead of a GEMM per chunk.
+      aggregate: chunks move in pairs; an even number of ranks.
+      use_ce: whether the ring copies chunks beside the GEMM; else the GEMM itself reads the tokens
+        of other ranks where they are, and nothing is copied but what the derivative keeps.
+      buffer: id of `create_comm_overlap_buffer`, whose parameters then hold; otherwise XLA gives
+        memory for each call.
+      row_counts: tokens of each rank (per batch), where they differ: a rank's x then has room for
+        the most, T = max(row_counts), and M = sum(row_counts). Rows behind a rank's own are not
+        read. Inside `jax.shard_map` only; global arrays need not divide.
+      gathered: whether the derivative keeps the gathered tokens (M K elements), or gathers them
+        again, during its GEMMs.
+      preferred_element_type: of the result; by default that of x and w.
+      mesh: of global arrays, where it is not to be seen otherwise.
+      implementation: "in_process", "xla" (the same result from XLA's collectives, without
+        overlap), or None: the first where it can serve.
+      deadline: seconds that a rank waits for another.
+    Returns:
+      The product: float32 accumulation (float64 for float64), rounded once. Bitwise repeatable.
+    Raises:
+      TypeError, ValueError: arguments that are not what they need to be.
+      jax.errors.JaxRuntimeError: a rank did not come, or did not compute, before the deadline; the
+        buffer has been destroyed.
+    References:
+      Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+      Learning Models", ASPLOS 2023; NVIDIA Transformer Engine, userbuffers.
+    """
+    op = "all_gather_matmul"
+    return _matmul(
+        op,
+        CommOverlapType.AG,
+        x,
+        w,
+        bias,
+        axis_name,
+        checks.Wish(op, method, None, atomic, False, aggregate, use_ce, buffer),
+        row_counts,
+        gathered,
+        preferred_element_type,
+        mesh,
+        implementation,
+        deadline,
+    )
+
+
+def matmul_reduce_scatter(
+    x: Float[Array, "*batch M K"],
+    w: Float[Array, "K N"],
+    *,
+    axis_name: AxisName,
+    bias: Float[Array, " N"] | None = None,
+    method: Method = "auto",
+    num_splits: int | None = None,
+    atomic: bool = False,
+    rs_overlap_first_gemm: bool = False,
+    use_ce: bool | None = None,
+    buffer: int | None = None,
+    row_counts: Sequence[int] | None = None,
+    preferred_element_type: Any = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+) -> Float[Array, "*batch T N"]:
+    """This rank's tokens of the sum over ranks of their products.
+
+    The second half of a tensor-parallel layer with sequence parallelism: x is split by columns, w
+    by rows, the result by tokens.
+
+    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays: then x is
+    [*batch, M, p K] and w [p K, N], both split over `axis_name` in what is contracted, and the
+    result [*batch, M, N], split by tokens.
+
+    Its derivative in x is `all_gather_matmul` with the transposed weight, which also gathers what
+    that in w needs. Reverse mode, any number of times; forward mode is not there.
+
+    Args:
+      x: all tokens, this rank's columns.
+      w: this rank's rows.
+      axis_name: the mesh axis of the p ranks, or several, the major one first.
+      bias: added once, to the sum; the same on all ranks.
+      method: NONE (multiply, then reduce), PIPELINE (reduce columns while the next are multiplied),
+        RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto":
+        what `choose_comm_gemm` says. The derivative takes the same, and the ring for the pipeline.
+      num_splits: column chunks of the pipeline; 4 by default.
+      atomic: one GEMM that signals each chunk, instead of a GEMM per chunk.
+      rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
+      use_ce: whether the ring copies chunks beside the GEMM; else the GEMM itself writes them into
+        the memory of the rank that sums them.
+      buffer: id of `create_comm_overlap_buffer`, whose parameters then hold, and whose dtype is
+        that of partial sums; otherwise XLA gives memory for each call, for float32 partial sums.
+      row_counts: tokens of each rank (per batch), where they differ: M = sum(row_counts), and the
+        result has room for the most, T = max(row_counts); rows behind a rank's own are zero. By
+        default M is divided evenly. Inside `jax.shard_map` only; global arrays need not divide.
+      preferred_element_type, mesh, implementation, deadline: see `all_gather_matmul`.
+    Returns:
+      The product, summed in float32 (float64 for float64) in the order of the ranks, rounded once.
+      Bitwise repeatable.
+    Raises:
+      TypeError, ValueError, jax.errors.JaxRuntimeError: see `all_gather_matmul`.
+    References:
+      See `all_gather_matmul`.
+    """
+    op = "matmul_reduce_scatter"
+    return _matmul(
+        op,
+        CommOverlapType.RS,
+        x,
+        w,
+        bias,
+        axis_name,
+        checks.Wish(op, method, num_splits, atomic, rs_overlap_first_gemm, False, use_ce, buffer),
+        row_counts,
+        "keep",
+        preferred_element_type,
+        mesh,
+        implementation,
+        deadline,
+    )
+
+
+def _matmul(
+    op,
+    kind: CommOverlapType,
+    x,
+    w,
+    bias,
+    axis_name,
+    wish: checks.Wish,
+    row_counts,
+    gathered,
+    preferred_element_type,
+    mesh,
+    implementation,
+    deadline,
+):
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    bias = None if bias is None else jnp.asarray(bias)
+    checks.check_arrays(op, x, w, bias)
+    names = check_axis_name(op, axis_name)
+    check_mesh(op, mesh)
+    check_implementation(op, implementation)
+    if gathered not in ("keep", "again"):
+        raise ValueError(f"{op}: gathered is {gathered!r}; it needs to be 'keep' or 'again'.")
+    out_dtype = checks.result_dtype(op, x, w, preferred_element_type)
+    checks.check_details(wish)
+    place = find_place(op, names, mesh, [a for a in (x, w, bias) if a is not None])
+    if place.mesh is None:
+        raise ValueError(
+            f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
+            f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
+        )
+    num_ranks = place.num_ranks(names)
+    assert num_ranks is not None
+    settings = {
+        "op": op,
+        "axis_names": names,
+        "num_ranks": num_ranks,
+        "out_dtype": out_dtype,
+        "keeps_gathered": gathered == "keep",
+        "implementation": implementation,
+        "deadline_ms": deadline_milliseconds(op, deadline),
+    }
+
+    def product(counts: tuple[int, ...], **where) -> Matmul:
+        k, n = w.shape
+        if place.is_global:  # of which a rank has a part
+            k, n = (k, n // num_ranks) if kind == CommOverlapType.AG else (k // num_ranks, n)
+        rows = math.prod(x.shape[:-2]) * sum(counts)
+        forward, backward = choose_overlaps(
+            wish, kind, (rows, k, n), x.dtype.name, out_dtype, num_ranks
+        )
+        return Matmul(**settings, row_counts=counts, overlap=forward, backward=backward, **where)
+
+    if place.is_global:
+        if row_counts is not None:
+            raise ValueError(
+                f"{op}: got row_counts with global arrays, which are split evenly, and padded "
+                "inside. Leave it away, or call inside jax.shard_map."
+            )
+        whole = functools.partial(product, mesh=place.mesh)
+        return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias)
+    groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
+    counts = checks.read_row_counts(op, kind, x, num_ranks, row_counts)
+    s = product(counts, group_axes=groups, open_axes=place.open_axes)
+    x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
+    run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
+    return run(s, x, w, rest[0] if rest else None)

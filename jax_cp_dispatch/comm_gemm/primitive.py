@@ -1,0 +1,156 @@
+"""`gemm_p`: one rank's product, alone or overlapped with communication."""
+
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
+
+from jax_cp_dispatch import runtime
+from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch.comm_gemm.blas import load_blas
+from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
+from jax_cp_dispatch.dispatch.implementations import choose_implementation
+
+gemm_p = Primitive("gemm")
+gemm_p.multiple_results = True
+
+
+def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
+    """Results of one call. Absent operands are left away; absent results are None."""
+    given = {name: x for name, x in operands.items() if x is not None}
+    if "bias" in given:  # the handler reads it as an array of the output's type
+        given["bias"] = given["bias"].astype(call.out_dtype)
+    varying = dict(zip(given, vary_alike(given.values()), strict=True))
+    results = gemm_p.bind(*varying.values(), call=call, names=tuple(varying))
+    shapes = call.result_shapes(_operands(varying.values(), tuple(varying)))
+    written = iter(results)
+    return GemmResults(*(None if shape is None else next(written) for shape in shapes))
+
+
+def _operands(values, names) -> GemmOperands:
+    absent = dict.fromkeys(GemmOperands._fields)
+    return GemmOperands(**{**absent, **dict(zip(names, values, strict=True))})
+
+
+def _shapes(*operands, call: GemmCall, names):
+    written = call.result_shapes(_operands(operands, names))
+    like = operands[0]
+    return [
+        like.update(shape=shape, dtype=dtype, weak_type=False)
+        for shape, dtype in filter(None, written)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(call, names):
+    return jax.jit(lambda *operands: gemm_p.bind(*operands, call=call, names=names))
+
+
+def _run_alone(*operands, call, names):
+    with jax.disable_jit(False):  # else `bind` comes back here
+        return _compiled(call, names)(*operands)
+
+
+def _lower(ctx, *operands, call: GemmCall, names):
+    if call.open_axes:
+        return mlir.lower_fun(
+            functools.partial(_with_all_axes_manual, call=call, names=names), multiple_results=True
+        )(ctx, *operands)
+    platforms = ctx.module_context.platforms
+    if choose_implementation(call.op, call.implementation, platforms) == "xla":
+        by_xla = lambda *operands: _written(gemm_by_xla(call, _operands(operands, names)))
+        return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
+    num_devices = jax.local_device_count("cpu")
+    warn_of_deadlock(num_devices)
+    if num_devices > 1:
+        keep_freed_memory()
+    load_blas()
+    return _lower_custom_call(ctx, *operands, call=call, names=names, num_devices=num_devices)
+
+
+def _written(results: GemmResults) -> list[Any]:
+    return [x for x in results if x is not None]
+
+
+def _with_all_axes_manual(*operands, call: GemmCall, names):
+    """Axes that are still automatic become manual: what varies over them is gathered."""
+    local = call.without_open_axes()
+    num_results = len(_written(call.result_shapes(_operands(operands, names))))
+    return jax.shard_map(
+        lambda *operands: gemm_p.bind(*operands, call=local, names=names),
+        axis_names=set(call.open_axes),
+        in_specs=tuple(P() for _ in operands),
+        out_specs=[P()] * num_results,
+        check_vma=False,
+    )(*operands)
+
+
+def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
+    place = jax.typeof(np.int32(0))
+    absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on what has no element
+    rank, group, nothing = mlir.lower_fun(
+        lambda: (_place_on(call.axis_names), _place_on(call.group_axes), jnp.zeros((1,))),
+        multiple_results=True,
+    )(ctx.replace(avals_in=(), avals_out=None))
+    given = _operands(operands, names)
+    avals = _operands(ctx.avals_in, names)
+    shapes = call.result_shapes(avals)
+    like = ctx.avals_in[0]
+    aval = lambda s: absent if s is None else like.update(shape=s[0], dtype=s[1], weak_type=False)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
+    aux_boundary = 1 if avals.aux_in is None else avals.aux_in.ndim - 1
+    results = jax.ffi.ffi_lowering(runtime.GEMM_TARGET)(
+        ctx.replace(
+            avals_in=(place, place, *(absent if x is None else x for x in avals)),
+            avals_out=[aval(shape) for shape in shapes],
+        ),
+        *(rank, group, *(nothing if x is None else x for x in given)),
+        aux_axis_boundary=np.int64(aux_boundary),
+        **call.attributes(num_threads),
+    )
+    return [x for x, shape in zip(results, shapes, strict=True) if shape is not None]
+
+
+def _place_on(axes):
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    return lax.axis_index(axes if len(axes) > 1 else axes[0])
+
+
+def _batch(operands, dims, *, call: GemmCall, names):
+    """Examples one after another: their chunks differ, and every rank has the same number."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(example):
+        rest = iter(example)
+        each = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
+        return gemm_p.bind(*each, call=call, names=names)
+
+    outs = lax.map(one, mapped)
+    return outs, [0] * len(outs)
+
+
+gemm_p.def_abstract_eval(_shapes)
+gemm_p.def_impl(_run_alone)
+mlir.register_lowering(gemm_p, _lower)
+batching.primitive_batchers[gemm_p] = _batch
+
+
+def _no_derivative(primals, tangents, *, call: GemmCall, names):
+    raise NotImplementedError(
+        f"{call.op}: with communication it has no derivative of its own. Take all_gather_matmul or "
+        "matmul_reduce_scatter, whose derivatives are each other (reverse mode)."
+    )
+
+
+ad.primitive_jvps[gemm_p] = _no_derivative

@@ -1,0 +1,126 @@
+"""What a tensor-parallel product takes by each method: predictions, not measurements."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jax_cp_dispatch.cost.hardware import Hardware
+
+CommGemmOp = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CommGemmShape:
+    """A product over a group of ranks.
+
+    Attributes:
+      op: which communication.
+      m: tokens of all ranks.
+      k, n: of one rank's weight, contracted size and columns.
+      num_ranks: ranks of the group.
+      itemsize: bytes of an element of the operands; partial sums have at least 4.
+    """
+
+    op: CommGemmOp
+    m: int
+    k: int
+    n: int
+    num_ranks: int
+    itemsize: int
+
+    @property
+    def flops(self) -> float:
+        """2 m n k, of one rank."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def sent_bytes(self) -> float:
+        """That one rank sends: its tokens to every other, or partial sums of theirs."""
+        gathers = self.op == "all_gather_matmul"
+        row_bytes = self.k * self.itemsize if gathers else self.n * max(4, self.itemsize)
+        return self.m * row_bytes * (self.num_ranks - 1) / self.num_ranks
+
+
+class CommGemmMethod(NamedTuple):
+    """A way to run it.
+
+    Attributes:
+      name: NONE, PIPELINE or RING_EXCHANGE.
+      num_chunks: GEMMs that it is cut into.
+      copies: whether chunks are copied beside the GEMM; else the GEMM reads or writes them where
+        they come from or go to.
+    """
+
+    name: str
+    num_chunks: int
+    copies: bool = True
+
+
+def comm_gemm_methods(op: CommGemmOp, num_ranks: int) -> dict[str, CommGemmMethod]:
+    """The ways that are compared, by label, the simplest first."""
+    ring = lambda copies: CommGemmMethod("RING_EXCHANGE", num_ranks, copies)
+    methods = {"none": CommGemmMethod("NONE", 1), "ring": ring(True), "ring direct": ring(False)}
+    if op == "all_gather_matmul":
+        if num_ranks % 2 == 0:
+            methods["ring pairs"] = CommGemmMethod("RING_EXCHANGE", num_ranks // 2)
+    else:
+        methods |= {f"pipeline {s}": CommGemmMethod("PIPELINE", s) for s in (2, 4)}
+    return methods
+
+
+def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware: Hardware) -> float:
+    """Seconds of the forward product.
+
+    One after the other: Tg + Tc. A ring of p chunks: Tg/p + (p-1) max(Tg/p, Tc/(p-1)); of pairs,
+    which neighbours swap first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of c
+    chunks: Tg/c + (c-1) max(Tg/c, Tc/c) + Tc/c. And the latency of each chunk. Virtual devices of one machine share its cores and its memory, so
+    that copies hide behind nothing, and every chunk reads one of the operands anew.
+
+    Args:
+      shape: of the product.
+      method: how it runs.
+      hardware: rates of ranks and links.
+    """
+    p = shape.num_ranks
+    if hardware.topology == "shared_memory":
+        return _predict_shared(shape, method, hardware)
+    gemm = shape.flops / hardware.matmul_flops
+    if p == 1:
+        return gemm
+    gathers = shape.op == "all_gather_matmul"
+    is_ring = method.name == "RING_EXCHANGE"
+    rounds = p - 1 if is_ring else 1
+    communication = hardware.exchange_seconds(
+        shape.sent_bytes / (p - 1), num_ranks=p, inside=1 if is_ring else p - 1
+    )
+    communication *= rounds
+    if method.name == "NONE":
+        return gemm + communication
+    chunks = method.num_chunks
+    chunk, latency = gemm / chunks, chunks * hardware.link_latency
+    if not is_ring:
+        moved = communication / chunks
+        return chunk + (chunks - 1) * max(chunk, moved) + moved + latency
+    ranks = p // chunks  # whose rows move together
+    moved = communication * ranks / (p - 1)
+    swap = communication / (p - 1) if ranks > 1 else 0.0
+    tail = 0.0 if gathers else shape.sent_bytes / hardware.link_bandwidth / p
+    return swap + chunk + (chunks - 1) * max(chunk, moved) + tail + latency
+
+
+def _predict_shared(shape: CommGemmShape, method: CommGemmMethod, hardware: Hardware) -> float:
+    p, chunks = shape.num_ranks, method.num_chunks
+    gathers = shape.op == "all_gather_matmul"
+    by_columns = method.name == "PIPELINE"
+    operand = shape.m * shape.k if by_columns else shape.k * shape.n
+    packed = p * (chunks - 1) * operand * shape.itemsize
+    moved = p * shape.sent_bytes  # gathered, or read for the sums
+    if method.name == "RING_EXCHANGE":
+        if gathers and not method.copies:
+            moved = 0.0
+        elif not gathers and method.copies:
+            moved *= 2
+    return (
+        p * shape.flops / hardware.matmul_flops
+        + (packed + moved) / hardware.link_bandwidth
+        + hardware.link_latency * chunks
+    )

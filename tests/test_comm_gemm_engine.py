@@ -1,0 +1,360 @@
+"""`gemm` with registered buffers of every type, beside one another, and without any."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import comm_gemm_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch.comm_gemm import (
+    all_gather_matmul,
+    create_comm_overlap_buffer,
+    destroy_all_comm_overlap_buffers,
+    gemm,
+    list_comm_overlap_buffers,
+    matmul_reduce_scatter,
+)
+
+P_, T, K, N = 4, 3, 5, 7
+M = P_ * T
+
+
+@pytest.fixture(autouse=True)
+def no_comm_overlap_buffers():
+    destroy_all_comm_overlap_buffers()
+    yield
+    destroy_all_comm_overlap_buffers()
+
+
+def integers(seed, *shape, dtype: Any = np.float32):
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
+
+
+X, W, BIAS = integers(0, P_, T, K), integers(1, P_, K, N), integers(2, P_, N)
+WHOLE = integers(3, P_, M, K)
+SHARED_BIAS = np.stack([BIAS[0]] * P_)
+
+
+def create(kind, method, shape=None, dtype="float32", num_ranks=P_, **options):
+    """A buffer that fits the arrays above."""
+    shape = shape or ((M, K) if kind == "AG" else (M, N))
+    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
+
+
+def run(fn, *operands, order=(2, 0, 3, 1), **options):
+    mesh = mesh_of(len(operands[0]), order if len(operands[0]) == P_ else None)
+    results = on_ranks(fn, mesh, **options)(*operands)
+    return jax.tree.map(lambda a: np.asarray(a).astype(np.float64), results)
+
+
+def equal(got, want):
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), want)
+
+
+with_ranks: Any = partial(gemm, axis_name=AXIS)
+
+
+# ---- Each type of buffer.
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ce": False}, {"aggregate_ag": True}])
+def test_ring_of_an_all_gather(options):
+    """With what it gathered and without, and a bias."""
+    buffer = create("AG", "RING_EXCHANGE", **options)
+
+    def local(x, w, bias):
+        call = partial(with_ranks, x, w, bias=bias, comm_overlap=buffer)
+        return call(), call(return_aux=True)
+
+    alone, (out, aux) = run(local, X, W, BIAS)
+    expected, gathered = oracle.engine_gather(X, W, BIAS)
+    for got in (alone, out):
+        equal(got, expected)
+    equal(aux, gathered)
+
+
+REDUCING = [
+    ("RING_EXCHANGE", {}),
+    ("RING_EXCHANGE", {"use_ce": False}),
+    ("PIPELINE", {}),
+    ("PIPELINE", {"num_splits": 3, "atomic_gemm": True}),
+    ("PIPELINE", {"num_splits": 3, "rs_overlap_first_gemm": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
+    """The buffer's dtype holds partial sums: each is rounded to it, then summed in float32."""
+    calls = [
+        partial(with_ranks, comm_overlap=create("RS", method, dtype=dtype, **options))
+        for method, options in REDUCING
+    ]
+    whole, w = WHOLE * np.float32(1.25), W * np.float32(0.75)  # more bits than bfloat16 has
+    results = run(lambda x, w, b: [call(x, w, bias=b) for call in calls], whole, w, SHARED_BIAS)
+    partial_sums = np.stack([a @ b for a, b in zip(whole, w, strict=True)])
+    rounded = np.asarray(jnp.asarray(partial_sums, dtype)).astype(np.float64)
+    assert (dtype == "float32") == np.array_equal(rounded, partial_sums)
+    expected = oracle.bulk_scatter(rounded) + SHARED_BIAS[:, None]
+    for got in results:
+        equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, use_ce, implementation",
+    [(1, None, None), (4, None, None), (3, False, None), (8, None, "in_process"), (3, None, "xla")],
+)
+def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
+    """The all-gather leaves chunks in the order r-1, r-2, ..., r; the reduce-scatter takes it."""
+    p, rows = num_ranks, num_ranks * T
+    x, w, back = integers(0, p, T, K), integers(1, p, K, N), integers(2, p, N, K)
+    atomic = {"atomic_gemm": True, "num_ranks": p, "use_ce": use_ce}
+    gather = create("AG", "RING_EXCHANGE", (rows, K), **atomic)
+    scatter = create("RS", "RING_EXCHANGE", (rows, K), **atomic)
+    call = partial(with_ranks, implementation=implementation)
+
+    def local(x, w, back):
+        pair = {"comm_overlap": gather, "paired_comm_overlap": scatter}
+        hidden, aux = call(x, w, return_aux=True, **pair)
+        return hidden, aux, call(x, w, **pair), call(hidden, back, comm_overlap=scatter)
+
+    hidden, aux, alone, out = run(local, x, w, back)
+    expected, own = oracle.engine_gather(x, w, atomic=True)
+    equal(hidden, expected)
+    equal(alone, expected)
+    equal(aux, own)
+    equal(out, oracle.engine_scatter(expected, back, atomic=True))
+    # The order of the pair is its own affair: the two together are a plain layer.
+    straight, _ = oracle.engine_gather(x, w)
+    equal(out, oracle.engine_scatter(straight, back))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bulk_beside_an_independent_gemm(dtype):
+    """What moves and what is multiplied have nothing to do with each other."""
+    shape = (M, 6)
+    gather = create("AG", "BULK", shape, dtype)
+    scatter = create("RS", "BULK", shape, dtype)
+    part, whole = integers(4, P_, T, 6, dtype=dtype), integers(5, P_, M, 6, dtype=dtype)
+    other = integers(6, P_, 2, 3, K)  # any number of rows, in any dimensions
+
+    def local(lhs, other, w, bias, part, whole):
+        return (
+            with_ranks(lhs, w, comm_overlap=gather, aux_in=part),
+            with_ranks(other, w, bias=bias, comm_overlap=scatter, aux_in=whole),
+        )
+
+    results = on_ranks(local, mesh_of(P_))(WHOLE, other, W, BIAS, part, whole)
+    (out, gathered), (other_out, summed) = results
+    assert gathered.dtype == summed.dtype == dtype
+    assert out.dtype == np.float32
+    equal(out, np.einsum("pmk,pkn->pmn", WHOLE, W))
+    equal(gathered, oracle.bulk_gather(part))
+    equal(other_out, np.einsum("pabk,pkn->pabn", other, W) + BIAS[:, None, None])
+    equal(summed, oracle.bulk_scatter(whole))
+
+
+def test_buffer_of_no_communication():
+    buffer = create("NONE", "NONE")
+    got = gemm(*map(jnp.asarray, (WHOLE[0], W[0])), bias=jnp.asarray(BIAS[0]), comm_overlap=buffer)
+    equal(got, WHOLE[0] @ W[0] + BIAS[0])
+    assert list_comm_overlap_buffers()[buffer].num_bytes == 0
+
+
+def test_a_larger_buffer_of_another_shape_serves():
+    buffer = create("AG", "RING_EXCHANGE", (K * 2, M * 3))
+    got = run(lambda x, w: with_ranks(x, w, comm_overlap=buffer), X, W)
+    equal(got, oracle.engine_gather(X, W)[0])
+
+
+def test_types_of_operands_and_result():
+    """Narrow operands, a wide or a narrow result; dimensions of rows and columns come back."""
+    buffer = create("AG", "RING_EXCHANGE", dtype="bfloat16")
+    x = jnp.asarray(X, jnp.bfloat16)
+    w = W[:, :, :6].reshape(P_, K, 2, 3)
+
+    def local(x, w):
+        call = partial(with_ranks, x, w, comm_overlap=buffer)
+        return call(), call(preferred_element_type=jnp.bfloat16)
+
+    wide, narrow = on_ranks(local, mesh_of(P_))(x, w)
+    assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
+    expected = oracle.engine_gather(X, W[:, :, :6])[0].reshape(P_, M, 2, 3)
+    equal(wide, expected)
+    equal(narrow, expected)
+
+
+def test_transposed_weight():
+    """The contracted dimension of rhs may be its last one."""
+    gather = create("AG", "RING_EXCHANGE")
+    scatter = create("RS", "PIPELINE")
+    turned: Any = {"contracting_dims": ((1,), (1,))}
+
+    def local(x, whole, w):
+        return (
+            with_ranks(x, w, comm_overlap=gather, **turned),
+            with_ranks(whole, w, comm_overlap=scatter, **turned),
+        )
+
+    got, summed = run(local, X, WHOLE, np.swapaxes(W, 1, 2))
+    equal(got, oracle.engine_gather(X, W)[0])
+    equal(summed, oracle.engine_scatter(WHOLE, W))
+
+
+# ---- The user's layer on registered buffers.
+
+
+def test_layers_with_buffers():
+    """Batches and derivatives as without a buffer; calls are counted on the forward one."""
+    gather = create("AG", "RING_EXCHANGE")
+    scatter = create("RS", "RING_EXCHANGE", dtype="bfloat16")
+
+    def local(x, whole, w):
+        up = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, buffer=gather)
+        down = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, buffer=scatter)
+        out, pull = jax.vjp(up, x, w)
+        total, pull_total = jax.vjp(down, whole, w)
+        return out, *pull(out), total, *pull_total(total)
+
+    out, dx, dw, total, dwhole, dw_total = run(local, X, WHOLE, W)
+    expected = oracle.all_gather_matmul(X, W)
+    equal(out, expected)
+    for got, want in zip((dx, dw), oracle.all_gather_matmul_gradients(X, W, out)[:2], strict=True):
+        equal(got, want)
+    equal(total, oracle.matmul_reduce_scatter(WHOLE, W))
+    expected = oracle.matmul_reduce_scatter_gradients(WHOLE, W, total)[:2]
+    for got, want in zip((dwhole, dw_total), expected, strict=True):
+        equal(got, want)
+    assert list_comm_overlap_buffers()[gather].num_calls > 0
+
+
+# ---- One buffer, many users.
+
+
+def test_many_calls_of_one_buffer():
+    """In one program, at the same time and one after another, and in another program."""
+    buffer = create("RS", "RING_EXCHANGE")
+    call = partial(with_ranks, comm_overlap=buffer)
+
+    def several(x, w):
+        total = sum(call(x + i, w) for i in range(6))
+        step = lambda carry, i: (carry + call(x - i, w), None)
+        return jax.lax.scan(step, total, jnp.arange(3.0))[0]
+
+    expect = lambda x: oracle.engine_scatter(x, W)
+    expected = sum(expect(WHOLE + i) for i in range(-2, 6)) + expect(WHOLE)
+    equal(run(several, WHOLE, W), expected)
+    equal(run(lambda x, w: call(x, w), WHOLE, W), expect(WHOLE))
+    (listed,) = list_comm_overlap_buffers().values()
+    assert (listed.num_calls, listed.num_in_use) == (10, 0)
+    assert listed.num_bytes == P_ * (2 * P_ - 1) * T * N * 4  # of one group
+
+
+def test_programs_of_several_threads_share_a_buffer():
+    buffer = create("RS", "PIPELINE")
+    program = on_ranks(lambda x, w: with_ranks(x, w, comm_overlap=buffer), mesh_of(P_))
+    program(WHOLE, W).block_until_ready()
+    outcomes = {}
+
+    def work(thread):
+        results = [program(WHOLE + thread, W) for _ in range(5)]
+        expected = oracle.engine_scatter(WHOLE + thread, W)
+        outcomes[thread] = all(np.array_equal(got, expected) for got in results)
+
+    threads = [threading.Thread(target=work, args=[i]) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == dict.fromkeys(range(3), True)
+
+
+def test_groups_have_memory_of_their_own():
+    """Two groups of two ranks on a larger mesh: one buffer, twice its memory."""
+    buffer = create("AG", "RING_EXCHANGE", (4, K), num_ranks=2)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", AXIS))
+    x, w = integers(0, 2, 2, 2, K), integers(1, 2, 2, K, N)
+    spec = jax.P("data", AXIS)
+    mapped = jax.shard_map(
+        lambda x, w: with_ranks(x[0, 0], w[0, 0], comm_overlap=buffer)[None, None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    got = jax.jit(mapped)(x, w)
+    for group in range(2):
+        equal(got[group], oracle.engine_gather(x[group], w[group])[0])
+    assert list_comm_overlap_buffers()[buffer].num_bytes == 2 * 2 * 4 * K * 4
+
+
+# ---- The plain product.
+
+LAYOUTS = [
+    # lhs, rhs, contracting dimensions, the same as einsum
+    ((2, 3, 4, 5), (4, 5, 6, 7), ((2, 3), (0, 1)), "abkl,klcd->abcd"),
+    ((4, 5, 2, 3), (4, 5, 6, 7), ((0, 1), (0, 1)), "klab,klcd->abcd"),
+    ((2, 3, 4, 5), (6, 7, 4, 5), ((2, 3), (2, 3)), "abkl,cdkl->abcd"),
+    ((4, 5, 2, 3), (6, 7, 4, 5), ((0, 1), (-2, -1)), "klab,cdkl->abcd"),
+    ((5,), (5, 6), ((-1,), (0,)), "k,kc->c"),
+    ((2, 5), (5,), ((-1,), (0,)), "ak,k->a"),
+]
+
+
+@pytest.mark.parametrize("lhs, rhs, dims, text", LAYOUTS)
+def test_plain_product_and_its_derivative(lhs, rhs, dims, text):
+    """In every transposition, with several dimensions contracted and several free ones."""
+    lhs, rhs = integers(0, *lhs), integers(1, *rhs)
+    expected, pull = jax.vjp(partial(jnp.einsum, text), lhs, rhs)
+    bias = integers(2, rhs.size // np.prod([rhs.shape[d] for d in dims[1]]))
+    shape = [size for d, size in enumerate(rhs.shape) if d - rhs.ndim not in dims[1]
+             and d not in dims[1]]  # fmt: skip
+
+    def both(lhs, rhs, bias, dy):
+        call = lambda *operands: gemm(*operands[:2], bias=bias, contracting_dims=dims)
+        out, pull = jax.vjp(call, lhs, rhs)
+        dbias = jax.grad(lambda b: jnp.sum(gemm(lhs, rhs, bias=b, contracting_dims=dims)))(bias)
+        return out, pull(dy), dbias
+
+    dy = integers(3, *expected.shape)
+    out, gradients, dbias = jax.jit(both)(lhs, rhs, bias, dy)
+    equal(out, expected + bias.reshape(shape))
+    for got, want in zip(gradients, pull(dy), strict=True):
+        equal(got, want)
+    equal(dbias, np.full(bias.shape, expected.size // bias.size))
+
+
+def test_plain_product_of_types():
+    """Mixed types, a wide sum of narrow operands, float64."""
+    lhs, rhs = jnp.asarray(integers(0, 4, K), jnp.bfloat16), jnp.asarray(integers(1, K, N))
+    expected = np.asarray(lhs, np.float32) @ np.asarray(rhs)
+    assert gemm(lhs, rhs).dtype == jnp.float32
+    equal(gemm(lhs, rhs), expected)
+    narrow = gemm(lhs, rhs.astype(jnp.float16), preferred_element_type=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    equal(narrow, np.asarray(jnp.asarray(expected, jnp.bfloat16)))
+    gradients = jax.grad(lambda *operands: jnp.sum(gemm(*operands)), argnums=(0, 1))(lhs, rhs)
+    assert [g.dtype for g in gradients] == [lhs.dtype, rhs.dtype]
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        lhs, rhs = (jnp.asarray(rng.normal(size=shape)) for shape in ((4, 300), (300, N)))
+        np.testing.assert_allclose(gemm(lhs, rhs), lhs @ rhs, rtol=1e-13, atol=1e-13)
+
+
+def test_plain_product_inside_other_transformations():
+    """vmap, second derivatives, and arrays without elements."""
+    lhs, rhs = jnp.asarray(integers(0, 3, 4, K)), jnp.asarray(integers(1, 3, K, N))
+    equal(jax.vmap(gemm)(lhs, rhs), lhs @ rhs)
+    equal(jax.vmap(gemm, in_axes=(None, 0))(lhs[0], rhs), lhs[0] @ rhs)
+    twice = lambda fn: jax.grad(
+        lambda a, b: jnp.sum(jax.grad(lambda a: jnp.sum(fn(a, b) ** 3))(a) ** 2)
+    )
+    signs = jnp.sign(lhs[0]), jnp.sign(rhs[0])  # so that all numbers are below 2**24
+    equal(jax.jit(twice(gemm))(*signs), jax.jit(twice(jnp.matmul))(*signs))
+    assert gemm(lhs[0, :0], rhs[0]).shape == (0, N)
+    nothing = gemm(lhs[0, :, :0], rhs[0, :0], bias=jnp.asarray(BIAS[0]))
+    equal(nothing, np.stack([BIAS[0]] * 4))

@@ -1,0 +1,127 @@
+"""Products of global arrays under plain `jit`: automatic and explicit axes, batches, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
+
+B, S, K, N = 4, 8, 12, 8
+
+
+def devices(dp, tp, permuted=False):
+    found = np.array(jax.devices()[: dp * tp])
+    return (found[::-1] if permuted else found).reshape(dp, tp)
+
+
+def explicit(dp, tp):
+    return jax.make_mesh((dp, tp), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def integers(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), jnp.float32)
+
+
+def operands(rows):
+    return (
+        integers(0, B, rows, K),
+        integers(1, K, N),
+        integers(2, N),
+        integers(3, N, K),
+        integers(4, K),
+    )
+
+
+def placed(mesh, arrays, rows):
+    of_tokens = P("dp") if rows % mesh.shape["tp"] else P("dp", "tp")
+    specs = of_tokens, P(None, "tp"), P("tp"), P("tp"), P()
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    return [put(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def two_layers(mesh, **options):
+    def layers(x, w, b, w2, b2):
+        h = all_gather_matmul(x, w, axis_name="tp", bias=b, mesh=mesh, **options)
+        options.pop("gathered", None)
+        return matmul_reduce_scatter(h, w2, axis_name="tp", bias=b2, mesh=mesh, **options)
+
+    return layers
+
+
+def dense(x, w, b, w2, b2):
+    return (x @ w + b) @ w2 + b2
+
+
+MESHES = {
+    "automatic axes": lambda: Mesh(devices(2, 4), ("dp", "tp")),
+    "permuted devices": lambda: Mesh(devices(2, 4, permuted=True), ("dp", "tp")),
+    "no other ranks": lambda: Mesh(devices(8, 1), ("dp", "tp")),
+    "explicit axes": lambda: explicit(2, 4),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_two_layers_and_their_gradients_equal_dense_ones(name):
+    mesh, rows = MESHES[name](), 8 if name == "no other ranks" else S
+    arrays = [
+        jnp.concatenate([x] * 2) if i == 0 and name == "no other ranks" else x
+        for i, x in enumerate(operands(rows))
+    ]
+    sharded = placed(mesh, arrays, rows)
+    loss = lambda fn: lambda *arrays: (fn(*arrays) ** 2).sum() * 1e-4
+    layers = two_layers(mesh, method="ring")
+    out, grads = jax.jit(lambda *a: (layers(*a), jax.grad(loss(layers), range(5))(*a)))(*sharded)
+    np.testing.assert_array_equal(out, dense(*arrays))
+    assert out.sharding.spec[:2] == ("dp", "tp")
+    for got, want in zip(grads, jax.grad(loss(dense), range(5))(*arrays), strict=True):
+        largest = np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * largest)
+
+
+def test_compiled_program_has_no_collective_of_xla_but_that_of_the_batch():
+    mesh = Mesh(devices(2, 4), ("dp", "tp"))
+    sharded = placed(mesh, operands(S), S)
+    layers = two_layers(mesh, method="ring")
+    forward = jax.jit(layers).lower(*sharded).compile().as_text() or ""
+    for collective in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute("):
+        assert collective not in forward
+    loss = lambda *a: layers(*a).sum()
+    both = jax.jit(jax.grad(loss, (0, 1, 3))).lower(*sharded).compile().as_text() or ""
+    assert "all-gather" not in both and "reduce-scatter" not in both
+    assert "all-reduce" in both  # gradients of weights, over dp
+
+
+def test_tokens_that_do_not_divide_are_padded_inside():
+    mesh, rows = Mesh(devices(2, 4), ("dp", "tp")), 7
+    arrays = operands(rows)
+    out = jax.jit(two_layers(mesh, method="ring"))(*placed(mesh, arrays, rows))
+    np.testing.assert_array_equal(out, dense(*arrays))
+
+
+def test_mesh_that_is_set_and_arrays_that_tell_it():
+    mesh = Mesh(devices(2, 4), ("dp", "tp"))
+    x, w, *_ = placed(mesh, operands(S), S)
+    want = np.asarray(operands(S)[0] @ operands(S)[1])
+    np.testing.assert_array_equal(all_gather_matmul(x, w, axis_name="tp", method="ring"), want)
+    with jax.set_mesh(mesh):
+        product = jax.jit(lambda x, w: all_gather_matmul(x, w, axis_name="tp", method="ring"))
+        np.testing.assert_array_equal(product(x, w), want)
+        unplaced = np.asarray(x), np.asarray(w)
+        np.testing.assert_array_equal(product(*unplaced), want)
+
+
+def test_refused():
+    mesh = Mesh(devices(2, 4), ("dp", "tp"))
+    x, w = jnp.ones((S, K)), jnp.ones((K, 6))
+    with pytest.raises(ValueError, match="of which 6 does not divide among the 4 devices"):
+        all_gather_matmul(x, w, axis_name="tp", mesh=mesh)
+    with pytest.raises(ValueError, match="got row_counts with global arrays"):
+        all_gather_matmul(x, jnp.ones((K, N)), axis_name="tp", mesh=mesh, row_counts=(2,) * 4)
+    with pytest.raises(ValueError, match="gathered='again' with global arrays over automatic axes"):
+        all_gather_matmul(x, jnp.ones((K, N)), axis_name="tp", mesh=mesh, gathered="again")
+    with pytest.raises(ValueError, match=r"7 tokens do not divide among the 4 devices .* Pad them"):
+        all_gather_matmul(jnp.ones((7, K)), jnp.ones((K, N)), axis_name="tp", mesh=explicit(2, 4))
+    with pytest.raises(ValueError, match="no mesh with axis 'tp' is in sight"):
+        jax.jit(lambda x, w: all_gather_matmul(x, w, axis_name="tp"))(x, jnp.ones((K, N)))
