@@ -71,8 +71,10 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
     """Seconds of the forward product.
 
     One after the other: Tg + Tc. A ring of p chunks: Tg/p + (p-1) max(Tg/p, Tc/(p-1)); of pairs,
-    which neighbours swap first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of c
-    chunks: Tg/c + (c-1) max(Tg/c, Tc/c) + Tc/c. And the latency of each chunk. Virtual devices of one machine share its cores and its memory, so
+    which neighbours swap first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of
+    c chunks: Tg/c + (c-1) max(Tg/c, Tc/c) + Tc/c. And the latency of each chunk.
+
+    Virtual devices of one machine share its cores and its memory, so
     that copies hide behind nothing, and every chunk reads one of the operands anew.
 
     Args:
