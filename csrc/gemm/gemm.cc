@@ -13,8 +13,9 @@
 namespace cpd {
 namespace {
 
-// Blocks that are widened before they are multiplied: together about the second-level cache.
-constexpr int64_t kBlockM = 256, kBlockN = 512, kBlockK = 512;
+// Blocks that are widened before they are multiplied: small beside the operands, large beside what
+// the library packs again.
+constexpr int64_t kBlockM = 512, kBlockN = 1024, kBlockK = 512;
 
 template <typename In, typename Wide>
 void Widen(const char* from, int64_t from_pitch, int64_t num_rows, int64_t num_columns, Wide* to) {
@@ -108,29 +109,38 @@ void GemmIn(const GemmTask& task) {
     }
     return;
   }
-  // Sums stand in the result, where that is wide, or else in blocks that are then rounded.
+  // Sums stand in the result, where that is wide, or else in a block that is then rounded.
   const bool in_place = c_bytes == static_cast<int64_t>(sizeof(Wide));
   thread_local std::vector<Wide> a_scratch, b_scratch, sums_scratch;
   for (int64_t j = 0; j < task.n; j += kBlockN) {
     const int64_t n = std::min(kBlockN, task.n - j);
-    for (int64_t i = 0; i < task.m; i += kBlockM) {
-      const int64_t m = std::min(kBlockM, task.m - i);
-      if (!in_place) sums_scratch.resize(std::max<size_t>(sums_scratch.size(), m * n));
+    const auto b_block = [&](int64_t l) {
+      return TakeBlock(task.b, l, std::min(kBlockK, task.k - l), j, n, &b_scratch);
+    };
+    const auto multiply = [&](int64_t i, int64_t l, const Operand<Wide>& b) {
+      const int64_t m = std::min(kBlockM, task.m - i), k = std::min(kBlockK, task.k - l);
+      const auto a = TakeBlock(task.a, i, m, l, k, &a_scratch);
       char* c = task.c + (i * task.c_pitch + j) * c_bytes;
+      if (!in_place) sums_scratch.resize(std::max<size_t>(sums_scratch.size(), m * n));
       Wide* sums = in_place ? reinterpret_cast<Wide*>(c) : sums_scratch.data();
       const int64_t pitch = in_place ? task.c_pitch : n;
-      for (int64_t l = 0; l < task.k; l += kBlockK) {
-        const int64_t k = std::min(kBlockK, task.k - l);
-        const auto a = TakeBlock(task.a, i, m, l, k, &a_scratch);
-        const auto b = TakeBlock(task.b, l, k, j, n, &b_scratch);
-        Multiply(Product<Wide>{task.a.transposed, task.b.transposed, m, n, k, a.data, a.pitch,
-                               b.data, b.pitch, Wide(l == 0 ? 0 : 1), sums, pitch});
-      }
-      if (in_place && task.bias == nullptr) continue;
+      Multiply(Product<Wide>{task.a.transposed, task.b.transposed, m, n, k, a.data, a.pitch, b.data,
+                             b.pitch, Wide(l == 0 ? 0 : 1), sums, pitch});
+      if (l + k < task.k || (in_place && task.bias == nullptr)) return;
       for (int64_t row = 0; row < m; ++row) {
         StoreAs<Wide>(task.c_type, sums + row * pitch,
                       task.bias ? task.bias + j * c_bytes : nullptr, n,
                       c + row * task.c_pitch * c_bytes);
+      }
+    };
+    if (in_place || task.k <= kBlockK) {  // each block of b is widened once
+      for (int64_t l = 0; l < task.k; l += kBlockK) {
+        const auto b = b_block(l);
+        for (int64_t i = 0; i < task.m; i += kBlockM) multiply(i, l, b);
+      }
+    } else {
+      for (int64_t i = 0; i < task.m; i += kBlockM) {
+        for (int64_t l = 0; l < task.k; l += kBlockK) multiply(i, l, b_block(l));
       }
     }
   }

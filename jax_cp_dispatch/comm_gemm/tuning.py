@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ class TuningTable(NamedTuple):
 
     Attributes:
       machine: where they were measured: platform, device kind, versions.
-      seconds: of each shape and label of `cost.comm_gemm_methods`, medians.
+      seconds: of each shape and label of `cost.comm_gemm_methods`.
     """
 
     machine: dict[str, str]
@@ -93,12 +92,13 @@ def tune(
     mesh: Mesh,
     axis_name: str,
     dtype: Any = jnp.float32,
-    repeats: int = 5,
+    repeats: int = 7,
 ) -> TuningTable:
     """Measures every method on the devices of a mesh; call on the host, outside of tracing.
 
-    Methods take turns, `repeats` times, after two rounds that do not count. With several processes
-    all have to call it, and all get what the first has measured.
+    Methods take turns, `repeats` times; each runs twice in a row and the second run counts. The
+    least of its times stands: what disturbs a run only adds. With several processes all have to
+    call it, and all get what the first has measured.
 
     Args:
       shapes: of global products: "all_gather_matmul" or "matmul_reduce_scatter", tokens M, and K
@@ -161,13 +161,13 @@ def _measure(shape: CommGemmShape, mesh, axis_name, dtype, repeats) -> dict[str,
             jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         )
     times: dict[str, list[float]] = {label: [] for label in programs}
-    for turn in range(repeats + 2):
+    for _ in range(repeats):
         for label, program in programs.items():
+            jax.block_until_ready(program(*operands))
             begin = time.perf_counter()
             jax.block_until_ready(program(*operands))
-            if turn >= 2:
-                times[label].append(time.perf_counter() - begin)
-    return {label: statistics.median(values) for label, values in times.items()}
+            times[label].append(time.perf_counter() - begin)
+    return {label: min(values) for label, values in times.items()}
 
 
 def method_options(label: str, method) -> dict[str, Any]:
