@@ -147,7 +147,7 @@ def test_every_method_gives_the_product(num_ranks, batch, counts, order, check_v
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_random_values_of_each_type(dtype):
-    """More rows and columns than a block of the GEMM has; float32 sums, rounded once."""
+    """More rows and columns than one; float32 sums, rounded once."""
     with jax.enable_x64(dtype == "float64"):
         dtype, p = jnp.dtype(dtype), 2
         draw = lambda seed, *shape: jnp.asarray(normal(seed, p, *shape), dtype)

@@ -1,5 +1,8 @@
 """`gemm` with registered buffers of every type, beside one another, and without any."""
 
+import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from typing import Any
@@ -358,3 +361,46 @@ def test_plain_product_inside_other_transformations():
     assert gemm(lhs[0, :0], rhs[0]).shape == (0, N)
     nothing = gemm(lhs[0, :, :0], rhs[0, :0], bias=jnp.asarray(BIAS[0]))
     equal(nothing, np.stack([BIAS[0]] * 4))
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(600, 1100, 1100), (600, 300, 1100)])
+def test_narrow_operands_of_several_blocks(shape, out):
+    """More rows, columns and contracted elements than are widened at a time."""
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    a, b, bias = (rng.integers(-2, 3, size).astype(np.float32) for size in ((m, k), (k, n), (n,)))
+    want = jnp.asarray(a @ b + bias, out)
+    lhs, rhs = jnp.asarray(a, "bfloat16"), jnp.asarray(b, "bfloat16")
+    bias = jnp.asarray(bias)
+    plain = gemm(lhs, rhs, bias=bias, preferred_element_type=out)
+    turned = gemm(
+        lhs.T, rhs.T, contracting_dims=((0,), (1,)), bias=bias, preferred_element_type=out
+    )
+    np.testing.assert_array_equal(plain, want)
+    np.testing.assert_array_equal(turned, want)
+
+
+def test_one_device_takes_all_cores_and_leaves_scipys_thread_count_alone():
+    """The library that SciPy has loaded runs with as many threads as before."""
+    program = """
+import ctypes, os, re
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax.numpy as jnp, numpy as np, scipy.linalg.cython_blas
+def count():
+    paths = {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line}
+    for path in sorted(p for p in paths if p.startswith("/") and "scipy.libs" in p):
+        return ctypes.CDLL(path).scipy_openblas_get_num_threads()
+before = count()
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.comm_gemm.blas import load_blas
+a = np.random.default_rng(0).integers(-2, 3, (300, 200)).astype(np.float32)
+np.testing.assert_array_equal(gemm(a, a.T), a @ a.T)
+assert count() == before, (before, count())
+print(load_blas() != "" or before is None)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"

@@ -89,9 +89,40 @@ std::string Text(Shape2D shape) {
   return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
 }
 
+// Of what Python never passes; nullptr: all is well.
+const char* WrongAttribute(const GemmOptions& options) {
+  const auto type = static_cast<CommType>(options.comm_type);
+  const auto method = static_cast<CommMethod>(options.comm_overlap_method);
+  if (options.comm_type < 0 || type > CommType::kAllGather || options.comm_overlap_method < 0 ||
+      method > CommMethod::kRingExchange) {
+    return "comm_type or comm_overlap_method is out of range";
+  }
+  if (type == CommType::kNone) {
+    return method == CommMethod::kNone ? nullptr : "a method needs a comm_type";
+  }
+  if (type == CommType::kAllGather && method == CommMethod::kPipeline) {
+    return "a pipeline cannot gather";
+  }
+  if (options.row_counts.size() == 0 ||
+      static_cast<int64_t>(options.row_counts.size()) != options.num_ranks) {
+    return "row_counts needs one count per rank";
+  }
+  for (const int64_t count : options.row_counts) {
+    if (count < 0) return "a row count is negative";
+  }
+  if (options.num_splits < 1 || options.num_batches < 1) {
+    return "num_splits and num_batches need to be at least 1";
+  }
+  if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
+  return nullptr;
+}
+
 // What the shapes say, without memory. Python has checked it; here only what could corrupt memory.
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem) {
+  if (const char* wrong = WrongAttribute(options)) {
+    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+  }
   const Shape2D lhs = Collapse(buffers.lhs, options.lhs_axis_boundary);
   const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
   const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
@@ -133,7 +164,7 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
                            std::to_string(p.n) + " columns.");
   }
   if (p.config.type != CommType::kNone) {
-    const int64_t batches = std::max<int64_t>(options.num_batches, 1);
+    const int64_t batches = options.num_batches;
     p.rows.num_batches = batches;
     p.rows.counts.assign(options.row_counts.begin(), options.row_counts.end());
     const bool gathers = p.config.type == CommType::kAllGather;
@@ -144,6 +175,9 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     const int64_t alone = gathers ? rows_in : rows_out, together = gathers ? rows_out : rows_in;
     p.rows.capacity = alone / batches;
     if (is_bulk) p.aux_width = aux.columns;
+    if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
+      return Status::Invalid(op + ": aux_out is of another type than aux_in.");
+    }
     const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
     if (p.rows.num_chunks() != options.num_ranks || p.rows.capacity * batches != alone ||
         most > p.rows.capacity || together != total) {
@@ -168,6 +202,10 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
                              " elements but the call gives back " + std::to_string(need) +
                              " of lhs.");
     }
+  }
+  if (p.config.type == CommType::kReduceScatter && !is_bulk &&
+      !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type)) {
+    return Status::Invalid(op + ": partial sums are of a type that is not supported.");
   }
   if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
     const auto given = static_cast<int64_t>(buffers.workspace.size_bytes());

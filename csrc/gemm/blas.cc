@@ -11,7 +11,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -85,10 +84,11 @@ std::vector<std::string> LoadedLibraries() {
 }
 
 struct Names {  // of an OpenBLAS with 32-bit integers
-  const char *sgemm, *dgemm, *get_num_threads;
+  const char *sgemm, *dgemm, *get_num_threads, *set_num_threads;
 };
-constexpr Names kScipy{"scipy_sgemm_", "scipy_dgemm_", "scipy_openblas_get_num_threads"};
-constexpr Names kPlain{"sgemm_", "dgemm_", "openblas_get_num_threads"};
+constexpr Names kScipy{"scipy_sgemm_", "scipy_dgemm_", "scipy_openblas_get_num_threads",
+                       "scipy_openblas_set_num_threads"};
+constexpr Names kPlain{"sgemm_", "dgemm_", "openblas_get_num_threads", "openblas_set_num_threads"};
 
 struct Library {
   std::string path;
@@ -131,29 +131,17 @@ int CopyToMemory(const std::string& path) {
   return to;
 }
 
-// OpenBLAS reads its thread count while it is loaded, and starts the threads then.
-void* LoadWithOneThread(const std::string& path) {
-  constexpr char kVariable[] = "OPENBLAS_NUM_THREADS";
-  std::optional<std::string> before;
-  if (const char* value = std::getenv(kVariable)) before = value;
-  setenv(kVariable, "1", 1);
-  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (before) {
-    setenv(kVariable, before->c_str(), 1);
-  } else {
-    unsetenv(kVariable);
-  }
-  return handle;
-}
-
 bool UseCopyOf(const Library& library) {
   const int file = CopyToMemory(library.path);
   if (file < 0) return false;
-  void* handle = LoadWithOneThread("/proc/self/fd/" + std::to_string(file));
+  void* handle = dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL);
   close(file);
   if (handle == nullptr) return false;
+  const auto set_num_threads =
+      reinterpret_cast<void (*)(int)>(dlsym(handle, library.names.set_num_threads));
   const auto num_threads =
       reinterpret_cast<int (*)()>(dlsym(handle, library.names.get_num_threads));
+  if (set_num_threads != nullptr) set_num_threads(1);  // its own threads sleep from now on
   const auto sgemm = reinterpret_cast<Gemm<float>>(dlsym(handle, library.names.sgemm));
   const auto dgemm = reinterpret_cast<Gemm<double>>(dlsym(handle, library.names.dgemm));
   if (num_threads == nullptr || num_threads() != 1 || sgemm == nullptr || dgemm == nullptr) {

@@ -52,7 +52,7 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
 
 // Column chunk i of the product is computed by all ranks, and reduced while chunk i + 1 is.
 void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
-  const auto num_splits = static_cast<int>(p_.config.num_splits);  // some may have no column
+  const int num_splits = num_column_chunks();
   const auto first_column = [this, num_splits](int chunk) { return p_.n * chunk / num_splits; };
   const auto multiply = [this, rank, first_column](int chunk) {
     MultiplyColumns(rank, first_column(chunk), first_column(chunk + 1), p_.ranks[rank].buffer);
@@ -78,9 +78,6 @@ void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
     return;
   }
   for (int chunk = 0; chunk < num_splits; ++chunk) {
-    if (p_.config.overlap_first_gemm && chunk > 0) {
-      streams.compute.Add(rank, Begun(chunk));
-    }
     streams.compute.Run(SpanKind::kComputation, "GEMM " + std::to_string(chunk),
                         [multiply, chunk](Counters&) { multiply(chunk); });
     for (int peer = 0; peer < p_.num_ranks(); ++peer) {
@@ -89,7 +86,7 @@ void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
     if (!p_.config.overlap_first_gemm) {
       reduce(chunk);
     } else if (chunk > 0) {
-      streams.communicate.Wait(Begun(chunk), 1, rank);
+      streams.communicate.Wait(Computed(chunk, rank), 1, rank);
       reduce(chunk - 1);
     }
   }

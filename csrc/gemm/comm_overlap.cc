@@ -79,13 +79,16 @@ int64_t BufferBytes(const OverlapProblem& p) {
 CommOverlapCore::CommOverlapCore(OverlapProblem problem, GemmFunction gemm)
     : p_(std::move(problem)), offsets_(p_.rows.Offsets()), gemm_(std::move(gemm)) {}
 
-int CommOverlapCore::most_chunks() const {
-  return std::max(p_.num_ranks(), static_cast<int>(p_.config.num_splits));
+int CommOverlapCore::num_column_chunks() const {
+  return static_cast<int>(std::clamp<int64_t>(p_.config.num_splits, 1, std::max<int64_t>(p_.n, 1)));
 }
 
-int CommOverlapCore::num_signals() const {
-  return p_.num_ranks() + (p_.num_ranks() + 1) * most_chunks();
+int CommOverlapCore::most_chunks() const {
+  const bool by_columns = p_.config.method == CommMethod::kPipeline;
+  return std::max(p_.num_ranks(), by_columns ? num_column_chunks() : 1);
 }
+
+int CommOverlapCore::num_signals() const { return p_.num_ranks() * (1 + most_chunks()); }
 
 Signal CommOverlapCore::Arrived(int chunk) const {
   return {chunk, "chunk " + std::to_string(chunk) + " arrived"};
@@ -94,11 +97,6 @@ Signal CommOverlapCore::Arrived(int chunk) const {
 Signal CommOverlapCore::Computed(int chunk, int by) const {
   return {p_.num_ranks() + by * most_chunks() + chunk,
           "chunk " + std::to_string(chunk) + " computed"};
-}
-
-Signal CommOverlapCore::Begun(int chunk) const {
-  return {p_.num_ranks() + p_.num_ranks() * most_chunks() + chunk,
-          "chunk " + std::to_string(chunk) + " begun"};
 }
 
 int CommOverlapCore::Rank(int64_t rank) const {

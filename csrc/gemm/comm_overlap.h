@@ -22,7 +22,7 @@ struct OverlapConfig {
   CommMethod method = CommMethod::kNone;  // with a type: one after the other, in one call
   int64_t num_splits = 4;                 // column chunks of the pipeline
   bool atomic = false;                    // one GEMM with a counter per chunk
-  bool overlap_first_gemm = false;        // the pipeline begins to reduce one chunk later
+  bool overlap_first_gemm = false;        // the pipeline reduces a chunk after the next one's GEMM
   bool aggregate = false;                 // the ring moves two chunks at a time
   bool copies = true;  // the ring copies chunks; else the GEMM itself reads and writes the peer's
 };
@@ -99,7 +99,6 @@ class CommOverlapCore {
   // or read.
   Signal Arrived(int chunk) const;
   Signal Computed(int chunk, int by) const;
-  Signal Begun(int chunk) const;
 
   // ---- The product and its chunks. Rows to multiply stand among the gathered ones, or alone.
   void MultiplyAll(int rank, char* output, DataType type, const char* bias) const;
@@ -126,9 +125,10 @@ class CommOverlapCore {
   Sources RowsOf(int rank, const std::vector<const char*>& whole) const;  // in [B, total, width]
   std::vector<const char*> Buffers() const;
 
-  int most_chunks() const;       // of rows or columns
-  int Rank(int64_t rank) const;  // modulo the number of ranks
-  int64_t width() const;         // columns of what is gathered or summed
+  int num_column_chunks() const;  // of the pipeline: at most as many as there are columns
+  int most_chunks() const;        // of rows or columns
+  int Rank(int64_t rank) const;   // modulo the number of ranks
+  int64_t width() const;          // columns of what is gathered or summed
   DataType summed_type() const;
 
   const OverlapProblem p_;

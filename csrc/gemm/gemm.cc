@@ -146,8 +146,18 @@ void GemmIn(const GemmTask& task) {
   }
 }
 
+// A sum of nothing, and the bias.
+void StoreNothing(const GemmTask& task) {
+  const std::vector<double> zeros(task.n);  // as many bytes as float32 needs, and more
+  for (int64_t i = 0; i < task.m; ++i) {
+    AddBiasAndRound(reinterpret_cast<const char*>(zeros.data()), task.bias, task.n, task.c_type,
+                    task.c + i * task.c_pitch * ElementBytes(task.c_type));
+  }
+}
+
 void RunPart(const GemmTask& task) {
   if (task.m == 0 || task.n == 0) return;
+  if (task.k == 0) return StoreNothing(task);
   if (AccumulationType(task.a.type) == DataType::kF64) {
     GemmIn<double>(task);
   } else {

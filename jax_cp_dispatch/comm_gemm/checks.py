@@ -139,11 +139,26 @@ def read_method(op: str, method: Any) -> CommOverlapMethod:
     return CommOverlapMethod.read(op, "method", method)
 
 
-def overlap_of_wish(wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ranks: int):
-    """How a call communicates, as the caller says."""
+def _refuse_what_has_no_meaning(wish: Wish, method: CommOverlapMethod) -> None:
+    if wish.num_splits is not None and method != CommOverlapMethod.PIPELINE:
+        name, needs = "num_splits", CommOverlapMethod.PIPELINE
+    elif wish.use_ce is not None and method != CommOverlapMethod.RING_EXCHANGE:
+        name, needs = "use_ce", CommOverlapMethod.RING_EXCHANGE
+    else:
+        return
+    raise ValueError(f"{wish.op}: got {name} with {method}; it is of {needs}. Leave it away.")
+
+
+def overlap_of_wish(
+    wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ranks: int, rows_of_slots: int
+) -> Overlap:
+    """How a call communicates, as the caller says.
+
+    `shape` is what moves, all of it; the ring of a reduce-scatter has slots of equal size for it.
+    """
     op = wish.op
     if wish.buffer is not None:
-        return overlap_of_buffer(op, wish, kind, shape, dtype, num_ranks)
+        return overlap_of_buffer(op, wish, kind, shape, dtype, num_ranks, rows_of_slots)
     method = read_method(op, wish.method)
     refuse_bulk(op, method)
     partial = dtype
@@ -154,6 +169,7 @@ def overlap_of_wish(wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ra
                 "away, or name another method."
             )
         return Overlap(kind, method, partial_dtype=partial)
+    _refuse_what_has_no_meaning(wish, method)
     config = make_config(
         op,
         kind,
@@ -193,7 +209,9 @@ def overlap_of_config(config: CommOverlapConfig, *, buffer: int) -> Overlap:
     )
 
 
-def overlap_of_buffer(op, wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ranks: int):
+def overlap_of_buffer(
+    op, wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ranks: int, rows_of_slots: int
+) -> Overlap:
     """How a call communicates, as its buffer says; the buffer has to fit."""
     assert wish.buffer is not None
     config = find_config(op, wish.buffer)
@@ -207,6 +225,8 @@ def overlap_of_buffer(op, wish: Wish, kind: CommOverlapType, shape, dtype: str, 
             f"{op}: buffer {wish.buffer} is for {config.comm_type}; it needs {kind}. Create one."
         )
     refuse_bulk(op, config.method)
+    if (kind, config.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
+        shape = rows_of_slots, shape[1]
     check_buffer(op, wish.buffer, config, shape, dtype, num_ranks)
     return overlap_of_config(config, buffer=wish.buffer)
 

@@ -81,7 +81,13 @@ def choose_comm_gemm(
             for label, time in seconds.items()
         }
         source = f"predicted from M={nearest.m}, K={nearest.k}, N={nearest.n}, which is measured,"
-    label = min((name for name in methods if name in seconds), key=lambda name: seconds[name])
+    known = [name for name in methods if name in seconds]
+    if not known:
+        raise ValueError(
+            f"choose_comm_gemm: the table has times of {sorted(seconds)} for {shape}, but there "
+            f"are {sorted(methods)}. Tune again."
+        )
+    label = min(known, key=lambda name: seconds[name])
     gain = seconds["none"] / seconds[label] if "none" in seconds else math.nan
     text = (
         f"{shape.op} of M={shape.m}, K={shape.k}, N={shape.n} on {shape.num_ranks} ranks: {label} "
@@ -112,10 +118,12 @@ def choose_overlaps(
     dtype: str,
     out_dtype: str,
     num_ranks: int,
+    rows_of_slots: int,
 ) -> tuple[Overlap, Overlap]:
     """How a product communicates, and the one in its derivative.
 
-    `shape` is M of all ranks, K and N of one rank's weight.
+    `shape` is M of all ranks, K and N of one rank's weight; `rows_of_slots` M with room for as many
+    rows on every rank.
     """
     m, k, n = shape
     sums = jnp.promote_types(out_dtype, jnp.float32).name
@@ -125,7 +133,7 @@ def choose_overlaps(
         moved = ((m, k), dtype) if kind == CommOverlapType.AG else ((m, n), sums)
         if wish.is_auto:
             wish = _auto(wish, CommGemmShape(_OPS[kind], m, k, n, num_ranks, _bytes(dtype)))
-        return overlap_of_wish(wish, kind, *moved, num_ranks)
+        return overlap_of_wish(wish, kind, *moved, num_ranks, rows_of_slots)
 
     forward = settle(wish, kind, k, n)
     back = wish
@@ -144,6 +152,8 @@ def choose_overlaps(
 
 
 def _auto(wish: Wish, shape: CommGemmShape) -> Wish:
+    if 0 in (shape.m, shape.k, shape.n):
+        return wish._replace(method=CommOverlapMethod.NONE)
     choice = choose_comm_gemm(shape, table=current_tuning())
     return wish._replace(**choice.options)
 

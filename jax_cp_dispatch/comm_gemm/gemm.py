@@ -89,6 +89,7 @@ def gemm(
     """
     op = "gemm"
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    bias = None if bias is None else jnp.asarray(bias)
     _check_scaling(op, lhs, rhs, scaling_mode, lhs_scale_inv, rhs_scale_inv)
     check_implementation(op, implementation)
     left, lhs_transposed = _collapse(op, "lhs", lhs, contracting_dims[0], contracted_last=True)

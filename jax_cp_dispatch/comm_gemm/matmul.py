@@ -229,9 +229,18 @@ def _matmul(
         k, n = w.shape
         if place.is_global:  # of which a rank has a part
             k, n = (k, n // num_ranks) if kind == CommOverlapType.AG else (k // num_ranks, n)
-        rows = math.prod(x.shape[:-2]) * sum(counts)
+        batches = math.prod(x.shape[:-2])
+        if place.is_global:  # of which each group has a part: as the batch is usually split
+            groups = math.prod(place.mesh.shape[a] for a in other_axes(place.mesh, names))
+            batches //= groups if batches % groups == 0 else 1
         forward, backward = choose_overlaps(
-            wish, kind, (rows, k, n), x.dtype.name, out_dtype, num_ranks
+            wish,
+            kind,
+            (batches * sum(counts), k, n),
+            x.dtype.name,
+            out_dtype,
+            num_ranks,
+            rows_of_slots=batches * num_ranks * max(counts),
         )
         return Matmul(**settings, row_counts=counts, overlap=forward, backward=backward, **where)
 

@@ -54,7 +54,7 @@ class OverlapProfile:
 
     @property
     def bound(self) -> float:
-        """max(computation, communication): no overlap is faster."""
+        """max(computation, communication): what is cut in these parts is not faster."""
         return max(self.computation, self.communication)
 
     def write_trace(self, path: str | os.PathLike) -> pathlib.Path:
@@ -72,7 +72,8 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
       fn: a function under `jax.jit`.
       operands: its arguments.
     Raises:
-      ValueError: nothing was recorded: the program has no such call, or not on this transport.
+      ValueError: nothing was recorded: the program has no such call, or not on this transport; its
+        calls are over several axes.
     """
     jax.block_until_ready(fn(*operands))
     runtime.native.start_spans()
@@ -84,6 +85,12 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
         raise ValueError(
             "overlap_profile: the program ran no GEMM with communication on the in-process "
             "transport. See available_implementations()."
+        )
+    axes = {op.split(" over ")[-1] for op, *_ in recorded}
+    if len(axes) > 1:
+        raise ValueError(
+            f"overlap_profile: the program's GEMMs communicate over {' and '.join(sorted(axes))}, "
+            "whose ranks are not the same. Profile them in programs of their own."
         )
     begin = min(start for *_, start, _ in recorded)
     group_size = 1 + max(rank for _, _, rank, *_ in recorded)

@@ -77,8 +77,8 @@ def create_comm_overlap_buffer(
         memcpy, beside the GEMM; else the GEMM itself reads, or writes, the memory of the other
         rank. None: only the ring does.
       atomic_gemm: one GEMM that signals or waits for each chunk, instead of a GEMM per chunk.
-      rs_overlap_first_gemm: the pipeline begins to reduce a chunk when the GEMM after the next one
-        has begun; the same result.
+      rs_overlap_first_gemm: the pipeline reduces a chunk when the next one's GEMM is over, too; the
+        same result.
       aggregate_ag: the ring's all-gather moves two chunks at a time; an even tp_size.
     Returns:
       The id, a positive int.

@@ -114,6 +114,11 @@ def tune(
     """
     if repeats < 1:
         raise ValueError(f"tune: repeats is {repeats}; it needs to be at least 1.")
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"tune: axis_name {axis_name!r} is not an axis of the mesh, {dict(mesh.shape)}. Name "
+            "the axis of the ranks."
+        )
     p, dtype = mesh.shape[axis_name], jnp.dtype(dtype)
     seconds = {}
     for op, m, k, n in shapes:
