@@ -1,100 +1,37 @@
-"""Products of gathered tokens, scattered sums of products: values and derivatives of all methods.
+"""Products of gathered tokens, scattered sums of products: values of all methods.
 
-Most programs hold every method at once, which also makes them many calls in flight. Values that are
-small integers are exact in every method; others are within the tolerance of their type.
+Most programs hold every method at once, which also makes them many calls in flight.
 """
 
 import itertools
 from functools import partial
-from typing import Any
 
 import comm_gemm_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comm_gemm_cases import (
+    K,
+    N,
+    close,
+    equal,
+    integers,
+    methods,
+    normal,
+    of_gather,
+    of_scatter,
+    run_once,
+    with_nan_behind,
+)
 from jax.sharding import AxisType, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
-from jax_cp_dispatch.comm_gemm import CommOverlapMethod, all_gather_matmul, matmul_reduce_scatter
-
-GATHERING: dict[str, Any] = {
-    "none": {"method": "none"},
-    "ring": {"method": "ring"},
-    "ring, atomic": {"method": CommOverlapMethod.RING_EXCHANGE, "atomic": True},
-    "ring, pairs": {"method": "ring_exchange", "aggregate": True},  # an even number of ranks
-    "ring, no copies": {"method": "ring", "use_ce": False},
-    "ring, atomic, no copies": {"method": "ring", "atomic": True, "use_ce": False},
-    "xla": {"method": "ring", "implementation": "xla"},
-}
-SCATTERING: dict[str, Any] = {
-    "none": {"method": CommOverlapMethod.NONE},
-    "ring": {"method": "ring"},
-    "ring, atomic": {"method": "ring", "atomic": True},
-    "ring, no copies": {"method": "ring", "use_ce": False},
-    "ring, atomic, no copies": {"method": "ring", "atomic": True, "use_ce": False},
-    "pipeline of 1": {"method": "pipeline", "num_splits": 1},
-    "pipeline of 3": {"method": "PIPELINE", "num_splits": 3},
-    "pipeline of more than columns": {"method": "pipeline", "num_splits": 100},
-    "pipeline, atomic": {"method": "pipeline", "atomic": True},
-    "pipeline, first gemm": {"method": "pipeline", "rs_overlap_first_gemm": True},
-    "xla": {"method": "pipeline", "implementation": "xla"},
-}
-K, N = 5, 7
-# Most of the time goes to compiling; without LLVM's optimizations it takes less.
-QUICKLY: Any = {"xla_backend_optimization_level": 0}
-
-
-def methods(op, num_ranks):
-    """Each method of a product, by name."""
-    table = GATHERING if op is all_gather_matmul else SCATTERING
-    fits = lambda options: num_ranks % 2 == 0 or not options.get("aggregate")
-    return {name: partial(op, **options) for name, options in table.items() if fits(options)}
-
-
-def integers(seed, *shape, dtype: Any = np.float32):
-    return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
-
-
-def normal(seed, *shape, dtype: Any = np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def equal(got, want, name: Any = ""):
-    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), want, err_msg=str(name))
-
-
-def close(got, want, dtype, name=""):
-    """Within the type's tolerance; that of the wide ones is relative to the largest element."""
-    largest = np.abs(want).max(initial=0)
-    rtol, atol = {
-        "bfloat16": (2e-2, 2e-3),
-        "float16": (1e-3, 1e-3),
-        "float32": (0, 1e-5 * largest),
-        "float64": (0, 1e-13 * largest),
-    }[jnp.dtype(dtype).name]
-    got = np.asarray(got).astype(np.float64)
-    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=str(name))
+from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
 
 
 def bits(tree):
     return [np.asarray(a).tobytes() for a in jax.tree.leaves(tree)]
-
-
-def run_once(program, *operands):
-    return program.lower(*operands).compile(compiler_options=QUICKLY)(*operands)
-
-
-def of_gather(num_ranks, batch, tokens, draw=integers, **options):
-    """x, w and bias of `all_gather_matmul`, per rank."""
-    shapes = (*batch, tokens, K), (K, N), (N,)
-    return [draw(seed, num_ranks, *shape, **options) for seed, shape in enumerate(shapes)]
-
-
-def of_scatter(num_ranks, batch, tokens, draw=integers, **options):
-    """x, w and bias, one for all ranks, of `matmul_reduce_scatter`."""
-    x, w, bias = of_gather(num_ranks, batch, tokens, draw, **options)
-    return x, w, np.stack([bias[0]] * num_ranks)
 
 
 def run_all(op, mesh, *operands, check_vma=True, **options):
@@ -109,14 +46,6 @@ def run_all(op, mesh, *operands, check_vma=True, **options):
 
 
 # ---- Values.
-
-
-def with_nan_behind(x, counts):
-    """What no rank may read."""
-    x = x.copy()
-    for rank, count in enumerate(counts or ()):
-        x[rank][..., count:, :] = np.nan
-    return x
 
 
 @pytest.mark.parametrize(
@@ -372,208 +301,3 @@ def test_nothing_to_multiply():
         ):
             for name, got in run_all(op, mesh_of(p), x, w).items():
                 equal(got, expect(x, w), (name, x.shape, w.shape))
-
-
-# ---- Derivatives.
-
-
-def dense(x, w, bias):
-    return x @ w + bias
-
-
-def over_mesh(fn, mesh, kind, batch):
-    """The product of whole arrays, as `dense`: x and w split as the layer wants them."""
-    rows, columns = P(*batch, AXIS, None), P(*batch, None, AXIS)
-    specs = {
-        all_gather_matmul: ((rows, P(None, AXIS), P(AXIS)), columns),
-        matmul_reduce_scatter: ((columns, P(AXIS, None), P()), rows),
-    }[kind]
-    return jax.shard_map(
-        lambda x, w, bias: fn(x, w, bias=bias, axis_name=AXIS),
-        mesh=mesh,
-        in_specs=specs[0],
-        out_specs=specs[1],
-    )
-
-
-def with_gathered(op, num_ranks):
-    """Each method, those that gather with what the derivative needs kept, or gathered again."""
-    for name, fn in methods(op, num_ranks).items():
-        if op is matmul_reduce_scatter:
-            yield name, fn
-        else:
-            for gathered in ("keep", "again"):
-                yield f"{name}, {gathered}", partial(fn, gathered=gathered)
-
-
-@pytest.mark.parametrize("op", [all_gather_matmul, matmul_reduce_scatter])
-def test_derivatives_equal_the_dense_ones(op):
-    """Of every method, through shard_map, with a bias that is split or one for all ranks."""
-    M, p, batch = 8, 4, (2,)
-    x, w, bias = integers(0, *batch, M, K * p), integers(1, K * p, N * p), integers(2, N * p)
-    dy = integers(3, *batch, M, N * p)
-    expected = jax.vjp(dense, x, w, bias)[1](dy)
-    mesh = mesh_of(p, np.roll(np.arange(p), 1))
-    programs = {
-        name: over_mesh(fn, mesh, op, [None] * len(batch)) for name, fn in with_gathered(op, p)
-    }
-
-    @jax.jit
-    def gradients(*operands):
-        return {name: jax.vjp(fn, *operands)[1](dy) for name, fn in programs.items()}
-
-    for name, got in run_once(gradients, x, w, bias).items():
-        for part, one, want in zip(("dx", "dw", "dbias"), got, expected, strict=True):
-            equal(one, want, f"{name}, {part}")
-
-
-def inner(a, b):
-    return float(np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64)))
-
-
-@pytest.mark.parametrize(
-    "op, expect",
-    [
-        (all_gather_matmul, oracle.all_gather_matmul_gradients),
-        (matmul_reduce_scatter, oracle.matmul_reduce_scatter_gradients),
-    ],
-)
-def test_derivatives_of_uneven_tokens(op, expect):
-    """Exact; NaN behind a rank's own tokens, of x or of dy, reaches nothing."""
-    p, counts, batch = 3, (2, 0, 4), (2,)
-    make = of_gather if op is all_gather_matmul else of_scatter
-    x, w, bias = make(p, batch, max(counts) if op is all_gather_matmul else sum(counts))
-    rows = sum(counts) if op is all_gather_matmul else max(counts)
-    dy = integers(4, p, *batch, rows, N)
-    x, dy = (
-        (with_nan_behind(x, counts), dy)
-        if op is all_gather_matmul
-        else (x, with_nan_behind(dy, counts))
-    )
-    options = {"axis_name": AXIS, "row_counts": counts}
-
-    def local(x, w, bias, dy):
-        gradients = lambda fn: jax.vjp(lambda x, w, b: fn(x, w, bias=b, **options), x, w, bias)
-        return {name: gradients(fn)[1](dy) for name, fn in with_gathered(op, p)}
-
-    results = run_once(on_ranks(local, mesh_of(p), check_vma=False), x, w, bias, dy)
-    expected = expect(x, w, dy, counts)
-    for name, got in results.items():
-        for part, one, want in zip(("dx", "dw", "dbias"), got, expected, strict=True):
-            equal(one, want, f"{name}, {part}")
-
-
-def test_derivatives_are_adjoint():
-    """<f(x), y> = <x, f'(y)>, in x and in w, in float64."""
-    with jax.enable_x64(True):
-        p, counts = 3, (1, 4, 2)
-        x, w, _ = of_gather(p, (2,), max(counts), normal, dtype=np.float64)
-        for rank, count in enumerate(counts):
-            x[rank, :, count:] = 0
-        whole, y_gather = normal(4, p, 2, 7, K), normal(5, p, 2, 7, N)
-        whole, y_gather = whole.astype(np.float64), y_gather.astype(np.float64)
-        y_scatter = normal(6, p, 2, max(counts), N).astype(np.float64)
-
-        for op, tokens, y in (
-            (all_gather_matmul, x, y_gather),
-            (matmul_reduce_scatter, whole, y_scatter),
-        ):
-
-            def local(x, w, y, op=op):
-                results = {}
-                for name, fn in with_gathered(op, p):
-                    run = partial(fn, axis_name=AXIS, row_counts=counts)
-                    out, pull = jax.vjp(run, x, w)
-                    results[name] = out, *pull(y)
-                return results
-
-            for name, (out, dx, dw) in run_once(on_ranks(local, mesh_of(p)), tokens, w, y).items():
-                assert out.dtype == dx.dtype == dw.dtype == np.float64
-                assert inner(out, y) == pytest.approx(inner(tokens, dx), rel=1e-12), name
-                assert inner(out, y) == pytest.approx(inner(w, dw), rel=1e-12), name
-
-
-@pytest.mark.parametrize(
-    "op, types, rows, expect",
-    [
-        (all_gather_matmul, ("bfloat16", "float32"), 80, oracle.all_gather_matmul_gradients),
-        (
-            matmul_reduce_scatter,
-            ("bfloat16", "bfloat16"),
-            20,
-            oracle.matmul_reduce_scatter_gradients,
-        ),
-    ],
-)
-def test_derivatives_of_narrow_types(op, types, rows, expect):
-    """Each gradient has its operand's type and is rounded once, from float32 sums."""
-    p = 2
-    x, w, bias = (jnp.asarray(a) for a in of_gather(p, (), 40, normal))
-    x, w, bias = x.astype(types[0]), w.astype(types[1]), bias.astype(types[0])
-    dy = jnp.asarray(normal(3, p, rows, N)).astype(jnp.promote_types(*types))
-
-    def local(x, w, bias, dy):
-        gradients = lambda fn: jax.vjp(lambda x, w, b: fn(x, w, bias=b, axis_name=AXIS), x, w, bias)
-        return {name: gradients(fn)[1](dy) for name, fn in with_gathered(op, p)}
-
-    expected = expect(x, w, dy)
-    for name, got in run_once(on_ranks(local, mesh_of(p)), x, w, bias, dy).items():
-        for like, one, want in zip((x, w, bias), got, expected, strict=True):
-            assert one.dtype == like.dtype
-            close(one, want, like.dtype, name)
-
-
-@pytest.mark.parametrize(
-    "op, options",
-    [
-        (all_gather_matmul, {"gathered": "keep"}),
-        (all_gather_matmul, {"gathered": "again"}),
-        (matmul_reduce_scatter, {}),
-    ],
-)
-def test_second_derivatives(op, options):
-    """Reverse mode over reverse mode."""
-    p = 2
-    x, w, bias = integers(0, 4, K * p), integers(1, K * p, N * p), integers(2, N * p)
-
-    def loss(fn, x, w):
-        first = jax.grad(lambda x, w: jnp.sum(fn(x, w, bias) ** 2), argnums=(0, 1))(x, w)
-        return sum(jnp.sum(jnp.sin(g)) for g in first)
-
-    second = lambda fn: run_once(jax.jit(jax.grad(partial(loss, fn), argnums=(0, 1))), x, w)
-    mapped = over_mesh(partial(op, method="ring", **options), mesh_of(p), op, [])
-    for got, want in zip(second(mapped), second(dense), strict=True):
-        close(got, np.asarray(want, np.float64), "float32")
-
-
-@pytest.mark.parametrize("gather, scatter", [("ring", "pipeline"), ("none", "ring")])
-def test_mlp_equals_the_unsharded_one(gather, scatter):
-    """Two layers with gelu and biases; the batch over data, tokens and features over tp."""
-    B, S, D, F = 2, 8, 6, 12
-    mesh = permuted_mesh((2, 4), ("data", "tp"))
-    draw = lambda seed, *shape: normal(seed, *shape) / np.float32(np.sqrt(shape[0]))
-    params = [draw(1, D, F), draw(2, F), draw(3, F, D), draw(4, D)]
-    x, target = normal(5, B, S, D), normal(6, B, S, D)
-
-    def unsharded(x, up, up_bias, down, down_bias):
-        return jax.nn.gelu(x @ up + up_bias) @ down + down_bias
-
-    def sharded(x, up, up_bias, down, down_bias):
-        options: Any = {"axis_name": "tp"}
-        hidden = all_gather_matmul(x, up, bias=up_bias, method=gather, gathered="again", **options)
-        hidden = jax.nn.gelu(hidden)
-        return matmul_reduce_scatter(hidden, down, bias=down_bias, method=scatter, **options)
-
-    tokens = P("data", "tp")
-    weights = P(None, "tp"), P("tp"), P("tp", None), P()
-    layer = jax.shard_map(sharded, mesh=mesh, in_specs=(tokens, *weights), out_specs=tokens)
-
-    def loss(layer, x, *params):
-        return jnp.sum(layer(x, *params) * target)
-
-    value = lambda layer: jax.jit(jax.value_and_grad(partial(loss, layer), argnums=range(5)))
-    expected, gradients = value(unsharded)(x, *params)
-    got, found = value(layer)(x, *params)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    for one, want in zip(found, gradients, strict=True):
-        close(one, np.asarray(want), "float32")

@@ -15,7 +15,14 @@ LIMIT = 120
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-TESTS = ("test_transport", "test_buffers", "test_comm_overlap", "test_overlap_buffers", "stress")
+TESTS = (
+    "test_transport",
+    "test_buffers",
+    "test_comm_overlap",
+    "test_overlap_buffers",
+    "test_overlap_timing",
+    "stress",
+)
 # Everything without XLA and Python.
 FOLDERS = ("transport", "dispatch", "numerics", "gemm")
 

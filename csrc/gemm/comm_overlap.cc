@@ -30,7 +30,25 @@ void SumAndRound(const std::vector<const char*>& sources, DataType type, const c
   }
 }
 
+Matrix LhsOf(const OverlapProblem& p, const char* data) {
+  return {data, p.lhs_type, p.lhs_transposed ? p.m : p.k, p.lhs_transposed};
+}
+
 }  // namespace
+
+GemmTask WholeProduct(const OverlapProblem& p, const RankMemory& memory) {
+  GemmTask task;
+  task.m = p.m;
+  task.n = p.n;
+  task.k = p.k;
+  task.a = LhsOf(p, memory.lhs);
+  task.b = {memory.rhs, p.rhs_type, p.rhs_transposed ? p.k : p.n, p.rhs_transposed};
+  task.c = memory.output;
+  task.c_type = p.output_type;
+  task.c_pitch = p.n;
+  task.bias = memory.bias;
+  return task;
+}
 
 int64_t RowChunks::total() const {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -121,22 +139,11 @@ std::vector<int64_t> CommOverlapCore::RingOffsets(int rank) const {
 
 // ---- The product and its chunks.
 
-Matrix CommOverlapCore::Lhs(const char* data) const {
-  return {data, p_.lhs_type, p_.lhs_transposed ? p_.m : p_.k, p_.lhs_transposed};
-}
-
-Matrix CommOverlapCore::Rhs(int rank) const {
-  return {p_.ranks[rank].rhs, p_.rhs_type, p_.rhs_transposed ? p_.k : p_.n, p_.rhs_transposed};
-}
+Matrix CommOverlapCore::Lhs(const char* data) const { return LhsOf(p_, data); }
 
 GemmTask CommOverlapCore::Task(int rank) const {
-  GemmTask task;
-  task.m = p_.m;
-  task.n = p_.n;
-  task.k = p_.k;
-  task.a = Lhs(p_.ranks[rank].lhs);
-  task.b = Rhs(rank);
-  task.c_pitch = p_.n;
+  GemmTask task = WholeProduct(p_, p_.ranks[rank]);
+  task.bias = nullptr;
   return task;
 }
 

@@ -80,6 +80,9 @@ struct OverlapProblem {
   int num_ranks() const { return rows.num_chunks(); }
 };
 
+// The product as a whole, without communication.
+GemmTask WholeProduct(const OverlapProblem& problem, const RankMemory& memory);
+
 // Bytes that a rank needs in its registered buffer.
 int64_t BufferBytes(const OverlapProblem& problem);
 
@@ -137,7 +140,6 @@ class CommOverlapCore {
  private:
   std::vector<int64_t> RingOffsets(int rank) const;
   Matrix Lhs(const char* data) const;
-  Matrix Rhs(int rank) const;
   GemmTask Task(int rank) const;
   void MultiplyRows(int rank, int chunk, const char* lhs, int64_t first_row,
                     int64_t rows_of_batch) const;

@@ -44,15 +44,10 @@ Operand<Wide> TakeBlock(const Matrix& matrix, int64_t row, int64_t num_rows, int
   const int64_t lines = matrix.transposed ? num_columns : num_rows;
   const int64_t length = matrix.transposed ? num_rows : num_columns;
   scratch->resize(std::max<size_t>(scratch->size(), lines * length));
-  switch (matrix.type) {
-    case DataType::kBF16:
-      Widen<BF16>(block.data, matrix.pitch, lines, length, scratch->data());
-      break;
-    case DataType::kF16:
-      Widen<F16>(block.data, matrix.pitch, lines, length, scratch->data());
-      break;
-    default:  // float32 beside float64
-      Widen<float>(block.data, matrix.pitch, lines, length, scratch->data());
+  if (matrix.type == DataType::kBF16) {
+    Widen<BF16>(block.data, matrix.pitch, lines, length, scratch->data());
+  } else {
+    Widen<F16>(block.data, matrix.pitch, lines, length, scratch->data());
   }
   return {scratch->data(), length};
 }

@@ -46,7 +46,7 @@ Status OverlapBuffers::Destroy(const std::string& op, int64_t id) {
                              "jax.block_until_ready, then destroy it.");
     }
     buffers_.erase(found);
-    destroyed_[id] = true;
+    destroyed_.insert(id);
   } else {
     --entry.num_created;
   }
@@ -66,7 +66,7 @@ Status OverlapBuffers::DestroyAll(const std::string& op) {
                            "; none has been destroyed. Wait for their results, for example with "
                            "jax.block_until_ready, then destroy all.");
   }
-  for (const auto& [id, buffer] : buffers_) destroyed_[id] = true;
+  for (const auto& [id, buffer] : buffers_) destroyed_.insert(id);
   buffers_.clear();
   return Status::Ok();
 }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,7 +76,7 @@ class OverlapBuffers {
 
   std::mutex mutex_;
   std::map<int64_t, Buffer> buffers_;
-  std::map<int64_t, bool> destroyed_;
+  std::set<int64_t> destroyed_;
 };
 
 class OverlapBufferLease {

@@ -9,6 +9,7 @@ from jax_cp_dispatch.comm_gemm.config import (
 )
 from jax_cp_dispatch.comm_gemm.gemm import gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.comm_gemm.measure import tune
 from jax_cp_dispatch.comm_gemm.overlap_profile import OverlapProfile, overlap_profile
 from jax_cp_dispatch.comm_gemm.registry import (
     CommOverlapBuffer,
@@ -18,7 +19,7 @@ from jax_cp_dispatch.comm_gemm.registry import (
     destroy_comm_overlap_buffer,
     list_comm_overlap_buffers,
 )
-from jax_cp_dispatch.comm_gemm.tuning import TuningTable, current_tuning, tune, use_tuning
+from jax_cp_dispatch.comm_gemm.tuning import TuningTable, current_tuning, use_tuning
 
 __all__ = [
     "CommGemmChoice",

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch.comm_gemm.call import Overlap
 from jax_cp_dispatch.comm_gemm.config import (
+    FLOATS,
     CommOverlapConfig,
     CommOverlapMethod,
     CommOverlapType,
@@ -16,8 +17,6 @@ from jax_cp_dispatch.comm_gemm.config import (
     make_config,
 )
 from jax_cp_dispatch.comm_gemm.registry import find_config
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Wish(NamedTuple):
@@ -158,7 +157,9 @@ def overlap_of_wish(
     """
     op = wish.op
     if wish.buffer is not None:
-        return overlap_of_buffer(op, wish, kind, shape, dtype, num_ranks, rows_of_slots)
+        return _overlap_of_buffer(
+            op, wish.buffer, wish.method, kind, shape, dtype, num_ranks, rows_of_slots
+        )
     method = read_method(op, wish.method)
     refuse_bulk(op, method)
     partial = dtype
@@ -209,26 +210,32 @@ def overlap_of_config(config: CommOverlapConfig, *, buffer: int) -> Overlap:
     )
 
 
-def overlap_of_buffer(
-    op, wish: Wish, kind: CommOverlapType, shape, dtype: str, num_ranks: int, rows_of_slots: int
+def _overlap_of_buffer(
+    op: str,
+    buffer: int,
+    method: Any,
+    kind: CommOverlapType,
+    shape,
+    dtype: str,
+    num_ranks: int,
+    rows_of_slots: int,
 ) -> Overlap:
     """How a call communicates, as its buffer says; the buffer has to fit."""
-    assert wish.buffer is not None
-    config = find_config(op, wish.buffer)
-    if wish.method != "auto" and read_method(op, wish.method) != config.method:
+    config = find_config(op, buffer)
+    if method != "auto" and read_method(op, method) != config.method:
         raise ValueError(
-            f"{op}: method is {wish.method!r} but buffer {wish.buffer} is for {config.method}. "
+            f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. "
             "Leave method away."
         )
     if config.comm_type != kind:
         raise ValueError(
-            f"{op}: buffer {wish.buffer} is for {config.comm_type}; it needs {kind}. Create one."
+            f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
         )
     refuse_bulk(op, config.method)
     if (kind, config.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
         shape = rows_of_slots, shape[1]
-    check_buffer(op, wish.buffer, config, shape, dtype, num_ranks)
-    return overlap_of_config(config, buffer=wish.buffer)
+    check_buffer(op, buffer, config, shape, dtype, num_ranks)
+    return overlap_of_config(config, buffer=buffer)
 
 
 def check_buffer(

@@ -58,7 +58,7 @@ class ScalingMode(_Named):
 
 
 _MOST_SPLITS = 2**20  # each has signals of its own
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +218,8 @@ def _dtype(op: str, dtype: Any) -> str:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
-    if name not in _FLOATS:
-        raise ValueError(f"{op}: buffer_dtype is {name}; it needs to be one of {_FLOATS}.")
+    if name not in FLOATS:
+        raise ValueError(f"{op}: buffer_dtype is {name}; it needs to be one of {FLOATS}.")
     return name
 
 

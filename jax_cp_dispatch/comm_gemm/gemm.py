@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm.call import GemmCall, collapse, other_axes
-from jax_cp_dispatch.comm_gemm.checks import FLOATS, check_buffer, overlap_of_config, result_dtype
+from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config, result_dtype
 from jax_cp_dispatch.comm_gemm.config import (
+    FLOATS,
     CommOverlapConfig,
     CommOverlapMethod,
     CommOverlapType,
@@ -124,13 +125,12 @@ def gemm(
     bias = None if bias is None else jnp.asarray(bias, out_dtype).reshape(n)
     operands = lhs.reshape(left), rhs.reshape(right), bias
     config = None if comm_overlap is None else find_config(op, comm_overlap)
-    if config is None or config.comm_type == CommOverlapType.NONE:
+    if comm_overlap is None or config is None or config.comm_type == CommOverlapType.NONE:
         _refuse_communication(op, aux_in, return_aux)
         if fuse_gelu:
             raise NotImplementedError(f"{op}: got fuse_gelu, which this version does not have yet.")
         product: Array = _plain(call, *vary_some(*operands))
         return product.reshape(*free_lhs, *free_rhs)
-    assert comm_overlap is not None
     call = _with_ranks(op, call, axis_name, operands)
     asked = _Asked(comm_overlap, config, paired_comm_overlap, return_aux, fuse_gelu)
     call = _with_overlap(op, call, asked, operands[0], aux_in)

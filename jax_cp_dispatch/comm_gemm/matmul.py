@@ -93,17 +93,15 @@ def all_gather_matmul(
     return _matmul(
         op,
         CommOverlapType.AG,
-        x,
-        w,
-        bias,
-        axis_name,
+        (x, w, bias),
         checks.Wish(op, method, None, atomic, False, aggregate, use_ce, buffer),
-        row_counts,
-        gathered,
-        preferred_element_type,
-        mesh,
-        implementation,
-        deadline,
+        axis_name=axis_name,
+        row_counts=row_counts,
+        gathered=gathered,
+        preferred_element_type=preferred_element_type,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
     )
 
 
@@ -168,28 +166,25 @@ def matmul_reduce_scatter(
     return _matmul(
         op,
         CommOverlapType.RS,
-        x,
-        w,
-        bias,
-        axis_name,
+        (x, w, bias),
         checks.Wish(op, method, num_splits, atomic, rs_overlap_first_gemm, False, use_ce, buffer),
-        row_counts,
-        "keep",
-        preferred_element_type,
-        mesh,
-        implementation,
-        deadline,
+        axis_name=axis_name,
+        row_counts=row_counts,
+        gathered="keep",
+        preferred_element_type=preferred_element_type,
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
     )
 
 
 def _matmul(
-    op,
+    op: str,
     kind: CommOverlapType,
-    x,
-    w,
-    bias,
-    axis_name,
+    operands,
     wish: checks.Wish,
+    *,
+    axis_name,
     row_counts,
     gathered,
     preferred_element_type,
@@ -197,8 +192,8 @@ def _matmul(
     implementation,
     deadline,
 ):
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    bias = None if bias is None else jnp.asarray(bias)
+    x, w = jnp.asarray(operands[0]), jnp.asarray(operands[1])
+    bias = None if operands[2] is None else jnp.asarray(operands[2])
     checks.check_arrays(op, x, w, bias)
     names = check_axis_name(op, axis_name)
     check_mesh(op, mesh)
@@ -208,13 +203,12 @@ def _matmul(
     out_dtype = checks.result_dtype(op, x, w, preferred_element_type)
     checks.check_details(wish)
     place = find_place(op, names, mesh, [a for a in (x, w, bias) if a is not None])
-    if place.mesh is None:
+    num_ranks = place.num_ranks(names)
+    if num_ranks is None:
         raise ValueError(
             f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
             f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
-    num_ranks = place.num_ranks(names)
-    assert num_ranks is not None
     settings = {
         "op": op,
         "axis_names": names,

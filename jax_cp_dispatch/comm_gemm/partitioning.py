@@ -5,6 +5,7 @@ the ranks are left out of propagation and fixed.
 """
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -123,6 +124,12 @@ def _check_mesh(s: Matmul, mesh) -> None:
         raise ValueError(
             f"{s.op}: axis_name {missing[0]!r} is not an axis of the mesh on which this program "
             f"runs, {dict(mesh.shape)}. Name the axis whose devices are the ranks."
+        )
+    num_devices = math.prod(mesh.shape[name] for name in s.axis_names)
+    if num_devices != s.num_ranks:
+        raise ValueError(
+            f"{s.op}: it was traced for {s.num_ranks} devices of {s.axis_names} but runs on a mesh "
+            f"with {num_devices}, {dict(mesh.shape)}. Pass the mesh that holds the arrays: mesh=."
         )
 
 

@@ -1,0 +1,184 @@
+// One call of the GEMM handler: its attributes and buffers, and the problem that they describe.
+#include "ffi/gemm_call.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "ffi/common.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+struct Shape2D {
+  int64_t rows, columns;
+};
+
+Shape2D Collapse(const ffi::AnyBuffer& buffer, int64_t boundary) {
+  Shape2D shape{1, 1};
+  const auto dims = buffer.dimensions();
+  for (size_t i = 0; i < dims.size(); ++i) {
+    (static_cast<int64_t>(i) < boundary ? shape.rows : shape.columns) *= dims[i];
+  }
+  return shape;
+}
+
+// -1: its elements do not fill rows of that many columns.
+int64_t NumRows(const ffi::AnyBuffer& buffer, int64_t num_columns) {
+  const auto count = static_cast<int64_t>(buffer.element_count());
+  return num_columns > 0 && count % num_columns == 0 ? count / num_columns : -1;
+}
+
+std::string Text(Shape2D shape) {
+  return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
+}
+
+// Of what Python never passes; nullptr: all is well.
+const char* WrongAttribute(const GemmOptions& options) {
+  const auto type = static_cast<CommType>(options.comm_type);
+  const auto method = static_cast<CommMethod>(options.comm_overlap_method);
+  if (options.comm_type < 0 || type > CommType::kAllGather || options.comm_overlap_method < 0 ||
+      method > CommMethod::kRingExchange) {
+    return "comm_type or comm_overlap_method is out of range";
+  }
+  if (type == CommType::kNone) {
+    return method == CommMethod::kNone ? nullptr : "a method needs a comm_type";
+  }
+  if (type == CommType::kAllGather && method == CommMethod::kPipeline) {
+    return "a pipeline cannot gather";
+  }
+  if (options.row_counts.size() == 0 ||
+      static_cast<int64_t>(options.row_counts.size()) != options.num_ranks) {
+    return "row_counts needs one count per rank";
+  }
+  for (const int64_t count : options.row_counts) {
+    if (count < 0) return "a row count is negative";
+  }
+  if (options.num_splits < 1 || options.num_batches < 1) {
+    return "num_splits and num_batches need to be at least 1";
+  }
+  if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
+  return nullptr;
+}
+
+char* Data(const ffi::AnyBuffer& buffer) { return static_cast<char*>(buffer.untyped_data()); }
+
+}  // namespace
+
+Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
+                OverlapProblem* problem) {
+  if (const char* wrong = WrongAttribute(options)) {
+    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+  }
+  const Shape2D lhs = Collapse(buffers.lhs, options.lhs_axis_boundary);
+  const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
+  const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
+  OverlapProblem& p = *problem;
+  p.config = {static_cast<CommType>(options.comm_type),
+              static_cast<CommMethod>(options.comm_overlap_method),
+              options.num_splits,
+              options.atomic,
+              options.overlap_first_gemm,
+              options.aggregate,
+              options.copies};
+  p.lhs_transposed = options.lhs_transposed;
+  p.rhs_transposed = options.rhs_transposed;
+  p.lhs_type = ToDataType(buffers.lhs.element_type());
+  p.rhs_type = ToDataType(buffers.rhs.element_type());
+  p.output_type = ToDataType(buffers.output.element_type());
+  p.aux_type = ToDataType(buffers.aux_in.element_type());
+  p.partial_type = ToDataType(buffers.workspace.element_type());
+  p.in_ring_order = options.in_ring_order;
+  p.gathers_to_aux = options.gathers_to_aux;
+  p.k = p.lhs_transposed ? lhs.rows : lhs.columns;
+  p.n = p.rhs_transposed ? rhs.rows : rhs.columns;
+  p.m = p.lhs_transposed ? lhs.columns : lhs.rows;
+  const int64_t rhs_k = p.rhs_transposed ? rhs.columns : rhs.rows;
+  if (rhs_k != p.k) {
+    return Status::Invalid(op + ": lhs " + Text(lhs) + " and rhs " + Text(rhs) +
+                           " do not have the same contracted size.");
+  }
+  if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) {
+    return Status::Invalid(op + ": the element types of operands or output are not supported.");
+  }
+  const bool is_bulk = p.config.method == CommMethod::kBulk;
+  if (p.lhs_transposed && p.config.type == CommType::kAllGather && !is_bulk) {
+    return Status::Invalid(op + ": the rows of a transposed lhs are no chunks to gather.");
+  }
+  const int64_t out_rows = NumRows(buffers.output, p.n);
+  if ((p.config.type == CommType::kNone || is_bulk) && out_rows != p.m) {
+    return Status::Invalid(op + ": the output does not have " + std::to_string(p.m) + " rows of " +
+                           std::to_string(p.n) + " columns.");
+  }
+  if (p.config.type != CommType::kNone) {
+    const int64_t batches = options.num_batches;
+    p.rows.num_batches = batches;
+    p.rows.counts.assign(options.row_counts.begin(), options.row_counts.end());
+    const bool gathers = p.config.type == CommType::kAllGather;
+    const int64_t total = batches * p.rows.total();
+    const int64_t rows_in = is_bulk ? aux.rows : p.m;
+    const int64_t rows_out = is_bulk ? NumRows(buffers.aux_out, aux.columns) : out_rows;
+    // One side has the rows of all ranks, the other has room for those of each.
+    const int64_t alone = gathers ? rows_in : rows_out, together = gathers ? rows_out : rows_in;
+    p.rows.capacity = alone / batches;
+    if (is_bulk) p.aux_width = aux.columns;
+    if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
+      return Status::Invalid(op + ": aux_out is of another type than aux_in.");
+    }
+    const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
+    if (p.rows.num_chunks() != options.num_ranks || p.rows.capacity * batches != alone ||
+        most > p.rows.capacity || together != total) {
+      return Status::Invalid(op + ": row counts do not fit the arrays, whose collapsed rows are " +
+                             std::to_string(rows_in) + " in and " + std::to_string(rows_out) +
+                             " out.");
+    }
+    if (gathers && !is_bulk) p.m = total;
+  }
+  if (options.fuse_bias && (ToDataType(buffers.bias.element_type()) != p.output_type ||
+                            static_cast<int64_t>(buffers.bias.element_count()) != p.n)) {
+    return Status::Invalid(op + ": bias needs " + std::to_string(p.n) +
+                           " elements of the output's type.");
+  }
+  const bool is_ring = p.config.method == CommMethod::kRingExchange;
+  if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
+    const int64_t own = p.rows.num_batches * p.rows.capacity;
+    const int64_t need = (p.gathers_to_aux ? p.m : own) * p.k;
+    const auto given = static_cast<int64_t>(buffers.aux_out.element_count());
+    if (given != need || buffers.aux_out.element_type() != buffers.lhs.element_type()) {
+      return Status::Invalid(op + ": aux_out has " + std::to_string(given) +
+                             " elements but the call gives back " + std::to_string(need) +
+                             " of lhs.");
+    }
+  }
+  if (p.config.type == CommType::kReduceScatter && !is_bulk &&
+      !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type)) {
+    return Status::Invalid(op + ": partial sums are of a type that is not supported.");
+  }
+  if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
+    const auto given = static_cast<int64_t>(buffers.workspace.size_bytes());
+    if (const int64_t need = BufferBytes(p); given < need) {
+      return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
+                             " bytes but the call needs " + std::to_string(need) + ".");
+    }
+  }
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  if (p.m > kMost || p.n > kMost || p.k > kMost) {
+    return Status::Invalid(op + ": a collapsed dimension is above 2**31 - 1, the BLAS's integers.");
+  }
+  return Status::Ok();
+}
+
+RankMemory MemoryOf(const GemmOptions& options, const GemmBuffers& buffers) {
+  RankMemory memory;
+  memory.lhs = Data(buffers.lhs);
+  memory.rhs = Data(buffers.rhs);
+  if (options.fuse_bias) memory.bias = Data(buffers.bias);
+  memory.aux_in = Data(buffers.aux_in);
+  memory.output = Data(buffers.output);
+  memory.aux_out = Data(buffers.aux_out);
+  memory.buffer = Data(buffers.workspace);
+  return memory;
+}
+
+}  // namespace cpd

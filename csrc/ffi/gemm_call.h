@@ -1,0 +1,58 @@
+// One call of the GEMM handler: its attributes and buffers, and the problem that they describe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "gemm/comm_overlap.h"
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+// Attributes that are known when the program is made.
+struct GemmOptions {
+  std::string_view op;    // for messages
+  std::string_view axis;  // for messages
+  int64_t num_ranks;
+  int64_t deadline_ms;
+  int64_t num_threads;  // of one rank
+  int64_t scaling_mode;
+  int64_t comm_overlap_method;
+  int64_t comm_type;
+  int64_t comm_overlap_id;  // 0: the workspace is the buffer
+  int64_t num_splits;       // these four: of a call without a registered buffer
+  bool atomic;
+  bool overlap_first_gemm;
+  bool aggregate;
+  bool copies;
+  int64_t lhs_axis_boundary;
+  int64_t rhs_axis_boundary;
+  int64_t aux_axis_boundary;
+  bool lhs_transposed;
+  bool rhs_transposed;
+  bool fuse_bias;
+  bool fuse_gelu;
+  bool grad;
+  bool use_split_accumulator;
+  xla::ffi::Span<const int64_t> row_counts;  // of each rank's chunk, per batch
+  int64_t num_batches;
+  bool in_ring_order;
+  bool gathers_to_aux;
+};
+
+// Absent operands and results are one element, which nobody looks at.
+struct GemmBuffers {
+  xla::ffi::AnyBuffer lhs, rhs, bias, aux_in;
+  xla::ffi::AnyBuffer output, aux_out, workspace;
+};
+
+// What attributes and shapes say, without memory. Python has checked it; here only what could
+// corrupt memory or hang.
+Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
+                OverlapProblem* problem);
+
+RankMemory MemoryOf(const GemmOptions& options, const GemmBuffers& buffers);
+
+}  // namespace cpd

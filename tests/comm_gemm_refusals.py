@@ -1,0 +1,31 @@
+"""Products of a few ranks, and what Python says when it refuses to trace one."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
+
+W, T, K, N = 4, 2, 3, 5
+M = W * T
+
+GATHER: Any = partial(all_gather_matmul, axis_name=AXIS, method="ring")
+SCATTER: Any = partial(matmul_reduce_scatter, axis_name=AXIS, method="ring")
+
+
+def ones(*shape, dtype: Any = np.float32):
+    return np.ones((W, *shape), dtype)
+
+
+def trace(fn, *operands):
+    """What Python says, without compiling."""
+    return jax.eval_shape(on_ranks(fn, mesh_of(W), jit=False), *operands)
+
+
+def refused(fn, *operands, error: Any = ValueError, match):
+    with pytest.raises(error, match=match):
+        trace(fn, *operands)

@@ -1,0 +1,488 @@
+// A call of an overlapped GEMM by all ranks and a check of its results, without XLA, Python and a
+// BLAS: streams are threads, the GEMM is a plain loop or whatever a test has instead.
+#pragma once
+
+#include <algorithm>
+#include <thread>
+
+#include "gemm/comm_overlap.h"
+#include "ranks.h"
+#include "transport/completion_pool.h"
+#include "transport/team.h"
+
+namespace cpd {
+
+using std::chrono::milliseconds;
+using Seconds = std::chrono::duration<double>;
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kKeepsTime = false;
+inline constexpr int64_t kGuardBytes = 0;  // the sanitizer sees accesses behind the end, reads too
+#else
+inline constexpr bool kKeepsTime = true;
+inline constexpr int64_t kGuardBytes = 64;
+#endif
+inline constexpr char kGuard = 0x5a;
+inline constexpr char kPoison = '\xff';  // NaN in every type
+
+// ---- Arrays and the plain GEMM.
+
+inline float Load(DataType type, const char* data, int64_t index) {
+  if (type == DataType::kBF16) return reinterpret_cast<const BF16*>(data)[index];
+  CHECK(type == DataType::kF32);
+  return reinterpret_cast<const float*>(data)[index];
+}
+
+inline float RoundTo(DataType type, float value) {
+  return type == DataType::kBF16 ? static_cast<float>(BF16::Round(value)) : value;
+}
+
+inline void Store(DataType type, char* data, int64_t index, float value) {
+  if (type == DataType::kBF16) {
+    reinterpret_cast<BF16*>(data)[index] = BF16::Round(value);
+  } else {
+    reinterpret_cast<float*>(data)[index] = value;
+  }
+}
+
+inline float At(const Matrix& matrix, int64_t row, int64_t column) {
+  const int64_t index =
+      matrix.transposed ? column * matrix.pitch + row : row * matrix.pitch + column;
+  return Load(matrix.type, matrix.data, index);
+}
+
+inline float Dot(const Matrix& a, int64_t row, const Matrix& b, int64_t column, int64_t k) {
+  float sum = 0;
+  for (int64_t l = 0; l < k; ++l) sum += At(a, row, l) * At(b, l, column);
+  return sum;
+}
+
+inline void PlainGemm(const GemmTask& task) {
+  for (int64_t i = 0; i < task.m; ++i) {
+    for (int64_t j = 0; j < task.n; ++j) {
+      const float bias = task.bias ? Load(task.c_type, task.bias, j) : 0;
+      Store(task.c_type, task.c, i * task.c_pitch + j, Dot(task.a, i, task.b, j, task.k) + bias);
+    }
+  }
+}
+
+// Rows of poison, with a guard behind them. Without rows and columns: an array that is not there.
+class Array {
+ public:
+  Array() = default;
+  Array(DataType type, int64_t num_rows, int64_t num_columns, bool transposed = false)
+      : type_(type),
+        pitch_(transposed ? num_rows : num_columns),
+        transposed_(transposed),
+        num_bytes_(num_rows * num_columns * ElementBytes(type)),
+        bytes_(new char[num_bytes_ + kGuardBytes]) {
+    std::fill_n(bytes_.get(), num_bytes_, kPoison);
+    std::fill_n(bytes_.get() + num_bytes_, kGuardBytes, kGuard);
+  }
+
+  char* data() const { return bytes_.get(); }
+  Matrix matrix() const { return {data(), type_, pitch_, transposed_}; }
+  float operator()(int64_t row, int64_t column) const { return At(matrix(), row, column); }
+  void Set(int64_t row, int64_t column, float value) {
+    Store(type_, data(), transposed_ ? column * pitch_ + row : row * pitch_ + column, value);
+  }
+  bool Holds(const char* address) const {
+    return bytes_ && address >= data() && address < data() + num_bytes_;
+  }
+  bool IsIntact() const {
+    return !bytes_ || std::all_of(data() + num_bytes_, data() + num_bytes_ + kGuardBytes,
+                                  [](char byte) { return byte == kGuard; });
+  }
+
+ private:
+  DataType type_ = DataType::kOther;
+  int64_t pitch_ = 0;
+  bool transposed_ = false;
+  int64_t num_bytes_ = 0;
+  std::unique_ptr<char[]> bytes_;
+};
+
+// ---- One call of all ranks.
+
+enum ArrayName { kLhs, kRhs, kBias, kAuxIn };
+using Values = std::function<float(ArrayName name, int rank, int64_t row, int64_t column)>;
+
+// Sums of their products are exact, in every order and in bfloat16.
+inline float SmallInteger(ArrayName name, int rank, int64_t row, int64_t column) {
+  uint32_t x = static_cast<uint32_t>(((name * 31 + rank) * 31 + row) * 31 + column) * 2654435761u;
+  x = (x ^ x >> 15) * 0x2c1b3c6du;
+  return static_cast<float>(static_cast<int>((x ^ x >> 12) % 5) - 2);
+}
+
+// Reading peers without a put takes time, too.
+class SlowReads final : public Stream {
+ public:
+  SlowReads(Stream* stream, Seconds time, int* num_reads)
+      : stream_(stream), time_(time), num_reads_(num_reads) {}
+  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
+    if (kind == SpanKind::kCommunication) {
+      ++*num_reads_;
+      work = [time = time_, work = std::move(work)](Counters& counters) {
+        std::this_thread::sleep_for(time);
+        work(counters);
+      };
+    }
+    stream_->Run(kind, std::move(name), std::move(work));
+  }
+  void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
+    stream_->Put(std::move(name), peer, std::move(pieces), std::move(signal));
+  }
+  void Add(int peer, Signal signal) override { stream_->Add(peer, std::move(signal)); }
+  void Wait(Signal signal, int64_t count, int peer) override {
+    stream_->Wait(std::move(signal), count, peer);
+  }
+
+ private:
+  Stream* const stream_;
+  const Seconds time_;
+  int* const num_reads_;
+};
+
+struct StandIns {
+  GemmFunction gemm = PlainGemm;
+  Link link = CopyRows;
+  Seconds read{0};
+  milliseconds deadline{60000};
+};
+
+// A thread for every stream that runs.
+inline CompletionPool& Pool() {
+  static auto* pool = new CompletionPool;  // its threads may outlive main()
+  return *pool;
+}
+
+class Call {
+ public:
+  // `problem` without memory; m is looked at if the product is independent (bulk).
+  explicit Call(OverlapProblem problem, bool has_bias = false, Values values = SmallInteger)
+      : p_(std::move(problem)),
+        gathers_(p_.config.type == CommType::kAllGather),
+        is_bulk_(p_.config.method == CommMethod::kBulk) {
+    const int64_t alone = p_.rows.num_batches * p_.rows.capacity;
+    const int64_t together = p_.rows.num_batches * p_.rows.total();
+    const int64_t rows_in = gathers_ ? alone : together, rows_out = gathers_ ? together : alone;
+    if (!is_bulk_) p_.m = together;
+    ranks_.resize(p_.num_ranks());
+    for (int rank = 0; rank < p_.num_ranks(); ++rank) {
+      Arrays& a = ranks_[rank];
+      a.lhs = Array(p_.lhs_type, is_bulk_ ? p_.m : rows_in, p_.k, p_.lhs_transposed);
+      a.rhs = Array(p_.rhs_type, p_.k, p_.n, p_.rhs_transposed);
+      a.output = Array(p_.output_type, is_bulk_ ? p_.m : rows_out, p_.n);
+      const auto fill = [&](Array* array, ArrayName name, int64_t num_rows, int64_t num_columns) {
+        // Room without rows stays poison: who reads it spreads it.
+        const bool has_room = gathers_ && name == (is_bulk_ ? kAuxIn : kLhs);
+        for (int64_t i = 0; i < num_rows; ++i) {
+          if (has_room && i % p_.rows.capacity >= p_.rows.counts[rank]) continue;
+          for (int64_t j = 0; j < num_columns; ++j) array->Set(i, j, values(name, rank, i, j));
+        }
+      };
+      fill(&a.lhs, kLhs, is_bulk_ ? p_.m : rows_in, p_.k);
+      fill(&a.rhs, kRhs, p_.k, p_.n);
+      if (has_bias) {
+        a.bias = Array(p_.output_type, 1, p_.n);
+        fill(&a.bias, kBias, 1, p_.n);
+      }
+      if (is_bulk_) {
+        a.aux_in = Array(p_.aux_type, rows_in, p_.aux_width);
+        fill(&a.aux_in, kAuxIn, rows_in, p_.aux_width);
+        a.aux_out = Array(p_.aux_type, rows_out, p_.aux_width);
+      } else if (p_.gathers_to_aux) {
+        a.aux_out = Array(p_.lhs_type, together, p_.k);
+      } else if (gathers_ && p_.in_ring_order) {
+        a.aux_out = Array(p_.lhs_type, alone, p_.k);
+      }
+      if (const int64_t bytes = BufferBytes(p_)) a.buffer = Array(DataType::kI8, 1, bytes);
+      p_.ranks.push_back({a.lhs.data(), a.rhs.data(), a.bias.data(), a.aux_in.data(),
+                          a.output.data(), a.aux_out.data(), a.buffer.data()});
+    }
+  }
+
+  Status Run(const StandIns& stand_ins = {}) const {
+    const auto core = MakeCommOverlap(p_, stand_ins.gemm);
+    Team team("test", 7, p_.num_ranks(), core->num_signals(), stand_ins.deadline, stand_ins.link);
+    for (int rank = 0; rank < p_.num_ranks(); ++rank) {
+      const RankStreams streams = team.streams(rank);
+      if (stand_ins.read == Seconds(0)) {
+        core->Record(rank, streams);
+        continue;
+      }
+      int num_reads = 0;
+      SlowReads compute(&streams.compute, stand_ins.read, &num_reads);
+      SlowReads communicate(&streams.communicate, stand_ins.read, &num_reads);
+      core->Record(rank, {compute, communicate});
+      CHECK(num_reads == num_reads_expected());
+    }
+    std::vector<std::future<void>> ends;
+    for (const int task : team.Tasks()) {
+      auto end = std::make_shared<std::promise<void>>();
+      ends.push_back(end->get_future());
+      Pool().Run([&team, task, end] {
+        team.Run(task);
+        end->set_value();
+      });
+    }
+    for (std::future<void>& end : ends) end.wait();
+    return team.status();
+  }
+
+  // Whether every element of every result is what a plain computation says, and nothing else has
+  // been written.
+  bool IsRight() const {
+    for (int rank = 0; rank < p_.num_ranks(); ++rank) {
+      const Arrays& a = ranks_[rank];
+      for (const Array* array :
+           {&a.lhs, &a.rhs, &a.bias, &a.aux_in, &a.output, &a.aux_out, &a.buffer}) {
+        if (!array->IsIntact()) return Complain("bytes behind an array", rank, 0, 0, 0, 0);
+      }
+      if (!(is_bulk_   ? BulkIsRight(rank)
+            : gathers_ ? ProductOfGatheredIsRight(rank)
+                       : SumIsRight(rank, "output", p_.n, a.output, p_.output_type,
+                                    [this](int peer, int64_t row, int64_t column) {
+                                      return Product(peer, ranks_[peer].lhs, row, column);
+                                    }))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Whose memory that is.
+  int RankOf(const char* address) const {
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+      const Arrays& a = ranks_[rank];
+      for (const Array* array :
+           {&a.lhs, &a.rhs, &a.bias, &a.aux_in, &a.output, &a.aux_out, &a.buffer}) {
+        if (array->Holds(address)) return static_cast<int>(rank);
+      }
+    }
+    return -1;
+  }
+
+  // Steps in which a rank reads from its peers.
+  int num_reads_expected() const {
+    return p_.config.method == CommMethod::kPipeline ? static_cast<int>(p_.config.num_splits) : 1;
+  }
+
+  const OverlapProblem& problem() const { return p_; }
+  const Array& output(int rank) const { return ranks_[rank].output; }
+  const Array& aux_out(int rank) const { return ranks_[rank].aux_out; }
+
+ private:
+  struct Arrays {
+    Array lhs, rhs, bias, aux_in, output, aux_out, buffer;
+  };
+
+  bool Complain(const char* what, int rank, int64_t row, int64_t column, float got,
+                float expected) const {
+    const OverlapConfig& c = p_.config;
+    std::fprintf(stderr,
+                 "type %d, method %d, splits %d, atomic %d, overlap_first_gemm %d, aggregate %d, "
+                 "copies %d, in_ring_order %d, gathers_to_aux %d; %d ranks, %d batches: "
+                 "%s of rank %d [%d, %d]: got %g, expected %g\n",
+                 static_cast<int>(c.type), static_cast<int>(c.method),
+                 static_cast<int>(c.num_splits), c.atomic, c.overlap_first_gemm, c.aggregate,
+                 c.copies, p_.in_ring_order, p_.gathers_to_aux, p_.num_ranks(),
+                 static_cast<int>(p_.rows.num_batches), what, rank, static_cast<int>(row),
+                 static_cast<int>(column), got, expected);
+    return false;
+  }
+
+  bool RowIs(const char* what, int rank, const Array& array, int64_t row, int64_t num_columns,
+             const std::function<float(int64_t column)>& expected) const {
+    for (int64_t j = 0; j < num_columns; ++j) {
+      const float got = array(row, j), wanted = expected(j);
+      if (ToBits(got) != ToBits(wanted)) return Complain(what, rank, row, j, got, wanted);
+    }
+    return true;
+  }
+
+  float Bias(int rank, int64_t column) const {
+    return ranks_[rank].bias.data() ? ranks_[rank].bias(0, column) : 0;
+  }
+
+  float Product(int rank, const Array& lhs, int64_t row, int64_t column) const {
+    return Dot(lhs.matrix(), row, ranks_[rank].rhs.matrix(), column, p_.k);
+  }
+
+  // Where a chunk begins among all rows of a batch, as `rank` has them.
+  int64_t Begin(int rank, int chunk) const {
+    const int p = p_.num_ranks();
+    int64_t begin = 0;
+    for (int step = 0;; ++step) {
+      const int here = p_.in_ring_order ? (rank - 1 - step + 2 * p) % p : step;
+      if (here == chunk) return begin;
+      begin += p_.rows.counts[here];
+    }
+  }
+
+  // Calls `is_right` with each row of a chunk: where it is among all rows, and alone.
+  bool AllRows(int rank, int chunk, const std::function<bool(int64_t, int64_t)>& is_right) const {
+    for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
+      for (int64_t i = 0; i < p_.rows.counts[chunk]; ++i) {
+        if (!is_right(batch * p_.rows.total() + Begin(rank, chunk) + i,
+                      batch * p_.rows.capacity + i)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  bool ProductOfGatheredIsRight(int rank) const {
+    const Arrays& a = ranks_[rank];
+    for (int chunk = 0; chunk < p_.num_ranks(); ++chunk) {
+      const Array& lhs = ranks_[chunk].lhs;
+      const bool is_right = AllRows(rank, chunk, [&](int64_t together, int64_t alone) {
+        const auto product = [&](int64_t j) {
+          return RoundTo(p_.output_type, Product(rank, lhs, alone, j) + Bias(rank, j));
+        };
+        if (!RowIs("output", rank, a.output, together, p_.n, product)) return false;
+        const auto element = [&](int64_t j) { return lhs(alone, j); };
+        if (p_.gathers_to_aux) {
+          return RowIs("gathered lhs", rank, a.aux_out, together, p_.k, element);
+        }
+        const bool gives_back = p_.in_ring_order && chunk == rank;
+        return !gives_back || RowIs("own rows", rank, a.aux_out, alone, p_.k, element);
+      });
+      if (!is_right) return false;
+    }
+    return true;
+  }
+
+  // Parts are rounded to the type in which they lie, summed in float32 in the order of the ranks,
+  // and rounded again.
+  bool SumIsRight(int rank, const char* what, int64_t num_columns, const Array& output,
+                  DataType type,
+                  const std::function<float(int peer, int64_t row, int64_t column)>& part) const {
+    const DataType part_type = is_bulk_ ? p_.aux_type : p_.partial_type;
+    for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
+      for (int64_t i = 0; i < p_.rows.capacity; ++i) {
+        const auto sum = [&](int64_t j) {
+          if (i >= p_.rows.counts[rank]) return 0.0f;
+          float sum = 0;
+          for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+            const int64_t row = batch * p_.rows.total() + Begin(peer, rank) + i;
+            sum += RoundTo(part_type, part(peer, row, j));
+          }
+          return RoundTo(type, sum + (is_bulk_ ? 0 : Bias(rank, j)));
+        };
+        if (!RowIs(what, rank, output, batch * p_.rows.capacity + i, num_columns, sum)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  bool BulkIsRight(int rank) const {
+    const Arrays& a = ranks_[rank];
+    for (int64_t i = 0; i < p_.m; ++i) {
+      const auto product = [&](int64_t j) {
+        return RoundTo(p_.output_type, Product(rank, a.lhs, i, j) + Bias(rank, j));
+      };
+      if (!RowIs("output", rank, a.output, i, p_.n, product)) return false;
+    }
+    if (!gathers_) {
+      return SumIsRight(rank, "aux_out", p_.aux_width, a.aux_out, p_.aux_type,
+                        [this](int peer, int64_t row, int64_t column) {
+                          return ranks_[peer].aux_in(row, column);
+                        });
+    }
+    for (int chunk = 0; chunk < p_.num_ranks(); ++chunk) {
+      const bool is_right = AllRows(rank, chunk, [&](int64_t together, int64_t alone) {
+        return RowIs("aux_out", rank, a.aux_out, together, p_.aux_width,
+                     [&](int64_t j) { return ranks_[chunk].aux_in(alone, j); });
+      });
+      if (!is_right) return false;
+    }
+    return true;
+  }
+
+  OverlapProblem p_;
+  const bool gathers_, is_bulk_;
+  std::vector<Arrays> ranks_;
+};
+
+// ---- All schedules.
+
+inline OverlapProblem Problem(CommType type, CommMethod method, std::vector<int64_t> counts) {
+  OverlapProblem problem;
+  problem.config.type = type;
+  problem.config.method = method;
+  problem.rows = {1, *std::max_element(counts.begin(), counts.end()), counts};
+  problem.m = 3;
+  problem.n = 5;
+  problem.k = 3;
+  problem.aux_width = 4;
+  problem.lhs_type = problem.rhs_type = problem.output_type = problem.aux_type =
+      problem.partial_type = DataType::kF32;
+  return problem;
+}
+
+inline std::vector<OverlapProblem> GatheringProblems(const std::vector<int64_t>& counts) {
+  std::vector<OverlapProblem> problems;
+  for (const bool to_aux : {false, true}) {
+    OverlapProblem problem = Problem(CommType::kAllGather, CommMethod::kNone, counts);
+    problem.gathers_to_aux = to_aux;
+    problems.push_back(problem);
+    problem.config.method = CommMethod::kRingExchange;
+    if (counts.size() % 2 == 0) {
+      problem.config.aggregate = true;
+      problems.push_back(problem);
+      problem.config.aggregate = false;
+    }
+    for (const bool copies : {true, false}) {
+      problem.config.copies = copies;
+      problem.config.atomic = problem.in_ring_order = false;
+      problems.push_back(problem);
+      problem.config.atomic = true;
+      problems.push_back(problem);
+      problem.in_ring_order = true;
+      if (!to_aux) problems.push_back(problem);  // there it is for the own rows
+    }
+  }
+  problems.push_back(Problem(CommType::kAllGather, CommMethod::kBulk, counts));
+  return problems;
+}
+
+inline std::vector<OverlapProblem> ReducingProblems(const std::vector<int64_t>& counts) {
+  constexpr CommType kType = CommType::kReduceScatter;
+  std::vector<OverlapProblem> problems = {Problem(kType, CommMethod::kNone, counts),
+                                          Problem(kType, CommMethod::kBulk, counts)};
+  OverlapProblem pipeline = Problem(kType, CommMethod::kPipeline, counts);
+  for (const int num_splits : {1, 3, 8}) {  // of 5 columns
+    pipeline.config.num_splits = num_splits;
+    pipeline.config.atomic = pipeline.config.overlap_first_gemm = false;
+    problems.push_back(pipeline);
+    pipeline.config.atomic = true;
+    problems.push_back(pipeline);
+    pipeline.config.overlap_first_gemm = true;  // without a meaning here
+    problems.push_back(pipeline);
+    pipeline.config.atomic = false;
+    problems.push_back(pipeline);
+  }
+  OverlapProblem ring = Problem(kType, CommMethod::kRingExchange, counts);
+  for (const bool copies : {true, false}) {
+    ring.config.copies = copies;
+    ring.config.atomic = ring.in_ring_order = false;
+    problems.push_back(ring);
+    ring.config.atomic = true;
+    problems.push_back(ring);
+    ring.in_ring_order = true;
+    problems.push_back(ring);
+  }
+  return problems;
+}
+
+inline std::vector<OverlapProblem> AllProblems(const std::vector<int64_t>& counts) {
+  std::vector<OverlapProblem> problems = GatheringProblems(counts);
+  for (OverlapProblem& problem : ReducingProblems(counts)) problems.push_back(std::move(problem));
+  return problems;
+}
+
+}  // namespace cpd
