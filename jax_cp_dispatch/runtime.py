@@ -90,6 +90,7 @@ native = _cpu
 DISPATCH_TARGET = "jax_cp_dispatch.dispatch"
 COMBINE_TARGET = "jax_cp_dispatch.combine"
 GEMM_TARGET = "jax_cp_dispatch.gemm"
+GROUPED_GEMM_TARGET = "jax_cp_dispatch.grouped_gemm"
 
 for _name, _stages in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _stages, platform="cpu")

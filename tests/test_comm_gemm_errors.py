@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_refusals import GATHER, SCATTER, K, M, N, T, W, ones, refused
+from comm_gemm_refusals import GATHER, SCATTER, K, M, N, T, W, ones, refused, trace
+from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import gemm
+from jax_cp_dispatch.comm_gemm import MatmulScaling, create_comm_overlap_buffer, gemm
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -139,6 +140,78 @@ def test_double_with_single_precision():
         match = r"x is float64 and w float32; float64 goes with float64 alone. Convert one"
         for op in (GATHER, SCATTER):
             refused(op, x, w, error=TypeError, match=match)
+
+
+STATE = MatmulScaling.init()
+DELAYED, MXFP8 = "DELAYED_TENSOR_SCALING", "MXFP8_1D_SCALING"
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"scaling_mode": "FP8"}, ValueError, "scaling_mode is 'FP8'; it needs to be one of "),
+        ({"scaling_mode": DELAYED}, ValueError, r"got no scaling_state with ScalingMode\.DELAYED_TE"
+         r"NSOR_SCALING; the scales of earlier steps belong to DELAYED_TENSOR_SCALING\. Begin with "
+         r"MatmulScaling\.init\(\)"),
+        ({"scaling_state": STATE}, ValueError, r"got a scaling_state with ScalingMode\.NO_SCALING; "
+         r".*\. Leave it away"),
+        ({"scaling_state": STATE, "scaling_mode": MXFP8}, ValueError, "got a scaling_state with"),
+        ({"scaling_mode": MXFP8}, ValueError, r"x has shape \(2, 3\); ScalingMode\.MXFP8_1D_SCALING"
+         r" needs the contracted dimension, 3 on a rank, to be a multiple of 32, the elements that "
+         r"share a scale\. Pad x and w with zeros"),
+        ({"scaling_mode": "CURRENT_TENSOR_SCALING", "preferred_element_type": "float8_e5m2"},
+         TypeError, r"preferred_element_type is float8_e5m2; .*: quantize the result"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_scaling_of_layers(op, options, error, message):
+    refused(
+        lambda x, w: op(x, w, **options),
+        *(ones(T, K) if op is GATHER or "2, 3" in message else ones(M, K), ones(K, N)),
+        error=error,
+        match=f"^{op.func.__name__}: {message}",
+    )
+
+
+def test_scaled_tokens_are_not_gathered_again():
+    refused(
+        lambda x, w: GATHER(x, w, gathered="again", scaling_mode="CURRENT_TENSOR_SCALING"),
+        *(ones(T, K), ones(K, N)),
+        match=r"^all_gather_matmul: got gathered='again' with ScalingMode\.CURRENT_TENSOR_SCALING; "
+        r"scaled tokens are kept\. Leave it away, or recompute with jax\.checkpoint",
+    )
+
+
+def test_scaling_of_double_precision():
+    with jax.enable_x64(True):
+        x, w = ones(M, 32, dtype=np.float64), ones(32, N, dtype=np.float64)
+        match = r"got float64 with ScalingMode\.MXFP8_1D_SCALING, of which 8 bits would be left, su"
+        for op in (GATHER, SCATTER):
+            refused(partial(op, scaling_mode=MXFP8), x, w, error=TypeError, match=match)
+
+
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_columns_that_break_a_block_have_no_derivative(op):
+    """The derivative contracts N."""
+    loss = lambda x, w: jnp.sum(op(x, w, scaling_mode=MXFP8))
+    operands = ones(M, 32), ones(32, N)
+    assert trace(lambda x, w: op(x, w, scaling_mode=MXFP8), *operands).shape[-1] == N
+    refused(
+        lambda x, w: jax.grad(loss)(x, w),
+        *operands,
+        match=f"^{op.func.__name__}: .*multiple of 32",
+    )
+
+
+def test_buffers_of_layers_that_scale():
+    buffer = create_comm_overlap_buffer("AG", "RING_EXCHANGE", (M, K), "float32", W)
+    call = partial(GATHER.func, axis_name=AXIS, buffer=buffer)
+    refused(
+        partial(call, scaling_mode="CURRENT_TENSOR_SCALING"),
+        *(ones(T, K), ones(K, N)),
+        match=rf"all_gather_matmul: buffer {buffer} is float32 but the call moves float8_e4m3fn\. C"
+        r"reate one with buffer_dtype='float8_e4m3fn'",
+    )
 
 
 def test_tokens_that_do_not_divide():

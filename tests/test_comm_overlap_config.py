@@ -144,7 +144,8 @@ def test_ids_are_the_same_in_every_process():
         ("AG", "BULK", {}, 64 * 32),
         ("RS", "PIPELINE", {"num_splits": 9}, 64 * 32),
         ("RS", "RING_EXCHANGE", {}, 7 * 16 * 32),  # 2 * 4 - 1 blocks of rows
-        ("RS", "RING_EXCHANGE", {"use_ce": False}, 4 * 16 * 32),
+        ("RS", "RING_EXCHANGE", {"use_ce": False}, 0),  # nothing is copied
+        ("AG", "RING_EXCHANGE", {"use_ce": False}, 0),
         ("RS", "RING_EXCHANGE", {"tp_size": 3}, 5 * 22 * 32),  # blocks of rows rounded up
         ("NONE", "NONE", {}, 0),
     ],
@@ -175,8 +176,8 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
         ({"buffer_shape": 4}, ValueError, "buffer_shape is 4; it needs two sizes"),
         ({"buffer_shape": (0, 4)}, ValueError, "buffer_shape is 0; it needs to be an integer of a"),
         ({"buffer_shape": (4, 1.5)}, TypeError, "buffer_shape is 1.5; it needs to be an integer"),
-        ({"buffer_dtype": "int32"}, ValueError, r"buffer_dtype is int32; .*'bfloat16', 'float16'"),
-        ({"buffer_dtype": "nonsense"}, ValueError, "buffer_dtype is 'nonsense'; it needs to be"),
+        ({"buffer_dtype": "int32"}, ValueError, r"int32 with .*'bfloat16', 'float16'"),
+        ({"buffer_dtype": "nonsense"}, ValueError, r"'nonsense' with .*; it needs to"),
         ({"tp_size": 0}, ValueError, "tp_size is 0; it needs to be an integer of at least 1"),
         ({"tp_size": True}, TypeError, "tp_size is True; it needs to be an integer of at least 1"),
         ({"num_splits": -1}, ValueError, "num_splits is -1; it needs to be an integer of at least"),

@@ -19,6 +19,8 @@ void Check(const Status& status) {
 }
 
 DataType FloatType(const std::string& name) {
+  if (name == "float8_e4m3fn") return DataType::kE4M3;
+  if (name == "float8_e5m2") return DataType::kE5M2;
   if (name == "bfloat16") return DataType::kBF16;
   if (name == "float16") return DataType::kF16;
   if (name == "float32") return DataType::kF32;

@@ -40,6 +40,10 @@ XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame) {
 
 DataType ToDataType(ffi::DataType type) {
   switch (type) {
+    case ffi::F8E4M3FN:
+      return DataType::kE4M3;
+    case ffi::F8E5M2:
+      return DataType::kE5M2;
     case ffi::BF16:
       return DataType::kBF16;
     case ffi::F16:

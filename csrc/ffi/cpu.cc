@@ -13,7 +13,7 @@ namespace {
 // Target name -> stage name -> handler.
 nb::dict Registrations() {
   nb::dict targets;
-  for (const auto& all : {DispatchTargets(), GemmTargets()}) {
+  for (const auto& all : {DispatchTargets(), GemmTargets(), GroupedGemmTargets()}) {
     for (const Target& target : all) {
       nb::dict stages;
       stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&InstantiateCallSite));

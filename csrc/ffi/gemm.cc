@@ -24,14 +24,6 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
   Exchange exchange;
   exchange.op = std::string(options.op);
   if (options.num_ranks > 0) exchange.op += " over axis '" + std::string(options.axis) + "'";
-  if (options.scaling_mode != 0 || options.fuse_gelu || options.grad) {
-    return Failed(Status::Invalid(exchange.op + ": got " +
-                                  (options.scaling_mode != 0 ? "a scaling mode"
-                                   : options.fuse_gelu       ? "fuse_gelu"
-                                                             : "grad") +
-                                  ", which this version does not have yet; it needs "
-                                  "scaling_mode=NO_SCALING, fuse_gelu=False and grad=False."));
-  }
   if (!BlasIsLoaded()) {
     return Failed(Status::Invalid(exchange.op + ": no BLAS is loaded. Call it through "
                                                 "jax_cp_dispatch."));
@@ -44,7 +36,9 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
   if (problem.config.type == CommType::kNone) {
-    RunGemm(WholeProduct(problem, MemoryOf(options, buffers)), num_threads);
+    const RankMemory memory = MemoryOf(options, problem, buffers);
+    RunGemm(WholeProduct(problem, memory), num_threads);
+    FinishProduct(problem, memory, memory.lhs_scales);
     promise->SetAvailable();
     return future;
   }
@@ -57,25 +51,29 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     return PlanOverlap(exchange, problem, buffer_id, num_threads, ranks, work);
   };
   auto mine = std::make_unique<OverlapContribution>();
-  mine->memory = MemoryOf(options, buffers);
+  mine->memory = MemoryOf(options, problem, buffers);
   InProcessTransport().Join(exchange, rank, std::move(mine), CompleteWith(promise, nullptr),
                             /*num_helpers=*/0, {});
   return future;
 }
 
-ffi::Future GemmIn(
-    CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
-    ffi::AnyBuffer lhs, ffi::AnyBuffer, ffi::AnyBuffer rhs, ffi::AnyBuffer, ffi::AnyBuffer bias,
-    ffi::AnyBuffer, ffi::AnyBuffer aux_in, ffi::Result<ffi::AnyBuffer> output,
-    ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> aux_out,
-    ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> workspace,
-    std::string_view op, std::string_view axis, int64_t num_ranks, int64_t deadline_ms,
-    int64_t num_threads, int64_t scaling_mode, int64_t comm_overlap_method, int64_t comm_type,
-    int64_t comm_overlap_id, int64_t num_splits, bool atomic, bool overlap_first_gemm,
-    bool aggregate, bool copies, int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
-    int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed, bool fuse_bias,
-    bool fuse_gelu, bool grad, bool use_split_accumulator, ffi::Span<const int64_t> row_counts,
-    int64_t num_batches, bool in_ring_order, bool gathers_to_aux) {
+ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
+                   ffi::BufferR0<ffi::S32> group, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv,
+                   ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
+                   ffi::AnyBuffer gelu_input, ffi::AnyBuffer aux_in,
+                   ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> bias_grad,
+                   ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
+                   ffi::Result<ffi::AnyBuffer> lhs_swizzled,
+                   ffi::Result<ffi::AnyBuffer> rhs_swizzled, ffi::Result<ffi::AnyBuffer> workspace,
+                   std::string_view op, std::string_view axis, int64_t num_ranks,
+                   int64_t deadline_ms, int64_t num_threads, int64_t scaling_mode,
+                   int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
+                   int64_t num_splits, bool atomic, bool overlap_first_gemm, bool aggregate,
+                   bool copies, int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
+                   int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
+                   bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
+                   ffi::Span<const int64_t> row_counts, int64_t num_batches, bool in_ring_order,
+                   bool gathers_to_aux) {
   try {
     const GemmOptions options{op,
                               axis,
@@ -104,7 +102,10 @@ ffi::Future GemmIn(
                               num_batches,
                               in_ring_order,
                               gathers_to_aux};
-    const GemmBuffers buffers{lhs, rhs, bias, aux_in, *output, *aux_out, *workspace};
+    const GemmBuffers buffers{lhs,           lhs_scale_inv, rhs,      rhs_scale_inv,
+                              bias,          gelu_input,    aux_in,   *output,
+                              *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
+                              *rhs_swizzled, *workspace};
     return Gemm(site, run_id, *rank.typed_data(), *group.typed_data(), options, buffers);
   } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "ffi/common.h"
+#include "gemm/swizzle.h"
 
 namespace ffi = xla::ffi;
 
@@ -39,8 +40,8 @@ const char* WrongAttribute(const GemmOptions& options) {
   const auto type = static_cast<CommType>(options.comm_type);
   const auto method = static_cast<CommMethod>(options.comm_overlap_method);
   if (options.comm_type < 0 || type > CommType::kAllGather || options.comm_overlap_method < 0 ||
-      method > CommMethod::kRingExchange) {
-    return "comm_type or comm_overlap_method is out of range";
+      method > CommMethod::kRingExchange || options.scaling_mode < 0 || options.scaling_mode > 3) {
+    return "comm_type, comm_overlap_method or scaling_mode is out of range";
   }
   if (type == CommType::kNone) {
     return method == CommMethod::kNone ? nullptr : "a method needs a comm_type";
@@ -59,6 +60,57 @@ const char* WrongAttribute(const GemmOptions& options) {
     return "num_splits and num_batches need to be at least 1";
   }
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
+  const bool is_partial = type == CommType::kReduceScatter || method == CommMethod::kBulk;
+  if (options.fuse_gelu && is_partial) return "GELU goes with complete sums alone";
+  return nullptr;
+}
+
+bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
+  return ToDataType(buffer.element_type()) == type &&
+         static_cast<int64_t>(buffer.element_count()) == num_elements;
+}
+
+const char* WrongEpilogue(const GemmOptions& options, const GemmBuffers& buffers,
+                          const OverlapProblem& p) {
+  const auto is_row = [&](const auto& buffer) { return IsArray(buffer, p.output_type, p.n); };
+  const auto is_output = [&](const auto& buffer) {
+    return IsArray(buffer, p.output_type, p.m * p.n);
+  };
+  if (options.fuse_bias && !is_row(options.grad ? buffers.bias_grad : buffers.bias)) {
+    return "the bias or its gradient needs as many elements as there are columns";
+  }
+  if (options.fuse_gelu && !is_output(options.grad ? buffers.gelu_input : buffers.pre_gelu_out)) {
+    return "pre_gelu needs the output's shape and type";
+  }
+  return nullptr;
+}
+
+const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
+  if (IsByteFloat(p.lhs_type) != (p.scaling != Scaling::kNone))
+    return "8-bit operands and scales go together";
+  if (p.scaling == Scaling::kTensor && !(IsArray(buffers.lhs_scale_inv, DataType::kF32, 1) &&
+                                         IsArray(buffers.rhs_scale_inv, DataType::kF32, 1))) {
+    return "tensor scales are one float32 per operand";
+  }
+  if (p.scaling != Scaling::kBlocks) return nullptr;
+  if (p.k % Scales::kBlock != 0) return "the contracted size needs to be a multiple of 32";
+  const int64_t blocks = (p.k / Scales::kBlock + kScalesInTile - 1) / kScalesInTile * kScalesInTile;
+  const auto lines = [](int64_t count) {
+    return (count + kLinesInTile - 1) / kLinesInTile * kLinesInTile;
+  };
+  const bool gathers =
+      p.config.type == CommType::kAllGather && p.config.method != CommMethod::kBulk;
+  const int64_t own = gathers ? p.rows.num_batches * p.rows.capacity : p.m;
+  if (!IsArray(buffers.lhs_scale_inv, DataType::kU8, lines(own) * blocks) ||
+      !IsArray(buffers.rhs_scale_inv, DataType::kU8, lines(p.n) * blocks)) {
+    return "block scales need to be padded";
+  }
+  const auto fits = [&](const auto& tiles, int64_t count) {
+    return tiles.element_type() != ffi::U8 || IsArray(tiles, DataType::kU8, lines(count) * blocks);
+  };
+  if (!fits(buffers.lhs_swizzled, p.m) || !fits(buffers.rhs_swizzled, p.n)) {
+    return "swizzled scales need whole tiles";
+  }
   return nullptr;
 }
 
@@ -71,6 +123,8 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   if (const char* wrong = WrongAttribute(options)) {
     return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
   }
+  constexpr Scaling scaling[] = {Scaling::kNone, Scaling::kTensor, Scaling::kTensor,
+                                 Scaling::kBlocks};
   const Shape2D lhs = Collapse(buffers.lhs, options.lhs_axis_boundary);
   const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
   const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
@@ -89,6 +143,8 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   p.output_type = ToDataType(buffers.output.element_type());
   p.aux_type = ToDataType(buffers.aux_in.element_type());
   p.partial_type = ToDataType(buffers.workspace.element_type());
+  p.scaling = scaling[options.scaling_mode];
+  p.fuse_gelu = options.fuse_gelu;
   p.in_ring_order = options.in_ring_order;
   p.gathers_to_aux = options.gathers_to_aux;
   p.k = p.lhs_transposed ? lhs.rows : lhs.columns;
@@ -135,10 +191,11 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     }
     if (gathers && !is_bulk) p.m = total;
   }
-  if (options.fuse_bias && (ToDataType(buffers.bias.element_type()) != p.output_type ||
-                            static_cast<int64_t>(buffers.bias.element_count()) != p.n)) {
-    return Status::Invalid(op + ": bias needs " + std::to_string(p.n) +
-                           " elements of the output's type.");
+  if (const char* wrong = WrongEpilogue(options, buffers, p)) {
+    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
+  }
+  if (const char* wrong = WrongScales(buffers, p)) {
+    return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
   }
   const bool is_ring = p.config.method == CommMethod::kRingExchange;
   if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
@@ -169,15 +226,37 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   return Status::Ok();
 }
 
-RankMemory MemoryOf(const GemmOptions& options, const GemmBuffers& buffers) {
+RankMemory MemoryOf(const GemmOptions& options, const OverlapProblem& problem,
+                    const GemmBuffers& buffers) {
   RankMemory memory;
   memory.lhs = Data(buffers.lhs);
   memory.rhs = Data(buffers.rhs);
-  if (options.fuse_bias) memory.bias = Data(buffers.bias);
   memory.aux_in = Data(buffers.aux_in);
   memory.output = Data(buffers.output);
   memory.aux_out = Data(buffers.aux_out);
   memory.buffer = Data(buffers.workspace);
+  if (options.fuse_bias) {
+    if (options.grad) {
+      memory.bias_grad = Data(buffers.bias_grad);
+    } else {
+      memory.bias = Data(buffers.bias);
+    }
+  }
+  if (options.fuse_gelu) {
+    if (options.grad) {
+      memory.gelu_input = Data(buffers.gelu_input);
+    } else {
+      memory.pre_gelu_out = Data(buffers.pre_gelu_out);
+    }
+  }
+  if (problem.scaling == Scaling::kNone) return memory;
+  memory.lhs_scales = Data(buffers.lhs_scale_inv);
+  memory.rhs_scales = Data(buffers.rhs_scale_inv);
+  const auto tiles = [](const ffi::AnyBuffer& buffer) {
+    return buffer.element_type() == ffi::U8 ? Data(buffer) : nullptr;
+  };
+  memory.lhs_swizzled = tiles(buffers.lhs_swizzled);
+  memory.rhs_swizzled = tiles(buffers.rhs_swizzled);
   return memory;
 }
 

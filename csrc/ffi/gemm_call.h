@@ -34,8 +34,8 @@ struct GemmOptions {
   bool rhs_transposed;
   bool fuse_bias;
   bool fuse_gelu;
-  bool grad;
-  bool use_split_accumulator;
+  bool grad;                   // of the epilogues: the bias's gradient, GELU's derivative
+  bool use_split_accumulator;  // on CPU always
   xla::ffi::Span<const int64_t> row_counts;  // of each rank's chunk, per batch
   int64_t num_batches;
   bool in_ring_order;
@@ -44,8 +44,9 @@ struct GemmOptions {
 
 // Absent operands and results are one element, which nobody looks at.
 struct GemmBuffers {
-  xla::ffi::AnyBuffer lhs, rhs, bias, aux_in;
-  xla::ffi::AnyBuffer output, aux_out, workspace;
+  xla::ffi::AnyBuffer lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in;
+  xla::ffi::AnyBuffer output, bias_grad, pre_gelu_out, aux_out, lhs_swizzled, rhs_swizzled,
+      workspace;
 };
 
 // What attributes and shapes say, without memory. Python has checked it; here only what could
@@ -53,6 +54,7 @@ struct GemmBuffers {
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem);
 
-RankMemory MemoryOf(const GemmOptions& options, const GemmBuffers& buffers);
+RankMemory MemoryOf(const GemmOptions& options, const OverlapProblem& problem,
+                    const GemmBuffers& buffers);
 
 }  // namespace cpd

@@ -14,5 +14,6 @@ struct Target {
 
 std::vector<Target> DispatchTargets();
 std::vector<Target> GemmTargets();
+std::vector<Target> GroupedGemmTargets();
 
 }  // namespace cpd

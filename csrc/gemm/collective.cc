@@ -7,22 +7,20 @@ namespace cpd {
 
 void NoOverlap::Record(int rank, RankStreams streams) const {
   Stream& stream = streams.compute;
-  const RankMemory& memory = p_.ranks[rank];
   if (p_.config.type == CommType::kAllGather) {
     AllGather(rank, stream);
     WaitForAllChunks(rank, stream);
-    stream.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
-      MultiplyAll(rank, memory.output, p_.output_type, memory.bias);
-    });
+    stream.Run(SpanKind::kComputation, "GEMM", [this, rank](Counters&) { MultiplyAll(rank); });
+    Finish(rank, stream);
     return;
   }
-  stream.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
-    MultiplyAll(rank, memory.buffer, p_.partial_type, nullptr);
-  });
+  stream.Run(SpanKind::kComputation, "GEMM",
+             [this, rank](Counters&) { MultiplyAllTo(rank, p_.ranks[rank].buffer); });
   for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Add(peer, Computed(0, rank));
   for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(0, peer), 1, peer);
   stream.Run(SpanKind::kCommunication, "reduce-scatter",
              [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers()), 0, p_.n); });
+  Finish(rank, stream);
 }
 
 void CommOverlapBase::Record(int rank, RankStreams streams) const {
@@ -31,13 +29,12 @@ void CommOverlapBase::Record(int rank, RankStreams streams) const {
   } else {
     RecordPipeline(rank, streams);
   }
+  Finish(rank, streams.compute);
 }
 
 void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
-  const RankMemory& memory = p_.ranks[rank];
-  streams.compute.Run(SpanKind::kComputation, "GEMM", [this, rank, &memory](Counters&) {
-    MultiplyAll(rank, memory.output, p_.output_type, memory.bias);
-  });
+  streams.compute.Run(SpanKind::kComputation, "GEMM",
+                      [this, rank](Counters&) { MultiplyAll(rank); });
   if (p_.config.type == CommType::kAllGather) {
     AllGather(rank, streams.communicate);
     WaitForAllChunks(rank, streams.communicate);

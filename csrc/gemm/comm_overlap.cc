@@ -25,74 +25,18 @@ void SumAndRound(const std::vector<const char*>& sources, DataType type, const c
     const int64_t n = std::min(kTile, num_elements - begin);
     for (size_t i = 0; i < tile.size(); ++i) tile[i] = sources[i] + begin * bytes;
     SumRows({type, sum_type}, tile, n, sums);
-    AddBiasAndRound(sums, bias ? bias + begin * out_bytes : nullptr, n, out_type,
-                    out + begin * out_bytes);
+    Epilogue epilogue;
+    if (bias) epilogue.bias = bias + begin * out_bytes;
+    char* to = out + begin * out_bytes;
+    if (sum_type == DataType::kF64) {
+      StoreRow(out_type, reinterpret_cast<const double*>(sums), epilogue, n, to);
+    } else {
+      StoreRow(out_type, reinterpret_cast<const float*>(sums), epilogue, n, to);
+    }
   }
-}
-
-Matrix LhsOf(const OverlapProblem& p, const char* data) {
-  return {data, p.lhs_type, p.lhs_transposed ? p.m : p.k, p.lhs_transposed};
 }
 
 }  // namespace
-
-GemmTask WholeProduct(const OverlapProblem& p, const RankMemory& memory) {
-  GemmTask task;
-  task.m = p.m;
-  task.n = p.n;
-  task.k = p.k;
-  task.a = LhsOf(p, memory.lhs);
-  task.b = {memory.rhs, p.rhs_type, p.rhs_transposed ? p.k : p.n, p.rhs_transposed};
-  task.c = memory.output;
-  task.c_type = p.output_type;
-  task.c_pitch = p.n;
-  task.bias = memory.bias;
-  return task;
-}
-
-int64_t RowChunks::total() const {
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-}
-
-std::vector<int64_t> RowChunks::Offsets() const {
-  std::vector<int> order(counts.size());
-  std::iota(order.begin(), order.end(), 0);
-  return Offsets(order);
-}
-
-std::vector<int64_t> RowChunks::Offsets(const std::vector<int>& order) const {
-  std::vector<int64_t> offsets(counts.size());
-  int64_t next = 0;
-  for (const int chunk : order) {
-    offsets[chunk] = next;
-    next += counts[chunk];
-  }
-  return offsets;
-}
-
-int64_t BufferBytes(const OverlapProblem& p) {
-  const RowChunks& rows = p.rows;
-  const int64_t whole = rows.num_batches * rows.total();
-  switch (p.config.method) {
-    case CommMethod::kPipeline:
-      return whole * p.n * ElementBytes(p.partial_type);
-    case CommMethod::kRingExchange:
-      if (p.config.type == CommType::kReduceScatter) {
-        const int64_t num_slots = p.config.copies ? 2 * p.num_ranks() - 1 : p.num_ranks();
-        return num_slots * rows.num_batches * rows.capacity * p.n * ElementBytes(p.partial_type);
-      }
-      if (p.gathers_to_aux || !(p.config.copies || p.config.aggregate)) return 0;
-      return whole * p.k * ElementBytes(p.lhs_type);
-    case CommMethod::kNone:
-      if (p.config.type == CommType::kReduceScatter) {
-        return whole * p.n * ElementBytes(p.partial_type);
-      }
-      return p.gathers_to_aux ? 0 : whole * p.k * ElementBytes(p.lhs_type);
-    case CommMethod::kBulk:
-      return 0;  // from operand to result
-  }
-  return 0;
-}
 
 CommOverlapCore::CommOverlapCore(OverlapProblem problem, GemmFunction gemm)
     : p_(std::move(problem)), offsets_(p_.rows.Offsets()), gemm_(std::move(gemm)) {}
@@ -139,59 +83,66 @@ std::vector<int64_t> CommOverlapCore::RingOffsets(int rank) const {
 
 // ---- The product and its chunks.
 
-Matrix CommOverlapCore::Lhs(const char* data) const { return LhsOf(p_, data); }
+Matrix CommOverlapCore::GatheredLhs(int rank, int chunk) const {
+  const char* scales = GatheredScales(rank);
+  if (p_.scaling == Scaling::kTensor) scales += chunk * sizeof(float);
+  return LhsOf(p_, GatheredRows(rank), scales);
+}
 
-GemmTask CommOverlapCore::Task(int rank) const {
+GemmTask CommOverlapCore::PartialTask(int rank, char* partial) const {
   GemmTask task = WholeProduct(p_, p_.ranks[rank]);
-  task.bias = nullptr;
+  task.epilogue = {};
+  task.c = partial;
+  task.c_type = p_.partial_type;
   return task;
 }
 
-void CommOverlapCore::MultiplyAll(int rank, char* output, DataType type, const char* bias) const {
-  GemmTask task = Task(rank);
-  task.c = output;
-  task.c_type = type;
-  task.bias = bias;
-  if (p_.config.method == CommMethod::kNone && p_.config.type == CommType::kAllGather) {
-    task.a = Lhs(GatheredRows(rank));
+void CommOverlapCore::MultiplyAll(int rank) const {
+  const bool gathers = p_.config.method == CommMethod::kNone;
+  if (gathers && p_.scaling == Scaling::kTensor) {  // each chunk has a scale of its own
+    for (int chunk = 0; chunk < p_.num_ranks(); ++chunk) MultiplyGathered(rank, chunk);
+    return;
   }
+  GemmTask task = WholeProduct(p_, p_.ranks[rank]);
+  if (gathers) task.a = GatheredLhs(rank, 0);
   gemm_(task);
 }
 
-void CommOverlapCore::MultiplyRows(int rank, int chunk, const char* lhs, int64_t first_row,
+void CommOverlapCore::MultiplyAllTo(int rank, char* partial) const {
+  gemm_(PartialTask(rank, partial));
+}
+
+void CommOverlapCore::MultiplyRows(int rank, int chunk, const Matrix& lhs, int64_t first_row,
                                    int64_t rows_of_batch) const {
-  const RankMemory& memory = p_.ranks[rank];
   const int64_t in_output = RingOffsets(rank)[chunk];
   for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
-    GemmTask task = Task(rank);
+    GemmTask task = WholeProduct(p_, p_.ranks[rank]).FromRow(batch * p_.rows.total() + in_output);
     task.m = p_.rows.counts[chunk];
-    task.a = Lhs(lhs).FromRow(batch * rows_of_batch + first_row);
-    task.c =
-        memory.output + (batch * p_.rows.total() + in_output) * p_.n * ElementBytes(p_.output_type);
-    task.c_type = p_.output_type;
-    task.bias = memory.bias;
+    task.a = lhs.FromRow(batch * rows_of_batch + first_row);
     gemm_(task);
   }
 }
 
 void CommOverlapCore::MultiplyGathered(int rank, int chunk) const {
-  MultiplyRows(rank, chunk, GatheredRows(rank), offsets_[chunk], p_.rows.total());
+  MultiplyRows(rank, chunk, GatheredLhs(rank, chunk), offsets_[chunk], p_.rows.total());
 }
 
-void CommOverlapCore::MultiplyAlone(int rank, int chunk, const char* lhs) const {
-  MultiplyRows(rank, chunk, lhs, 0, p_.rows.capacity);
+void CommOverlapCore::MultiplyAlone(int rank, int chunk) const {
+  const RankMemory& owner = p_.ranks[chunk];
+  MultiplyRows(rank, chunk, LhsOf(p_, owner.lhs, owner.lhs_scales), 0, p_.rows.capacity);
 }
 
 void CommOverlapCore::MultiplyGatheredPair(int rank, int chunk) const {
-  const RankMemory& memory = p_.ranks[rank];
+  if (p_.scaling == Scaling::kTensor) {
+    MultiplyGathered(rank, chunk);
+    MultiplyGathered(rank, chunk + 1);
+    return;
+  }
   for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
     const int64_t row = batch * p_.rows.total() + offsets_[chunk];
-    GemmTask task = Task(rank);
+    GemmTask task = WholeProduct(p_, p_.ranks[rank]).FromRow(row);
     task.m = p_.rows.counts[chunk] + p_.rows.counts[chunk + 1];
-    task.a = Lhs(GatheredRows(rank)).FromRow(row);
-    task.c = memory.output + row * p_.n * ElementBytes(p_.output_type);
-    task.c_type = p_.output_type;
-    task.bias = memory.bias;
+    task.a = GatheredLhs(rank, chunk).FromRow(row);
     gemm_(task);
   }
 }
@@ -200,21 +151,39 @@ void CommOverlapCore::MultiplyPartial(int rank, int chunk, char* to) const {
   const int64_t in_lhs = RingOffsets(rank)[chunk];
   const int64_t row_bytes = p_.n * ElementBytes(p_.partial_type);
   for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
-    GemmTask task = Task(rank);
+    GemmTask task = PartialTask(rank, to + batch * p_.rows.capacity * row_bytes);
     task.m = p_.rows.counts[chunk];
     task.a = task.a.FromRow(batch * p_.rows.total() + in_lhs);
-    task.c = to + batch * p_.rows.capacity * row_bytes;
-    task.c_type = p_.partial_type;
     gemm_(task);
   }
 }
 
+void CommOverlapCore::MultiplyOfAllRanks(int rank) const {
+  const int64_t row_bytes = p_.n * ElementBytes(p_.output_type);
+  const int64_t count = p_.rows.counts[rank];
+  for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
+    GemmTask task = WholeProduct(p_, p_.ranks[rank]);
+    task.m = count;
+    task.c += batch * p_.rows.capacity * row_bytes;
+    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+      const GemmTask of_peer = WholeProduct(p_, p_.ranks[peer]);
+      const int64_t row = batch * p_.rows.total() + RingOffsets(peer)[rank];
+      const Factors factors{p_.k, of_peer.a.FromRow(row), of_peer.b};
+      if (peer > 0) {
+        task.more.push_back(factors);
+      } else {
+        task.a = factors.a;
+        task.b = factors.b;
+      }
+    }
+    gemm_(task);
+    std::fill(task.c + count * row_bytes, task.c + p_.rows.capacity * row_bytes, 0);
+  }
+}
+
 void CommOverlapCore::MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const {
-  GemmTask task = Task(rank);
+  GemmTask task = PartialTask(rank, to).FromColumn(begin);
   task.n = end - begin;
-  task.b = task.b.FromColumn(begin);
-  task.c = to + begin * ElementBytes(p_.partial_type);
-  task.c_type = p_.partial_type;
   gemm_(task);
 }
 
@@ -225,28 +194,64 @@ char* CommOverlapCore::GatheredRows(int rank) const {
   return to_aux ? p_.ranks[rank].aux_out : p_.ranks[rank].buffer;
 }
 
-std::vector<RowCopy> CommOverlapCore::ToGathered(int chunk, const char* from, bool is_alone,
-                                                 char* to) const {
+char* CommOverlapCore::GatheredScales(int rank) const {
+  if (p_.scaling == Scaling::kNone) return nullptr;
+  return p_.ranks[rank].buffer + GatheredScalesOffset(p_);
+}
+
+std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, const char* scales,
+                                                bool is_alone, int to) const {
   const bool is_bulk = p_.config.method == CommMethod::kBulk;
-  const int64_t row_bytes = width() * ElementBytes(is_bulk ? p_.aux_type : p_.lhs_type);
   std::vector<RowCopy> pieces;
-  for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
-    const int64_t there = batch * p_.rows.total() + offsets_[chunk];
-    const int64_t here = is_alone ? batch * p_.rows.capacity : there;
-    pieces.push_back({to + there * row_bytes, row_bytes, from + here * row_bytes, row_bytes,
-                      p_.rows.counts[chunk], row_bytes});
+  const auto copy = [&](const char* from, int64_t bytes, char* gathered) {  // bytes of a row
+    for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
+      const int64_t there = batch * p_.rows.total() + offsets_[chunk];
+      const int64_t here = is_alone ? batch * p_.rows.capacity : there;
+      pieces.push_back({gathered + there * bytes, bytes, from + here * bytes, bytes,
+                        p_.rows.counts[chunk], bytes});
+    }
+  };
+  copy(rows, width() * ElementBytes(is_bulk ? p_.aux_type : p_.lhs_type), GatheredRows(to));
+  if (is_bulk) return pieces;
+  if (p_.scaling == Scaling::kBlocks) {
+    copy(scales, ScalesPitch(p_, /*of_lhs=*/true), GatheredScales(to));
+  } else if (p_.scaling == Scaling::kTensor) {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(float));
+    const char* from = is_alone ? scales : scales + chunk * kBytes;
+    pieces.push_back({GatheredScales(to) + chunk * kBytes, kBytes, from, kBytes, 1, kBytes});
   }
   return pieces;
 }
 
-void CommOverlapCore::AllGather(int rank, Stream& stream) const {
+std::vector<RowCopy> CommOverlapCore::OwnToGathered(int rank, int to) const {
   const RankMemory& memory = p_.ranks[rank];
   const char* own = p_.config.method == CommMethod::kBulk ? memory.aux_in : memory.lhs;
+  return CopyChunk(rank, own, memory.lhs_scales, /*is_alone=*/true, to);
+}
+
+std::vector<RowCopy> CommOverlapCore::GatheredToGathered(int chunk, int from, int to) const {
+  return CopyChunk(chunk, GatheredRows(from), GatheredScales(from), /*is_alone=*/false, to);
+}
+
+void CommOverlapCore::AllGather(int rank, Stream& stream) const {
   for (int step = 1; step <= p_.num_ranks(); ++step) {  // its own rows last: nobody waits for them
     const int peer = Rank(rank + step);
-    stream.Put("own rows to rank " + std::to_string(peer), peer,
-               ToGathered(rank, own, /*is_alone=*/true, GatheredRows(peer)), Arrived(rank));
+    stream.Put("own rows to rank " + std::to_string(peer), peer, OwnToGathered(rank, peer),
+               Arrived(rank));
   }
+}
+
+void CommOverlapCore::Finish(int rank, Stream& stream) const {
+  const RankMemory& memory = p_.ranks[rank];
+  if (!memory.bias_grad && p_.scaling != Scaling::kBlocks) return;
+  const bool gathers =
+      p_.config.type == CommType::kAllGather && p_.config.method != CommMethod::kBulk;
+  // Pairs of chunks have one signal, for which their product has waited.
+  const bool waits = gathers && memory.lhs_swizzled && !p_.config.aggregate;
+  if (waits) WaitForAllChunks(rank, stream);
+  const char* lhs_scales = gathers ? GatheredScales(rank) : memory.lhs_scales;
+  stream.Run(SpanKind::kComputation, "bias gradient, scales",
+             [=, &memory](Counters&) { FinishProduct(p_, memory, lhs_scales); });
 }
 
 void CommOverlapCore::WaitForAllChunks(int rank, Stream& stream) const {

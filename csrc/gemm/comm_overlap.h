@@ -8,83 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "gemm/gemm.h"
+#include "gemm/overlap_problem.h"
 #include "transport/streams.h"
 
 namespace cpd {
-
-enum class CommType : uint8_t { kNone, kReduceScatter, kAllGather };
-enum class CommMethod : uint8_t { kNone, kBulk, kPipeline, kRingExchange };
-
-// How a call communicates; part of what the id of a buffer stands for.
-struct OverlapConfig {
-  CommType type = CommType::kNone;
-  CommMethod method = CommMethod::kNone;  // with a type: one after the other, in one call
-  int64_t num_splits = 4;                 // column chunks of the pipeline
-  bool atomic = false;                    // one GEMM with a counter per chunk
-  bool overlap_first_gemm = false;        // the pipeline reduces a chunk after the next one's GEMM
-  bool aggregate = false;                 // the ring moves two chunks at a time
-  bool copies = true;  // the ring copies chunks; else the GEMM itself reads and writes the peer's
-};
-
-// Rows [num_batches, rows] that are spread over ranks: chunk q are the rows of rank q, in every
-// batch. Alone, a chunk has room for `capacity` rows a batch; together, the chunks stand one after
-// another in every batch.
-struct RowChunks {
-  int64_t num_batches = 1;
-  int64_t capacity = 0;
-  std::vector<int64_t> counts;  // rows a batch
-
-  int num_chunks() const { return static_cast<int>(counts.size()); }
-  int64_t total() const;  // rows a batch, of all chunks
-  // Where each chunk begins in a batch, with the chunks in the order of the ranks or in another.
-  std::vector<int64_t> Offsets() const;
-  std::vector<int64_t> Offsets(const std::vector<int>& order) const;
-};
-
-// Memory of one rank. What a call has no use for is null.
-struct RankMemory {
-  const char* lhs = nullptr;
-  const char* rhs = nullptr;
-  const char* bias = nullptr;  // [n]
-  const char* aux_in = nullptr;
-  char* output = nullptr;
-  char* aux_out = nullptr;
-  char* buffer = nullptr;  // BufferBytes(): registered, or without overlap a workspace
-};
-
-// One call. Row chunks are those of lhs (all-gather), of the output (reduce-scatter), or of the
-// auxiliary array (bulk), which is `aux_width` wide.
-//
-//   all-gather:      lhs [B, capacity, k] -> output [B, total, n]; gathered lhs [B, total, k]
-//   reduce-scatter:  lhs [B, total, k] -> output [B, capacity, n]
-//   bulk:            lhs [m, k] -> output [m, n], and beside it
-//                    aux_in [B, capacity, width] -> aux_out [B, total, width], gathered; or
-//                    aux_in [B, total, width] -> aux_out [B, capacity, width], summed
-struct OverlapProblem {
-  OverlapConfig config;
-  RowChunks rows;
-  int64_t m = 0, n = 0, k = 0;  // m: of the whole product
-  int64_t aux_width = 0;
-  DataType lhs_type = DataType::kOther, rhs_type = DataType::kOther, output_type = DataType::kOther,
-           aux_type = DataType::kOther;
-  DataType partial_type = DataType::kOther;  // of products that other ranks sum
-  bool lhs_transposed = false, rhs_transposed = false;
-  // The atomic ring leaves the chunks of the output, and takes those of lhs, in the order in which
-  // rank r meets them: r - 1, r - 2, ..., r.
-  bool in_ring_order = false;
-  // Whether aux_out of an all-gather is the gathered lhs, and so the place where chunks arrive.
-  bool gathers_to_aux = false;
-  std::vector<RankMemory> ranks;
-
-  int num_ranks() const { return rows.num_chunks(); }
-};
-
-// The product as a whole, without communication.
-GemmTask WholeProduct(const OverlapProblem& problem, const RankMemory& memory);
-
-// Bytes that a rank needs in its registered buffer.
-int64_t BufferBytes(const OverlapProblem& problem);
 
 class CommOverlapCore {
  public:
@@ -104,17 +31,22 @@ class CommOverlapCore {
   Signal Computed(int chunk, int by) const;
 
   // ---- The product and its chunks. Rows to multiply stand among the gathered ones, or alone.
-  void MultiplyAll(int rank, char* output, DataType type, const char* bias) const;
+  void MultiplyAll(int rank) const;
+  void MultiplyAllTo(int rank, char* partial) const;
   void MultiplyGathered(int rank, int chunk) const;
-  void MultiplyAlone(int rank, int chunk, const char* lhs) const;
+  void MultiplyAlone(int rank, int chunk) const;  // where the rows are, in their rank's memory
   void MultiplyGatheredPair(int rank, int chunk) const;       // chunk and chunk + 1
   void MultiplyPartial(int rank, int chunk, char* to) const;  // -> [B, capacity, n]
+  // -> output [B, capacity, n], from the operands where they are, in the memory of their ranks.
+  void MultiplyOfAllRanks(int rank) const;
   void MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const;  // of [B, total, n]
 
   // ---- Communication.
   char* GatheredRows(int rank) const;  // [B, total, k] or aux_out [B, total, width]
-  // The copies that bring `chunk` from `from`, alone or among the others, to a gathered array.
-  std::vector<RowCopy> ToGathered(int chunk, const char* from, bool is_alone, char* to) const;
+  // The copies that bring a chunk, with its scales, to what `to` gathers: from the rank that it
+  // belongs to, where it is alone, or from where `from` has gathered it.
+  std::vector<RowCopy> OwnToGathered(int rank, int to) const;
+  std::vector<RowCopy> GatheredToGathered(int chunk, int from, int to) const;
   // Rank's own rows to all ranks, itself included.
   void AllGather(int rank, Stream& stream) const;
   void WaitForAllChunks(int rank, Stream& stream) const;
@@ -127,6 +59,8 @@ class CommOverlapCore {
   void Reduce(int rank, const Sources& sources, int64_t begin, int64_t end) const;
   Sources RowsOf(int rank, const std::vector<const char*>& whole) const;  // in [B, total, width]
   std::vector<const char*> Buffers() const;
+  // What is left to do when the product stands in the output.
+  void Finish(int rank, Stream& stream) const;
 
   int num_column_chunks() const;  // of the pipeline: at most as many as there are columns
   int most_chunks() const;        // of rows or columns
@@ -139,9 +73,13 @@ class CommOverlapCore {
 
  private:
   std::vector<int64_t> RingOffsets(int rank) const;
-  Matrix Lhs(const char* data) const;
-  GemmTask Task(int rank) const;
-  void MultiplyRows(int rank, int chunk, const char* lhs, int64_t first_row,
+  char* GatheredScales(int rank) const;  // [p], or lines as rows are gathered
+  Matrix GatheredLhs(int rank, int chunk) const;
+  std::vector<RowCopy> CopyChunk(int chunk, const char* rows, const char* scales, bool is_alone,
+                                 int to) const;
+  // Without bias.
+  GemmTask PartialTask(int rank, char* partial) const;
+  void MultiplyRows(int rank, int chunk, const Matrix& lhs, int64_t first_row,
                     int64_t rows_of_batch) const;
 
   const GemmFunction gemm_;

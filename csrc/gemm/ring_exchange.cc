@@ -27,6 +27,7 @@ void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
       CopyRows({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
     });
   }
+  Finish(rank, streams.compute);
 }
 
 // Step i: multiplies chunk r - i, and sends it on while it does. Without copies the GEMM reads the
@@ -36,7 +37,7 @@ void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
   const bool copies = p_.config.copies;
   const auto multiply = [=](int chunk) {
     if (chunk == rank || !copies) {
-      MultiplyAlone(rank, chunk, p_.ranks[chunk].lhs);
+      MultiplyAlone(rank, chunk);
     } else {
       MultiplyGathered(rank, chunk);
     }
@@ -59,17 +60,15 @@ void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
     }
     if (!copies || step == p - 1) continue;
     if (step > 0) streams.communicate.Wait(Arrived(chunk), 1, previous);
-    const char* from = step == 0 ? p_.ranks[rank].lhs : GatheredRows(rank);
-    streams.communicate.Put(Chunk("send ", chunk), next,
-                            ToGathered(chunk, from, /*is_alone=*/step == 0, GatheredRows(next)),
-                            Arrived(chunk));
+    streams.communicate.Put(
+        Chunk("send ", chunk), next,
+        step == 0 ? OwnToGathered(rank, next) : GatheredToGathered(chunk, rank, next),
+        Arrived(chunk));
   }
   if (p_.gathers_to_aux && !copies) {
     AllGather(rank, streams.communicate);
   } else if (p_.gathers_to_aux) {
-    streams.communicate.Put(Chunk("keep ", rank), rank,
-                            ToGathered(rank, p_.ranks[rank].lhs, true, GatheredRows(rank)),
-                            Arrived(rank));
+    streams.communicate.Put(Chunk("keep ", rank), rank, OwnToGathered(rank, rank), Arrived(rank));
   }
 }
 
@@ -77,11 +76,9 @@ void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
 void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
   const int p = p_.num_ranks(), neighbour = rank ^ 1;
   const int next = Rank(rank + 2), previous = Rank(rank - 2);
-  const char* own = p_.ranks[rank].lhs;
-  streams.communicate.Put(Chunk("send ", rank), neighbour,
-                          ToGathered(rank, own, true, GatheredRows(neighbour)), Arrived(rank));
-  streams.communicate.Put(Chunk("keep ", rank), rank,
-                          ToGathered(rank, own, true, GatheredRows(rank)), Arrived(rank));
+  streams.communicate.Put(Chunk("send ", rank), neighbour, OwnToGathered(rank, neighbour),
+                          Arrived(rank));
+  streams.communicate.Put(Chunk("keep ", rank), rank, OwnToGathered(rank, rank), Arrived(rank));
   const auto wait = [&](Stream& stream, int step, int first) {
     if (step == 0) {
       stream.Wait(Arrived(rank), 1, rank);
@@ -97,8 +94,8 @@ void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
                         [this, rank, first](Counters&) { MultiplyGatheredPair(rank, first); });
     if (step == p / 2 - 1) break;
     wait(streams.communicate, step, first);
-    auto pieces = ToGathered(first, GatheredRows(rank), false, GatheredRows(next));
-    for (RowCopy& piece : ToGathered(first + 1, GatheredRows(rank), false, GatheredRows(next))) {
+    auto pieces = GatheredToGathered(first, rank, next);
+    for (RowCopy& piece : GatheredToGathered(first + 1, rank, next)) {
       pieces.push_back(piece);
     }
     streams.communicate.Put(Chunk("send ", first) + Chunk(", ", first + 1), next, std::move(pieces),
@@ -107,40 +104,37 @@ void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
 }
 
 // Slots of the buffer hold row blocks. GEMM i computes block r + i + 1 into slot i, which then goes
-// to that rank, slot i + p; a rank's own block comes last, in slot p - 1. Without copies the GEMM
-// writes into the slot of that rank.
+// to that rank, slot i + p; a rank's own block comes last, in slot p - 1.
 void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) const {
+  if (!p_.config.copies) {
+    streams.compute.Run(SpanKind::kComputation, "GEMM of all ranks",
+                        [this, rank](Counters&) { MultiplyOfAllRanks(rank); });
+    return;
+  }
   const int p = p_.num_ranks();
-  const bool copies = p_.config.copies;
   const int64_t slot_bytes =
       p_.rows.num_batches * p_.rows.capacity * p_.n * ElementBytes(p_.partial_type);
   const auto slot = [=](int of_rank, int index) {
-    const int in_use = copies ? index : index - (p - 1);  // who sends nothing needs only the last
-    return p_.ranks[of_rank].buffer + in_use * slot_bytes;
+    return p_.ranks[of_rank].buffer + index * slot_bytes;
   };
   const auto multiply = [=](int step) {
-    const int block = Rank(rank + step + 1);
-    const bool is_there = !copies && block != rank;
-    MultiplyPartial(rank, block, is_there ? slot(block, step + p) : slot(rank, step));
+    MultiplyPartial(rank, Rank(rank + step + 1), slot(rank, step));
   };
-  // Who waits for block `step`: its rank's sum, or the stream that sends it.
-  const auto waiting = [=](int step) { return copies ? rank : Rank(rank + step + 1); };
-  const auto done = [=](int step) { return copies ? Computed(step, rank) : Arrived(rank); };
   if (p_.config.atomic) {
     streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {
       for (int step = 0; step < p; ++step) {
         multiply(step);
-        counters.Add(waiting(step), done(step));
+        counters.Add(rank, Computed(step, rank));
       }
     });
   } else {
     for (int step = 0; step < p; ++step) {
       streams.compute.Run(SpanKind::kComputation, Chunk("GEMM ", Rank(rank + step + 1)),
                           [multiply, step](Counters&) { multiply(step); });
-      streams.compute.Add(waiting(step), done(step));
+      streams.compute.Add(rank, Computed(step, rank));
     }
   }
-  for (int step = 1; copies && step < p; ++step) {
+  for (int step = 1; step < p; ++step) {
     const int peer = Rank(rank + step);
     const int64_t bytes = p_.rows.num_batches == 1
                               ? p_.rows.counts[peer] * p_.n * ElementBytes(p_.partial_type)

@@ -5,6 +5,8 @@ namespace cpd {
 
 int64_t ElementBytes(DataType type) {
   switch (type) {
+    case DataType::kE4M3:
+    case DataType::kE5M2:
     case DataType::kI8:
     case DataType::kU8:
       return 1;

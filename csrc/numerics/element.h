@@ -8,6 +8,8 @@
 namespace cpd {
 
 enum class DataType : uint8_t {
+  kE4M3,  // of 8 bits, without infinities
+  kE5M2,
   kBF16,
   kF16,
   kF32,
@@ -24,6 +26,11 @@ enum class DataType : uint8_t {
 };
 
 int64_t ElementBytes(DataType type);
+
+// Which multiply but do not sum.
+inline bool IsByteFloat(DataType type) {
+  return type == DataType::kE4M3 || type == DataType::kE5M2;
+}
 
 inline float FromBits(uint32_t bits) {
   float value;
@@ -78,6 +85,25 @@ struct F16 {
     }
     return {static_cast<uint16_t>(sign | rest)};
   }
+};
+
+struct E4M3 {
+  uint8_t bits;
+
+  operator float() const {
+    const uint32_t sign = uint32_t{bits & 0x80u} << 24;
+    const uint32_t rest = bits & 0x7fu;
+    if (rest == 0x7f) return FromBits(sign | 0x7fc00000);  // NaN
+    if (rest >= 0x08) return FromBits(sign | ((rest << 20) + ((127 - 7) << 23)));
+    const float subnormal = static_cast<float>(rest) * 0x1p-9f;  // exact
+    return sign ? -subnormal : subnormal;
+  }
+};
+
+struct E5M2 {
+  uint8_t bits;
+
+  operator float() const { return F16{static_cast<uint16_t>(bits << 8)}; }
 };
 
 template <typename T>

@@ -33,7 +33,7 @@ void Sum(const std::vector<const char*>& sources, int64_t num_elements, char* ou
 }  // namespace
 
 bool SumIsSupported(SumTypes types) {
-  if (types.in == DataType::kOther) return false;
+  if (ElementBytes(types.in) == 0 || IsByteFloat(types.in)) return false;
   if (types.in == types.out) return true;
   return (types.in == DataType::kBF16 || types.in == DataType::kF16) && types.out == DataType::kF32;
 }
@@ -76,6 +76,8 @@ void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t nu
       return Sum<int64_t, int64_t, int64_t>(sources, num_elements, out);
     case DataType::kU64:
       return Sum<uint64_t, uint64_t, uint64_t>(sources, num_elements, out);
+    case DataType::kE4M3:
+    case DataType::kE5M2:
     case DataType::kOther:
       return;  // refused when the exchange was planned
   }

@@ -8,8 +8,15 @@ from jax_cp_dispatch.comm_gemm.config import (
     ScalingMode,
 )
 from jax_cp_dispatch.comm_gemm.gemm import gemm
+from jax_cp_dispatch.comm_gemm.grouped_gemm import grouped_gemm
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm.measure import tune
+from jax_cp_dispatch.comm_gemm.mxfp8 import (
+    pad_scales,
+    swizzle_scales,
+    unpad_scales,
+    unswizzle_scales,
+)
 from jax_cp_dispatch.comm_gemm.overlap_profile import OverlapProfile, overlap_profile
 from jax_cp_dispatch.comm_gemm.registry import (
     CommOverlapBuffer,
@@ -19,6 +26,8 @@ from jax_cp_dispatch.comm_gemm.registry import (
     destroy_comm_overlap_buffer,
     list_comm_overlap_buffers,
 )
+from jax_cp_dispatch.comm_gemm.scaled_operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.scaling import DelayedScaling, Quantized, dequantize, quantize
 from jax_cp_dispatch.comm_gemm.tuning import TuningTable, current_tuning, use_tuning
 
 __all__ = [
@@ -27,7 +36,10 @@ __all__ = [
     "CommOverlapConfig",
     "CommOverlapMethod",
     "CommOverlapType",
+    "DelayedScaling",
+    "MatmulScaling",
     "OverlapProfile",
+    "Quantized",
     "ScalingMode",
     "TuningTable",
     "all_gather_matmul",
@@ -35,12 +47,19 @@ __all__ = [
     "comm_overlap_buffer_bytes",
     "create_comm_overlap_buffer",
     "current_tuning",
+    "dequantize",
     "destroy_all_comm_overlap_buffers",
     "destroy_comm_overlap_buffer",
     "gemm",
+    "grouped_gemm",
     "list_comm_overlap_buffers",
     "matmul_reduce_scatter",
     "overlap_profile",
+    "pad_scales",
+    "quantize",
+    "swizzle_scales",
     "tune",
+    "unpad_scales",
+    "unswizzle_scales",
     "use_tuning",
 ]

@@ -1,40 +1,101 @@
 """The same calls from XLA's own collectives: for other platforms, and as an oracle on the mesh."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
-from jax_cp_dispatch.comm_gemm.config import CommOverlapType
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, collapse
+from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.mxfp8 import (
+    multiply_by_scales,
+    pad_scales,
+    scales_shape,
+    swizzle_scales,
+    unpad_scales,
+)
 
 
 def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
     """One after the other, whatever the method; sums in the order of the ranks."""
-    lhs, aux = operands.lhs, None
+    lhs, rhs = values_of_operands(call, operands)
+    aux = None
     if call.is_bulk:
         x = operands.aux_in
         aux = gather_rows(call, x) if call.gathers else _scatter(call, x, x.dtype)
     elif call.gathers:
-        gathered = gather_rows(call, lhs)
-        aux = gathered if call.gathers_to_aux else None
-        lhs = gathered
+        aux = gather_rows(call, operands.lhs) if call.gathers_to_aux else None
+        lhs = gather_rows(call, lhs)
         if call.in_ring_order:
-            lhs = gathered[..., _ring_rows(call), :]
+            lhs = lhs[..., _ring_rows(call), :]
             aux = operands.lhs
     elif call.overlap.comm_type == CommOverlapType.RS and call.in_ring_order:
         lhs = lhs[..., jnp.argsort(_ring_rows(call)), :]
     wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    product = _multiply(call, lhs, operands.rhs, wide)
-    if call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk:
-        product = _scatter(call, product.astype(call.overlap.partial_dtype), wide)
+    product = _multiply(call, lhs, rhs, wide)
+    is_sum = call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk
+    if is_sum:
+        partial = call.overlap.partial_dtype if call.copies else wide
+        product = _scatter(call, product.astype(partial), wide)
     if operands.bias is not None:
         product = product + operands.bias.astype(wide)
-    output = product.reshape(call.out_shape).astype(call.out_dtype)
-    if call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk:
+    product = product.reshape(call.out_shape)
+    pre_gelu = bias_grad = None
+    if call.fuse_gelu and call.grad:
+        _, pull = jax.vjp(jax.nn.gelu, operands.gelu_input.astype(wide))
+        (product,) = pull(product)
+    elif call.fuse_gelu:
+        pre_gelu, product = product.astype(call.out_dtype), jax.nn.gelu(product)
+    output = product.astype(call.out_dtype)
+    if call.grad and call.fuse_bias:
+        summed, axis = rhs, tuple(range(call.rhs_boundary))
+        if call.rhs_transposed:
+            axis = tuple(range(call.rhs_boundary, rhs.ndim))
+        if call.fuse_gelu:
+            summed, axis = output, tuple(range(output.ndim - 1))
+        bias_grad = summed.astype(wide).sum(axis).reshape(-1).astype(call.out_dtype)
+    if is_sum:
         output = _without_room(call, output)
     shapes = call.result_shapes(operands)
     unused = lambda shape: None if shape is None else jnp.zeros(*shape)
-    return GemmResults(output, None, None, aux, None, None, unused(shapes.workspace))
+    swizzled = _swizzled(call, operands, shapes) if call.is_mxfp8 else (None, None)
+    return GemmResults(output, bias_grad, pre_gelu, aux, *swizzled, unused(shapes.workspace))
+
+
+def values_of_operands(call: GemmCall, operands: GemmOperands):
+    """lhs and rhs as they are, or dequantized."""
+    if call.scaling_mode == ScalingMode.NO_SCALING:
+        return operands.lhs, operands.rhs
+    sides = zip(
+        (operands.lhs, operands.rhs),
+        (operands.lhs_scale_inv, operands.rhs_scale_inv),
+        (call.lhs_boundary, call.rhs_boundary),
+        call.scale_layouts,
+        strict=True,
+    )
+    values = []
+    for data, scale, boundary, layout in sides:
+        if call.is_mxfp8:
+            flat = data.reshape(collapse(data.shape, boundary))
+            scale = unpad_scales(scale, shape=scales_shape(flat.shape, layout))
+            values.append(multiply_by_scales(flat, scale, layout=layout).reshape(data.shape))
+        else:
+            values.append(data.astype(jnp.float32) * scale[0])
+    return values
+
+
+def _swizzled(call: GemmCall, operands: GemmOperands, shapes: GemmResults):
+    """Both operands' scales, those of lhs as it is multiplied."""
+    of_lhs, of_rhs = call.scale_layouts
+    scales = operands.lhs_scale_inv
+    if call.gathers_to_aux:
+        lhs = operands.lhs
+        flat = collapse(lhs.shape, call.lhs_boundary)
+        scales = unpad_scales(scales, shape=scales_shape(flat, of_lhs))
+        scales = gather_rows(call, scales.reshape(*lhs.shape[:-1], -1))
+        scales = pad_scales(scales.reshape(-1, scales.shape[-1]), layout=of_lhs)
+    lhs = None if shapes.lhs_swizzled is None else swizzle_scales(scales, layout=of_lhs)
+    return lhs, swizzle_scales(operands.rhs_scale_inv, layout=of_rhs)
 
 
 def _multiply(call, lhs, rhs, dtype):

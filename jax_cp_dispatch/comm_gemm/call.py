@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.config import (
+    CommOverlapMethod,
+    CommOverlapType,
+    ScalingMode,
+    gathered_bytes,
+    scales_bytes,
+)
+from jax_cp_dispatch.comm_gemm.mxfp8 import Layout, tiles_shape
 
 
 class GemmOperands(NamedTuple):
@@ -88,6 +95,12 @@ class GemmCall:
       num_batches: leading part of the rows that every rank has.
       in_ring_order: chunks stand as the atomic ring meets them.
       gathers_to_aux: the gathered lhs is a result.
+      scaling_mode: how operands are scaled.
+      fuse_bias: a bias is added; with `grad` its gradient is a result instead: the sum of the
+        output's rows with `fuse_gelu`, else of those of rhs.
+      fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
+        product times GELU's derivative at `gelu_input`.
+      use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
       implementation: None, "in_process" or "xla".
       deadline_ms: milliseconds that a rank waits for another.
       open_axes: mesh axes that the lowering has to make manual.
@@ -108,7 +121,11 @@ class GemmCall:
     num_batches: int = 1
     in_ring_order: bool = False
     gathers_to_aux: bool = False
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
     fuse_bias: bool = False
+    fuse_gelu: bool = False
+    grad: bool = False
+    use_split_accumulator: bool = True
     implementation: str | None = None
     deadline_ms: int = 60_000
     open_axes: tuple[str, ...] = ()
@@ -125,42 +142,82 @@ class GemmCall:
         return self.overlap.method == CommOverlapMethod.BULK
 
     @property
+    def is_mxfp8(self) -> bool:
+        return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
+
+    @property
+    def scale_layouts(self) -> tuple[Layout, Layout]:
+        """Of lhs and rhs: along which dimension the blocks of 32 lie, that which is contracted."""
+        return (
+            "column" if self.lhs_transposed else "row",
+            "row" if self.rhs_transposed else "column",
+        )
+
+    @property
     def gathers(self) -> bool:
         return self.overlap.comm_type == CommOverlapType.AG
 
     @property
-    def _copies(self) -> bool:
-        """Whether an all-gather has a place of its own for what arrives."""
+    def copies(self) -> bool:
+        """Whether chunks or partial sums move; else each rank's GEMM reads those of the others."""
         is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
         return not is_ring or self.overlap.use_ce or self.overlap.aggregate
 
     def result_shapes(self, operands: GemmOperands) -> GemmResults:
         """(shape, dtype) of what is written, None for the rest."""
-        aux = workspace = None
-        lhs, width = operands.lhs, self.out_shape[-1]
-        total = self.num_batches * sum(self.row_counts)
+        dtype = jnp.dtype(self.out_dtype)
+        output = self.out_shape, dtype
+        bias_grad = ((self.out_shape[-1],), dtype) if self.fuse_bias and self.grad else None
+        pre_gelu = output if self.fuse_gelu and not self.grad else None
+        lhs_swizzled = rhs_swizzled = None
+        if self.is_mxfp8:
+            lhs = collapse(operands.lhs.shape, self.lhs_boundary)
+            rhs = collapse(operands.rhs.shape, self.rhs_boundary)
+            k, m = lhs if self.lhs_transposed else lhs[::-1]
+            n = rhs.rows if self.rhs_transposed else rhs.columns
+            tiles = lambda lines: (tiles_shape(lines, k), np.dtype(np.uint8))
+            rhs_swizzled = tiles(n)
+            if self.gathers_to_aux or not self.gathers or self.is_bulk:
+                gathers = self.gathers and not self.is_bulk
+                lhs_swizzled = tiles(self.num_batches * sum(self.row_counts) if gathers else m)
+        aux, workspace = self._aux(operands), self._workspace(operands)
+        return GemmResults(output, bias_grad, pre_gelu, aux, lhs_swizzled, rhs_swizzled, workspace)
+
+    def _aux(self, operands: GemmOperands):
+        lhs = operands.lhs
         if self.is_bulk:
             x = operands.aux_in
             rows = sum(self.row_counts) if self.gathers else max(self.row_counts)
-            aux = (*x.shape[:-2], rows, x.shape[-1]), x.dtype
-        elif self.gathers and self.in_ring_order:  # asked for or not: it is written
-            aux = lhs.shape, lhs.dtype
-        elif self.gathers:
-            gathered = (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
-            if self.gathers_to_aux:
-                aux = gathered
-            elif not self.overlap.buffer and self._copies:
-                workspace = gathered
-        elif self.overlap.comm_type == CommOverlapType.RS:
-            rows = total
-            if self.overlap.method == CommOverlapMethod.RING_EXCHANGE:
-                num_slots = 2 * self.num_ranks - 1 if self.overlap.use_ce else self.num_ranks
-                rows = num_slots * self.num_batches * max(self.row_counts)
-            if self.overlap.buffer:  # its type alone is told
-                rows = width = 1
-            workspace = (rows, width), jnp.dtype(self.overlap.partial_dtype)
-        output = self.out_shape, jnp.dtype(self.out_dtype)
-        return GemmResults(output, None, None, aux, None, None, workspace)
+            return (*x.shape[:-2], rows, x.shape[-1]), x.dtype
+        if self.gathers and self.in_ring_order:  # asked for or not: it is written
+            return lhs.shape, lhs.dtype
+        return self._gathered(lhs) if self.gathers_to_aux else None
+
+    def _gathered(self, lhs):
+        return (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
+
+    def _workspace(self, operands: GemmOperands):
+        """Memory for chunks, where no buffer is registered."""
+        overlap, lhs, width = self.overlap, operands.lhs, self.out_shape[-1]
+        if self.is_bulk:
+            return None
+        total = self.num_batches * sum(self.row_counts)
+        if self.gathers:
+            if overlap.buffer or not (self.copies or self.gathers_to_aux):
+                return None
+            if self.scaling_mode == ScalingMode.NO_SCALING:
+                return None if self.gathers_to_aux else self._gathered(lhs)
+            rows = 0 if self.gathers_to_aux else gathered_bytes(total, lhs.shape[-1])
+            scales = scales_bytes(total, lhs.shape[-1], self.num_ranks)
+            return (rows + scales,), np.dtype(np.uint8)
+        if overlap.comm_type != CommOverlapType.RS:
+            return None
+        rows = total
+        if overlap.method == CommOverlapMethod.RING_EXCHANGE:
+            rows = (2 * self.num_ranks - 1) * self.num_batches * max(self.row_counts)
+        if overlap.buffer or not self.copies:  # its type alone is told
+            rows = width = 1
+        return (rows, width), jnp.dtype(overlap.partial_dtype)
 
     def attributes(self, num_threads: int) -> dict[str, Any]:
         """As the handler takes them."""
@@ -171,7 +228,7 @@ class GemmCall:
             "num_ranks": np.int64(self.num_ranks if self.axis_names else 0),
             "deadline_ms": np.int64(self.deadline_ms),
             "num_threads": np.int64(num_threads),
-            "scaling_mode": np.int64(ScalingMode.NO_SCALING),
+            "scaling_mode": np.int64(self.scaling_mode),
             "comm_overlap_method": np.int64(overlap.method),
             "comm_type": np.int64(overlap.comm_type),
             "comm_overlap_id": np.int64(overlap.buffer),
@@ -185,9 +242,9 @@ class GemmCall:
             "lhs_transposed": self.lhs_transposed,
             "rhs_transposed": self.rhs_transposed,
             "fuse_bias": self.fuse_bias,
-            "fuse_gelu": False,
-            "grad": False,
-            "use_split_accumulator": False,
+            "fuse_gelu": self.fuse_gelu,
+            "grad": self.grad,
+            "use_split_accumulator": self.use_split_accumulator,
             "row_counts": np.array(self.row_counts, np.int64),
             "num_batches": np.int64(self.num_batches),
             "in_ring_order": self.in_ring_order,

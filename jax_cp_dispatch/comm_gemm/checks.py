@@ -9,13 +9,16 @@ from jaxtyping import Array
 
 from jax_cp_dispatch.comm_gemm.call import Overlap
 from jax_cp_dispatch.comm_gemm.config import (
+    BYTE_FLOATS,
     FLOATS,
     CommOverlapConfig,
     CommOverlapMethod,
     CommOverlapType,
+    ScalingMode,
     check_pair,
     make_config,
 )
+from jax_cp_dispatch.comm_gemm.mxfp8 import BLOCK
 from jax_cp_dispatch.comm_gemm.registry import find_config
 
 
@@ -92,14 +95,53 @@ def check_arrays(op: str, x: Array, w: Array, bias: Array | None) -> None:
 
 def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
     """The name of the type of the result."""
-    natural = jnp.promote_types(x.dtype, w.dtype)
+    is_scaled = x.dtype.name in BYTE_FLOATS
+    natural = jnp.dtype(jnp.bfloat16) if is_scaled else jnp.promote_types(x.dtype, w.dtype)
     name = jnp.dtype(natural if preferred is None else preferred).name
+    if name in BYTE_FLOATS:
+        raise TypeError(
+            f"{op}: preferred_element_type is {name}; a product of 8 bits would need a scale of "
+            f"its own. It needs to be one of {FLOATS[:3]}: quantize the result."
+        )
     if name not in FLOATS or (name == "float64") != (natural.name == "float64"):
         raise TypeError(
             f"{op}: preferred_element_type is {name} for operands of {natural.name}; it needs to "
             f"be one of {FLOATS}, and float64 goes with float64 alone."
         )
     return name
+
+
+def read_scaling(
+    op: str, scaling_mode: Any, state: Any, x: Array, w: Array, gathered: str
+) -> ScalingMode:
+    """The mode, which goes with the state, the operands and what is kept."""
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
+    if is_delayed != (state is not None):
+        raise ValueError(
+            f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; the scales of "
+            "earlier steps belong to DELAYED_TENSOR_SCALING. "
+            + ("Begin with MatmulScaling.init()." if is_delayed else "Leave it away.")
+        )
+    if mode == ScalingMode.NO_SCALING:
+        return mode
+    if "float64" in (x.dtype.name, w.dtype.name):
+        raise TypeError(
+            f"{op}: got float64 with {mode}, of which 8 bits would be left, summed in float32. "
+            "Convert it first."
+        )
+    if gathered == "again":
+        raise ValueError(
+            f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Leave it away, or "
+            "recompute with jax.checkpoint."
+        )
+    if mode == ScalingMode.MXFP8_1D_SCALING and x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}; {mode} needs the contracted dimension, {x.shape[-1]} on "
+            f"a rank, to be a multiple of {BLOCK}, the elements that share a scale. Pad x and w "
+            "with zeros."
+        )
+    return mode
 
 
 def read_row_counts(

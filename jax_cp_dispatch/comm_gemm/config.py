@@ -59,6 +59,7 @@ class ScalingMode(_Named):
 
 _MOST_SPLITS = 2**20  # each has signals of its own
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+BYTE_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # with scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +99,30 @@ class CommOverlapConfig:
     def rank_bytes(self) -> int:
         """Bytes of one rank."""
         rows, columns = self.buffer_shape
+        is_ring = self.method == CommOverlapMethod.RING_EXCHANGE
         if self.comm_type == CommOverlapType.NONE:
             return 0
-        if (self.comm_type, self.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
-            num_slots = 2 * self.tp_size - 1 if self.use_ce else self.tp_size
-            rows = num_slots * -(-rows // self.tp_size)
+        has_scales = is_ring and self.buffer_dtype in BYTE_FLOATS
+        scales = scales_bytes(rows, columns, self.tp_size) if has_scales else 0
+        if is_ring and not (
+            self.use_ce or self.aggregate_ag
+        ):  # each reads where the others have it
+            return scales
+        if has_scales:
+            return gathered_bytes(rows, columns) + scales
+        if is_ring and self.comm_type == CommOverlapType.RS:
+            rows = (2 * self.tp_size - 1) * -(-rows // self.tp_size)
         return rows * columns * jnp.dtype(self.buffer_dtype).itemsize
+
+
+def gathered_bytes(rows: int, columns: int) -> int:
+    """Of gathered 8-bit rows, in front of their scales."""
+    return -(-rows * columns // 64) * 64
+
+
+def scales_bytes(rows: int, columns: int, num_ranks: int) -> int:
+    """Room for the scales that travel with 8-bit rows: bytes of blocks, or a float of each rank."""
+    return max(rows * 4 * -(-columns // 128), 4 * num_ranks)
 
 
 def make_config(
@@ -135,7 +154,7 @@ def make_config(
         comm_type=comm_type,
         method=method,
         buffer_shape=_shape(op, buffer_shape),
-        buffer_dtype=_dtype(op, buffer_dtype),
+        buffer_dtype=_dtype(op, buffer_dtype, comm_type),
         tp_size=_integer(op, "tp_size", tp_size, 1),
         num_splits=_integer(op, "num_splits", num_splits, 1, _MOST_SPLITS),
         num_max_streams=_integer(op, "num_max_streams", num_max_streams, 1),
@@ -213,13 +232,16 @@ def _shape(op: str, shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
-def _dtype(op: str, dtype: Any) -> str:
+def _dtype(op: str, dtype: Any, comm_type: CommOverlapType) -> str:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
-    if name not in FLOATS:
-        raise ValueError(f"{op}: buffer_dtype is {name}; it needs to be one of {FLOATS}.")
+    allowed = FLOATS + BYTE_FLOATS if comm_type == CommOverlapType.AG else FLOATS
+    if name not in allowed:
+        raise ValueError(
+            f"{op}: buffer_dtype is {name} with {comm_type}; it needs to be one of {allowed}."
+        )
     return name
 
 

@@ -2,6 +2,9 @@
 
 all_gather_matmul:      y = concat_q(x_q) w        dx = reduce_scatter(dy w'),  dw = concat(x)' dy
 matmul_reduce_scatter:  y_r = rows r of sum_q x_q w_q    dx = concat(dy) w',  dw = x' concat(dy)
+
+Of 8-bit products, rounding counts as identity: concat gives the rounded rows that were multiplied,
+and each product with w rounds both of its operands; dw is a product of wide operands.
 """
 
 import functools
@@ -10,62 +13,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch.comm_gemm.call import Overlap
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.partitioning import (
     partition_gather,
+    partition_gather_again,
     partition_scatter,
     with_rows,
 )
-from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.product import Matmul, gather_rows_of_rank, scatter_rows_of_rank
+from jax_cp_dispatch.comm_gemm.product import (
+    Matmul,
+    gather_rows_again,
+    gather_rows_of_rank,
+    scatter_rows_of_rank,
+)
+from jax_cp_dispatch.comm_gemm.scaled_operands import Scales, amax_of
 
 # Any: type checkers do not see what a partial of it returns.
 _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
-def gather(s: Matmul, x, w, bias, *, gathers_to_aux: bool):
+def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x or None."""
     run = gather_rows_of_rank if s.mesh is None else partition_gather
-    return run(s, x, w, bias, gathers_to_aux=gathers_to_aux)
+    if s.is_scaled:
+        x = _real_rows(s, x)
+    return run(s, x, w, bias, _pair(scales), gathers_to_aux=gathers_to_aux)
 
 
-def scatter(s: Matmul, x, w, bias):
+def scatter(s: Matmul, x, w, bias, scales):
     """Result [..., largest row count, N], or that of all ranks."""
-    return (scatter_rows_of_rank if s.mesh is None else partition_scatter)(s, x, w, bias)
+    run = scatter_rows_of_rank if s.mesh is None else partition_scatter
+    return run(s, x, w, bias, _pair(scales))
+
+
+def _pair(scales: Scales | None):
+    """Of x and w, as one array."""
+    return None if scales is None else jnp.concatenate([scales.x, scales.w])
 
 
 @_with_own_derivative
 def gather_again(s: Matmul, x, w, dy):
-    """dx and dw where the gathered x was not kept: each GEMM hides one communication.
-
-    x is gathered during dy w', and that is reduce-scattered during x' dy.
-    """
-    if 0 in (*x.shape, *w.shape):  # jaxlib 0.11 crashes on what has no element
-        return jnp.zeros_like(x), jnp.zeros_like(w)
-    bulk = lambda kind: Overlap(kind, CommOverlapMethod.BULK)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    call = s.call(
-        dy,
-        (*dy.shape[:-1], x.shape[-1]),
-        wide,
-        overlap=bulk(CommOverlapType.AG),
-        rhs_transposed=not s.rhs_transposed,
-    )
-    first = bind_gemm(call, lhs=dy, rhs=w, aux_in=x)
-    gathered, partial = first.aux_out, first.output
-    lhs, rhs = (dy, gathered) if s.rhs_transposed else (gathered, dy)
-    call = s.call(
-        lhs,
-        w.shape,
-        w.dtype,
-        overlap=bulk(CommOverlapType.RS),
-        rhs_boundary=rhs.ndim - 1,
-        lhs_transposed=True,
-        rhs_transposed=False,
-    )
-    second = bind_gemm(call, lhs=lhs, rhs=rhs, aux_in=partial)
-    return second.aux_out.astype(x.dtype), second.output
+    """dx and dw where the gathered x was not kept."""
+    run = gather_rows_again if s.mesh is None else partition_gather_again
+    return run(s, x, w, dy)
 
 
 def weight_gradient(s: Matmul, x, dy, w):
@@ -88,57 +77,77 @@ def bias_gradient(dy, bias):
 
 
 @_with_own_derivative
-def gathered_matmul(s: Matmul, x, w, bias):
-    return gather(s, x, w, bias, gathers_to_aux=False)[0]
+def gathered_matmul(s: Matmul, x, w, bias, scales):
+    return gather(s, x, w, bias, scales, gathers_to_aux=False)[0]
 
 
-def _gathered_forward(s: Matmul, x, w, bias):
+def _gathered_forward(s: Matmul, x, w, bias, scales):
+    amaxes = _amaxes(_real_rows(s, x), w, scales)
     if s.keeps_gathered:
-        out, gathered = _gathered_and_kept(s, x, w, bias)
-        return out, (None, gathered, w, bias)
-    return gathered_matmul(s, x, w, bias), (x, None, w, bias)
+        out, gathered = _gathered_and_kept(s, x, w, bias, scales)
+        return out, (None, gathered, w, bias, scales, amaxes)
+    return gathered_matmul(s, x, w, bias, scales), (x, None, w, bias, scales, amaxes)
 
 
 def _gathered_backward(s: Matmul, residuals, dy):
-    x, gathered, w, bias = residuals
+    x, gathered, w, bias, scales, amaxes = residuals
     if gathered is None:
         dx, dw = gather_again(s, x, w, dy)
     else:
-        dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None)
+        dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None, _of_adjoint(scales))
         dw = weight_gradient(s, gathered, dy, w)
-    return dx, dw, bias_gradient(dy, bias)
+    return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
 
 @_with_own_derivative
-def _gathered_and_kept(s: Matmul, x, w, bias):
-    return gather(s, x, w, bias, gathers_to_aux=True)
+def _gathered_and_kept(s: Matmul, x, w, bias, scales):
+    return gather(s, x, w, bias, scales, gathers_to_aux=True)
 
 
-def _kept_forward(s: Matmul, x, w, bias):
-    out, gathered = _gathered_and_kept(s, x, w, bias)
-    return (out, gathered), (gathered, w, bias)
+def _kept_forward(s: Matmul, x, w, bias, scales):
+    out, gathered = _gathered_and_kept(s, x, w, bias, scales)
+    return (out, gathered), (gathered, w, bias, scales, _amaxes(x, w, scales))
 
 
 def _kept_backward(s: Matmul, residuals, cotangents):
-    gathered, w, bias = residuals
+    gathered, w, bias, scales, amaxes = residuals
     dy, dgathered = cotangents
-    dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None) + _sum_to_ranks(s, dgathered)
-    return dx, weight_gradient(s, gathered, dy, w), bias_gradient(dy, bias)
+    dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None, _of_adjoint(scales))
+    dw = weight_gradient(s, gathered, dy, w)
+    dx = dx + _sum_to_ranks(s, dgathered)
+    return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
 
 @_with_own_derivative
-def scattered_matmul(s: Matmul, x, w, bias):
-    return scatter(s, x, w, bias)
+def scattered_matmul(s: Matmul, x, w, bias, scales):
+    return scatter(s, x, w, bias, scales)
 
 
-def _scattered_forward(s: Matmul, x, w, bias):
-    return scattered_matmul(s, x, w, bias), (x, w, bias)
+def _scattered_forward(s: Matmul, x, w, bias, scales):
+    return scattered_matmul(s, x, w, bias, scales), (x, w, bias, scales, _amaxes(x, w, scales))
 
 
 def _scattered_backward(s: Matmul, residuals, dy):
-    x, w, bias = residuals
-    dx, gathered = _gathered_and_kept(s.adjoint(x.dtype), dy, w, None)
-    return dx, weight_gradient(s, x, gathered, w), bias_gradient(_real_rows(s, dy), bias)
+    x, w, bias, scales, amaxes = residuals
+    dy = _real_rows(s, dy)
+    dx, gathered = _gathered_and_kept(s.adjoint(x.dtype), dy, w, None, _of_adjoint(scales))
+    dw = weight_gradient(s, x, gathered, w)
+    return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
+
+
+# ---- Delayed scales, whose cotangents are the amaxes of x, w and dy: see `scales_of`.
+
+
+def _of_adjoint(scales: Scales | None) -> Scales | None:
+    return None if scales is None else scales.of_adjoint()
+
+
+def _amaxes(x, w, scales: Scales | None):
+    return None if scales is None else (amax_of(x), amax_of(w))
+
+
+def _with_amax(amaxes, dy):
+    return None if amaxes is None else Scales(x=amaxes[0], w=amaxes[1], dy=amax_of(dy))
 
 
 def _again_forward(s: Matmul, x, w, dy):
@@ -149,7 +158,7 @@ def _again_backward(s: Matmul, residuals, cotangents):
     # dx = reduce_scatter(dy w') and dw = concat(x)' dy, each linear in both of its operands.
     x, w, dy = residuals
     of_dx, of_dw = cotangents
-    more = lambda x, w: gathered_matmul(s, x, w, None)
+    more = lambda x, w: gathered_matmul(s, x, w, None, None)
     return *gather_again(s, of_dx, of_dw, dy), more(of_dx, w) + more(x, of_dw)
 
 

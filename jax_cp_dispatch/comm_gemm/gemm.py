@@ -1,30 +1,21 @@
 """`gemm`: the engine's layer, one product with everything that a buffer lets it do beside."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._varying import vary_alike
-from jax_cp_dispatch.comm_gemm.call import GemmCall, collapse, other_axes
-from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config, result_dtype
-from jax_cp_dispatch.comm_gemm.config import (
-    FLOATS,
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-    ScalingMode,
-)
-from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmResults, collapse
+from jax_cp_dispatch.comm_gemm.checks import result_dtype
+from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.engine_call import Asked, with_overlap, with_ranks
+from jax_cp_dispatch.comm_gemm.plain_product import plain_product
 from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.registry import find_config
+from jax_cp_dispatch.comm_gemm.scale_checks import check_operand_types, check_scales
 from jax_cp_dispatch.dispatch.buffers import DEFAULT_DEADLINE, deadline_milliseconds
-from jax_cp_dispatch.dispatch.checks import check_axis_name
 from jax_cp_dispatch.dispatch.implementations import check_implementation
-from jax_cp_dispatch.dispatch.placement import find_place
 
 AxisName = str | tuple[str, ...]
 
@@ -44,6 +35,10 @@ def gemm(
     lhs_scale_inv: Array | None = None,
     rhs_scale_inv: Array | None = None,
     fuse_gelu: bool = False,
+    fuse_bias: bool | None = None,
+    grad: bool = False,
+    gelu_input: Float[Array, "..."] | None = None,
+    use_split_accumulator: bool = True,
     preferred_element_type: Any = None,
     implementation: str | None = None,
     deadline: float = DEFAULT_DEADLINE,
@@ -51,10 +46,10 @@ def gemm(
     """A matrix product, and what its communication buffer moves while it runs.
 
     Dimensions collapse to two: those that are contracted, and the rest. Without a buffer it is a
-    plain product, differentiable, of arrays on one device. With one, call inside `jax.shard_map`
-    over `axis_name`; rows are those of the collapsed lhs, and a rank's chunk is a contiguous block
-    of them. For layers with batches, and for derivatives, see `all_gather_matmul` and
-    `matmul_reduce_scatter`, which are made of this.
+    plain product of arrays on one device, differentiable unless operands are scaled or `grad` is
+    set. With one, call inside `jax.shard_map` over `axis_name`; rows are those of the collapsed
+    lhs, and a rank's chunk is a contiguous block of them. For layers with batches, and for
+    derivatives, see `all_gather_matmul` and `matmul_reduce_scatter`, which are made of this.
 
     | buffer | lhs -> output | aux_in -> aux |
     |---|---|---|
@@ -74,24 +69,39 @@ def gemm(
         reduce-scatter that takes its order of chunks back.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       aux_in: what a BULK buffer moves.
-      return_aux: whether an all-gather also returns what it gathered.
-      scaling_mode, lhs_scale_inv, rhs_scale_inv: only NO_SCALING, without scales, in this version.
-      fuse_gelu: not in this version.
-      preferred_element_type: of the output.
+      return_aux: whether an all-gather also returns what it gathered; of scaled operands the data,
+        without their scales.
+      scaling_mode: how 8-bit operands are scaled: the product is that of the values,
+        data times inverse scale. Not both of them float8_e5m2.
+      lhs_scale_inv, rhs_scale_inv: f32 [1] for tensor scaling, u8 as `pad_scales` returns them for
+        MXFP8, whose blocks lie along what is contracted: layout "row" of an operand that contracts
+        its last dimensions, "column" of the other. An all-gather moves those of lhs with its
+        chunks, so each rank may have its own.
+      fuse_gelu: the output is GELU (approximated with tanh) of the product and bias, and these are
+        a result, too. Not of a reduce-scatter or bulk.
+      fuse_bias: None: whether there is a bias. With `grad`, True asks for the bias's gradient.
+      grad: epilogues of the backward pass: with `fuse_gelu` the output is the product times GELU's
+        derivative at `gelu_input`; with `fuse_bias` the gradient of the bias is a result: the sum
+        of the output's rows with `fuse_gelu`, else the sum of rhs over what is contracted.
+      gelu_input: the pre_gelu of the forward pass, in the shape of the output.
+      use_split_accumulator: 8-bit products are summed in float32, not in a faster, shorter
+        accumulator. On CPU they always are.
+      preferred_element_type: of the output; by default that of the operands, bfloat16 of 8 bits.
       implementation, deadline: see `all_gather_matmul`.
     Returns:
-      The output, float32 accumulation, rounded once; with aux_in or return_aux, output and aux.
+      The output, float32 accumulation, rounded once. Where more was asked for, a tuple: the output,
+      the gradient of the bias [N], pre_gelu in the shape of the output, aux; those there are.
     Raises:
       TypeError, ValueError: arguments that are not what they need to be, or do not go together.
-      NotImplementedError: what this version does not have.
+      NotImplementedError: the derivative of a call that has none.
       jax.errors.JaxRuntimeError: see `all_gather_matmul`.
     References:
       NVIDIA Transformer Engine, `te_gemm` and userbuffers.
     """
     op = "gemm"
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    bias = None if bias is None else jnp.asarray(bias)
-    _check_scaling(op, lhs, rhs, scaling_mode, lhs_scale_inv, rhs_scale_inv)
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    check_operand_types(op, lhs, rhs, mode)
     check_implementation(op, implementation)
     left, lhs_transposed = _collapse(op, "lhs", lhs, contracting_dims[0], contracted_last=True)
     right, rhs_last = _collapse(op, "rhs", rhs, contracting_dims[1], contracted_last=False)
@@ -102,10 +112,6 @@ def gemm(
         raise ValueError(
             f"{op}: lhs contracts dimensions of {contracted[0]} but rhs of {contracted[1]}, of "
             f"shapes {lhs.shape} and {rhs.shape}. See contracting_dims."
-        )
-    if bias is not None and bias.size != n:
-        raise ValueError(
-            f"{op}: bias has shape {bias.shape}; it needs {n} elements, one per column."
         )
     out_dtype = result_dtype(op, lhs, rhs, preferred_element_type)
     free_lhs = _free(lhs, contracting_dims[0])
@@ -118,72 +124,83 @@ def gemm(
         out_dtype=out_dtype,
         lhs_transposed=lhs_transposed,
         rhs_transposed=rhs_last,
-        fuse_bias=bias is not None,
+        scaling_mode=mode,
+        fuse_bias=bias is not None if fuse_bias is None else fuse_bias,
+        fuse_gelu=fuse_gelu,
+        grad=grad,
+        use_split_accumulator=use_split_accumulator,
         implementation=implementation,
         deadline_ms=deadline_milliseconds(op, deadline),
     )
-    bias = None if bias is None else jnp.asarray(bias, out_dtype).reshape(n)
-    operands = lhs.reshape(left), rhs.reshape(right), bias
+    operands: dict[str, Any] = {
+        "lhs": lhs.reshape(left),
+        "lhs_scale_inv": None if lhs_scale_inv is None else jnp.asarray(lhs_scale_inv),
+        "rhs": rhs.reshape(right),
+        "rhs_scale_inv": None if rhs_scale_inv is None else jnp.asarray(rhs_scale_inv),
+        "bias": _read_bias(op, call, bias, n),
+    }
+    check_scales(op, call, operands)
     config = None if comm_overlap is None else find_config(op, comm_overlap)
     if comm_overlap is None or config is None or config.comm_type == CommOverlapType.NONE:
         _refuse_communication(op, aux_in, return_aux)
-        if fuse_gelu:
-            raise NotImplementedError(f"{op}: got fuse_gelu, which this version does not have yet.")
-        product: Array = _plain(call, *vary_some(*operands))
-        return product.reshape(*free_lhs, *free_rhs)
-    call = _with_ranks(op, call, axis_name, operands)
-    asked = _Asked(comm_overlap, config, paired_comm_overlap, return_aux, fuse_gelu)
-    call = _with_overlap(op, call, asked, operands[0], aux_in)
-    given = dict(zip(("lhs", "rhs", "bias", "aux_in"), (*operands, aux_in), strict=True))
-    results = bind_gemm(call, **given)
+        operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
+        results = plain_product(call, **operands)
+        return _asked_for(results, (*free_lhs, *free_rhs), return_aux=False)
+    call = with_ranks(op, call, axis_name, [x for x in operands.values() if x is not None])
+    asked = Asked(comm_overlap, config, paired_comm_overlap, return_aux)
+    call = with_overlap(op, call, asked, operands["lhs"], aux_in)
+    operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
+    results = bind_gemm(call, **operands, aux_in=aux_in)
     rows = free_lhs if call.is_bulk else (call.out_shape[0],)
-    output = results.output.reshape(*rows, *free_rhs)
-    return (output, results.aux_out) if call.is_bulk or return_aux else output
+    return _asked_for(results, (*rows, *free_rhs), return_aux=call.is_bulk or return_aux)
 
 
-class _Asked(NamedTuple):
-    buffer: int
-    config: CommOverlapConfig
-    paired: int | None
-    return_aux: bool
-    fuse_gelu: bool
+def _asked_for(results: GemmResults, shape: tuple[int, ...], *, return_aux: bool) -> Any:
+    pre_gelu = results.pre_gelu_out
+    aux = results.aux_out if return_aux else None
+    more = [results.bias_grad, None if pre_gelu is None else pre_gelu.reshape(shape), aux]
+    more = [x for x in more if x is not None]
+    output = results.output.reshape(shape)
+    return (output, *more) if more else output
 
 
-def vary_some(*arrays):
-    """Arrays that are there vary alike; None stays."""
-    varied = iter(vary_alike([x for x in arrays if x is not None]))
-    return [None if x is None else next(varied) for x in arrays]
-
-
-def _check_scaling(op, lhs, rhs, scaling_mode, lhs_scale_inv, rhs_scale_inv) -> None:
-    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
-    scales = {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv}
-    if all(x.dtype.name == "float8_e5m2" for x in (lhs, rhs)):
+def _read_bias(op: str, call: GemmCall, bias, n: int) -> Array | None:
+    if call.grad and not (call.fuse_bias or call.fuse_gelu):
         raise ValueError(
-            f"{op}: got float8_e5m2 for lhs and rhs; at least one needs to be float8_e4m3fn."
+            f"{op}: got grad without an epilogue; it needs fuse_gelu, fuse_bias or both. Leave it "
+            "away for a plain product."
         )
-    if mode != ScalingMode.NO_SCALING:
-        missing = [name for name, scale in scales.items() if scale is None]
-        if missing:
-            raise ValueError(
-                f"{op}: missing inverse scaling factor of {' and '.join(missing)} for {mode}. "
-                f"Pass {missing[0]}_scale_inv."
-            )
-        raise NotImplementedError(f"{op}: got {mode}; this version has only NO_SCALING.")
-    given = [name for name, scale in scales.items() if scale is not None]
-    if given:
+    if (bias is not None) != (call.fuse_bias and not call.grad):
         raise ValueError(
-            f"{op}: got {given[0]}_scale_inv with {mode}; scales need another scaling_mode. Leave "
-            "it away."
+            f"{op}: got {'a' if bias is not None else 'no'} bias with fuse_bias={call.fuse_bias}, "
+            f"grad={call.grad}; it is added with fuse_bias alone, and with grad its gradient comes "
+            f"out. {'Leave it away' if bias is not None else 'Pass one'}."
         )
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if array.dtype.name not in FLOATS:
-            raise TypeError(f"{op}: {name} is {array.dtype}; it needs to be one of {FLOATS}.")
-    if (lhs.dtype.name == "float64") != (rhs.dtype.name == "float64"):
-        raise TypeError(
-            f"{op}: lhs is {lhs.dtype} and rhs {rhs.dtype}; float64 goes with float64 alone. "
-            "Convert one."
+    if bias is None:
+        return None
+    if jnp.size(bias) != n:
+        raise ValueError(
+            f"{op}: bias has shape {jnp.shape(bias)}; it needs {n} elements, one per column."
         )
+    return jnp.asarray(bias, call.out_dtype).reshape(n)
+
+
+def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
+    if (gelu_input is not None) != (call.fuse_gelu and call.grad):
+        raise ValueError(
+            f"{op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
+            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; GELU's derivative needs both and it. "
+            f"{'Leave it away' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
+        )
+    if gelu_input is None:
+        return None
+    size = call.out_shape[0] * call.out_shape[1]
+    if jnp.size(gelu_input) != size:
+        raise ValueError(
+            f"{op}: gelu_input has shape {jnp.shape(gelu_input)}; it needs that of the output, "
+            f"{size} elements. Pass pre_gelu of the forward pass."
+        )
+    return jnp.asarray(gelu_input, call.out_dtype).reshape(call.out_shape)
 
 
 def _collapse(op, name, array, dims, *, contracted_last: bool):
@@ -214,127 +231,3 @@ def _refuse_communication(op, aux_in, return_aux) -> None:
             "moves something. Create one with create_comm_overlap_buffer and pass its id: "
             "comm_overlap=..."
         )
-
-
-def _with_ranks(op, call: GemmCall, axis_name, operands) -> GemmCall:
-    if axis_name is None:
-        raise ValueError(
-            f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
-        )
-    names = check_axis_name(op, axis_name)
-    place = find_place(op, names, None, [x for x in operands if x is not None])
-    if place.is_global:
-        raise ValueError(
-            f"{op}: axis_name is {axis_name!r}, but this is not inside jax.shard_map over it. Call "
-            "it there, or take all_gather_matmul or matmul_reduce_scatter on global arrays."
-        )
-    num_ranks = place.num_ranks(names)
-    groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
-    return call.replace(
-        axis_names=names, num_ranks=num_ranks, group_axes=groups, open_axes=place.open_axes
-    )
-
-
-def _with_overlap(op, call: GemmCall, asked: _Asked, lhs, aux_in) -> GemmCall:
-    config = asked.config
-    kind, method = config.comm_type, config.method
-    is_bulk, gathers = method == CommOverlapMethod.BULK, kind == CommOverlapType.AG
-    if is_bulk != (aux_in is not None):
-        raise ValueError(
-            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {asked.buffer} of {method}; "
-            "an array that moves beside an independent GEMM goes with CommOverlapMethod.BULK, and "
-            f"only with it. {'Pass one.' if is_bulk else 'Leave it away, or create that buffer.'}"
-        )
-    if asked.fuse_gelu:
-        if is_bulk or not gathers:
-            raise ValueError(
-                f"{op}: got fuse_gelu with {kind}, {method}; GELU of a product whose sum is not "
-                "complete, or beside a bulk transfer, is not possible. Apply jax.nn.gelu after it."
-            )
-        raise NotImplementedError(f"{op}: got fuse_gelu, which this version does not have yet.")
-    if asked.return_aux and not gathers:
-        raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")
-    if call.lhs_transposed and not is_bulk:
-        raise ValueError(
-            f"{op}: lhs contracts its first dimensions; its chunks are rows, so with {kind} the "
-            "last ones need to be contracted. Transpose it."
-        )
-    p = call.num_ranks
-    moved, name = (aux_in, "aux_in") if is_bulk else (lhs, "lhs")
-    if moved.ndim != 2:
-        raise ValueError(f"{op}: {name} has shape {moved.shape}; it needs two dimensions.")
-    rows = moved.shape[0]
-    if not gathers and rows % p:
-        raise ValueError(
-            f"{op}: {rows} rows of {name} do not divide among {p} ranks. Pad them, or take "
-            "matmul_reduce_scatter with row_counts."
-        )
-    total = rows * p if gathers else rows
-    columns = moved.shape[1] if is_bulk or gathers else call.out_shape[1]
-    wide = jnp.promote_types(call.out_dtype, jnp.float32).name
-    dtype = moved.dtype.name if is_bulk or gathers else wide
-    check_buffer(op, asked.buffer, config, (total, columns), dtype, p)
-    in_ring_order = config.atomic_gemm and method == CommOverlapMethod.RING_EXCHANGE
-    if in_ring_order and gathers:
-        _check_pair(op, asked, p)
-    overlap = overlap_of_config(config, buffer=asked.buffer)
-    out_rows = call.out_shape[0]
-    if not is_bulk:
-        out_rows = total if gathers else rows // p
-    return call.replace(
-        overlap=overlap,
-        out_shape=(out_rows, call.out_shape[1]),
-        row_counts=(total // p,) * p,
-        in_ring_order=in_ring_order,
-        gathers_to_aux=gathers and not is_bulk and not in_ring_order and asked.return_aux,
-    )
-
-
-def _check_pair(op, asked: _Asked, num_ranks: int) -> None:
-    ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
-    other = None if asked.paired is None else find_config(op, asked.paired)
-    found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
-    if found != ring:
-        raise ValueError(
-            f"{op}: the atomic ring of buffer {asked.buffer} leaves chunks in the order r-1, r-2, "
-            f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
-            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} takes that order back. "
-            "Pass its id: paired_comm_overlap=..."
-        )
-
-
-# ---- The plain product and its derivative.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _plain(call: GemmCall, lhs, rhs, bias) -> Array:
-    if 0 in (*lhs.shape, *rhs.shape):  # jaxlib 0.11 crashes on what has no element
-        zeros = jnp.zeros(call.out_shape, call.out_dtype)
-        return zeros if bias is None else zeros + bias
-    return bind_gemm(call, lhs=lhs, rhs=rhs, bias=bias).output
-
-
-def _plain_forward(call, lhs, rhs, bias):
-    return _plain(call, lhs, rhs, bias), (lhs, rhs, bias)
-
-
-def _plain_backward(call: GemmCall, residuals, dy):
-    lhs, rhs, bias = residuals
-    plain = functools.partial(call.replace, fuse_bias=False)
-    # dlhs = dy rhs', or its transpose rhs dy'; drhs = lhs' dy, or dy' lhs.
-    if call.lhs_transposed:
-        of_lhs = plain(lhs_transposed=call.rhs_transposed, rhs_transposed=True)
-        dlhs = _plain(of_lhs.replace(out_shape=lhs.shape, out_dtype=lhs.dtype.name), rhs, dy, None)
-    else:
-        of_lhs = plain(lhs_transposed=False, rhs_transposed=not call.rhs_transposed)
-        dlhs = _plain(of_lhs.replace(out_shape=lhs.shape, out_dtype=lhs.dtype.name), dy, rhs, None)
-    if call.rhs_transposed:
-        of_rhs = plain(lhs_transposed=True, rhs_transposed=call.lhs_transposed)
-        drhs = _plain(of_rhs.replace(out_shape=rhs.shape, out_dtype=rhs.dtype.name), dy, lhs, None)
-    else:
-        of_rhs = plain(lhs_transposed=not call.lhs_transposed, rhs_transposed=False)
-        drhs = _plain(of_rhs.replace(out_shape=rhs.shape, out_dtype=rhs.dtype.name), lhs, dy, None)
-    return dlhs, drhs, bias_gradient(dy, bias)
-
-
-_plain.defvjp(_plain_forward, _plain_backward)

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch._varying import vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.call import other_axes
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.partitioning import batch_spec, with_rows
 from jax_cp_dispatch.comm_gemm.product import Matmul
+from jax_cp_dispatch.comm_gemm.scaled_operands import scales_of
 from jax_cp_dispatch.dispatch.placement import Place, is_traced, retype
 
 
@@ -27,6 +28,7 @@ def matmul_of_all_ranks(
     x,
     w,
     bias,
+    state,
 ):
     """The product of global arrays; `product` makes its static parts from row counts."""
     counts = _row_counts(x.shape[-2], num_ranks)
@@ -38,20 +40,20 @@ def matmul_of_all_ranks(
             f"{op}: w has shape {w.shape}, of which {split} does not divide among the "
             f"{s.num_ranks} devices of {s.axis_names}. Pad it."
         )
-    if place.open_axes:
-        return _inside_shard_map(op, gathers, place, s, x, w, bias)
-    if not s.keeps_gathered:
-        raise ValueError(
-            f"{op}: got gathered='again' with global arrays over automatic axes. Call inside "
-            "jax.shard_map, or recompute with jax.checkpoint."
-        )
     rows, room = x.shape[-2], s.num_ranks * max(counts)
     if gathers:
         x = with_rows(x, room)
+    if place.open_axes:
+        out = _inside_shard_map(gathers, place, s, x, w, bias, state)
+        if gathers or room == rows:
+            return out
+        whole = P(*_explicit_batch(place, s, x), None, None)  # what does not divide is not split
+        return _move(out, place.mesh, whole)[..., :rows, :]
     names = s.axis_names
     x = _constrain(place.mesh, x, *((names, None) if gathers else (None, names)))
     w = _constrain(place.mesh, w, *((None, names) if gathers else (names, None)))
-    out = (gathered_matmul if gathers else scattered_matmul)(s, x, w, bias)
+    scales = None if state is None else scales_of(s.scaling_mode, (), state)
+    out = (gathered_matmul if gathers else scattered_matmul)(s, x, w, bias, scales)
     out = _constrain(place.mesh, out, *((None, names) if gathers else (names, None)))
     return out if gathers or room == rows else out[..., :rows, :]
 
@@ -70,37 +72,53 @@ def _constrain(mesh, array, *last):
 # ---- Explicit axes.
 
 
-def _inside_shard_map(op: str, gathers: bool, place: Place, s: Matmul, x, w, bias):
-    if len(set(s.row_counts)) > 1:
-        raise ValueError(
-            f"{op}: {x.shape[-2]} tokens do not divide among the {s.num_ranks} devices of "
-            f"{s.axis_names}, which explicit axes need. Pad them."
-        )
-    names, mesh = s.axis_names, place.mesh
+def _move(array, mesh, spec: P):
+    if is_traced([array]):
+        return retype(array, mesh, spec)
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def _explicit_batch(place: Place, s: Matmul, x):
+    """How the types say that batch dimensions are split."""
+    mesh = place.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    is_free = lambda a: kinds[a] == AxisType.Explicit and a in place.open_axes and a not in names
-    batch = batch_spec(jax.typeof(x).sharding, x.ndim - 2, is_free)
+    is_free = lambda a: (
+        kinds[a] == AxisType.Explicit and a in place.open_axes and a not in s.axis_names
+    )
+    return batch_spec(jax.typeof(x).sharding, x.ndim - 2, is_free)
+
+
+def product_on_rank(s: Matmul, x, w, bias, state):
+    """The arguments of a differentiable product, inside `jax.shard_map`."""
+    x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
+    axes, varying = s.axis_names + s.group_axes, varying_axes(x)
+    if varying:  # JAX tracks them: who has the same x shares the state anyway
+        axes = tuple(a for a in axes if a in varying)
+    scales = None if state is None else scales_of(s.scaling_mode, axes, state)
+    return s, x, w, rest[0] if rest else None, scales
+
+
+def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state):
+    names, mesh = s.axis_names, place.mesh
+    batch = _explicit_batch(place, s, x)
     by_rows, by_columns = P(*batch, names, None), P(*batch, None, names)
     specs = [by_rows, P(None, names)] if gathers else [by_columns, P(names, None)]
     arrays = [x, w]
     if bias is not None:
         specs, arrays = [*specs, P(names) if gathers else P()], [*arrays, bias]
-    traced = is_traced(arrays)
-    move = retype if traced else lambda a, *to: jax.device_put(a, NamedSharding(*to))
-    arrays = [move(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True)]
+    arrays = [_move(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True)]
     around = jax.sharding.get_abstract_mesh()
     is_around = all(name in around.axis_names for name in place.open_axes)
     local = s.replace(group_axes=other_axes(mesh, names), mesh=None)
     run = gathered_matmul if gathers else scattered_matmul
 
-    def on_one_rank(*arrays):
-        x, w, *rest = vary_alike(arrays, also=local.varying_axes())
-        return run(local, x, w, rest[0] if rest else None)
+    def on_one_rank(state, x, w, *bias):
+        return run(*product_on_rank(local, x, w, bias[0] if bias else None, state))
 
     return jax.shard_map(
         on_one_rank,
         mesh=None if is_around else mesh,
         axis_names=set(place.open_axes),
-        in_specs=tuple(specs),
+        in_specs=(P(), *specs),
         out_specs=by_columns if gathers else by_rows,
-    )(*arrays)
+    )(state, *arrays)

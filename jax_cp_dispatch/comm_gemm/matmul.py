@@ -8,14 +8,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm import checks
 from jax_cp_dispatch.comm_gemm.call import other_axes
 from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
-from jax_cp_dispatch.comm_gemm.global_arrays import matmul_of_all_ranks
+from jax_cp_dispatch.comm_gemm.global_arrays import matmul_of_all_ranks, product_on_rank
 from jax_cp_dispatch.comm_gemm.product import Matmul
+from jax_cp_dispatch.comm_gemm.scaled_operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
 from jax_cp_dispatch.dispatch.buffers import DEFAULT_DEADLINE, deadline_milliseconds
 from jax_cp_dispatch.dispatch.checks import check_axis_name, check_mesh
 from jax_cp_dispatch.dispatch.implementations import check_implementation
@@ -39,6 +39,8 @@ def all_gather_matmul(
     buffer: int | None = None,
     row_counts: Sequence[int] | None = None,
     gathered: Literal["keep", "again"] = "keep",
+    scaling_mode: ScalingMode | str = ScalingMode.NO_SCALING,
+    scaling_state: MatmulScaling | None = None,
     preferred_element_type: Any = None,
     mesh: Any = None,
     implementation: str | None = None,
@@ -74,6 +76,13 @@ def all_gather_matmul(
         read. Inside `jax.shard_map` only; global arrays need not divide.
       gathered: whether the derivative keeps the gathered tokens (M K elements), or gathers them
         again, during its GEMMs.
+      scaling_mode: how x and w are rounded to 8 bits inside, so that x moves as these, with its
+        scales: see `quantize`. x and w become float8_e4m3fn, the gradient of the result
+        float8_e5m2, or e4m3fn for MXFP8, which needs K, and for the derivative N, to be multiples
+        of 32. In the derivative rounding counts as identity: dx is the product of the rounded
+        gradient and weight, dw that of the gathered, rounded tokens and the gradient as it is. Not
+        with gathered="again".
+      scaling_state: of DELAYED_TENSOR_SCALING; its gradient is the next one: see `MatmulScaling`.
       preferred_element_type: of the result; by default that of x and w.
       mesh: of global arrays, where it is not to be seen otherwise.
       implementation: "in_process", "xla" (the same result from XLA's collectives, without
@@ -98,6 +107,8 @@ def all_gather_matmul(
         axis_name=axis_name,
         row_counts=row_counts,
         gathered=gathered,
+        scaling_mode=scaling_mode,
+        scaling_state=scaling_state,
         preferred_element_type=preferred_element_type,
         mesh=mesh,
         implementation=implementation,
@@ -118,6 +129,8 @@ def matmul_reduce_scatter(
     use_ce: bool | None = None,
     buffer: int | None = None,
     row_counts: Sequence[int] | None = None,
+    scaling_mode: ScalingMode | str = ScalingMode.NO_SCALING,
+    scaling_state: MatmulScaling | None = None,
     preferred_element_type: Any = None,
     mesh: Any = None,
     implementation: str | None = None,
@@ -146,13 +159,16 @@ def matmul_reduce_scatter(
       num_splits: column chunks of the pipeline; 4 by default.
       atomic: one GEMM that signals each chunk, instead of a GEMM per chunk.
       rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
-      use_ce: whether the ring copies chunks beside the GEMM; else the GEMM itself writes them into
-        the memory of the rank that sums them.
+      use_ce: whether the ring copies chunks beside the GEMM; else each rank multiplies its tokens
+        of all ranks' x by all their w, where they are, and nothing is copied, nor a partial sum
+        stored.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then hold, and whose dtype is
         that of partial sums; otherwise XLA gives memory for each call, for float32 partial sums.
       row_counts: tokens of each rank (per batch), where they differ: M = sum(row_counts), and the
         result has room for the most, T = max(row_counts); rows behind a rank's own are zero. By
         default M is divided evenly. Inside `jax.shard_map` only; global arrays need not divide.
+      scaling_mode, scaling_state: see `all_gather_matmul`; here K of one rank is contracted, the
+        sums move in float32, and in the derivative the gradient moves as 8 bits.
       preferred_element_type, mesh, implementation, deadline: see `all_gather_matmul`.
     Returns:
       The product, summed in float32 (float64 for float64) in the order of the ranks, rounded once.
@@ -171,6 +187,8 @@ def matmul_reduce_scatter(
         axis_name=axis_name,
         row_counts=row_counts,
         gathered="keep",
+        scaling_mode=scaling_mode,
+        scaling_state=scaling_state,
         preferred_element_type=preferred_element_type,
         mesh=mesh,
         implementation=implementation,
@@ -187,6 +205,8 @@ def _matmul(
     axis_name,
     row_counts,
     gathered,
+    scaling_mode,
+    scaling_state,
     preferred_element_type,
     mesh,
     implementation,
@@ -200,6 +220,7 @@ def _matmul(
     check_implementation(op, implementation)
     if gathered not in ("keep", "again"):
         raise ValueError(f"{op}: gathered is {gathered!r}; it needs to be 'keep' or 'again'.")
+    mode = checks.read_scaling(op, scaling_mode, scaling_state, x, w, gathered)
     out_dtype = checks.result_dtype(op, x, w, preferred_element_type)
     checks.check_details(wish)
     place = find_place(op, names, mesh, [a for a in (x, w, bias) if a is not None])
@@ -215,6 +236,8 @@ def _matmul(
         "num_ranks": num_ranks,
         "out_dtype": out_dtype,
         "keeps_gathered": gathered == "keep",
+        "scaling_mode": mode,
+        "dy_dtype": gradient_dtype(mode),
         "implementation": implementation,
         "deadline_ms": deadline_milliseconds(op, deadline),
     }
@@ -231,7 +254,7 @@ def _matmul(
             wish,
             kind,
             (batches * sum(counts), k, n),
-            x.dtype.name,
+            x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE,
             out_dtype,
             num_ranks,
             rows_of_slots=batches * num_ranks * max(counts),
@@ -245,10 +268,9 @@ def _matmul(
                 "inside. Leave it away, or call inside jax.shard_map."
             )
         whole = functools.partial(product, mesh=place.mesh)
-        return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias)
+        return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias, scaling_state)
     groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
     counts = checks.read_row_counts(op, kind, x, num_ranks, row_counts)
     s = product(counts, group_axes=groups, open_axes=place.open_axes)
-    x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
     run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
-    return run(s, x, w, rest[0] if rest else None)
+    return run(*product_on_rank(s, x, w, bias, scaling_state))

@@ -7,7 +7,7 @@ the ranks are left out of propagation and fixed.
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,48 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch.comm_gemm.call import other_axes
-from jax_cp_dispatch.comm_gemm.product import Matmul, gather_rows_of_rank, scatter_rows_of_rank
+from jax_cp_dispatch.comm_gemm.product import (
+    Matmul,
+    gather_rows_again,
+    gather_rows_of_rank,
+    scatter_rows_of_rank,
+)
 
 
-def partition_gather(s: Matmul, x, w, bias, *, gathers_to_aux: bool):
+def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [*batch, sum of the row counts, p N], and the gathered x or None."""
-    run = _partitioned(
-        s, True, x.ndim, bias is not None, gathers_to_aux, _sizes(s, x, w), get_concrete_mesh()
-    )
-    results = run(*(a for a in (x, w, bias) if a is not None))
-    return (*results, None)[:2]
+    return (*_run(s, True, gathers_to_aux, x, w, bias, scales), None)[:2]
 
 
-def partition_scatter(s: Matmul, x, w, bias):
+def partition_scatter(s: Matmul, x, w, bias, scales):
     """Result [*batch, p times the largest row count, N]."""
-    run = _partitioned(
-        s, False, x.ndim, bias is not None, False, _sizes(s, x, w), get_concrete_mesh()
-    )
-    return run(*(a for a in (x, w, bias) if a is not None))[0]
+    return _run(s, False, False, x, w, bias, scales)[0]
+
+
+def partition_gather_again(s: Matmul, x, w, dy):
+    """dx [*batch, p times the largest row count, K], and dw like w."""
+    return tuple(_partitioned_again(s, x.ndim, _sizes(s, x, w), get_concrete_mesh())(x, w, dy))
+
+
+class _Form(NamedTuple):
+    """What the rule of a product depends on beside its static parts."""
+
+    gathers: bool
+    to_aux: bool
+    ndim: int
+    has_bias: bool
+    has_scales: bool
+
+    def read(self, rest):
+        """bias and scales, or None, from the operands behind x and w."""
+        rest = iter(rest)
+        return [next(rest) if there else None for there in (self.has_bias, self.has_scales)]
+
+
+def _run(s: Matmul, gathers: bool, to_aux: bool, x, w, bias, scales):
+    form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None)
+    run = _partitioned(s, form, _sizes(s, x, w), get_concrete_mesh())
+    return run(*(a for a in (x, w, bias, scales) if a is not None))
 
 
 def _sizes(s: Matmul, x, w) -> tuple[tuple[str, int], ...]:
@@ -44,63 +68,117 @@ def _sizes(s: Matmul, x, w) -> tuple[tuple[str, int], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(
-    s: Matmul, gathers: bool, ndim: int, has_bias: bool, to_aux: bool, sizes, mesh_around
-):
-    names = s.axis_names
+def _partitioned(s: Matmul, form: _Form, sizes, mesh_around):
+    names, gathers = s.axis_names, form.gathers
 
     @custom_partitioning
-    def everywhere(x, w, *bias):
-        return _dense(s, gathers, to_aux, x, w, *bias)
+    def everywhere(x, w, *rest):
+        return _dense(s, form, x, w, *form.read(rest))
 
     def partition(mesh, arguments, results):
-        if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
-            mesh = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
-        _check_mesh(s, mesh)
-        batch = batch_spec(arguments[0].sharding, ndim - 2, lambda axis: axis not in names)
+        mesh, batch = _mesh_and_batch(s, mesh, mesh_around, arguments[0])
         by_rows, by_columns = P(*batch, names, None), P(*batch, None, names)
         of_w = P(None, names) if gathers else P(names, None)
         specs = [by_rows if gathers else by_columns, P(*of_w[::-1]) if s.rhs_transposed else of_w]
-        if has_bias:
+        if form.has_bias:
             specs.append(P(names) if gathers else P())
-        outs = [by_columns, *([P(*batch, None, None)] if to_aux else [])] if gathers else [by_rows]
+        if form.has_scales:
+            specs.append(P())
+        outs = [by_rows]
+        if gathers:
+            outs = [by_columns, *([P(*batch, None, None)] if form.to_aux else [])]
         local = s.replace(mesh=None, group_axes=other_axes(mesh, names))
 
-        def on_each_device(x, w, *bias):
-            b = bias[0] if bias else None
+        def on_each_device(x, w, *rest):
+            bias, scales = form.read(rest)
             if not gathers:
-                return [scatter_rows_of_rank(local, x, w, b)]
-            out, aux = gather_rows_of_rank(local, x, w, b, gathers_to_aux=to_aux)
-            return [out, aux] if to_aux else [out]
+                return [scatter_rows_of_rank(local, x, w, bias, scales)]
+            out, aux = gather_rows_of_rank(local, x, w, bias, scales, gathers_to_aux=form.to_aux)
+            return [out, aux] if form.to_aux else [out]
 
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         return mesh, on_each_device, place(outs), tuple(place(specs))
 
-    rule, whole, sizes_in_rule = _sharding_rule(s, gathers, ndim, has_bias, to_aux, dict(sizes))
-    factors: dict[str, Any] = {"need_replication_factors": whole, **sizes_in_rule}
-    everywhere.def_partition(partition=partition, sharding_rule=rule, **factors)
+    return _named(everywhere, partition, _sharding_rule(s, form, dict(sizes)), (form, s))
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned_again(s: Matmul, ndim: int, sizes, mesh_around):
+    names = s.axis_names
+
+    @custom_partitioning
+    def everywhere(x, w, dy):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        columns, rows = (w.ndim - 2,) if s.rhs_transposed else (w.ndim - 1,), tuple(range(ndim - 1))
+        dims = (((ndim - 1,), columns), ((), ()))
+        dx = jax.lax.dot_general(dy, w, dims, preferred_element_type=wide).astype(x.dtype)
+        tokens = x[..., : sum(s.row_counts), :]
+        pair = (dy, tokens) if s.rhs_transposed else (tokens, dy)
+        dw = jax.lax.dot_general(*pair, ((rows, rows), ((), ())), preferred_element_type=wide)
+        return [with_rows(dx, x.shape[-2]), dw.astype(w.dtype)]
+
+    def partition(mesh, arguments, results):
+        mesh, batch = _mesh_and_batch(s, mesh, mesh_around, arguments[0])
+        by_rows, of_w = P(*batch, names, None), P(None, names)
+        of_w = P(*of_w[::-1]) if s.rhs_transposed else of_w
+        local = s.replace(mesh=None, group_axes=other_axes(mesh, names))
+        groups = tuple(axis for axes in batch if axes for axis in axes)
+
+        def on_each_device(x, w, dy):
+            dx, dw = gather_rows_again(local, x, w, dy)
+            return [dx, jax.lax.psum(dw, groups) if groups else dw]
+
+        place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
+        operands = place([by_rows, of_w, P(*batch, None, names)])
+        return mesh, on_each_device, place([by_rows, of_w]), tuple(operands)
+
+    form = _Form(gathers=True, to_aux=False, ndim=ndim, has_bias=False, has_scales=False)
+    text, *factors = _sharding_rule(s, form, dict(sizes))
+    (x, w), dy = (side.split(", ") for side in text.split(" -> "))
+    rule = f"{x}, {w}, {dy[0]} -> {x}, {w}", *factors
+    return _named(everywhere, partition, rule, ("again", s))
+
+
+def _mesh_and_batch(s: Matmul, mesh, mesh_around, x):
+    """The mesh of the program, and how batch dimensions are split over it."""
+    if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
+        mesh = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
+    _check_mesh(s, mesh)
+    is_free = lambda axis: axis not in s.axis_names
+    return mesh, batch_spec(x.sharding, len(x.shape) - 2, is_free)
+
+
+def _named(everywhere, partition, rule, name):
+    """With its rule, and a name that tells it from every other call."""
+    text, whole, sizes = rule
+    factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
+    everywhere.def_partition(partition=partition, sharding_rule=text, **factors)
 
     def named(*arrays):
         # The program names only the address of `partition`, which a persistent compilation cache
         # may ignore, and which another process may use for another call.
-        with set_xla_metadata(jax_cp_dispatch=repr((gathers, to_aux, s))):
+        with set_xla_metadata(jax_cp_dispatch=repr(name)):
             return everywhere(*arrays)
 
     return named
 
 
-def _dense(s: Matmul, gathers: bool, to_aux: bool, x, w, *bias):
+def _dense(s: Matmul, form: _Form, x, w, bias, scales):
     """The whole of it, as it is on one device: what the partitioner replaces."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     dims = ((x.ndim - 1,), (1 if s.rhs_transposed else 0,))
     rows = sum(s.row_counts)
     x = x[..., :rows, :]
+    aux = x
+    if s.is_scaled:
+        x, w = s.quantize(x, w, scales).values(wide)
+        aux = x.astype(aux.dtype)
     out = jax.lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=wide)
-    if bias:
-        out = out + bias[0].astype(wide)
+    if bias is not None:
+        out = out + bias.astype(wide)
     out = out.astype(s.out_dtype)
-    if gathers:
-        return [out, x] if to_aux else [out]
+    if form.gathers:
+        return [out, aux] if form.to_aux else [out]
     return [with_rows(out, s.num_ranks * max(s.row_counts))]
 
 
@@ -133,7 +211,7 @@ def _check_mesh(s: Matmul, mesh) -> None:
         )
 
 
-def _sharding_rule(s: Matmul, gathers: bool, ndim: int, has_bias: bool, to_aux: bool, sizes):
+def _sharding_rule(s: Matmul, form: _Form, sizes):
     """The rule as text, the factors that every device has whole, and sizes of those in pairs.
 
     "b0 (r t) k, k (r n) -> b0 m (r n)": r is the factor of the ranks, t, n and k what one has.
@@ -155,8 +233,8 @@ def _sharding_rule(s: Matmul, gathers: bool, ndim: int, has_bias: bool, to_aux: 
         in_pairs.update({"r": s.num_ranks, name: sizes[name]})
         return f"(r {name})"
 
-    batch = [f"b{i}" for i in range(ndim - 2)]
-    if gathers:
+    batch = [f"b{i}" for i in range(form.ndim - 2)]
+    if form.gathers:
         x, of_w, out = [split("t"), plain("k")], ["k", split("n")], [plain("m"), split("n")]
         bias = [split("n")]
     else:
@@ -165,9 +243,10 @@ def _sharding_rule(s: Matmul, gathers: bool, ndim: int, has_bias: bool, to_aux: 
     operands = [
         [*batch, *x],
         of_w[::-1] if s.rhs_transposed else of_w,
-        *([bias] if has_bias else []),
+        *([bias] if form.has_bias else []),
+        *([[plain("q")]] if form.has_scales else []),
     ]
-    results = [[*batch, *out], *([[*batch, "m", "k"]] if to_aux else [])]
+    results = [[*batch, *out], *([[*batch, "m", "k"]] if form.to_aux else [])]
     text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))
     for alone in re.sub(r"\(.*?\)", "", text).split():
         in_pairs.pop(alone.strip(","), None)

@@ -147,10 +147,14 @@ batching.primitive_batchers[gemm_p] = _batch
 
 
 def _no_derivative(primals, tangents, *, call: GemmCall, names):
-    raise NotImplementedError(
-        f"{call.op}: with communication it has no derivative of its own. Take all_gather_matmul or "
-        "matmul_reduce_scatter, whose derivatives are each other (reverse mode)."
-    )
+    remedy = "Define it with jax.custom_vjp around the call."
+    if call.axis_names:
+        remedy = (
+            "Take all_gather_matmul or matmul_reduce_scatter, whose derivatives are each other "
+            "(reverse mode)."
+        )
+    what = "with communication" if call.axis_names else "of scaled operands, or with grad,"
+    raise NotImplementedError(f"{call.op}: {what} it has no derivative of its own. {remedy}")
 
 
 ad.primitive_jvps[gemm_p] = _no_derivative

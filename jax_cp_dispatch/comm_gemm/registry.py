@@ -74,8 +74,8 @@ def create_comm_overlap_buffer(
         GPUs; CPU ranks have a thread for each of computation and communication. None: 2, 16 and
         True; of the ring 1, 1 and False.
       use_ce: whether the ring moves chunks by copies of their own, a copy engine's or on CPU
-        memcpy, beside the GEMM; else the GEMM itself reads, or writes, the memory of the other
-        rank. None: only the ring does.
+        memcpy, beside the GEMM; else the GEMM itself reads the memory of the other ranks. None:
+        only the ring does.
       atomic_gemm: one GEMM that signals or waits for each chunk, instead of a GEMM per chunk.
       rs_overlap_first_gemm: the pipeline reduces a chunk when the next one's GEMM is over, too; the
         same result.
@@ -176,8 +176,8 @@ def comm_overlap_buffer_bytes(
 ) -> int:
     """Bytes that a buffer takes on each rank, before it is created.
 
-    The whole array of `buffer_shape`; the ring's reduce-scatter has 2 tp_size - 1 blocks of rows,
-    or with use_ce=False tp_size.
+    The whole array of `buffer_shape`, with room for its scales if it is of 8 bits. The ring's
+    reduce-scatter has 2 tp_size - 1 blocks of rows; with use_ce=False a ring has scales alone.
 
     Args:
       comm_type, method, buffer_shape, buffer_dtype, tp_size, parameters: as for

@@ -46,8 +46,8 @@ class CommGemmMethod(NamedTuple):
     Attributes:
       name: NONE, PIPELINE or RING_EXCHANGE.
       num_chunks: GEMMs that it is cut into.
-      copies: whether chunks are copied beside the GEMM; else the GEMM reads or writes them where
-        they come from or go to.
+      copies: whether chunks are copied beside the GEMM; else the GEMM reads the operands of other
+        ranks where they are.
     """
 
     name: str
@@ -117,9 +117,9 @@ def _predict_shared(shape: CommGemmShape, method: CommGemmMethod, hardware: Hard
     packed = p * (chunks - 1) * operand * shape.itemsize
     moved = p * shape.sent_bytes  # gathered, or read for the sums
     if method.name == "RING_EXCHANGE":
-        if gathers and not method.copies:
+        if not method.copies:
             moved = 0.0
-        elif not gathers and method.copies:
+        elif not gathers:
             moved *= 2
     return (
         p * shape.flops / hardware.matmul_flops

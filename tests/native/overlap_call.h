@@ -60,8 +60,11 @@ inline float Dot(const Matrix& a, int64_t row, const Matrix& b, int64_t column, 
 inline void PlainGemm(const GemmTask& task) {
   for (int64_t i = 0; i < task.m; ++i) {
     for (int64_t j = 0; j < task.n; ++j) {
-      const float bias = task.bias ? Load(task.c_type, task.bias, j) : 0;
-      Store(task.c_type, task.c, i * task.c_pitch + j, Dot(task.a, i, task.b, j, task.k) + bias);
+      float sum = Dot(task.a, i, task.b, j, task.k);
+      for (const Factors& f : task.more) sum += Dot(f.a, i, f.b, j, f.k);
+      const char* bias = task.epilogue.bias;
+      if (bias) sum += Load(task.c_type, bias, j);
+      Store(task.c_type, task.c, i * task.c_pitch + j, sum);
     }
   }
 }
@@ -359,7 +362,10 @@ class Call {
   bool SumIsRight(int rank, const char* what, int64_t num_columns, const Array& output,
                   DataType type,
                   const std::function<float(int peer, int64_t row, int64_t column)>& part) const {
-    const DataType part_type = is_bulk_ ? p_.aux_type : p_.partial_type;
+    // Without copies there are no parts: each rank multiplies the operands of all.
+    const DataType part_type = is_bulk_            ? p_.aux_type
+                               : !p_.config.copies ? DataType::kF32
+                                                   : p_.partial_type;
     for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
       for (int64_t i = 0; i < p_.rows.capacity; ++i) {
         const auto sum = [&](int64_t j) {

@@ -1,0 +1,108 @@
+"""The part of `gemm` that communicates: ranks, the buffer that has to fit, and what it moves."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_cp_dispatch.comm_gemm.call import GemmCall, other_axes
+from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config
+from jax_cp_dispatch.comm_gemm.config import CommOverlapConfig, CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.registry import find_config
+from jax_cp_dispatch.dispatch.checks import check_axis_name
+from jax_cp_dispatch.dispatch.placement import find_place
+
+
+class Asked(NamedTuple):
+    """What a caller says about the communication of `gemm`."""
+
+    buffer: int
+    config: CommOverlapConfig
+    paired: int | None
+    return_aux: bool
+
+
+def with_ranks(op: str, call: GemmCall, axis_name: Any, operands) -> GemmCall:
+    """The call on the ranks of a mesh axis."""
+    if axis_name is None:
+        raise ValueError(
+            f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
+        )
+    names = check_axis_name(op, axis_name)
+    place = find_place(op, names, None, [x for x in operands if x is not None])
+    if place.is_global:
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}, but this is not inside jax.shard_map over it. Call "
+            "it there, or take all_gather_matmul or matmul_reduce_scatter on global arrays."
+        )
+    num_ranks = place.num_ranks(names)
+    groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
+    return call.replace(
+        axis_names=names, num_ranks=num_ranks, group_axes=groups, open_axes=place.open_axes
+    )
+
+
+def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall:
+    """The call with what its buffer says, checked against lhs or what moves beside it."""
+    config = asked.config
+    kind, method = config.comm_type, config.method
+    is_bulk, gathers = method == CommOverlapMethod.BULK, kind == CommOverlapType.AG
+    if is_bulk != (aux_in is not None):
+        raise ValueError(
+            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {asked.buffer} of {method}; "
+            "an array that moves beside an independent GEMM goes with CommOverlapMethod.BULK, and "
+            f"only with it. {'Pass one.' if is_bulk else 'Leave it away, or create that buffer.'}"
+        )
+    if call.fuse_gelu and (is_bulk or not gathers):
+        raise ValueError(
+            f"{op}: got fuse_gelu with {kind}, {method}; GELU of a product whose sum is not "
+            "complete, or beside a bulk transfer, is not possible. Apply jax.nn.gelu after it."
+        )
+    if asked.return_aux and not gathers:
+        raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")
+    if call.lhs_transposed and not is_bulk:
+        raise ValueError(
+            f"{op}: lhs contracts its first dimensions; its chunks are rows, so with {kind} the "
+            "last ones need to be contracted. Transpose it."
+        )
+    p = call.num_ranks
+    moved, name = (aux_in, "aux_in") if is_bulk else (lhs, "lhs")
+    if moved.ndim != 2:
+        raise ValueError(f"{op}: {name} has shape {moved.shape}; it needs two dimensions.")
+    rows = moved.shape[0]
+    if not gathers and rows % p:
+        raise ValueError(
+            f"{op}: {rows} rows of {name} do not divide among {p} ranks. Pad them, or take "
+            "matmul_reduce_scatter with row_counts."
+        )
+    total = rows * p if gathers else rows
+    columns = moved.shape[1] if is_bulk or gathers else call.out_shape[1]
+    wide = jnp.promote_types(call.out_dtype, jnp.float32).name
+    dtype = moved.dtype.name if is_bulk or gathers else wide
+    check_buffer(op, asked.buffer, config, (total, columns), dtype, p)
+    in_ring_order = config.atomic_gemm and method == CommOverlapMethod.RING_EXCHANGE
+    if in_ring_order and gathers:
+        _check_pair(op, asked, p)
+    overlap = overlap_of_config(config, buffer=asked.buffer)
+    out_rows = call.out_shape[0]
+    if not is_bulk:
+        out_rows = total if gathers else rows // p
+    return call.replace(
+        overlap=overlap,
+        out_shape=(out_rows, call.out_shape[1]),
+        row_counts=(total // p,) * p,
+        in_ring_order=in_ring_order,
+        gathers_to_aux=gathers and not is_bulk and not in_ring_order and asked.return_aux,
+    )
+
+
+def _check_pair(op: str, asked: Asked, num_ranks: int) -> None:
+    ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
+    other = None if asked.paired is None else find_config(op, asked.paired)
+    found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
+    if found != ring:
+        raise ValueError(
+            f"{op}: the atomic ring of buffer {asked.buffer} leaves chunks in the order r-1, r-2, "
+            f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
+            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} takes that order back. "
+            "Pass its id: paired_comm_overlap=..."
+        )

@@ -1,0 +1,224 @@
+"""MXFP8: blocks of 32 elements that share a power of two, and the byte order tensor cores read."""
+
+from typing import Any, Literal, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+Layout: TypeAlias = Literal["row", "column"]
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+_FLOAT32_INF = 0x7F800000
+_FLOAT32_QUIET_BIT = 0x00400000
+
+
+def block_scales(
+    x: Float32[Array, "rows columns"], dtype: Any, *, layout: Layout
+) -> UInt8[Array, "r c"]:
+    """The e8m0 byte of each block: its largest magnitude over the largest of `dtype`, rounded up.
+
+    Exact, because it is done on the bits of float32: the difference of two of them counts in steps
+    of 2**-23 of a power of two, and carries from the mantissa into the exponent.
+    """
+    amax = jnp.max(_blocks(magnitude_bits(x), layout), axis=_block_axis(layout), initial=0)
+    one = 1 << 23
+    exponent = (amax - _bits_of_max(dtype) + one - 1) >> 23
+    biased = jnp.maximum(exponent + 127, 0)
+    return jnp.where(amax >= _FLOAT32_INF, 255, biased).astype(jnp.uint8)
+
+
+def magnitude_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    """Integers in the order of |x|, infinity above the finite ones and NaN above all."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def divide_by_scales(
+    x: Float32[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
+) -> Float32[Array, "rows columns"]:
+    """x over its blocks' scales; NaN where the scale is. Scales as `block_scales` returns them."""
+    # 2**(127 - byte) is a normal float32 for every byte that a finite block gets, at most 247.
+    inverse = _float_of(jnp.where(scales == 255, 255, 254 - scales))
+    return (_blocks(x, layout) * _per_block(inverse, layout)).reshape(x.shape)
+
+
+def multiply_by_scales(
+    data: Float[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
+) -> Float32[Array, "rows columns"]:
+    """data times its blocks' scales, exact: a power of two moves an exponent."""
+    # 2**-127 is no normal float32 and would be flushed to zero: byte 0 halves the data instead.
+    blocks = _blocks(data.astype(jnp.float32), layout)
+    blocks = jnp.where(_per_block(scales == 0, layout), blocks * 0.5, blocks)
+    factor = _float_of(jnp.maximum(scales, 1))
+    return (blocks * _per_block(factor, layout)).reshape(data.shape)
+
+
+def scales_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, int]:
+    """Shape of the scales of 2-D data, before padding."""
+    rows, columns = shape
+    return (rows, columns // BLOCK) if layout == "row" else (rows // BLOCK, columns)
+
+
+def padded_shape(shape: tuple[int, int], layout: Layout) -> tuple[int, int]:
+    """Shape of the scales of 2-D data, as `pad_scales` returns them."""
+    rows, columns = (
+        -(-n // unit) * unit
+        for n, unit in zip(scales_shape(shape, layout), _tile(layout), strict=True)
+    )
+    return rows, columns
+
+
+def tiles_shape(lines: int, contracted: int) -> tuple[int, int, int]:
+    """Shape of swizzled scales of so many rows of lhs, or columns of rhs."""
+    return -(-lines // 128), -(-contracted // (4 * BLOCK)), 512
+
+
+def check_blocks(op: str, name: str, shape: tuple[int, ...], layout: Layout) -> None:
+    """The shape has two dimensions, and the contracted one is whole blocks."""
+    if len(shape) != 2:
+        raise ValueError(
+            f"{op}: {name} has shape {shape}; MXFP8_1D_SCALING needs two dimensions. Collapse the "
+            "others first, or vmap over them."
+        )
+    axis = 1 if layout == "row" else 0
+    if shape[axis] % BLOCK:
+        raise ValueError(
+            f"{op}: {name} has shape {shape}; layout {layout!r} needs dimension {axis} to be a "
+            f"multiple of {BLOCK}, the elements that share a scale. Pad it with zeros to "
+            f"{-(-shape[axis] // BLOCK) * BLOCK}."
+        )
+
+
+def check_layout(op: str, layout: Any) -> None:
+    if layout not in ("row", "column"):
+        raise ValueError(
+            f"{op}: layout is {layout!r}; it needs to be 'row', blocks along the last dimension "
+            "(lhs), or 'column', blocks along the first (rhs)."
+        )
+
+
+def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[Array, "r2 c2"]:
+    """Fills scales up to whole tiles of the tensor cores: (128, 4), or (4, 128) for columns.
+
+    Call anywhere. No derivative: the scales are bytes.
+
+    Args:
+      scales: `[M, K / 32]` for layout "row", `[K / 32, N]` for "column".
+      layout: along which dimension the blocks lie.
+    Returns:
+      Scales with new ones at the end of both dimensions, byte 0.
+    Raises:
+      ValueError: `layout` is another one.
+    """
+    check_layout("pad_scales", layout)
+    fill = [(0, -n % unit) for n, unit in zip(scales.shape, _tile(layout), strict=True)]
+    return jnp.pad(scales, fill)
+
+
+def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UInt8[Array, "r c"]:
+    """Takes the fill of `pad_scales` away again.
+
+    Call anywhere. No derivative: the scales are bytes.
+
+    Args:
+      scales: padded scales.
+      shape: shape of the scales before they were padded.
+    Returns:
+      The scales that were padded.
+    Raises:
+      ValueError: `shape` is larger than that of `scales`.
+    """
+    if any(need > got for need, got in zip(shape, scales.shape, strict=True)):
+        raise ValueError(
+            f"unpad_scales: scales have shape {scales.shape}, smaller than shape={shape}. Pass the "
+            "shape that they had before pad_scales."
+        )
+    return scales[: shape[0], : shape[1]]
+
+
+def swizzle_scales(
+    scales: UInt8[Array, "r c"], *, layout: Layout = "row"
+) -> UInt8[Array, "tiles_r tiles_c 512"]:
+    """Orders padded scales as the tensor cores read them: tile by tile of 128 rows and 4 scales.
+
+    In a tile, the scale of a row and a block lies at (row % 32) * 16 + (row // 32) * 4 + block.
+    For layout "column", a row is a column of the scales, `[K / 32, N]`: they are transposed first,
+    so the kernel reads both operands alike.
+
+    Call anywhere. No derivative: the scales are bytes.
+
+    Args:
+      scales: as `pad_scales` returns them: `[R, C]` for "row", `[C, R]` for "column".
+      layout: along which dimension the blocks lie.
+    Returns:
+      `[R / 128, C / 4, 512]`; the last dimension is the offset in the tile.
+    Raises:
+      ValueError: the scales are not whole tiles; `layout` is another one.
+    References:
+      NVIDIA, cuBLAS documentation, "1D block scaling factors layout".
+    """
+    check_layout("swizzle_scales", layout)
+    if any(n % unit for n, unit in zip(scales.shape, _tile(layout), strict=True)):
+        raise ValueError(
+            f"swizzle_scales: scales have shape {scales.shape}; layout {layout!r} needs multiples "
+            f"of {_tile(layout)}. Call pad_scales first."
+        )
+    rows, columns = (scales if layout == "row" else scales.T).shape
+    tiles = (scales if layout == "row" else scales.T).reshape(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(rows // 128, columns // 4, 512)
+
+
+def unswizzle_scales(
+    tiles: UInt8[Array, "tiles_r tiles_c 512"], *, layout: Layout = "row"
+) -> UInt8[Array, "r c"]:
+    """The inverse of `swizzle_scales`.
+
+    Call anywhere. No derivative: the scales are bytes.
+
+    Args:
+      tiles: `[R / 128, C / 4, 512]`.
+      layout: along which dimension the blocks lie.
+    Returns:
+      Padded scales: `[R, C]` for "row", `[C, R]` for "column".
+    Raises:
+      ValueError: `layout` is another one.
+    """
+    check_layout("unswizzle_scales", layout)
+    num_rows, num_columns, _ = tiles.shape
+    scales = tiles.reshape(num_rows, num_columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    scales = scales.reshape(num_rows * 128, num_columns * 4)
+    return scales if layout == "row" else scales.T
+
+
+def _tile(layout: Layout) -> tuple[int, int]:
+    """What a tensor core reads at once: 128 rows, 4 blocks of each."""
+    return (128, 4) if layout == "row" else (4, 128)
+
+
+def _block_axis(layout: Layout) -> int:
+    """The dimension of `_blocks` that counts the elements of a block."""
+    return 2 if layout == "row" else 1
+
+
+def _blocks(x: Array, layout: Layout) -> Array:
+    rows, columns = x.shape
+    if layout == "row":
+        return x.reshape(rows, columns // BLOCK, BLOCK)
+    return x.reshape(rows // BLOCK, BLOCK, columns)
+
+
+def _per_block(scales: Array, layout: Layout) -> Array:
+    return jnp.expand_dims(scales, _block_axis(layout))
+
+
+def _float_of(byte: Array) -> Float32[Array, "r c"]:
+    """2**(byte - 127) for bytes 1 to 254, NaN for 255."""
+    bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits_of_max(dtype: Any) -> int:
+    return int(np.float32(jnp.finfo(dtype).max).view(np.int32))

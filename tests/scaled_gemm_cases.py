@@ -1,0 +1,80 @@
+"""Operands of 8 bits from NumPy: bytes, scales as the engine takes them, and their values."""
+
+from typing import Any, NamedTuple
+
+import comm_gemm_oracle as oracle
+import numpy as np
+import scaling_oracle
+
+E4M3, E5M2 = scaling_oracle.FORMATS
+MODES = ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"]
+MXFP8 = MODES[2]
+
+
+class Scaled(NamedTuple):
+    """An operand, or with a leading axis those of all ranks."""
+
+    data: Any
+    scale_inv: Any
+    values: Any  # float64
+
+
+def is_blocks(mode):
+    return mode == MXFP8
+
+
+def laid(x, layout):
+    """Blocks along the last dimension, laid along the first for "column"; its own inverse."""
+    return x if layout == "row" else np.swapaxes(x, -1, -2)
+
+
+def padded(scales, layout):
+    """Whole tiles, filled with NaN: nobody may read it."""
+    lines, blocks = laid(scales, layout).shape
+    fill = [(0, -lines % 128), (0, -blocks % 4)]
+    return laid(np.pad(laid(scales, layout), fill, constant_values=255), layout)
+
+
+def drawn(seed, mode, name, shape, layout="row", power=0) -> Scaled:
+    """Any finite bytes, with any scales about 2**power; `shape` has two dimensions."""
+    rng = np.random.default_rng(seed)
+    finite = np.flatnonzero(np.isfinite(scaling_oracle.table(name)))
+    data = rng.choice(finite, size=shape)
+    if not is_blocks(mode):
+        scale = np.array([rng.uniform(0.5, 2) * 2.0 ** (power + rng.integers(-4, 5))], np.float32)
+        values = scaling_oracle.table(name)[data] * scale.astype(np.float64)
+        return Scaled(data.astype(np.uint8).view(name), scale, values)
+    data = laid(data, layout)
+    scales = rng.integers(119, 136, (data.shape[0], data.shape[1] // 32)) + power
+    scales = scales.astype(np.uint8)
+    values = laid(scaling_oracle.mxfp8_value(data, scales, name), layout)
+    scales = padded(laid(scales, layout), layout)
+    return Scaled(laid(data, layout).astype(np.uint8).view(name), scales, values)
+
+
+def drawn_by_ranks(seed, num_ranks, *arguments) -> Scaled:
+    """Each rank's with scales of its own."""
+    each = [drawn((seed, rank), *arguments) for rank in range(num_ranks)]
+    return Scaled(*map(np.stack, zip(*each, strict=True)))
+
+
+def near(got, want, name: Any = ""):
+    """Rounded once, from float32 sums."""
+    got = np.asarray(got)
+    rtol = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[got.dtype.name]
+    atol = 1e-5 * np.abs(want).max(initial=0)
+    got = got.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=str(name))
+
+
+def gelu(x):
+    """Approximated with tanh."""
+    (x,) = oracle.wide(x)
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_derivative(x):
+    (x,) = oracle.wide(x)
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+    inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    return (1 + tanh) / 2 + x / 2 * (1 - tanh**2) * inner

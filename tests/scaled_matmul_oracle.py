@@ -1,0 +1,91 @@
+"""NumPy oracle of overlapped products of 8 bits and their derivatives, in float64.
+
+x and w are rounded to e4m3, dy to e5m2, or e4m3 in blocks; each rounding counts as identity.
+Arrays have a leading rank axis; scales of delayed scaling are those of x, w and dy.
+"""
+
+from typing import Any
+
+import comm_gemm_oracle as oracle
+import numpy as np
+import scaling_oracle
+from scaled_gemm_cases import E4M3, E5M2, MXFP8
+
+ONE = np.float32(1)
+
+
+def rounded(x, mode, name, *, scale=None, along=-1):
+    """What x, of one rank, stands for in 8 bits; `scale` of a tensor, or blocks along a dimension.
+
+    Without a scale, that of the largest magnitude of x.
+    """
+    x = np.asarray(x).astype(np.float32)
+    if mode == MXFP8:
+        x = np.swapaxes(x, along, -1)
+        data, scales = scaling_oracle.mxfp8(x.reshape(-1, x.shape[-1]), name)
+        values = scaling_oracle.mxfp8_value(data, scales, name).reshape(x.shape)
+        return np.swapaxes(values, along, -1)
+    if scale is None:
+        scale = scaling_oracle.tensor_scale(largest(x), name)
+    inverse = (ONE / scale).astype(np.float64)
+    return scaling_oracle.table(name)[scaling_oracle.tensor(x, scale, name)] * inverse
+
+
+def largest(x):
+    return np.max(np.abs(np.asarray(x).astype(np.float32)), initial=0)
+
+
+def of_ranks(x, mode, name, *, scale=None, shared=False, along=-1):
+    """Each rank's, with a scale of its own, or one for all."""
+    if shared and scale is None and mode != MXFP8:
+        scale = scaling_oracle.tensor_scale(largest(x), name)
+    return np.stack([rounded(each, mode, name, scale=scale, along=along) for each in x])
+
+
+def gradient_type(mode):
+    return E4M3 if mode == MXFP8 else E5M2
+
+
+def _scales(scales):
+    return scales or {"x": None, "w": None, "dy": None}
+
+
+def all_gather_matmul(x, w, dy, mode, counts=None, scales=None, bias: Any = None):
+    """(y, dx, dw, dbias)"""
+    scales = _scales(scales)
+    x_of_ranks = of_ranks(real(x, counts), mode, E4M3, scale=scales["x"], shared=True)
+    down = of_ranks(w, mode, E4M3, scale=scales["w"], along=-2)
+    across = of_ranks(w, mode, E4M3, scale=scales["w"])
+    dy_of_ranks = of_ranks(dy, mode, gradient_type(mode), scale=scales["dy"])
+    y = oracle.all_gather_matmul(x_of_ranks, down, bias, counts)
+    dx = oracle.all_gather_matmul_gradients(x_of_ranks, across, dy_of_ranks, counts)[0]
+    _, dw, dbias = oracle.all_gather_matmul_gradients(x_of_ranks, w, dy, counts)
+    return y, dx, dw, dbias
+
+
+def matmul_reduce_scatter(x, w, dy, mode, counts=None, scales=None, bias: Any = None):
+    """(y, dx, dw, dbias)"""
+    scales = _scales(scales)
+    x_of_ranks = of_ranks(x, mode, E4M3, scale=scales["x"])
+    down = of_ranks(w, mode, E4M3, scale=scales["w"], along=-2)
+    across = of_ranks(w, mode, E4M3, scale=scales["w"])
+    dy = real(dy, counts)
+    dy_of_ranks = of_ranks(dy, mode, gradient_type(mode), scale=scales["dy"], shared=True)
+    y = oracle.matmul_reduce_scatter(x_of_ranks, down, bias, counts)
+    dx, dw, _ = oracle.matmul_reduce_scatter_gradients(x, across, dy_of_ranks, counts)
+    dbias = oracle.matmul_reduce_scatter_gradients(x, w, dy, counts)[2]
+    return y, dx, dw, dbias
+
+
+def real(x, counts):
+    """Zero behind each rank's own rows."""
+    x = np.array(x)
+    for rank, count in enumerate(counts or ()):
+        x[rank][..., count:, :] = 0
+    return x
+
+
+def next_state(history, scale, x, name, margin=0):
+    """(history, scale) after a step with x, of all ranks."""
+    history = np.concatenate([[largest(x)], history[:-1]]).astype(np.float32)
+    return history, scaling_oracle.tensor_scale(max(history), name, margin, otherwise=float(scale))

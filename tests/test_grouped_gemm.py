@@ -1,0 +1,225 @@
+"""`grouped_gemm` equals `jax.lax.ragged_dot` and NumPy, group by group, forward and backward."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comm_gemm_cases import close, equal, integers, normal, run_once
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from scaling_oracle import decode_byte
+
+from jax_cp_dispatch import grouped_gemm
+
+K, N = 9, 6
+SIZES = [([3, 0, 5, 4], 12), ([0, 0, 0], 5), ([2, 1], 8), ([7], 7), ([0, 130, 2, 0], 132)]
+TRANSPOSED, ROWS = ((1,), (2,)), ((0,), (0,))
+
+
+def slices(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def products(lhs, rhs, sizes, bias=None):
+    """[M, N] in float64; zero behind the last group."""
+    out = np.zeros((len(lhs), rhs.shape[2]))
+    for group, rows in enumerate(slices(sizes)):
+        out[rows] = np.float64(lhs[rows]) @ rhs[group] + (0 if bias is None else bias[group])
+    return out
+
+
+def products_of_rows(lhs, rhs, sizes):
+    """[G, K, N]"""
+    return np.stack([np.float64(lhs[rows]).T @ rhs[rows] for rows in slices(sizes)])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("sizes, num_rows", SIZES)
+def test_every_form_and_its_derivative(sizes, num_rows, implementation):
+    """Ragged and empty groups, rows behind the last one; integers are exact."""
+    groups = len(sizes)
+    lhs, rhs = integers(0, num_rows, K), integers(1, groups, K, N)
+    bias, dy = integers(2, groups, N), integers(3, num_rows, N)
+    call: Any = partial(grouped_gemm, implementation=implementation)
+
+    def all_forms(lhs, rhs, bias, dy, sizes):
+        out, pull = jax.vjp(lambda *a: call(a[0], a[1], sizes, bias=a[2]), lhs, rhs, bias)
+        turned = jnp.swapaxes(rhs, 1, 2)
+        form = lambda lhs, rhs: call(lhs, rhs, sizes, contracting_dims=TRANSPOSED)
+        of_turned, pull_turned = jax.vjp(form, lhs, turned)
+        of_rows, pull_rows = jax.vjp(lambda *a: call(*a, sizes, contracting_dims=ROWS), lhs, dy)
+        return out, pull(dy), of_turned, pull_turned(dy), of_rows, pull_rows(rhs)
+
+    out, (dlhs, drhs, dbias), of_turned, (dlhs_t, drhs_t), of_rows, (dl, dr) = run_once(
+        jax.jit(all_forms), lhs, rhs, bias, dy, np.array(sizes, np.int32)
+    )
+    turned = rhs.swapaxes(1, 2)
+    equal(out, products(lhs, rhs, sizes, bias))
+    equal(of_turned, products(lhs, rhs, sizes))
+    for got in (dlhs, dlhs_t):
+        equal(got, products(dy, turned, sizes))
+    equal(drhs, products_of_rows(lhs, dy, sizes))
+    equal(drhs_t, products_of_rows(dy, lhs, sizes))
+    equal(dbias, np.stack([dy[rows].sum(0) for rows in slices(sizes)]))
+    equal(of_rows, products_of_rows(lhs, dy, sizes))
+    equal(dl, products(dy, turned, sizes))
+    equal(dr, products(lhs, rhs, sizes))
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5), seed=st.integers(0, 99))
+def test_ragged_dot_is_the_oracle(sizes, seed):
+    """One program for all sizes: they are read where it runs."""
+    lhs, rhs = normal(seed, 200, 33), normal(seed + 1, 5, 33, 17)
+    got, want = _BOTH(lhs, rhs, np.array(sizes, np.int32))
+    inside = np.arange(200)[:, None] < sum(sizes)
+    close(got, np.where(inside, np.float64(want), 0), "float32")
+
+
+@jax.jit
+def _BOTH(lhs, rhs, sizes):
+    precision = jax.lax.Precision.HIGHEST
+    return grouped_gemm(lhs, rhs, sizes), jax.lax.ragged_dot(lhs, rhs, sizes, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_types(dtype):
+    """Rounded once, to the operands' type or another."""
+    with jax.enable_x64(dtype == "float64"):
+        lhs, rhs = normal(0, 12, K, dtype=dtype), normal(1, 4, K, N, dtype=dtype)
+        sizes = np.array([3, 0, 5, 4], np.int32)
+        out = jax.jit(grouped_gemm)(lhs, rhs, sizes)
+        assert out.dtype == dtype
+        expected = products(lhs.astype("float64"), rhs.astype("float64"), sizes)
+        close(out, expected, dtype)
+        if dtype != "float64":
+            wide = partial(grouped_gemm, preferred_element_type=jnp.float32)
+            wide = jax.jit(wide)(lhs, rhs, sizes)
+            close(wide, expected, "float32")
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("mode", ["CURRENT_TENSOR_SCALING", "delayed_tensor_scaling"])
+def test_one_scale_per_group(mode, implementation):
+    """Products of 8-bit values, each group's times its own two scales; also of rows."""
+    sizes, random = np.array([3, 0, 5, 4], np.int32), np.random.default_rng(0)
+    values = {name: np.array([decode_byte(b, name) for b in range(256)]) for name in
+              ("float8_e4m3fn", "float8_e5m2")}  # fmt: skip
+
+    def draw(name, *shape):
+        data = random.normal(size=shape).astype(name)
+        return data, values[name][data.view(np.uint8)]
+
+    (lhs, lhs_values), (rhs, rhs_values) = (
+        draw("float8_e4m3fn", 12, K),
+        draw("float8_e5m2", 4, K, N),
+    )
+    dy, dy_values = draw("float8_e5m2", 12, N)
+    of_lhs, of_rhs = (random.uniform(0.5, 2, 4).astype("f") for _ in range(2))
+    scales: Any = {"scaling_mode": mode, "lhs_scale_inv": of_lhs, "rhs_scale_inv": of_rhs}
+    scales = {name: x if isinstance(x, str) else jnp.asarray(x) for name, x in scales.items()}
+    call = lambda *operands, **options: grouped_gemm(
+        *map(jnp.asarray, operands), implementation=implementation, **scales, **options
+    )
+    wide = {"preferred_element_type": jnp.float32}
+    scale = (np.float64(of_lhs) * of_rhs)[:, None, None]
+    close(call(lhs, rhs, sizes, **wide), products(lhs_values, rhs_values * scale, sizes), "float32")
+    got = call(lhs, dy, sizes, contracting_dims=ROWS, **wide)
+    close(got, products_of_rows(lhs_values, dy_values, sizes) * scale, "float32")
+    assert call(lhs, rhs, sizes).dtype == jnp.bfloat16
+
+
+def test_on_each_rank_and_under_vmap():
+    """Each rank has its own sizes; examples run one after another."""
+    lhs, rhs = integers(0, 4, 10, K), integers(1, 4, 3, K, N)
+    sizes = np.array([[3, 3, 4], [0, 10, 0], [1, 2, 3], [0, 0, 0]], np.int32)
+    want = np.stack([products(*each) for each in zip(lhs, rhs, sizes, strict=True)])
+    call: Any = grouped_gemm
+    local = lambda *a: call(*(x[0] for x in a))[None]
+    spec = P(AXIS)
+    on_ranks = jax.shard_map(local, mesh=mesh_of(4), in_specs=(spec,) * 3, out_specs=spec)
+    equal(jax.jit(on_ranks)(lhs, rhs, sizes), want)
+    equal(jax.vmap(call)(lhs, rhs, sizes), want)
+
+
+def test_sizes_that_do_not_fit_are_an_error_where_it_runs():
+    lhs, rhs = jnp.ones((4, K)), jnp.ones((2, K, N))
+    for sizes, message in (
+        (
+            [3, 2],
+            r"group_sizes\[1\] is 2, so that the groups up to it have 5 rows, but there are 4",
+        ),
+        ([-1, 2], r"group_sizes\[0\] is -1, but a group has at least no rows\. Pass"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"grouped_gemm: {message}"):
+            grouped_gemm(lhs, rhs, jnp.array(sizes, np.int32)).block_until_ready()
+    equal(grouped_gemm(lhs, rhs, jnp.array([4, 0])), np.full((4, N), K))
+
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+F8 = {"lhs": jnp.ones((4, K), E4M3), "rhs": jnp.ones((2, K, N), E4M3)}
+SCALE = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"lhs": jnp.ones((4, K), int)}, TypeError, "lhs is int32 with .*; it needs to be one of"),
+        ({"lhs": jnp.ones((4, K + 1))}, ValueError, "which differ in what is contracted"),
+        ({"lhs": jnp.ones((1, 4, K))}, ValueError, "they need two and three dimensions"),
+        ({"group_sizes": jnp.ones(2)}, ValueError, r"group_sizes is float32\[2\]; it needs int32"),
+        ({"group_sizes": jnp.ones(3, int)}, ValueError, "rhs has 2 matrices but there are 3 gr"),
+        ({"contracting_dims": ((0,), (1,))}, ValueError, "contracting_dims is .*; it needs to be"),
+        ({"bias": jnp.ones(N)}, ValueError, r"bias has shape \(6,\); it needs \(2, 6\)"),
+        ({"preferred_element_type": E4M3}, TypeError, "preferred_element_type is float8_e4m3fn; a"),
+        ({"scaling_mode": "FP8"}, ValueError, "scaling_mode is 'FP8'; it needs to be one of"),
+        (F8, TypeError, "lhs is float8_e4m3fn with .*NO_SCALING; .* Pass its scaling_mode"),
+        ({"lhs_scale_inv": SCALE}, ValueError, "got lhs_scale_inv with .*NO_SCALING"),
+        (
+            {**F8, "scaling_mode": "CURRENT_TENSOR_SCALING", "lhs_scale_inv": SCALE},
+            ValueError,
+            r"missing inverse scaling factor of rhs for .*CURRENT_TENSOR_SCALING\. Pass rhs_scale",
+        ),
+        (
+            {**F8, "scaling_mode": 2, "lhs_scale_inv": SCALE, "rhs_scale_inv": SCALE},
+            ValueError,
+            "scaling_mode is 2; it needs",
+        ),
+        (
+            {**F8, "scaling_mode": "DELAYED_TENSOR_SCALING", "lhs_scale_inv": jnp.ones(1),
+             "rhs_scale_inv": SCALE},
+            ValueError,
+            r"lhs_scale_inv is float32\[1\]; it needs float32 \[2\]",
+        ),
+        (
+            {**F8, "scaling_mode": "MXFP8_1D_SCALING", "lhs_scale_inv": SCALE,
+             "rhs_scale_inv": SCALE},
+            ValueError,
+            "got ScalingMode.MXFP8_1D_SCALING; groups have one scale each",
+        ),
+        (
+            {"lhs": F8["lhs"].astype(E5M2), "rhs": F8["rhs"].astype(E5M2)},
+            ValueError,
+            "got float8_e5m2 for lhs and rhs",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("unchecked_types")
+def test_refused_before_anything_is_traced(changes, error, message):
+    arguments = {"lhs": jnp.ones((4, K)), "rhs": jnp.ones((2, K, N)),
+                 "group_sizes": jnp.ones(2, jnp.int32), **changes}  # fmt: skip
+    with pytest.raises(error, match=f"^grouped_gemm: .*{message}"):
+        jax.jit(partial(grouped_gemm, **arguments)).trace()
+
+
+def test_scaled_operands_have_no_derivative():
+    form = partial(grouped_gemm, group_sizes=jnp.array([2, 2]), lhs_scale_inv=SCALE,
+                   rhs_scale_inv=SCALE, scaling_mode="CURRENT_TENSOR_SCALING",
+                   preferred_element_type=jnp.float32)  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"grouped_gemm: with .* it has no derivative"):
+        jax.jvp(lambda x: form(x, F8["rhs"]), (F8["lhs"],), (F8["lhs"],))

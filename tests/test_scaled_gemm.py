@@ -1,0 +1,372 @@
+"""`gemm` of 8-bit operands: every transposition, type and scaling mode, and chunks that move with
+their scales through every type of buffer."""
+
+import importlib
+import itertools
+from functools import partial
+from typing import Any
+
+import comm_gemm_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scaling_oracle
+from comm_gemm_cases import equal, integers, run_once
+from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+from scaled_gemm_cases import E4M3, E5M2, MODES, MXFP8, drawn, drawn_by_ranks, laid, near, padded
+
+from jax_cp_dispatch.comm_gemm import ScalingMode, create_comm_overlap_buffer, gemm
+from jax_cp_dispatch.comm_gemm.call import GemmCall
+from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
+
+TYPES = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+SCALED = "lhs", "lhs_scale_inv", "rhs", "rhs_scale_inv"
+LAYOUTS = list(itertools.product((False, True), (False, True)))  # lhs, rhs transposed
+
+
+def scaled(lhs, rhs, mode):
+    """The call, and its operands: data and scales."""
+
+    def call(*operands, **options):
+        a, a_scale, b, b_scale = map(jnp.asarray, operands)
+        scales = {"lhs_scale_inv": a_scale, "rhs_scale_inv": b_scale}
+        return gemm(a, b, scaling_mode=mode, **scales, **options)
+
+    return call, (*lhs[:2], *rhs[:2])
+
+
+# ---- One device.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_transposition_and_type(mode):
+    """Two dimensions contracted, blocks of 32 across their border, two free ones on each side."""
+    rows, contracted, columns = (5, 7), (2, 48), (3, 13)
+    calls, operands, wants = {}, {}, {}
+    for (left, right), (lhs_type, rhs_type) in itertools.product(LAYOUTS, TYPES):
+        lhs_shape = (*contracted, *rows) if left else (*rows, *contracted)
+        rhs_shape = (*columns, *contracted) if right else (*contracted, *columns)
+        flat = lambda shape: (np.prod(shape[:2]), np.prod(shape[2:]))
+        lhs = drawn(1, mode, lhs_type, flat(lhs_shape), "column" if left else "row")
+        rhs = drawn(2, mode, rhs_type, flat(rhs_shape), "row" if right else "column")
+        key = f"{left}, {right}, {lhs_type}, {rhs_type}"
+        a, b = (values.T if turned else values
+                for values, turned in ((lhs.values, left), (rhs.values, right)))  # fmt: skip
+        wants[key] = (a @ b).reshape(*rows, *columns)
+        call, (a, a_scale, b, b_scale) = scaled(lhs, rhs, mode)
+        operands[key] = a.reshape(lhs_shape), a_scale, b.reshape(rhs_shape), b_scale
+        dims = ((0, 1) if left else (2, 3), (2, 3) if right else (0, 1))
+        calls[key] = partial(call, contracting_dims=dims)
+
+    def local(operands):
+        of_xla = partial(dict, implementation="xla", preferred_element_type=jnp.float32)
+        return {
+            key: (
+                call(*operands[key], preferred_element_type=jnp.float32),
+                call(*operands[key]),
+                call(*operands[key], use_split_accumulator=False),
+                call(*operands[key], **of_xla()),
+            )
+            for key, call in calls.items()
+        }
+
+    for key, (wide, natural, fast, by_xla) in run_once(jax.jit(local), operands).items():
+        assert (wide.dtype, natural.dtype) == (jnp.float32, jnp.bfloat16)
+        near(wide, wants[key], key)
+        near(by_xla, wants[key], key)
+        near(natural, wants[key], key)
+        equal(natural, np.asarray(wide.astype(jnp.bfloat16), np.float64), key)
+        equal(fast, np.asarray(natural, np.float64), key)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("turned", [False, True])
+def test_more_than_is_widened_at_a_time(mode, turned):
+    """Several blocks of rows, columns and of what is contracted; float32 in place, bfloat16 not."""
+    m, k, n = 530, 544, 1040
+    lhs = drawn(0, mode, E4M3, (k, m) if turned else (m, k), "column" if turned else "row")
+    rhs = drawn(1, mode, E5M2, (n, k) if turned else (k, n), "row" if turned else "column")
+    want = lhs.values.T @ rhs.values.T if turned else lhs.values @ rhs.values
+    call, operands = scaled(lhs, rhs, mode)
+    dims = ((0,), (1,)) if turned else ((1,), (0,))
+    for out in ("float32", "bfloat16"):
+        near(call(*operands, contracting_dims=dims, preferred_element_type=out), want)
+
+
+def test_special_blocks():
+    """Scales 2**-127, 2**127 and NaN, and bytes that are NaN; nothing reaches another row."""
+    rng = np.random.default_rng(0)
+    data = rng.integers(1, 8, (5, 64)).astype(np.uint8)  # the smallest magnitudes
+    data[0] += 0x70  # of the largest, so that products are normal floats
+    data[3, 2] = 0x7F
+    scales = np.full((5, 2), 127, np.uint8)
+    scales[0], scales[1], scales[2, 1] = 0, 254, 255
+    ones = np.ones((64, 3), E4M3)
+    one = padded(np.full((2, 3), 127, np.uint8), "column")
+    call, _ = scaled((), (), MXFP8)
+    operands = data.view(E4M3), padded(scales, "row"), ones, one
+    exact = scaling_oracle.mxfp8_value(data, scales, E4M3).sum(1)
+    want = np.repeat(exact[:, None], 3, axis=1)
+    assert np.isnan(want[2:4]).all() and np.isfinite(want[[0, 1, 4]]).all()
+    for implementation in (None, "xla"):
+        got = call(*operands, preferred_element_type=jnp.float32, implementation=implementation)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
+
+
+def tiles_of(scales):
+    """Of one line of lhs, or column of rhs, after the other; filled with zeros."""
+    lines, blocks = scales.shape
+    tiles = np.zeros((-(-lines // 128), -(-blocks // 4), 512), np.uint8)
+    line, block = np.indices(scales.shape)
+    tiles[line // 128, block // 4, scaling_oracle.tile_offset(line % 128, block % 4)] = scales
+    return tiles
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_scales_as_tensor_cores_read_them(implementation):
+    """Both operands' in tiles, from either layout, more than one of them; filled with zeros."""
+    m, k, n = 130, 160, 70
+    calls, operands, wants = {}, {}, {}
+    for left, right in LAYOUTS:
+        lhs = drawn(0, MXFP8, E4M3, (k, m) if left else (m, k), "column" if left else "row")
+        rhs = drawn(1, MXFP8, E4M3, (n, k) if right else (k, n), "row" if right else "column")
+        name = f"{left}, {right}"
+        calls[name] = GemmCall(
+            *("gemm", 1, 1, (m, n), "float32"),
+            lhs_transposed=left,
+            rhs_transposed=right,
+            scaling_mode=ScalingMode.MXFP8_1D_SCALING,
+            implementation=implementation,
+        )
+        scales = [lhs.scale_inv, rhs.scale_inv]
+        if implementation == "xla":  # takes the fill as it is
+            scales = [np.where(scale == 255, np.uint8(0), scale) for scale in scales]
+        operands[name] = dict(zip(SCALED, (lhs.data, scales[0], rhs.data, scales[1]), strict=True))
+        of_lhs = laid(lhs.scale_inv, "column" if left else "row")
+        of_rhs = laid(rhs.scale_inv, "row" if right else "column")
+        wants[name] = [tiles_of(x[:lines, : k // 32]) for x, lines in ((of_lhs, m), (of_rhs, n))]
+
+    # What is public does not return them.
+    bind = lambda operands: {name: bind_gemm(calls[name], **x) for name, x in operands.items()}
+    for name, results in run_once(jax.jit(bind), operands).items():
+        equal(results.lhs_swizzled, wants[name][0], name)
+        equal(results.rhs_swizzled, wants[name][1], name)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_examples_under_vmap(mode):
+    """Each with its own scales, or one operand for all of them."""
+    lhs = drawn_by_ranks(0, 3, mode, E4M3, (4, 64))
+    rhs = drawn_by_ranks(1, 3, mode, E4M3, (64, 6), "column")
+    call, operands = scaled(lhs, rhs, mode)
+    call = partial(call, preferred_element_type=jnp.float32)
+    shared = [x[0] for x in operands[2:]]
+    run = lambda *all: (jax.vmap(call)(*all), jax.vmap(call, (0, 0, None, None))(*all[:2], *shared))
+    each, one = run_once(jax.jit(run), *operands)
+    near(each, lhs.values @ rhs.values)
+    near(one, lhs.values @ rhs.values[0])
+
+
+def test_nothing_to_multiply():
+    one = np.ones(1, np.float32)
+    for m, k, n in ((0, 64, 6), (4, 0, 6), (4, 64, 0)):
+        call, _ = scaled((), (), MODES[1])
+        got = call(jnp.zeros((m, k), E4M3), one, jnp.zeros((k, n), E4M3), one)
+        assert got.dtype == jnp.bfloat16
+        equal(got, np.zeros((m, n)))
+
+
+# ---- Ranks.
+
+T, K, N = 3, 64, 6
+GATHERING: dict[str, Any] = {
+    "ring": {},
+    "ring, no copies": {"use_ce": False},
+    "ring, pairs": {"aggregate_ag": True},
+    "ring, atomic": {"atomic_gemm": True},
+    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
+}
+REDUCING: dict[str, Any] = {
+    "ring": {},
+    "ring, no copies": {"use_ce": False},
+    "ring, atomic": {"atomic_gemm": True},
+    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
+    "pipeline": {"method": "PIPELINE"},
+    "pipeline, atomic": {"method": "PIPELINE", "atomic_gemm": True},
+    "pipeline, first gemm": {"method": "PIPELINE", "rs_overlap_first_gemm": True},
+}
+
+
+def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):
+    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
+
+
+def with_ranks(lhs, rhs, mode, **options):
+    call, operands = scaled(lhs, rhs, mode)
+    options = {"axis_name": AXIS, "preferred_element_type": jnp.float32, **options}
+    return partial(call, **options), operands
+
+
+@pytest.mark.parametrize(
+    "num_ranks, mode, order",
+    [
+        *((4, mode, (2, 0, 3, 1)) for mode in MODES[1:]),
+        (1, MODES[1], None),
+        (1, MXFP8, None),
+        (3, MODES[0], (1, 2, 0)),
+        (8, MXFP8, None),
+    ],
+)
+def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
+    """Every rank's tensor has another scale; what is gathered is the 8 bits."""
+    p, shape = num_ranks, (num_ranks * T, K)
+    lhs = drawn_by_ranks(0, p, mode, E5M2, (T, K))
+    rhs = drawn_by_ranks(1, p, mode, E4M3, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, mode)
+    back = create("RS", (p * T, N), "float32", p, atomic_gemm=True)
+    ways = {
+        name: partial(call, comm_overlap=create("AG", shape, E5M2, p, **options),
+                      paired_comm_overlap=back if options.get("atomic_gemm") else None)
+        for name, options in GATHERING.items() if p % 2 == 0 or name != "ring, pairs"
+    }  # fmt: skip
+    ways["xla"] = partial(ways["ring"], implementation="xla")
+
+    def local(*operands):
+        return {name: (way(*operands), *way(*operands, return_aux=True))
+                for name, way in ways.items()}  # fmt: skip
+
+    results = run_once(on_ranks(local, mesh_of(p, order)), *operands)
+    for name, (alone, out, aux) in results.items():
+        is_atomic = "atomic" in name
+        want, _ = oracle.engine_gather(lhs.values, rhs.values, atomic=is_atomic)
+        near(alone, want, name)
+        near(out, want, name)
+        gathered = np.stack([np.concatenate(lhs.data)] * p)
+        assert aux.dtype == E5M2
+        equal(np.asarray(aux).view(np.uint8), (lhs.data if is_atomic else gathered).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "num_ranks, mode, order",
+    [(4, MODES[0], (2, 0, 3, 1)), (4, MXFP8, (2, 0, 3, 1)), (1, MODES[1], None),
+     (3, MXFP8, (1, 2, 0)), (8, MODES[1], None)],
+)  # fmt: skip
+def test_sums_of_products_with_scales_of_their_own(num_ranks, mode, order):
+    """Partial sums move wide, or in the buffer's type."""
+    p, shape = num_ranks, (num_ranks * T, N)
+    lhs = drawn_by_ranks(0, p, mode, E4M3, (p * T, K))
+    rhs = drawn_by_ranks(1, p, mode, E5M2, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, mode)
+    ways = {name: partial(call, comm_overlap=create("RS", shape, "float32", p, **options))
+            for name, options in REDUCING.items()}  # fmt: skip
+    ways["xla"] = partial(ways["pipeline"], implementation="xla")
+    narrow = partial(call, comm_overlap=create("RS", shape, "bfloat16", p))
+    bias = jnp.asarray(integers(2, N) * np.float32(100))
+
+    def local(*operands):
+        results = {name: way(*operands, bias=bias) for name, way in ways.items()}
+        return results, narrow(*operands)
+
+    results, narrow = run_once(on_ranks(local, mesh_of(p, order)), *operands)
+    for name, got in results.items():
+        is_atomic = "ring, atomic" in name
+        want = oracle.engine_scatter(lhs.values, rhs.values, atomic=is_atomic)
+        near(got, want + bias, name)
+    parts = lhs.values @ rhs.values
+    roundings = 2.0**-8 * oracle.bulk_scatter(np.abs(parts))
+    off = np.abs(np.asarray(narrow, np.float64) - oracle.bulk_scatter(parts))
+    assert np.all(off <= roundings) and np.any(off > 1e-3 * roundings)
+
+
+def test_scales_that_moved_as_tensor_cores_read_them(monkeypatch):
+    """Gathered rows' scales in the order of the ranks; beside bulk, or of a sum, a rank's own."""
+    p, lines = 4, 40  # the gathered lines fill a tile and begin another
+    seen = []
+
+    def spy(call, **operands):
+        seen.append(bind_gemm(call, **operands))
+        return seen[-1]
+
+    module = importlib.import_module("jax_cp_dispatch.comm_gemm.gemm")
+    monkeypatch.setattr(module, "bind_gemm", spy)  # what is public does not return them
+    lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
+    rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, MXFP8)
+    operands = [np.where(x == 255, np.uint8(0), x) if x.dtype == np.uint8 else x for x in operands]
+    rings = [partial(call, return_aux=True, comm_overlap=create("AG", (p * lines, K), E4M3, p,
+                     **options)) for options in list(GATHERING.values())[:3]]  # fmt: skip
+    rings.append(partial(rings[0], implementation="xla"))
+    part = np.zeros((p, T, 7), np.float32)
+    bulk = partial(call, comm_overlap=create("AG", (p * T, 7), "float32", p, method="BULK"))
+    summed = partial(call, comm_overlap=create("RS", (lines, N), "float32", p))
+
+    def local(part, *operands):
+        seen.clear()
+        for ring in rings:
+            ring(*operands)
+        bulk(*operands, aux_in=part)
+        summed(*operands)
+        return [(results.lhs_swizzled, results.rhs_swizzled) for results in seen]
+
+    got = run_once(on_ranks(local, mesh_of(p, (2, 0, 3, 1))), part, *operands)
+    blocks = K // 32
+    gathered = np.concatenate(lhs.scale_inv[:, :lines, :blocks])
+    for i, (of_lhs, of_rhs) in enumerate(got):
+        for rank in range(p):
+            own = lhs.scale_inv[rank][:lines, :blocks]
+            want = gathered if i < len(rings) else own
+            equal(of_lhs[rank], tiles_of(want), i)
+            equal(of_rhs[rank], tiles_of(rhs.scale_inv[rank][:blocks, :N].T), i)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bulk_beside_a_scaled_product(mode):
+    """What moves is bytes as they are, or wide; either operand may be transposed."""
+    p = 4
+    lhs = drawn_by_ranks(0, p, mode, E4M3, (K, 10), "column")
+    rhs = drawn_by_ranks(1, p, mode, E4M3, (N, K), "row")
+    part = drawn_by_ranks(2, p, MODES[1], E4M3, (T, 7)).data
+    whole = integers(3, p, p * T, 7)
+    call, operands = with_ranks(lhs, rhs, mode, contracting_dims=((0,), (1,)))
+    gather = partial(call, comm_overlap=create("AG", (p * T, 7), E4M3, p, method="BULK"))
+    scatter = partial(call, comm_overlap=create("RS", (p * T, 7), "float32", p, method="BULK"))
+
+    def local(part, whole, *operands):
+        return [
+            way(*operands, aux_in=aux, implementation=implementation)
+            for implementation in (None, "xla")
+            for way, aux in ((gather, part), (scatter, whole))
+        ]
+
+    results = run_once(on_ranks(local, mesh_of(p, (2, 0, 3, 1))), part, whole, *operands)
+    want = np.swapaxes(lhs.values, 1, 2) @ np.swapaxes(rhs.values, 1, 2)
+    for (out, gathered), (other_out, summed) in (results[:2], results[2:]):
+        near(out, want)
+        near(other_out, want)
+        assert gathered.dtype == E4M3
+        expected = np.stack([np.concatenate(part)] * p)
+        equal(np.asarray(gathered).view(np.uint8), expected.view(np.uint8))
+        equal(summed, oracle.bulk_scatter(whole))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_groups_of_ranks_keep_their_scales_apart(mode):
+    """Two groups on a permuted mesh share a buffer's id, and neither rows nor scales."""
+    groups, p = 2, 4
+    names = ("data", "tp")
+    lhs = drawn_by_ranks(0, groups * p, mode, E4M3, (T, K))
+    rhs = drawn_by_ranks(1, groups * p, mode, E4M3, (K, N), "column")
+    call, operands = with_ranks(lhs, rhs, mode, axis_name="tp")
+    buffer = create("AG", (p * T, K), E4M3, p)
+    spec = jax.P(names)
+    mapped = jax.shard_map(
+        lambda *operands: call(*(x[0] for x in operands), comm_overlap=buffer)[None],
+        mesh=permuted_mesh((groups, p), names),
+        in_specs=spec,
+        out_specs=spec,
+    )
+    got = run_once(jax.jit(mapped), *operands)
+    for group in (slice(0, p), slice(p, 2 * p)):
+        near(got[group], oracle.engine_gather(lhs.values[group], rhs.values[group])[0])

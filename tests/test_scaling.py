@@ -1,0 +1,410 @@
+"""Operands of 8 bits: values, roundings, block scales, byte orders, delayed scales and errors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import scaling_oracle as oracle
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of, on_ranks
+
+from jax_cp_dispatch.comm_gemm.config import ScalingMode
+from jax_cp_dispatch.comm_gemm.mxfp8 import (
+    pad_scales,
+    swizzle_scales,
+    unpad_scales,
+    unswizzle_scales,
+)
+from jax_cp_dispatch.comm_gemm.scaling import DelayedScaling, Quantized, dequantize, quantize
+
+CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING
+MXFP8 = ScalingMode.MXFP8_1D_SCALING
+NAMES = list(oracle.FORMATS)
+LAYOUTS = ["row", "column"]
+SHAPE = 8, 64  # one program for each mode, type and layout
+TINY = np.float32(2.0**-126)  # smallest normal
+
+seeds = st.integers(0, 2**32 - 1)
+bounded = settings(max_examples=20, deadline=None)
+statics = "mode", "dtype", "layout", "axis_name"
+quantize_jit = jax.jit(quantize, static_argnames=statics)
+dequantize_jit = jax.jit(dequantize, static_argnames="dtype")
+update_jit = jax.jit(DelayedScaling.update, static_argnames=("dtype", "margin", "axis_name"))
+
+
+def bytes_of(data):
+    """Bytes as the oracle's `encode`: -1 for any NaN."""
+    data = np.asarray(data)
+    return np.where(np.isnan(data.astype(np.float32)), -1, data.view(np.uint8).astype(int))
+
+
+def cast(x, name):
+    """Rounded to 8 bits without a scale; float32 in one program whatever its size."""
+    filled = np.pad(x, (0, -len(x) % 1024))
+    q = quantize_jit(filled, DELAYED, dtype=jnp.dtype(name), state=DelayedScaling.init())
+    return np.asarray(q.data)[: len(x)]
+
+
+def wide_range(seed, low=-140, high=127):
+    """Float32 of all magnitudes, each block about one of its own, with zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    center = np.repeat(rng.integers(low, high, (SHAPE[0], SHAPE[1] // 32)), 32, axis=1)
+    exponent = np.clip(center + rng.integers(-20, 2, SHAPE), -149, 126)
+    x = np.ldexp(rng.uniform(1, 2, SHAPE) * rng.choice([-1.0, 1.0], SHAPE), exponent)
+    return np.where(rng.random(SHAPE) < 0.1, np.copysign(0, x), x).astype(np.float32)
+
+
+def laid(x, layout):
+    """Blocks along the last dimension, laid along the first for "column"; its own inverse."""
+    return np.asarray(x) if layout == "row" else np.asarray(x).T
+
+
+def assert_mxfp8(x, name, layout="row"):
+    q = quantize_jit(laid(x, layout), MXFP8, dtype=jnp.dtype(name), layout=layout)
+    data, scales = oracle.mxfp8(x, name)
+    np.testing.assert_array_equal(laid(q.scale_inv, layout), scales)
+    np.testing.assert_array_equal(laid(bytes_of(q.data), layout), data)
+    assert q.data.dtype == name and q.scale_inv.dtype == jnp.uint8
+    return q
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_byte_has_the_value_of_its_table(name):
+    data = np.arange(256, dtype=np.uint8).view(name).reshape(8, 32)
+    one = np.ones(1, np.float32)
+    value = dequantize_jit(Quantized(data=data, scale_inv=one, mode=CURRENT))
+    np.testing.assert_array_equal(np.asarray(value).ravel(), oracle.table(name))
+    is_number = ~np.isnan(oracle.table(name))
+    signs, expected = (np.signbit(x).ravel()[is_number] for x in (value, oracle.table(name)))
+    np.testing.assert_array_equal(signs, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_scale_byte_is_its_power_of_two(name):
+    finite = np.arange(oracle.magnitudes(name).size, dtype=np.uint8)
+    data = np.tile(np.resize(finite, 128), (256, 1))
+    scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], 4)
+    q = Quantized(data=data.view(name), scale_inv=scales, mode=MXFP8)
+    exact = oracle.mxfp8_value(data, scales, name)
+    expected = oracle.flushed(exact)
+    value = np.asarray(dequantize_jit(q))
+    is_normal = ~(np.abs(exact) < TINY)
+    np.testing.assert_array_equal(value[is_normal], expected[is_normal])
+    assert np.all(np.isin(value[~is_normal], [0.0]) | (value == exact)[~is_normal])
+    assert np.isnan(value[255]).all() and np.any(value[0] != 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_float_of_16_bits_is_rounded_once_and_to_even(name, dtype):
+    x = np.arange(2**16, dtype=np.uint16).view(dtype)
+    np.testing.assert_array_equal(bytes_of(cast(x, name)), oracle.encode(oracle.flushed(x), name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ties_and_their_neighbours(name):
+    tie = oracle.ties(name).astype(np.float32)
+    assert np.all(tie == oracle.ties(name))
+    x = np.concatenate(
+        [tie, np.nextafter(tie, np.float32(0)), np.nextafter(tie, np.inf, dtype="f")]
+    )
+    x = np.concatenate([x, -x])
+    np.testing.assert_array_equal(bytes_of(cast(x, name)), oracle.encode(x, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saturation_and_special_values(name):
+    top = np.float32(oracle.largest(name))
+    x = np.array([top * 1.5, np.inf, 3e38, np.nan, 0.0, 1e-45], np.float32)
+    value = cast(np.concatenate([x, -x]), name).astype(np.float32)
+    expected = np.array([top, top, top, np.nan, 0, 0], np.float32)
+    np.testing.assert_array_equal(value, np.concatenate([expected, -expected]))
+    np.testing.assert_array_equal(np.signbit(value[[4, 5, 10, 11]]), [0, 0, 1, 1])
+
+
+# ---- tensor scaling
+
+
+@pytest.mark.parametrize("name", NAMES)
+@bounded
+@given(seed=seeds)
+def test_current_scaling_equals_the_oracle(name, seed):
+    x = wide_range(seed)
+    scale = oracle.tensor_scale(np.max(np.abs(oracle.flushed(x))), name)
+    q = quantize_jit(x, CURRENT, dtype=jnp.dtype(name))
+    np.testing.assert_array_equal(q.scale_inv, [1 / scale])
+    np.testing.assert_array_equal(bytes_of(q.data), oracle.tensor(x, scale, name))
+    value = oracle.table(name)[bytes_of(q.data)].astype(np.float32) * np.float32(1 / scale)
+    np.testing.assert_array_equal(dequantize_jit(q), oracle.flushed(value))
+
+
+@pytest.mark.parametrize("worst", [0.0, np.nan, np.inf, -np.inf, 1e-40])
+def test_scale_is_1_without_a_usable_amax(worst):
+    x = np.zeros(SHAPE, np.float32)
+    x[0, :3] = 1.0, 1000.0, worst
+    x[0, :2] *= not np.isfinite(worst)
+    q = quantize_jit(x, CURRENT, dtype=jnp.dtype(NAMES[0]))
+    assert np.asarray(q.scale_inv) == [1]
+    np.testing.assert_array_equal(bytes_of(q.data), oracle.encode(oracle.flushed(x), NAMES[0]))
+
+
+@pytest.mark.parametrize("amax", [2.0**-126, 3.4e38])
+def test_scales_of_extreme_tensors_have_an_inverse(amax):
+    x = np.full(SHAPE, amax, np.float32)
+    q = quantize_jit(x, CURRENT, dtype=jnp.dtype(NAMES[0]))
+    assert TINY <= np.asarray(q.scale_inv) < np.inf
+    np.testing.assert_allclose(dequantize_jit(q), x, rtol=1e-6)
+
+
+def test_ranks_share_the_current_scale():
+    x = np.stack([wide_range(rank, low=rank, high=rank + 1) for rank in range(4)])
+    of_ranks = on_ranks(lambda x: quantize(x, CURRENT, axis_name=AXIS), mesh_of(4, [2, 0, 3, 1]))
+    for entry in (1.0, np.nan, np.inf):
+        x[2, 0, 0] = entry
+        q, scale = of_ranks(x), oracle.tensor_scale(np.max(np.abs(x)), NAMES[0])
+        np.testing.assert_array_equal(q.scale_inv, np.full((4, 1), 1 / scale))
+        np.testing.assert_array_equal(bytes_of(q.data), oracle.tensor(x, scale, NAMES[0]))
+
+
+def test_the_shared_scale_is_known_to_be_shared():
+    local = lambda x: quantize(x, CURRENT, axis_name=AXIS).scale_inv
+    mapped = jax.shard_map(local, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
+    assert jax.eval_shape(mapped, jnp.ones(8)).shape == (1,)
+
+
+# ---- delayed scaling
+
+
+@pytest.mark.parametrize(("name", "margin"), [(NAMES[0], 0), (NAMES[1], 2)])
+def test_delayed_scaling_step_by_step(name, margin):
+    state, expected = DelayedScaling.init(), oracle.History()
+    rng = np.random.default_rng(0)
+    for factor in [0.0, 1.0, 8.0, np.nan, 2.0, np.inf, 0.0, 1e-3, 1e30]:
+        x = (rng.normal(size=SHAPE) * factor).astype(np.float32)
+        q = quantize_jit(x, DELAYED, dtype=jnp.dtype(name), state=state)
+        np.testing.assert_array_equal(q.scale_inv, [1 / expected.scale])
+        np.testing.assert_array_equal(bytes_of(q.data), oracle.tensor(x, expected.scale, name))
+        state = update_jit(state, x, dtype=jnp.dtype(name), margin=margin)
+        expected.step(x, name, margin)
+        np.testing.assert_array_equal(state.scale, [expected.scale])
+        history = np.zeros(oracle.HISTORY, np.float32)
+        history[: len(expected.amaxes)] = expected.amaxes[::-1]
+        np.testing.assert_array_equal(state.amax_history, history)
+
+
+def test_the_history_forgets_after_1024_steps():
+    amaxes = np.full(oracle.HISTORY + 3, 7.0, np.float32)
+    amaxes[:2] = np.nan, 100.0
+    amaxes[-2] = np.inf  # when 100 leaves: the scale stays for one more step
+
+    @jax.jit
+    def run(amaxes):
+        step = lambda state, amax: (state := state.update(amax[None]), state.scale[0])
+        return jax.lax.scan(step, DelayedScaling.init(), amaxes)
+
+    state, scales = run(amaxes)
+    expected = np.full(len(amaxes), oracle.tensor_scale(100, NAMES[0]))
+    expected[0], expected[-1] = 1, oracle.tensor_scale(7, NAMES[0])
+    np.testing.assert_array_equal(scales, expected)
+    np.testing.assert_array_equal(state.amax_history, amaxes[:2:-1])
+
+
+def test_ranks_share_the_delayed_scale():
+    x = np.arange(1, 5, dtype=np.float32)[:, None]
+    step = lambda x: DelayedScaling.init().update(x, axis_name=AXIS)
+    state = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P()))(x)
+    np.testing.assert_array_equal(state.scale, [oracle.tensor_scale(4, NAMES[0])])
+
+
+# ---- MXFP8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+@bounded
+@given(seed=seeds)
+def test_mxfp8_equals_the_oracle(name, layout, seed):
+    x = wide_range(seed)
+    q = assert_mxfp8(x, name, layout)
+    data, scales = oracle.mxfp8(x, name)
+    exact = oracle.mxfp8_value(data, scales, name)
+    value = laid(dequantize_jit(q), layout)
+    is_normal = (np.abs(exact) >= TINY) | (exact == 0)
+    np.testing.assert_array_equal(value[is_normal], exact[is_normal])
+    block_amax = np.abs(x).reshape(SHAPE[0], -1, 32).max(-1).repeat(32, 1)
+    step = 2.0 ** -(oracle.FORMATS[name][1] + 1)
+    assert np.all(np.abs(value - x) <= np.maximum(step * block_amax, TINY))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_block_scales_change_just_above_the_largest_value(name):
+    x = np.zeros(SHAPE, np.float32)
+    top = np.float32(oracle.largest(name))
+    x[0, 5], x[1, 5], x[2, 5] = top, np.nextafter(top, np.float32(np.inf)), top / 2
+    q = assert_mxfp8(x, name)
+    np.testing.assert_array_equal(np.asarray(q.scale_inv)[:4, 0], [127, 128, 126, 0])
+    np.testing.assert_array_equal(np.asarray(q.scale_inv)[:, 1], 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero_tiny_and_special_blocks(layout):
+    x = np.tile(np.array([1.0, -2.0], np.float32), (SHAPE[0], 32))
+    x[0, :32] = -0.0
+    x[1, :32], x[1, 3] = 0, TINY  # the exponent would be below e8m0's
+    x[2, :32], x[2, 3] = 0, 1e-40
+    x[3, 4], x[4, 4], x[5, 4] = np.nan, np.inf, -np.inf
+    x[6, 4], x[7, 4] = 1.75 * 2.0**127, np.finfo(np.float32).max  # that rounds to 2**128
+    for name in NAMES:
+        q = assert_mxfp8(x, name, layout)
+        scales, value = laid(q.scale_inv, layout), laid(dequantize_jit(q), layout)
+        np.testing.assert_array_equal(scales[:6, 0], [0, 0, 0, 255, 255, 255])
+        assert np.all(np.signbit(value[0, :32])) and value[1, 3] == TINY and value[2, 3] == 0
+        assert (
+            np.all(np.isnan(value[3:6, :32])) and value[6, 4] == x[6, 4] and value[7, 4] == np.inf
+        )
+        np.testing.assert_array_equal(value[:6, 32:], x[:6, 32:])
+
+
+def test_inputs_of_any_float_and_outputs_too():
+    x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        narrow = x.astype(dtype)
+        q = assert_mxfp8(narrow, NAMES[0])
+        value = dequantize_jit(q, dtype=dtype)
+        np.testing.assert_array_equal(value, np.asarray(dequantize_jit(q)).astype(dtype))
+
+
+# ---- padding and byte order
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(128, 4), (130, 9)])
+def test_padding_is_zero_and_comes_off(shape, layout):
+    scales = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
+    padded = laid(pad_scales(jnp.asarray(laid(scales, layout)), layout=layout), layout)
+    assert padded.shape == (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
+    np.testing.assert_array_equal(padded[: shape[0], : shape[1]], scales)
+    assert np.sum(padded.astype(int)) == np.sum(scales.astype(int))
+    np.testing.assert_array_equal(unpad_scales(jnp.asarray(padded), shape=shape), scales)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swizzle_is_the_offset_formula(layout):
+    shape = 256, 12
+    scales = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    tiles = swizzle_scales(jnp.asarray(laid(scales, layout)), layout=layout)
+    row, block = np.indices(shape)
+    offset = oracle.tile_offset(row % 128, block % 4)
+    np.testing.assert_array_equal(np.asarray(tiles)[row // 128, block // 4, offset], scales)
+    back = unswizzle_scales(tiles, layout=layout)
+    np.testing.assert_array_equal(laid(back, layout), scales)
+
+
+# ---- transformations
+
+
+@pytest.mark.parametrize("mode", [CURRENT, MXFP8])
+def test_vmap_is_a_loop(mode):
+    x = np.stack([wide_range(seed) for seed in range(3)])
+    mapped, value = jax.jit(jax.vmap(lambda x: (q := quantize(x, mode), dequantize(q))))(x)
+    data, scale_inv, value = bytes_of(mapped.data), np.asarray(mapped.scale_inv), np.asarray(value)
+    for i, one in enumerate(x):
+        q = quantize_jit(one, mode, dtype=jnp.dtype(NAMES[0]), layout="row")
+        np.testing.assert_array_equal(data[i], bytes_of(q.data))
+        np.testing.assert_array_equal(scale_inv[i], q.scale_inv)
+        np.testing.assert_array_equal(value[i], dequantize_jit(q))
+
+
+@pytest.mark.parametrize("mode", [CURRENT, DELAYED, MXFP8])
+def test_the_derivative_is_zero(mode):
+    x = jnp.asarray(wide_range(0, low=-3, high=3))
+    state = DelayedScaling.init() if mode == DELAYED else None
+    loss = lambda x, state: jnp.sum(x + dequantize(quantize(x, mode, state=state)))
+    tangent = lambda x: jax.jvp(lambda x: loss(x, state), (x,), (jnp.ones_like(x),))[1]
+    program = jax.jit(lambda x, state: (jax.grad(loss, (0, 1))(x, state), tangent(x)))
+    (gradient, of_state), sum_of_it = program(x, state)
+    np.testing.assert_array_equal(gradient, 1)
+    assert sum_of_it == x.size and not any(np.any(leaf) for leaf in jax.tree.leaves(of_state))
+
+
+def test_the_update_has_no_derivative():
+    loss = lambda x: DelayedScaling.init().update(x).scale[0]
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(3)), 0)
+
+
+def test_tensors_without_elements():
+    q = quantize_jit(jnp.zeros((0, 64)), CURRENT)
+    assert np.asarray(q.scale_inv) == [1] and dequantize_jit(q).shape == (0, 64)
+    blocks = quantize_jit(jnp.zeros((3, 0)), MXFP8)
+    assert blocks.scale_inv.shape == (3, 0) and dequantize_jit(blocks).shape == (3, 0)
+
+
+# ---- errors
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "NO_SCALING"}, "quantize: mode is ScalingMode.NO_SCALING"),
+        ({"mode": "FP8"}, "quantize: mode is 'FP8'; it needs to be one of"),
+        ({"dtype": jnp.int8}, "quantize: dtype is int8; it needs to be float8_e4m3fn or"),
+        ({"dtype": "float7"}, "quantize: dtype is 'float7'"),
+        ({"layout": "diagonal"}, "quantize: layout is 'diagonal'; it needs to be 'row'"),
+        ({"mode": DELAYED}, r"quantize: got no state with .* state=DelayedScaling.init\(\)"),
+        ({"state": "any"}, "quantize: got a state with .* Leave it away"),
+        ({"x": np.zeros((2, 32), np.int32)}, "quantize: x is int32"),
+        ({"x": np.zeros((2, 2, 32), "f")}, r"quantize: x has shape \(2, 2, 32\).* two dimensions"),
+        ({"x": np.zeros((2, 40), "f")}, "dimension 1 to be a multiple of 32.* Pad .* to 64"),
+        ({"layout": "column"}, "layout 'column' needs dimension 0 to be a multiple of 32"),
+    ],
+)
+def test_errors_of_quantize(arguments, message):
+    arguments = {"x": np.zeros((2, 32), "f"), "mode": MXFP8, **arguments}
+    with pytest.raises(ValueError, match=message):
+        quantize(**arguments)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": ScalingMode.NO_SCALING}, "dequantize: q.mode is ScalingMode.NO_SCALING"),
+        ({"data": np.zeros((2, 32), "f")}, "dequantize: q.data is float32; it needs to be float8"),
+        ({"scale_inv": np.zeros((128, 4), np.uint8)}, r"uint8\[128, 4\]; .* uint8\[2, 1\]"),
+        ({"scale_inv": np.ones(1, "f")}, r"float32\[1\]; .* uint8\[2, 1\].* unpadded"),
+        ({"mode": CURRENT}, r"uint8\[2, 1\]; .* float32\[1\]"),
+        ({"layout": "column"}, "q.data has shape .* layout 'column' needs dimension 0"),
+    ],
+)
+def test_errors_of_dequantize(change, message):
+    q = Quantized(
+        data=np.zeros((2, 32), NAMES[0]), scale_inv=np.zeros((2, 1), np.uint8), mode=MXFP8
+    )
+    fields = {"data": q.data, "scale_inv": q.scale_inv, "mode": q.mode, "layout": q.layout}
+    with pytest.raises(ValueError, match=message):
+        dequantize(Quantized(**{**fields, **change}))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_errors_of_scale_bytes():
+    scales = jnp.zeros((130, 4), jnp.uint8)
+    with pytest.raises(ValueError, match=r"multiples of \(128, 4\). Call pad_scales first"):
+        swizzle_scales(scales)
+    with pytest.raises(ValueError, match=r"multiples of \(4, 128\)"):
+        swizzle_scales(scales, layout="column")
+    with pytest.raises(ValueError, match="unpad_scales: scales have shape"):
+        unpad_scales(scales, shape=(131, 4))
+    functions: list[Any] = [pad_scales, swizzle_scales, unswizzle_scales]
+    for function in functions:
+        with pytest.raises(ValueError, match=f"{function.__name__}: layout is 'both'"):
+            function(scales, layout="both")
+    with pytest.raises(ValueError, match=r"DelayedScaling: dtype is float16"):
+        DelayedScaling.init().update(jnp.ones(3), dtype=jnp.float16)
