@@ -28,6 +28,7 @@ ALLOWED = {
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
     "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices"},
     "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
+    "doctor": {"cpu_devices", "dispatch", "metadata", "scenarios"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }
 
