@@ -16,8 +16,10 @@ LIMIT = 120
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-# The sanitizers check more than the plain build does, but not how long things take.
+# The sanitizers check more than the plain build does, but not how long things take, and their own
+# memory is a multiple of the addresses.
 TIMED = ("test_overlap_timing",)
+LARGE = ("test_large_offsets",)
 TESTS = (
     "test_transport",
     "test_buffers",
@@ -26,7 +28,7 @@ TESTS = (
     *TIMED,
     "stress",
 )
-BUILDS = {"thread": TESTS, "address,undefined": TESTS, "": TIMED}
+BUILDS = {"thread": TESTS, "address,undefined": TESTS, "": TIMED + LARGE}
 # Everything without XLA and Python.
 FOLDERS = ("transport", "dispatch", "numerics", "gemm")
 
