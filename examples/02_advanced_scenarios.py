@@ -17,7 +17,8 @@ start_cpu_devices(8)  # virtual ones, before JAX starts
 
 W, T, AXIS = 8, 64, "cp"
 MESH = Mesh(np.array(jax.devices()), (AXIS,))
-CONFIG = cpd.PlanConfig(block=16)
+# Capacities that fit every scenario, so that one compiled program serves all of them.
+CONFIG = cpd.PlanConfig(block=16, q_capacity=2 * T + 16, kv_capacity=W * T, max_kv_destinations=W)
 
 
 def pack(*lengths: int) -> np.ndarray:
@@ -29,7 +30,23 @@ def pack(*lengths: int) -> np.ndarray:
     return segment_ids
 
 
-def dense(segment_ids, q, k, v):
+def with_gradients(attend, q, k, v, g):
+    out, pull_back = jax.vjp(attend, q, k, v)
+    return out, *pull_back(g)
+
+
+@jax.jit
+def balanced(plan, *qkvg):
+    options = {"mesh": MESH, "axis_name": AXIS, "algorithm": "balanced", "plan": plan}
+    return with_gradients(partial(cpd.context_parallel_attention, **options), *qkvg)
+
+
+@jax.jit
+def dense(segment_ids, *qkvg):
+    return with_gradients(partial(dense_attention, segment_ids), *qkvg)
+
+
+def dense_attention(segment_ids, q, k, v):
     same = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, :, None] > 0)
     mask = (same & jnp.tril(jnp.ones(same.shape[1:], bool)))[:, None]
     logits = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1]), -jnp.inf)
@@ -40,16 +57,8 @@ def dense(segment_ids, q, k, v):
 def attend_and_verify(title: str, segment_ids: np.ndarray) -> None:
     """Plans, attends forward and backward, compares, and says what it took."""
     plan = cpd.plan_attention(segment_ids, None, world_size=W, config=CONFIG)
-    q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, W * T, 2, 16)).astype(np.float32)
-
-    def balanced(q, k, v):
-        return cpd.context_parallel_attention(
-            q, k, v, mesh=MESH, axis_name=AXIS, algorithm="balanced", plan=plan
-        )
-
-    out, pull_back = jax.vjp(balanced, q, k, v)
-    expected, expected_pull_back = jax.vjp(partial(dense, segment_ids), q, k, v)
-    for got, want in zip((out, *pull_back(g)), (expected, *expected_pull_back(g)), strict=True):
+    qkvg = np.random.default_rng(0).normal(size=(4, 1, W * T, 2, 16)).astype(np.float32)
+    for got, want in zip(balanced(plan, *qkvg), dense(segment_ids, *qkvg), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     print(
         f"{title:<34} work max/mean {float(plan.imbalance_before):.2f} -> "

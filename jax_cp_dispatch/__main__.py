@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from jax_cp_dispatch.demo import run as demo
+from jax_cp_dispatch.doctor import run as doctor
 
 
 def main() -> int:
@@ -16,7 +17,16 @@ def main() -> int:
         "backward over virtual CPU devices and checks everything against dense attention.",
     )
     demo.add_arguments(demo_parser)
-    return demo.main(parser.parse_args())
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="what this machine offers, what is missing, and a test of each transport",
+        description="Looks at versions, devices, GPUs, shared memory and limits, says what is "
+        "missing and how to get it, and moves rows by every transport that is available. Exits "
+        "with 1 if something is wrong.",
+    )
+    doctor.add_arguments(doctor_parser)
+    options = parser.parse_args()
+    return {"demo": demo, "doctor": doctor}[options.command].main(options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Random scenarios, and what a perfect network would do with them: for tests and benchmarks."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -50,6 +51,11 @@ def gen_seq_lens(
             f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
             f"length is at least 1. Pass total_len>={num_seqs}."
         )
+    return _gen_seq_lens(key, world_size, num_seqs, total_len)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _gen_seq_lens(key: Array, world_size: int, num_seqs: int, total_len: int) -> Array:
     spare = total_len - num_seqs
     cuts = jax.random.randint(key, (world_size, num_seqs - 1), 0, spare + 1, dtype=jnp.int32)
     cuts = jnp.pad(jnp.sort(cuts, 1), ((0, 0), (1, 0)))
@@ -76,14 +82,20 @@ def draw_qkv_dispatch(
             f"{num_seqs} documents of at least max_cp_degree {max_cp_degree} tokens. Pass "
             f"total_seq_len>={num_seqs * max_cp_degree}."
         )
-    key_len, key_degree, key_rank = jax.random.split(key, 3)
-    units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
-    doc_len = np.asarray(units) * max_cp_degree
     powers = [2**i for i in range(max_cp_degree.bit_length()) if max_cp_degree % 2**i == 0]
     choices = np.array(sorted({*powers, max_cp_degree}))
-    doc_degree = choices[np.asarray(jax.random.randint(key_degree, doc_len.shape, 0, len(choices)))]
+
+    @jax.jit
+    def draw(key):
+        key_len, key_degree, key_rank = jax.random.split(key, 3)
+        units = gen_seq_lens(key_len, world_size, num_seqs, total_seq_len // max_cp_degree)
+        choice = jax.random.randint(key_degree, units.shape, 0, len(choices))
+        return units, choice, jax.random.uniform(key_rank, (*units.shape, world_size))
+
+    units, choice, priority = jax.device_get(draw(key))
+    doc_len, doc_degree = units * max_cp_degree, choices[choice]
     # Each document has its own order of ranks and deals its shards out in that order.
-    order = np.asarray(jax.random.uniform(key_rank, (*doc_len.shape, world_size))).argsort(-1)
+    order = priority.argsort(-1)
 
     num_slots = num_seqs * max_cp_degree
     slot = np.arange(num_slots)

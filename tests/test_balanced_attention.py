@@ -60,6 +60,17 @@ def attend(segment_ids, mesh, **options):
     )
 
 
+@partial(jax.jit, static_argnames="mesh")
+def attend_by_plan(q, k, v, g, plan, *, mesh):
+    """Output and gradients; one program for all plans of one shape."""
+    options = {"mesh": mesh, "axis_name": AXIS, "algorithm": "balanced", "plan": plan}
+    return out_and_gradients(partial(context_parallel_attention, **options), q, k, v, g)
+
+
+# For plans of 8 x 32 rows: what fits all of them.
+ROOMY = PlanConfig(block=16, q_capacity=80, kv_capacity=256, max_kv_destinations=8)
+
+
 @pytest.mark.parametrize("num_ranks, per_rank", [(1, 128), (2, 96), (5, 50), (8, 64)])
 def test_equals_dense_attention(num_ranks, per_rank):
     """Also where neither documents nor blocks divide the rows of a rank."""
@@ -94,8 +105,8 @@ def test_extreme_documents(kind):
     else:
         segment_ids[:] = 0
         segment_ids[:, -1] = 1
-    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
-    results = fn(q, k, v, g)
+    plan = plan_attention(segment_ids, None, world_size=8, config=ROOMY)
+    results = attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8))
     assert_close(results, expected(q, k, v, g, segment_ids))
     padding = segment_ids == 0
     for result in results:
@@ -113,7 +124,7 @@ def test_grouped_heads_scale_and_soft_cap(num_kv_heads):
 
 def test_bfloat16():
     """Within the rounding of inputs and results; dK and dV of many ranks are rounded once."""
-    q, k, v, g, segment_ids = draw(4, batch=1, num_tokens=8 * 64, dtype=jnp.bfloat16)
+    q, k, v, g, segment_ids = draw(4, batch=1, num_tokens=8 * 32, dtype=jnp.bfloat16)
     fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
     results = fn(q, k, v, g)
     assert {x.dtype for x in results} == {np.dtype(jnp.bfloat16)}
@@ -134,22 +145,23 @@ def test_plan_made_inside_the_program_serves_all_batches_with_one_program():
 
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        q, k, v, g, _ = draw(seed, batch=1, num_tokens=8 * 64)
-        segment_ids, positions = pack(rng, 1, 8 * 64, max_length=300)
+        q, k, v, g, _ = draw(seed, batch=1, num_tokens=8 * 32)
+        segment_ids, positions = pack(rng, 1, 8 * 32, max_length=150)
         got = fn(q, k, v, segment_ids, positions)
         assert_close([got], expected(q, k, v, g, segment_ids)[:1])
     assert len(traces) == 1
 
 
 def test_repeats_bit_for_bit():
-    q, k, v, g, segment_ids = draw(5, batch=1, num_tokens=8 * 64)
-    fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(8)), *x))
-    for first, second in zip(fn(q, k, v, g), fn(q, k, v, g), strict=True):
-        np.testing.assert_array_equal(first, second)
+    q, k, v, g, segment_ids = draw(5, batch=1, num_tokens=8 * 32)
+    plan = plan_attention(segment_ids, None, world_size=8, config=ROOMY)
+    first, second = (attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8)) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_without_segment_ids_each_row_is_one_document():
-    q, k, v, g, segment_ids = draw(6, batch=2, num_tokens=8 * 16)
+    q, k, v, g, segment_ids = draw(6, batch=2, num_tokens=8 * 32)
     got = attend(None, mesh_of(8))(q, k, v)
     assert_close([got], expected(q, k, v, g, np.ones_like(segment_ids))[:1])
 
@@ -166,11 +178,11 @@ def test_one_axis_of_a_larger_mesh(axis_type, axes):
     q, k, v, g, segment_ids = draw(8, batch=2, num_tokens=2 * 64)
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tp"), axis_types=(axis_type,) * 3)
     fn = attend(segment_ids, mesh, **axes)
-    got = jax.jit(fn)(q, k, v)
-    assert_close([got], expected(q, k, v, g, segment_ids)[:1])
+    references = expected(q, k, v, g, segment_ids)
     if axis_type == AxisType.Auto:
-        results = jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g)
-        assert_close(results, expected(q, k, v, g, segment_ids))
+        assert_close(jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g), references)
+    else:
+        assert_close([jax.jit(fn)(q, k, v)], references[:1])
 
 
 def test_explicit_mesh_set_for_the_context():

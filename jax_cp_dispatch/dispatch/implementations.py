@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax
 
+from jax_cp_dispatch.fork import refuse_after_fork
+
 
 class Implementation(NamedTuple):
     """One way to move rows, and whether it can be used here.
@@ -62,7 +64,8 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
 
 
 def check_implementation(op: str, wanted: str | None) -> None:
-    """Refuses a name that is none."""
+    """Refuses a name that is none, and any where nothing can run."""
+    refuse_after_fork(op)
     if wanted not in (None, "in_process", "xla"):
         raise ValueError(
             f"{op}: implementation is {wanted!r}; there are 'in_process' and 'xla', and None "

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -252,7 +253,7 @@ def _compute(
     padded, num_slots = inputs.num_slots(needed, max_recv_seqs)
     if not inputs.known:
         return function(*inputs.canonical(), num_slots=padded), num_slots
-    with jax.ensure_compile_time_eval():  # a plan of known values is a constant, also inside jit
+    with jax.core.eval_context():  # a plan of known values is a constant, also inside jit
         return function(*inputs.canonical(), num_slots=padded), num_slots
 
 
@@ -260,5 +261,5 @@ def _cut(x: Array, num_slots: int) -> Array:
     """`x[:, :num_slots]`, on the host so that no program is compiled for each size."""
     if x.shape[1] == num_slots:
         return x
-    with jax.ensure_compile_time_eval():
+    with jax.core.eval_context():
         return jnp.asarray(np.asarray(x)[:, :num_slots])

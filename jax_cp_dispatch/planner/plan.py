@@ -153,7 +153,7 @@ def plan_attention(
     positions = None if positions is None else _to_host(positions)
     _check_values(segments, positions)
     # Even while an outer function is traced, what does not depend on its arguments is known now.
-    with jax.ensure_compile_time_eval():
+    with jax.core.eval_context():
         assignment = assign(_int32(segments), _int32(positions), grid=grid, window=window)
         return _plan(assignment, grid, _exact_capacities(assignment, grid, config))
 

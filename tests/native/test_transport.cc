@@ -279,6 +279,25 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   CHECK(Contains(PlanCombine("bring", contributions, &work), message));
 }
 
+// No array bounds what the slots name, and nothing moves: the numbers are not summed either.
+void HostileNumbersWithoutArrays() {
+  const int64_t zeros[] = {0, 0}, lengths[] = {std::numeric_limits<int64_t>::max(), 1};
+  DispatchPart part;
+  part.num_slots = 2;
+  part.num_replicas = 1;
+  part.dst_rank = part.dst_offset = part.src_offset = part.num_recv = {zeros, IntType::kI64};
+  part.seq_len = {lengths, IntType::kI64};
+  for (const auto plan : {PlanDispatch, PlanCombine}) {
+    std::vector<std::unique_ptr<Contribution>> contributions;
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->parts.push_back(part);
+    contributions.push_back(std::move(mine));
+    WorkList work;
+    CHECK(plan("send", contributions, &work).ok());
+    CHECK(work.num_tasks == 0);
+  }
+}
+
 // First in a process, when the pool has no thread yet, and again when it has some.
 void CompletesWithoutNewThreads(int64_t run_id) {
   InProcessTransport();
@@ -311,6 +330,7 @@ int main() {
   cpd::HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
   cpd::HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
   cpd::HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
+  cpd::HostileNumbersWithoutArrays();
   cpd::LateRanksFindTheError();
   cpd::OneFailureFailsTheExecution();
   cpd::RanksInAnotherCallAreNamed();

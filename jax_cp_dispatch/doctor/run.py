@@ -1,0 +1,57 @@
+"""The doctor's report: a table, or JSON, and an exit code."""
+
+import argparse
+import itertools
+import json
+import os
+import textwrap
+
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch.doctor.machine import has_gpu, look_at_machine
+from jax_cp_dispatch.doctor.self_test import try_implementations
+
+_MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs, on standard output")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=4,
+        help="virtual CPU devices to try, where JAX would use the CPU (default 4)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns 1 if anything is wrong; what is merely missing does not count."""
+    if options.devices < 1:
+        raise SystemExit(f"doctor: --devices is {options.devices}; it needs to be at least 1.")
+    if os.environ.get("JAX_PLATFORMS", "" if has_gpu() else "cpu") == "cpu":
+        start_cpu_devices(options.devices)
+    findings = []
+    for finding in itertools.chain(look_at_machine(), try_implementations()):
+        findings.append(finding)
+        if not options.json:
+            print(_row(finding), flush=True)
+    is_well = all(finding.verdict != "wrong" for finding in findings)
+    if options.json:
+        print(json.dumps({"ok": is_well, "findings": [f._asdict() for f in findings]}, indent=2))
+    else:
+        print("\nok: works.  --: not here, needed only for what it names.  XX: must be repaired.")
+        print("All is well." if is_well else "Something is wrong: see XX.")
+    return 0 if is_well else 1
+
+
+def _row(finding: Finding) -> str:
+    lines = [f"{_MARKS[finding.verdict]}  {finding.name:<26} {finding.found}"]
+    margin = " " * 31
+    lines += textwrap.wrap(
+        finding.remedy,
+        92,
+        break_on_hyphens=False,
+        initial_indent=margin,
+        subsequent_indent=margin,
+    )
+    return "\n".join(lines)

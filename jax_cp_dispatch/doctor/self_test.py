@@ -1,0 +1,70 @@
+"""Every way of moving rows that is available here, tried out and compared."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jax_cp_dispatch.dispatch import available_implementations, combine, dispatch
+from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch.metadata import compute_metadata
+from jax_cp_dispatch.scenarios import orchestrate_simulate
+
+_AXIS = "cp"
+_SLOTS, _REPLICAS, _FEATURES = 4, 2, 8
+
+
+def try_implementations() -> Iterator[Finding]:
+    """Yields what became of each; one that needs several processes says so as its reason."""
+    for name, implementation in available_implementations().items():
+        if not implementation.available:
+            yield Finding(f"transport {name}", implementation.reason, "missing")
+            continue
+        start = time.perf_counter()
+        try:
+            wrong = _move(name)
+        except Exception as error:  # whatever it is, it is the finding
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        seconds = time.perf_counter() - start
+        if wrong:
+            yield Finding(f"transport {name}", wrong, "wrong", "Report this with the output.")
+        else:
+            count = jax.device_count()
+            yield Finding(
+                f"transport {name}", f"dispatch and combine right on {count} ranks, {seconds:.1f} s"
+            )
+
+
+def _move(name: str) -> str:
+    """Sends random shards to random ranks and back; what differs, or nothing."""
+    devices = np.array(jax.devices())
+    num_ranks = len(devices)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 6, (num_ranks, _SLOTS))
+    where = rng.integers(-1, num_ranks, (num_ranks, _SLOTS, _REPLICAS))
+    plan, _ = compute_metadata(lengths, where)
+    num_tokens = int(lengths.sum(1).max())
+    capacity = int(np.asarray(plan.num_total_recv_tokens).max())
+    x = rng.normal(size=(num_ranks, num_tokens, _FEATURES)).astype(np.float32)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=Mesh(devices, (_AXIS,)), in_specs=P(_AXIS), out_specs=P(_AXIS))
+    def there_and_back(x, plan):
+        options: Any = {"axis_name": _AXIS, "implementation": name}
+        received = dispatch(x[0], plan, capacity=capacity, **options)
+        home = combine(received, plan, num_tokens=num_tokens, **options)
+        return received[None], home[None]
+
+    received, home = (np.asarray(y) for y in there_and_back(x, plan))
+    blank = np.zeros((num_ranks, capacity, _FEATURES), np.float32)
+    if not np.array_equal(received, orchestrate_simulate(x, blank, plan)):
+        return "dispatch gave other rows than the plan names"
+    copies = np.zeros((num_ranks, num_tokens, 1), np.float32)
+    for rank, sent in enumerate((where >= 0).sum(-1)):
+        per_row = np.repeat(sent, lengths[rank])
+        copies[rank, : len(per_row), 0] = per_row
+    return "" if np.array_equal(home, x * copies) else "combine gave other sums than the copies'"

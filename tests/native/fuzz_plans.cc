@@ -1,0 +1,107 @@
+// Coverage-guided fuzzing of what the handlers check of a plan: any bytes as the metadata of all
+// ranks are refused, or make copies and sums that stay within the arrays. See fuzz.sh.
+#include <fuzzer/FuzzedDataProvider.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "dispatch/dispatch.h"
+
+namespace cpd {
+namespace {
+
+constexpr DataType kTypes[] = {DataType::kF32, DataType::kBF16, DataType::kI8, DataType::kF64,
+                               DataType::kOther};
+constexpr int64_t kTypeBytes[] = {4, 2, 1, 8, 1};
+
+// Memory of exactly the size that is said, so that the sanitizer sees every access beside it.
+class Memory {
+ public:
+  char* Take(int64_t num_bytes) {
+    blocks_.push_back(std::make_unique<char[]>(num_bytes));
+    return blocks_.back().get();
+  }
+
+  IntArray Integers(FuzzedDataProvider& data, int64_t count) {
+    const auto type = static_cast<IntType>(data.ConsumeIntegralInRange(0, 3));
+    const bool is_wide = type == IntType::kI64 || type == IntType::kU64;
+    char* bytes = Take(count * (is_wide ? 8 : 4));
+    // Small numbers mostly: others are refused at the first look.
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t value = data.ConsumeBool() ? data.ConsumeIntegralInRange<int64_t>(-1, 6)
+                                               : data.ConsumeIntegral<int64_t>();
+      std::memcpy(bytes + i * (is_wide ? 8 : 4), &value, is_wide ? 8 : 4);
+    }
+    return {bytes, type};
+  }
+
+ private:
+  std::vector<std::unique_ptr<char[]>> blocks_;
+};
+
+RowArray Rows(FuzzedDataProvider& data, Memory& memory, int64_t row_bytes) {
+  const int64_t num_rows = data.ConsumeIntegralInRange(0, 12);
+  return {memory.Take(num_rows * row_bytes), num_rows, row_bytes};
+}
+
+// Mostly what another rank has, as a program on all devices does.
+int64_t Alike(FuzzedDataProvider& data, int64_t common, int64_t most) {
+  return data.ConsumeIntegralInRange(0, 15) ? common
+                                            : data.ConsumeIntegralInRange<int64_t>(0, most);
+}
+
+void Fuzz(FuzzedDataProvider& data) {
+  Memory memory;
+  const bool is_dispatch = data.ConsumeBool();
+  const int64_t num_ranks = data.ConsumeIntegralInRange(1, 4);
+  const int64_t num_parts = data.ConsumeIntegralInRange(1, 2);
+  const int64_t num_slots = data.ConsumeIntegralInRange(0, 4);
+  const int64_t num_replicas = data.ConsumeIntegralInRange(1, 3);
+  const int64_t num_arrays = data.ConsumeIntegralInRange(1, 2);
+  const int type = data.ConsumeIntegralInRange(0, 4);
+  const int64_t row_elements = data.ConsumeIntegralInRange(0, 3);
+  const bool has_src_offset = data.ConsumeBool();
+  std::vector<std::unique_ptr<Contribution>> ranks;
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    auto mine = std::make_unique<DispatchContribution>();
+    for (int64_t p = Alike(data, num_parts, 2); p > 0; --p) {
+      DispatchPart part;
+      part.num_slots = Alike(data, num_slots, 4);
+      part.num_replicas = Alike(data, num_replicas, 3);
+      part.dst_rank = memory.Integers(data, part.num_slots * part.num_replicas);
+      part.dst_offset = memory.Integers(data, part.num_slots * part.num_replicas);
+      part.seq_len = memory.Integers(data, part.num_slots);
+      if (has_src_offset) part.src_offset = memory.Integers(data, part.num_slots);
+      part.num_recv = memory.Integers(data, num_ranks + 1);
+      const RowArray tokens = Rows(data, memory, row_elements * kTypeBytes[type]);
+      const RowArray buffers = Rows(data, memory, row_elements * kTypeBytes[type]);
+      for (int64_t a = Alike(data, num_arrays, 2); a > 0; --a) {
+        part.tokens.push_back(tokens);
+        part.tokens.back().data = memory.Take(tokens.num_rows * tokens.row_bytes);
+        part.buffers.push_back(buffers);
+        part.buffers.back().data = memory.Take(buffers.num_rows * buffers.row_bytes);
+        part.types.push_back({kTypes[type], kTypes[type]});
+      }
+      mine->parts.push_back(std::move(part));
+    }
+    ranks.push_back(std::move(mine));
+  }
+  WorkList work;
+  const Status status =
+      is_dispatch ? PlanDispatch("fuzz", ranks, &work) : PlanCombine("fuzz", ranks, &work);
+  if (!status.ok()) {
+    if (status.message.rfind("fuzz", 0) != 0) __builtin_trap();
+    return;
+  }
+  for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
+}
+
+}  // namespace
+}  // namespace cpd
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
+  FuzzedDataProvider data(bytes, num_bytes);
+  cpd::Fuzz(data);
+  return 0;
+}

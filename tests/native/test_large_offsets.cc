@@ -1,0 +1,86 @@
+// Rows beyond 4 GiB move right: large ranges of addresses over little memory.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "dispatch/dispatch.h"
+#include "ranks.h"
+
+namespace cpd {
+namespace {
+
+constexpr int64_t kRowBytes = 1 << 20;
+constexpr int64_t kNumRows = (int64_t{9} << 29) / kRowBytes;  // 4.5 GiB
+constexpr int64_t kAliasedRows = 32;
+constexpr int64_t kSrcRow = kNumRows - 3, kDstRow = kNumRows - 5;  // both beyond 4 GiB
+static_assert(kDstRow * kRowBytes > int64_t{1} << 32);
+
+// All but the last rows are the same few, over and over; the last ones are on their own.
+char* Reserve() {
+  const int file = memfd_create("rows", 0);
+  CHECK(file >= 0 && ftruncate(file, 2 * kAliasedRows * kRowBytes) == 0);
+  auto* base = static_cast<char*>(mmap(nullptr, kNumRows * kRowBytes, PROT_NONE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  CHECK(base != MAP_FAILED);
+  for (int64_t row = 0; row < kNumRows; row += kAliasedRows) {
+    const bool is_last = row + kAliasedRows >= kNumRows;
+    void* mapped = mmap(base + row * kRowBytes, kAliasedRows * kRowBytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, file, is_last ? kAliasedRows * kRowBytes : 0);
+    CHECK(mapped != MAP_FAILED);
+  }
+  close(file);
+  return base;
+}
+
+float* Row(const RowArray& rows, int64_t row) {
+  return reinterpret_cast<float*>(rows.data + row * rows.row_bytes);
+}
+
+void Run(Status (*plan)(const std::string&, const std::vector<std::unique_ptr<Contribution>>&,
+                        WorkList*),
+         const DispatchPart& part) {
+  std::vector<std::unique_ptr<Contribution>> ranks;
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->parts.push_back(part);
+  ranks.push_back(std::move(mine));
+  WorkList work;
+  CHECK(plan("large", ranks, &work).ok());
+  for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main() {
+  using namespace cpd;
+  const int64_t dst_rank = 0, length = 1, counts[] = {1, 1};
+  DispatchPart part;
+  part.tokens.push_back({Reserve(), kNumRows, kRowBytes});
+  part.buffers.push_back({Reserve(), kNumRows, kRowBytes});
+  part.types.push_back({DataType::kF32, DataType::kF32});
+  part.num_slots = part.num_replicas = 1;
+  part.dst_rank = {&dst_rank, IntType::kI64};
+  part.dst_offset = {&kDstRow, IntType::kI64};
+  part.seq_len = {&length, IntType::kI64};
+  part.src_offset = {&kSrcRow, IntType::kI64};
+  part.num_recv = {counts, IntType::kI64};
+  const RowArray &tokens = part.tokens[0], &buffer = part.buffers[0];
+
+  constexpr int64_t kNum = kRowBytes / 4;
+  for (int64_t i = 0; i < kNum; ++i) Row(tokens, kSrcRow)[i] = static_cast<float>(i);
+  std::memset(Row(buffer, kDstRow - 1), 0x7f, 3 * kRowBytes);
+  Run(PlanDispatch, part);
+  for (int64_t i = 0; i < kNum; ++i) {
+    CHECK(Row(buffer, kDstRow)[i] == static_cast<float>(i));
+    CHECK(Row(buffer, kDstRow - 1)[i] == 0 && Row(buffer, kDstRow + 1)[i] == 0);
+  }
+
+  std::memset(Row(tokens, kSrcRow - 1), 0x7f, 3 * kRowBytes);
+  Run(PlanCombine, part);
+  for (int64_t i = 0; i < kNum; ++i) {
+    CHECK(Row(tokens, kSrcRow)[i] == static_cast<float>(i));
+    CHECK(Row(tokens, kSrcRow - 1)[i] == 0 && Row(tokens, kSrcRow + 1)[i] == 0);
+  }
+  std::puts("ok");
+}

@@ -1,0 +1,74 @@
+"""The doctor finds what is there, tries every transport, and says when one is wrong."""
+
+import argparse
+import json
+
+import jax
+import pytest
+
+from jax_cp_dispatch.dispatch import Implementation, available_implementations
+from jax_cp_dispatch.doctor import machine, run, self_test
+
+
+def report(capsys, *, is_json=True):
+    code = run.main(argparse.Namespace(json=is_json, devices=jax.device_count()))
+    printed = capsys.readouterr().out
+    return code, json.loads(printed) if is_json else printed
+
+
+def test_tells_what_is_there_and_tries_every_transport(capsys):
+    code, told = report(capsys)
+    assert code == 0 and told["ok"]
+    findings = {finding.pop("name"): finding for finding in told["findings"]}
+    assert jax.__version__ in findings["jax"]["found"]
+    assert findings["devices"] == {
+        "found": "8 of cpu, 1 process(es)",
+        "verdict": "ok",
+        "remedy": "",
+    }
+    for name in available_implementations():
+        assert "right on 8 ranks" in findings[f"transport {name}"]["found"]
+    for finding in findings.values():
+        assert (finding["verdict"] == "ok") == (not finding["remedy"])
+
+
+def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
+    move = self_test.dispatch
+    monkeypatch.setattr(run, "look_at_machine", lambda: ())
+    monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
+    code, told = report(capsys, is_json=False)
+    assert code == 1
+    assert "XX  transport in_process       dispatch gave other rows than the plan names" in told
+    assert "Something is wrong" in told
+
+
+def test_what_fails_or_is_not_here_is_told(capsys, monkeypatch):
+    there = {"a": Implementation(False, "no such processes"), "b": Implementation(True, "")}
+    monkeypatch.setattr(run, "look_at_machine", lambda: ())
+    monkeypatch.setattr(self_test, "available_implementations", lambda: there)
+    code, told = report(capsys)
+    first, second = told["findings"]
+    assert (first["found"], first["verdict"]) == ("no such processes", "missing")
+    assert second["verdict"] == "wrong" and "implementation is 'b'" in second["found"]
+    assert code == 1
+
+
+def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "_version_of", lambda *names: None)
+    monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: None)
+    usage = machine.shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    found = {finding.name: finding for finding in machine.look_at_machine()}
+    for name, remedy in (
+        ("GPU", "jax[cuda13]"),
+        ("NVSHMEM", "nvidia-nvshmem-cu13"),
+        ("shared memory", "--shm-size"),
+        ("pictures", "[plots]"),
+    ):
+        assert found[name].verdict == "missing" and remedy in found[name].remedy
+
+
+def test_number_of_devices_is_checked():
+    with pytest.raises(SystemExit, match="doctor: --devices is 0; it needs to be at least 1"):
+        run.main(argparse.Namespace(json=True, devices=0))
