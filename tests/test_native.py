@@ -21,6 +21,7 @@ TESTS = (
     "test_comm_overlap",
     "test_overlap_buffers",
     "test_overlap_timing",
+    "test_device",
     "stress",
 )
 # Everything without XLA and Python.
