@@ -37,8 +37,10 @@ struct Options {
   Counts num_tokens;
   Counts capacity;
   Counts buffer;
-  Counts places;            // of all ranks, group by group; none: one device holds all ranks
+  Counts places;            // of all ranks, group by group; -1: one device holds all of them
   std::string_view memory;  // "devices" of this process, or a "slab" per process
+
+  bool is_on_one_device() const { return places.size() == 1 && places[0] == -1; }
 
   std::string op() const {
     return std::string(is_dispatch ? "dispatch" : "combine") + " over axis '" + std::string(axis) +
@@ -243,7 +245,7 @@ Status Move(const Options& options, bool execute, int32_t device, cudaStream_t s
   std::vector<int64_t> all(num_ranks, here);  // where one device holds all ranks
   const int64_t* places = all.data();
   int rank = 0;
-  if (options.places.size() > 0) {
+  if (!options.is_on_one_device()) {
     const auto at = std::find(options.places.begin(), options.places.end(), here);
     if (at == options.places.end()) {
       return Status::Invalid(op + ": the program was made for other devices than GPU " +
@@ -256,7 +258,7 @@ Status Move(const Options& options, bool execute, int32_t device, cudaStream_t s
   }
 
   device::Call call{};
-  const int64_t num_local = options.places.size() > 0 ? 1 : options.num_ranks;
+  const int64_t num_local = options.is_on_one_device() ? options.num_ranks : 1;
   const int num_blocks = NumBlocks(device);
   Status status = ReadCall(options, args, results, num_local, num_blocks, &call);
   if (!status.ok()) return status;
@@ -267,7 +269,7 @@ Status Move(const Options& options, bool execute, int32_t device, cudaStream_t s
   if (!status.ok() || !execute) return status;
 
   call.first_rank = rank;
-  call.rank_operand = options.places.size() > 0 ? rank_operand : nullptr;
+  call.rank_operand = options.is_on_one_device() ? nullptr : rank_operand;
   call.program = std::hash<std::string>{}(key.layout);
   device::LayOutChannel(&call);
   device::LayOutLocal(&call);
