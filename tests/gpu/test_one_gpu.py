@@ -51,7 +51,8 @@ def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
     plan = plan_of(num_ranks, num_replicas)
     capacity = capacity_of(plan) + 3
     rng = np.random.default_rng(1)
-    x = {n: rng.integers(0, 256, (num_ranks, T, n), np.uint8) for n in (1, 3, 16, 17, 200, 4096)}
+    sizes = (1, 3, 16, 17, 200, 4096)
+    x = {f"{n} bytes": rng.integers(0, 256, (num_ranks, T, n), np.uint8) for n in sizes}
     x["bfloat16"] = rng.normal(size=(num_ranks, T, 2, 5)).astype(jnp.bfloat16)
     move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **OURS))
     for _ in range(5):  # through both halves of the buffer, more than once
@@ -59,7 +60,7 @@ def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
     for name, rows in x.items():
         expected = dispatched(plan, rows, capacity)
         np.testing.assert_array_equal(
-            bits(per_rank(got[name], num_ranks)), bits(expected), err_msg=str(name)
+            bits(per_rank(got[name], num_ranks)), bits(expected), err_msg=name
         )
 
 
