@@ -11,7 +11,6 @@ from typing import Any
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -20,6 +19,7 @@ from jax_cp_dispatch import gpu
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 AXIS = "cp"
+RANKS: Any = P(AXIS)
 
 
 class Job:
@@ -31,12 +31,12 @@ class Job:
         self.repeats = repeats
         self.rows: list[dict[str, Any]] = []
 
-    def put(self, x, spec=P(AXIS)):
+    def put(self, x, spec=RANKS):
         """The same array on all processes, each device with its slice."""
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda i: x[i])
 
-    def on_ranks(self, fn, in_specs=P(AXIS), out_specs=P(AXIS)):
+    def on_ranks(self, fn, in_specs=RANKS, out_specs=RANKS):
         return jax.jit(
             jax.shard_map(
                 fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -54,13 +54,13 @@ class Job:
         gpu.raise_gpu_errors()
         self.say(f"{what}: right")
 
-    def measure(self, what, run, **more):
+    def measure(self, what, run, *operands, **more):
         """Median seconds; of bytes or FLOPs, if named, the rate."""
-        jax.block_until_ready(run())
+        jax.block_until_ready(run(*operands))
         times = []
         for _ in range(self.repeats):
             start = time.perf_counter()
-            jax.block_until_ready(run())
+            jax.block_until_ready(run(*operands))
             times.append(time.perf_counter() - start)
         seconds = float(np.median(times))
         row: dict[str, Any] = {"what": what, "ms": round(1e3 * seconds, 3)}
@@ -99,8 +99,8 @@ def measure_dispatch(job: Job, tokens: int, width: int) -> None:
         job.check(f"dispatch, {title}", there, expected.reshape(-1, width))
         job.check(f"combine, {title}", bring(there, metadata), x)
         moved = x.nbytes / w * (w - 1) / w  # of each rank, to others
-        job.measure(f"dispatch, {title}", lambda: send(arrays, metadata), GB_per_s_per_rank=moved)
-        job.measure(f"combine, {title}", lambda: bring(there, metadata), GB_per_s_per_rank=moved)
+        job.measure(f"dispatch, {title}", send, arrays, metadata, GB_per_s_per_rank=moved)
+        job.measure(f"combine, {title}", bring, there, metadata, GB_per_s_per_rank=moved)
 
 
 def measure_attention(job: Job, tokens: int, heads: int, size: int) -> None:
@@ -132,8 +132,8 @@ def measure_attention(job: Job, tokens: int, heads: int, size: int) -> None:
             np.testing.assert_allclose(np.asarray(shard.data)[known], wanted[known], atol=2e-3)
         job.say(f"attention, {algorithm}: right")
         grad = jax.jit(jax.grad(lambda *x, run=attend: (run(*x) ** 2).sum(), argnums=(0, 1, 2)))
-        job.measure(f"attention, {algorithm}, forward", lambda run=run: run(*arrays))
-        job.measure(f"attention, {algorithm}, and backward", lambda grad=grad: grad(*arrays))
+        job.measure(f"attention, {algorithm}, forward", run, *arrays)
+        job.measure(f"attention, {algorithm}, and backward", grad, *arrays)
 
 
 def measure_gemm(job: Job, tokens: int, width: int) -> None:
@@ -152,7 +152,7 @@ def measure_gemm(job: Job, tokens: int, width: int) -> None:
         run = job.on_ranks(lambda x, w, op=op: op(x, w, axis_name=AXIS), specs, out)
         operands = [job.put(a, spec) for a, spec in zip((x, w), specs, strict=True)]
         job.check(name, run(*operands), product, tolerance=1e-2)
-        job.measure(name, lambda run=run, operands=operands: run(*operands), GFLOP_per_s=flops)
+        job.measure(name, run, *operands, GFLOP_per_s=flops)
 
 
 def main() -> None:

@@ -127,10 +127,10 @@ def test_xla_serves_gpus_as_well():
 def test_without_the_extension_xla_serves_and_a_named_transport_is_refused(monkeypatch):
     monkeypatch.setattr(runtime, "cuda", None)
     monkeypatch.setattr(runtime, "cuda_reason", "the package was built without CUDA")
-    with pytest.warns(UserWarning, match="XLA's collectives .* built without CUDA"):
+    with pytest.warns(UserWarning, match=r"XLA's collectives .* built without CUDA"):
         assert not calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
     named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
-    with pytest.raises(NotImplementedError, match="'cuda_peer' cannot serve .* without CUDA"):
+    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* without CUDA"):
         lowered(named, X, PLAN)
 
 

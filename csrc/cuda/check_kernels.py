@@ -1,6 +1,6 @@
 """Reads what ptxas -v says of the kernels; fails where one spills registers or uses a stack.
 
-    check_kernels.py BUILD_LOG ARCHITECTURE...
+check_kernels.py BUILD_LOG ARCHITECTURE...
 """
 
 import pathlib
@@ -15,7 +15,9 @@ def read(log: str) -> dict[tuple[str, str], dict[str, int]]:
     found: dict[tuple[str, str], dict[str, int]] = {}
     place = ("", "")
     for line in log.splitlines():
-        if entry := re.search(r"Compiling entry function '\w*?\d([A-Z]\w*?)Kernel\w*' for 'sm_(\d+)'", line):
+        if entry := re.search(
+            r"Compiling entry function '\w*?\d([A-Z]\w*?)Kernel\w*' for 'sm_(\d+)'", line
+        ):
             place = (entry[1], entry[2])
             found[place] = {}
         elif place[0] and (sizes := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill", line)):

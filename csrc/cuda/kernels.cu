@@ -80,9 +80,26 @@ cudaError_t LaunchCall(const Call& call, int num_blocks, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+namespace {
+
+// Loads every kernel now: loading one when it is first launched may wait for the device, on which a
+// rank may be waiting for the one that loads.
+cudaError_t LoadKernels() {
+  cudaError_t error = cudaSuccess;
+  cudaFuncAttributes attributes;
+  for (auto* kernel :
+       {PlanKernel, PushKernel, StageKernel, SignalKernel, WaitKernel, UnpackKernel, PullKernel}) {
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+  }
+  return error;
+}
+
+}  // namespace
+
 cudaError_t NumResidentBlocks(int* num_blocks) {
   int device = 0, num_sms = 0, per_sm = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  cudaError_t error = LoadKernels();
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   }

@@ -11,7 +11,8 @@ namespace cpd {
 // Nothing is read or kept on the host, so a recording of it may be replayed.
 cudaError_t LaunchCall(const device::Call& call, int num_blocks, cudaStream_t stream);
 
-// As many blocks as the device runs at once, when each of them moves rows.
+// As many blocks as the current device runs at once, when each of them moves rows. Also loads the
+// kernels, so it comes before the first call on a device.
 cudaError_t NumResidentBlocks(int* num_blocks);
 
 }  // namespace cpd

@@ -8,8 +8,8 @@ def raise_gpu_errors() -> None:
 
     A GPU finds out that a plan does not fit, or that a rank did not come, when the host has long
     gone on. The results are then NaN (-1 in integers), and the next call over the same ranks raises
-    the error; so does this function, when `jax.block_until_ready` has returned. With the environment
-    variable `JAX_CP_DISPATCH_CHECK=1` every call waits and raises its own errors.
+    the error; so does this function, once `jax.block_until_ready` has returned. With
+    `JAX_CP_DISPATCH_CHECK=1` in the environment every call waits and raises its own errors.
 
     Raises:
       RuntimeError: the errors, one per line.

@@ -41,7 +41,7 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
     Call in every process, after `jax.distributed.initialize` and before a program is compiled.
     Takes NVSHMEM where it is installed and maps the memory of all processes, else CUDA's IPC on one
     host, else XLA's collectives; `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one.
-    Every process sets `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside, by default 1 GiB.
+    Every process sets `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
 
     Args:
       timeout: seconds to wait for each of the other processes.
@@ -60,7 +60,8 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
     wanted = os.environ.get(_TRANSPORT_VARIABLE)
     if wanted not in (None, "nvshmem", "cuda_ipc"):
         raise ValueError(
-            f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; it needs to be nvshmem or cuda_ipc."
+            f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
+            "it needs to be nvshmem or cuda_ipc."
         )
     told = _Told(timeout)
     failed = told.to_all("ready", _why_not_ready())
@@ -103,8 +104,8 @@ class _Told:
             except Exception as error:
                 raise RuntimeError(
                     f"connect_gpus: process {process} of {jax.process_count()} did not tell "
-                    f"{what!r} within {self._milliseconds} ms; process {jax.process_index()} waited "
-                    f"({error}). All processes have to call connect_gpus()."
+                    f"{what!r} within {self._milliseconds} ms, for which process "
+                    f"{jax.process_index()} waited ({error}). All processes have to call connect_gpus()."
                 ) from error
             values.append(json.loads(value))
         return values
@@ -186,7 +187,9 @@ def _connect_ipc(told: _Told) -> str | None:
         return missing
     try:
         slabs = [
-            address if other == process else runtime.cuda.open_slab(_device(), bytes(handles[other][1]))
+            address
+            if other == process
+            else runtime.cuda.open_slab(_device(), bytes(handles[other][1]))
             for other in range(jax.process_count())
         ]
     except RuntimeError as error:

@@ -3,16 +3,17 @@
 import argparse
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from movement_oracle import combined, dispatched, random_plan  # noqa: E402
+from movement_oracle import combined, dispatched, random_plan
 
-from jax_cp_dispatch import Metadata, combine, dispatch  # noqa: E402
-from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors  # noqa: E402
+from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
 
 S, T, ROUNDS = 6, 64, 6
 
@@ -49,12 +50,16 @@ def main() -> None:
         return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
 
     fields = {k: v for k, v in plan.items() if k != "world_size"}
-    metadata = Metadata(
-        **{k: global_array(np.asarray(v)[:, None]) for k, v in fields.items()}, world_size=num_ranks
-    )
-    name = {"axis_name": "cp", "implementation": world.implementation, "deadline": 30.0}
+    sliced: dict[str, Any] = {k: global_array(np.asarray(v)[:, None]) for k, v in fields.items()}
+    metadata = Metadata(**sliced, world_size=num_ranks)
+    name: dict[str, Any] = {
+        "axis_name": "cp",
+        "implementation": world.implementation,
+        "deadline": 30.0,
+    }
     send = on_ranks(lambda x, m: dispatch(x, m, capacity=capacity, **name))
     bring = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))
+    x = np.zeros((num_ranks, T, 3, 5), np.float32)
     for _ in range(ROUNDS):
         x = rng.normal(size=(num_ranks, T, 3, 5)).astype(np.float32)
         y = rng.normal(size=(num_ranks, capacity, 4)).astype(np.float32)

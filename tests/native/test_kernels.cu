@@ -84,6 +84,8 @@ int main(int argc, char** argv) {
     std::printf("no GPU\n");
     return 77;
   }
+  int num_blocks = 0;
+  CUDA(NumResidentBlocks(&num_blocks));
   Rng rng(11);
   std::vector<cudaStream_t> streams(4);
   for (cudaStream_t& stream : streams) {
