@@ -105,7 +105,8 @@ class _Told:
                 raise RuntimeError(
                     f"connect_gpus: process {process} of {jax.process_count()} did not tell "
                     f"{what!r} within {self._milliseconds} ms, for which process "
-                    f"{jax.process_index()} waited ({error}). All processes have to call connect_gpus()."
+                    f"{jax.process_index()} waited ({error}). All processes have to call "
+                    "connect_gpus()."
                 ) from error
             values.append(json.loads(value))
         return values
