@@ -50,9 +50,10 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
 
 def _is_for_gpu(primitive, ctx, call):
     platforms = ctx.module_context.platforms
-    return set(platforms) == {"cuda"} and (
-        choose_implementation(str(primitive), call.implementation, platforms) in GPU_IMPLEMENTATIONS
-    )
+    if set(platforms) != {"cuda"} or call.implementation not in (None, *GPU_IMPLEMENTATIONS):
+        return False
+    name = choose_implementation(str(primitive), call.implementation, platforms)
+    return name in GPU_IMPLEMENTATIONS
 
 
 def _on_one_gpu(target, avals_out, *operands, call, parts):
