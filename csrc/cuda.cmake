@@ -32,6 +32,7 @@ target_compile_options(cpd_cuda PRIVATE
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/common.cc
   csrc/ffi/cuda.cc
+  csrc/ffi/cuda_call.cc
   csrc/ffi/cuda_dispatch.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
 target_link_libraries(_cuda PRIVATE cpd_cuda)
