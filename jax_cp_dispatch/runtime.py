@@ -1,8 +1,11 @@
-"""Loads the native extension and registers its XLA FFI targets; nothing else imports it."""
+"""Loads the native extensions and registers their XLA FFI targets; nothing else imports them."""
 
+import ctypes
+import importlib
 import importlib.util
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -94,3 +97,57 @@ GROUPED_GEMM_TARGET = "jax_cp_dispatch.grouped_gemm"
 
 for _name, _stages in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
+
+
+# ---- CUDA: extensions of their own, which may not be there.
+
+
+def _load_cuda() -> tuple[Any, str]:
+    """The extension for GPUs, or None and why."""
+    if importlib.util.find_spec("jax_cp_dispatch._cuda") is None:
+        return None, (
+            "the package was built without CUDA; reinstall it where nvcc is, with "
+            "`CPD_CUDA=ON pip install .`"
+        )
+    try:
+        module = importlib.import_module("jax_cp_dispatch._cuda")
+        check_versions(
+            jax_version=jax.__version__,
+            jaxlib_version=jaxlib.version.__version__,
+            built_ffi=module.ffi_api_version(),
+            installed_ffi=_installed_ffi_api_version(),
+        )
+    except ImportError as error:
+        return None, f"the extension '_cuda' does not load ({error})"
+    for name, stages in module.registrations().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+    return module, ""
+
+
+cuda, cuda_reason = _load_cuda()
+"""The extension for GPUs and ""; or None, and why. It loads without a GPU."""
+
+
+def load_nvshmem() -> tuple[Any, str]:
+    """The extension for NVSHMEM and ""; or None, and why. Starts nothing."""
+    if importlib.util.find_spec("jax_cp_dispatch._nvshmem") is None:
+        return None, (
+            "the package was built without NVSHMEM; install nvidia-nvshmem-cu13, then reinstall "
+            "the package with `CPD_CUDA=ON pip install .`"
+        )
+    try:
+        # By hand: what the extension names as its place is wrong in `pip install --target`.
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+        for folder in spec.submodule_search_locations or () if spec is not None else ():
+            library = pathlib.Path(folder, "lib/libnvshmem_host.so.3")
+            if library.is_file():
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("jax_cp_dispatch._nvshmem"), ""
+    except (ImportError, OSError) as error:
+        return None, f"the extension '_nvshmem' does not load ({error}); is NVSHMEM installed?"
+
+
+def release_buffer(id: int) -> None:
+    """Frees what GPUs hold of a registered buffer."""
+    if cuda is not None:
+        cuda.release_buffer(id)

@@ -263,8 +263,9 @@ def test_ranks_without_rows(implementation):
 
 def test_names_and_reasons():
     found = available_implementations()
-    assert list(found) == ["in_process", "xla"]
-    assert all(one.available for one in found.values())
+    assert list(found) == ["in_process", "cuda_peer", "nvshmem", "cuda_ipc", "xla"]
+    assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
+    assert found["nvshmem"].reason == "the platform is 'cpu', and it serves NVIDIA GPUs"
     assert found["in_process"].reason == "all devices are CPU devices of this process"
     assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason
 
@@ -285,7 +286,7 @@ def test_lowering_for_a_platform_that_has_no_transport(place):
 
         if place == "shard_map":
             move = jax.shard_map(move, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-        lowered = jax.jit(move).trace(shape).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",))
         assert "jax_cp_dispatch." not in lowered.as_text()
 
     implementations._say_once.cache_clear()
@@ -294,7 +295,7 @@ def test_lowering_for_a_platform_that_has_no_transport(place):
         lower("xla")
     if place == "all ranks":  # the partitioner chooses, when it compiles
         return
-    with pytest.warns(UserWarning, match="moves rows with XLA's collectives.*is 'cuda'") as said:
+    with pytest.warns(UserWarning, match="moves rows with XLA's collectives.*is 'rocm'") as said:
         lower(None)
         lower(None)
     assert len(said) == 2, "one for dispatch, one for combine"

@@ -26,6 +26,7 @@ TESTS = (
     "test_comm_overlap",
     "test_overlap_buffers",
     *TIMED,
+    "test_device",
     "stress",
 )
 BUILDS = {"thread": TESTS, "address,undefined": TESTS, "": TIMED + LARGE}

@@ -24,7 +24,8 @@ ALLOWED = {
     "timeline": set(),
     "planner": {"metadata", "cost"},
     "cpu_devices": set(),
-    "dispatch": {"metadata", "runtime", "cpu_devices", "fork"},
+    "gpu": {"runtime"},
+    "dispatch": {"metadata", "runtime", "cpu_devices", "fork", "gpu"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
     "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices"},
     "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
@@ -57,7 +58,7 @@ def test_imports_follow_the_architecture():
             continue
         allowed = ALLOWED[room] | {room, "_varying"}
         if room == "runtime":
-            allowed.add("_cpu")  # only runtime sees the extension
+            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # only runtime sees the extensions
         assert set(imported_rooms(path)) <= allowed, path
 
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "numerics/int_array.h"
 #include "numerics/sum_rows.h"
 #include "transport/transport.h"
 
@@ -16,18 +17,6 @@ struct RowArray {
   char* data = nullptr;
   int64_t num_rows = 0;
   int64_t row_bytes = 0;
-};
-
-enum class IntType : uint8_t { kI32, kU32, kI64, kU64 };
-
-// Integers as the metadata brings them. What does not fit 63 bits reads as negative.
-struct IntArray {
-  const void* data = nullptr;
-  IntType type = IntType::kI32;
-
-  explicit operator bool() const { return data != nullptr; }
-  int64_t operator[](int64_t i) const;
-  IntArray From(int64_t i) const;  // without the first i
 };
 
 // Arrays that move as one metadata says, and one rank's view of that metadata (the forward one for

@@ -147,24 +147,6 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 }  // namespace
 
-int64_t IntArray::operator[](int64_t i) const {
-  switch (type) {
-    case IntType::kI32:
-      return static_cast<const int32_t*>(data)[i];
-    case IntType::kU32:
-      return static_cast<const uint32_t*>(data)[i];
-    case IntType::kI64:
-    case IntType::kU64:
-      return static_cast<const int64_t*>(data)[i];
-  }
-  return -1;
-}
-
-IntArray IntArray::From(int64_t i) const {
-  const int64_t bytes = type == IntType::kI32 || type == IntType::kU32 ? 4 : 8;
-  return {static_cast<const char*>(data) + i * bytes, type};
-}
-
 Status ReadAndCheck(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments,
                     std::vector<std::vector<Segment>>* received) {
   Status status = CheckShapes(op, ranks);

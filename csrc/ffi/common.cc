@@ -38,6 +38,21 @@ XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame) {
   return error ? error : BoundMakeCallSite(frame);
 }
 
+std::optional<IntType> ToIntType(ffi::DataType type) {
+  switch (type) {
+    case ffi::S32:
+      return IntType::kI32;
+    case ffi::U32:
+      return IntType::kU32;
+    case ffi::S64:
+      return IntType::kI64;
+    case ffi::U64:
+      return IntType::kU64;
+    default:
+      return std::nullopt;
+  }
+}
+
 DataType ToDataType(ffi::DataType type) {
   switch (type) {
     case ffi::F8E4M3FN:

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "numerics/element.h"
+#include "numerics/int_array.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,6 +22,8 @@ struct CallSite {
 // The instantiate stage of every handler.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 
+// None: no integers of 32 or 64 bits.
+std::optional<IntType> ToIntType(xla::ffi::DataType type);
 DataType ToDataType(xla::ffi::DataType type);
 xla::ffi::Error ToError(const Status& status);
 xla::ffi::Future Failed(const Status& status);

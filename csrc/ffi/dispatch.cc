@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,21 +28,6 @@ RowArray ToRows(const ffi::AnyBuffer& buffer, int64_t limit) {
   int64_t row_bytes = static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
   for (size_t i = 1; i < dims.size(); ++i) row_bytes *= dims[i];
   return {static_cast<char*>(buffer.untyped_data()), std::min(dims[0], limit), row_bytes};
-}
-
-std::optional<IntType> ToIntType(ffi::DataType type) {
-  switch (type) {
-    case ffi::S32:
-      return IntType::kI32;
-    case ffi::U32:
-      return IntType::kU32;
-    case ffi::S64:
-      return IntType::kI64;
-    case ffi::U64:
-      return IntType::kU64;
-    default:
-      return std::nullopt;
-  }
 }
 
 enum class Direction { kDispatch, kCombine };

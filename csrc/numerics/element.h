@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "numerics/host_device.h"
+
 namespace cpd {
 
 enum class DataType : uint8_t {
@@ -32,13 +34,13 @@ inline bool IsByteFloat(DataType type) {
   return type == DataType::kE4M3 || type == DataType::kE5M2;
 }
 
-inline float FromBits(uint32_t bits) {
+CPD_HOST_DEVICE inline float FromBits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint32_t ToBits(float value) {
+CPD_HOST_DEVICE inline uint32_t ToBits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
@@ -47,9 +49,9 @@ inline uint32_t ToBits(float value) {
 struct BF16 {
   uint16_t bits;
 
-  operator float() const { return FromBits(uint32_t{bits} << 16); }
+  CPD_HOST_DEVICE operator float() const { return FromBits(uint32_t{bits} << 16); }
 
-  static BF16 Round(float value) {
+  CPD_HOST_DEVICE static BF16 Round(float value) {
     const uint32_t bits = ToBits(value);
     if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};     // a quiet NaN
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // ties to even
@@ -59,7 +61,7 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 
-  operator float() const {
+  CPD_HOST_DEVICE operator float() const {
     const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
     const uint32_t rest = bits & 0x7fffu;
     if (rest >= 0x7c00) return FromBits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
@@ -68,7 +70,7 @@ struct F16 {
     return sign ? -subnormal : subnormal;
   }
 
-  static F16 Round(float value) {
+  CPD_HOST_DEVICE static F16 Round(float value) {
     const uint32_t all = ToBits(value);
     const uint16_t sign = static_cast<uint16_t>((all >> 16) & 0x8000u);
     const uint32_t magnitude = all & 0x7fffffffu;
@@ -107,7 +109,7 @@ struct E5M2 {
 };
 
 template <typename T>
-T Round(std::conditional_t<std::is_arithmetic_v<T>, T, float> value) {
+CPD_HOST_DEVICE T Round(std::conditional_t<std::is_arithmetic_v<T>, T, float> value) {
   if constexpr (std::is_arithmetic_v<T>) {
     return value;
   } else {

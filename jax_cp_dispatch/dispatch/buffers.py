@@ -118,6 +118,7 @@ def destroy_dispatch_buffer(buffer: SupportsIndex) -> None:
     """
     op = "destroy_dispatch_buffer"
     runtime.native.destroy_buffer(op, _id(op, buffer))
+    runtime.release_buffer(_id(op, buffer))
 
 
 def destroy_all_dispatch_buffers() -> None:
@@ -128,7 +129,10 @@ def destroy_all_dispatch_buffers() -> None:
     Raises:
       ValueError: calls in flight use buffers; the message names them.
     """
+    ids = list(runtime.native.list_buffers())
     runtime.native.destroy_all_buffers("destroy_all_dispatch_buffers")
+    for id in ids:
+        runtime.release_buffer(id)
 
 
 def list_dispatch_buffers() -> dict[int, DispatchBuffer]:

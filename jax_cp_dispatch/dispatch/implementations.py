@@ -8,6 +8,11 @@ from typing import NamedTuple
 import jax
 
 from jax_cp_dispatch.fork import refuse_after_fork
+from jax_cp_dispatch.gpu import (
+    GPU_IMPLEMENTATIONS,
+    choose_gpu_implementation,
+    what_gpu_lacks,
+)
 
 
 class Implementation(NamedTuple):
@@ -33,6 +38,7 @@ def available_implementations() -> dict[str, Implementation]:
             missing is None,
             missing or "all devices are CPU devices of this process",
         ),
+        **{name: _gpu_implementation(name) for name in GPU_IMPLEMENTATIONS},
         "xla": Implementation(
             True,
             "XLA's all-gather and local gathers, on every platform; a rank holds all ranks' rows, "
@@ -48,6 +54,8 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
       ValueError: `wanted` is no implementation.
       NotImplementedError: `wanted` cannot serve these platforms.
     """
+    if wanted in GPU_IMPLEMENTATIONS or (wanted is None and set(platforms) == {"cuda"}):
+        return _choose_for_gpus(op, wanted, platforms)
     missing = _what_in_process_lacks(platforms)
     if wanted is None:
         if missing is None:
@@ -66,10 +74,11 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
 def check_implementation(op: str, wanted: str | None) -> None:
     """Refuses a name that is none, and any where nothing can run."""
     refuse_after_fork(op)
-    if wanted not in (None, "in_process", "xla"):
+    if wanted not in (None, "in_process", "xla", *GPU_IMPLEMENTATIONS):
         raise ValueError(
-            f"{op}: implementation is {wanted!r}; there are 'in_process' and 'xla', and None "
-            "chooses. See available_implementations()."
+            f"{op}: implementation is {wanted!r}; there are 'in_process' and 'xla', on GPUs "
+            f"{', '.join(map(repr, GPU_IMPLEMENTATIONS))}, and None chooses. See "
+            "available_implementations()."
         )
 
 
@@ -85,6 +94,27 @@ def _what_in_process_lacks(platforms: Sequence[str]) -> str | None:
     if jax.process_count() > 1:
         return f"there are {jax.process_count()} processes, and it serves the devices of one"
     return None
+
+
+def _gpu_implementation(name: str) -> Implementation:
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    missing = what_gpu_lacks(name, [platform])
+    return Implementation(missing is None, missing or GPU_IMPLEMENTATIONS[name])
+
+
+def _choose_for_gpus(op: str, wanted: str | None, platforms: Sequence[str]) -> str:
+    if wanted is not None:
+        missing = what_gpu_lacks(wanted, platforms)
+        if missing is not None:
+            raise NotImplementedError(
+                f"{op}: implementation={wanted!r} cannot serve this program: {missing}. Pass "
+                "implementation='xla'."
+            )
+        return wanted
+    name, reason = choose_gpu_implementation(platforms)
+    if name is None:
+        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {reason}.")
+    return name or "xla"
 
 
 @functools.lru_cache(maxsize=16)

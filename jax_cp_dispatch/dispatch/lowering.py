@@ -17,6 +17,7 @@ from jax_cp_dispatch.dispatch.operands import by_part, read_operands
 from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
 from jax_cp_dispatch.dispatch.placement import on_every_device
 from jax_cp_dispatch.dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, all_ranks_here, gpu_attributes, remember_mesh
 
 
 def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
@@ -26,14 +27,20 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
     """
     by_xla = functools.partial(by_xla, call=call, parts=parts, **params)
     if call.open_axes:
-        return _lower_opened(primitive, ctx, *operands, call=call, parts=parts, **params)
+        with remember_mesh(ctx):
+            return _lower_opened(primitive, ctx, *operands, call=call, parts=parts, **params)
     if call.is_global:
+        if _is_for_gpu(primitive, ctx, call):
+            by_xla = functools.partial(_on_one_gpu, target, ctx.avals_out, call=call, parts=parts)
         return lower_partitioned(
             primitive, ctx, *operands, call=call, parts=parts, on_one_device=by_xla, params=params
         )
     name = choose_implementation(str(primitive), call.implementation, ctx.module_context.platforms)
     if name == "xla":
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
+    if name in GPU_IMPLEMENTATIONS:
+        places = gpu_attributes(ctx, name, call.axis_names, call.group_axes, call.num_ranks)
+        return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **places)
     num_devices = jax.local_device_count("cpu")
     warn_of_deadlock(num_devices)
     if num_devices > 1:
@@ -41,7 +48,25 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
     return _lower_custom_call(target, ctx, *operands, call=call, parts=parts)
 
 
-def _lower_custom_call(target, ctx, *operands, call, parts):
+def _is_for_gpu(primitive, ctx, call):
+    platforms = ctx.module_context.platforms
+    if set(platforms) != {"cuda"} or call.implementation not in (None, *GPU_IMPLEMENTATIONS):
+        return False
+    name = choose_implementation(str(primitive), call.implementation, platforms)
+    return name in GPU_IMPLEMENTATIONS
+
+
+def _on_one_gpu(target, avals_out, *operands, call, parts):
+    """One device holds the rows of all ranks: the same custom call, with all of them."""
+    shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
+    num_storage = len(operands) - sum(part.num_metadata + part.num_arrays for part in parts)
+    aliases = {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
+    move = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
+    none = jnp.int32(0)
+    return move(none, none, *operands, **_attributes(call, parts), **all_ranks_here())
+
+
+def _lower_custom_call(target, ctx, *operands, call, parts, **more):
     rank, group = mlir.lower_fun(
         lambda: (_place_on(call.axis_names), _place_on(call.group_axes)), multiple_results=True
     )(ctx.replace(avals_in=(), avals_out=None))
@@ -52,15 +77,22 @@ def _lower_custom_call(target, ctx, *operands, call, parts):
     return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
         ctx.replace(avals_in=(place, place, *ctx.avals_in)),
         *operands,
-        axis=",".join(call.axis_names),
-        num_ranks=np.int64(call.num_ranks),
-        deadline_ms=np.int64(call.deadline_ms),
-        has_src_offset=_span(part.has_src_offset for part in parts),
-        num_arrays=_span(part.num_arrays for part in parts),
-        num_tokens=_span(part.num_tokens for part in parts),
-        capacity=_span(part.capacity for part in parts),
-        buffer=_span(part.buffer for part in parts),
+        **_attributes(call, parts),
+        **more,
     )
+
+
+def _attributes(call, parts):
+    return {
+        "axis": ",".join(call.axis_names),
+        "num_ranks": np.int64(call.num_ranks),
+        "deadline_ms": np.int64(call.deadline_ms),
+        "has_src_offset": _span(part.has_src_offset for part in parts),
+        "num_arrays": _span(part.num_arrays for part in parts),
+        "num_tokens": _span(part.num_tokens for part in parts),
+        "capacity": _span(part.capacity for part in parts),
+        "buffer": _span(part.buffer for part in parts),
+    }
 
 
 def _lower_opened(primitive, ctx, *operands, call, parts, **params):

@@ -1,0 +1,112 @@
+"""Dispatch and combine on one GPU: bandwidth against a device-to-device copy, launches, planning.
+
+All ranks stand on one GPU, so nothing here says anything about NVLink. Bytes are those that must be
+read and written once: rows in, rows out; the copy that is compared with moves as many.
+"""
+
+import time
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch import combine, compute_metadata, dispatch, plan_attention
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
+W = 8
+TOTAL_BYTES = 512 << 20
+ROW_BYTES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def seconds_of(run, repeats):
+    """Median seconds of one call in a row of ten, which hides the host."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(10)][-1])
+        times.append((time.perf_counter() - start) / 10)
+    return float(np.median(times))
+
+
+def bandwidth(row_bytes, implementation, total_bytes, repeats):
+    """One row of results: every rank sends an equal share to every rank, and gets it back."""
+    tokens = total_bytes // W // row_bytes
+    lengths = np.full((W, W), tokens // W, np.int32)
+    metadata, _ = compute_metadata(lengths, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
+    options = {"axis_name": "cp", "implementation": implementation}
+    send = jax.jit(lambda x, m: dispatch(x, m, capacity=tokens, **options))
+    bring = jax.jit(lambda y, m: combine(y, m, num_tokens=tokens, **options))
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # reads and writes every byte once
+    x = jnp.zeros((W * tokens, row_bytes // 4), jnp.uint32)
+    moved = 2 * x.nbytes
+    result = {"what": "bandwidth", "row_bytes": row_bytes, "implementation": implementation}
+    seconds = {
+        "copy": seconds_of(lambda: copy(x), repeats),
+        "dispatch": seconds_of(lambda: send(x, metadata), repeats),
+        "combine": seconds_of(lambda: bring(x, metadata), repeats),
+    }
+    for name, value in seconds.items():
+        result[f"{name}_GB_per_s"] = round(moved / value / 1e9, 1)
+    for name in ("dispatch", "combine"):
+        # Rows pass through the buffer of the exchange: written and read once more.
+        result[f"{name}_of_copy"] = round(seconds["copy"] / seconds[name], 3)
+        result[f"{name}_kernels_of_copy"] = round(2 * seconds["copy"] / seconds[name], 3)
+    return result
+
+
+def launch_overhead(implementation, repeats):
+    """Seconds of an exchange of nearly nothing, alone and in a loop inside one program."""
+    metadata, _ = compute_metadata(
+        np.ones((W, W), np.int32), np.tile(np.arange(W, dtype=np.int32), (W, 1))
+    )
+    options = {"axis_name": "cp", "implementation": implementation}
+    once = lambda x: dispatch(x, metadata, capacity=W, **options)
+    many = lambda x: jax.lax.fori_loop(0, 100, lambda _, x: once(x), x)
+    x = jnp.zeros((W * W, 4), jnp.float32)
+    alone, loop = jax.jit(once), jax.jit(many)
+    return {
+        "what": "launch",
+        "implementation": implementation,
+        "alone_us": round(1e6 * seconds_of(lambda: alone(x), repeats), 2),
+        "in_a_loop_us": round(1e4 * seconds_of(lambda: loop(x), repeats), 2),
+    }
+
+
+def planning(repeats):
+    """Seconds of the whole plan, made on the device."""
+    rng = np.random.default_rng(0)
+    tokens = 8192
+    ids = np.repeat(
+        np.arange(1, W * 16 + 1), rng.multinomial(W * tokens, [1 / (W * 16)] * (W * 16))
+    )
+    ids = jnp.asarray(ids[None])
+    plan = jax.jit(lambda ids: plan_attention(ids, world_size=W))
+    return {
+        "what": "planning",
+        "tokens": W * tokens,
+        "documents": W * 16,
+        "ms": round(1e3 * seconds_of(lambda: plan(ids), repeats), 3),
+    }
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--implementation", default="cuda_peer", help="cuda_peer, or xla")
+    parser.add_argument("--bytes", type=int, default=TOTAL_BYTES, help="rows of all ranks")
+    arguments = parser.parse_args()
+    chosen, repeats = arguments.implementation, arguments.repeats
+    rows = [bandwidth(n, chosen, arguments.bytes, repeats) for n in ROW_BYTES]
+    rows.append(launch_overhead(chosen, repeats))
+    raise_gpu_errors()
+    for row in rows:
+        print(row, flush=True)
+    rows.append(planning(repeats))
+    print(rows[-1])
+    device = jax.devices()[0]
+    common.write(arguments.output, f"{W} ranks on one {device.device_kind}", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Everything that one GPU can tell, in one go: gpu_report.sh [FOLDER]. Builds from this tree without
+# network and for this GPU only, tests, sanitizes, measures. Every step has a time limit, later ones
+# run also when one fails; 9 minutes in all. Writes report.json and report.txt into FOLDER, by
+# default benchmarks/results/gpu. PYTHON names an interpreter with jax, its CUDA plugin, nanobind,
+# pytest, cmake and ninja.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+python=${PYTHON:-python3}
+out=${1:-benchmarks/results/gpu}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+build=${BUILD:-build/gpu_report}
+end=$((SECONDS + 530))
+report=$out/report.txt
+steps=$out/steps.tsv
+: >"$report"
+: >"$steps"
+export PYTHONPATH=$root PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
+
+step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
+  local name=$1 limit=$2 began=$SECONDS status left=$((end - SECONDS))
+  shift 2
+  [ "$limit" -le "$left" ] || limit=$left
+  echo "== $name" | tee -a "$report"
+  if [ "$limit" -le 0 ]; then
+    status=skipped
+  else
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tail -n 60 | tee -a "$report"
+    status=${PIPESTATUS[0]}
+  fi
+  echo "-- $name: status $status after $((SECONDS - began)) s" | tee -a "$report"
+  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - began))" >>"$steps"
+}
+
+architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+step machine 20 bash -c 'nvidia-smi; nvcc --version; '"$python"' -m pip list 2>/dev/null |
+  grep -iE "jax|nvidia|nanobind|numpy|pytest"'
+ARCHITECTURES=${architecture:-90}-real step build 200 csrc/cuda/build.sh "$python" "$build" install
+step "build tests" 90 bash -c "cmake -S . -B '$build' -DCPD_BUILD_TESTS=ON >/dev/null &&
+  cmake --build '$build' --target test_kernels"
+kernels=$build/test_kernels
+step "kernels" 40 "$kernels" 50
+step "virtual ranks" 120 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_one_gpu.py
+step "processes" 150 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_processes.py
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+step "memcheck" 60 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" 3
+step "racecheck" 60 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" 3
+step "bandwidth" 80 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
+  --repeats 5 --output "$out/bandwidth.json"
+step "one process" 60 env JAX_PLATFORMS=cuda "$python" benchmarks/multi_gpu.py --small \
+  --repeats 3 --output "$out/one_process.json"
+
+"$python" - "$out" <<'PYTHON'
+"""Puts the steps and their results into one file."""
+import datetime, json, pathlib, subprocess, sys
+
+out = pathlib.Path(sys.argv[1])
+steps = [line.split("\t") for line in (out / "steps.tsv").read_text().splitlines()]
+query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+try:
+    gpu = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+except OSError:
+    gpu = "none"
+report = {
+    "date": datetime.date.today().isoformat(),
+    "gpu": gpu,
+    "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
+}
+for name in ("bandwidth", "one_process"):
+    path = out / f"{name}.json"
+    if path.is_file():
+        report[name] = json.loads(path.read_text())
+        path.unlink()
+(out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+(out / "steps.tsv").unlink()
+failed = [n for n, s, _ in steps if s != "0"]
+print("failed:", ", ".join(failed) if failed else "nothing")
+sys.exit(bool(failed))
+PYTHON

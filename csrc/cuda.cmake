@@ -1,0 +1,63 @@
+# The CUDA extensions: _cuda (kernels, peer memory) and, where NVSHMEM is found, _nvshmem.
+#
+# No GPU and no driver is needed to build them, and _cuda loads without any CUDA library.
+
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+find_package(CUDAToolkit 12.4 REQUIRED)
+
+# CUDA 13 has libcu++ in a folder of its own, which only nvcc finds by itself.
+set(CPD_CUDA_INCLUDE_DIRS ${CUDAToolkit_INCLUDE_DIRS})
+foreach(dir IN LISTS CUDAToolkit_INCLUDE_DIRS)
+  if(EXISTS "${dir}/cccl/cuda/std/tuple")
+    list(APPEND CPD_CUDA_INCLUDE_DIRS "${dir}/cccl")
+  endif()
+endforeach()
+
+# Device code in a library of its own, so that nanobind's flags never reach nvcc. ptxas tells
+# registers and spills, which csrc/cuda/check_kernels.py reads.
+add_library(cpd_cuda STATIC
+  csrc/cuda/channels.cc
+  csrc/cuda/errors.cc
+  csrc/cuda/ipc.cc
+  csrc/cuda/kernels.cu
+  csrc/cuda/memory.cc)
+target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
+target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
+target_compile_options(cpd_cuda PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+
+nanobind_add_module(_cuda STABLE_ABI NB_STATIC
+  csrc/ffi/common.cc
+  csrc/ffi/cuda.cc
+  csrc/ffi/cuda_call.cc
+  csrc/ffi/cuda_dispatch.cc)
+target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
+target_link_libraries(_cuda PRIVATE cpd_cuda)
+target_compile_options(_cuda PRIVATE -Wall -Wextra)
+install(TARGETS _cuda LIBRARY DESTINATION jax_cp_dispatch)
+
+# NVSHMEM comes as a wheel, nvidia-nvshmem-cu13, which has the versioned library name only.
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c
+    "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else []), sep=';')"
+  OUTPUT_VARIABLE CPD_NVIDIA_DIRS OUTPUT_STRIP_TRAILING_WHITESPACE)
+list(TRANSFORM CPD_NVIDIA_DIRS APPEND "/nvshmem")
+find_path(NVSHMEM_INCLUDE_DIR nvshmem.h HINTS ENV NVSHMEM_HOME ${CPD_NVIDIA_DIRS}
+          PATH_SUFFIXES include)
+find_file(NVSHMEM_HOST_LIBRARY NAMES libnvshmem_host.so.3 HINTS ENV NVSHMEM_HOME ${CPD_NVIDIA_DIRS}
+          PATH_SUFFIXES lib)
+if(NVSHMEM_INCLUDE_DIR AND NVSHMEM_HOST_LIBRARY)
+  nanobind_add_module(_nvshmem STABLE_ABI NB_STATIC csrc/ffi/nvshmem.cc)
+  target_include_directories(_nvshmem SYSTEM PRIVATE "${NVSHMEM_INCLUDE_DIR}"
+                             ${CPD_CUDA_INCLUDE_DIRS})
+  target_link_libraries(_nvshmem PRIVATE "${NVSHMEM_HOST_LIBRARY}" CUDA::cudart_static)
+  target_compile_options(_nvshmem PRIVATE -Wall -Wextra)
+  set_target_properties(_nvshmem PROPERTIES INSTALL_RPATH "$ORIGIN/../nvidia/nvshmem/lib")
+  install(TARGETS _nvshmem LIBRARY DESTINATION jax_cp_dispatch)
+  message(STATUS "NVSHMEM: ${NVSHMEM_INCLUDE_DIR}")
+else()
+  message(STATUS "NVSHMEM was not found (wheel nvidia-nvshmem-cu13, or NVSHMEM_HOME): no _nvshmem")
+endif()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails where a kernel
+# spills registers or uses a stack, where an extension does not load, or where it needs CUDA to.
+# `install` puts them beside the package's sources. Needs cmake, ninja and nvcc in PATH.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=$1 folder=$2 install=${3:-}
+architectures=${ARCHITECTURES:-80-real 90-real 100-real}
+
+mkdir -p "$folder"
+cmake -S "$root" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPD_CUDA=ON \
+  -DCMAKE_CUDA_ARCHITECTURES="${architectures// /;}" \
+  -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
+  -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >"$folder/configure.log" || {
+  tail -n 30 "$folder/configure.log"
+  exit 1
+}
+touch "$root/csrc/cuda/kernels.cu"  # compiled each time: its log is what is checked
+cmake --build "$folder" >"$folder/build.log" 2>&1 || { tail -n 60 "$folder/build.log"; exit 1; }
+"$python" "$root/csrc/cuda/check_kernels.py" "$folder/build.log" ${architectures//-real/}
+
+for extension in "$folder"/_cuda*.so "$folder"/_nvshmem*.so; do
+  [ -f "$extension" ] || continue
+  libraries=$(readelf -d "$extension" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p')
+  echo "$(basename "$extension") needs" $libraries
+  case "$(basename "$extension") $libraries" in
+    _cuda*libcu* | _cuda*libnv*) echo "build.sh: _cuda must load without CUDA" >&2; exit 1 ;;
+  esac
+done
+(cd "$folder" && "$python" -c '
+import _cuda
+print("_cuda loads;", *_cuda.registrations(), "- GPUs:", *_cuda.device_count())')
+if [ "$install" = install ]; then
+  for extension in "$folder"/_*.so; do
+    cp --remove-destination "$extension" "$root/jax_cp_dispatch/"
+  done
+fi

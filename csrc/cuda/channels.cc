@@ -1,0 +1,177 @@
+// The registry of channels: the memory in which the ranks of one kind of call meet, on GPUs.
+#include "cuda/channels.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <tuple>
+
+#include "cuda/errors.h"
+
+namespace cpd {
+namespace {
+
+// Signals of a later generation of the same memory are larger than all before.
+constexpr int kGenerationBits = 40;
+
+Status Failed(const std::string& op, const char* what, cudaError_t error) {
+  cudaGetLastError();
+  return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
+}
+
+// State and error records of `num_ranks` ranks on the current device.
+Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, uint64_t first_epoch,
+                 Channel::Local* local) {
+  const int64_t bytes = num_ranks * bytes_per_rank;
+  std::vector<char> state(bytes);
+  for (int r = 0; r < num_ranks; ++r) {
+    reinterpret_cast<device::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
+  }
+  cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(local->state, state.data(), bytes, cudaMemcpyHostToDevice);
+  }
+  if (error == cudaSuccess) {
+    error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
+                          num_ranks * sizeof(device::ErrorRecord),
+                          cudaHostAllocMapped | cudaHostAllocPortable);
+  }
+  if (error == cudaSuccess) {
+    std::memset(static_cast<void*>(local->errors), 0, num_ranks * sizeof(device::ErrorRecord));
+    error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&local->errors_on_device),
+                                     local->errors, 0);
+  }
+  local->num_ranks = num_ranks;
+  return error == cudaSuccess ? Status::Ok() : Failed(op, "allocating a channel's state", error);
+}
+
+}  // namespace
+
+bool ChannelKey::operator<(const ChannelKey& other) const {
+  return std::tie(layout, buffers, places) < std::tie(other.layout, other.buffers, other.places);
+}
+
+Status Channel::Make(const std::string& op, const ChannelKey& key, const device::Call& shape,
+                     bool in_slab, int64_t process) {
+  device::Call call = shape;
+  bytes_ = device::LayOutChannel(&call);
+  device::LayOutLocal(&call);
+  key_ = key;
+  in_slab_ = in_slab;
+  num_parts_ = call.num_parts;
+  for (const int64_t place : key.places) places_.push_back(Place::From(place));
+  Status status =
+      in_slab ? Slab::Get().Allocate(op, places_, bytes_, key.layout, &memory_, &generation_)
+              : AllocateOnDevices(op, places_, bytes_, &memory_);
+  const auto first_epoch = static_cast<uint64_t>(generation_) << kGenerationBits;
+  int before = 0;
+  cudaGetDevice(&before);
+  if (call.num_local > 1) {
+    cudaSetDevice(places_[0].device);
+    if (status.ok()) {
+      status = MakeLocal(op, call.num_local, call.local_bytes, first_epoch, &locals_[0]);
+    }
+  } else {
+    for (size_t r = 0; r < places_.size() && status.ok(); ++r) {
+      if (places_[r].process != process) continue;
+      cudaSetDevice(places_[r].device);
+      status = MakeLocal(op, 1, call.local_bytes, first_epoch, &locals_[static_cast<int>(r)]);
+    }
+  }
+  cudaSetDevice(before);
+  if (!status.ok()) Free();
+  return status;
+}
+
+void Channel::Free() {
+  int before = 0;
+  cudaGetDevice(&before);
+  for (auto& [rank, local] : locals_) {
+    cudaSetDevice(places_[rank].device);
+    cudaFree(local.state);  // waits for what runs on the device
+    cudaFreeHost(local.errors);
+  }
+  locals_.clear();
+  cudaSetDevice(before);
+  if (in_slab_) {
+    Slab::Get().Free(places_, memory_, key_.layout, generation_);
+  } else {
+    FreeOnDevices(places_, memory_);
+  }
+  memory_.clear();
+}
+
+void Channel::Bind(int rank, device::Call* call) const {
+  for (size_t r = 0; r < memory_.size(); ++r) call->symmetric[r] = memory_[r];
+  const Local& local = locals_.at(rank);
+  call->local = local.state;
+  call->errors = local.errors_on_device;
+}
+
+std::string Channel::TakeError(const std::string& op) {
+  std::string first;
+  for (auto& [rank, local] : locals_) {
+    for (int r = 0; r < local.num_ranks; ++r) {
+      device::ErrorRecord* record = local.errors + r;
+      const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
+      if (raised == record->reported) continue;
+      const std::string text = Describe(op, *record, static_cast<int>(places_.size()), num_parts_);
+      // Who was refused tells more than who was told of it.
+      const bool is_cause = record->failure != device::Failure::kPeer;
+      __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);
+      if (first.empty() || is_cause) first = text;
+    }
+  }
+  return first;
+}
+
+ChannelRegistry& ChannelRegistry::Get() {
+  static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may be gone by then
+  return *registry;
+}
+
+Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key, const device::Call& call,
+                             bool in_slab, bool may_make, std::shared_ptr<Channel>* channel) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const int64_t buffer : key.buffers) {
+    if (released_.count(buffer) == 0) continue;
+    return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
+                           " has been destroyed. Create another with create_dispatch_buffer, and "
+                           "compile again what names it.");
+  }
+  if (const auto found = channels_.find(key); found != channels_.end()) {
+    *channel = found->second;
+    return Status::Ok();
+  }
+  if (!may_make) {
+    return {StatusCode::kInternal,
+            op + ": is being recorded, and its buffer has not been made before."};
+  }
+  auto made = std::make_shared<Channel>();
+  Status status = made->Make(op, key, call, in_slab, process_);
+  if (status.ok()) *channel = channels_[key] = std::move(made);
+  return status;
+}
+
+void ChannelRegistry::Release(int64_t buffer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  released_.insert(buffer);
+  for (auto at = channels_.begin(); at != channels_.end();) {
+    bool is_used = false;
+    for (const int64_t id : at->first.buffers) is_used = is_used || id == buffer;
+    if (is_used) at->second->Free();
+    at = is_used ? channels_.erase(at) : std::next(at);
+  }
+}
+
+std::vector<std::string> ChannelRegistry::TakeErrors() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::string> errors;
+  for (auto& [key, channel] : channels_) {
+    std::string error = channel->TakeError("jax_cp_dispatch");
+    if (!error.empty()) errors.push_back(std::move(error));
+  }
+  return errors;
+}
+
+}  // namespace cpd

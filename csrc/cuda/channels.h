@@ -1,0 +1,87 @@
+// The registry of channels: the memory in which the ranks of one kind of call meet, on GPUs.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda/memory.h"
+#include "device/call.h"
+#include "transport/transport.h"
+
+namespace cpd {
+
+// What a channel is for. Calls that are alike in all of it share one, and run one after another.
+struct ChannelKey {
+  std::string layout;            // everything that gives memory its form
+  std::vector<int64_t> buffers;  // ids of registered buffers, per part; 0: none
+  std::vector<int64_t> places;   // of the ranks, in order
+
+  bool operator<(const ChannelKey& other) const;
+};
+
+// One channel, as one process sees it.
+class Channel {
+ public:
+  // Of the local ranks together: kernels write here, and the host reads errors.
+  struct Local {
+    char* state = nullptr;
+    device::ErrorRecord* errors_on_device = nullptr;
+    device::ErrorRecord* errors = nullptr;
+    int num_ranks = 0;
+  };
+
+  // Points `call`, of rank `rank`, at this channel.
+  void Bind(int rank, device::Call* call) const;
+
+  // The first error that a device found since the last look; empty: none.
+  std::string TakeError(const std::string& op);
+
+ private:
+  friend class ChannelRegistry;
+
+  Status Make(const std::string& op, const ChannelKey& key, const device::Call& call, bool in_slab,
+              int64_t process);
+  void Free();
+
+  ChannelKey key_;
+  std::vector<Place> places_;
+  std::vector<char*> memory_;
+  std::map<int, Local> locals_;  // by the first rank of a device of this process
+  int64_t generation_ = 0;
+  int64_t bytes_ = 0;
+  int num_parts_ = 1;
+  bool in_slab_ = false;
+};
+
+class ChannelRegistry {
+ public:
+  static ChannelRegistry& Get();
+
+  // The channel of a call, made for all devices of this process when the first of them asks. Not
+  // while a stream is being recorded.
+  Status Find(const std::string& op, const ChannelKey& key, const device::Call& call, bool in_slab,
+              bool may_make, std::shared_ptr<Channel>* channel);
+
+  // Frees the channels of a registered buffer, when what runs on their devices is over; calls that
+  // name it fail from then on.
+  void Release(int64_t buffer);
+
+  // Errors that no call has reported yet.
+  std::vector<std::string> TakeErrors();
+
+  void set_process(int64_t process) { process_ = process; }
+  int64_t process() const { return process_; }
+
+ private:
+  std::mutex mutex_;
+  std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
+  std::set<int64_t> released_;
+  int64_t process_ = 0;
+};
+
+}  // namespace cpd

@@ -1,0 +1,85 @@
+// What a device found wrong, in words: those of the CPU where it is the same.
+#include "cuda/errors.h"
+
+#include <sstream>
+
+namespace cpd {
+
+using device::ErrorRecord;
+using device::Failure;
+
+std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks, int num_parts) {
+  std::ostringstream text;
+  text << op;
+  if (num_parts > 1) text << ", plan " << e.part << " of 0.." << num_parts - 1;
+  text << ": rank " << e.rank;
+  const auto slot = [&]() -> std::ostream& { return text << " slot " << e.slot; };
+  const auto target = [&]() -> std::ostream& { return slot() << " replica " << e.replica; };
+  switch (e.failure) {
+    case Failure::kNone:
+      text << " found nothing wrong";
+      break;
+    case Failure::kRank:
+      text << " runs as rank " << e.seen
+           << ". The program was compiled for other devices than it runs on; compile it again.";
+      break;
+    case Failure::kLength:
+      slot() << " has seq_len " << e.seen << " and src_offset " << e.expected
+             << "; both must be at least 0. See Metadata.validate().";
+      break;
+    case Failure::kDstRank:
+      target() << " has dst_rank " << e.seen << "; it must be in [-1, " << num_ranks
+               << "). See Metadata.validate().";
+      break;
+    case Failure::kTokens:
+      slot() << " names " << e.seen << " rows from row " << e.expected
+             << " but the rank has fewer tokens. Pass an array with at least that many rows.";
+      break;
+    case Failure::kDstOffset:
+      target() << " has dst_offset " << e.seen
+               << "; it must be in [0, 2^40]. See Metadata.validate().";
+      break;
+    case Failure::kCapacity:
+      text << " found that rank " << e.peer << " would receive " << e.seen
+           << " tokens, more than its capacity. Pass capacity>=" << e.seen
+           << ", or a plan that sends less to one rank.";
+      break;
+    case Failure::kCounts:
+      text << " expects " << e.expected << " tokens from rank " << e.peer
+           << " (num_recv_tokens) but rank " << e.peer << "'s slots send it " << e.seen
+           << ". If the plan was made under jit, a static bound (max_recv_seqs, "
+              "max_kv_destinations) was too small for it: raise it. Else see Metadata.validate().";
+      break;
+    case Failure::kOverlap:
+      text << " was sent " << e.expected << " rows, which wrote " << e.seen
+           << " rows of its result. Destination ranges must not overlap; see Metadata.validate().";
+      break;
+    case Failure::kPeer:
+      text << " has no result: the plan of rank " << e.peer
+           << " was refused; its error names the cause.";
+      break;
+    case Failure::kGone:
+      text << " has no result: rank " << e.peer
+           << " gave up on this buffer in an earlier call; its error names the cause. Create "
+              "another buffer, or start again.";
+      break;
+    case Failure::kProgram:
+      text << " makes another call than rank " << e.peer
+           << ". All ranks must run the same programs in the same order.";
+      break;
+    case Failure::kDeadline:
+      text << " waited for rank " << e.peer << " until the deadline: signal expected " << e.expected
+           << ", seen " << e.seen
+           << ". That rank did not run this call, or is slower than the deadline; pass a longer "
+              "one. Create another buffer, or start again.";
+      break;
+    case Failure::kBroken:
+      text << " cannot use this buffer any more: an earlier call on it failed half way. Create "
+              "another buffer, or start again.";
+      break;
+  }
+  text << " (call " << e.epoch << " on this buffer)";
+  return text.str();
+}
+
+}  // namespace cpd

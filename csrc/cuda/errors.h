@@ -1,0 +1,14 @@
+// What a device found wrong, in words.
+#pragma once
+
+#include <string>
+
+#include "device/call.h"
+
+namespace cpd {
+
+// `op` begins the message; `num_ranks` and `num_parts` are those of the call.
+std::string Describe(const std::string& op, const device::ErrorRecord& error, int num_ranks,
+                     int num_parts);
+
+}  // namespace cpd

@@ -1,0 +1,14 @@
+// Slabs of memory that other processes of the same host map, by CUDA's IPC handles.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "transport/transport.h"
+
+namespace cpd {
+
+Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* handle);
+Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address);
+
+}  // namespace cpd

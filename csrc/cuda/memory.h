@@ -1,0 +1,55 @@
+// Memory at the same offset on several GPUs, each of which can read and write that of the others.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace cpd {
+
+// A GPU: the number of its process, and its ordinal there.
+struct Place {
+  int64_t process;
+  int device;
+
+  static Place From(int64_t packed) { return {packed >> 16, static_cast<int>(packed & 0xffff)}; }
+};
+
+// Memory on GPUs of this process, and N times on one of them for as many ranks.
+Status AllocateOnDevices(const std::string& op, const std::vector<Place>& places, int64_t bytes,
+                         std::vector<char*>* memory);
+void FreeOnDevices(const std::vector<Place>& places, const std::vector<char*>& memory);
+
+// One piece of memory per process, mapped into all of them when these came up. Parts of it are
+// handed out without asking the others: ranks that make the same calls in the same order get the
+// same offsets, and a message of the exchange tells those that do not.
+class Slab {
+ public:
+  static Slab& Get();
+
+  // `bases`: of each process's piece, as this process sees it.
+  void Set(std::vector<char*> bases, int64_t bytes);
+
+  // Memory that was freed is taken again under the same layout only, since old signals stay in it:
+  // `generation` counts how often, and signals of a later one have to be larger.
+  Status Allocate(const std::string& op, const std::vector<Place>& places, int64_t bytes,
+                  const std::string& layout, std::vector<char*>* memory, int64_t* generation);
+  void Free(const std::vector<Place>& places, const std::vector<char*>& memory,
+            const std::string& layout, int64_t generation);
+
+ private:
+  std::mutex mutex_;
+  std::vector<char*> bases_;
+  int64_t bytes_ = 0;
+  int64_t used_ = 0;
+  struct Freed {
+    int64_t offset, generation;
+  };
+  std::multimap<std::string, Freed> freed_;  // by layout
+};
+
+}  // namespace cpd

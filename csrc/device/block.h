@@ -1,0 +1,112 @@
+// A block of threads and its memory: one of a GPU's thread blocks, or in tests threads of the host.
+//
+// Everything in this folder is written for a block, so that the same lines run on a GPU and, with
+// the sanitizers watching, without one.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define CPD_DEVICE __device__ __forceinline__
+#define CPD_UNROLL _Pragma("unroll")
+#define CPD_NO_UNROLL _Pragma("unroll 1")  // saves registers where it would gain nothing
+#else
+#include <chrono>
+#include <thread>
+#define CPD_DEVICE inline
+#define CPD_UNROLL
+#define CPD_NO_UNROLL
+#endif
+
+namespace cpd {
+
+#ifndef __CUDACC__
+// What `__syncthreads()` is on a GPU.
+class BlockBarrier {
+ public:
+  virtual ~BlockBarrier() = default;
+  virtual void Wait() = 0;
+};
+#endif
+
+// One thread's view of its block.
+struct Block {
+  int thread;
+  int num_threads;
+  int index;  // of the block among those of its rank
+  int num_blocks;
+#ifdef __CUDACC__
+  CPD_DEVICE void Sync() const { __syncthreads(); }
+#else
+  BlockBarrier* barrier;
+  void Sync() const { barrier->Wait(); }
+#endif
+};
+
+// ---- Memory that other GPUs see. A release makes visible what the whole block wrote before its
+// last Sync, and what earlier kernels of the stream wrote (causality order is transitive).
+
+CPD_DEVICE uint64_t LoadAcquire(const uint64_t* p) {
+#ifdef __CUDACC__
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+#else
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+#endif
+}
+
+CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
+#ifdef __CUDACC__
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+#else
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+#endif
+}
+
+// ---- Memory of this rank alone, or of this block.
+
+CPD_DEVICE uint64_t AddAndFetch(uint64_t* p, uint64_t value) {
+#ifdef __CUDACC__
+  __threadfence();
+  const uint64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(p), value);
+  __threadfence();
+  return before + value;
+#else
+  return __atomic_add_fetch(p, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+CPD_DEVICE void Lower(uint64_t* p, uint64_t value) {
+#ifdef __CUDACC__
+  atomicMin(reinterpret_cast<unsigned long long*>(p), value);
+#else
+  uint64_t seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (value < seen &&
+         !__atomic_compare_exchange_n(p, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+#endif
+}
+
+// ---- Time.
+
+CPD_DEVICE uint64_t Nanoseconds() {
+#ifdef __CUDACC__
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#else
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+#endif
+}
+
+CPD_DEVICE void Pause() {
+#ifdef __CUDACC__
+  __nanosleep(100);
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace cpd

@@ -1,0 +1,189 @@
+// XLA FFI handlers of dispatch and combine on GPUs: operands in, kernels on the stream.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/channels.h"
+#include "cuda/kernels.h"
+#include "ffi/common.h"
+#include "ffi/cuda_call.h"
+#include "ffi/cuda_targets.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+int NumBlocks(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& num_blocks = known[device & 63];
+  if (num_blocks == 0) {
+    int count = 0;
+    if (NumResidentBlocks(&count) != cudaSuccess) {
+      cudaGetLastError();
+      count = 1;
+    }
+    num_blocks = count;
+  }
+  return num_blocks;
+}
+
+ChannelKey KeyOf(const CudaOptions& options, const device::Call& call, const int64_t* places) {
+  ChannelKey key;
+  const auto add = [&](int64_t number) { key.layout += std::to_string(number) + ","; };
+  add(call.is_dispatch);
+  add(call.num_ranks);
+  add(call.num_local);
+  for (int p = 0; p < call.num_parts; ++p) {
+    const device::Part& part = call.parts[p];
+    add(part.capacity);
+    add(part.num_slots);
+    add(part.num_replicas);
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      add(call.arrays[a].in_row_bytes);
+    }
+    key.layout += ";";
+    key.buffers.push_back(options.buffer[p]);
+  }
+  key.places.assign(places, places + call.num_ranks);
+  return key;
+}
+
+bool IsRecorded(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
+
+// Waits for each call and reports its own errors, instead of leaving them to a later one.
+bool ChecksEachCall() {
+  static const bool checks = [] {
+    const char* value = std::getenv("JAX_CP_DISPATCH_CHECK");
+    return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
+  }();
+  return checks;
+}
+
+Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
+            const int32_t* rank_operand, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  const std::string op = options.op();
+  if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+    return {StatusCode::kInternal,
+            op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
+  }
+  const int64_t here = ChannelRegistry::Get().process() << 16 | device;
+  const auto num_ranks = static_cast<size_t>(options.num_ranks);
+  std::vector<int64_t> all(num_ranks, here);  // where one device holds all ranks
+  const int64_t* places = all.data();
+  int rank = 0;
+  if (!options.is_on_one_device()) {
+    const auto at = std::find(options.places.begin(), options.places.end(), here);
+    if (at == options.places.end()) {
+      return Status::Invalid(op + ": the program was made for other devices than GPU " +
+                             std::to_string(device) + " of process " + std::to_string(here >> 16) +
+                             ". Compile it again.");
+    }
+    const size_t index = at - options.places.begin();
+    places = options.places.begin() + index / num_ranks * num_ranks;
+    rank = static_cast<int>(index % num_ranks);
+  }
+
+  device::Call call{};
+  const int64_t num_local = options.is_on_one_device() ? options.num_ranks : 1;
+  const int num_blocks = NumBlocks(device);
+  Status status = ReadCall(options, args, results, num_local, num_blocks, &call);
+  if (!status.ok()) return status;
+  const ChannelKey key = KeyOf(options, call, places);
+  std::shared_ptr<Channel> channel;
+  status = ChannelRegistry::Get().Find(op, key, call, options.memory == "slab",
+                                       !execute || !IsRecorded(stream), &channel);
+  if (!status.ok() || !execute) return status;
+
+  call.first_rank = rank;
+  call.rank_operand = options.is_on_one_device() ? nullptr : rank_operand;
+  call.program = std::hash<std::string>{}(key.layout);
+  device::LayOutChannel(&call);
+  device::LayOutLocal(&call);
+  channel->Bind(rank, &call);
+  // Also after an error: the other ranks run this call too, and wait for this one.
+  if (const cudaError_t error = LaunchCall(call, num_blocks, stream); error != cudaSuccess) {
+    return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+  }
+  if (IsRecorded(stream)) return status;
+  if (ChecksEachCall()) {
+    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+    }
+  }
+  const std::string message = channel->TakeError(op);
+  return message.empty() ? status : Status::Invalid(message);
+}
+
+template <bool kIsDispatch, bool kExecute>
+ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi::AnyBuffer,
+                  ffi::RemainingArgs args, ffi::RemainingRets results, std::string_view axis,
+                  int64_t num_ranks, int64_t deadline_ms, Counts has_src_offset, Counts num_arrays,
+                  Counts num_tokens, Counts capacity, Counts buffer, Counts places,
+                  std::string_view memory) {
+  try {
+    const CudaOptions options{kIsDispatch,    axis,       num_ranks,  deadline_ms,
+                              has_src_offset, num_arrays, num_tokens, capacity,
+                              buffer,         places,     memory};
+    return ToError(Move(options, kExecute, device, stream,
+                        static_cast<const int32_t*>(rank.untyped_data()), args, results));
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+// The operands of both stages are those of the CPU's handlers; see ffi/dispatch.cc. Two attributes
+// are added: where the ranks are, and which memory reaches them.
+template <ffi::ExecutionStage kStage>
+auto Binding() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()  // rank: place on the axis, in device memory
+      .template Arg<ffi::AnyBuffer>()  // group
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::string_view>("axis")
+      .template Attr<int64_t>("num_ranks")
+      .template Attr<int64_t>("deadline_ms")
+      .template Attr<Counts>("has_src_offset")
+      .template Attr<Counts>("num_arrays")
+      .template Attr<Counts>("num_tokens")
+      .template Attr<Counts>("capacity")
+      .template Attr<Counts>("buffer")
+      .template Attr<Counts>("places")
+      .template Attr<std::string_view>("memory");
+}
+
+constexpr auto kInitialize = ffi::ExecutionStage::kInitialize;
+constexpr auto kExecute = ffi::ExecutionStage::kExecute;
+
+XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<true, false>), Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<false, false>), Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<true, true>), Binding<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<false, true>), Binding<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<CudaTarget> CudaDispatchTargets() {
+  return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
+          {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine}};
+}
+
+}  // namespace cpd

@@ -1,0 +1,23 @@
+"""Ranks on NVIDIA GPUs: which transports reach them, where they are, and memory among processes."""
+
+from jax_cp_dispatch.gpu.choice import (
+    GPU_IMPLEMENTATIONS,
+    choose_gpu_implementation,
+    what_gpu_lacks,
+)
+from jax_cp_dispatch.gpu.errors import raise_gpu_errors
+from jax_cp_dispatch.gpu.places import all_ranks_here, gpu_attributes, remember_mesh
+from jax_cp_dispatch.gpu.world import GpuWorld, connect_gpus, connected_gpus
+
+__all__ = [
+    "GPU_IMPLEMENTATIONS",
+    "GpuWorld",
+    "all_ranks_here",
+    "choose_gpu_implementation",
+    "connect_gpus",
+    "connected_gpus",
+    "gpu_attributes",
+    "raise_gpu_errors",
+    "remember_mesh",
+    "what_gpu_lacks",
+]

@@ -1,0 +1,201 @@
+"""Connects the GPUs of several processes: one slab of memory each, mapped into all of them."""
+
+import json
+import os
+import socket
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import distributed
+
+from jax_cp_dispatch import runtime
+
+_SLAB_BYTES = 1 << 30
+_SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
+_TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
+
+
+class GpuWorld(NamedTuple):
+    """What programs over the GPUs of several processes get.
+
+    Attributes:
+      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla".
+      reason: why this one.
+    """
+
+    implementation: str
+    reason: str
+
+
+_world: GpuWorld | None = None
+
+
+def connected_gpus() -> GpuWorld | None:
+    """What `connect_gpus` chose; None before it has been called."""
+    return _world
+
+
+def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
+    """Joins this process's GPU to those of the other processes, so that exchanges reach them.
+
+    Call in every process, after `jax.distributed.initialize` and before a program is compiled.
+    Takes NVSHMEM where it is installed and maps the memory of all processes, else CUDA's IPC on one
+    host, else XLA's collectives; `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one.
+    Every process sets `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
+
+    Args:
+      timeout: seconds to wait for each of the other processes.
+    Returns:
+      What was chosen, the same in all processes, and why.
+    Raises:
+      RuntimeError: another process did not come.
+      ValueError: an environment variable does not fit.
+    """
+    global _world
+    if _world is not None and _world.implementation != "cuda_peer":
+        return _world
+    if jax.process_count() == 1:
+        _world = GpuWorld("cuda_peer", "there is one process")
+        return _world
+    wanted = os.environ.get(_TRANSPORT_VARIABLE)
+    if wanted not in (None, "nvshmem", "cuda_ipc"):
+        raise ValueError(
+            f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
+            "it needs to be nvshmem or cuda_ipc."
+        )
+    told = _Told(timeout)
+    failed = told.to_all("ready", _why_not_ready())
+    reasons = [f"process {p}: {why}" for p, why in enumerate(failed) if why]
+    if not reasons:
+        for name, connect in (("nvshmem", _connect_nvshmem), ("cuda_ipc", _connect_ipc)):
+            if wanted in (None, name):
+                reason = connect(told)
+                if reason is None:
+                    chosen = f"{jax.process_count()} processes, one GPU each"
+                    _world = GpuWorld(name, "; ".join([chosen, *reasons]))
+                    return _world
+                reasons.append(f"{name}: {reason}")
+    _world = GpuWorld("xla", "; ".join(reasons))
+    return _world
+
+
+class _Told:
+    """What every process tells all others, through JAX's coordination service."""
+
+    def __init__(self, timeout: float):
+        client: Any = distributed.global_state.client
+        if client is None:
+            raise RuntimeError(
+                "connect_gpus: jax.distributed.initialize has not been called in this process."
+            )
+        self._client = client
+        self._milliseconds = round(1000 * timeout)
+
+    def to_all(self, what: str, mine: Any) -> list[Any]:
+        """Everybody's value, by process."""
+        key = f"jax_cp_dispatch/gpu/{what}"
+        self._client.key_value_set_bytes(f"{key}/{jax.process_index()}", json.dumps(mine).encode())
+        values = []
+        for process in range(jax.process_count()):
+            try:
+                value = self._client.blocking_key_value_get_bytes(
+                    f"{key}/{process}", self._milliseconds
+                )
+            except Exception as error:
+                raise RuntimeError(
+                    f"connect_gpus: process {process} of {jax.process_count()} did not tell "
+                    f"{what!r} within {self._milliseconds} ms, for which process "
+                    f"{jax.process_index()} waited ({error}). All processes have to call "
+                    "connect_gpus()."
+                ) from error
+            values.append(json.loads(value))
+        return values
+
+
+def _slab_bytes() -> int:
+    text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
+    if not text.isdecimal() or int(text) < 1 << 20:
+        raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
+    return int(text)
+
+
+def _why_not_ready() -> str:
+    """Everything that one process can find out alone."""
+    if runtime.cuda is None:
+        return runtime.cuda_reason
+    num_gpus, reason = runtime.cuda.device_count()
+    if num_gpus == 0:
+        return f"no GPU is here: {reason}"
+    if jax.local_device_count() != 1:
+        return f"{jax.local_device_count()} GPUs, where one per process is needed"
+    return ""
+
+
+def _device() -> int:
+    return jax.local_devices()[0].local_hardware_id
+
+
+def _first_reason(reasons: list[str]) -> str | None:
+    found = [f"process {process}: {reason}" for process, reason in enumerate(reasons) if reason]
+    return found[0] if found else None
+
+
+def _connect_nvshmem(told: _Told) -> str | None:
+    """None: connected; else why not, the same in all processes."""
+    module, why = runtime.load_nvshmem()
+    for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        os.environ.setdefault(name, value)
+    # The heap holds the slab, and what NVSHMEM itself needs.
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
+    facts = told.to_all("nvshmem", [why, module.version() if module else "", _slab_bytes()])
+    missing = _first_reason([fact[0] for fact in facts])
+    if missing is not None:
+        return missing
+    if any(fact != facts[0] for fact in facts):
+        return f"versions or {_SLAB_VARIABLE} differ: {facts}"
+    assert module is not None
+    process = jax.process_index()
+    try:
+        first = list(module.unique_id()) if process == 0 else []
+        unique_id = bytes(told.to_all("unique_id", first)[0])
+        module.start(process, jax.process_count(), unique_id, _device())
+        slabs, failed = module.make_slab(_slab_bytes()), ""
+    except RuntimeError as error:
+        slabs, failed = [], str(error)
+    if slabs and not all(slabs):
+        failed = f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between)"
+    missing = _first_reason(told.to_all("nvshmem_slab", failed))
+    if missing is None:
+        runtime.cuda.set_slab(slabs, _slab_bytes())
+    return missing
+
+
+def _connect_ipc(told: _Told) -> str | None:
+    """None: connected; else why not, the same in all processes."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = f"{socket.gethostname()} {file.read().strip()}"
+    hosts = told.to_all("host", [host, _slab_bytes()])
+    if any(other != hosts[0] for other in hosts):
+        return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"
+    process, failed, address, handle = jax.process_index(), "", 0, b""
+    try:
+        address, handle = runtime.cuda.make_slab(_device(), _slab_bytes())
+    except RuntimeError as error:
+        failed = str(error)
+    handles = told.to_all("ipc_handle", [failed, list(handle)])
+    missing = _first_reason([other[0] for other in handles])
+    if missing is not None:
+        return missing
+    try:
+        slabs = [
+            address
+            if other == process
+            else runtime.cuda.open_slab(_device(), bytes(handles[other][1]))
+            for other in range(jax.process_count())
+        ]
+    except RuntimeError as error:
+        slabs, failed = [], str(error)
+    missing = _first_reason(told.to_all("ipc_slab", failed))
+    if missing is None:
+        runtime.cuda.set_slab(slabs, _slab_bytes())
+    return missing

@@ -1,0 +1,154 @@
+"""All ranks on one GPU: the custom call against NumPy and against XLA's gathers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from movement_oracle import combined, dispatched, random_plan
+from moving import bits, capacity_of
+
+from jax_cp_dispatch import (
+    Metadata,
+    combine,
+    compute_metadata,
+    create_dispatch_buffer,
+    destroy_dispatch_buffer,
+    dispatch,
+    dispatch_qkv,
+)
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
+S, T = 6, 40
+OURS: dict[str, Any] = {"axis_name": "cp", "implementation": "cuda_peer"}
+
+
+@pytest.fixture(params=[2, 4, 8])
+def num_ranks(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_errors():
+    yield
+    raise_gpu_errors()
+
+
+def flat(x):
+    """[W, rows, ...] as the arrays of all ranks on one device."""
+    return jnp.asarray(np.asarray(x).reshape(-1, *np.shape(x)[2:]))
+
+
+def per_rank(x, num_ranks):
+    return np.asarray(x).reshape(num_ranks, -1, *x.shape[1:])
+
+
+def plan_of(num_ranks, num_replicas=3, seed=0):
+    return random_plan(np.random.default_rng(seed), num_ranks, S, T, num_replicas)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3, 11])
+def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
+    plan = plan_of(num_ranks, num_replicas)
+    capacity = capacity_of(plan) + 3
+    rng = np.random.default_rng(1)
+    sizes = (1, 3, 16, 17, 200, 4096)
+    x = {f"{n} bytes": rng.integers(0, 256, (num_ranks, T, n), np.uint8) for n in sizes}
+    x["bfloat16"] = rng.normal(size=(num_ranks, T, 2, 5)).astype(jnp.bfloat16)
+    move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **OURS))
+    for _ in range(4):  # through both halves of the buffer, more than once
+        move({k: flat(v) for k, v in x.items()}, Metadata(**plan))
+    got = move({k: flat(v) for k, v in x.items()}, Metadata(**plan))
+    for name, rows in x.items():
+        expected = dispatched(plan, rows, capacity)
+        np.testing.assert_array_equal(
+            bits(per_rank(got[name], num_ranks)), bits(expected), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
+def test_combine_sums_in_order(num_ranks, dtype):
+    plan = plan_of(num_ranks)
+    y = np.random.default_rng(2).normal(size=(num_ranks, capacity_of(plan), 7)) * 5
+    y = y.astype(jnp.dtype(dtype))
+    ours = jax.jit(lambda y, m: combine(y, m, num_tokens=T, **OURS))
+    xla = jax.jit(lambda y, m: combine(y, m, num_tokens=T, axis_name="cp", implementation="xla"))
+    got, expected = (f(flat(y), Metadata(**plan)) for f in (ours, xla))
+    np.testing.assert_array_equal(bits(got), bits(expected))
+    if dtype == "float32":
+        exact = combined(plan, y, T, np.float32)
+        np.testing.assert_array_equal(per_rank(got, num_ranks), exact)
+
+
+def test_gradients_are_those_of_xla(num_ranks):
+    plan = Metadata(**plan_of(num_ranks))
+    capacity = int(np.max(plan.num_total_recv_tokens))
+    rng = np.random.default_rng(3)
+    q, k = (flat(rng.normal(size=(num_ranks, T, n)).astype(np.float32)) for n in (8, 5))
+
+    def loss(q, k, implementation):
+        there = dispatch_qkv(
+            q, k, plan, plan, axis_name="cp", q_capacity=capacity, kv_capacity=capacity,
+            implementation=implementation,
+        )  # fmt: skip
+        return sum((x**3).sum() for x in there)
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for ours, xla in zip(grad(q, k, "cuda_peer"), grad(q, k, "xla"), strict=True):
+        np.testing.assert_array_equal(ours, xla)
+
+
+def test_a_loop_of_calls_replays(num_ranks):
+    """XLA may record the body once; epochs live on the GPU."""
+    plan = Metadata(**plan_of(num_ranks, 1))
+    capacity = int(np.max(plan.num_total_recv_tokens))
+    x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, 16)).astype(np.float32))
+
+    def body(_, x, implementation="cuda_peer"):
+        options: dict[str, Any] = {"axis_name": "cp", "implementation": implementation}
+        there = dispatch(x, plan, capacity=capacity, **options)
+        return combine(there + 1, plan, num_tokens=T, **options)
+
+    ours = jax.jit(lambda x: jax.lax.fori_loop(0, 50, body, x))(x)
+    xla = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, x: body(i, x, "xla"), x))(x)
+    np.testing.assert_array_equal(ours, xla)
+
+
+def test_donated_storage_and_buffers():
+    plan = plan_of(4)
+    buffer = create_dispatch_buffer(capacity=capacity_of(plan))
+    x = np.random.default_rng(5).normal(size=(4, T, 3)).astype(np.float32)
+    move = jax.jit(
+        lambda x, m, out: dispatch(x, m, buffer=buffer, out=out, **OURS), donate_argnums=2
+    )
+    out = jnp.full((4 * capacity_of(plan), 3), np.nan, np.float32)
+    out = move(flat(x), Metadata(**plan), out)
+    expected = dispatched(plan, x, capacity_of(plan))
+    np.testing.assert_array_equal(per_rank(out, 4), expected)
+    destroy_dispatch_buffer(buffer)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"buffer {buffer} has been destroyed"):
+        jax.block_until_ready(move(flat(x), Metadata(**plan), out))
+
+
+def test_a_plan_that_does_not_fit_spoils_the_result_and_is_raised():
+    plan = plan_of(4)
+    x = flat(np.ones((4, T, 3), np.float32))
+    move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity_of(plan), **OURS))
+    good = Metadata(**plan)
+    bad = {**plan, "dst_rank": np.where(plan["dst_rank"] == 0, 4, plan["dst_rank"])}
+    assert np.isnan(move(x, Metadata(**bad))).all()
+    with pytest.raises(RuntimeError, match=r"has dst_rank 4; it must be in \[-1, 4\)"):
+        raise_gpu_errors()
+    assert not np.isnan(move(x, good)).any()
+
+
+def test_offsets_beyond_four_gigabytes():
+    rows, width = 3 << 10, 1 << 20  # 3 GiB per rank
+    plan, _ = compute_metadata(np.full((2, 1), rows, np.int32), np.array([[1], [0]], np.int32))
+    x = jnp.arange(2 * rows, dtype=jnp.uint32)[:, None].astype(jnp.uint8)
+    x = jnp.broadcast_to(x, (2 * rows, width))
+    got = jax.jit(lambda x: dispatch(x, plan, capacity=rows, **OURS))(x)
+    expected = np.roll(np.arange(2 * rows), rows).astype(np.uint8)
+    for column in (0, width - 1):
+        np.testing.assert_array_equal(got[:, column], expected)

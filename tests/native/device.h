@@ -1,0 +1,70 @@
+// The GPU's kernels on threads of the host: ranks at once, blocks at once, threads of a block at
+// once, and kernels of one rank after another, as a stream runs them.
+#pragma once
+
+#include <pthread.h>
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "device/exchange.h"
+#include "device/plan.h"
+#include "device/push.h"
+#include "device/sum.h"
+
+namespace cpd::device {
+
+class Barrier final : public BlockBarrier {
+ public:
+  explicit Barrier(int count) { pthread_barrier_init(&barrier_, nullptr, count); }
+  ~Barrier() override { pthread_barrier_destroy(&barrier_); }
+  void Wait() override { pthread_barrier_wait(&barrier_); }
+
+ private:
+  pthread_barrier_t barrier_;
+};
+
+// Launches a kernel and waits for it.
+template <typename Scratch, typename Kernel>
+void Launch(int num_blocks, int num_threads, Kernel kernel) {
+  std::vector<std::unique_ptr<Barrier>> barriers;
+  std::vector<std::unique_ptr<Scratch>> scratch;
+  std::vector<std::thread> threads;
+  for (int b = 0; b < num_blocks; ++b) {
+    barriers.push_back(std::make_unique<Barrier>(num_threads));
+    scratch.push_back(std::make_unique<Scratch>());
+    for (int t = 0; t < num_threads; ++t) {
+      const Block block{t, num_threads, b, num_blocks, barriers.back().get()};
+      threads.emplace_back([=, s = scratch.back().get()] { kernel(block, s); });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// What a rank's stream runs for one call.
+inline void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
+  const Rank rank{call, local};
+  Launch<PlanScratch>(1, num_threads, [&](const Block& b, PlanScratch* s) { Prepare(b, rank, s); });
+  if (call.is_dispatch) {
+    Launch<PushScratch>(num_blocks, num_threads,
+                        [&](const Block& b, PushScratch* s) { Push(b, rank, s); });
+  } else {
+    Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Stage(b, rank); });
+  }
+  Launch<MeetScratch>(1, num_threads, [&](const Block& b, MeetScratch* s) {
+    Signal(b, rank);
+    Wait(b, rank, s);
+  });
+  if (call.is_dispatch) {
+    Launch<UnpackScratch>(num_blocks, num_threads,
+                          [&](const Block& b, UnpackScratch* s) { Unpack(b, rank, s); });
+  } else {
+    Launch<SumScratch>(num_blocks, num_threads,
+                       [&](const Block& b, SumScratch* s) { Pull(b, rank, s); });
+  }
+}
+
+}  // namespace cpd::device

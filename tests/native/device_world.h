@@ -1,0 +1,270 @@
+// Random plans for the GPU's kernels, the memory of some ranks, and what must come out.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "device/call.h"
+
+#define CHECK(condition)                                                    \
+  do {                                                                      \
+    if (!(condition)) {                                                     \
+      std::fprintf(stderr, "line %d: %s is false\n", __LINE__, #condition); \
+      std::exit(1);                                                         \
+    }                                                                       \
+  } while (0)
+
+namespace cpd::device {
+
+// Memory that the kernels see: a GPU's test names an allocator.
+#ifdef CPD_TEST_ALLOCATOR
+template <typename T>
+using Seen = std::vector<T, CPD_TEST_ALLOCATOR<T>>;
+#else
+template <typename T>
+using Seen = std::vector<T>;
+#endif
+
+using Rng = std::mt19937;
+
+inline int64_t Draw(Rng& rng, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(rng);
+}
+
+// One part of one rank, and what the ranks hold of it.
+struct Plan {
+  Seen<int32_t> num_recv, seq_len, dst_rank, src_offset;
+  Seen<int64_t> dst_offset;
+};
+
+// A world of ranks with one channel; the same plans go there and back.
+struct World {
+  struct Made {
+    int64_t num_slots, num_replicas, num_tokens, capacity;
+    std::vector<int64_t> row_bytes;
+    std::vector<Plan> plans;                      // [rank]
+    std::vector<std::vector<Seen<char>>> x, out;  // [array][rank]
+  };
+  int num_ranks;
+  bool is_dispatch;
+  std::vector<Made> parts;
+  std::vector<Seen<uint64_t>> symmetric, local;
+  Seen<ErrorRecord> errors;
+  DataType in_type = DataType::kU8, out_type = DataType::kU8;
+  uint64_t deadline_ns = 20'000'000'000;
+  int num_blocks = 2, num_threads = 3;
+  int64_t rows_per_piece = 3;
+  bool use_src_offset = true;
+
+  Call MakeCall(int rank) {
+    Call call{};
+    call.num_ranks = num_ranks;
+    call.first_rank = rank;
+    call.num_local = 1;
+    call.is_dispatch = is_dispatch;
+    call.deadline_ns = deadline_ns;
+    for (Made& made : parts) {
+      Part& part = call.parts[call.num_parts++];
+      Plan& plan = made.plans[rank];
+      part.num_recv = {plan.num_recv.data(), IntType::kI32};
+      part.seq_len = {plan.seq_len.data(), IntType::kI32};
+      part.dst_rank = {plan.dst_rank.data(), IntType::kI32};
+      part.dst_offset = {plan.dst_offset.data(), IntType::kI64};
+      if (use_src_offset) part.src_offset = {plan.src_offset.data(), IntType::kU32};
+      part.num_slots = made.num_slots;
+      part.num_replicas = made.num_replicas;
+      part.num_tokens = made.num_tokens;
+      part.capacity = made.capacity;
+      part.rows_per_piece = rows_per_piece;
+      part.first_array = call.num_arrays;
+      part.num_arrays = static_cast<int>(made.row_bytes.size());
+      for (size_t a = 0; a < made.row_bytes.size(); ++a) {
+        Array& array = call.arrays[call.num_arrays++];
+        array.in = made.x[a][rank].data();
+        array.out = made.out[a][rank].data();
+        array.in_row_bytes = made.row_bytes[a];
+        array.out_row_bytes = made.row_bytes[a] / ElementBytes(in_type) * ElementBytes(out_type);
+        array.in_type = in_type;
+        array.out_type = out_type;
+      }
+    }
+    const int64_t bytes = LayOutChannel(&call);
+    const int64_t local_bytes = LayOutLocal(&call);
+    if (symmetric.empty()) {
+      symmetric.assign(num_ranks, Seen<uint64_t>(bytes / 8 + 1));
+      local.assign(num_ranks, Seen<uint64_t>(local_bytes / 8 + 1));
+      errors.assign(num_ranks, ErrorRecord{});
+    }
+    for (int r = 0; r < num_ranks; ++r) {
+      call.symmetric[r] = reinterpret_cast<char*>(symmetric[r].data());
+    }
+    call.local = reinterpret_cast<char*>(local[rank].data());
+    call.errors = &errors[rank];
+    return call;
+  }
+
+  // Poison for the results.
+  void Clear() {
+    for (Made& part : parts) {
+      for (auto& ranks : part.out) {
+        for (auto& rows : ranks) std::memset(rows.data(), 0x7f, rows.size());
+      }
+    }
+  }
+
+  // The error of a rank since the last look.
+  ErrorRecord Take(int rank) {
+    ErrorRecord record = errors[rank];
+    if (record.raised == record.reported) return {};
+    errors[rank].reported = record.raised;
+    return record;
+  }
+
+  bool IsFine() {
+    for (int r = 0; r < num_ranks; ++r) {
+      if (Take(r).failure != Failure::kNone) return false;
+    }
+    return true;
+  }
+};
+
+// A plan as Metadata allows: holes, replicas, rows named twice, destinations in any order.
+inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t num_replicas,
+                            int64_t num_tokens, std::vector<int64_t> row_bytes,
+                            bool has_src_offset) {
+  World::Made part{num_slots, num_replicas, num_tokens, 0, row_bytes, {}, {}, {}};
+  part.plans.resize(num_ranks);
+  std::vector<int64_t> filled(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) {
+    Plan& plan = part.plans[r];
+    plan.num_recv.assign(num_ranks + 1, 0);
+    int64_t row = 0;
+    for (int64_t s = 0; s < num_slots; ++s) {
+      const int64_t room = num_tokens - (has_src_offset ? 0 : row);
+      const int64_t n = Draw(rng, 0, std::min<int64_t>(room, 2 * num_tokens / num_slots + 1));
+      plan.seq_len.push_back(n);
+      plan.src_offset.push_back(has_src_offset ? Draw(rng, 0, num_tokens - n) : row);
+      row += n;
+    }
+  }
+  for (int r = 0; r < num_ranks; ++r) {
+    Plan& plan = part.plans[r];
+    for (int64_t s = 0; s < num_slots; ++s) {
+      for (int64_t c = 0; c < num_replicas; ++c) {
+        const int64_t dst = Draw(rng, -1, num_ranks - 1);
+        const int64_t gap = Draw(rng, 0, 2);
+        plan.dst_rank.push_back(dst);
+        plan.dst_offset.push_back(dst < 0 ? -7 : filled[dst] + gap);
+        if (dst < 0) continue;
+        filled[dst] += gap + plan.seq_len[s];
+        part.plans[dst].num_recv[r] += plan.seq_len[s];
+        part.plans[dst].num_recv[num_ranks] += plan.seq_len[s];
+      }
+    }
+  }
+  part.capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 1, 5);
+  return part;
+}
+
+inline void FillArrays(World* world, Rng& rng, bool small_floats = false) {
+  for (World::Made& part : world->parts) {
+    const int64_t in_rows = world->is_dispatch ? part.num_tokens : part.capacity;
+    const int64_t out_rows = world->is_dispatch ? part.capacity : part.num_tokens;
+    part.x.assign(part.row_bytes.size(), {});
+    part.out.assign(part.row_bytes.size(), {});
+    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
+      for (int r = 0; r < world->num_ranks; ++r) {
+        Seen<char> rows(in_rows * part.row_bytes[a]);
+        if (small_floats) {
+          auto* values = reinterpret_cast<float*>(rows.data());
+          std::normal_distribution<float> normal;
+          for (size_t i = 0; i < rows.size() / 4; ++i) values[i] = normal(rng);
+        } else {
+          for (char& byte : rows) byte = static_cast<char>(Draw(rng, 0, 255));
+        }
+        part.x[a].push_back(std::move(rows));
+        const int64_t out_row =
+            part.row_bytes[a] / ElementBytes(world->in_type) * ElementBytes(world->out_type);
+        part.out[a].push_back(Seen<char>(out_rows * out_row));
+      }
+    }
+  }
+}
+
+// out[d][dst_offset + i] = x[s][src_offset + i], by its definition.
+inline void CheckDispatched(const World& world) {
+  for (const World::Made& part : world.parts) {
+    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
+      const int64_t bytes = part.row_bytes[a];
+      std::vector<Seen<char>> wanted(world.num_ranks, Seen<char>(part.capacity * bytes));
+      for (int r = 0; r < world.num_ranks; ++r) {
+        const Plan& plan = part.plans[r];
+        for (int64_t t = 0; t < part.num_slots * part.num_replicas; ++t) {
+          const int64_t s = t / part.num_replicas;
+          if (plan.dst_rank[t] < 0 || plan.seq_len[s] == 0) continue;
+          std::memcpy(&wanted[plan.dst_rank[t]][plan.dst_offset[t] * bytes],
+                      &part.x[a][r][plan.src_offset[s] * bytes], plan.seq_len[s] * bytes);
+        }
+      }
+      for (int r = 0; r < world.num_ranks; ++r) CHECK(part.out[a][r] == wanted[r]);
+    }
+  }
+}
+
+// x[s][src_offset + i] = the float32 sum over slots, then replicas, from the left.
+inline void CheckCombined(const World& world) {
+  for (const World::Made& part : world.parts) {
+    for (size_t a = 0; a < part.row_bytes.size(); ++a) {
+      const int64_t width = part.row_bytes[a] / 4;
+      for (int r = 0; r < world.num_ranks; ++r) {
+        const Plan& plan = part.plans[r];
+        std::vector<float> wanted(part.num_tokens * width);
+        std::vector<bool> has(part.num_tokens);
+        for (int64_t t = 0; t < part.num_slots * part.num_replicas; ++t) {
+          const int64_t s = t / part.num_replicas;
+          if (plan.dst_rank[t] < 0) continue;
+          const auto* y = reinterpret_cast<const float*>(part.x[a][plan.dst_rank[t]].data());
+          for (int64_t i = 0; i < plan.seq_len[s]; ++i) {
+            const int64_t row = plan.src_offset[s] + i;
+            for (int64_t e = 0; e < width; ++e) {
+              const float value = y[(plan.dst_offset[t] + i) * width + e];
+              wanted[row * width + e] = has[row] ? wanted[row * width + e] + value : value;
+            }
+            has[row] = true;
+          }
+        }
+        CHECK(std::memcmp(part.out[a][r].data(), wanted.data(), part.out[a][r].size()) == 0);
+      }
+    }
+  }
+}
+
+inline World RandomWorld(Rng& rng, bool is_dispatch) {
+  World world{};
+  world.num_ranks = static_cast<int>(Draw(rng, 1, 4));
+  world.is_dispatch = is_dispatch;
+  world.use_src_offset = Draw(rng, 0, 1);
+  world.rows_per_piece = Draw(rng, 1, 9);
+  world.num_blocks = static_cast<int>(Draw(rng, 1, 3));
+  world.num_threads = static_cast<int>(Draw(rng, 1, 4));
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  const int64_t num_parts = Draw(rng, 1, 2);
+  for (int64_t p = 0; p < num_parts; ++p) {
+    std::vector<int64_t> row_bytes;
+    const int64_t num_arrays = Draw(rng, 1, 3);
+    for (int64_t a = 0; a < num_arrays; ++a) {
+      row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
+    }
+    world.parts.push_back(MakePart(rng, world.num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
+                                   Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+  }
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+}  // namespace cpd::device

@@ -1,0 +1,284 @@
+// The GPU's kernels, run block by block on the host, against plain loops: values, refusals, errors.
+#include <cstdio>
+#include <cstdlib>
+
+#include "device.h"
+#include "device_world.h"
+
+namespace {
+
+using namespace cpd;          // NOLINT
+using namespace cpd::device;  // NOLINT
+
+// All ranks but `absent`, at once; `times` calls without meeting in between.
+void Run(World& world, int times = 1, int absent = -1) {
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
+  world.Clear();
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world.num_ranks; ++r) {
+    if (r == absent) continue;
+    threads.emplace_back([&, r] {
+      for (int i = 0; i < times; ++i) RunCall(calls[r], 0, world.num_blocks, world.num_threads);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void RandomPlans(int num_worlds) {
+  Rng rng(1);
+  for (int i = 0; i < num_worlds; ++i) {
+    World there = RandomWorld(rng, true);
+    for (int round = 0; round < 2; ++round) {
+      Run(there, 2);  // the third and the fourth call write over the first two
+      CHECK(there.IsFine());
+      CheckDispatched(there);
+    }
+    World back = RandomWorld(rng, false);
+    for (int round = 0; round < 2; ++round) {
+      Run(back, 2);
+      CHECK(back.IsFine());
+      CheckCombined(back);
+    }
+  }
+}
+
+void ManyReplicasAndSources() {
+  Rng rng(2);
+  World there{};
+  there.num_ranks = 3;
+  there.is_dispatch = true;
+  there.parts.push_back(MakePart(rng, 3, 4, 21, 12, {48, 17}, true));
+  FillArrays(&there, rng);
+  Run(there);
+  CHECK(there.IsFine());
+  CheckDispatched(there);
+
+  World back{};  // every row of a piece has far more sources than the block can gather
+  back.num_ranks = 2;
+  back.is_dispatch = false;
+  back.in_type = back.out_type = DataType::kF32;
+  back.parts.push_back(MakePart(rng, 2, 150, 4, 9, {16, 12}, true));
+  back.rows_per_piece = 64;
+  FillArrays(&back, rng, true);
+  Run(back);
+  CHECK(back.IsFine());
+  CheckCombined(back);
+}
+
+void OneDeviceHoldsAllRanks() {
+  Rng rng(3);
+  World world = RandomWorld(rng, true);
+  world.num_ranks = 0;
+  do {
+    world = RandomWorld(rng, true);
+  } while (world.num_ranks != 4 || world.parts.size() != 1);
+  World::Made& part = world.parts[0];
+  Call call = world.MakeCall(0);
+  // The same as arrays and views of all ranks, one after another.
+  std::vector<int32_t> num_recv, seq_len, dst_rank, src_offset;
+  std::vector<int64_t> dst_offset;
+  std::vector<std::vector<char>> x(part.row_bytes.size()), out(part.row_bytes.size());
+  const auto append = [](auto* all, const auto& one) {
+    all->insert(all->end(), one.begin(), one.end());
+  };
+  for (int r = 0; r < 4; ++r) {
+    append(&num_recv, part.plans[r].num_recv);
+    append(&seq_len, part.plans[r].seq_len);
+    append(&dst_rank, part.plans[r].dst_rank);
+    append(&dst_offset, part.plans[r].dst_offset);
+    append(&src_offset, part.plans[r].src_offset);
+    for (size_t a = 0; a < x.size(); ++a) append(&x[a], part.x[a][r]);
+  }
+  Part& all = call.parts[0];
+  all.num_recv.data = num_recv.data();
+  all.seq_len.data = seq_len.data();
+  all.dst_rank.data = dst_rank.data();
+  all.dst_offset.data = dst_offset.data();
+  if (all.src_offset) all.src_offset.data = src_offset.data();
+  all.has_all_views = true;
+  for (size_t a = 0; a < x.size(); ++a) {
+    out[a].assign(4 * part.capacity * part.row_bytes[a], 0x7f);
+    call.arrays[a].in = x[a].data();
+    call.arrays[a].out = out[a].data();
+  }
+  call.num_local = 4;
+  std::vector<uint64_t> local(LayOutLocal(&call) / 8);
+  std::vector<ErrorRecord> errors(4);
+  call.local = reinterpret_cast<char*>(local.data());
+  call.errors = errors.data();
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 4; ++r) ranks.emplace_back([&, r] { RunCall(call, r, 2, 2); });
+  for (std::thread& rank : ranks) rank.join();
+  for (size_t a = 0; a < x.size(); ++a) {
+    for (int r = 0; r < 4; ++r) {
+      const int64_t bytes = part.capacity * part.row_bytes[a];
+      part.out[a][r].assign(out[a].begin() + r * bytes, out[a].begin() + (r + 1) * bytes);
+    }
+  }
+  for (const ErrorRecord& error : errors) CHECK(error.raised == 0);
+  CheckDispatched(world);
+}
+
+bool IsSpoiled(const World& world, int rank) {
+  for (const World::Made& part : world.parts) {
+    for (const auto& ranks : part.out) {
+      for (const char byte : ranks[rank]) {
+        if (static_cast<uint8_t>(byte) != 0xff) return false;
+      }
+    }
+  }
+  return true;
+}
+
+World SmallWorld(int num_ranks, bool is_dispatch) {
+  Rng rng(4);
+  World world{};
+  world.num_ranks = num_ranks;
+  world.is_dispatch = is_dispatch;
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  world.parts.push_back(MakePart(rng, num_ranks, 4, 2, 16, {32, 8}, true));
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+// A plan that one rank refuses has no result anywhere, and the next call goes well.
+void BadPlansAreRefusedEverywhere() {
+  struct Case {
+    Failure failure;
+    void (*spoil)(World::Made*, Plan*);
+  };
+  const Case cases[] = {
+      {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[1] = 3; }},
+      {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[0] = -2; }},
+      {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
+      {Failure::kTokens,
+       [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},
+      {Failure::kDstOffset, [](World::Made*, Plan* plan) { plan->dst_offset[1] = -1; }},
+      {Failure::kDstOffset, [](World::Made*, Plan* plan) { plan->dst_offset[1] = 1LL << 50; }},
+      {Failure::kCapacity,
+       [](World::Made* part, Plan* plan) { plan->dst_offset[1] = part->capacity; }},
+      {Failure::kCapacity,
+       [](World::Made* part, Plan* plan) { plan->num_recv[3] = part->capacity + 1; }},
+  };
+  for (const bool is_dispatch : {true, false}) {
+    for (const Case& one : cases) {
+      World world = SmallWorld(3, is_dispatch);
+      Plan& plan = world.parts[0].plans[1];
+      for (auto& n : plan.seq_len) n = std::max(n, 1);  // counts no longer fit; checked later
+      for (auto& row : plan.src_offset) row = 0;
+      for (auto& dst : plan.dst_rank) dst = std::max(dst, 0);
+      for (auto& row : plan.dst_offset) row = std::max<int64_t>(row, 0);
+      for (auto& row : plan.dst_offset) row = std::min(row, world.parts[0].capacity - 16);
+      one.spoil(&world.parts[0], &plan);
+      Run(world);
+      CHECK(world.Take(1).failure == one.failure);
+      for (const int r : {0, 2}) {
+        const ErrorRecord error = world.Take(r);
+        CHECK(error.failure == Failure::kPeer && error.peer == 1);
+      }
+      for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
+      const World good = SmallWorld(3, is_dispatch);
+      world.parts[0].plans = good.parts[0].plans;
+      Run(world, 3);
+      CHECK(world.IsFine());
+      is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+    }
+  }
+}
+
+void ReceiversCheckCountsAndOverlaps() {
+  World counts = SmallWorld(3, true);
+  counts.parts[0].plans[2].num_recv[1] += 1;
+  Run(counts);
+  const ErrorRecord error = counts.Take(2);
+  CHECK(error.failure == Failure::kCounts && error.peer == 1 && error.expected == error.seen + 1);
+  CHECK(IsSpoiled(counts, 2));
+  CHECK(counts.IsFine());
+
+  World overlap{};
+  overlap.num_ranks = 2;
+  overlap.is_dispatch = true;
+  World::Made part{1, 1, 4, 8, {16}, {}, {}, {}};
+  part.plans = {{{0, 0, 0}, {4}, {1}, {0}, {0}}, {{4, 4, 8}, {4}, {1}, {0}, {3}}};
+  overlap.parts.push_back(part);
+  Rng rng(5);
+  FillArrays(&overlap, rng);
+  overlap.num_blocks = 1;
+  // Both write row 3: run one rank's push after the other's, or a sanitizer would rightly object.
+  Run(overlap, 0);
+  const Call first = overlap.MakeCall(0), second = overlap.MakeCall(1);
+  for (const Call* call : {&first, &second}) {
+    const Rank rank{*call, 0};
+    Launch<PlanScratch>(1, 1, [&](const Block& b, PlanScratch* s) { Prepare(b, rank, s); });
+    Launch<PushScratch>(1, 1, [&](const Block& b, PushScratch* s) { Push(b, rank, s); });
+    Launch<MeetScratch>(1, 1, [&](const Block& b, MeetScratch*) { Signal(b, rank); });
+  }
+  const Rank receiver{second, 0};
+  Launch<MeetScratch>(1, 1, [&](const Block& b, MeetScratch* s) { Wait(b, receiver, s); });
+  Launch<UnpackScratch>(1, 1, [&](const Block& b, UnpackScratch* s) { Unpack(b, receiver, s); });
+  const ErrorRecord found = overlap.Take(1);
+  CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 7);
+}
+
+// A rank that makes another call than the others is found out, not read as if it were theirs.
+void AnotherProgramIsNamed() {
+  World world = SmallWorld(2, true);
+  Call calls[] = {world.MakeCall(0), world.MakeCall(1)};
+  calls[1].program = 1;
+  std::vector<std::thread> threads;
+  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 0, 2, 2); });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(world.Take(0).failure == Failure::kProgram);
+  CHECK(world.Take(1).failure == Failure::kProgram);
+}
+
+// Everybody names the rank that did not come; afterwards the channel is at its end for all.
+void AnAbsentRankIsNamed() {
+  World world = SmallWorld(3, true);
+  Run(world);
+  CHECK(world.IsFine());
+  world.deadline_ns = 50'000'000;
+  Run(world, 1, /*absent=*/1);
+  for (const int r : {0, 2}) {
+    const ErrorRecord error = world.Take(r);
+    CHECK(error.failure == Failure::kDeadline && error.peer == 1);
+    CHECK(error.expected == 2 && error.seen == 1 && error.epoch == 2);
+    CHECK(IsSpoiled(world, r));
+  }
+  Run(world, 1, /*absent=*/1);
+  for (const int r : {0, 2}) CHECK(world.Take(r).failure == Failure::kBroken);
+  Run(world);
+  const ErrorRecord error = world.Take(1);
+  CHECK(error.failure == Failure::kGone && error.peer == 0 && error.epoch == 2);
+}
+
+void CopiesAreCutAtTheWidestVector() {
+  for (uint64_t from = 0; from < 16; ++from) {
+    for (uint64_t to = 0; to < 16; ++to) {
+      for (int64_t bytes = 0; bytes < 70; ++bytes) {
+        const Cut cut = CutCopy(from, to - from, bytes);
+        CHECK(cut.head + cut.count * cut.width + cut.tail == bytes);
+        if (cut.count > 0) {
+          CHECK((from + cut.head) % cut.width == 0 && (to + cut.head) % cut.width == 0);
+        }
+        CHECK(cut.head < cut.width && cut.tail < cut.width);
+        if ((to - from) % 16 == 0) CHECK(cut.width == 16);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CopiesAreCutAtTheWidestVector();
+  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
+  ManyReplicasAndSources();
+  OneDeviceHoldsAllRanks();
+  BadPlansAreRefusedEverywhere();
+  ReceiversCheckCountsAndOverlaps();
+  AnotherProgramIsNamed();
+  AnAbsentRankIsNamed();
+  std::printf("ok\n");
+}

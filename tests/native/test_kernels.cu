@@ -1,0 +1,112 @@
+// The GPU's kernels on one GPU: ranks on streams of their own, all ranks in one launch, and
+// recorded calls that are replayed; against the same plain loops as test_device.cc. For
+// compute-sanitizer too.
+#include <cuda_runtime_api.h>
+
+#include <new>
+
+#include "cuda/kernels.h"
+
+// Memory that host and GPU share.
+template <typename T>
+struct Managed {
+  using value_type = T;
+  Managed() = default;
+  template <typename U>
+  Managed(const Managed<U>&) {}  // NOLINT: allocators convert
+  T* allocate(size_t n) {
+    void* memory = nullptr;
+    if (cudaMallocManaged(&memory, n * sizeof(T) + 16) != cudaSuccess) throw std::bad_alloc();
+    return static_cast<T*>(memory);
+  }
+  void deallocate(T* memory, size_t) { cudaFree(memory); }
+  template <typename U>
+  bool operator==(const Managed<U>&) const {
+    return true;
+  }
+  template <typename U>
+  bool operator!=(const Managed<U>&) const {
+    return false;
+  }
+};
+#define CPD_TEST_ALLOCATOR Managed
+
+#include "device_world.h"
+
+namespace {
+
+using namespace cpd;          // NOLINT
+using namespace cpd::device;  // NOLINT
+
+#define CUDA(call)                                                                           \
+  do {                                                                                       \
+    const cudaError_t error = call;                                                          \
+    if (error != cudaSuccess) {                                                              \
+      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, cudaGetErrorString(error)); \
+      std::exit(1);                                                                          \
+    }                                                                                        \
+  } while (0)
+
+// Every rank's call on a stream of its own, `times` in a row; recorded once and replayed, or not.
+void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool recorded) {
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
+  world.Clear();
+  std::vector<cudaGraphExec_t> graphs(world.num_ranks);
+  for (int r = 0; r < world.num_ranks && recorded; ++r) {
+    cudaGraph_t graph;
+    CUDA(cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeThreadLocal));
+    CUDA(LaunchCall(calls[r], 4, streams[r]));
+    CUDA(cudaStreamEndCapture(streams[r], &graph));
+    CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+  }
+  for (int i = 0; i < times; ++i) {
+    for (int r = 0; r < world.num_ranks; ++r) {
+      if (recorded) {
+        CUDA(cudaGraphLaunch(graphs[r], streams[r]));
+      } else {
+        CUDA(LaunchCall(calls[r], 4, streams[r]));
+      }
+    }
+  }
+  CUDA(cudaDeviceSynchronize());
+  for (const cudaGraphExec_t graph : graphs) {
+    if (graph != nullptr) CUDA(cudaGraphExecDestroy(graph));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int num_gpus = 0;
+  if (cudaGetDeviceCount(&num_gpus) != cudaSuccess || num_gpus == 0) {
+    std::printf("no GPU\n");
+    return 77;
+  }
+  int num_blocks = 0;
+  CUDA(NumResidentBlocks(&num_blocks));
+  Rng rng(11);
+  std::vector<cudaStream_t> streams(4);
+  for (cudaStream_t& stream : streams) {
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  const int num_worlds = argc > 1 ? std::atoi(argv[1]) : 50;
+  for (int i = 0; i < num_worlds; ++i) {
+    for (const bool is_dispatch : {true, false}) {
+      World world = RandomWorld(rng, is_dispatch);
+      for (const bool recorded : {false, true, true}) {
+        Run(world, streams, 3, recorded);
+        CHECK(world.IsFine());
+        is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+      }
+    }
+  }
+  World world = RandomWorld(rng, true);
+  while (world.num_ranks < 2) world = RandomWorld(rng, true);
+  world.parts[0].plans[1].seq_len[0] = -1;
+  Run(world, streams, 1, false);
+  CHECK(world.Take(1).failure == Failure::kLength);
+  CHECK(world.Take(0).failure == Failure::kPeer);
+  std::printf("ok\n");
+}

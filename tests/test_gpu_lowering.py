@@ -1,0 +1,161 @@
+"""Programs for GPUs, lowered without one: what the custom calls are told, and what is refused."""
+
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from movement_oracle import random_plan
+from on_mesh import AXIS, mesh_of, permuted_mesh
+
+from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv, runtime
+from jax_cp_dispatch.gpu import places, raise_gpu_errors
+
+W, S, T, CAPACITY = 4, 5, 8, 64
+ORDER = [3, 1, 0, 2]
+PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
+X = np.zeros((W * T, 3), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """As if the extension were there, built or not; the tests here run nothing."""
+    extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
+    monkeypatch.setattr(runtime, "cuda", extension)
+    return extension
+
+
+def lowered(fn, *arguments):
+    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """(target, attributes) of the custom calls of this package."""
+    found = re.findall(r"custom_call @jax_cp_dispatch\.(\w+)\(.*?\{(.*)", text)
+    return [(target, rest) for target, rest in found]
+
+
+def places_in(attributes):
+    (text,) = re.findall(r"places = dense<(.*?)> : tensor<\d+xi64>", attributes)
+    return [int(n) for n in re.findall(r"-?\d+", text)]
+
+
+def on_ranks(fn, mesh, **options):
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **options)
+
+
+def send(x, m, **options):
+    return dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, **options)
+
+
+def send_both(x, m):
+    return dispatch_qkv(
+        x, (x, x), m, m, axis_name=AXIS, q_capacity=CAPACITY, kv_capacity=CAPACITY + 1
+    )
+
+
+def bring(y, m):
+    return combine(y, m, axis_name=AXIS, num_tokens=T)
+
+
+@pytest.mark.parametrize("implementation", [None, "cuda_peer"])
+def test_dispatch_names_the_gpu_of_every_rank(implementation):
+    text = lowered(
+        on_ranks(lambda x, m: send(x, m, implementation=implementation), mesh_of(W, ORDER)), X, PLAN
+    )
+    ((target, attributes),) = calls(text)
+    assert target == "dispatch"
+    assert places_in(attributes) == ORDER
+    assert 'memory = "devices"' in attributes
+
+
+def test_combine_and_gradients():
+    y = np.zeros((W * CAPACITY, 3), np.float32)
+    ((target, _),) = calls(lowered(on_ranks(bring, mesh_of(W)), y, PLAN))
+    assert target == "combine"
+    loss = lambda x, m: (on_ranks(send, mesh_of(W))(x, m) ** 2).sum()
+    assert {name for name, _ in calls(lowered(jax.grad(loss), X, PLAN))} == {"dispatch", "combine"}
+    loss = lambda y, m: (on_ranks(bring, mesh_of(W))(y, m) ** 2).sum()
+    assert {name for name, _ in calls(lowered(jax.grad(loss), y, PLAN))} == {"dispatch", "combine"}
+
+
+def test_queries_and_keys_go_in_one_call():
+    ((target, attributes),) = calls(lowered(on_ranks(send_both, mesh_of(W)), X, PLAN))
+    assert target == "dispatch"
+    assert f"capacity = dense<[{CAPACITY}, {CAPACITY + 1}]>" in attributes
+    assert "num_arrays = dense<[1, 2]>" in attributes
+
+
+def test_groups_of_a_larger_mesh_where_only_the_ranks_axis_is_manual():
+    mesh = permuted_mesh((2, W), ("data", AXIS))
+    text = lowered(on_ranks(send, mesh, axis_names={AXIS}), X, PLAN)
+    ((_, attributes),) = calls(text)
+    assert places_in(attributes) == [device.id for device in mesh.devices.flat]
+
+
+def test_ranks_on_the_major_axis():
+    mesh = permuted_mesh((W, 2), (AXIS, "data"))
+    ((_, attributes),) = calls(lowered(on_ranks(send, mesh), X, PLAN))
+    assert places_in(attributes) == [device.id for device in mesh.devices.T.flat]
+
+
+def test_arrays_of_all_ranks_over_explicit_axes():
+    mesh = Mesh(np.array(jax.devices()[:W])[ORDER], (AXIS,), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        ((_, attributes),) = calls(lowered(send, X, PLAN))
+    assert places_in(attributes) == ORDER
+
+
+def test_one_device_with_all_ranks_and_donated_storage():
+    def into(x, m, out):
+        return send(x, m, out=out)
+
+    text = lowered(into, X, PLAN, np.zeros((W * CAPACITY, 3), np.float32))
+    ((_, attributes),) = calls(text)
+    assert places_in(attributes) == [-1]
+    assert "output_operand_alias" in attributes
+
+
+def test_xla_serves_gpus_as_well():
+    text = lowered(on_ranks(lambda x, m: send(x, m, implementation="xla"), mesh_of(W)), X, PLAN)
+    assert not calls(text)
+    assert "all_gather" in text
+
+
+def test_without_the_extension_xla_serves_and_a_named_transport_is_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "cuda", None)
+    monkeypatch.setattr(runtime, "cuda_reason", "the package was built without CUDA")
+    with pytest.warns(UserWarning, match=r"XLA's collectives .* built without CUDA"):
+        assert not calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
+    named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
+    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* without CUDA"):
+        lowered(named, X, PLAN)
+
+
+@pytest.mark.parametrize("name", ["cuda_peer", "cuda_ipc", "nvshmem"])
+def test_gpu_transports_do_not_serve_cpu_devices(name):
+    call = on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W))
+    with pytest.raises(NotImplementedError, match=f"'{name}' cannot .* platform is 'cpu'"):
+        jax.jit(call)(X, PLAN)
+
+
+def test_transports_between_processes_need_several():
+    for name in ("cuda_ipc", "nvshmem"):
+        call = on_ranks(lambda x, m, name=name: send(x, m, implementation=name), mesh_of(W))
+        with pytest.raises(NotImplementedError, match="there is one process"):
+            lowered(call, X, PLAN)
+
+
+def test_a_place_is_a_process_and_a_device_of_it():
+    device = types.SimpleNamespace(process_index=3, local_hardware_id=5, id=29)
+    assert places._place(device) == 3 * 65536 + 5
+
+
+def test_errors_that_gpus_found_are_raised_once(cuda):
+    found = ["dispatch: rank 1 waited", "combine: rank 0 expects"]
+    cuda.take_errors = lambda: [found.pop(0) for _ in list(found)]
+    with pytest.raises(RuntimeError, match="rank 1 waited\ncombine: rank 0 expects"):
+        raise_gpu_errors()
+    raise_gpu_errors()
