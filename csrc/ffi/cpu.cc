@@ -2,6 +2,7 @@
 #include "ffi/buffers.h"
 #include "ffi/comm_gemm.h"
 #include "ffi/common.h"
+#include "ffi/processes.h"
 #include "ffi/targets.h"
 #include "nanobind/nanobind.h"
 
@@ -35,4 +36,5 @@ NB_MODULE(_cpu, m) {
       "(major, minor) of the XLA FFI headers that this was built with.");
   cpd::BindBuffers(m);
   cpd::BindCommGemm(m);
+  cpd::BindProcesses(m);
 }

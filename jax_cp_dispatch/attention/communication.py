@@ -18,7 +18,7 @@ from jax_cp_dispatch.dispatch import (
     AxisName,
     check_implementation,
     dispatch,
-    in_process_serves,
+    transport_serves,
 )
 from jax_cp_dispatch.metadata import Metadata
 
@@ -155,7 +155,7 @@ def move_chunks(
     by_dispatch = functools.partial(
         _by_dispatch, routes=routes, axis_name=axis_name, deadline=deadline
     )
-    if implementation == "xla" or not in_process_serves("cpu"):
+    if implementation == "xla" or not transport_serves("cpu"):
         return by_xla(chunks)
     if implementation is not None:
         return by_dispatch(chunks)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
+from jax_cp_dispatch.dispatch.call_site import call_site_attributes
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 from jax_cp_dispatch.dispatch.operands import by_part, read_operands
 from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
@@ -52,6 +53,9 @@ def _lower_custom_call(target, ctx, *operands, call, parts):
     return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
         ctx.replace(avals_in=(place, place, *ctx.avals_in)),
         *operands,
+        **call_site_attributes(
+            ctx, _what(target, parts), call.axis_names, call.group_axes, call.num_ranks
+        ),
         axis=",".join(call.axis_names),
         num_ranks=np.int64(call.num_ranks),
         deadline_ms=np.int64(call.deadline_ms),
@@ -61,6 +65,12 @@ def _lower_custom_call(target, ctx, *operands, call, parts):
         capacity=_span(part.capacity for part in parts),
         buffer=_span(part.buffer for part in parts),
     )
+
+
+def _what(target, parts):
+    """The operation and what of its parts the shapes do not tell."""
+    rows = "; ".join(f"{part.num_tokens} tokens, capacity {part.capacity}" for part in parts)
+    return f"{target.rpartition('.')[2]} of {rows}"
 
 
 def _lower_opened(primitive, ctx, *operands, call, parts, **params):
