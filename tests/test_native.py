@@ -17,6 +17,7 @@ NUM_PROGRAMS = 25
 
 TESTS = (
     "test_transport",
+    "test_shared_memory",
     "test_buffers",
     "test_comm_overlap",
     "test_overlap_buffers",

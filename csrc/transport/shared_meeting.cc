@@ -45,7 +45,9 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& all,
         *message << " Expected rank " << rank << " in: " << meeting.signature
                  << ". Seen: it waits in ";
         if (other->signature == meeting.signature) {
-          *message << "another call of the same kind, as if it had left out or repeated a program";
+          *message
+              << "another call of the same kind, as if it had left out or repeated a program, or "
+                 "called it first from another line";
         } else {
           *message << "another call: " << other->signature;
         }
@@ -105,20 +107,18 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& all,
   message << meeting.num_arrived << "/" << meeting.arrived.size() << " ranks arrived, ranks "
           << RankList(meeting.arrived, true) << " wait for missing ranks "
           << RankList(meeting.arrived, false);
-  if (meeting.has_exchange) {
-    std::map<int, std::vector<bool>> missing;  // by process
-    for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
-      if (meeting.arrived[rank]) continue;
-      std::vector<bool>& its = missing[ProcessOf(meeting, rank)];
-      its.resize(meeting.arrived.size());
-      its[rank] = true;
-    }
-    const char* separator = ": ";
-    for (const auto& [process, ranks] : missing) {
-      message << separator << RankList(ranks, true) << " of "
-              << ProcessName(process, pid_of(process));
-      separator = ", ";
-    }
+  std::map<int, std::vector<bool>> missing;  // by process
+  for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
+    if (meeting.arrived[rank]) continue;
+    std::vector<bool>& its = missing[ProcessOf(meeting, rank)];
+    its.resize(meeting.arrived.size());
+    its[rank] = true;
+  }
+  const char* separator = ": ";
+  for (const auto& [process, ranks] : missing) {
+    message << separator << RankList(ranks, true) << " of "
+            << ProcessName(process, pid_of(process));
+    separator = ", ";
   }
   message << ".";
   AddElsewhere(meeting, all, &message);

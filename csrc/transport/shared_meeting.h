@@ -29,7 +29,7 @@ struct SharedMeeting {
   std::string op;
   std::string signature;
   std::chrono::milliseconds deadline;
-  std::chrono::steady_clock::time_point expires;
+  std::chrono::steady_clock::time_point expires;  // if a rank of this process waits
   Phase phase = Phase::kMeeting;
 
   // Of the first local rank to come; without one only the ranks of others have announced

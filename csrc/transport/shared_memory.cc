@@ -189,7 +189,6 @@ class SharedMemory final : public Transport {
     meeting->op = op;
     meeting->signature = signature;
     meeting->deadline = deadline;
-    meeting->expires = Clock::now() + deadline;
     meeting->arrived.resize(num_ranks, false);
     meeting->process.resize(num_ranks, -1);
     meeting->contributions.resize(num_ranks);
@@ -197,13 +196,14 @@ class SharedMemory final : public Transport {
     meeting->completions.resize(num_ranks);
     open_.emplace(key, meeting);
     meetings_.emplace(meeting->id, meeting);
-    WakeBy(meeting->expires);
     return meeting;
   }
 
   void Adopt(const Exchange& exchange, SharedMeeting* meeting) {
     meeting->exchange = exchange;
     meeting->has_exchange = true;
+    meeting->expires = Clock::now() + meeting->deadline;
+    WakeBy(meeting->expires);
     for (const int process : *exchange.processes) {
       if (process != process_) meeting->participants.try_emplace(process);
     }
@@ -548,6 +548,8 @@ class SharedMemory final : public Transport {
       std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> late;  // by run
       for (const auto& [id, meeting] : meetings_) {
         if (meeting->phase != Phase::kMeeting && meeting->phase != Phase::kWaiting) continue;
+        // Nobody waits here: the processes whose ranks do know more, and will tell.
+        if (!meeting->has_exchange) continue;
         if (meeting->expires > now) {
           next_wake_ = std::min(next_wake_, meeting->expires);
           continue;
