@@ -23,7 +23,7 @@ ALLOWED = {
     "timeline": set(),
     "planner": {"metadata", "cost"},
     "cpu_devices": set(),
-    "processes": {"runtime"},
+    "processes": {"runtime", "cpu_devices"},
     "launch": {"processes"},
     "dispatch": {"metadata", "runtime", "cpu_devices", "processes"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},

@@ -28,6 +28,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using MeetingPtr = std::shared_ptr<SharedMeeting>;
 
+// Three years, the longest deadline that Python lets through; clocks count nanoseconds.
+constexpr int64_t kLongestMs = 100'000'000'000;
+
 // Pieces of work that any thread may run. Threads that come late find nothing.
 struct Job {
   int64_t num_tasks;
@@ -440,6 +443,7 @@ class SharedMemory final : public Transport {
       case MessageKind::kFail: {
         FailureNotice notice;
         if (!FromBytes(bytes, &notice)) return;
+        notice.deadline_ms = std::clamp<int64_t>(notice.deadline_ms, 0, kLongestMs);
         FailAll(std::unique_lock<std::mutex>(mutex_), notice.run_id, {notice.code, notice.message},
                 std::chrono::milliseconds(notice.deadline_ms), {}, /*tell_others=*/false);
         return;
@@ -457,6 +461,7 @@ class SharedMemory final : public Transport {
         announcement.num_bytes <= segment.num_bytes - announcement.offset &&
         announcement.num_ranks > 0 && announcement.rank >= 0 &&
         announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
+        announcement.deadline_ms <= kLongestMs &&
         FromBytes(std::string(segment.base + announcement.offset, announcement.num_bytes),
                   &description);
     std::unique_lock<std::mutex> lock(mutex_);

@@ -43,9 +43,9 @@ def ring_exchange(
       x: any arrays, of the same shapes on all ranks.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
-      implementation: "in_process", this package's transport between the CPU devices of one
-        process; "xla", a collective-permute of each array; None chooses the first where there is
-        one.
+      implementation: "in_process" or "shared_memory", this package's transports between CPU
+        devices of one process and of several; "xla", a collective-permute of each array; None
+        chooses one of the first where there is one.
       deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
     Returns:
       Arrays in the structure of `x`.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch.cpu_devices import keep_freed_memory
 from jax_cp_dispatch.processes import coordination
 from jax_cp_dispatch.processes.choice import TransportChoice, remember, transport_choice
 from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
@@ -97,6 +98,7 @@ def _choose(process: int, timeout: float) -> TransportChoice:
     for failure in coordination.tell_and_hear("shared_memory", failed, timeout):
         if failure:
             return TransportChoice("xla", f"{failure}; XLA's collectives move rows between them")
+    keep_freed_memory()  # else what arrives comes into fresh pages, at several times the price
     return TransportChoice(
         "shared_memory",
         f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}",

@@ -64,6 +64,13 @@ struct Job {
   std::vector<std::vector<int>> sockets;
 };
 
+// Reachable for good, for whoever looks for memory that is lost.
+template <typename... Arguments>
+Job& NewJob(Arguments... arguments) {
+  static auto& jobs = *new std::vector<std::unique_ptr<Job>>;
+  return *jobs.emplace_back(std::make_unique<Job>(arguments...));
+}
+
 std::future<Status> JoinIn(Job& job, const Exchange& exchange, int rank,
                            std::unique_ptr<Contribution> contribution) {
   auto [completion, status] = Promised();
@@ -175,7 +182,7 @@ void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t 
 // At any moment: while ranks arrive, while rows are staged or pulled, or when all is over.
 void AProcessEnds(std::chrono::microseconds after) {
   static std::vector<int> processes = {0, 1, 2};
-  Job& job = *new Job(3);
+  Job& job = NewJob(3);
   std::thread killer([&] {
     std::this_thread::sleep_for(after);
     job.Kill(2);
@@ -204,7 +211,7 @@ void AProcessEnds(std::chrono::microseconds after) {
 
 void AMissingRankIsNamed() {
   static std::vector<int> processes = {0, 1, 0};
-  Job& job = *new Job(2);
+  Job& job = NewJob(2);
   const Exchange exchange = MakeExchange(5, processes, milliseconds(100));
   std::vector<float> x(4), buffer(4);
   const AllToAll plan(0, {{0, 0, 0}, {0, 0, 0}, {0, 0, 0}});
@@ -222,7 +229,7 @@ void AMissingRankIsNamed() {
 
 void BadPlansAndTwiceTheSameRank() {
   static std::vector<int> processes = {0, 1};
-  Job& job = *new Job(2);
+  Job& job = NewJob(2);
   std::vector<float> x(4), buffer(4);
   std::vector<std::future<Status>> ranks;
   std::vector<AllToAll> plans = {{0, {{1, 1}, {1, 1}}}, {1, {{1, 1}, {1, 1}}}};
@@ -241,7 +248,7 @@ void BadPlansAndTwiceTheSameRank() {
 // What no process of this version sends; at worst the ranks that wait are told.
 void HostileMessagesDoNoHarm() {
   static std::vector<int> processes = {0, 1};
-  Job& job = *new Job(2);
+  Job& job = NewJob(2);
   std::vector<float> x(4), buffer(4);
   const AllToAll plan(0, {{0, 0}, {0, 0}});
   auto waiting = JoinIn(job, MakeExchange(0, processes, milliseconds(500)), 0,
@@ -259,7 +266,7 @@ void HostileMessagesDoNoHarm() {
 // Rows of which only those that move take memory: the first ones, and the last ones.
 void OffsetsAbove4GiB() {
   static std::vector<int> processes = {0, 1};
-  Job& job = *new Job(2, int64_t{32} << 30);
+  Job& job = NewJob(2, int64_t{32} << 30);
   constexpr int64_t kRowBytes = 1 << 20, kRows = 6 << 10, kSent = 2;
   for (const Direction direction : {Direction::kDispatch, Direction::kCombine}) {
     const bool forth = direction == Direction::kDispatch;
@@ -302,8 +309,8 @@ void OffsetsAbove4GiB() {
 int main(int num_arguments, char** arguments) {
   const int scale = num_arguments > 1 ? std::atoi(arguments[1]) : 1;
   static const std::vector<int> mixed = {0, 1, 1, 2, 0, 2}, two = {1, 0};
-  cpd::Loops(*new cpd::Job(3), mixed, 25 * scale, 1 << 9);
-  cpd::Loops(*new cpd::Job(2), two, 50 * scale, 4);
+  cpd::Loops(cpd::NewJob(3), mixed, 25 * scale, 1 << 9);
+  cpd::Loops(cpd::NewJob(2), two, 50 * scale, 4);
   for (int i = 0; i < 10 * scale; ++i) cpd::AProcessEnds(std::chrono::microseconds(i * 997 % 9973));
   cpd::AMissingRankIsNamed();
   cpd::BadPlansAndTwiceTheSameRank();
