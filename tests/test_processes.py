@@ -35,7 +35,7 @@ def in_shared_memory():
 
 
 def test_every_operation():
-    done = launch(PROGRAMS / "suite.py", processes=2, devices=2)
+    done = launch(PROGRAMS / "suite.py", "--short", processes=2, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "[0] 10 ok\n" in done.stdout
     assert "[1] 10 ok\n" in done.stdout
@@ -49,8 +49,8 @@ def test_every_failure():
     for process in range(4):
         for kind in "late", "raises", "shapes", "operation", "version", "metadata", "stop":
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
-    for process in range(2):
-        assert f"[{process}] kill: 2 of 2" in done.stdout, done.stdout
+    for process in range(3):
+        assert f"[{process}] kill: 1 of 1" in done.stdout, done.stdout
     assert in_shared_memory() <= before
     assert "jax_cp_dispatch" not in pathlib.Path("/proc/net/unix").read_text()
 

@@ -30,29 +30,26 @@ std::string RanksOf(const SharedMeeting& meeting, int process) {
   return RankList(its, true);
 }
 
-// Where a missing rank waits instead: it came with another operation, shape, or in another order.
-void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& all,
+// Where a missing rank came instead: to another operation or shape, or in another order.
+void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
                   std::ostringstream* message) {
-  for (const auto& [id, other] : all) {
-    if (other->phase != Phase::kMeeting || id == meeting.id) continue;
-    for (size_t rank = 0; rank < other->arrived.size(); ++rank) {
-      if (!other->arrived[rank]) continue;
-      for (size_t missing = 0; missing < meeting.arrived.size(); ++missing) {
-        if (meeting.arrived[missing] || missing != rank ||
-            ProcessOf(meeting, missing) != other->process[rank]) {
-          continue;
-        }
-        *message << " Expected rank " << rank << " in: " << meeting.signature
-                 << ". Seen: it waits in ";
-        if (other->signature == meeting.signature) {
-          *message
-              << "another call of the same kind, as if it had left out or repeated a program, or "
-                 "called it first from another line";
-        } else {
-          *message << "another call: " << other->signature;
-        }
-        *message << ".";
+  for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
+    if (meeting.arrived[rank]) continue;
+    for (auto it = others.rbegin(); it != others.rend(); ++it) {  // the latest first
+      const SharedMeeting& other = **it;
+      if (rank >= other.arrived.size() || !other.arrived[rank] ||
+          ProcessOf(meeting, rank) != other.process[rank]) {
+        continue;
       }
+      *message << " Expected rank " << rank << " in: " << meeting.signature
+               << ". Seen: it came to another call";
+      if (other.signature == meeting.signature) {
+        *message << " of the same kind, as if it had left out or repeated a program, or called it "
+                    "first from another line.";
+      } else {
+        *message << ": " << other.signature << ".";
+      }
+      break;
     }
   }
 }
@@ -88,7 +85,7 @@ std::string ProcessName(int process, int64_t pid) {
   }
 }
 
-std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& all,
+std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
                     const std::function<int64_t(int)>& pid_of) {
   std::ostringstream message;
   message << meeting.op << ": deadline of " << meeting.deadline.count() << " ms passed: ";
@@ -121,7 +118,7 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& all,
     separator = ", ";
   }
   message << ".";
-  AddElsewhere(meeting, all, &message);
+  AddElsewhere(meeting, others, &message);
   message << " Every rank of the axis must make this call the same number of times, in the same "
              "programs; see whether a missing rank raised an error of its own, or pass a longer "
              "deadline.";

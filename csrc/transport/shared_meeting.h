@@ -29,6 +29,7 @@ struct SharedMeeting {
   std::string op;
   std::string signature;
   std::chrono::milliseconds deadline;
+  std::chrono::steady_clock::time_point began;
   std::chrono::steady_clock::time_point expires;  // if a rank of this process waits
   Phase phase = Phase::kMeeting;
 
@@ -62,14 +63,14 @@ struct SharedMeeting {
   bool AllDone() const;
 };
 
-using SharedMeetings = std::map<int64_t, std::shared_ptr<SharedMeeting>>;
+using SharedMeetings = std::vector<std::shared_ptr<SharedMeeting>>;
 
 // "process 2 (pid 4711, stopped)", asking the system what became of it.
 std::string ProcessName(int process, int64_t pid);
 
-// Why `meeting`, whose deadline has passed, is not complete. `pid_of` knows the processes; `all`
-// tells where missing ranks wait instead.
-std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& all,
+// Why `meeting`, whose deadline has passed, is not complete. `pid_of` knows the processes; `others`
+// tell where missing ranks wait instead, or did until just now.
+std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
                     const std::function<int64_t(int)>& pid_of);
 
 // Why it cannot complete: a process has ended.

@@ -192,6 +192,7 @@ class SharedMemory final : public Transport {
     meeting->op = op;
     meeting->signature = signature;
     meeting->deadline = deadline;
+    meeting->began = Clock::now();
     meeting->arrived.resize(num_ranks, false);
     meeting->process.resize(num_ranks, -1);
     meeting->contributions.resize(num_ranks);
@@ -402,6 +403,7 @@ class SharedMemory final : public Transport {
       switch (meeting->phase) {
         case Phase::kMeeting:
           open_.erase(meeting->key);
+          Remember(meeting);
           [[fallthrough]];
         case Phase::kWaiting:
           for (Completion& completion : Close(meeting.get())) own.push_back(std::move(completion));
@@ -421,6 +423,25 @@ class SharedMemory final : public Transport {
     lock.unlock();
     if (is_new) InProcessTransport().Fail(run_id, why, deadline);
     CompleteEach(pool_, std::move(own), why);
+  }
+
+  // A rank that came to the wrong call gives up at about the time when others miss it elsewhere.
+  void Remember(const MeetingPtr& meeting) {
+    constexpr size_t kMany = 64;
+    if (given_up_.size() == kMany) given_up_.erase(given_up_.begin());
+    given_up_.push_back(meeting);
+  }
+
+  // Where ranks wait that `late` may miss, or did not long ago.
+  SharedMeetings OthersThan(const SharedMeeting& late) const {
+    SharedMeetings others;
+    for (const MeetingPtr& meeting : given_up_) {
+      if (meeting->began > Clock::now() - 2 * late.deadline) others.push_back(meeting);
+    }
+    for (const auto& [key, meeting] : open_) {
+      if (meeting->id != late.id) others.push_back(meeting);
+    }
+    return others;
   }
 
   // ---- Messages: on the thread of the links, which must not wait, without the lock.
@@ -561,7 +582,7 @@ class SharedMemory final : public Transport {
         }
         late.try_emplace(
             meeting->key.run_id,
-            Status{StatusCode::kDeadlineExceeded, WhyLate(*meeting, meetings_, pid_of)},
+            Status{StatusCode::kDeadlineExceeded, WhyLate(*meeting, OthersThan(*meeting), pid_of)},
             meeting->deadline);
       }
       lock.unlock();
@@ -578,8 +599,9 @@ class SharedMemory final : public Transport {
   std::mutex mutex_;
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
-  SharedMeetings meetings_;                 // all whose ranges are in use
+  std::map<int64_t, MeetingPtr> meetings_;  // all whose ranges are in use
   std::map<ExchangeKey, MeetingPtr> open_;  // those that miss ranks
+  SharedMeetings given_up_;                 // the last that never had all ranks
   int64_t next_meeting_ = 0;
   std::set<int> ended_;
   FailedRuns failed_runs_;

@@ -36,10 +36,10 @@ TOLD = {
     "late": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "raises": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "shapes": r"Expected rank {rank} in: dispatch of 16 tokens, capacity (\d+) .*"
-    r"Seen: it waits in another call: dispatch of 16 tokens, capacity (?!\1 )\d+ ",
-    "operation": r"Expected rank {rank} in: dispatch .*Seen: it waits in another call: combine ",
+    r"Seen: it came to another call: dispatch of 16 tokens, capacity (?!\1 )\d+ ",
+    "operation": r"Expected rank {rank} in: dispatch .*Seen: it came to another call: combine ",
     "version": r"Expected rank {rank} in: dispatch .*"
-    r"Seen: it waits in another call: dispatch of .*; 16 tokens",
+    r"Seen: it came to another call: dispatch of .*; 16 tokens",
     "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
     "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
     r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
