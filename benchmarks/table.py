@@ -246,7 +246,7 @@ def processes() -> list[str]:
     return section(
         "**Between processes of one host**, a device each: rows of 8 kB in random segments, "
         "through shared memory and with gloo's collectives; the last column is the speed over the "
-        "faster of gloo's two ways.",
+        "faster of gloo's two ways. Other programs ran on the machine meanwhile.",
         "processes | MB | <> | ms | of memcpy | of gloo",
         ([row[name] for name in names] for row in result["rows"]),
         result,

@@ -52,7 +52,6 @@ def test_every_failure():
     for process in range(3):
         assert f"[{process}] kill: 1 of 1" in done.stdout, done.stdout
     assert in_shared_memory() <= before
-    assert "jax_cp_dispatch" not in pathlib.Path("/proc/net/unix").read_text()
 
 
 @pytest.mark.parametrize("wrong", ["host", "version"])
