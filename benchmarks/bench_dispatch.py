@@ -24,8 +24,9 @@ def random_segments(rng):
     return np.diff(cuts, axis=1, prepend=0, append=T).astype(np.int32)
 
 
-def row_maps(seq_len, capacity):
+def row_maps(seq_len, capacity, tokens):
     """Of each received row: its global source row, its row in a padded all-to-all, existence."""
+    W = len(seq_len)
     source, padded = np.zeros((2, W, capacity), np.int32)
     exists = np.zeros((W, capacity), bool)
     sent_before = np.cumsum(seq_len, axis=1) - seq_len
@@ -33,7 +34,7 @@ def row_maps(seq_len, capacity):
         row = 0
         for s in range(W):
             n = seq_len[s, d]
-            source[d, row : row + n] = s * T + sent_before[s, d] + np.arange(n)
+            source[d, row : row + n] = s * tokens + sent_before[s, d] + np.arange(n)
             padded[d, row : row + n] = s * seq_len.max() + np.arange(n)
             exists[d, row : row + n] = True
             row += n
@@ -47,7 +48,7 @@ def main() -> None:
     seq_len = random_segments(rng)
     metadata, _ = compute_metadata(seq_len, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
     capacity = int(np.max(metadata.num_total_recv_tokens))
-    source, padded, exists = row_maps(seq_len, capacity)
+    source, padded, exists = row_maps(seq_len, capacity, T)
     pad = int(seq_len.max())
 
     mesh = Mesh(np.array(jax.devices()), (AXIS,))

@@ -266,13 +266,26 @@ def exchange() -> list[str]:
     )
 
 
+def processes() -> list[str]:
+    result = load("processes")
+    names = ("processes", "MB", "what", "ms", "of_memcpy", "times_gloo")
+    return section(
+        "**Between processes of one host**, a device each: rows of 8 kB in random segments, "
+        "through shared memory and with gloo's collectives; the last column is the speed over the "
+        "faster of gloo's two ways. Other programs ran on the machine meanwhile.",
+        "processes | MB | <> | ms | of memcpy | of gloo",
+        ([row[name] for name in names] for row in result["rows"]),
+        result,
+    )
+
+
 def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
     sections = (
         *(attention, local_attention, comm_gemm, scaling, exchange),
-        *(movement, latency, growth, metadata, balance),
+        *(movement, processes, latency, growth, metadata, balance),
     )
     table = "\n".join(line for section in sections for line in (*section(), ""))
     readme.write_text(f"{before}{BEGIN}{table}{END}{after}")

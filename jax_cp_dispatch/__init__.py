@@ -94,6 +94,7 @@ from jax_cp_dispatch.metadata import (
     compute_metadata_kv,
 )
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.processes import TransportChoice, initialize
 from jax_cp_dispatch.scenarios import create_qkv_dispatch, gen_seq_lens, orchestrate_simulate
 
 __version__ = "0.1.0"
@@ -118,6 +119,7 @@ __all__ = [
     "Quantized",
     "ScalingMode",
     "StepProfile",
+    "TransportChoice",
     "TuningTable",
     "TwoLevelMaps",
     "all_gather_matmul",
@@ -156,6 +158,7 @@ __all__ = [
     "hamilton_attention_profile",
     "hamiltonian_cycles",
     "hamiltonian_paths",
+    "initialize",
     "list_comm_overlap_buffers",
     "list_dispatch_buffers",
     "local_attention",

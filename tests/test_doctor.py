@@ -8,6 +8,7 @@ import pytest
 
 from jax_cp_dispatch.dispatch import Implementation, available_implementations
 from jax_cp_dispatch.doctor import machine, run, self_test
+from jax_cp_dispatch.doctor.finding import Finding
 
 
 def report(capsys, *, is_json=True):
@@ -26,15 +27,20 @@ def test_tells_what_is_there_and_tries_every_transport(capsys):
         "verdict": "ok",
         "remedy": "",
     }
-    for name in available_implementations():
-        assert "right on 8 ranks" in findings[f"transport {name}"]["found"]
+    for name, implementation in available_implementations().items():
+        found = findings[f"transport {name}"]["found"]
+        if name == "shared_memory":  # has processes of its own
+            assert "right between 2 processes" in found
+        else:
+            assert ("right on 8 ranks" if implementation.available else "the platform") in found
     for finding in findings.values():
-        assert (finding["verdict"] == "ok") == (not finding["remedy"])
+        assert finding["verdict"] != "ok" or not finding["remedy"]
 
 
 def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
     move = self_test.dispatch
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
+    monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
     code, told = report(capsys, is_json=False)
     assert code == 1
@@ -45,9 +51,10 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
 def test_what_fails_or_is_not_here_is_told(capsys, monkeypatch):
     there = {"a": Implementation(False, "no such processes"), "b": Implementation(True, "")}
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
+    monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "available_implementations", lambda: there)
     code, told = report(capsys)
-    first, second = told["findings"]
+    first, second, _ = told["findings"]
     assert (first["found"], first["verdict"]) == ("no such processes", "missing")
     assert second["verdict"] == "wrong" and "implementation is 'b'" in second["found"]
     assert code == 1

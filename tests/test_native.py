@@ -22,6 +22,7 @@ TIMED = ("test_overlap_timing",)
 LARGE = ("test_large_offsets",)
 TESTS = (
     "test_transport",
+    "test_shared_memory",
     "test_buffers",
     "test_comm_overlap",
     "test_overlap_buffers",

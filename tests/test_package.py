@@ -25,11 +25,13 @@ ALLOWED = {
     "planner": {"metadata", "cost"},
     "cpu_devices": set(),
     "gpu": {"runtime"},
-    "dispatch": {"metadata", "runtime", "cpu_devices", "fork", "gpu"},
+    "processes": {"runtime", "cpu_devices", "gpu"},
+    "launch": {"processes"},
+    "dispatch": {"metadata", "runtime", "cpu_devices", "fork", "gpu", "processes"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
     "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices"},
     "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
-    "doctor": {"cpu_devices", "dispatch", "metadata", "scenarios"},
+    "doctor": {"cpu_devices", "dispatch", "metadata", "processes", "scenarios"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
 }
 

@@ -127,13 +127,30 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
   return intervals;
 }
 
-Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy>* tasks) {
+// Rows of one array that are read elsewhere, as ranges of bytes: begin -> end.
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+
+// A row that goes to several ranks is copied once.
+void AddStaging(const RowArray& array, Ranges ranges, std::vector<StagedCopy>* staging) {
+  std::sort(ranges.begin(), ranges.end());
+  int64_t done = 0;
+  for (const auto& [begin, end] : ranges) {
+    for (int64_t at = std::max(begin, done); at < end; at += kTaskBytes) {
+      staging->push_back({array.shared + at, array.data + at, std::min(kTaskBytes, end - at)});
+    }
+    done = std::max(done, end);
+  }
+}
+
+Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy>* tasks,
+                        std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   if (Status status = ReadAndCheck(op, ranks, &segments, &received); !status.ok()) return status;
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
+      if (!out.is_here()) continue;
       int64_t row = 0;
       const auto zero_until = [&](int64_t end) {
         AddCopy(tasks, out.data + row * out.row_bytes, nullptr, (end - row) * out.row_bytes);
@@ -141,17 +158,30 @@ Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy
       for (const Segment& s : received[dst]) {
         zero_until(s.dst_row);
         AddCopy(tasks, out.data + s.dst_row * out.row_bytes,
-                ranks[s.src_rank]->tokens[a].data + s.src_row * out.row_bytes,
+                ranks[s.src_rank]->tokens[a].source() + s.src_row * out.row_bytes,
                 s.num_rows * out.row_bytes);
         row = s.dst_row + s.num_rows;
       }
       zero_until(out.num_rows);
     }
+    for (size_t src = 0; src < ranks.size(); ++src) {
+      const RowArray& in = ranks[src]->tokens[a];
+      if (!in.is_here() || in.shared == nullptr) continue;
+      Ranges ranges;
+      for (const Segment& s : segments) {
+        if (s.src_rank != static_cast<int32_t>(src) || ranks[s.dst_rank]->buffers[a].is_here()) {
+          continue;
+        }
+        ranges.push_back({s.src_row * in.row_bytes, (s.src_row + s.num_rows) * in.row_bytes});
+      }
+      AddStaging(in, std::move(ranges), staging);
+    }
   }
   return Status::Ok();
 }
 
-Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPiece>* tasks) {
+Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPiece>* tasks,
+                       std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
   if (Status status = CheckTypes(op, ranks); !status.ok()) return status;
@@ -163,7 +193,7 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
     for (size_t a = 0; a < ranks[src]->tokens.size(); ++a) {
       const RowArray& out = ranks[src]->tokens[a];
       const SumTypes types = ranks[src]->types[a];
-      if (out.row_bytes == 0) continue;
+      if (out.row_bytes == 0 || !out.is_here()) continue;
       const int64_t elements_per_row = out.row_bytes / ElementBytes(types.out);
       const int64_t in_row_bytes = elements_per_row * ElementBytes(types.in);
       const int64_t rows_per_task = std::max<int64_t>(1, kTaskBytes / out.row_bytes);
@@ -172,12 +202,24 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
           const int64_t n = std::min(rows_per_task, interval.end - row);
           SumPiece piece{types, out.data + row * out.row_bytes, n * elements_per_row, {}};
           for (const Segment* s : interval.cover) {
-            piece.sources.push_back(ranks[s->dst_rank]->buffers[a].data +
+            piece.sources.push_back(ranks[s->dst_rank]->buffers[a].source() +
                                     (s->dst_row + row - s->src_row) * in_row_bytes);
           }
           tasks->Add(std::move(piece), n * out.row_bytes);
         }
       }
+    }
+  }
+  for (size_t dst = 0; dst < ranks.size(); ++dst) {
+    for (size_t a = 0; a < ranks[dst]->buffers.size(); ++a) {
+      const RowArray& in = ranks[dst]->buffers[a];
+      if (!in.is_here() || in.shared == nullptr) continue;
+      Ranges ranges;
+      for (const Segment& s : received[dst]) {
+        if (ranks[s.src_rank]->tokens[a].is_here()) continue;
+        ranges.push_back({s.dst_row * in.row_bytes, (s.dst_row + s.num_rows) * in.row_bytes});
+      }
+      AddStaging(in, std::move(ranges), staging);
     }
   }
   return Status::Ok();
@@ -187,15 +229,20 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
 template <typename Piece>
 Status PlanParts(const std::string& op,
                  const std::vector<std::unique_ptr<Contribution>>& contributions,
-                 Status (*plan_part)(const std::string&, const Ranks&, TaskList<Piece>*),
+                 Status (*plan_part)(const std::string&, const Ranks&, TaskList<Piece>*,
+                                     std::vector<StagedCopy>*),
                  void (*run)(const Piece&), WorkList* work) {
   std::vector<Ranks> parts;
   Status status = SplitParts(op, contributions, &parts);
   TaskList<Piece> tasks;
+  std::vector<StagedCopy> staging;
   for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
-    status = plan_part(PartName(op, p, parts.size()), parts[p], &tasks);
+    status = plan_part(PartName(op, p, parts.size()), parts[p], &tasks, &staging);
   }
-  if (status.ok()) *work = std::move(tasks).Finish(run);
+  if (status.ok()) {
+    *work = std::move(tasks).Finish(run);
+    work->staging = std::move(staging);
+  }
   return status;
 }
 

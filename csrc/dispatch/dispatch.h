@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "numerics/int_array.h"
@@ -14,9 +15,14 @@ namespace cpd {
 
 // One array on one rank: rows of equal size, one after another.
 struct RowArray {
-  char* data = nullptr;
+  char* data = nullptr;  // none: the rank is in another process
   int64_t num_rows = 0;
   int64_t row_bytes = 0;
+  char* shared = nullptr;  // where ranks of other processes find the rows that they read
+
+  bool is_here() const { return data != nullptr; }
+  const char* source() const { return is_here() ? data : shared; }
+  int64_t num_bytes() const { return num_rows * row_bytes; }
 };
 
 // Arrays that move as one metadata says, and one rank's view of that metadata (the forward one for
@@ -37,10 +43,22 @@ struct DispatchPart {
   IntArray num_recv;         // [W + 1], tokens from each rank and their sum
 };
 
+enum class Direction : uint8_t { kDispatch, kCombine };
+
 // What one rank brings. Pointers stay valid until the exchange is over.
 struct DispatchContribution final : Contribution {
+  Direction direction = Direction::kDispatch;
+  int num_ranks = 0;
   std::vector<DispatchPart> parts;
+  std::vector<std::vector<int64_t>> integers;  // of a rank elsewhere: what its metadata points to
+
+  std::string Write() const override;
+  std::vector<SharedArray> SharedArrays() override;
 };
+
+// nullptr: the bytes are not those of a rank among `num_ranks`.
+std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int num_ranks,
+                                                       std::string_view bytes);
 
 // Both check the contributions of all ranks together and refuse before anything moves.
 // `op` begins every message.

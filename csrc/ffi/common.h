@@ -1,8 +1,11 @@
 // What the handlers of every operation share: call sites, types, errors, completions.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "numerics/element.h"
 #include "numerics/int_array.h"
@@ -16,8 +19,21 @@ namespace cpd {
 struct CallSite {
   static xla::ffi::TypeId id;
   static xla::ffi::TypeInfo info;
+  // Unique in this process; or of a program that spans processes, unique in the program and the
+  // same in all of them: from the signature, and of equal ones from their order in the program.
   int64_t uid;
+  std::string signature;                    // operation, shapes and attributes
+  std::vector<std::vector<int>> processes;  // by group, then rank; none: all ranks are here
+
+  // Puts the key and the place of the ranks into `exchange`, whose `num_ranks` is known.
+  Status Describe(int64_t run_id, int64_t group, Exchange* exchange) const;
 };
+
+// No program is being compiled: call sites that are made from now on belong to others.
+void EndPrograms();
+
+// The transport that reaches all ranks of this exchange.
+Transport& TransportFor(const Exchange& exchange);
 
 // The instantiate stage of every handler.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);

@@ -2,6 +2,7 @@
 #include "ffi/buffers.h"
 #include "ffi/comm_gemm.h"
 #include "ffi/common.h"
+#include "ffi/processes.h"
 #include "ffi/targets.h"
 #include "nanobind/nanobind.h"
 
@@ -16,7 +17,9 @@ nb::dict Registrations() {
   for (const auto& all : {DispatchTargets(), GemmTargets(), GroupedGemmTargets()}) {
     for (const Target& target : all) {
       nb::dict stages;
-      stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&InstantiateCallSite));
+      if (target.meets_others) {
+        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&InstantiateCallSite));
+      }
       stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
       targets[target.name] = stages;
     }
@@ -35,4 +38,5 @@ NB_MODULE(_cpu, m) {
       "(major, minor) of the XLA FFI headers that this was built with.");
   cpd::BindBuffers(m);
   cpd::BindCommGemm(m);
+  cpd::BindProcesses(m);
 }

@@ -14,7 +14,6 @@
 #include "ffi/common.h"
 #include "ffi/targets.h"
 #include "transport/buffers.h"
-#include "transport/in_process.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -29,8 +28,6 @@ RowArray ToRows(const ffi::AnyBuffer& buffer, int64_t limit) {
   for (size_t i = 1; i < dims.size(); ++i) row_bytes *= dims[i];
   return {static_cast<char*>(buffer.untyped_data()), std::min(dims[0], limit), row_bytes};
 }
-
-enum class Direction { kDispatch, kCombine };
 
 using Counts = ffi::Span<const int64_t>;
 
@@ -151,14 +148,23 @@ ffi::Future Move(Direction direction, ffi::ThreadPool pool, CallSite* site, ffi:
   Exchange exchange;
   exchange.op = std::string(is_dispatch ? "dispatch" : "combine") + " over axis '" +
                 std::string(options.axis) + "'";
-  exchange.key = {run_id.run_id, site->uid, group};
   exchange.num_ranks = static_cast<int>(options.num_ranks);
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
   exchange.planner = [is_dispatch, op = exchange.op](const auto& ranks, WorkList* work) {
     return is_dispatch ? PlanDispatch(op, ranks, work) : PlanCombine(op, ranks, work);
   };
 
+  exchange.reader = [direction, num_ranks = exchange.num_ranks](std::string_view bytes) {
+    return ReadDispatchContribution(direction, num_ranks, bytes);
+  };
+  if (const Status status = site->Describe(run_id.run_id, group, &exchange); !status.ok()) {
+    return Failed(status);
+  }
+  Transport& transport = TransportFor(exchange);
+
   auto mine = std::make_unique<DispatchContribution>();
+  mine->direction = direction;
+  mine->num_ranks = exchange.num_ranks;
   mine->parts.resize(options.num_arrays.size());
   // A rank out of range must not index the metadata; the transport refuses it.
   Reader reader(args, results, std::clamp<int64_t>(rank, 0, options.num_ranks - 1),
@@ -187,15 +193,15 @@ ffi::Future Move(Direction direction, ffi::ThreadPool pool, CallSite* site, ffi:
   }
   if (!usable.ok()) {
     use.reset();
-    InProcessTransport().Refuse(exchange, usable, CompleteWith(std::move(promise), nullptr));
+    transport.Refuse(exchange, usable, CompleteWith(std::move(promise), nullptr));
     return future;
   }
   // Asked once: the answer is read from a file each time.
   static const int num_helpers =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
-  InProcessTransport().Join(
-      exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
-      num_helpers, [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  transport.Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
+                 num_helpers,
+                 [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 
@@ -203,8 +209,9 @@ template <Direction kDirection>
 ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                    ffi::RemainingArgs args, ffi::RemainingRets results, std::string_view axis,
-                   int64_t num_ranks, int64_t deadline_ms, Counts has_src_offset, Counts num_arrays,
-                   Counts num_tokens, Counts capacity, Counts buffer) {
+                   std::string_view, Counts, int64_t num_ranks, int64_t deadline_ms,
+                   Counts has_src_offset, Counts num_arrays, Counts num_tokens, Counts capacity,
+                   Counts buffer) {
   try {
     const Options options{axis,       num_ranks,  deadline_ms, has_src_offset,
                           num_arrays, num_tokens, capacity,    buffer};
@@ -231,6 +238,8 @@ auto Binding() {
                                        // then for dispatch, maybe, storage to reuse
       .RemainingRets()                 // dispatch: [capacity, feature...], combine: [T, feature...]
       .Attr<std::string_view>("axis")
+      .Attr<std::string_view>("signature")  // this one and the next are the call site's
+      .Attr<Counts>("processes")
       .Attr<int64_t>("num_ranks")
       .Attr<int64_t>("deadline_ms")
       .Attr<Counts>("has_src_offset")

@@ -11,7 +11,6 @@
 #include "ffi/targets.h"
 #include "gemm/blas.h"
 #include "gemm/plan_overlap.h"
-#include "transport/in_process.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -42,8 +41,10 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     promise->SetAvailable();
     return future;
   }
-  exchange.key = {run_id.run_id, site->uid, group};
   exchange.num_ranks = static_cast<int>(options.num_ranks);
+  if (const Status status = site->Describe(run_id.run_id, group, &exchange); !status.ok()) {
+    return Failed(status);
+  }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
   const int64_t buffer_id = options.comm_overlap_id;
   exchange.planner = [exchange, problem, buffer_id, num_threads](const auto& ranks,
@@ -52,8 +53,8 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
   };
   auto mine = std::make_unique<OverlapContribution>();
   mine->memory = MemoryOf(options, problem, buffers);
-  InProcessTransport().Join(exchange, rank, std::move(mine), CompleteWith(promise, nullptr),
-                            /*num_helpers=*/0, {});
+  TransportFor(exchange).Join(exchange, rank, std::move(mine), CompleteWith(promise, nullptr),
+                              /*num_helpers=*/0, {});
   return future;
 }
 
@@ -65,15 +66,15 @@ ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> ra
                    ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
                    ffi::Result<ffi::AnyBuffer> lhs_swizzled,
                    ffi::Result<ffi::AnyBuffer> rhs_swizzled, ffi::Result<ffi::AnyBuffer> workspace,
-                   std::string_view op, std::string_view axis, int64_t num_ranks,
-                   int64_t deadline_ms, int64_t num_threads, int64_t scaling_mode,
-                   int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
-                   int64_t num_splits, bool atomic, bool overlap_first_gemm, bool aggregate,
-                   bool copies, int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
-                   int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
-                   bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
-                   ffi::Span<const int64_t> row_counts, int64_t num_batches, bool in_ring_order,
-                   bool gathers_to_aux) {
+                   std::string_view op, std::string_view axis, std::string_view,
+                   ffi::Span<const int64_t>, int64_t num_ranks, int64_t deadline_ms,
+                   int64_t num_threads, int64_t scaling_mode, int64_t comm_overlap_method,
+                   int64_t comm_type, int64_t comm_overlap_id, int64_t num_splits, bool atomic,
+                   bool overlap_first_gemm, bool aggregate, bool copies, int64_t lhs_axis_boundary,
+                   int64_t rhs_axis_boundary, int64_t aux_axis_boundary, bool lhs_transposed,
+                   bool rhs_transposed, bool fuse_bias, bool fuse_gelu, bool grad,
+                   bool use_split_accumulator, ffi::Span<const int64_t> row_counts,
+                   int64_t num_batches, bool in_ring_order, bool gathers_to_aux) {
   try {
     const GemmOptions options{op,
                               axis,
@@ -134,6 +135,8 @@ XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
                            .Ret<ffi::AnyBuffer>()  // workspace; its type is that of partial sums
                            .Attr<std::string_view>("op")
                            .Attr<std::string_view>("axis")
+                           .Attr<std::string_view>("signature")  // this one and the next are the
+                           .Attr<ffi::Span<const int64_t>>("processes")  // call site's
                            .Attr<int64_t>("num_ranks")
                            .Attr<int64_t>("deadline_ms")
                            .Attr<int64_t>("num_threads")

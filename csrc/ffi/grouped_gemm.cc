@@ -107,7 +107,7 @@ XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
 }  // namespace
 
 std::vector<Target> GroupedGemmTargets() {
-  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler}};
+  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler, /*meets_others=*/false}};
 }
 
 }  // namespace cpd

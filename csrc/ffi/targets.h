@@ -10,6 +10,7 @@ namespace cpd {
 struct Target {
   const char* name;
   XLA_FFI_Handler* execute;
+  bool meets_others = true;  // and so needs a call site
 };
 
 std::vector<Target> DispatchTargets();

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <exception>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -17,14 +16,12 @@
 #include <utility>
 
 #include "transport/completion_pool.h"
+#include "transport/failures.h"
 
 namespace cpd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// How long after a failure its ranks are told; see CompleteEach.
-constexpr std::chrono::milliseconds kGrace{100};
 
 struct Rendezvous {
   std::string op;
@@ -39,24 +36,6 @@ struct Rendezvous {
   std::atomic<int64_t> next_task{0};
   std::atomic<int64_t> num_open_tasks{0};
 };
-
-// A tombstone: who comes later to anything of this execution fails at once.
-struct FailedRun {
-  Status status;
-  Clock::time_point forgotten;
-};
-
-std::string RankList(const std::vector<bool>& arrived, bool wanted) {
-  std::ostringstream out;
-  const char* separator = "[";
-  for (size_t rank = 0; rank < arrived.size(); ++rank) {
-    if (arrived[rank] != wanted) continue;
-    out << separator << rank;
-    separator = ", ";
-  }
-  out << "]";
-  return out.str();
-}
 
 using Meetings = std::map<ExchangeKey, std::shared_ptr<Rendezvous>>;
 
@@ -108,13 +87,12 @@ class InProcess final : public Transport {
     std::shared_ptr<Rendezvous> meeting;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      const auto failed = failed_runs_.find(exchange.key.run_id);
-      if (failed != failed_runs_.end()) {
+      if (const Status* failed = failed_runs_.Find(exchange.key.run_id)) {
         std::vector<Completion> late;
         late.push_back(std::move(completion));
-        const Status failure = failed->second.status;
+        const Status failure = *failed;
         lock.unlock();
-        CompleteEach(std::move(late), failure);
+        CompleteEach(pool_, std::move(late), failure);
         return;
       }
       meeting = FindOrOpen(exchange);
@@ -126,10 +104,9 @@ class InProcess final : public Transport {
                 << ". Every other mesh axis must be manual where this is called, so that each of "
                    "its groups is told apart.";
         const Status failure{StatusCode::kInternal, message.str()};
-        auto waiting = FailRun(exchange.key.run_id, failure, exchange.deadline);
-        waiting.push_back(std::move(completion));
-        lock.unlock();
-        CompleteEach(std::move(waiting), failure);
+        std::vector<Completion> own;
+        own.push_back(std::move(completion));
+        FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
         return;
       }
       meeting->arrived[rank] = true;
@@ -142,11 +119,8 @@ class InProcess final : public Transport {
 
     const Status planned = Plan(exchange, *meeting);
     if (!planned.ok()) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      auto waiting = FailRun(exchange.key.run_id, planned, exchange.deadline);
-      lock.unlock();
-      for (Completion& own : meeting->completions) waiting.push_back(std::move(own));
-      CompleteEach(std::move(waiting), planned);
+      FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, planned, exchange.deadline,
+              std::move(meeting->completions));
       return;
     }
     const int64_t num_tasks = meeting->work.num_tasks;
@@ -168,12 +142,23 @@ class InProcess final : public Transport {
     Work(*meeting, rank);
   }
 
-  void Refuse(const Exchange& exchange, const Status& status, Completion completion) override {
+  void Fail(int64_t run_id, const Status& status, std::chrono::milliseconds deadline) override {
     std::unique_lock<std::mutex> lock(mutex_);
-    auto waiting = FailRun(exchange.key.run_id, status, exchange.deadline);
-    waiting.push_back(std::move(completion));
+    auto waiting = FailRun(run_id, status, deadline);
     lock.unlock();
-    CompleteEach(std::move(waiting), status);
+    CompleteEach(pool_, std::move(waiting), status);
+  }
+
+  void Refuse(const Exchange& exchange, const Status& status, Completion completion) override {
+    std::vector<Completion> own;
+    own.push_back(std::move(completion));
+    FailAll(std::unique_lock<std::mutex>(mutex_), exchange.key.run_id, status, exchange.deadline,
+            std::move(own));
+  }
+
+  void TellFailures(FailureListener listener) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    listener_ = std::move(listener);
   }
 
  private:
@@ -213,10 +198,7 @@ class InProcess final : public Transport {
   // wait anywhere in this execution are handed back to be told. Called with the lock held.
   std::vector<Completion> FailRun(int64_t run_id, const Status& status,
                                   std::chrono::milliseconds deadline) {
-    const Clock::time_point forgotten =
-        Clock::now() + std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(1));
-    failed_runs_[run_id] = {status, forgotten};
-    WakeBy(forgotten);
+    WakeBy(failed_runs_.Add(run_id, status, deadline));
     std::vector<Completion> waiting;
     constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
     auto it = meetings_.lower_bound({run_id, kLowest, kLowest});
@@ -228,16 +210,15 @@ class InProcess final : public Transport {
     return waiting;
   }
 
-  // A failure never comes before its rank has returned, and a little later: XLA abandons the rest
-  // of a rank's program, also a collective that needs nothing of ours, in which other ranks may
-  // wait already and, without this one, would for ever. Until then the rank gets to what is ready.
-  void CompleteEach(std::vector<Completion> completions, const Status& status) {
-    for (Completion& completion : completions) {
-      pool_.Run([completion = std::move(completion), status] {
-        if (!status.ok()) std::this_thread::sleep_for(kGrace);
-        completion(status);
-      });
-    }
+  // Fails the execution, and `own`, which wait no longer in a meeting.
+  void FailAll(std::unique_lock<std::mutex> lock, int64_t run_id, const Status& status,
+               std::chrono::milliseconds deadline, std::vector<Completion> own) {
+    std::vector<Completion> waiting = FailRun(run_id, status, deadline);
+    const FailureListener listener = listener_;
+    lock.unlock();
+    for (Completion& completion : own) waiting.push_back(std::move(completion));
+    if (listener) listener(run_id, status, deadline);
+    CompleteEach(pool_, std::move(waiting), status);
   }
 
   // A completion runs the rest of a rank's program, which may wait for another rank's: each on its
@@ -249,7 +230,7 @@ class InProcess final : public Transport {
     for (Completion& completion : meeting.completions) {
       if (completion) others.push_back(std::exchange(completion, nullptr));
     }
-    CompleteEach(std::move(others), Status::Ok());
+    CompleteEach(pool_, std::move(others), Status::Ok());
     if (own) own(Status::Ok());
   }
 
@@ -290,24 +271,22 @@ class InProcess final : public Transport {
       CompleteAll(meeting, /*self=*/-1);
       return;
     }
-    std::vector<Completion> waiting;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      waiting = FailRun(run_id, status, meeting.deadline);
-    }
-    for (Completion& own : meeting.completions) waiting.push_back(std::move(own));
-    CompleteEach(std::move(waiting), status);
+    FailAll(std::unique_lock<std::mutex>(mutex_), run_id, status, meeting.deadline,
+            std::move(meeting.completions));
   }
 
   void Watch() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       const Clock::time_point now = Clock::now();
-      next_wake_ = now + std::chrono::hours(1);
-      std::vector<std::pair<std::vector<Completion>, Status>> expired;
-      for (auto it = failed_runs_.begin(); it != failed_runs_.end();) {
-        it = it->second.forgotten <= now ? failed_runs_.erase(it) : std::next(it);
-      }
+      next_wake_ = failed_runs_.Forget(now);
+      struct Expired {
+        int64_t run_id;
+        std::chrono::milliseconds deadline;
+        Status status;
+        std::vector<Completion> completions;
+      };
+      std::vector<Expired> expired;
       for (auto it = meetings_.begin(); it != meetings_.end();) {
         const Rendezvous& meeting = *it->second;
         if (meeting.expires > now) {
@@ -317,14 +296,17 @@ class InProcess final : public Transport {
         }
         const Status status{StatusCode::kDeadlineExceeded,
                             MissingRanks(meetings_, it->first, meeting)};
-        expired.emplace_back(FailRun(it->first.run_id, status, meeting.deadline), status);
+        const int64_t run_id = it->first.run_id;
+        const auto deadline = meeting.deadline;  // of a meeting that is about to go
+        expired.push_back({run_id, deadline, status, FailRun(run_id, status, deadline)});
         it = meetings_.begin();  // more than one may be gone
       }
-      for (const auto& [run_id, failed] : failed_runs_) {
-        next_wake_ = std::min(next_wake_, failed.forgotten);
-      }
+      const FailureListener listener = listener_;
       lock.unlock();
-      for (auto& [completions, status] : expired) CompleteEach(std::move(completions), status);
+      for (Expired& e : expired) {
+        if (listener) listener(e.run_id, e.status, e.deadline);
+        CompleteEach(pool_, std::move(e.completions), e.status);
+      }
       lock.lock();
       if (Clock::now() < next_wake_) wake_.wait_until(lock, next_wake_);
     }
@@ -334,15 +316,22 @@ class InProcess final : public Transport {
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
   Meetings meetings_;
-  std::map<int64_t, FailedRun> failed_runs_;
+  FailedRuns failed_runs_;
+  FailureListener listener_;
   CompletionPool pool_;
 };
 
-}  // namespace
-
-Transport& InProcessTransport() {
+InProcess& Instance() {
   static auto* transport = new InProcess;
   return *transport;
+}
+
+}  // namespace
+
+Transport& InProcessTransport() { return Instance(); }
+
+void TellFailuresOfInProcess(FailureListener listener) {
+  Instance().TellFailures(std::move(listener));
 }
 
 }  // namespace cpd

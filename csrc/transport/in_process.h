@@ -9,4 +9,9 @@ namespace cpd {
 // variables, and destroying one of those hangs exit().
 Transport& InProcessTransport();
 
+// Who is told of executions that failed here, other than through `Fail`.
+using FailureListener =
+    std::function<void(int64_t run_id, const Status&, std::chrono::milliseconds deadline)>;
+void TellFailuresOfInProcess(FailureListener listener);
+
 }  // namespace cpd

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace cpd {
@@ -38,16 +39,41 @@ struct ExchangeKey {
   }
 };
 
+// An array of one rank that ranks of other processes read: `shared` becomes the address at which
+// this process finds the rows that they do.
+struct SharedArray {
+  char** shared;
+  int64_t num_bytes;
+};
+
 // What one rank brings to an exchange. The transport keeps it alive until the exchange is over.
 class Contribution {
  public:
   virtual ~Contribution() = default;
+
+  // For ranks of other processes: everything but the arrays themselves, and which of those they
+  // may read, in an order that does not depend on the process.
+  virtual std::string Write() const { return {}; }
+  virtual std::vector<SharedArray> SharedArrays() { return {}; }
+};
+
+// What `Write` wrote, in another process; none: the bytes are not that.
+using ContributionReader = std::function<std::unique_ptr<Contribution>(std::string_view bytes)>;
+
+// Rows on their way to ranks of other processes: copied to where those read them.
+struct StagedCopy {
+  char* to;
+  const char* from;
+  int64_t num_bytes;
 };
 
 // Pieces of work, each run exactly once. They must not throw.
 struct WorkList {
   int64_t num_tasks = 0;
   std::function<void(int64_t task)> run;
+
+  // Made before, and before any rank elsewhere runs its pieces.
+  std::vector<StagedCopy> staging = {};
 
   // Whether pieces wait for one another: all of them then run at the same time, each on a thread of
   // its own. Otherwise any thread may run any piece, and none may wait.
@@ -75,6 +101,11 @@ struct Exchange {
   int num_ranks;
   std::chrono::milliseconds deadline;
   Planner planner;
+
+  // ---- Between processes. What is pointed to lives as long as the program.
+  const std::vector<int>* processes = nullptr;  // of each rank; none: all ranks are here
+  std::string_view signature = {};              // operation, shapes and attributes, for messages
+  ContributionReader reader = {};
 };
 
 class Transport {
@@ -86,6 +117,9 @@ class Transport {
   // fails every unfinished exchange of the same execution (run_id), and those still to come.
   virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
                     Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
+
+  // Fails everything unfinished or still to come of this execution, as a failed exchange does.
+  virtual void Fail(int64_t run_id, const Status& status, std::chrono::milliseconds deadline) = 0;
 
   // A rank that cannot join: it and everything unfinished or still to come of this execution fails.
   virtual void Refuse(const Exchange& exchange, const Status& status, Completion completion) = 0;

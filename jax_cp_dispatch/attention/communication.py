@@ -18,7 +18,7 @@ from jax_cp_dispatch.dispatch import (
     AxisName,
     check_implementation,
     dispatch,
-    in_process_serves,
+    transport_serves,
 )
 from jax_cp_dispatch.metadata import Metadata
 
@@ -43,9 +43,9 @@ def ring_exchange(
       x: any arrays, of the same shapes on all ranks.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
-      implementation: "in_process", this package's transport between the CPU devices of one
-        process; "xla", a collective-permute of each array; None chooses the first where there is
-        one.
+      implementation: "in_process" or "shared_memory", this package's transports between CPU
+        devices of one process and of several; "xla", a collective-permute of each array; None
+        chooses one of the first where there is one.
       deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
     Returns:
       Arrays in the structure of `x`.
@@ -155,7 +155,7 @@ def move_chunks(
     by_dispatch = functools.partial(
         _by_dispatch, routes=routes, axis_name=axis_name, deadline=deadline
     )
-    if implementation == "xla" or not in_process_serves("cpu"):
+    if implementation == "xla" or not transport_serves("cpu"):
         return by_xla(chunks)
     if implementation is not None:
         return by_dispatch(chunks)

@@ -18,6 +18,7 @@ from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
+from jax_cp_dispatch.dispatch.call_site import call_site_attributes
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 
 gemm_p = Primitive("gemm")
@@ -66,7 +67,10 @@ def _lower(ctx, *operands, call: GemmCall, names):
             functools.partial(_with_all_axes_manual, call=call, names=names), multiple_results=True
         )(ctx, *operands)
     platforms = ctx.module_context.platforms
-    if choose_implementation(call.op, call.implementation, platforms) == "xla":
+    by_transport = choose_implementation(
+        call.op, call.implementation, platforms, has_streams=bool(call.axis_names)
+    )
+    if by_transport == "xla":
         by_xla = lambda *operands: _written(gemm_by_xla(call, _operands(operands, names)))
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
     num_devices = jax.local_device_count("cpu")
@@ -115,9 +119,22 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
         ),
         *(rank, group, *(nothing if x is None else x for x in given)),
         aux_axis_boundary=np.int64(aux_boundary),
+        **call_site_attributes(
+            ctx,
+            _what(call),
+            call.axis_names,
+            call.group_axes,
+            call.num_ranks if call.axis_names else 0,
+        ),
         **call.attributes(num_threads),
     )
     return [x for x, shape in zip(results, shapes, strict=True) if shape is not None]
+
+
+def _what(call: GemmCall) -> str:
+    """The operation and what of it the shapes do not tell."""
+    kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
+    return f"{call.op} ({kind}) of rows {list(call.row_counts)}"
 
 
 def _place_on(axes):

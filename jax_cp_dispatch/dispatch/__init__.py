@@ -15,7 +15,7 @@ from jax_cp_dispatch.dispatch.implementations import (
     Implementation,
     available_implementations,
     check_implementation,
-    in_process_serves,
+    transport_serves,
 )
 
 __all__ = [
@@ -33,6 +33,6 @@ __all__ = [
     "dispatch",
     "dispatch_qkv",
     "grow_dispatch_buffer",
-    "in_process_serves",
     "list_dispatch_buffers",
+    "transport_serves",
 ]

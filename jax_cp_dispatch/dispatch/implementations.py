@@ -13,6 +13,7 @@ from jax_cp_dispatch.gpu import (
     choose_gpu_implementation,
     what_gpu_lacks,
 )
+from jax_cp_dispatch.processes import transport_choice
 
 
 class Implementation(NamedTuple):
@@ -30,13 +31,20 @@ class Implementation(NamedTuple):
 def available_implementations() -> dict[str, Implementation]:
     """Returns the implementations by the name that `implementation=` takes, preferred ones first.
 
-    Call outside of `jit`; starts the default backend.
+    Call outside of `jit`, after `initialize` where there are several processes; starts the default
+    backend.
     """
-    missing = _what_in_process_lacks([jax.default_backend()])
+    platforms = [jax.default_backend()]
+    found = {name: lacks(platforms) for name, lacks in _LACKS.items()}
+    choice = transport_choice()
     return {
         "in_process": Implementation(
-            missing is None,
-            missing or "all devices are CPU devices of this process",
+            found["in_process"] is None,
+            found["in_process"] or "all devices are CPU devices of this process",
+        ),
+        "shared_memory": Implementation(
+            found["shared_memory"] is None,
+            found["shared_memory"] or (choice.reason if choice else ""),
         ),
         **{name: _gpu_implementation(name) for name in GPU_IMPLEMENTATIONS},
         "xla": Implementation(
@@ -47,26 +55,39 @@ def available_implementations() -> dict[str, Implementation]:
     }
 
 
-def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str]) -> str:
+def choose_implementation(
+    op: str, wanted: str | None, platforms: Sequence[str], *, has_streams: bool = False
+) -> str:
     """The implementation of a program that is lowered for `platforms`.
 
+    Args:
+      op: begins the message of an error.
+      wanted: what the caller asked for; None chooses.
+      has_streams: the program needs put, signal and wait, which are not offered between processes.
     Raises:
       ValueError: `wanted` is no implementation.
       NotImplementedError: `wanted` cannot serve these platforms.
     """
     if wanted in GPU_IMPLEMENTATIONS or (wanted is None and set(platforms) == {"cuda"}):
         return _choose_for_gpus(op, wanted, platforms)
-    missing = _what_in_process_lacks(platforms)
+    lacks = {name: lacks(platforms) for name, lacks in _LACKS.items()}
+    if has_streams and lacks["shared_memory"] is None:
+        lacks["shared_memory"] = (
+            "there are several processes, between which GEMMs are not overlapped yet"
+        )
     if wanted is None:
-        if missing is None:
-            return "in_process"
-        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {missing}.")
+        for name, missing in lacks.items():
+            if missing is None:
+                return name
+        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {_why(lacks)}.")
         return "xla"
-    if wanted == "in_process" and missing is not None:
+    missing = lacks.get(wanted)
+    if missing is not None:
         raise NotImplementedError(
-            f"{op}: implementation='in_process' cannot serve this program: {missing}. Pass "
-            "implementation='xla', or run on virtual CPU devices: JAX_PLATFORMS=cpu and "
-            "jax.config.update('jax_num_cpu_devices', n)."
+            f"{op}: implementation={wanted!r} cannot serve this program: {missing}. Pass "
+            "implementation='xla', or run on CPU devices: JAX_PLATFORMS=cpu, with "
+            "jax.config.update('jax_num_cpu_devices', n) for virtual ones of one process, or "
+            "jax_cp_dispatch.initialize() in several."
         )
     return wanted
 
@@ -74,26 +95,49 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
 def check_implementation(op: str, wanted: str | None) -> None:
     """Refuses a name that is none, and any where nothing can run."""
     refuse_after_fork(op)
-    if wanted not in (None, "in_process", "xla", *GPU_IMPLEMENTATIONS):
+    if wanted not in (None, *_LACKS, "xla", *GPU_IMPLEMENTATIONS):
         raise ValueError(
-            f"{op}: implementation is {wanted!r}; there are 'in_process' and 'xla', on GPUs "
-            f"{', '.join(map(repr, GPU_IMPLEMENTATIONS))}, and None chooses. See "
+            f"{op}: implementation is {wanted!r}; there are 'in_process', 'shared_memory' and "
+            f"'xla', on GPUs {', '.join(map(repr, GPU_IMPLEMENTATIONS))}, and None chooses. See "
             "available_implementations()."
         )
 
 
-def in_process_serves(platform: str) -> bool:
-    """Whether programs that are lowered for `platform` can use this package's transport."""
-    return _what_in_process_lacks([platform]) is None
+def transport_serves(platform: str) -> bool:
+    """Whether programs that are lowered for `platform` can use a transport of this package."""
+    return any(lacks([platform]) is None for lacks in _LACKS.values())
 
 
 def _what_in_process_lacks(platforms: Sequence[str]) -> str | None:
-    other = [name for name in platforms if name != "cpu"]
-    if other:
-        return f"the platform is {other[0]!r}, and it serves CPU devices"
-    if jax.process_count() > 1:
+    missing = _what_cpu_lacks(platforms)
+    if missing is None and jax.process_count() > 1:
         return f"there are {jax.process_count()} processes, and it serves the devices of one"
-    return None
+    return missing
+
+
+def _what_shared_memory_lacks(platforms: Sequence[str]) -> str | None:
+    missing = _what_cpu_lacks(platforms)
+    if missing is not None:
+        return missing
+    if jax.process_count() == 1:
+        return "there is one process"
+    choice = transport_choice()
+    if choice is None:
+        return "jax_cp_dispatch.initialize() has not been called in this process"
+    return None if choice.implementation == "shared_memory" else choice.reason
+
+
+def _what_cpu_lacks(platforms: Sequence[str]) -> str | None:
+    other = [name for name in platforms if name != "cpu"]
+    return f"the platform is {other[0]!r}, and it serves CPU devices" if other else None
+
+
+_LACKS = {"in_process": _what_in_process_lacks, "shared_memory": _what_shared_memory_lacks}
+
+
+def _why(lacks: dict[str, str | None]) -> str:
+    """The reason that says most: of several processes, why they do not share memory."""
+    return str(lacks["shared_memory" if jax.process_count() > 1 else "in_process"])
 
 
 def _gpu_implementation(name: str) -> Implementation:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
+from jax_cp_dispatch.dispatch.call_site import call_site_attributes
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 from jax_cp_dispatch.dispatch.operands import by_part, read_operands
 from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
@@ -45,7 +46,10 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
     warn_of_deadlock(num_devices)
     if num_devices > 1:
         keep_freed_memory()
-    return _lower_custom_call(target, ctx, *operands, call=call, parts=parts)
+    site = call_site_attributes(
+        ctx, _what(target, parts), call.axis_names, call.group_axes, call.num_ranks
+    )
+    return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **site)
 
 
 def _is_for_gpu(primitive, ctx, call):
@@ -93,6 +97,12 @@ def _attributes(call, parts):
         "capacity": _span(part.capacity for part in parts),
         "buffer": _span(part.buffer for part in parts),
     }
+
+
+def _what(target, parts):
+    """The operation and what of its parts the shapes do not tell."""
+    rows = "; ".join(f"{part.num_tokens} tokens, capacity {part.capacity}" for part in parts)
+    return f"{target.rpartition('.')[2]} of {rows}"
 
 
 def _lower_opened(primitive, ctx, *operands, call, parts, **params):

@@ -8,9 +8,11 @@ import textwrap
 
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.doctor.finding import Finding
+from jax_cp_dispatch.doctor.in_processes import try_processes
 from jax_cp_dispatch.doctor.machine import has_gpu, look_at_machine
 from jax_cp_dispatch.doctor.self_test import try_implementations
 
+_OF_PROCESSES = "transport shared_memory"
 _MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}
 
 
@@ -31,7 +33,9 @@ def main(options: argparse.Namespace) -> int:
     if os.environ.get("JAX_PLATFORMS", "" if has_gpu() else "cpu") == "cpu":
         start_cpu_devices(options.devices)
     findings = []
-    for finding in itertools.chain(look_at_machine(), try_implementations()):
+    tried = (finding for finding in try_implementations() if finding.name != _OF_PROCESSES)
+    in_processes = (try_processes() for _ in [0])  # when its turn comes
+    for finding in itertools.chain(look_at_machine(), tried, in_processes):
         findings.append(finding)
         if not options.json:
             print(_row(finding), flush=True)

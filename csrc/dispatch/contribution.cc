@@ -1,0 +1,127 @@
+// What one rank of a dispatch or combine brings, as bytes for the ranks of other processes.
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "dispatch/dispatch.h"
+#include "transport/bytes.h"
+
+namespace cpd {
+namespace {
+
+void WriteIntegers(const IntArray& array, int64_t count, ByteWriter* writer) {
+  writer->Put<int64_t>(count);
+  for (int64_t i = 0; i < count; ++i) writer->Put<int64_t>(array[i]);
+}
+
+void WriteRows(const RowArray& array, ByteWriter* writer) {
+  writer->Put(array.num_rows);
+  writer->Put(array.row_bytes);
+}
+
+// Rows that no memory could hold would overflow later.
+bool ReadRows(ByteReader* reader, RowArray* array) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return reader->Get(&array->num_rows) && reader->Get(&array->row_bytes) && array->num_rows >= 0 &&
+         array->row_bytes >= 0 &&
+         (array->row_bytes == 0 || array->num_rows <= kMost / array->row_bytes);
+}
+
+bool ReadIntegers(ByteReader* reader, int64_t expected, DispatchContribution* rank,
+                  IntArray* array) {
+  int64_t count = 0;
+  if (!reader->Get(&count) || count != expected || count > reader->num_left() / 8) return false;
+  std::vector<int64_t>& integers = rank->integers.emplace_back(count);
+  for (int64_t& value : integers) {
+    if (!reader->Get(&value)) return false;
+  }
+  // Moving the vector of vectors keeps the integers where they are. Without any, the address is
+  // still one: that of no data means that the field is absent.
+  static const int64_t kNone = 0;
+  *array = {count > 0 ? integers.data() : &kNone, IntType::kI64};
+  return true;
+}
+
+bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part) {
+  int64_t num_arrays = 0;
+  if (!reader->Get(&num_arrays) || num_arrays < 0 || num_arrays > reader->num_left()) return false;
+  for (int64_t a = 0; a < num_arrays; ++a) {
+    RowArray tokens, buffer;
+    SumTypes types;
+    if (!ReadRows(reader, &tokens) || !ReadRows(reader, &buffer) || !reader->Get(&types.in) ||
+        !reader->Get(&types.out)) {
+      return false;
+    }
+    part->tokens.push_back(tokens);
+    part->buffers.push_back(buffer);
+    part->types.push_back(types);
+  }
+  uint8_t has_src_offset = 0;
+  if (!reader->Get(&part->num_slots) || !reader->Get(&part->num_replicas) ||
+      !reader->Get(&has_src_offset)) {
+    return false;
+  }
+  const int64_t slots = part->num_slots, replicas = part->num_replicas;
+  if (slots < 0 || replicas < 0 || (replicas > 0 && slots > reader->num_left() / replicas)) {
+    return false;
+  }
+  return ReadIntegers(reader, rank->num_ranks + 1, rank, &part->num_recv) &&
+         ReadIntegers(reader, slots, rank, &part->seq_len) &&
+         ReadIntegers(reader, slots * replicas, rank, &part->dst_rank) &&
+         ReadIntegers(reader, slots * replicas, rank, &part->dst_offset) &&
+         (!has_src_offset || ReadIntegers(reader, slots, rank, &part->src_offset));
+}
+
+}  // namespace
+
+std::string DispatchContribution::Write() const {
+  ByteWriter writer;
+  writer.Put<int64_t>(parts.size());
+  for (const DispatchPart& part : parts) {
+    writer.Put<int64_t>(part.tokens.size());
+    for (size_t a = 0; a < part.tokens.size(); ++a) {
+      WriteRows(part.tokens[a], &writer);
+      WriteRows(part.buffers[a], &writer);
+      const SumTypes types = a < part.types.size() ? part.types[a] : SumTypes{};
+      writer.Put(types.in);
+      writer.Put(types.out);
+    }
+    writer.Put(part.num_slots);
+    writer.Put(part.num_replicas);
+    writer.Put<uint8_t>(part.src_offset ? 1 : 0);
+    WriteIntegers(part.num_recv, num_ranks + 1, &writer);
+    WriteIntegers(part.seq_len, part.num_slots, &writer);
+    WriteIntegers(part.dst_rank, part.num_slots * part.num_replicas, &writer);
+    WriteIntegers(part.dst_offset, part.num_slots * part.num_replicas, &writer);
+    if (part.src_offset) WriteIntegers(part.src_offset, part.num_slots, &writer);
+  }
+  return std::move(writer).Finish();
+}
+
+std::vector<SharedArray> DispatchContribution::SharedArrays() {
+  std::vector<SharedArray> shared;
+  for (DispatchPart& part : parts) {
+    for (RowArray& array : direction == Direction::kDispatch ? part.tokens : part.buffers) {
+      shared.push_back({&array.shared, array.num_bytes()});
+    }
+  }
+  return shared;
+}
+
+std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int num_ranks,
+                                                       std::string_view bytes) {
+  auto rank = std::make_unique<DispatchContribution>();
+  rank->direction = direction;
+  rank->num_ranks = num_ranks;
+  ByteReader reader(bytes);
+  int64_t num_parts = 0;
+  if (!reader.Get(&num_parts) || num_parts < 0 || num_parts > reader.num_left()) return nullptr;
+  rank->parts.resize(num_parts);
+  for (DispatchPart& part : rank->parts) {
+    if (!ReadPart(&reader, rank.get(), &part)) return nullptr;
+  }
+  if (reader.num_left() != 0) return nullptr;
+  return rank;
+}
+
+}  // namespace cpd

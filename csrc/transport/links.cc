@@ -1,0 +1,140 @@
+// Messages between the processes of one host: one local socket to each, and who has ended.
+#include "transport/links.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace cpd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The next message of an exchange comes within about this time: waking up would take as long.
+constexpr std::chrono::microseconds kMessageSpinTime{50};
+
+}  // namespace
+
+Links::Links(std::vector<Peer> peers, OnMessage on_message, OnEnd on_end)
+    : on_message_(std::move(on_message)),
+      on_end_(std::move(on_end)),
+      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  for (const Peer& peer : peers) links_.push_back(std::make_unique<Link>(peer));
+}
+
+void Links::Start() {
+  std::thread([this] {
+    pthread_setname_np(pthread_self(), "cpd-links");
+    Loop();
+  }).detach();
+}
+
+Links::Link* Links::Find(int process) const {
+  for (const auto& link : links_) {
+    if (link->peer.process == process) return link.get();
+  }
+  return nullptr;
+}
+
+int64_t Links::pid(int process) const {
+  const Link* link = Find(process);
+  return link ? link->peer.pid : 0;
+}
+
+// False: there is no room now. What cannot be sent at all is dropped: the receiving side of the
+// link learns that the peer has ended.
+bool Links::SendNow(Link* link, const std::string& bytes) {
+  while (true) {
+    if (send(link->peer.socket_fd, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
+      return true;
+    }
+    if (errno == EINTR) continue;
+    return errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS && errno != ENOMEM;
+  }
+}
+
+void Links::Send(int process, std::string bytes) {
+  Link* link = Find(process);
+  if (link == nullptr) return;
+  std::lock_guard<std::mutex> lock(link->mutex);
+  if (link->has_ended) return;
+  if (link->outbox.empty() && SendNow(link, bytes)) return;
+  link->outbox.push_back(std::move(bytes));
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
+}
+
+void Links::Flush(Link* link) {
+  std::lock_guard<std::mutex> lock(link->mutex);
+  while (!link->outbox.empty() && SendNow(link, link->outbox.front())) link->outbox.pop_front();
+}
+
+bool Links::Receive(Link* link) {
+  std::array<char, kMaxMessageBytes> bytes;
+  while (true) {
+    const ssize_t n = recv(link->peer.socket_fd, bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (n > 0) {
+      on_message_(link->peer.process, std::string(bytes.data(), n));
+      continue;
+    }
+    if (n == 0) return false;
+    // A peer that ends with messages unread resets the connection; what it sent can still be read.
+    if (errno == EINTR || errno == ECONNRESET) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK;
+  }
+}
+
+void Links::Loop() {
+  std::vector<pollfd> polled;
+  std::vector<Link*> of_poll;
+  Clock::time_point last_message = Clock::now();
+  while (true) {
+    polled.assign(1, {wake_fd_, POLLIN, 0});
+    of_poll.assign(1, nullptr);
+    for (const auto& link : links_) {
+      std::lock_guard<std::mutex> lock(link->mutex);
+      if (link->has_ended) continue;
+      const short events = static_cast<short>(link->outbox.empty() ? POLLIN : POLLIN | POLLOUT);
+      polled.push_back({link->peer.socket_fd, events, 0});
+      of_poll.push_back(link.get());
+      polled.push_back({link->peer.pid_fd, POLLIN, 0});  // below 0 it is ignored
+      of_poll.push_back(link.get());
+    }
+    const bool spins = Clock::now() - last_message < kMessageSpinTime;
+    const int num_ready = poll(polled.data(), polled.size(), spins ? 0 : -1);
+    if (num_ready <= 0) {
+      if (spins) sched_yield();
+      continue;
+    }
+    for (size_t i = 0; i < polled.size(); ++i) {
+      if (polled[i].revents == 0) continue;
+      Link* link = of_poll[i];
+      if (link == nullptr) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t n = read(wake_fd_, &count, sizeof(count));
+        continue;
+      }
+      if (link->has_ended) continue;  // only this thread changes it
+      Flush(link);
+      last_message = Clock::now();
+      const bool is_pid = polled[i].fd == link->peer.pid_fd;
+      if (Receive(link) && !is_pid) continue;
+      {
+        std::lock_guard<std::mutex> lock(link->mutex);
+        link->has_ended = true;
+        link->outbox.clear();
+      }
+      on_end_(link->peer.process);
+    }
+  }
+}
+
+}  // namespace cpd

@@ -1,0 +1,138 @@
+// One exchange between processes, as one of them sees it: who has come, and how far it is.
+#include "transport/shared_meeting.h"
+
+#include <fstream>
+#include <sstream>
+
+#include "transport/failures.h"
+
+namespace cpd {
+namespace {
+
+// The letter that /proc has for the state of a process; 0: there is no such process.
+char StateOf(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  if (!std::getline(file, text)) return 0;
+  const size_t end_of_name = text.rfind(')');  // the name may contain anything else
+  return end_of_name == std::string::npos || end_of_name + 2 >= text.size() ? 0
+                                                                            : text[end_of_name + 2];
+}
+
+int ProcessOf(const SharedMeeting& meeting, size_t rank) {
+  if (meeting.arrived[rank]) return meeting.process[rank];
+  return meeting.has_exchange ? (*meeting.exchange.processes)[rank] : -1;
+}
+
+std::string RanksOf(const SharedMeeting& meeting, int process) {
+  std::vector<bool> its(meeting.arrived.size());
+  for (size_t rank = 0; rank < its.size(); ++rank) its[rank] = ProcessOf(meeting, rank) == process;
+  return RankList(its, true);
+}
+
+// Where a missing rank came instead: to another operation or shape, or in another order.
+void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
+                  std::ostringstream* message) {
+  for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
+    if (meeting.arrived[rank]) continue;
+    for (auto it = others.rbegin(); it != others.rend(); ++it) {  // the latest first
+      const SharedMeeting& other = **it;
+      if (rank >= other.arrived.size() || !other.arrived[rank] ||
+          ProcessOf(meeting, rank) != other.process[rank]) {
+        continue;
+      }
+      *message << " Expected rank " << rank << " in: " << meeting.signature
+               << ". Seen: it came to another call";
+      if (other.signature == meeting.signature) {
+        *message << " of the same kind, as if it had left out or repeated a program, or called it "
+                    "first from another line.";
+      } else {
+        *message << ": " << other.signature << ".";
+      }
+      break;
+    }
+  }
+}
+
+}  // namespace
+
+bool SharedMeeting::AllReady() const {
+  for (const auto& [process, participant] : participants) {
+    if (!participant.is_ready) return false;
+  }
+  return true;
+}
+
+bool SharedMeeting::AllDone() const {
+  for (const auto& [process, participant] : participants) {
+    if (!participant.is_done) return false;
+  }
+  return true;
+}
+
+std::string ProcessName(int process, int64_t pid) {
+  std::string name = "process " + std::to_string(process) + " (pid " + std::to_string(pid);
+  switch (StateOf(pid)) {
+    case 0:
+    case 'Z':
+    case 'X':
+      return name + ", ended)";
+    case 'T':
+    case 't':
+      return name + ", stopped)";
+    default:
+      return name + ", alive)";
+  }
+}
+
+std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
+                    const std::function<int64_t(int)>& pid_of) {
+  std::ostringstream message;
+  message << meeting.op << ": deadline of " << meeting.deadline.count() << " ms passed: ";
+  if (meeting.phase == Phase::kWaiting) {
+    message << "all ranks arrived, but of ";
+    const char* separator = "";
+    for (const auto& [process, participant] : meeting.participants) {
+      if (participant.is_ready) continue;
+      message << separator << ProcessName(process, pid_of(process)) << " the rows of ranks "
+              << RanksOf(meeting, process) << " did not come";
+      separator = ", of ";
+    }
+    message << ". See whether it is stopped or the machine overloaded, or pass a longer deadline.";
+    return message.str();
+  }
+  message << meeting.num_arrived << "/" << meeting.arrived.size() << " ranks arrived, ranks "
+          << RankList(meeting.arrived, true) << " wait for missing ranks "
+          << RankList(meeting.arrived, false);
+  std::map<int, std::vector<bool>> missing;  // by process
+  for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
+    if (meeting.arrived[rank]) continue;
+    std::vector<bool>& its = missing[ProcessOf(meeting, rank)];
+    its.resize(meeting.arrived.size());
+    its[rank] = true;
+  }
+  const char* separator = ": ";
+  for (const auto& [process, ranks] : missing) {
+    message << separator << RankList(ranks, true) << " of "
+            << ProcessName(process, pid_of(process));
+    separator = ", ";
+  }
+  message << ".";
+  AddElsewhere(meeting, others, &message);
+  message << " Every rank of the axis must make this call the same number of times, in the same "
+             "programs; see whether a missing rank raised an error of its own, or pass a longer "
+             "deadline.";
+  return message.str();
+}
+
+std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid) {
+  std::ostringstream message;
+  message << meeting.op << ": expected ranks " << RanksOf(meeting, process) << " of process "
+          << process << " (pid " << pid << "), seen: it has ended (" << meeting.num_arrived << "/"
+          << meeting.arrived.size()
+          << " ranks had arrived). See what it wrote last; what is left of the job can end in its "
+             "own time, and the job can be started again at once.";
+  return message.str();
+}
+
+}  // namespace cpd

@@ -1,0 +1,133 @@
+"""Runs a program in several processes of this host: `python -m jax_cp_dispatch.launch program.py`.
+
+    python -m jax_cp_dispatch.launch --processes 4 [--devices 2] program.py [its arguments]
+
+The program calls `jax_cp_dispatch.initialize()` first. Lines of its output begin with the number of
+the process. When a process fails, the others may end in their own time, `--grace` seconds; then
+they are ended. The exit code is that of the first process that failed, 128 + n after signal n.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from jax_cp_dispatch.processes.coordination import host_service, job_environment
+
+_POLL_SECONDS = 0.02
+_TERMINATION_SECONDS = 3.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    options = _parse(arguments)
+    with socket.socket() as probe:  # the system chooses a port that is free
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    service = host_service(address, options.processes)
+    workers: list[subprocess.Popen] = []
+    printers: list[threading.Thread] = []
+    lock = threading.Lock()
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        for process in range(options.processes):
+            worker = subprocess.Popen(
+                [sys.executable, "-u", options.program, *options.arguments],
+                env={**os.environ, **_environment(options, address, process)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            workers.append(worker)
+            for pipe, stream in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
+                printers.append(
+                    threading.Thread(target=_print_lines, args=(process, pipe, stream, lock))
+                )
+                printers[-1].start()
+        return _wait(workers, received, options.grace)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+        for printer in printers:
+            printer.join(timeout=5)  # a grandchild may hold the pipe open
+        service.shutdown()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_cp_dispatch.launch",
+        description="Runs a program in several processes of this host.",
+    )
+    parser.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices of each (default: 1)")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds that the others may still run after a process has failed (default: 30)",
+    )
+    parser.add_argument("program", help="a Python file, which calls jax_cp_dispatch.initialize()")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    options = parser.parse_args(arguments)
+    for name in ("processes", "devices"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; it needs to be at least 1")
+    return options
+
+
+def _environment(options: argparse.Namespace, address: str, process: int) -> dict[str, str]:
+    threads = max(len(os.sched_getaffinity(0)), 2 * options.devices)  # see cpu_devices.py
+    return {
+        **job_environment(address, options.processes, process),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(options.devices),
+        "PJRT_NPROC": str(threads),
+    }
+
+
+def _print_lines(process: int, pipe: IO[bytes], stream: IO[str], lock: threading.Lock) -> None:
+    for line in pipe:
+        text = line.decode(errors="replace")
+        with lock:
+            stream.write(f"[{process}] {text}" if text.endswith("\n") else f"[{process}] {text}\n")
+            stream.flush()
+
+
+def _wait(workers: list[subprocess.Popen], received: list[int], grace: float) -> int:
+    """Until all have ended; passes signals on, and ends those that a failure leaves behind."""
+    code, end = 0, None
+    while any(worker.poll() is None for worker in workers):
+        while received:
+            number = received.pop()
+            code = code or 128 + number
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.send_signal(number)
+            end = min(end or float("inf"), time.monotonic() + _TERMINATION_SECONDS)
+        code = code or _first_failure(workers)
+        if code and end is None:
+            end = time.monotonic() + grace
+        if end is not None and time.monotonic() > end:
+            for worker in workers:
+                worker.kill()  # also a stopped one
+        time.sleep(_POLL_SECONDS)
+    return code or _first_failure(workers)
+
+
+def _first_failure(workers: list[subprocess.Popen]) -> int:
+    for worker in workers:
+        if worker.poll():
+            return 128 - worker.returncode if worker.returncode < 0 else worker.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

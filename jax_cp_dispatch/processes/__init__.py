@@ -1,0 +1,7 @@
+"""Several processes of one job: how they come to one transport, and which one that is."""
+
+from jax_cp_dispatch.processes.choice import TransportChoice, transport_choice
+from jax_cp_dispatch.processes.initialize import initialize
+from jax_cp_dispatch.processes.programs import program_begins
+
+__all__ = ["TransportChoice", "initialize", "program_begins", "transport_choice"]

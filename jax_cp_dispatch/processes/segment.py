@@ -1,0 +1,72 @@
+"""The memory of one process that the others of its job read, and its sockets: nameless, private."""
+
+import fcntl
+import os
+import secrets
+import socket
+import stat
+
+SEGMENT_BYTES = "JAX_CP_DISPATCH_SEGMENT_BYTES"
+# Address space; memory is taken where rows are written.
+_DEFAULT_BYTES = 256 << 30
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+def make_segment() -> tuple[int, int]:
+    """A new segment: (file descriptor, bytes).
+
+    It has no name in any file system: the system takes it back with the last process that maps it,
+    however that ends. Its size is sealed, so that a reader can trust the size that it has checked.
+    """
+    num_bytes = segment_bytes()
+    fd = os.memfd_create(
+        f"jax_cp_dispatch-{secrets.token_hex(8)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    )
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd, num_bytes
+
+
+def segment_bytes() -> int:
+    """Address space of one segment, from the environment or the default."""
+    text = os.environ.get(SEGMENT_BYTES, str(_DEFAULT_BYTES))
+    if not text.isdigit() or not 0 < int(text) < 1 << 46:
+        raise ValueError(
+            f"initialize: {SEGMENT_BYTES} is {text!r}; it needs to be a number of bytes of "
+            "address space, below 2**46."
+        )
+    return int(text)
+
+
+def check_segment(process: int, fd: int, num_bytes: int) -> None:
+    """Refuses a segment of another process that is not what it says."""
+    status = os.fstat(fd)
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    found = (status.st_uid, stat.S_IMODE(status.st_mode), status.st_size, seals & _SEALS)
+    needed = (os.getuid(), 0o600, num_bytes, _SEALS)
+    if found != needed:
+        raise PermissionError(
+            f"process {process} sent a segment with (user, mode, bytes, seals) {found}; it needs "
+            f"to be {needed}"
+        )
+
+
+def listen() -> tuple[socket.socket, str]:
+    """A socket for the other processes, and its name, which nobody can guess.
+
+    The name is not one of the file system, so that nothing is left of it; who connects is asked of
+    the system (see `user_and_pid`).
+    """
+    name = f"jax_cp_dispatch-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + name)
+    listener.listen(128)
+    return listener, name
+
+
+def user_and_pid(connection: socket.socket) -> tuple[int, int]:
+    """Whose process is at the other end, as the system knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, user, _ = (int.from_bytes(raw[i : i + 4], "little", signed=True) for i in (0, 4, 8))
+    return user, pid

@@ -1,0 +1,320 @@
+// The transport between processes, as several of its kind in one process: joined by sockets and
+// segments as real ones are, under loads, ends and messages that a program cannot be made to show.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "dispatch/dispatch.h"
+#include "ranks.h"
+#include "transport/shared_memory.h"
+
+namespace cpd {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Several "processes", never destroyed, as theirs is not.
+struct Job {
+  Job(int num_processes, int64_t segment_bytes = int64_t{8} << 30) {
+    std::vector<SharedSegment> own, seen;
+    for (int p = 0; p < num_processes; ++p) {
+      const int fd = memfd_create("test", MFD_CLOEXEC);
+      CHECK(fd >= 0 && ftruncate(fd, segment_bytes) == 0);
+      const auto map = [&](int protection) {
+        void* base = mmap(nullptr, segment_bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+        CHECK(base != MAP_FAILED);
+        return static_cast<char*>(base);
+      };
+      own.push_back({p, fd, map(PROT_READ | PROT_WRITE), segment_bytes});
+      seen.push_back({p, fd, map(PROT_READ), segment_bytes});
+    }
+    sockets.assign(num_processes, std::vector<int>(num_processes, -1));
+    for (int p = 0; p < num_processes; ++p) {
+      for (int q = 0; q < p; ++q) {
+        int pair[2];
+        CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+        sockets[p][q] = pair[0];
+        sockets[q][p] = pair[1];
+      }
+    }
+    for (int p = 0; p < num_processes; ++p) {
+      std::vector<SharedSegment> others;
+      std::vector<Peer> peers;
+      for (int q = 0; q < num_processes; ++q) {
+        if (q == p) continue;
+        others.push_back(seen[q]);
+        peers.push_back({q, getpid(), sockets[p][q], -1});
+      }
+      transports.push_back(MakeSharedMemoryTransport(own[p], others, peers).release());
+    }
+  }
+
+  // As if the process had been killed: its links end, whatever it is doing.
+  void Kill(int process) {
+    for (const int socket : sockets[process]) {
+      if (socket >= 0) shutdown(socket, SHUT_RDWR);
+    }
+  }
+
+  std::vector<Transport*> transports;
+  std::vector<std::vector<int>> sockets;
+};
+
+// Reachable for good, for whoever looks for memory that is lost.
+template <typename... Arguments>
+Job& NewJob(Arguments... arguments) {
+  static auto& jobs = *new std::vector<std::unique_ptr<Job>>;
+  return *jobs.emplace_back(std::make_unique<Job>(arguments...));
+}
+
+std::future<Status> JoinIn(Job& job, const Exchange& exchange, int rank,
+                           std::unique_ptr<Contribution> contribution) {
+  auto [completion, status] = Promised();
+  job.transports[(*exchange.processes)[rank]]->Join(exchange, rank, std::move(contribution),
+                                                    std::move(completion), 0, {});
+  return std::move(status);
+}
+
+Exchange MakeExchange(int64_t run_id, const std::vector<int>& processes, milliseconds deadline,
+                      Direction direction = Direction::kDispatch) {
+  const auto num_ranks = static_cast<int>(processes.size());
+  Exchange exchange{"test", {run_id, static_cast<int64_t>(direction), 0}, num_ranks, deadline, {}};
+  exchange.planner = [direction](const auto& ranks, WorkList* work) {
+    return direction == Direction::kDispatch ? PlanDispatch("test", ranks, work)
+                                             : PlanCombine("test", ranks, work);
+  };
+  exchange.processes = &processes;
+  exchange.signature = direction == Direction::kDispatch ? "send" : "bring";
+  exchange.reader = [=](std::string_view bytes) {
+    return ReadDispatchContribution(direction, num_ranks, bytes);
+  };
+  return exchange;
+}
+
+// Rank r sends lengths[r][d] rows to rank d.
+struct AllToAll {
+  AllToAll(int rank, const std::vector<std::vector<int64_t>>& lengths)
+      : num_ranks(static_cast<int>(lengths.size())), seq_len(lengths[rank]) {
+    dst_rank.resize(num_ranks);
+    std::iota(dst_rank.begin(), dst_rank.end(), 0);
+    dst_offset.resize(num_ranks);
+    num_recv.resize(num_ranks + 1);
+    for (int d = 0; d < num_ranks; ++d) {
+      for (int r = 0; r < rank; ++r) dst_offset[d] += lengths[r][d];
+      num_recv[d] = lengths[d][rank];
+      num_recv[num_ranks] += num_recv[d];
+    }
+  }
+
+  std::unique_ptr<Contribution> Bring(Direction direction, RowArray tokens, RowArray buffer) const {
+    DispatchPart part;
+    part.tokens = {tokens};
+    part.buffers = {buffer};
+    part.types = {{DataType::kF32, DataType::kF32}};
+    part.num_slots = num_ranks;
+    part.num_replicas = 1;
+    part.dst_rank = {dst_rank.data(), IntType::kI64};
+    part.dst_offset = {dst_offset.data(), IntType::kI64};
+    part.seq_len = {seq_len.data(), IntType::kI64};
+    if (!src_offset.empty()) part.src_offset = {src_offset.data(), IntType::kI64};
+    part.num_recv = {num_recv.data(), IntType::kI64};
+    auto rank = std::make_unique<DispatchContribution>();
+    rank->direction = direction;
+    rank->num_ranks = num_ranks;
+    rank->parts = {part};
+    return rank;
+  }
+
+  int num_ranks;
+  std::vector<int64_t> seq_len, dst_rank, dst_offset, num_recv, src_offset;
+};
+
+RowArray Rows(std::vector<float>& x, int64_t row_floats) {
+  const int64_t row_bytes = row_floats * 4;
+  return {reinterpret_cast<char*>(x.data()), static_cast<int64_t>(x.size()) / row_floats,
+          row_bytes};
+}
+
+// There and home again and again under the same keys, each rank late by its own random times.
+void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t row_floats) {
+  const auto num_ranks = static_cast<int>(processes.size());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::mt19937 pause(rank);
+      std::vector<float> x(16 * row_floats), home(x), buffer(16 * num_ranks * row_floats);
+      for (int round = 0; round < num_rounds; ++round) {
+        std::mt19937 rng(round);  // the same plan on all ranks
+        std::vector<std::vector<int64_t>> lengths(num_ranks, std::vector<int64_t>(num_ranks));
+        for (auto& row : lengths) {
+          for (int64_t& length : row) length = rng() % (16 / num_ranks + 1);
+        }
+        const AllToAll plan(rank, lengths);
+        for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i + round) % 1000 + rank);
+        std::fill(buffer.begin(), buffer.end(), -1);
+        std::fill(home.begin(), home.end(), -1);
+        for (const Direction direction : {Direction::kDispatch, Direction::kCombine}) {
+          std::this_thread::sleep_for(std::chrono::microseconds(pause() % 200));
+          const bool forth = direction == Direction::kDispatch;
+          const Status status =
+              JoinIn(job, MakeExchange(100, processes, milliseconds(60000), direction), rank,
+                     plan.Bring(direction, Rows(forth ? x : home, row_floats),
+                                Rows(buffer, row_floats)))
+                  .get();
+          CHECK(status.ok());
+        }
+        const int64_t num_rows = std::accumulate(plan.seq_len.begin(), plan.seq_len.end(), 0);
+        for (size_t i = 0; i < home.size(); ++i) {
+          CHECK(home[i] == (static_cast<int64_t>(i) < num_rows * row_floats ? x[i] : 0));
+        }
+        const auto received = static_cast<size_t>(plan.num_recv[num_ranks] * row_floats);
+        for (size_t i = received; i < buffer.size(); ++i) CHECK(buffer[i] == 0);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// At any moment: while ranks arrive, while rows are staged or pulled, or when all is over.
+void AProcessEnds(std::chrono::microseconds after) {
+  static std::vector<int> processes = {0, 1, 2};
+  Job& job = NewJob(3);
+  std::thread killer([&] {
+    std::this_thread::sleep_for(after);
+    job.Kill(2);
+  });
+  constexpr int64_t kRowFloats = 1 << 16;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&job, rank] {
+      std::vector<float> x(6 * kRowFloats, 1), buffer(6 * kRowFloats);
+      const AllToAll plan(rank, {{2, 2, 2}, {2, 2, 2}, {2, 2, 2}});
+      Status status;
+      while (status.ok()) {  // until it is told
+        const Exchange exchange = MakeExchange(1, processes, milliseconds(20000));
+        status =
+            JoinIn(job, exchange, rank,
+                   plan.Bring(Direction::kDispatch, Rows(x, kRowFloats), Rows(buffer, kRowFloats)))
+                .get();
+        for (const float value : buffer) CHECK(!status.ok() || value == 1);
+      }
+      CHECK(Contains(status, "seen: it has ended"));
+    });
+  }
+  killer.join();
+  for (std::thread& thread : threads) thread.join();
+}
+
+void AMissingRankIsNamed() {
+  static std::vector<int> processes = {0, 1, 0};
+  Job& job = NewJob(2);
+  const Exchange exchange = MakeExchange(5, processes, milliseconds(100));
+  std::vector<float> x(4), buffer(4);
+  const AllToAll plan(0, {{0, 0, 0}, {0, 0, 0}, {0, 0, 0}});
+  const auto bring = [&] { return plan.Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1)); };
+  Exchange other = MakeExchange(5, processes, milliseconds(20000), Direction::kCombine);
+  auto elsewhere = JoinIn(job, other, 1, plan.Bring(Direction::kCombine, Rows(x, 1), Rows(x, 1)));
+  auto first = JoinIn(job, exchange, 0, bring()), second = JoinIn(job, exchange, 2, bring());
+  for (auto* rank : {&first, &second, &elsewhere}) {
+    CHECK(Contains(rank->get(),
+                   "2/3 ranks arrived, ranks [0, 2] wait for missing ranks [1]: [1] "
+                   "of process 1 (pid "));
+  }
+  CHECK(Contains(JoinIn(job, exchange, 1, bring()).get(), "deadline of 100 ms passed"));  // late
+}
+
+void BadPlansAndTwiceTheSameRank() {
+  static std::vector<int> processes = {0, 1};
+  Job& job = NewJob(2);
+  std::vector<float> x(4), buffer(4);
+  std::vector<std::future<Status>> ranks;
+  std::vector<AllToAll> plans = {{0, {{1, 1}, {1, 1}}}, {1, {{1, 1}, {1, 1}}}};
+  ++plans[1].num_recv[0];
+  const auto join = [&](int64_t run_id, int rank) {
+    ranks.push_back(JoinIn(job, MakeExchange(run_id, processes, milliseconds(20000)), rank,
+                           plans[rank].Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1))));
+  };
+  join(1, 0), join(1, 1);
+  for (auto& rank : ranks) CHECK(Contains(rank.get(), "rank 1 expects 2 tokens from rank 0"));
+  ranks.clear();
+  join(2, 0), join(2, 0);
+  for (auto& rank : ranks) CHECK(Contains(rank.get(), "arrived twice"));
+}
+
+// What no process of this version sends; at worst the ranks that wait are told.
+void HostileMessagesDoNoHarm() {
+  static std::vector<int> processes = {0, 1};
+  Job& job = NewJob(2);
+  std::vector<float> x(4), buffer(4);
+  const AllToAll plan(0, {{0, 0}, {0, 0}});
+  auto waiting = JoinIn(job, MakeExchange(0, processes, milliseconds(500)), 0,
+                        plan.Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1)));
+  std::mt19937 rng(0);
+  for (int i = 0; i < 2000; ++i) {
+    std::string bytes(rng() % 100 + 1, '\0');
+    for (char& byte : bytes) byte = static_cast<char>(rng() % 4 == 0 ? rng() : 0);
+    bytes[0] = static_cast<char>(rng() % 5);
+    CHECK(send(job.sockets[1][0], bytes.data(), bytes.size(), MSG_NOSIGNAL) >= 0);
+  }
+  CHECK(!waiting.get().ok());
+}
+
+// Rows of which only those that move take memory: the first ones, and the last ones.
+void OffsetsAbove4GiB() {
+  static std::vector<int> processes = {0, 1};
+  Job& job = NewJob(2, int64_t{32} << 30);
+  constexpr int64_t kRowBytes = 1 << 20, kRows = 6 << 10, kSent = 2;
+  for (const Direction direction : {Direction::kDispatch, Direction::kCombine}) {
+    const bool forth = direction == Direction::kDispatch;
+    std::vector<std::future<Status>> ranks;
+    std::vector<std::unique_ptr<AllToAll>> plans;
+    std::vector<std::vector<float>> small(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      void* memory = mmap(nullptr, kRows * kRowBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      CHECK(memory != MAP_FAILED);
+      const RowArray large{static_cast<char*>(memory), kRows, kRowBytes};
+      for (int64_t row = kRows - kSent; row < kRows; ++row) {
+        for (int64_t i = 0; i < kRowBytes / 4; ++i) {
+          reinterpret_cast<float*>(large.data + row * kRowBytes)[i] =
+              static_cast<float>(rank * 10 + row - kRows + 100);
+        }
+      }
+      small[rank].assign(kSent * kRowBytes / 4, -1);
+      const std::vector<std::vector<int64_t>> swap = {{0, kSent}, {kSent, 0}};
+      plans.push_back(std::make_unique<AllToAll>(rank, swap));
+      AllToAll& plan = *plans.back();
+      plan.src_offset.assign(2, forth ? kRows - kSent : 0);
+      if (!forth) plan.dst_offset.assign(2, kRows - kSent);
+      const RowArray rows = Rows(small[rank], kRowBytes / 4);
+      ranks.push_back(JoinIn(job, MakeExchange(1, processes, milliseconds(60000), direction), rank,
+                             plan.Bring(direction, forth ? large : rows, forth ? rows : large)));
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+      CHECK(ranks[rank].get().ok());
+      for (int64_t i = 0; i < kSent * kRowBytes / 4; ++i) {
+        CHECK(small[rank][i] == (1 - rank) * 10 + 98 + i / (kRowBytes / 4));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main(int num_arguments, char** arguments) {
+  const int scale = num_arguments > 1 ? std::atoi(arguments[1]) : 1;
+  static const std::vector<int> mixed = {0, 1, 1, 2, 0, 2}, two = {1, 0};
+  cpd::Loops(cpd::NewJob(3), mixed, 25 * scale, 1 << 9);
+  cpd::Loops(cpd::NewJob(2), two, 50 * scale, 4);
+  for (int i = 0; i < 10 * scale; ++i) cpd::AProcessEnds(std::chrono::microseconds(i * 997 % 9973));
+  cpd::AMissingRankIsNamed();
+  cpd::BadPlansAndTwiceTheSameRank();
+  cpd::HostileMessagesDoNoHarm();
+  cpd::OffsetsAbove4GiB();
+  std::puts("ok");
+}

@@ -1,0 +1,187 @@
+"""Ranks that fail in every way, again and again: what all others see. Run by the launcher.
+
+    python -m jax_cp_dispatch.launch --processes 4 tests/processes/failures.py --trials 9 late stop
+
+In each trial one process, the victim, fails while all others call; then all that are alive make an
+exchange that has to be right. Prints the trials that went as they should, of each kind. A killed
+process stays dead, so there are at most as many of these trials as leave two processes.
+"""
+
+import argparse
+import os
+import pathlib
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from movement_oracle import dispatched
+from suite import AXIS, T, check, draw, on_ranks, place, plan_of
+
+import jax_cp_dispatch as cp
+
+DEADLINE = 1.5
+LIMIT = DEADLINE + 10
+
+# What the others must be told, beside the operation: by kind, of the victim's rank and process.
+TOLD = {
+    "late": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
+    "raises": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
+    "shapes": r"Expected rank {rank} in: dispatch of 16 tokens, capacity (\d+) .*"
+    r"Seen: it came to another call: dispatch of 16 tokens, capacity (?!\1 )\d+ ",
+    "operation": r"Expected rank {rank} in: dispatch .*Seen: it came to another call: combine ",
+    "version": r"Expected rank {rank} in: dispatch .*"
+    r"Seen: it came to another call: dispatch of .*; 16 tokens",
+    "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
+    "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
+    r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
+    "kill": r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended",
+}
+
+
+class Job:
+    """The programs of one mesh, one device of each process that is alive."""
+
+    def __init__(self, processes):
+        self.processes = processes
+        devices = [next(d for d in jax.devices() if d.process_index == p) for p in processes]
+        self.mesh, self.num_ranks = Mesh(np.array(devices), (AXIS,)), len(processes)
+        self.plan, self.capacity = plan_of(1, self.num_ranks)
+        self.x = draw(0, self.num_ranks, 3)
+        self.here = place(self.x, self.mesh)
+        self.metadata = self.on_mesh(self.plan)
+        bad: dict[str, Any] = dict(self.plan)
+        bad["num_recv_tokens"] = self.plan["num_recv_tokens"].copy()
+        bad["num_recv_tokens"][-1, 0] += 1
+        self.bad_metadata = self.on_mesh(bad)
+        self.program = self.dispatch(self.capacity)
+        self.other_shapes = self.dispatch(self.capacity + 1)
+        # All call these two: programs that not all have called equally often never meet again.
+        self.checked = self.dispatch(self.capacity + 2)
+        self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
+        # Here for all: a program that is first called from other lines is another one to JAX.
+        self.call(self.checked)
+        self.call(self.program)
+
+    def on_mesh(self, fields):
+        return jax.tree.map(lambda a: place(a, self.mesh), cp.Metadata(**fields))
+
+    def dispatch(self, capacity, deadline=DEADLINE):
+        options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
+        return on_ranks(lambda x, m: cp.dispatch(x, m, **options), self.mesh)
+
+    def call(self, program):
+        jax.block_until_ready(program(self.here, self.metadata))
+
+    def prove(self):
+        """All that are alive exchange, and begin the next trial together."""
+        check(
+            self.proof(self.here, self.metadata), dispatched(self.plan, self.x, self.capacity + 3)
+        )
+
+
+def fail(kind, job, pid):
+    """What the victim does. Raises what its own call raises."""
+    if kind == "late":
+        time.sleep(DEADLINE + 0.3)
+        job.call(job.program)
+    elif kind == "raises":
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            time.sleep(DEADLINE + 0.3)  # it goes on with something else
+        raise jax.errors.JaxRuntimeError("its own error, before the call")
+    elif kind == "shapes":
+        job.call(job.other_shapes)
+    elif kind == "operation":
+        num_rows = job.capacity
+        bring = on_ranks(
+            lambda x, m: cp.combine(
+                jax.numpy.resize(x, (num_rows, 3)), m, axis_name=AXIS, num_tokens=T,
+                deadline=DEADLINE,
+            ),
+            job.mesh,
+        )  # fmt: skip
+        job.call(bring)
+    elif kind == "version":  # of the program: it sends something else along
+        options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
+        capacities: Any = {"q_capacity": job.capacity, "kv_capacity": job.capacity}
+        job.call(
+            on_ranks(lambda x, m: cp.dispatch_qkv(x, x, m, m, **capacities, **options), job.mesh)
+        )
+    elif kind == "metadata":
+        job.call(lambda x, m: job.checked(x, job.bad_metadata))
+    else:
+        number = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[kind]
+        threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
+        while True:
+            job.call(job.program)
+
+
+def trial(kind, job, pids):
+    """Whether this process saw what it should."""
+    victim = job.processes[-1]
+    here, rank = jax.process_index(), job.num_ranks - 1
+    job.prove()
+    begin = time.monotonic()
+    try:
+        if here == victim:
+            fail(kind, job, pids[victim])
+        elif kind == "metadata":
+            job.call(lambda x, m: job.checked(x, job.bad_metadata))
+        else:
+            while True:
+                job.call(job.program)
+                if kind not in ("stop", "kill"):
+                    raise AssertionError("the call succeeded")
+        error = "none"
+    except (jax.errors.JaxRuntimeError, ValueError) as raised:
+        error = str(raised)
+    seconds = time.monotonic() - begin
+    if kind == "stop" and here == 0:
+        os.kill(pids[victim], signal.SIGCONT)
+    if kind == "kill":
+        job = Job(job.processes[:-1])
+    job.prove()
+    told = TOLD[kind].format(rank=rank, process=victim, pid=pids[victim])
+    is_right = seconds < LIMIT + 1 and (here == victim or re.search(told, error, re.S))
+    if not is_right:
+        print(f"{kind}: after {seconds:.2f} s wrong: {error}", flush=True)
+    return is_right, seconds, job
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=1)
+    parser.add_argument("kinds", nargs="*", default=list(TOLD))
+    options = parser.parse_args()
+    random.seed(jax.process_index())
+    job = Job(list(range(jax.process_count())))
+    heard = jax.experimental.multihost_utils.process_allgather(np.int64(os.getpid()))
+    pids = [int(pid) for pid in heard]
+    wrong = 0
+    for kind in options.kinds:
+        trials = min(options.trials, len(job.processes) - 2) if kind == "kill" else options.trials
+        num_right, longest = 0, 0.0
+        for _ in range(trials):
+            is_right, seconds, job = trial(kind, job, pids)
+            num_right, longest = num_right + bool(is_right), max(longest, seconds)
+        print(f"{kind}: {num_right} of {trials}, at most {longest:.1f} s", flush=True)
+        wrong += trials - num_right
+    sys.stdout.flush()
+    os._exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    cp.initialize()
+    import jax.experimental.multihost_utils
+
+    main()

@@ -1,0 +1,278 @@
+"""The suite of every operation between processes: run by the launcher in each of them.
+
+    python -m jax_cp_dispatch.launch --processes 2 --devices 4 tests/processes/suite.py [--short]
+
+Every process computes what all ranks should have, and compares its own ranks' part.
+"""
+
+import itertools
+import pathlib
+import sys
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_oracle import attention, attention_gradients
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+
+import jax_cp_dispatch as cp
+
+AXIS = "cp"
+RANKS = P(AXIS)
+S, T = 5, 16
+IS_SHORT = "--short" in sys.argv  # fewer programs to compile
+
+
+def all_devices():
+    """Shuffled alike everywhere: rank, device and process numbers all differ."""
+    devices = np.array(jax.devices())
+    return devices[np.random.default_rng(0).permutation(len(devices))]
+
+
+def mesh_of_all():
+    return Mesh(all_devices(), (AXIS,))
+
+
+def place(x, mesh, spec=RANKS):
+    """An array that every process knows, on the devices of all."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+
+
+def check(got, want, exact=True):
+    """Of the ranks of this process."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    for shard in got.addressable_shards:
+        if exact:
+            np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+        else:
+            np.testing.assert_allclose(np.asarray(shard.data), want[shard.index], 2e-5, 2e-5)
+
+
+def on_ranks(fn, mesh, spec=RANKS, **options):
+    """`fn(local...)` per rank, from and to arrays with a leading rank axis."""
+
+    def local(*args):
+        return jax.tree.map(lambda a: a[None], fn(*jax.tree.map(lambda a: a[0], args)))
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **options))
+
+
+def draw(seed, num_ranks, *shape, dtype: Any = np.float32):
+    """Small integers, whose sums are exact."""
+    return np.random.default_rng(seed).integers(0, 9, (num_ranks, T, *shape)).astype(dtype)
+
+
+def plan_of(seed, num_ranks, replicas=1):
+    plan = random_plan(np.random.default_rng(seed), num_ranks, S, T, replicas)
+    return plan, int(plan["num_total_recv_tokens"].max()) + 2
+
+
+def test_dispatch_and_combine_with_replicas():
+    mesh, W = mesh_of_all(), jax.device_count()
+    for seed, replicas in itertools.product(range(2), (1, 3)):
+        plan, capacity = plan_of(seed, W, replicas)
+        arrays = {
+            "float32": draw(seed, W, 3, 2),
+            "bfloat16": draw(seed + 1, W, 8, dtype=jnp.bfloat16),
+            "bytes": draw(seed + 2, W, 7, dtype=np.uint8),
+        }
+
+        def there_and_back(x, m, capacity=capacity):
+            y = cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
+            return y, cp.combine(y, m, axis_name=AXIS, num_tokens=T)
+
+        x, m = jax.tree.map(lambda a: place(a, mesh), (arrays, cp.Metadata(**plan)))
+        there, back = on_ranks(there_and_back, mesh)(x, m)
+        for name, whole in arrays.items():
+            want = dispatched(plan, whole, capacity)
+            check(there[name], want)
+            check(back[name], combined(plan, want, T).astype(whole.dtype))
+
+
+def test_gradient_is_the_adjoint():
+    mesh, W = mesh_of_all(), jax.device_count()
+    plan, capacity = plan_of(3, W, 2)
+    x, g = draw(0, W, 4), np.random.default_rng(1).integers(0, 9, (W, capacity, 4)).astype("f")
+
+    def gradient(x, g, m):
+        move = lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
+        return jax.vjp(move, x)[1](g)[0]
+
+    m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**plan))
+    got = on_ranks(gradient, mesh)(place(x, mesh), place(g, mesh), m)
+    check(got, combined(plan, g, T).astype(np.float32))
+
+
+def test_groups_in_one_process_and_across():
+    """On one axis of two; a group may live in one process, and the others beside it."""
+    if jax.device_count() < 4:
+        return
+    for shape in ((2, jax.device_count() // 2), (jax.device_count() // 2, 2)):
+        for devices in (np.array(jax.devices()), all_devices()):
+            dispatch_in_groups(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
+
+
+def dispatch_in_groups(mesh, num_groups, num_ranks):
+    plans = [plan_of(seed, num_ranks) for seed in range(num_groups)]
+    capacity = max(capacity for _, capacity in plans)
+    x = np.stack([draw(seed, num_ranks, 2) for seed in range(num_groups)])
+    names = [name for name in plans[0][0] if name != "world_size"]
+    fields: dict[str, Any] = {name: np.stack([plan[name] for plan, _ in plans]) for name in names}
+    spec = P("data", AXIS)
+
+    def local(x, m):
+        m = jax.tree.map(lambda a: a[0, 0], m)
+        return cp.dispatch(x[0, 0], m, axis_name=AXIS, capacity=capacity)[None, None]
+
+    move = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    m = cp.Metadata(**fields, world_size=num_ranks)
+    x_and_m = jax.tree.map(lambda a: place(a, mesh, spec), (x, m))
+    check(
+        move(*x_and_m),
+        np.stack([dispatched(plan, x[i], capacity) for i, (plan, _) in enumerate(plans)]),
+    )
+
+
+def test_calls_of_one_program_are_told_apart():
+    """Equal calls that need no order, an inner function called twice, a loop."""
+    mesh, W = mesh_of_all(), jax.device_count()
+    plan, capacity = plan_of(5, W)
+    capacity = max(capacity, T)
+    x = draw(0, W, 2)
+
+    def move(x, m):
+        return cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)[:T]
+
+    inner = jax.jit(move)
+
+    def program(x, m):
+        independent = sum(k * move(x * k, m) for k in range(1, 7))
+        twice = inner(x, m) + 3 * inner(x * 5, m)
+        looped = jax.lax.scan(lambda y, _: (move(y, m) + 1, None), x, None, length=5)[0]
+        return independent, twice, looped
+
+    m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**plan))
+    one = dispatched(plan, x, capacity)[:, :T]
+    looped = x
+    for _ in range(5):
+        looped = dispatched(plan, looped, capacity)[:, :T] + 1
+    run = on_ranks(program, mesh)
+    got = [run(place(x, mesh), m) for _ in range(3)][-1]
+    for result, want in zip(got, (one * 91, one * 16, looped), strict=True):
+        check(result, want.astype(np.float32))
+
+
+def test_programs_of_one_process_do_not_disturb():
+    """One process alone compiles a program with an equal call; then all compile another."""
+    mesh, W = mesh_of_all(), jax.device_count()
+    plan, capacity = plan_of(6, W)
+    x, m = jax.tree.map(lambda a: place(a, mesh), (draw(0, W, 2), cp.Metadata(**plan)))
+    move = lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)
+    if jax.process_index() == jax.process_count() - 1:
+        on_ranks(lambda x, m: 3 * move(x, m), mesh).lower(x, m).compile()
+    check(
+        on_ranks(lambda x, m: 2 * move(x, m), mesh)(x, m),
+        2 * dispatched(plan, draw(0, W, 2), capacity),
+    )
+
+
+def test_arrays_of_all_ranks():
+    W = jax.device_count()
+    plan, capacity = plan_of(7, W)
+    x, m = draw(0, W, 3), cp.Metadata(**plan)
+    for kind in AxisType.Auto, AxisType.Explicit:
+        mesh = Mesh(all_devices(), (AXIS,), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            move = jax.jit(lambda x: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity))
+            got = move(place(x.reshape(W * T, 3), mesh))
+        check(got, dispatched(plan, x, capacity).reshape(W * capacity, 3))
+
+
+def test_attention():
+    """Every algorithm, forward and backward, against dense attention of two documents."""
+    mesh, W = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,)), jax.device_count()
+    tokens = 4 * W
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(1, tokens, 4, 8)).astype("f")
+    k, v = rng.normal(size=(2, 1, tokens, 2, 8)).astype("f")
+    g = rng.normal(size=q.shape).astype("f")
+    segments = np.repeat([1, 2], [tokens - 5, 5])[None]
+    start = np.where(segments == 1, 0, tokens - 5)
+    end = np.arange(tokens)[None] + 1
+    out, lse = attention(q, k, v, start, end)
+    want = out, *attention_gradients(q, k, v, start, end, g, np.zeros_like(lse))
+    for algorithm in ("balanced", "ring", "zigzag", "hamilton")[: 2 if IS_SHORT else 4]:
+
+        def attend(q, k, v, algorithm=algorithm):
+            return cp.context_parallel_attention(
+                q, k, v, mesh=mesh, axis_name=AXIS, algorithm=algorithm, segment_ids=segments,
+                config=cp.PlanConfig(block=2),
+            )  # fmt: skip
+
+        def both(q, k, v, g, attend=attend):
+            out, pull = jax.vjp(attend, q, k, v)
+            return out, *pull(g)
+
+        options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        spec = P(None, AXIS)
+        program = jax.jit(both, out_shardings=NamedSharding(mesh, spec), compiler_options=options)
+        for got, expected in zip(
+            program(*(place(a, mesh, spec) for a in (q, k, v, g))), want, strict=True
+        ):
+            check(got, expected.astype(np.float32), exact=False)
+
+
+def test_gemms():
+    """Between processes from XLA's collectives, with a warning; the results are the same."""
+    mesh, W = mesh_of_all(), jax.device_count()
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(0, 5, (4 * W, 6)).astype("f"), rng.integers(0, 5, (6, 2 * W)).astype("f")
+    fn = lambda x, w: cp.all_gather_matmul(x, w, axis_name=AXIS)
+    run = jax.jit(
+        jax.shard_map(fn, mesh=mesh, in_specs=(P(AXIS), P(None, AXIS)), out_specs=P(None, AXIS))
+    )
+    check(run(place(x, mesh), place(w, mesh, P(None, AXIS))), x @ w)
+
+
+def test_a_bad_plan_is_refused_on_all_ranks():
+    mesh, W = mesh_of_all(), jax.device_count()
+    plan, capacity = plan_of(8, W)
+    bad = {**plan, "num_recv_tokens": plan["num_recv_tokens"].copy()}
+    bad["num_recv_tokens"][W - 1, 0] += 1
+    move = on_ranks(lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity), mesh)
+    x = draw(0, W, 2)
+    for fields, is_good in ((plan, True), (bad, False), (plan, True)):
+        m = jax.tree.map(lambda a: place(a, mesh), cp.Metadata(**fields))
+        try:
+            check(move(place(x, mesh), m), dispatched(plan, x, capacity))
+            assert is_good
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            assert not is_good
+            assert f"rank {W - 1} expects" in str(error), error
+
+
+def test_choice():
+    choice = cp.initialize()  # again: the same
+    assert choice.implementation == "shared_memory"
+    found = cp.available_implementations()
+    assert found["shared_memory"] == (True, choice.reason)
+    assert "it serves the devices of one" in found["in_process"].reason
+
+
+def main():
+    choice = cp.initialize()
+    assert choice.implementation == "shared_memory", choice
+    names = [name for name in globals() if name.startswith("test_")]
+    for name in names:
+        globals()[name]()
+        print(f"{name} ok", flush=True)
+    print(f"{len(names)} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

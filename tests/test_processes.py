@@ -1,0 +1,146 @@
+"""Several processes: every operation, every failure, the launcher, and what is left behind."""
+
+import fcntl
+import os
+import pathlib
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_cp_dispatch.processes import segment
+from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
+
+PROGRAMS = pathlib.Path(__file__).parent / "processes"
+
+
+def command(program, *arguments, processes=2, devices=1, grace=30.0):
+    options = [f"--processes={processes}", f"--devices={devices}", f"--grace={grace}"]
+    module = ["-m", "jax_cp_dispatch.launch"]
+    return [sys.executable, *module, *options, str(program), *arguments]
+
+
+def launch(*arguments, **options):
+    return subprocess.run(
+        command(*arguments, **options), capture_output=True, text=True, timeout=300
+    )
+
+
+def in_shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+def test_every_operation():
+    done = launch(PROGRAMS / "suite.py", "--short", processes=2, devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "[0] 10 ok\n" in done.stdout
+    assert "[1] 10 ok\n" in done.stdout
+
+
+def test_every_failure():
+    """One trial of each kind, the last of which kills a process; the others live on."""
+    before = in_shared_memory()
+    done = launch(PROGRAMS / "failures.py", processes=4)
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
+    for process in range(4):
+        for kind in "late", "raises", "shapes", "operation", "version", "metadata", "stop":
+            assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
+    for process in range(3):
+        assert f"[{process}] kill: 1 of 1" in done.stdout, done.stdout
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("wrong", ["host", "version"])
+def test_processes_that_cannot_share_memory(wrong):
+    done = launch(PROGRAMS / "choices.py", wrong)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert f"[0] {wrong} ok\n" in done.stdout
+    assert f"[1] {wrong} ok\n" in done.stdout
+
+
+def test_the_launcher_tells_and_ends(tmp_path):
+    """Output of each process, the first code that is not 0, and an end for what is stuck."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "print(os.environ['JAX_PROCESS_ID'], sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES'])\n"
+        "sys.exit(7) if os.environ['JAX_PROCESS_ID'] == '1' else time.sleep(1000)\n"
+    )
+    done = launch(program, "--an", "argument", devices=3, grace=0.5)
+    assert done.returncode == 7
+    assert "[0] 0 ['--an', 'argument'] 3\n" in done.stdout
+    assert "[1] 1 ['--an', 'argument'] 3\n" in done.stdout
+
+
+def test_the_launcher_passes_signals_on(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told')))\n"
+        "print('up')\ntime.sleep(1000)\n"
+    )
+    job = subprocess.Popen(command(program), stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert sorted(job.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
+    job.send_signal(signal.SIGTERM)
+    assert sorted(job.communicate(timeout=30)[0].splitlines()) == ["[0] told", "[1] told"]
+    assert job.returncode == 128 + signal.SIGTERM
+
+
+def test_a_segment_is_private_nameless_and_of_a_fixed_size(monkeypatch):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, str(1 << 20))
+    before = in_shared_memory()
+    fd, num_bytes = segment.make_segment()
+    status = os.fstat(fd)
+    assert num_bytes == status.st_size == 1 << 20
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert not os.get_inheritable(fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
+    assert in_shared_memory() == before
+    segment.check_segment(1, fd, num_bytes)
+    with pytest.raises(PermissionError, match="process 1 sent a segment with"):
+        segment.check_segment(1, fd, num_bytes + 1)
+    os.fchmod(fd, 0o644)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, fd, num_bytes)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.fchmod(unsealed, 0o600)
+    os.ftruncate(unsealed, 10)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, unsealed, 10)
+    assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
+    os.close(fd)
+    os.close(unsealed)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
+def test_segment_bytes_have_to_be_a_number(monkeypatch, text):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, text)
+    with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
+        segment.segment_bytes()
+
+
+def test_strangers_are_not_let_in():
+    """Whoever connects without the token, or says nothing, is left out; the wait has an end."""
+    listener, name = segment.listen()
+    cards = [Card(name, new_token()), Card("nobody", new_token())]
+    strangers = []
+    for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + name)
+        if greeting:
+            stranger.send(greeting)
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+        strangers.append(stranger)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
+        connect_all(listener, 0, cards, segment.make_segment(), timeout=1.0)
+    assert time.monotonic() - begin < 5
+    assert segment.listen()[1] != name
