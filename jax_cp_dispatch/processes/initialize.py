@@ -77,8 +77,9 @@ def initialize(
 
 
 def _is_on_gpus() -> bool:
-    only_cpu = getattr(jax.config, "jax_platforms", None) == "cpu"  # then JAX need not be started to know
-    return not only_cpu and jax.default_backend() == "gpu"
+    if getattr(jax.config, "jax_platforms", None) == "cpu":  # known before JAX has started
+        return False
+    return jax.default_backend() == "gpu"
 
 
 def _choose(process: int, timeout: float) -> TransportChoice:
