@@ -217,8 +217,7 @@ void SlowRanksAreNamed() {
   // Here the stream of rank 1 that communicates waits for the one that computes, too.
   ASlowGemmIsNamed(problem(CommMethod::kPipeline),
                    "waited 100 ms for rank 1, signal 'chunk 0 computed': expected 1, seen 0.");
-  ASlowGemmIsNamed(problem(CommMethod::kRingExchange),
-                   "waited 100 ms for rank 1, signal 'chunk ");
+  ASlowGemmIsNamed(problem(CommMethod::kRingExchange), "waited 100 ms for rank 1, signal 'chunk ");
   ASlowLinkIsNamed();
 }
 

@@ -1,0 +1,138 @@
+// How exchanges end: done, failed, given up at the deadline, or with a process.
+#include <algorithm>
+#include <utility>
+
+#include "transport/in_process.h"
+#include "transport/shared_exchanges.h"
+
+namespace cpd {
+std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
+  meeting->phase = Phase::kOver;
+  std::vector<Completion> completions;
+  for (Completion& completion : meeting->completions) {
+    if (completion) completions.push_back(std::exchange(completion, nullptr));
+  }
+  for (const auto& [process, participant] : meeting->participants) {
+    if (participant.meeting < 0) continue;
+    links_.Send(process, ToBytes(MessageKind::kDone, participant.meeting));
+  }
+  FreeIfDone(meeting);
+  return completions;
+}
+
+void SharedExchanges::FreeIfDone(SharedMeeting* meeting) {
+  if (meeting->phase != Phase::kOver) return;
+  for (const auto& [process, participant] : meeting->participants) {
+    if (!participant.is_done && !ended_.count(process) && !meeting->ranges.empty()) return;
+  }
+  for (const auto& [offset, num_bytes] : meeting->ranges) arena_.Free(offset, num_bytes);
+  meeting->ranges.clear();
+  meetings_.erase(meeting->id);
+}
+
+void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
+                              const Status& status, std::chrono::milliseconds deadline,
+                              std::vector<Completion> own, bool tell_others) {
+  const bool is_new = failed_runs_.Find(run_id) == nullptr;
+  const Status why = is_new ? status : *failed_runs_.Find(run_id);  // the first says why
+  if (is_new) WakeBy(failed_runs_.Add(run_id, status, deadline));
+  std::vector<MeetingPtr> unfinished;
+  for (const auto& [id, meeting] : meetings_) {
+    if (meeting->key.run_id == run_id) unfinished.push_back(meeting);
+  }
+  for (const MeetingPtr& meeting : unfinished) {
+    switch (meeting->phase) {
+      case Phase::kMeeting:
+        open_.erase(meeting->key);
+        Remember(meeting);
+        [[fallthrough]];
+      case Phase::kWaiting:
+        for (Completion& completion : Close(meeting.get())) own.push_back(std::move(completion));
+        break;
+      case Phase::kStaging:
+      case Phase::kPulling:  // told when the pieces that are running have ended
+        if (meeting->failure.ok()) meeting->failure = why;
+        break;
+      case Phase::kOver:
+        break;
+    }
+  }
+  if (is_new && tell_others) {
+    const FailureNotice notice{run_id, deadline.count(), status.code, status.message};
+    for (const auto& [process, segment] : segments_) links_.Send(process, ToBytes(notice));
+  }
+  lock.unlock();
+  if (is_new) InProcessTransport().Fail(run_id, why, deadline);
+  CompleteEach(pool_, std::move(own), why);
+}
+
+void SharedExchanges::Remember(const MeetingPtr& meeting) {
+  constexpr size_t kMany = 64;
+  if (given_up_.size() == kMany) given_up_.erase(given_up_.begin());
+  given_up_.push_back(meeting);
+}
+
+SharedMeetings SharedExchanges::OthersThan(const SharedMeeting& late) const {
+  SharedMeetings others;
+  for (const MeetingPtr& meeting : given_up_) {
+    if (meeting->began > Clock::now() - 2 * late.deadline) others.push_back(meeting);
+  }
+  for (const auto& [key, meeting] : open_) {
+    if (meeting->id != late.id) others.push_back(meeting);
+  }
+  return others;
+}
+
+void SharedExchanges::OnEnd(int process) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  ended_.insert(process);
+  std::vector<MeetingPtr> its;
+  for (const auto& [id, meeting] : meetings_) {
+    if (meeting->participants.count(process)) its.push_back(meeting);
+  }
+  std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> lost;  // by run
+  for (const MeetingPtr& meeting : its) {
+    FreeIfDone(meeting.get());
+    if (meeting->phase >= Phase::kPulling || meeting->participants[process].is_ready) continue;
+    lost.try_emplace(meeting->key.run_id,
+                     Status{StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))},
+                     meeting->deadline);
+  }
+  lock.unlock();
+  for (const auto& [run_id, why] : lost) Fail(run_id, why.first, why.second);
+}
+
+void SharedExchanges::WakeBy(Clock::time_point time) {
+  if (time >= next_wake_) return;
+  next_wake_ = time;
+  wake_.notify_one();
+}
+
+void SharedExchanges::Watch() {
+  const auto pid_of = [this](int process) { return links_.pid(process); };
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    const Clock::time_point now = Clock::now();
+    next_wake_ = failed_runs_.Forget(now);
+    std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> late;  // by run
+    for (const auto& [id, meeting] : meetings_) {
+      if (meeting->phase != Phase::kMeeting && meeting->phase != Phase::kWaiting) continue;
+      // Nobody waits here: the processes whose ranks do know more, and will tell.
+      if (!meeting->has_exchange) continue;
+      if (meeting->expires > now) {
+        next_wake_ = std::min(next_wake_, meeting->expires);
+        continue;
+      }
+      late.try_emplace(
+          meeting->key.run_id,
+          Status{StatusCode::kDeadlineExceeded, WhyLate(*meeting, OthersThan(*meeting), pid_of)},
+          meeting->deadline);
+    }
+    lock.unlock();
+    for (const auto& [run_id, why] : late) Fail(run_id, why.first, why.second);
+    lock.lock();
+    if (Clock::now() < next_wake_) wake_.wait_until(lock, next_wake_);
+  }
+}
+
+}  // namespace cpd

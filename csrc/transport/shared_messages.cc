@@ -1,0 +1,104 @@
+// What other processes say of an exchange: on the thread of the links, which must not wait.
+#include <algorithm>
+#include <utility>
+
+#include "transport/shared_exchanges.h"
+
+namespace cpd {
+namespace {
+
+// Three years, the longest deadline that Python lets through; clocks count nanoseconds.
+constexpr int64_t kLongestMs = 100'000'000'000;
+
+}  // namespace
+
+void SharedExchanges::OnMessage(int process, const std::string& bytes) {
+  if (bytes.empty()) return;
+  int64_t id = 0;
+  switch (static_cast<MessageKind>(bytes[0])) {
+    case MessageKind::kAnnounce: {
+      Announcement announcement;
+      if (FromBytes(bytes, &announcement)) OnAnnouncement(process, announcement);
+      return;
+    }
+    case MessageKind::kReady:
+      if (FromBytes(bytes, &id)) OnReady(process, id);
+      return;
+    case MessageKind::kDone:
+      if (FromBytes(bytes, &id)) OnDone(process, id);
+      return;
+    case MessageKind::kFail: {
+      FailureNotice notice;
+      if (!FromBytes(bytes, &notice)) return;
+      notice.deadline_ms = std::clamp<int64_t>(notice.deadline_ms, 0, kLongestMs);
+      FailAll(std::unique_lock<std::mutex>(mutex_), notice.run_id, {notice.code, notice.message},
+              std::chrono::milliseconds(notice.deadline_ms), {}, /*tell_others=*/false);
+      return;
+    }
+  }
+}
+
+void SharedExchanges::OnAnnouncement(int process, const Announcement& announcement) {
+  const SharedSegment& segment = segments_.at(process);
+  Description description;
+  const std::chrono::milliseconds deadline(announcement.deadline_ms);
+  const bool is_well_formed =
+      announcement.offset >= 0 && announcement.num_bytes >= 0 &&
+      announcement.offset <= segment.num_bytes &&
+      announcement.num_bytes <= segment.num_bytes - announcement.offset &&
+      announcement.num_ranks > 0 && announcement.rank >= 0 &&
+      announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
+      announcement.deadline_ms <= kLongestMs &&
+      FromBytes(std::string(segment.base + announcement.offset, announcement.num_bytes),
+                &description);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto answer_done = [&] {
+    links_.Send(process, ToBytes(MessageKind::kDone, announcement.meeting));
+  };
+  if (!is_well_formed) {
+    answer_done();
+    FailAll(std::move(lock), announcement.key.run_id,
+            {StatusCode::kInternal, "process " + std::to_string(process) +
+                                        " announced a rank in a way that this one cannot read. "
+                                        "All processes must run the same version."},
+            std::chrono::minutes(1), {});
+    return;
+  }
+  if (failed_runs_.Find(announcement.key.run_id)) return answer_done();
+  const MeetingPtr meeting = FindOrOpen(announcement.key, announcement.num_ranks, deadline,
+                                        description.op, description.signature);
+  if (Status status = Arrive(meeting.get(), announcement.rank, process, announcement.num_ranks);
+      !status.ok()) {
+    answer_done();
+    FailAll(std::move(lock), announcement.key.run_id, status, deadline, {});
+    return;
+  }
+  meeting->participants[process].meeting = announcement.meeting;
+  meeting->descriptions[announcement.rank] = std::move(description);
+  if (!CloseIfComplete(meeting.get())) return;
+  lock.unlock();
+  pool_.Run([this, meeting] { Proceed(meeting); });
+}
+
+void SharedExchanges::OnReady(int process, int64_t id) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = meetings_.find(id);
+  if (found == meetings_.end()) return;
+  const MeetingPtr meeting = found->second;
+  meeting->participants[process].is_ready = true;
+  if (meeting->phase != Phase::kWaiting || !meeting->AllReady()) return;
+  meeting->phase = Phase::kPulling;
+  lock.unlock();
+  pool_.Run([this, meeting] { Pull(meeting); });
+}
+
+void SharedExchanges::OnDone(int process, int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = meetings_.find(id);
+  if (found == meetings_.end()) return;
+  const MeetingPtr meeting = found->second;
+  meeting->participants[process].is_done = true;
+  FreeIfDone(meeting.get());
+}
+
+}  // namespace cpd

@@ -1,0 +1,153 @@
+// When all ranks have arrived: the exchange is planned, what ranks elsewhere read is copied into
+// this process's segment, and when all have done so its own ranks pull what they are to have.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "transport/shared_exchanges.h"
+
+namespace cpd {
+namespace {
+
+// Pieces of work that any thread may run. Threads that come late find nothing.
+struct Job {
+  int64_t num_tasks;
+  std::function<void(int64_t)> run;
+  std::function<void()> then;  // run by whoever ends the last piece
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> num_open{0};
+
+  void Work() {
+    int64_t num_done = 0;
+    for (int64_t task; (task = next.fetch_add(1)) < num_tasks;) {
+      run(task);
+      ++num_done;
+    }
+    // Whoever closes the last task sees every other thread's copies (acquire-release).
+    if (num_done > 0 && num_open.fetch_sub(num_done) == num_done) then();
+  }
+};
+
+}  // namespace
+
+void SharedExchanges::Proceed(const MeetingPtr& meeting) {
+  const Status planned = Plan(meeting.get());
+  if (!planned.ok()) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    meeting->failure = planned;
+    lock.unlock();
+    EndStaging(meeting);
+    return;
+  }
+  const auto& staging = meeting->work.staging;
+  RunAll(
+      static_cast<int64_t>(staging.size()),
+      [&staging](int64_t i) { std::memcpy(staging[i].to, staging[i].from, staging[i].num_bytes); },
+      [this, meeting] { EndStaging(meeting); });
+}
+
+Status SharedExchanges::Plan(SharedMeeting* meeting) {
+  const Exchange& exchange = meeting->exchange;
+  try {
+    for (int rank = 0; rank < meeting->num_ranks(); ++rank) {
+      if (meeting->process[rank] == process_) continue;
+      if (Status status = ReadRank(meeting, rank); !status.ok()) return status;
+    }
+    Status status = exchange.planner(meeting->contributions, &meeting->work);
+    if (!status.ok()) return status;
+    if (meeting->work.tasks_wait) {
+      return {StatusCode::kInternal,
+              exchange.op +
+                  ": its pieces wait for one another, which this transport does not "
+                  "offer between processes. Pass implementation='xla'."};
+    }
+    for (const StagedCopy& copy : meeting->work.staging) {
+      status = arena_.Commit(copy.to - arena_.at(0), copy.num_bytes);
+      if (!status.ok()) return {status.code, exchange.op + ": " + status.message};
+    }
+    return status;
+  } catch (const std::exception& error) {
+    return {StatusCode::kInternal, exchange.op + ": planning the copies threw " + error.what()};
+  }
+}
+
+Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
+  const Description& description = meeting->descriptions[rank];
+  const SharedSegment& segment = segments_.at(meeting->process[rank]);
+  const auto refuse = [&](const std::string& why) -> Status {
+    return Status::Invalid(meeting->op + ": rank " + std::to_string(rank) + " of process " +
+                           std::to_string(segment.process) + " " + why);
+  };
+  if (description.signature != meeting->exchange.signature) {
+    return refuse("came with another call. Expected: " + std::string(meeting->exchange.signature) +
+                  ". Seen: " + description.signature + ".");
+  }
+  auto contribution = meeting->exchange.reader(description.contribution);
+  const auto arrays = contribution ? contribution->SharedArrays() : std::vector<SharedArray>{};
+  if (!contribution || arrays.size() != description.array_offsets.size()) {
+    return refuse("sent bytes that are none of a rank. All processes must run the same version.");
+  }
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int64_t offset = description.array_offsets[i];
+    if (offset < 0 || offset > segment.num_bytes ||
+        arrays[i].num_bytes > segment.num_bytes - offset) {
+      return refuse("names rows outside of its segment of " + std::to_string(segment.num_bytes) +
+                    " bytes.");
+    }
+    *arrays[i].shared = segment.base + offset;
+  }
+  meeting->contributions[rank] = std::move(contribution);
+  return Status::Ok();
+}
+
+void SharedExchanges::RunAll(int64_t num_tasks, std::function<void(int64_t)> run,
+                             std::function<void()> then) {
+  if (num_tasks == 0) return then();
+  auto job = std::make_shared<Job>();
+  job->num_tasks = num_tasks;
+  job->num_open = num_tasks;
+  job->run = std::move(run);
+  job->then = std::move(then);
+  for (int64_t i = 0; i < std::min<int64_t>(num_helpers_, num_tasks - 1); ++i) {
+    pool_.Run([job] { job->Work(); });
+  }
+  job->Work();
+}
+
+void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
+  meeting->phase = Phase::kWaiting;
+  meeting->expires = Clock::now() + meeting->deadline;
+  WakeBy(meeting->expires);
+  for (const auto& [process, participant] : meeting->participants) {
+    links_.Send(process, ToBytes(MessageKind::kReady, participant.meeting));
+  }
+  if (!meeting->AllReady()) return;
+  meeting->phase = Phase::kPulling;
+  lock.unlock();
+  Pull(meeting);
+}
+
+void SharedExchanges::Pull(const MeetingPtr& meeting) {
+  RunAll(
+      meeting->work.num_tasks, [meeting](int64_t task) { meeting->work.run(task); },
+      [this, meeting] { EndPulling(meeting); });
+}
+
+void SharedExchanges::EndPulling(const MeetingPtr& meeting) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
+  std::vector<Completion> completions = Close(meeting.get());
+  lock.unlock();
+  CompleteEach(pool_, std::move(completions), Status::Ok());
+}
+
+void SharedExchanges::EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting) {
+  const Status failure = meeting->failure;
+  FailAll(std::move(lock), meeting->key.run_id, failure, meeting->deadline, Close(meeting));
+}
+
+}  // namespace cpd
