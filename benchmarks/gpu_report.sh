@@ -43,7 +43,7 @@ step "build tests" 90 bash -c "cmake -S . -B '$build' -DCPD_BUILD_TESTS=ON >/dev
 kernels=$build/test_kernels
 step "kernels" 40 "$kernels" 50
 step "virtual ranks" 120 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_one_gpu.py
-step "processes" 150 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_processes.py
+step "processes" 150 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_gpu_processes.py
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 step "memcheck" 60 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" 3
 step "racecheck" 60 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" 3

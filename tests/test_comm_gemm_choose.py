@@ -13,6 +13,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_cp_dispatch import (
+    CommOverlapMethod,
+    CommOverlapType,
     TuningTable,
     all_gather_matmul,
     choose_comm_gemm,
@@ -21,6 +23,8 @@ from jax_cp_dispatch import (
     tune,
     use_tuning,
 )
+from jax_cp_dispatch.comm_gemm.checks import Wish
+from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape, comm_gemm_methods, predict_comm_gemm
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
@@ -157,3 +161,19 @@ def test_nothing_to_choose_on_one_rank():
         out_specs=P("tp"),
     )
     np.testing.assert_array_equal(product(jnp.ones((4, 3)), jnp.ones((3, 2))), np.full((4, 2), 3))
+
+
+def test_the_derivative_of_a_pipeline_is_the_ring_that_copies():
+    """And of a ring without copies the same."""
+    arguments = CommOverlapType.RS, (64, 8, 8), "float32", "float32", 4, 64
+    for wish, copies in (
+        (Wish("op", "pipeline"), True),
+        (Wish("op", "ring", use_ce=False), False),
+        (Wish("op", "ring"), True),
+    ):
+        _, backward = choose_overlaps(wish, *arguments)
+        assert (backward.comm_type, backward.method) == (
+            CommOverlapType.AG,
+            CommOverlapMethod.RING_EXCHANGE,
+        )
+        assert backward.use_ce == copies

@@ -147,6 +147,28 @@ def test_on_each_rank_and_under_vmap():
     equal(jax.vmap(call)(lhs, rhs, sizes), want)
 
 
+def test_gradients_where_one_operand_is_the_same_on_all_ranks():
+    """Those of the experts are summed over ranks; ranks without rows have a part, too."""
+    lhs, rhs, bias = integers(0, 4, 10, K), integers(1, 3, K, N), integers(2, 3, N)
+    sizes = np.array([[3, 3, 4], [0, 10, 0], [1, 2, 3], [0, 0, 0]], np.int32)
+
+    def local(lhs, rhs, bias, sizes):
+        out = grouped_gemm(lhs[0], rhs, sizes[0], bias=bias)
+        return jax.lax.psum((out * out).sum(), AXIS)
+
+    specs = {"in_specs": (P(AXIS), P(), P(), P(AXIS)), "out_specs": P()}
+    loss = jax.shard_map(local, mesh=mesh_of(4), **specs)
+    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(lhs, rhs, bias, sizes)
+    dlhs, drhs, dbias = np.zeros(lhs.shape), np.zeros(rhs.shape), np.zeros(bias.shape)
+    for rank in range(4):
+        dy = 2 * products(lhs[rank], rhs, sizes[rank], bias)
+        dlhs[rank] = products(dy, rhs.swapaxes(1, 2), sizes[rank])
+        drhs += products_of_rows(lhs[rank], dy, sizes[rank])
+        dbias += np.stack([dy[rows].sum(0) for rows in slices(sizes[rank])])
+    for each, want in zip(got, (dlhs, drhs, dbias), strict=True):
+        equal(each, want)
+
+
 def test_sizes_that_do_not_fit_are_an_error_where_it_runs():
     lhs, rhs = jnp.ones((4, K)), jnp.ones((2, K, N))
     for sizes, message in (
@@ -154,7 +176,7 @@ def test_sizes_that_do_not_fit_are_an_error_where_it_runs():
             [3, 2],
             r"group_sizes\[1\] is 2, so that the groups up to it have 5 rows, but there are 4",
         ),
-        ([-1, 2], r"group_sizes\[0\] is -1, but a group has at least no rows\. Pass"),
+        ([-1, 2], r"group_sizes\[0\] is -1, but a group has at least 0 rows\. Pass"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"grouped_gemm: {message}"):
             grouped_gemm(lhs, rhs, jnp.array(sizes, np.int32)).block_until_ready()

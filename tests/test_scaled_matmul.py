@@ -390,3 +390,16 @@ def test_nothing_to_multiply():
     assert y.shape == (p, 0, N) and dx.shape == x.shape
     assert not np.any(dw) and not np.any(dbias)
     check_state(after, {"x": x, "w": w, "dy": dy})
+
+
+def test_blocks_of_global_arrays_are_those_of_a_rank():
+    """16 elements of 64 are no block; refused where it is traced, forward and backward."""
+    mesh = mesh_of(4)
+    call = {"axis_name": AXIS, "scaling_mode": MXFP8, "mesh": mesh}
+    x, w = jnp.ones((8, 64)), jnp.ones((64, 64))
+    match = "16 elements are contracted on a rank, forward or in the derivative"
+    with pytest.raises(ValueError, match=f"matmul_reduce_scatter: {match}"):
+        jax.jit(partial(matmul_reduce_scatter, **call)).trace(x, w)
+    loss = lambda x, w: all_gather_matmul(x, w, **call).sum()
+    with pytest.raises(ValueError, match=f"all_gather_matmul: {match}"):
+        jax.jit(jax.grad(loss)).trace(x, w)

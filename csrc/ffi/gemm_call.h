@@ -22,7 +22,7 @@ struct GemmOptions {
   int64_t comm_overlap_method;
   int64_t comm_type;
   int64_t comm_overlap_id;  // 0: the workspace is the buffer
-  int64_t num_splits;       // these four: of a call without a registered buffer
+  int64_t num_splits;       // these five: of a call without a registered buffer
   bool atomic;
   bool overlap_first_gemm;
   bool aggregate;

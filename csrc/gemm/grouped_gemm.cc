@@ -46,7 +46,7 @@ Status RunGroupedGemm(const std::string& op, const GroupedProduct& p, int num_th
     if (size < 0 || total > p.m) {
       return Status::Invalid(
           op + ": group_sizes[" + std::to_string(group) + "] is " + std::to_string(size) +
-          (size < 0 ? ", but a group has at least no rows."
+          (size < 0 ? ", but a group has at least 0 rows."
                     : ", so that the groups up to it have " + std::to_string(total) +
                           " rows, but there are " + std::to_string(p.m) + ".") +
           " Pass the rows of each group, in their order.");

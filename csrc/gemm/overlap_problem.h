@@ -46,7 +46,7 @@ struct RankMemory {
   const char* aux_in = nullptr;
   char* output = nullptr;
   char* aux_out = nullptr;
-  char* buffer = nullptr;  // BufferBytes(): registered, or without overlap a workspace
+  char* buffer = nullptr;  // BufferBytes(): registered, or a workspace of the call
   // Of scaled operands: one float, or bytes in lines of ScalesPitch(); and the latter as tensor
   // cores read them, of lhs as it is multiplied.
   const char* lhs_scales = nullptr;

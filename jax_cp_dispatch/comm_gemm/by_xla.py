@@ -22,10 +22,10 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
     aux = None
     if call.is_bulk:
         x = operands.aux_in
-        aux = gather_rows(call, x) if call.gathers else _scatter(call, x, x.dtype)
+        aux = _gather_rows(call, x) if call.gathers else _scatter(call, x, x.dtype)
     elif call.gathers:
-        aux = gather_rows(call, operands.lhs) if call.gathers_to_aux else None
-        lhs = gather_rows(call, lhs)
+        aux = _gather_rows(call, operands.lhs) if call.gathers_to_aux else None
+        lhs = _gather_rows(call, lhs)
         if call.in_ring_order:
             lhs = lhs[..., _ring_rows(call), :]
             aux = operands.lhs
@@ -92,7 +92,7 @@ def _swizzled(call: GemmCall, operands: GemmOperands, shapes: GemmResults):
         lhs = operands.lhs
         flat = collapse(lhs.shape, call.lhs_boundary)
         scales = unpad_scales(scales, shape=scales_shape(flat, of_lhs))
-        scales = gather_rows(call, scales.reshape(*lhs.shape[:-1], -1))
+        scales = _gather_rows(call, scales.reshape(*lhs.shape[:-1], -1))
         scales = pad_scales(scales.reshape(-1, scales.shape[-1]), layout=of_lhs)
     lhs = None if shapes.lhs_swizzled is None else swizzle_scales(scales, layout=of_lhs)
     return lhs, swizzle_scales(operands.rhs_scale_inv, layout=of_rhs)
@@ -110,7 +110,7 @@ def _multiply(call, lhs, rhs, dtype):
     )
 
 
-def gather_rows(call: GemmCall, x):
+def _gather_rows(call: GemmCall, x):
     """[..., capacity, K] of every rank to [..., sum of the row counts, K]."""
     chunks = lax.all_gather(x, call.axis_names)
     real = [chunks[q, ..., :count, :] for q, count in enumerate(call.row_counts)]

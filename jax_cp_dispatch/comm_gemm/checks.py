@@ -1,5 +1,6 @@
 """What Python can see of bad input to a product, refused before anything is traced."""
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -135,13 +136,17 @@ def read_scaling(
             f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Leave it away, or "
             "recompute with jax.checkpoint."
         )
-    if mode == ScalingMode.MXFP8_1D_SCALING and x.shape[-1] % BLOCK:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}; {mode} needs the contracted dimension, {x.shape[-1]} on "
-            f"a rank, to be a multiple of {BLOCK}, the elements that share a scale. Pad x and w "
-            "with zeros."
-        )
     return mode
+
+
+def check_contracted_blocks(op: str, mode: ScalingMode, contracted: int) -> None:
+    """What a rank contracts is whole blocks."""
+    if mode == ScalingMode.MXFP8_1D_SCALING and contracted % BLOCK:
+        raise ValueError(
+            f"{op}: {contracted} elements are contracted on a rank, forward or in the derivative, "
+            f"where these are the columns of w; {mode} needs a multiple of {BLOCK}, the elements "
+            "that share a scale. Pad with zeros."
+        )
 
 
 def read_row_counts(
@@ -299,7 +304,9 @@ def check_buffer(
             f"one with buffer_dtype={dtype!r}."
         )
     rows, columns = shape
-    if config.buffer_shape[0] * config.buffer_shape[1] < rows * columns:
+    needed = dataclasses.replace(config, buffer_shape=(rows, columns)).rank_bytes
+    room = config.buffer_shape[0] * config.buffer_shape[1]
+    if room < rows * columns or config.rank_bytes < needed:
         raise ValueError(
             f"{op}: buffer {buffer} has shape {config.buffer_shape} but the call needs "
             f"{(rows, columns)}. Create one with buffer_shape={(rows, columns)}."

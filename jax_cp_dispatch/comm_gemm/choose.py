@@ -141,12 +141,12 @@ def choose_overlaps(
         method = forward.method
         if (other, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
             method = CommOverlapMethod.RING_EXCHANGE
-        has_ring = method == CommOverlapMethod.RING_EXCHANGE
+        stays_ring = forward.method == CommOverlapMethod.RING_EXCHANGE
         back = Wish(
             wish.op,
             method,
             num_splits=wish.num_splits if method == CommOverlapMethod.PIPELINE else None,
-            use_ce=forward.use_ce if has_ring else None,
+            use_ce=forward.use_ce if stays_ring else None,
         )
     return forward, settle(back, other, n, k)
 

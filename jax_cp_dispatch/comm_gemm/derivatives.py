@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cp_dispatch.comm_gemm.checks import check_contracted_blocks
+from jax_cp_dispatch.comm_gemm.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.partitioning import (
     partition_gather,
     partition_gather_again,
@@ -23,6 +25,7 @@ from jax_cp_dispatch.comm_gemm.product import (
     Matmul,
     gather_rows_again,
     gather_rows_of_rank,
+    real_rows,
     scatter_rows_of_rank,
 )
 from jax_cp_dispatch.comm_gemm.scaled_operands import Scales, amax_of
@@ -35,7 +38,7 @@ def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x or None."""
     run = gather_rows_of_rank if s.mesh is None else partition_gather
     if s.is_scaled:
-        x = _real_rows(s, x)
+        x = real_rows(s, x)
     return run(s, x, w, bias, _pair(scales), gathers_to_aux=gathers_to_aux)
 
 
@@ -82,7 +85,7 @@ def gathered_matmul(s: Matmul, x, w, bias, scales):
 
 
 def _gathered_forward(s: Matmul, x, w, bias, scales):
-    amaxes = _amaxes(_real_rows(s, x), w, scales)
+    amaxes = _amaxes(real_rows(s, x), w, scales)
     if s.keeps_gathered:
         out, gathered = _gathered_and_kept(s, x, w, bias, scales)
         return out, (None, gathered, w, bias, scales, amaxes)
@@ -94,7 +97,7 @@ def _gathered_backward(s: Matmul, residuals, dy):
     if gathered is None:
         dx, dw = gather_again(s, x, w, dy)
     else:
-        dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None, _of_adjoint(scales))
+        dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _of_adjoint(scales))
         dw = weight_gradient(s, gathered, dy, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
@@ -106,13 +109,14 @@ def _gathered_and_kept(s: Matmul, x, w, bias, scales):
 
 def _kept_forward(s: Matmul, x, w, bias, scales):
     out, gathered = _gathered_and_kept(s, x, w, bias, scales)
-    return (out, gathered), (gathered, w, bias, scales, _amaxes(x, w, scales))
+    amaxes = _amaxes(real_rows(s, x), w, scales)
+    return (out, gathered), (gathered, w, bias, scales, amaxes)
 
 
 def _kept_backward(s: Matmul, residuals, cotangents):
     gathered, w, bias, scales, amaxes = residuals
     dy, dgathered = cotangents
-    dx = scattered_matmul(s.adjoint(gathered.dtype), dy, w, None, _of_adjoint(scales))
+    dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _of_adjoint(scales))
     dw = weight_gradient(s, gathered, dy, w)
     dx = dx + _sum_to_ranks(s, dgathered)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
@@ -129,13 +133,21 @@ def _scattered_forward(s: Matmul, x, w, bias, scales):
 
 def _scattered_backward(s: Matmul, residuals, dy):
     x, w, bias, scales, amaxes = residuals
-    dy = _real_rows(s, dy)
-    dx, gathered = _gathered_and_kept(s.adjoint(x.dtype), dy, w, None, _of_adjoint(scales))
+    dy = real_rows(s, dy)
+    dx, gathered = _gathered_and_kept(_adjoint(s, w, x.dtype), dy, w, None, _of_adjoint(scales))
     dw = weight_gradient(s, x, gathered, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
 
 
 # ---- Delayed scales, whose cotangents are the amaxes of x, w and dy: see `scales_of`.
+
+
+def _adjoint(s: Matmul, w, dtype) -> Matmul:
+    """The product that gives dx; it contracts the columns of w, of which a rank may have a part."""
+    splits_columns = s.mesh is not None and s.overlap.comm_type == CommOverlapType.AG
+    columns = s.num_columns(w) // (s.num_ranks if splits_columns else 1)
+    check_contracted_blocks(s.op, s.scaling_mode, columns)
+    return s.adjoint(dtype)
 
 
 def _of_adjoint(scales: Scales | None) -> Scales | None:
@@ -172,15 +184,7 @@ def _sum_to_ranks(s: Matmul, gathered):
     begins = jnp.array([sum(s.row_counts[:rank]) for rank in range(s.num_ranks)])
     begin = begins[jax.lax.axis_index(s.axis_names)]
     own = jax.lax.dynamic_slice_in_dim(summed, begin, room, axis=-2)
-    return _real_rows(s, own).astype(gathered.dtype)
-
-
-def _real_rows(s: Matmul, dy):
-    """Without what stands in the room of a rank with fewer rows."""
-    if s.mesh is not None or min(s.row_counts) == max(s.row_counts):
-        return dy
-    count = jnp.array(s.row_counts)[jax.lax.axis_index(s.axis_names)]
-    return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)
+    return real_rows(s, own).astype(gathered.dtype)
 
 
 gathered_matmul.defvjp(_gathered_forward, _gathered_backward)

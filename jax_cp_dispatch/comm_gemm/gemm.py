@@ -142,10 +142,21 @@ def gemm(
     check_scales(op, call, operands)
     config = None if comm_overlap is None else find_config(op, comm_overlap)
     if comm_overlap is None or config is None or config.comm_type == CommOverlapType.NONE:
-        _refuse_communication(op, aux_in, return_aux)
+        _refuse_communication(
+            op,
+            aux_in=aux_in is not None,
+            return_aux=return_aux,
+            paired_comm_overlap=paired_comm_overlap is not None,
+        )
         operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
         results = plain_product(call, **operands)
         return _asked_for(results, (*free_lhs, *free_rhs), return_aux=False)
+    moved = () if aux_in is None else jnp.shape(aux_in)
+    if 0 in (*left, *right, *moved):
+        raise ValueError(
+            f"{op}: got arrays of shapes {lhs.shape}, {rhs.shape}{f', {moved}' if moved else ''} "
+            "with a buffer; each needs at least one element. Leave the call away."
+        )
     call = with_ranks(op, call, axis_name, [x for x in operands.values() if x is not None])
     asked = Asked(comm_overlap, config, paired_comm_overlap, return_aux)
     call = with_overlap(op, call, asked, operands["lhs"], aux_in)
@@ -224,10 +235,10 @@ def _free(array, dims) -> tuple[int, ...]:
     return tuple(size for d, size in enumerate(array.shape) if d not in contracted)
 
 
-def _refuse_communication(op, aux_in, return_aux) -> None:
-    if aux_in is not None or return_aux:
+def _refuse_communication(op: str, **given: bool) -> None:
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
         raise ValueError(
-            f"{op}: got {'aux_in' if aux_in is not None else 'return_aux'} without a buffer that "
-            "moves something. Create one with create_comm_overlap_buffer and pass its id: "
-            "comm_overlap=..."
+            f"{op}: got {names[0]} without a buffer that moves something. Create one with "
+            "create_comm_overlap_buffer and pass its id: comm_overlap=..."
         )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch._varying import vary_alike, vary_like
 from jax_cp_dispatch.comm_gemm.checks import result_dtype
 from jax_cp_dispatch.comm_gemm.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.grouped_primitive import GroupedCall, grouped_gemm_p
@@ -95,11 +95,16 @@ def grouped_gemm(
     num_groups = group_sizes.shape[0]
     if bias is not None:
         bias = _read_bias(
-            op, call, jnp.asarray(bias), (num_groups, call.out_shape(lhs, rhs, group_sizes)[-1])
+            op,
+            call,
+            jnp.asarray(bias, call.out_dtype),
+            (num_groups, call.out_shape(lhs, rhs, group_sizes)[-1]),
         )
     _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
     if mode == ScalingMode.NO_SCALING:
-        return _product(call, lhs, rhs, bias, group_sizes)
+        given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
+        lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents will
+        return _product(call, lhs, rhs, rest[0] if rest else None, group_sizes)
     return _bind(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
 
 
@@ -176,7 +181,7 @@ def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, lhs_scale_inv=None, rh
     scales = (nothing if x is None else jnp.asarray(x) for x in (lhs_scale_inv, rhs_scale_inv))
     of_lhs, of_rhs = scales
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
-        return _of_nothing(call, lhs, rhs, bias, group_sizes)
+        return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     return grouped_gemm_p.bind(*operands, call=call)
 

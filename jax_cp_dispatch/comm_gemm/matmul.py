@@ -230,6 +230,9 @@ def _matmul(
             f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
             f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
+    splits_contracted = place.is_global and kind == CommOverlapType.RS
+    contracted = x.shape[-1] // (num_ranks if splits_contracted else 1)
+    checks.check_contracted_blocks(op, mode, contracted)
     settings = {
         "op": op,
         "axis_names": names,

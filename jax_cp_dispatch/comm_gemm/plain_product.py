@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._varying import vary_alike
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmResults
+from jax_cp_dispatch.comm_gemm.by_xla import values_of_operands
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
 from jax_cp_dispatch.comm_gemm.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
 from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
@@ -32,12 +33,16 @@ def plain_product(call: GemmCall, **operands: Any) -> GemmResults:
     return absent._replace(output=_product(call, arrays["lhs"], arrays["rhs"], bias))
 
 
-def _of_nothing(call: GemmCall, *, lhs, rhs, bias=None, gelu_input=None, **_) -> GemmResults:
+def _of_nothing(
+    call: GemmCall, *, lhs, rhs, bias=None, lhs_scale_inv=None, rhs_scale_inv=None, gelu_input=None
+) -> GemmResults:
     """Sums of nothing: jaxlib 0.11 crashes on what has no element."""
     output = jnp.zeros(call.out_shape, call.out_dtype)
     results = GemmResults(output, *[None] * 6)
     if call.grad and call.fuse_bias:
-        sums = output.sum(0) if call.fuse_gelu else rhs.sum(1 if call.rhs_transposed else 0)
+        operands = GemmOperands(lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, None, None)
+        _, values = values_of_operands(call, operands)
+        sums = output.sum(0) if call.fuse_gelu else values.sum(1 if call.rhs_transposed else 0)
         return results._replace(bias_grad=sums.astype(call.out_dtype))
     if bias is not None:
         output = output + bias

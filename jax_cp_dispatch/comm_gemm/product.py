@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax_cp_dispatch._varying import vary_like, varying_axes
 from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
-from jax_cp_dispatch.comm_gemm.mxfp8 import BLOCK
 from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.scaled_operands import (
     FORWARD_DTYPE,
@@ -92,12 +91,6 @@ class Matmul:
 
     def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledProduct:
         """Both operands as 8 bits; `scales` of x and w, f32 [2], are those of delayed scaling."""
-        if self.scaling_mode == ScalingMode.MXFP8_1D_SCALING and x.shape[-1] % BLOCK:
-            raise ValueError(
-                f"{self.op}: a product of {x.shape[-1]} elements on a rank, of its derivative if "
-                f"w has so many columns; {self.scaling_mode} needs a multiple of {BLOCK}, which "
-                "share a scale. Pad with zeros."
-            )
         return quantize_operands(
             self.scaling_mode,
             x,
@@ -125,7 +118,7 @@ def gather_rows_of_rank(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x, as it is multiplied, or None."""
     shape = (*x.shape[:-2], sum(s.row_counts), s.num_columns(w))
     call = s.call(x, shape, s.out_dtype, gathers_to_aux=gathers_to_aux, fuse_bias=bias is not None)
-    if 0 in (*x.shape, *w.shape):
+    if 0 in (*x.shape, *w.shape, *shape):
         shape = (*x.shape[:-2], sum(s.row_counts), x.shape[-1])
         (gathered,) = vary_like([jnp.zeros(shape, x.dtype)], x)
         return _of_nothing(call, x, bias), gathered if gathers_to_aux else None
@@ -145,7 +138,7 @@ def scatter_rows_of_rank(s: Matmul, x, w, bias, scales):
     shape = (*x.shape[:-2], max(s.row_counts), s.num_columns(w))
     call = s.call(x, shape, s.out_dtype, fuse_bias=bias is not None)
     if 0 in (*x.shape, *w.shape):
-        return _of_nothing(call, x, bias)
+        return real_rows(s, _of_nothing(call, x, bias))
     operands = s.quantize(x, w, scales).operands() if s.is_scaled else {"lhs": x, "rhs": w}
     return bind_gemm(call, **operands, bias=bias).output
 
@@ -155,7 +148,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
 
     x is gathered during dy w', and that is reduce-scattered during x' dy.
     """
-    if 0 in (*x.shape, *w.shape):  # jaxlib 0.11 crashes on what has no element
+    if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
         return jnp.zeros_like(x), jnp.zeros_like(w)
     bulk = lambda kind: Overlap(kind, CommOverlapMethod.BULK)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -186,3 +179,11 @@ def _of_nothing(call: GemmCall, x, bias):
     """An empty sum: jaxlib 0.11 crashes on what has no element."""
     zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
     return zeros if bias is None else zeros + bias.astype(call.out_dtype)
+
+
+def real_rows(s: Matmul, dy):
+    """Without what stands in the room of a rank with fewer rows."""
+    if s.mesh is not None or min(s.row_counts) == max(s.row_counts):
+        return dy
+    count = jnp.array(s.row_counts)[jax.lax.axis_index(s.axis_names)]
+    return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)

@@ -1,4 +1,4 @@
-"""One process of test_processes.py: joins the others, exchanges, compares with NumPy."""
+"""One process of test_gpu_processes.py: joins the others, exchanges, compares with NumPy."""
 
 import argparse
 import pathlib
