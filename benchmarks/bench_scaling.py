@@ -118,7 +118,7 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
             "mode": "bfloat16" if mode == ScalingMode.NO_SCALING else mode.name,
             "ms": round(1e3 * time, 1),
             "of_bfloat16": round(base / time, 3),
-            "arriving_MB": round(arriving[0] / 2**20, 3),
+            "arriving_MiB": round(arriving[0] / 2**20, 3),
             "of_bfloat16_bytes": round(arriving[0] / arriving[1], 4) if moves else None,
             "error": errors[mode][0],
             "error_of_spread_tokens": errors[mode][1],
@@ -126,7 +126,7 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
         rows.append(row)
         print(
             "{devices} {layer:<11}{pass:<15}{mode:<24}{ms:8.1f} ms {of_bfloat16:6.2f} of bfloat16, "
-            "{arriving_MB:.2f} MB, error {error:.1e}, {error_of_spread_tokens:.1e}".format(**row),
+            "{arriving_MiB:.2f} MiB, error {error:.1e}, {error_of_spread_tokens:.1e}".format(**row),
             flush=True,
         )
     return rows

@@ -227,7 +227,7 @@ def scaling() -> list[str]:
         share = row["of_bfloat16_bytes"]
         return [
             *(row["layer"], row["pass"], row["mode"], row["ms"], f"{row['of_bfloat16']:.2f}"),
-            row["arriving_MB"] or "–",
+            row["arriving_MiB"] or "–",
             "–" if share is None else f"{share:.3f}",
             f"{row['error']:.1e}",
             f"{row['error_of_spread_tokens']:.1e}",
@@ -239,7 +239,7 @@ def scaling() -> list[str]:
         "multiplies, so fewer bytes move, and the product is no faster. Error of the result, "
         "relative to float64's, of a token; and where tokens differ in magnitude by up to 2²⁰. A "
         "reduce-scatter's sums are float32 whatever the mode: what arrives is its gradient.",
-        "<layer> | <> | <mode> | ms | speed over bfloat16 | MB arriving | of bfloat16's | error "
+        "<layer> | <> | <mode> | ms | speed over bfloat16 | MiB arriving | of bfloat16's | error "
         "| of spread tokens",
         map(cells_of, result["rows"]),
         result,
