@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.comm_gemm import (
+    all_gather_matmul,
+    create_comm_overlap_buffer,
+    gemm,
+    matmul_reduce_scatter,
+)
 
 W, T, K, N = 4, 2, 3, 5
 M = W * T
 
 GATHER: Any = partial(all_gather_matmul, axis_name=AXIS, method="ring")
 SCATTER: Any = partial(matmul_reduce_scatter, axis_name=AXIS, method="ring")
+ENGINE: Any = partial(gemm, axis_name=AXIS)
+PLAIN: Any = gemm
 
 
 def ones(*shape, dtype: Any = np.float32):
@@ -29,3 +36,8 @@ def trace(fn, *operands):
 def refused(fn, *operands, error: Any = ValueError, match):
     with pytest.raises(error, match=match):
         trace(fn, *operands)
+
+
+def create(kind, method, shape=None, dtype="float32", num_ranks=W, **options):
+    shape = shape or ((M, K) if kind == "AG" else (M, N))
+    return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)

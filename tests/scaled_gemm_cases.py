@@ -10,6 +10,24 @@ E4M3, E5M2 = scaling_oracle.FORMATS
 MODES = ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"]
 MXFP8 = MODES[2]
 
+# Options of each schedule's buffer.
+GATHERING: dict[str, Any] = {
+    "ring": {},
+    "ring, no copies": {"use_ce": False},
+    "ring, pairs": {"aggregate_ag": True},
+    "ring, atomic": {"atomic_gemm": True},
+    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
+}
+REDUCING: dict[str, Any] = {
+    "ring": {},
+    "ring, no copies": {"use_ce": False},
+    "ring, atomic": {"atomic_gemm": True},
+    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
+    "pipeline": {"method": "PIPELINE"},
+    "pipeline, atomic": {"method": "PIPELINE", "atomic_gemm": True},
+    "pipeline, first gemm": {"method": "PIPELINE", "rs_overlap_first_gemm": True},
+}
+
 
 class Scaled(NamedTuple):
     """An operand, or with a leading axis those of all ranks."""

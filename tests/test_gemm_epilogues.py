@@ -15,6 +15,7 @@ from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
     E4M3,
+    GATHERING,
     MODES,
     MXFP8,
     Scaled,
@@ -204,14 +205,6 @@ def test_epilogues_of_nothing():
 
 
 # ---- Chunks.
-
-GATHERING: dict[str, Any] = {
-    "ring": {},
-    "ring, no copies": {"use_ce": False},
-    "ring, pairs": {"aggregate_ag": True},
-    "ring, atomic": {"atomic_gemm": True},
-    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
-}
 
 
 @pytest.mark.parametrize("mode", [WIDE, CURRENT])

@@ -4,7 +4,6 @@ their scales through every type of buffer."""
 import importlib
 import itertools
 from functools import partial
-from typing import Any
 
 import comm_gemm_oracle as oracle
 import jax
@@ -15,7 +14,19 @@ import scaling_oracle
 from comm_gemm_cases import equal, integers, run_once
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
-from scaled_gemm_cases import E4M3, E5M2, MODES, MXFP8, drawn, drawn_by_ranks, laid, near, padded
+from scaled_gemm_cases import (
+    E4M3,
+    E5M2,
+    GATHERING,
+    MODES,
+    MXFP8,
+    REDUCING,
+    drawn,
+    drawn_by_ranks,
+    laid,
+    near,
+    padded,
+)
 
 from jax_cp_dispatch.comm_gemm import ScalingMode, create_comm_overlap_buffer, gemm
 from jax_cp_dispatch.comm_gemm.call import GemmCall
@@ -181,22 +192,6 @@ def test_nothing_to_multiply():
 # ---- Ranks.
 
 T, K, N = 3, 64, 6
-GATHERING: dict[str, Any] = {
-    "ring": {},
-    "ring, no copies": {"use_ce": False},
-    "ring, pairs": {"aggregate_ag": True},
-    "ring, atomic": {"atomic_gemm": True},
-    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
-}
-REDUCING: dict[str, Any] = {
-    "ring": {},
-    "ring, no copies": {"use_ce": False},
-    "ring, atomic": {"atomic_gemm": True},
-    "ring, atomic, no copies": {"atomic_gemm": True, "use_ce": False},
-    "pipeline": {"method": "PIPELINE"},
-    "pipeline, atomic": {"method": "PIPELINE", "atomic_gemm": True},
-    "pipeline, first gemm": {"method": "PIPELINE", "rs_overlap_first_gemm": True},
-}
 
 
 def create(kind, shape, dtype, num_ranks, *, method="RING_EXCHANGE", **options):

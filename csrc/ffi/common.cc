@@ -123,6 +123,11 @@ Transport& TransportFor(const Exchange& exchange) {
   return InProcessTransport();
 }
 
+bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
+  return ToDataType(buffer.element_type()) == type &&
+         static_cast<int64_t>(buffer.element_count()) == num_elements;
+}
+
 DataType ToDataType(ffi::DataType type) {
   switch (type) {
     case ffi::F8E4M3FN:

@@ -41,6 +41,7 @@ XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 // None: no integers of 32 or 64 bits.
 std::optional<IntType> ToIntType(xla::ffi::DataType type);
 DataType ToDataType(xla::ffi::DataType type);
+bool IsArray(const xla::ffi::AnyBuffer& buffer, DataType type, int64_t num_elements);
 xla::ffi::Error ToError(const Status& status);
 xla::ffi::Future Failed(const Status& status);
 

@@ -65,11 +65,6 @@ const char* WrongAttribute(const GemmOptions& options) {
   return nullptr;
 }
 
-bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
-  return ToDataType(buffer.element_type()) == type &&
-         static_cast<int64_t>(buffer.element_count()) == num_elements;
-}
-
 const char* WrongEpilogue(const GemmOptions& options, const GemmBuffers& buffers,
                           const OverlapProblem& p) {
   const auto is_row = [&](const auto& buffer) { return IsArray(buffer, p.output_type, p.n); };

@@ -17,11 +17,6 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
-  return ToDataType(buffer.element_type()) == type &&
-         static_cast<int64_t>(buffer.element_count()) == num_elements;
-}
-
 // Of what Python never passes; nullptr: all is well.
 const char* Wrong(const GroupedProduct& p, const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs,
                   const ffi::AnyBuffer& output) {

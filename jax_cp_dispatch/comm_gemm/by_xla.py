@@ -35,7 +35,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
     product = _multiply(call, lhs, rhs, wide)
     is_sum = call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk
     if is_sum:
-        partial = call.overlap.partial_dtype if call.copies else wide
+        partial = call.overlap.partial_dtype if call.moves_chunks else wide
         product = _scatter(call, product.astype(partial), wide)
     if operands.bias is not None:
         product = product + operands.bias.astype(wide)

@@ -158,7 +158,7 @@ class GemmCall:
         return self.overlap.comm_type == CommOverlapType.AG
 
     @property
-    def copies(self) -> bool:
+    def moves_chunks(self) -> bool:
         """Whether chunks or partial sums move; else each rank's GEMM reads those of the others."""
         is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
         return not is_ring or self.overlap.use_ce or self.overlap.aggregate
@@ -203,7 +203,7 @@ class GemmCall:
             return None
         total = self.num_batches * sum(self.row_counts)
         if self.gathers:
-            if overlap.buffer or not (self.copies or self.gathers_to_aux):
+            if overlap.buffer or not (self.moves_chunks or self.gathers_to_aux):
                 return None
             if self.scaling_mode == ScalingMode.NO_SCALING:
                 return None if self.gathers_to_aux else self._gathered(lhs)
@@ -215,7 +215,7 @@ class GemmCall:
         rows = total
         if overlap.method == CommOverlapMethod.RING_EXCHANGE:
             rows = (2 * self.num_ranks - 1) * self.num_batches * max(self.row_counts)
-        if overlap.buffer or not self.copies:  # its type alone is told
+        if overlap.buffer or not self.moves_chunks:  # its type alone is told
             rows = width = 1
         return (rows, width), jnp.dtype(overlap.partial_dtype)
 

@@ -162,11 +162,11 @@ def make_config(
         gemm_priority=_integer(op, "gemm_priority", gemm_priority),
         comm_priority=_integer(op, "comm_priority", comm_priority),
         num_comm_sm=_integer(op, "num_comm_sm", default(num_comm_sm, 1, 16), 1),
-        set_sm_margin=_flag(op, "set_sm_margin", default(set_sm_margin, False, True)),
-        use_ce=_flag(op, "use_ce", default(use_ce, True, False)),
-        atomic_gemm=_flag(op, "atomic_gemm", atomic_gemm),
-        rs_overlap_first_gemm=_flag(op, "rs_overlap_first_gemm", rs_overlap_first_gemm),
-        aggregate_ag=_flag(op, "aggregate_ag", aggregate_ag),
+        set_sm_margin=read_flag(op, "set_sm_margin", default(set_sm_margin, False, True)),
+        use_ce=read_flag(op, "use_ce", default(use_ce, True, False)),
+        atomic_gemm=read_flag(op, "atomic_gemm", atomic_gemm),
+        rs_overlap_first_gemm=read_flag(op, "rs_overlap_first_gemm", rs_overlap_first_gemm),
+        aggregate_ag=read_flag(op, "aggregate_ag", aggregate_ag),
     )
     _check_combination(op, config)
     return config
@@ -262,7 +262,7 @@ def _integer(
     return number
 
 
-def _flag(op: str, name: str, value: Any) -> bool:
+def read_flag(op: str, name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     raise TypeError(f"{op}: {name} is {value!r}; it needs to be True or False.")

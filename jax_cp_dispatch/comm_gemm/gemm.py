@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.checks import result_dtype
-from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode, read_flag
 from jax_cp_dispatch.comm_gemm.engine_call import Asked, with_overlap, with_ranks
 from jax_cp_dispatch.comm_gemm.plain_product import plain_product
 from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
@@ -102,6 +102,11 @@ def gemm(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     check_operand_types(op, lhs, rhs, mode)
+    flags = {"fuse_gelu": fuse_gelu, "grad": grad, "return_aux": return_aux}
+    flags |= {"use_split_accumulator": use_split_accumulator}
+    flags |= {} if fuse_bias is None else {"fuse_bias": fuse_bias}
+    for name, flag in flags.items():
+        read_flag(op, name, flag)
     check_implementation(op, implementation)
     left, lhs_transposed = _collapse(op, "lhs", lhs, contracting_dims[0], contracted_last=True)
     right, rhs_last = _collapse(op, "rhs", rhs, contracting_dims[1], contracted_last=False)
@@ -147,6 +152,7 @@ def gemm(
             aux_in=aux_in is not None,
             return_aux=return_aux,
             paired_comm_overlap=paired_comm_overlap is not None,
+            axis_name=axis_name is not None and comm_overlap is None,
         )
         operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
         results = plain_product(call, **operands)

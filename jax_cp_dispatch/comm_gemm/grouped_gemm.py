@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._varying import vary_alike, vary_like
 from jax_cp_dispatch.comm_gemm.checks import result_dtype
-from jax_cp_dispatch.comm_gemm.config import ScalingMode
+from jax_cp_dispatch.comm_gemm.config import ScalingMode, read_flag
 from jax_cp_dispatch.comm_gemm.grouped_primitive import GroupedCall, grouped_gemm_p
-from jax_cp_dispatch.comm_gemm.scale_checks import check_operand_types
+from jax_cp_dispatch.comm_gemm.scale_checks import check_operand_types, scales_of_mode
 from jax_cp_dispatch.dispatch.implementations import check_implementation
 
 _FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
@@ -74,6 +74,7 @@ def grouped_gemm(
     lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     check_operand_types(op, lhs, rhs, mode)
+    read_flag(op, "use_split_accumulator", use_split_accumulator)
     check_implementation(op, implementation)
     dims = tuple(contracting_dims[0]), tuple(contracting_dims[1])
     if dims not in _FORMS:
@@ -150,21 +151,7 @@ def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
             f"{op}: got {mode}; groups have one scale each. Take CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    given = [name for name, scale in scales.items() if scale is not None]
-    if mode == ScalingMode.NO_SCALING:
-        if given:
-            raise ValueError(
-                f"{op}: got {given[0]}_scale_inv with {mode}; scales need another scaling_mode. "
-                "Leave it away."
-            )
-        return
-    missing = [name for name in scales if name not in given]
-    if missing:
-        raise ValueError(
-            f"{op}: missing inverse scaling factor of {' and '.join(missing)} for {mode}. "
-            f"Pass {missing[0]}_scale_inv."
-        )
-    for name, scale in scales.items():
+    for name, scale in scales_of_mode(op, mode, scales).items():
         if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
             raise ValueError(
                 f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "

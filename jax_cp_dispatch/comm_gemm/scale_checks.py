@@ -1,5 +1,8 @@
 """Checks of narrow operands and their scales, before anything is traced."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -33,30 +36,33 @@ def check_operand_types(op: str, lhs: Array, rhs: Array, mode: ScalingMode) -> N
         )
 
 
-def check_scales(op: str, call: GemmCall, operands: dict[str, Array | None]) -> None:
+def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of lhs and rhs, which a mode needs both, and NO_SCALING none."""
+    given = {name: scale for name, scale in scales.items() if scale is not None}
+    if mode == ScalingMode.NO_SCALING and given:
+        raise ValueError(
+            f"{op}: got {next(iter(given))}_scale_inv with {mode}; scales need another "
+            "scaling_mode. Leave it away."
+        )
+    missing = [name for name in scales if name not in given]
+    if mode != ScalingMode.NO_SCALING and missing:
+        raise ValueError(
+            f"{op}: missing inverse scaling factor of {' and '.join(missing)} for {mode}. "
+            f"Pass {missing[0]}_scale_inv."
+        )
+    return given
+
+
+def check_scales(op: str, call: GemmCall, operands: Mapping[str, Any]) -> None:
     """Every scale that the mode needs is there and has the shape that lhs and rhs ask for.
 
     `operands` are those of the call by name, lhs and rhs with two dimensions.
     """
     mode = call.scaling_mode
     scales = {name: operands[f"{name}_scale_inv"] for name in ("lhs", "rhs")}
-    if mode == ScalingMode.NO_SCALING:
-        given = [name for name, scale in scales.items() if scale is not None]
-        if given:
-            raise ValueError(
-                f"{op}: got {given[0]}_scale_inv with {mode}; scales need another scaling_mode. "
-                "Leave it away."
-            )
-        return
-    missing = [name for name, scale in scales.items() if scale is None]
-    if missing:
-        raise ValueError(
-            f"{op}: missing inverse scaling factor of {' and '.join(missing)} for {mode}. "
-            f"Pass {missing[0]}_scale_inv."
-        )
-    for (name, scale), layout in zip(scales.items(), call.scale_layouts, strict=True):
+    given = scales_of_mode(op, mode, scales)
+    for (name, scale), layout in zip(given.items(), call.scale_layouts, strict=False):
         data = operands[name]
-        assert data is not None and scale is not None
         shape, dtype, remedy = (1,), jnp.dtype(jnp.float32), "Pass quantize's scale_inv."
         if call.is_mxfp8:
             rows, columns = data.shape

@@ -74,8 +74,9 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
     which neighbours swap first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of
     c chunks: Tg/c + (c-1) max(Tg/c, Tc/c) + Tc/c. And the latency of each chunk.
 
-    Virtual devices of one machine share its cores and its memory, so
-    that copies hide behind nothing, and every chunk reads one of the operands anew.
+    A ring without copies reads the memory of other ranks, so between linked ranks it counts as one
+    with them. Virtual devices of one machine share its cores and its memory, so that copies hide
+    behind nothing, and every chunk reads one of the operands anew.
 
     Args:
       shape: of the product.

@@ -151,9 +151,8 @@ def _connect_nvshmem(told: _Told) -> str | None:
     missing = _first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
-    if any(fact != facts[0] for fact in facts):
+    if module is None or any(fact != facts[0] for fact in facts):
         return f"versions or {_SLAB_VARIABLE} differ: {facts}"
-    assert module is not None
     process = jax.process_index()
     try:
         first = list(module.unique_id()) if process == 0 else []

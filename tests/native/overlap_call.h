@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "gemm/comm_overlap.h"
+#include "plain_gemm.h"
 #include "ranks.h"
 #include "transport/completion_pool.h"
 #include "transport/team.h"
@@ -14,98 +15,6 @@ namespace cpd {
 
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kKeepsTime = false;
-inline constexpr int64_t kGuardBytes = 0;  // the sanitizer sees accesses behind the end, reads too
-#else
-inline constexpr bool kKeepsTime = true;
-inline constexpr int64_t kGuardBytes = 64;
-#endif
-inline constexpr char kGuard = 0x5a;
-inline constexpr char kPoison = '\xff';  // NaN in every type
-
-// ---- Arrays and the plain GEMM.
-
-inline float Load(DataType type, const char* data, int64_t index) {
-  if (type == DataType::kBF16) return reinterpret_cast<const BF16*>(data)[index];
-  CHECK(type == DataType::kF32);
-  return reinterpret_cast<const float*>(data)[index];
-}
-
-inline float RoundTo(DataType type, float value) {
-  return type == DataType::kBF16 ? static_cast<float>(BF16::Round(value)) : value;
-}
-
-inline void Store(DataType type, char* data, int64_t index, float value) {
-  if (type == DataType::kBF16) {
-    reinterpret_cast<BF16*>(data)[index] = BF16::Round(value);
-  } else {
-    reinterpret_cast<float*>(data)[index] = value;
-  }
-}
-
-inline float At(const Matrix& matrix, int64_t row, int64_t column) {
-  const int64_t index =
-      matrix.transposed ? column * matrix.pitch + row : row * matrix.pitch + column;
-  return Load(matrix.type, matrix.data, index);
-}
-
-inline float Dot(const Matrix& a, int64_t row, const Matrix& b, int64_t column, int64_t k) {
-  float sum = 0;
-  for (int64_t l = 0; l < k; ++l) sum += At(a, row, l) * At(b, l, column);
-  return sum;
-}
-
-inline void PlainGemm(const GemmTask& task) {
-  for (int64_t i = 0; i < task.m; ++i) {
-    for (int64_t j = 0; j < task.n; ++j) {
-      float sum = Dot(task.a, i, task.b, j, task.k);
-      for (const Factors& f : task.more) sum += Dot(f.a, i, f.b, j, f.k);
-      const char* bias = task.epilogue.bias;
-      if (bias) sum += Load(task.c_type, bias, j);
-      Store(task.c_type, task.c, i * task.c_pitch + j, sum);
-    }
-  }
-}
-
-// Rows of poison, with a guard behind them. Without rows and columns: an array that is not there.
-class Array {
- public:
-  Array() = default;
-  Array(DataType type, int64_t num_rows, int64_t num_columns, bool transposed = false)
-      : type_(type),
-        pitch_(transposed ? num_rows : num_columns),
-        transposed_(transposed),
-        num_bytes_(num_rows * num_columns * ElementBytes(type)),
-        bytes_(new char[num_bytes_ + kGuardBytes]) {
-    std::fill_n(bytes_.get(), num_bytes_, kPoison);
-    std::fill_n(bytes_.get() + num_bytes_, kGuardBytes, kGuard);
-  }
-
-  char* data() const { return bytes_.get(); }
-  Matrix matrix() const { return {data(), type_, pitch_, transposed_}; }
-  float operator()(int64_t row, int64_t column) const { return At(matrix(), row, column); }
-  void Set(int64_t row, int64_t column, float value) {
-    Store(type_, data(), transposed_ ? column * pitch_ + row : row * pitch_ + column, value);
-  }
-  bool Holds(const char* address) const {
-    return bytes_ && address >= data() && address < data() + num_bytes_;
-  }
-  bool IsIntact() const {
-    return !bytes_ || std::all_of(data() + num_bytes_, data() + num_bytes_ + kGuardBytes,
-                                  [](char byte) { return byte == kGuard; });
-  }
-
- private:
-  DataType type_ = DataType::kOther;
-  int64_t pitch_ = 0;
-  bool transposed_ = false;
-  int64_t num_bytes_ = 0;
-  std::unique_ptr<char[]> bytes_;
-};
-
-// ---- One call of all ranks.
 
 enum ArrayName { kLhs, kRhs, kBias, kAuxIn };
 using Values = std::function<float(ArrayName name, int rank, int64_t row, int64_t column)>;
@@ -413,82 +322,5 @@ class Call {
   const bool gathers_, is_bulk_;
   std::vector<Arrays> ranks_;
 };
-
-// ---- All schedules.
-
-inline OverlapProblem Problem(CommType type, CommMethod method, std::vector<int64_t> counts) {
-  OverlapProblem problem;
-  problem.config.type = type;
-  problem.config.method = method;
-  problem.rows = {1, *std::max_element(counts.begin(), counts.end()), counts};
-  problem.m = 3;
-  problem.n = 5;
-  problem.k = 3;
-  problem.aux_width = 4;
-  problem.lhs_type = problem.rhs_type = problem.output_type = problem.aux_type =
-      problem.partial_type = DataType::kF32;
-  return problem;
-}
-
-inline std::vector<OverlapProblem> GatheringProblems(const std::vector<int64_t>& counts) {
-  std::vector<OverlapProblem> problems;
-  for (const bool to_aux : {false, true}) {
-    OverlapProblem problem = Problem(CommType::kAllGather, CommMethod::kNone, counts);
-    problem.gathers_to_aux = to_aux;
-    problems.push_back(problem);
-    problem.config.method = CommMethod::kRingExchange;
-    if (counts.size() % 2 == 0) {
-      problem.config.aggregate = true;
-      problems.push_back(problem);
-      problem.config.aggregate = false;
-    }
-    for (const bool copies : {true, false}) {
-      problem.config.copies = copies;
-      problem.config.atomic = problem.in_ring_order = false;
-      problems.push_back(problem);
-      problem.config.atomic = true;
-      problems.push_back(problem);
-      problem.in_ring_order = true;
-      if (!to_aux) problems.push_back(problem);  // there it is for the own rows
-    }
-  }
-  problems.push_back(Problem(CommType::kAllGather, CommMethod::kBulk, counts));
-  return problems;
-}
-
-inline std::vector<OverlapProblem> ReducingProblems(const std::vector<int64_t>& counts) {
-  constexpr CommType kType = CommType::kReduceScatter;
-  std::vector<OverlapProblem> problems = {Problem(kType, CommMethod::kNone, counts),
-                                          Problem(kType, CommMethod::kBulk, counts)};
-  OverlapProblem pipeline = Problem(kType, CommMethod::kPipeline, counts);
-  for (const int num_splits : {1, 3, 8}) {  // of 5 columns
-    pipeline.config.num_splits = num_splits;
-    pipeline.config.atomic = pipeline.config.overlap_first_gemm = false;
-    problems.push_back(pipeline);
-    pipeline.config.atomic = true;
-    problems.push_back(pipeline);
-    pipeline.config.overlap_first_gemm = true;  // without a meaning here
-    problems.push_back(pipeline);
-    pipeline.config.atomic = false;
-    problems.push_back(pipeline);
-  }
-  OverlapProblem ring = Problem(kType, CommMethod::kRingExchange, counts);
-  for (const bool copies : {true, false}) {
-    ring.config.copies = copies;
-    ring.config.atomic = ring.in_ring_order = false;
-    problems.push_back(ring);
-    ring.config.atomic = true;
-    problems.push_back(ring);
-    ring.in_ring_order = true;
-    problems.push_back(ring);
-  }
-  return problems;
-}
-
-inline std::vector<OverlapProblem> AllProblems(const std::vector<int64_t>& counts) {
-  std::vector<OverlapProblem> problems = GatheringProblems(counts);
-  for (OverlapProblem& problem : ReducingProblems(counts)) problems.push_back(std::move(problem));
-  return problems;
-}
 
 }  // namespace cpd

@@ -1,6 +1,7 @@
 // The values of overlapped GEMMs: each schedule against a plain computation, the order in which
 // ranks are summed, and where sums are rounded. Prints what failed and exits with 1.
 #include "overlap_call.h"
+#include "overlap_problems.h"
 
 namespace cpd {
 namespace {

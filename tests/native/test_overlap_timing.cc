@@ -5,10 +5,17 @@
 #include <thread>
 
 #include "overlap_call.h"
+#include "overlap_problems.h"
 #include "transport/spans.h"
 
 namespace cpd {
 namespace {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kKeepsTime = false;
+#else
+constexpr bool kKeepsTime = true;
+#endif
 
 using Clock = std::chrono::steady_clock;
 

@@ -1,0 +1,93 @@
+"""Operands, states and checks of overlapped products of 8 bits."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scaled_matmul_oracle as oracle
+from comm_gemm_cases import methods, normal, run_once
+from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from on_mesh import AXIS, on_ranks
+from scaled_gemm_cases import E4M3, E5M2, MODES, near
+
+from jax_cp_dispatch.comm_gemm import (
+    DelayedScaling,
+    MatmulScaling,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
+
+DELAYED, CURRENT, _ = MODES
+GATHER, SCATTER = all_gather_matmul, matmul_reduce_scatter
+ORACLES = {GATHER: oracle.all_gather_matmul, SCATTER: oracle.matmul_reduce_scatter}
+K, N = 64, 32
+SCALES = {"x": np.float32(77.5), "w": np.float32(1.5), "dy": np.float32(3000)}
+
+
+def of(op, num_ranks, batch, tokens) -> list[Any]:
+    """x, w, dy and bias per rank; every rank's of another size."""
+    p, gathers = num_ranks, op is GATHER
+    each = np.float32(2) ** (np.arange(p) % 3)
+    sized = lambda seed, *shape: np.einsum("r...,r->r...", normal(seed, p, *shape), each)
+    rows_in, rows_out = (tokens, p * tokens) if gathers else (p * tokens, tokens)
+    x, dy = sized(0, *batch, rows_in, K), sized(2, *batch, rows_out, N)
+    bias = sized(3, N) if gathers else np.stack([normal(3, N)] * p)
+    return [x, sized(1, K, N), dy, bias]
+
+
+def state_of(scales=SCALES):
+    """With a history: the largest of x comes next, that of w is the newest, dy has none."""
+    zeros = np.zeros(1024, np.float32)
+    histories = {"x": zeros.copy(), "w": zeros.copy(), "dy": zeros.copy()}
+    histories["x"][:3], histories["w"][0] = (0.5, 100, np.inf), 1e-3
+    each = {
+        name: DelayedScaling(amax_history=jnp.asarray(histories[name]), scale=jnp.asarray([scale]))
+        for name, scale in scales.items()
+    }
+    return MatmulScaling(**each), histories
+
+
+def value_and_gradients(fn, x, w, bias, dy, state=None) -> Any:
+    """(y, dx, dw, dbias, next state or None)"""
+    call = lambda x, w, bias, state: fn(x, w, bias=bias, scaling_state=state)
+    y, pull = jax.vjp(call, x, w, bias, state)
+    return (y, *pull(dy))
+
+
+def check(got, want, name):
+    for part, one, expected in zip(("y", "dx", "dw", "dbias"), got, want, strict=False):
+        near(one, expected, f"{name}, {part}")
+
+
+def check_state(state, arrays):
+    """After a step with x, w and dy, of all ranks."""
+    _, histories = state_of()
+    for name, x in arrays.items():
+        kind = E5M2 if name == "dy" else E4M3
+        history = np.where(np.isfinite(histories[name]), histories[name], 0)
+        _, scale = oracle.next_state(history, SCALES[name], x, kind)
+        entry: Any = getattr(state, name)
+        want = np.concatenate([[oracle.largest(x)], histories[name][:-1]])
+        shape = np.shape(entry.amax_history)
+        np.testing.assert_array_equal(entry.amax_history, np.broadcast_to(want, shape))
+        np.testing.assert_array_equal(entry.scale, np.full(np.shape(entry.scale), scale))
+
+
+def run_all(op, mesh, mode, x, w, bias, dy, *, names=None, counts=None, check_vma=True):
+    """Results of every method, or of those named, in one program."""
+    each = methods(op, mesh.size)
+    state = state_of()[0] if mode == DELAYED else None
+
+    def local(x, w, bias, dy):
+        return {
+            name: value_and_gradients(
+                partial(fn, axis_name=AXIS, scaling_mode=mode, row_counts=counts),
+                *(x, w, bias, dy, state),
+            )
+            for name, fn in each.items()
+            if names is None or name in names
+        }
+
+    return run_once(on_ranks(local, mesh, check_vma=check_vma), x, w, bias, dy)

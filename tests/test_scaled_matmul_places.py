@@ -1,0 +1,185 @@
+"""Overlapped products of 8 bits on meshes of more axes, in registered buffers, on global arrays."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scaled_matmul_oracle as oracle
+from comm_gemm_cases import run_once
+from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+from scaled_gemm_cases import E4M3, MODES, MXFP8, near
+from scaled_matmul_cases import (
+    CURRENT,
+    DELAYED,
+    GATHER,
+    ORACLES,
+    SCALES,
+    SCATTER,
+    K,
+    N,
+    check,
+    check_state,
+    of,
+    state_of,
+    value_and_gradients,
+)
+
+from jax_cp_dispatch.comm_gemm import (
+    all_gather_matmul,
+    create_comm_overlap_buffer,
+    matmul_reduce_scatter,
+)
+
+
+@pytest.mark.parametrize("op, mode", [(GATHER, CURRENT), (SCATTER, DELAYED)])
+def test_groups_share_a_state_but_no_scale(op, mode):
+    """Two groups of four ranks: current scales are a group's, a delayed state is of them all."""
+    p, groups, names = 4, 2, ("data", "tp")
+    state = state_of()[0] if mode == DELAYED else None
+    sizes = 1, 3, 4, 5  # of the second group
+    of_groups = [of(op, p, (), 2)]
+    of_groups.append([a * np.float32(size) for a, size in zip(of_groups[0], sizes, strict=True)])
+    arrays: list[Any] = [np.concatenate(each) for each in zip(*of_groups, strict=True)]
+    x, w, dy, bias = arrays
+    call = partial(op, axis_name="tp", method="ring", scaling_mode=mode)
+
+    def local(x, w, bias, dy):
+        *got, after = value_and_gradients(call, x[0], w[0], bias[0], dy[0], state)
+        return [a[None] for a in got], after
+
+    spec = P(names)
+    mesh = permuted_mesh((groups, p), names)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, P()))
+    got, after = run_once(jax.jit(mapped), x, w, bias, dy)
+    for group, operands in enumerate(of_groups):
+        scales = SCALES if mode == DELAYED else None
+        x_of, w_of, dy_of, bias_of = operands
+        want = ORACLES[op](x_of, w_of, dy_of, mode, scales=scales, bias=bias_of)
+        check([a[group * p : (group + 1) * p] for a in got], want, group)
+    if mode == DELAYED:
+        check_state(after, {"x": x, "w": w, "dy": dy})
+
+
+@pytest.mark.parametrize("mode", [DELAYED, CURRENT])
+def test_arrays_that_another_axis_does_not_split(mode):
+    """The result and the next state are the same on all of its ranks, and known to be."""
+    p, names = 4, ("data", "tp")
+    x, w, dy, _ = of(GATHER, p, (), 2)
+    spec = P("tp")
+    state: Any = {"scaling_state": state_of()[0]} if mode == DELAYED else {}
+    call = partial(GATHER, axis_name="tp", method="ring", scaling_mode=mode, **state)
+    mapped = jax.shard_map(
+        lambda x, w: call(x[0], w[0])[None],
+        mesh=permuted_mesh((2, p), names),
+        in_specs=spec,
+        out_specs=spec,
+    )
+    scales = SCALES if mode == DELAYED else None
+    want = oracle.all_gather_matmul(x, w, dy, mode, scales=scales)[0]
+    near(run_once(jax.jit(mapped), x, w), want)
+
+
+def test_registered_buffers_of_8_bits():
+    """Of either operand's type; the derivative of a sum gathers 8 bits without one."""
+    p = 4
+    gathers = create_comm_overlap_buffer("AG", "RING_EXCHANGE", (p * 3, K), E4M3, p)
+    scatters = create_comm_overlap_buffer("RS", "PIPELINE", (p * 3, N), "bfloat16", p)
+    calls = ((GATHER, gathers), (SCATTER, scatters))
+    arrays = [of(op, p, (), 3) for op, _ in calls]
+
+    def local(*arrays):
+        return [
+            value_and_gradients(
+                partial(op, axis_name=AXIS, buffer=buffer, scaling_mode=CURRENT), x, w, bias, dy
+            )
+            for (op, buffer), (x, w, dy, bias) in zip(calls, arrays, strict=True)
+        ]
+
+    gathered, summed = run_once(on_ranks(local, mesh_of(p)), *arrays)
+    wants = [
+        ORACLES[op](x, w, dy, CURRENT, bias=bias)
+        for (op, _), (x, w, dy, bias) in zip(calls, arrays, strict=True)
+    ]
+    check(gathered, wants[0], "gather")
+    check(summed[1:], wants[1][1:], "scatter")  # dx, dw, dbias; y of rounded parts
+    off = np.abs(np.asarray(summed[0]) - wants[1][0]).max() / np.abs(wants[1][0]).max()
+    assert 1e-5 < off < p * 2**-8
+
+
+@pytest.mark.parametrize(
+    "kind, mode", [*((AxisType.Auto, mode) for mode in MODES), (AxisType.Explicit, DELAYED)]
+)
+def test_global_arrays(kind, mode):
+    """Under plain jit: as on ranks, of a batch that is split over another axis."""
+    dp, p, B, S = 2, 4, 2, 8
+    mesh = permuted_mesh((dp, p), ("dp", "tp"), kind)
+    per_rank = of(GATHER, p, (B,), S // p)
+    x, w, dy, bias = (np.concatenate(list(a), axis=axis)
+                      for a, axis in zip(per_rank, (-2, 1, -1, 0), strict=True))  # fmt: skip
+    specs = P("dp", "tp"), P(None, "tp"), P("tp"), P("dp", None, "tp")
+    state = state_of()[0] if mode == DELAYED else None
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    operands: Any = [place(a, spec) for a, spec in zip((x, w, bias, dy), specs, strict=True)]
+    call = partial(GATHER, axis_name="tp", method="ring", scaling_mode=mode, mesh=mesh)
+    run = jax.jit(lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, state))
+    got = run_once(run, *operands)
+    scales = SCALES if mode == DELAYED else None
+    # A current scale of x is that of a group of ranks, which has a part of the batch.
+    parts = [per_rank] if mode != CURRENT else [
+        tuple(a[:, i : i + 1] if a.ndim == 4 else a for a in per_rank) for i in range(dp)
+    ]  # fmt: skip
+    wants = [
+        oracle.all_gather_matmul(x, w, dy, mode, scales=scales, bias=bias)
+        for x, w, dy, bias in parts
+    ]
+    y, dx, dw, dbias = zip(*wants, strict=True)
+    near(got[0], np.concatenate(list(np.concatenate(y, axis=1)), axis=-1))
+    near(got[1], np.concatenate(list(np.concatenate(dx, axis=1)), axis=-2))
+    near(got[2], np.concatenate(list(np.sum(dw, axis=0)), axis=-1))
+    near(got[3], np.sum(dbias, axis=0).ravel())
+    if mode == DELAYED:
+        check_state(got[-1], {"x": x, "w": w, "dy": dy})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_global_sums(kind):
+    """Tokens that do not divide, where axes are automatic; another axis splits nothing."""
+    p, mode = 4, DELAYED
+    mesh = permuted_mesh((2, p), ("dp", "tp"), kind)
+    rows = 7 if kind == AxisType.Auto else 8
+    x, w, dy, bias = of(SCATTER, p, (), 2)
+    counts = (2, 2, 2, rows - 6)
+    x, dy = x[:, :rows], oracle.real(dy, counts)
+    want = oracle.matmul_reduce_scatter(x, w, dy, mode, counts, SCALES, bias)
+    flat = lambda a: a.reshape(-1, a.shape[-1])[:rows]
+    whole = np.concatenate(list(x), axis=-1), np.concatenate(list(w)), bias[0], flat(dy)
+    call = partial(SCATTER, axis_name="tp", method="ring", scaling_mode=mode, mesh=mesh)
+    state = state_of()[0]
+    run = jax.jit(lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, state))
+    of_dy = P() if kind == AxisType.Auto else P("tp")  # explicit axes are part of the type
+    specs = P(), P(), P(), of_dy
+    on_mesh = [jax.device_put(a, NamedSharding(mesh, b)) for a, b in zip(whole, specs, strict=True)]
+    y, dx, dw, dbias, after = run_once(run, *on_mesh)
+    near(y, flat(want[0]))
+    near(dx, np.concatenate(list(want[1]), axis=-1))
+    near(dw, np.concatenate(list(want[2])))
+    near(dbias, want[3].sum(0))
+    check_state(after, {"x": x, "w": w, "dy": dy})
+
+
+def test_blocks_of_global_arrays_are_those_of_a_rank():
+    """16 elements of 64 are no block; refused where it is traced, forward and backward."""
+    mesh = mesh_of(4)
+    call = {"axis_name": AXIS, "scaling_mode": MXFP8, "mesh": mesh}
+    x, w = jnp.ones((8, 64)), jnp.ones((64, 64))
+    match = "16 elements are contracted on a rank, forward or in the derivative"
+    with pytest.raises(ValueError, match=f"matmul_reduce_scatter: {match}"):
+        jax.jit(partial(matmul_reduce_scatter, **call)).trace(x, w)
+    loss = lambda x, w: all_gather_matmul(x, w, **call).sum()
+    with pytest.raises(ValueError, match=f"all_gather_matmul: {match}"):
+        jax.jit(jax.grad(loss)).trace(x, w)
