@@ -1,5 +1,6 @@
 """What the README shows runs, and what the pages link to is there."""
 
+import importlib
 import pathlib
 import re
 import subprocess
@@ -25,3 +26,11 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_benchmark_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pages = importlib.import_module("table").pages()
+    assert [path.name for path in pages] == ["README.md", "benchmarks.md"]
+    for path, text in pages.items():
+        assert path.read_text() == text, f"{path.name}: run python benchmarks/table.py"
