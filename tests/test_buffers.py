@@ -204,7 +204,8 @@ def test_ten_thousand_buffers_leave_nothing_behind():
     memory, *others = resources()
     cycles(10_000)
     memory_after, *others_after = resources()
-    assert others_after == others
+    # Threads of other tests may have ended meanwhile.
+    assert all(after <= before for before, after in zip(others, others_after, strict=True))
     assert memory_after - memory < 1 << 19  # a hundred bytes each would be twice that
     assert list_dispatch_buffers() == {}
     del filling

@@ -106,6 +106,9 @@ const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
   if (!fits(buffers.lhs_swizzled, p.m) || !fits(buffers.rhs_swizzled, p.n)) {
     return "swizzled scales need whole tiles";
   }
+  if (gathers && !p.gathers_to_aux && buffers.lhs_swizzled.element_type() == ffi::U8) {
+    return "swizzled scales of gathered rows come with these rows alone";
+  }
   return nullptr;
 }
 

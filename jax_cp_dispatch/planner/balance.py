@@ -56,11 +56,11 @@ def _dearest(
         return x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)
 
     per_row = by_rank(cost).astype(jnp.float32) / jnp.maximum(by_rank(num_rows), 1)
-    order = jnp.argsort(-per_row, axis=1, stable=True)
-    ordered_cost = jnp.take_along_axis(by_rank(cost), order, axis=1)
+    block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
+    _, ordered_cost, order = lax.sort((-per_row, by_rank(cost), block), dimension=1, num_keys=1)
     total = jnp.cumsum(ordered_cost, axis=1, dtype=jnp.int32)
     given = (total <= surplus[:, None]) & (ordered_cost > 0)
-    given = jnp.zeros_like(given).at[jnp.arange(num_ranks)[:, None], order].set(given)
+    _, given = lax.sort((order, given), dimension=1, num_keys=1)
     return given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
 
 

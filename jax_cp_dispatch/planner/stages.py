@@ -131,12 +131,15 @@ def _destinations(
     offset: Int32[Array, "W G"], num: int
 ) -> tuple[Int32[Array, "G C"], Int32[Array, "G C"]]:
     """Lists, per block, the ranks with an offset, ascending, and the offsets."""
-    count = jnp.cumsum((offset >= 0).T, axis=1, dtype=jnp.int32)
-    nth = jnp.arange(1, num + 1, dtype=jnp.int32)
-    rank = jax.vmap(lambda count: jnp.searchsorted(count, nth))(count).astype(jnp.int32)
-    exists = rank < offset.shape[0]
-    offset = jnp.take_along_axis(offset.T, jnp.where(exists, rank, 0), axis=1)
-    return jnp.where(exists, rank, -1), jnp.where(exists, offset, 0)
+    exists = (offset >= 0).T
+    num_ranks, num_blocks = offset.shape
+    place = jnp.where(exists, jnp.cumsum(exists, axis=1, dtype=jnp.int32) - 1, num)
+    place = jnp.arange(num_blocks, dtype=jnp.int32)[:, None], place
+
+    def listed(values, fill):
+        return jnp.full((num_blocks, num), fill, jnp.int32).at[place].set(values, mode="drop")
+
+    return listed(jnp.arange(num_ranks, dtype=jnp.int32), -1), listed(offset.T, 0)
 
 
 def _key_ranges(
