@@ -8,6 +8,7 @@
 namespace cpd {
 std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
   meeting->phase = Phase::kOver;
+  meeting->work = {};  // what it holds is free before anybody is told
   std::vector<Completion> completions;
   for (Completion& completion : meeting->completions) {
     if (completion) completions.push_back(std::exchange(completion, nullptr));
@@ -52,6 +53,7 @@ void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
       case Phase::kStaging:
       case Phase::kPulling:  // told when the pieces that are running have ended
         if (meeting->failure.ok()) meeting->failure = why;
+        if (meeting->phase == Phase::kPulling && meeting->work.fail) meeting->work.fail(why);
         break;
       case Phase::kOver:
         break;
@@ -93,7 +95,7 @@ void SharedExchanges::OnEnd(int process) {
   std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> lost;  // by run
   for (const MeetingPtr& meeting : its) {
     FreeIfDone(meeting.get());
-    if (meeting->phase >= Phase::kPulling || meeting->participants[process].is_ready) continue;
+    if (!meeting->Misses(process)) continue;
     lost.try_emplace(meeting->key.run_id,
                      Status{StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))},
                      meeting->deadline);

@@ -63,6 +63,22 @@ bool SharedMeeting::AllReady() const {
   return true;
 }
 
+bool SharedMeeting::Misses(int process) const {
+  const Participant& its = participants.at(process);
+  switch (phase) {
+    case Phase::kMeeting:
+    case Phase::kStaging:  // what there is to do is not known yet
+      return !its.is_ready;
+    case Phase::kWaiting:
+      return work.tasks_wait ? !its.is_done : !its.is_ready;
+    case Phase::kPulling:
+      return work.tasks_wait && !its.is_done;
+    case Phase::kOver:
+      return false;
+  }
+  return false;
+}
+
 bool SharedMeeting::AllDone() const {
   for (const auto& [process, participant] : participants) {
     if (!participant.is_done) return false;

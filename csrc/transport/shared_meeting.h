@@ -19,7 +19,7 @@ enum class Phase : uint8_t {
   kMeeting,  // ranks are missing
   kStaging,  // rows are being copied to where ranks elsewhere read them
   kWaiting,  // for the other processes' rows
-  kPulling,  // rows come to the ranks of this process
+  kPulling,  // rows come to the ranks of this process, or pieces of work wait for those elsewhere
   kOver,     // its ranks have been told; others may still read this process's rows
 };
 
@@ -60,6 +60,8 @@ struct SharedMeeting {
 
   int num_ranks() const { return static_cast<int>(arrived.size()); }
   bool AllReady() const;
+  // Whether this process misses something that `process`, which has ended, did not do.
+  bool Misses(int process) const;
   bool AllDone() const;
 };
 
