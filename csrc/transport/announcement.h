@@ -11,7 +11,7 @@
 
 namespace cpd {
 
-enum class MessageKind : uint8_t { kAnnounce, kReady, kSignal, kDone, kFail };
+enum class MessageKind : uint8_t { kAnnounce, kReady, kSignal, kOver, kDone, kFail };
 
 // A rank has arrived. What it brings lies in its process's segment, so that messages stay small.
 struct Announcement {
@@ -50,8 +50,9 @@ struct FailureNotice {
 std::string ToBytes(const Announcement& announcement);
 std::string ToBytes(const SignalNotice& notice);
 std::string ToBytes(const FailureNotice& notice);
-// kReady: the rows lie where they are read; kDone: they are not read any more. `meeting` is the
-// exchange as the receiver numbers it.
+// kReady: the rows lie where they are read; kDone: they are not read any more; kOver: the same, and
+// pieces of work that wait for ranks elsewhere have all succeeded. `meeting` is the exchange as the
+// receiver numbers it.
 std::string ToBytes(MessageKind kind, int64_t meeting);
 std::string ToBytes(const Description& description);
 

@@ -7,6 +7,7 @@
 
 namespace cpd {
 std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
+  const bool has_told = meeting->phase == Phase::kEnding;
   meeting->phase = Phase::kOver;
   meeting->work = {};  // what it holds is free before anybody is told
   std::vector<Completion> completions;
@@ -14,7 +15,7 @@ std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
     if (completion) completions.push_back(std::exchange(completion, nullptr));
   }
   for (const auto& [process, participant] : meeting->participants) {
-    if (participant.meeting < 0) continue;
+    if (participant.meeting < 0 || has_told) continue;
     links_.Send(process, ToBytes(MessageKind::kDone, participant.meeting));
   }
   FreeIfDone(meeting);
@@ -48,6 +49,7 @@ void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
         Remember(meeting);
         [[fallthrough]];
       case Phase::kWaiting:
+      case Phase::kEnding:
         for (Completion& completion : Close(meeting.get())) own.push_back(std::move(completion));
         break;
       case Phase::kStaging:
@@ -118,7 +120,8 @@ void SharedExchanges::Watch() {
     next_wake_ = failed_runs_.Forget(now);
     std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> late;  // by run
     for (const auto& [id, meeting] : meetings_) {
-      if (meeting->phase != Phase::kMeeting && meeting->phase != Phase::kWaiting) continue;
+      const Phase phase = meeting->phase;
+      if (phase == Phase::kStaging || phase == Phase::kPulling || phase == Phase::kOver) continue;
       // Nobody waits here: the processes whose ranks do know more, and will tell.
       if (!meeting->has_exchange) continue;
       if (meeting->expires > now) {

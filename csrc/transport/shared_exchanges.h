@@ -70,6 +70,7 @@ class SharedExchanges final : public Transport {
   // Pieces that wait for one another, each on a thread of its own.
   void RunAtOnce(const MeetingPtr& meeting);
   void EndPulling(const MeetingPtr& meeting);
+  void EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
   void EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
 
   // ---- The end, again with the lock held. The ranks of this process are handed back to be told.
@@ -97,6 +98,7 @@ class SharedExchanges final : public Transport {
   void OnAnnouncement(int process, const Announcement& announcement);
   void OnReady(int process, int64_t id);
   void OnSignal(const SignalNotice& notice);
+  void OnOver(int process, int64_t id);
   void OnDone(int process, int64_t id);
 
   // What a process that has ended has staged can still be read; what it has not, never comes.

@@ -29,6 +29,9 @@ void SharedExchanges::OnMessage(int process, const std::string& bytes) {
       if (FromBytes(bytes, &notice)) OnSignal(notice);
       return;
     }
+    case MessageKind::kOver:
+      if (FromBytes(bytes, &id)) OnOver(process, id);
+      return;
     case MessageKind::kDone:
       if (FromBytes(bytes, &id)) OnDone(process, id);
       return;
@@ -105,6 +108,19 @@ void SharedExchanges::OnSignal(const SignalNotice& notice) {
   const SharedMeeting& meeting = *found->second;
   const bool is_known = meeting.phase == Phase::kWaiting || meeting.phase == Phase::kPulling;
   if (is_known && meeting.work.add) meeting.work.add(notice.rank, notice.counter);
+}
+
+void SharedExchanges::OnOver(int process, int64_t id) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = meetings_.find(id);
+  if (found == meetings_.end()) return;
+  const MeetingPtr meeting = found->second;
+  SharedMeeting::Participant& its = meeting->participants[process];
+  its.is_over = its.is_done = true;
+  FreeIfDone(meeting.get());
+  if (meeting->phase == Phase::kEnding && meeting->AllOver()) {
+    EndWell(std::move(lock), meeting.get());
+  }
 }
 
 void SharedExchanges::OnDone(int process, int64_t id) {

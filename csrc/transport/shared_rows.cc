@@ -171,7 +171,20 @@ void SharedExchanges::EndPulling(const MeetingPtr& meeting) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (meeting->failure.ok()) meeting->failure = status;
   if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
-  std::vector<Completion> completions = Close(meeting.get());
+  if (meeting->work.tasks_wait) {  // which fail alone: their ranks succeed when all others do
+    meeting->phase = Phase::kEnding;
+    meeting->expires = Clock::now() + meeting->deadline;
+    WakeBy(meeting->expires);
+    for (const auto& [process, participant] : meeting->participants) {
+      links_.Send(process, ToBytes(MessageKind::kOver, participant.meeting));
+    }
+    if (!meeting->AllOver()) return;
+  }
+  EndWell(std::move(lock), meeting.get());
+}
+
+void SharedExchanges::EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting) {
+  std::vector<Completion> completions = Close(meeting);
   lock.unlock();
   CompleteEach(pool_, std::move(completions), Status::Ok());
 }

@@ -192,7 +192,7 @@ void HostileMessagesDoNoHarm() {
   for (int i = 0; i < 2000; ++i) {
     std::string bytes(rng() % 100 + 1, '\0');
     for (char& byte : bytes) byte = static_cast<char>(rng() % 4 == 0 ? rng() : 0);
-    bytes[0] = static_cast<char>(rng() % 6);
+    bytes[0] = static_cast<char>(rng() % 7);
     CHECK(send(job.sockets[1][0], bytes.data(), bytes.size(), MSG_NOSIGNAL) >= 0);
   }
   CHECK(!waiting.get().ok());

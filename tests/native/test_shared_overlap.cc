@@ -209,6 +209,24 @@ void APartThatIsNotDone(const OverlapProblem& problem) {
   CHECK(Contains(ranks[1].get(), "waited 200 ms for rank 1 of process 1"));
 }
 
+// Of one rank: all are told at once.
+void AGemmThatThrows() {
+  static const Processes processes = {0, 1, 2, 1};
+  const Limit limit;
+  for (const OverlapProblem& problem : AllProblems({1, 2, 1, 1})) {
+    const Call call(problem);
+    const GemmFunction gemm = [&](const GemmTask& task) {
+      if (call.RankOf(task.c) == 1 || call.RankOf(task.b.data) == 1)
+        throw std::runtime_error("out of paper");
+      PlainGemm(task);
+    };
+    Job& job = NewJob(3);
+    for (auto& rank : JoinAll(job, MakeExchange(1, processes, call.problem(), kLong, gemm), call)) {
+      CHECK(Contains(rank.get(), "test: rank 1 threw out of paper"));
+    }
+  }
+}
+
 void Failures() {
   std::vector<OverlapProblem> problems = GatheringProblems({2, 3, 1});
   for (OverlapProblem& problem : ReducingProblems({2, 3, 1})) problems.push_back(problem);
@@ -234,6 +252,7 @@ int main() {
   }
   cpd::OneBufferForCallsInAnyOrder();
   cpd::NoRoomIsAnError();
+  cpd::AGemmThatThrows();
   cpd::Failures();
   std::puts("ok");
 }

@@ -56,7 +56,8 @@ TOLD |= {
     "gemm shapes": rf"Expected rank {{rank}} in: {RING}.*8,5\].*{ANOTHER}{RING}.*8,6\]",
     "gemm method": rf"Expected rank {{rank}} in: {RING}.*{ANOTHER}{PIPELINE}",
     "gemm stop": TOLD["stop"]
-    + r"|(waited 1500 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)",
+    + r"|(waited 1500 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)"
+    r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
     "gemm kill": TOLD["kill"],
 }
 

@@ -7,6 +7,7 @@ Every method has to be near what NumPy says, and have the same bits as between t
 process.
 """
 
+import itertools
 import pathlib
 import sys
 from functools import partial
@@ -83,14 +84,10 @@ def every_method(op, mesh):
 
 def scaled_programs(num_ranks, is_short=IS_SHORT):
     """(product, scaling mode, method); derivatives are products, too."""
-    if is_short:
-        return [(GATHER, MXFP8, "ring, no copies"), (SCATTER, CURRENT, "ring")]
-    return [
-        (op, mode, name)
-        for op in (GATHER, SCATTER)
-        for mode in (CURRENT, DELAYED, MXFP8)
-        for name in methods(op, num_ranks)
-    ]
+    few = [(GATHER, MXFP8, "ring, no copies"), (SCATTER, CURRENT, "ring")]
+    modes = itertools.cycle([MXFP8, DELAYED, CURRENT])
+    every = [(op, next(modes), name) for op in (GATHER, SCATTER) for name in methods(op, num_ranks)]
+    return few if is_short else every
 
 
 def scaled(op, mode, name, mesh):
@@ -208,31 +205,23 @@ def buffers_of(mesh, num_groups, p):
 
 
 def test_products_in_loops_and_of_global_arrays():
-    """Equal calls that need no order, a loop, and the layer of plain `jit`, with its gradient."""
+    """Equal calls that need no order, a loop, and the layer of plain `jit`; gradients are bulk."""
     mesh = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,))
+    rows, columns = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P(None, AXIS))
     p = mesh.size
     x, w, back = integers(0, 2 * p, K), integers(1, K, N * p), integers(2, N * p, K)
 
     def layer(x, w, back):
-        hidden = cp.all_gather_matmul(x, w, axis_name=AXIS, method="ring")
+        hidden = cp.all_gather_matmul(x, w, axis_name=AXIS, method="ring", gathered="again")
         return cp.matmul_reduce_scatter(hidden, back, axis_name=AXIS, method="pipeline")
 
     def program(x, w, back):
         independent = sum(i * layer(i * x, w, back) for i in range(1, 4))
-        looped = jax.lax.scan(
-            lambda x, _: (layer(x, w, back) % 5, None), x, None, length=3
-        )[0]  # fmt: skip
-        return independent, looped, jax.grad(lambda w: layer(x, w, back).sum())(w)
+        step = lambda x, _: (layer(x, w, back) % 5, None)
+        return independent, jax.lax.scan(step, x, None, length=3)[0]
 
-    inner = jax.jit(
-        jax.shard_map(
-            lambda x, w, back: program(x, w, back)[:2],
-            mesh=mesh,
-            in_specs=(P(AXIS), P(None, AXIS), P(AXIS)),
-            out_specs=P(AXIS),
-        )
-    )
     specs = P(AXIS), P(None, AXIS), P(AXIS)
+    inner = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P(AXIS)))
     operands = [place(a, mesh, spec) for a, spec in zip((x, w, back), specs, strict=True)]
     one, looped = x @ w @ back, x
     for _ in range(3):
@@ -242,11 +231,9 @@ def test_products_in_loops_and_of_global_arrays():
         check(independent, 14 * one)
         check(got, looped)
     with jax.set_mesh(mesh):
-        shardings = [NamedSharding(mesh, spec) for spec in (P(AXIS), P(None, AXIS))]
         grad = jax.grad(lambda w, x, back: layer(x, w, back).sum())
-        values = jax.jit(lambda x, w, back: (layer(x, w, back), grad(w, x, back)),
-                         out_shardings=tuple(shardings))  # fmt: skip
-        out, dw = values(*operands)
+        both = lambda x, w, back: (layer(x, w, back), grad(w, x, back))
+        out, dw = jax.jit(both, out_shardings=(rows, columns))(*operands)
     check(out, one)
     check(dw, x.T @ np.ones_like(one) @ back.T)
 
