@@ -15,6 +15,8 @@ namespace {
 
 using Processes = std::vector<int>;  // of each rank; kept for good
 
+constexpr int64_t kFewBytes = 16 << 20;  // of a segment: sanitizers have few addresses
+
 // Who is told at once does not wait for this.
 constexpr milliseconds kLong{60000};
 
@@ -153,7 +155,7 @@ void NoRoomIsAnError() {
 void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after) {
   static const Processes processes = {0, 1, 2};
   const Limit limit;
-  Job& job = NewJob(3);
+  Job& job = NewJob(3, kFewBytes);
   std::thread killer([&] {
     std::this_thread::sleep_for(after);
     job.Kill(2);
@@ -182,7 +184,7 @@ void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after
 void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
   static const Processes processes = {0, 1, 0, 2};
   const Limit limit;
-  Job& job = NewJob(3);
+  Job& job = NewJob(3, kFewBytes);
   const Call call(problem);
   std::atomic<bool> is_over{false};
   const GemmFunction gemm = [&](const GemmTask& task) {
@@ -212,6 +214,8 @@ void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
 void AGemmThatThrows() {
   static const Processes processes = {0, 1, 2, 1};
   const Limit limit;
+  Job& job = NewJob(3, kFewBytes);
+  int64_t run_id = 0;
   for (const OverlapProblem& problem : AllProblems({1, 2, 1, 1})) {
     const Call call(problem);
     const GemmFunction gemm = [&](const GemmTask& task) {
@@ -219,8 +223,8 @@ void AGemmThatThrows() {
         throw std::runtime_error("out of paper");
       PlainGemm(task);
     };
-    Job& job = NewJob(3);
-    for (auto& rank : JoinAll(job, MakeExchange(1, processes, call.problem(), kLong, gemm), call)) {
+    for (auto& rank :
+         JoinAll(job, MakeExchange(++run_id, processes, call.problem(), kLong, gemm), call)) {
       CHECK(Contains(rank.get(), "test: rank 1 threw out of paper"));
     }
   }
