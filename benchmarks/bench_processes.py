@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import common
 import jax
@@ -25,14 +26,14 @@ AXIS, FEATURES = "cp", 2048  # rows of 8 kB
 ALL_BYTES = (128 << 20, 2 << 20)
 
 
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
+def rows_of_processes(program: str, repeats: int) -> list[dict[str, Any]]:
+    """What the first process of each job of `program` prints, a row a line."""
     rows = []
     for processes in (2, 4):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "jax_cp_dispatch.launch", f"--processes={processes}"),
-                *(__file__, f"--repeats={arguments.repeats}"),
+                *(program, f"--repeats={repeats}"),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -41,6 +42,16 @@ def main() -> None:
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("[0] {")]
         rows += [json.loads(line.removeprefix("[0] ")) for line in lines]
+    return rows
+
+
+def is_one_of_a_job() -> bool:
+    return "JAX_CP_DISPATCH_HOSTED_COORDINATION" in os.environ
+
+
+def main() -> None:
+    arguments = common.parser(__doc__).parse_args()
+    rows = rows_of_processes(__file__, arguments.repeats)
     for row in rows:
         print(
             "{processes} processes, {MB:4d} MB: {what:<34}{ms:9.2f} ms{of_memcpy:8.3f} of memcpy"
@@ -152,7 +163,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if "JAX_CP_DISPATCH_HOSTED_COORDINATION" in os.environ:
+    if is_one_of_a_job():
         work()
     else:
         main()

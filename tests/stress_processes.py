@@ -14,10 +14,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 PROGRAMS = pathlib.Path(__file__).parent / "processes"
 FAILURES = ("metadata", "late", "raises", "shapes", "operation", "version", "stop")
+FAILURES += ("gemm late", "gemm shapes", "gemm method", "gemm stop")
+KILLS = ("kill", "gemm kill")
 
 
 def launch(program, *arguments, processes, devices=1):
@@ -34,10 +37,14 @@ def launch(program, *arguments, processes, devices=1):
 
 
 def run_suite(_):
-    """Every operation."""
+    """Every operation; GEMMs bit by bit as in one process."""
     for processes, devices in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2)):
-        done = launch("suite.py", processes=processes, devices=devices)
-        num_right = len(re.findall(r"^\[\d+\] 10 ok$", done.stdout, re.M))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "gemms.npz")
+            done = launch("gemms.py", path, processes=1, devices=processes * devices)
+            if done.returncode == 0:
+                done = launch("suite.py", path, processes=processes, devices=devices)
+        num_right = len(re.findall(r"^\[\d+\] all \d+ ok$", done.stdout, re.M))
         yield num_right, processes, f"processes with {devices} devices passed", done
 
 
@@ -51,16 +58,17 @@ def run_failures(options):
 
 def run_kill(options):
     """Each job loses two of four processes; the next one starts at once."""
-    num_right = num_killed = 0
-    done = None
-    while num_killed < options.trials:
-        done = launch("failures.py", "--trials=2", "kill", processes=4)
-        num_killed += 2
-        found = [int(n) for n in re.findall(r"kill: (\d+) of 2", done.stdout)]
-        num_right += min(found) if len(found) == 2 else 0
-        if num_right < num_killed:
-            break
-    yield num_right, num_killed, "trials of kill -9", done
+    for kind in KILLS:
+        num_right = num_killed = 0
+        done = None
+        while num_killed < options.trials:
+            done = launch("failures.py", "--trials=2", kind, processes=4)
+            num_killed += 2
+            found = [int(n) for n in re.findall(rf"{kind}: (\d+) of 2", done.stdout)]
+            num_right += min(found) if len(found) == 2 else 0
+            if num_right < num_killed:
+                break
+        yield num_right, num_killed, f"trials of {kind}", done
 
 
 def run_loops(options):

@@ -23,6 +23,7 @@ LARGE = ("test_large_offsets",)
 TESTS = (
     "test_transport",
     "test_shared_memory",
+    "test_shared_overlap",
     "test_buffers",
     "test_comm_overlap",
     "test_overlap_buffers",

@@ -11,11 +11,15 @@ import sys
 import time
 
 import pytest
+from on_mesh import mesh_of
 
 from jax_cp_dispatch.processes import segment
 from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
 
 PROGRAMS = pathlib.Path(__file__).parent / "processes"
+sys.path.insert(0, str(PROGRAMS))
+
+import gemms  # noqa: E402
 
 
 def command(program, *arguments, processes=2, devices=1, grace=30.0):
@@ -34,15 +38,23 @@ def in_shared_memory():
     return set(os.listdir("/dev/shm"))
 
 
-def test_every_operation():
-    done = launch(PROGRAMS / "suite.py", "--short", processes=2, devices=2)
+@pytest.mark.parametrize(
+    "devices, asked, number", [(1, ["test_every_method_of_the_products"], 1), (2, [], 15)]
+)
+def test_every_operation(tmp_path, devices, asked, number):
+    """GEMMs have the same bits as here, in one process."""
+    path = str(tmp_path / "gemms.npz")
+    gemms.write(
+        path, mesh_of(2 * devices), [] if asked else gemms.scaled_programs(4, is_short=True)
+    )
+    done = launch(PROGRAMS / "suite.py", "--short", path, *asked, devices=devices)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "[0] 10 ok\n" in done.stdout
-    assert "[1] 10 ok\n" in done.stdout
+    for process in range(2):
+        assert f"[{process}] all {number} ok\n" in done.stdout
 
 
 def test_every_failure():
-    """One trial of each kind, the last of which kills a process; the others live on."""
+    """One trial of each kind, the last of which kill a process each; the others live on."""
     before = in_shared_memory()
     done = launch(PROGRAMS / "failures.py", processes=4)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
@@ -50,7 +62,10 @@ def test_every_failure():
         for kind in "late", "raises", "shapes", "operation", "version", "metadata", "stop":
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     for process in range(3):
-        assert f"[{process}] kill: 1 of 1" in done.stdout, done.stdout
+        for kind in "kill", "gemm late", "gemm shapes", "gemm method", "gemm stop":
+            assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
+    for process in range(2):
+        assert f"[{process}] gemm kill: 1 of 1" in done.stdout, done.stdout
     assert in_shared_memory() <= before
 
 

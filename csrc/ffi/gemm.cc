@@ -1,4 +1,6 @@
 // XLA FFI handler of GEMMs, alone or overlapped with communication, on CPU.
+#include "gemm/gemm.h"
+
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -10,6 +12,7 @@
 #include "ffi/gemm_call.h"
 #include "ffi/targets.h"
 #include "gemm/blas.h"
+#include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -46,15 +49,29 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     return Failed(status);
   }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
+  Transport& transport = TransportFor(exchange);
+  Completion completion = CompleteWith(promise, nullptr);
   const int64_t buffer_id = options.comm_overlap_id;
+  if (buffer_id != 0) {
+    const Status status = ConfigureByBuffer(exchange.op, buffer_id, &problem);
+    if (!status.ok()) {
+      transport.Refuse(exchange, status, std::move(completion));
+      return future;
+    }
+  }
   exchange.planner = [exchange, problem, buffer_id, num_threads](const auto& ranks,
                                                                  WorkList* work) {
-    return PlanOverlap(exchange, problem, buffer_id, num_threads, ranks, work);
+    const auto gemm = [num_threads](const GemmTask& task) { RunGemm(task, num_threads); };
+    return PlanOverlap(exchange, problem, buffer_id, gemm, ranks, work);
   };
-  auto mine = std::make_unique<OverlapContribution>();
-  mine->memory = MemoryOf(options, problem, buffers);
-  TransportFor(exchange).Join(exchange, rank, std::move(mine), CompleteWith(promise, nullptr),
-                              /*num_helpers=*/0, {});
+  // All that there is to know of a rank elsewhere is part of the signature.
+  exchange.reader = [problem](std::string_view) {
+    RankMemory memory;
+    memory.is_elsewhere = true;
+    return std::make_unique<OverlapContribution>(problem, memory);
+  };
+  auto mine = std::make_unique<OverlapContribution>(problem, MemoryOf(options, problem, buffers));
+  transport.Join(exchange, rank, std::move(mine), std::move(completion), /*num_helpers=*/0, {});
   return future;
 }
 

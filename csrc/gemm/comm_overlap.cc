@@ -201,6 +201,7 @@ char* CommOverlapCore::GatheredScales(int rank) const {
 
 std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, const char* scales,
                                                 bool is_alone, int to) const {
+  if (p_.ranks[to].is_elsewhere) return {};  // there it is known where to
   const bool is_bulk = p_.config.method == CommMethod::kBulk;
   std::vector<RowCopy> pieces;
   const auto copy = [&](const char* from, int64_t bytes, char* gathered) {  // bytes of a row
@@ -230,6 +231,8 @@ std::vector<RowCopy> CommOverlapCore::OwnToGathered(int rank, int to) const {
 }
 
 std::vector<RowCopy> CommOverlapCore::GatheredToGathered(int chunk, int from, int to) const {
+  // What a rank of another process has gathered is not to be seen here.
+  if (p_.ranks[from].is_elsewhere) return OwnToGathered(chunk, to);
   return CopyChunk(chunk, GatheredRows(from), GatheredScales(from), /*is_alone=*/false, to);
 }
 

@@ -44,7 +44,7 @@ class CommOverlapCore {
   // ---- Communication.
   char* GatheredRows(int rank) const;  // [B, total, k] or aux_out [B, total, width]
   // The copies that bring a chunk, with its scales, to what `to` gathers: from the rank that it
-  // belongs to, where it is alone, or from where `from` has gathered it.
+  // belongs to, where it is alone, or from where `from` has gathered it. None for a rank elsewhere.
   std::vector<RowCopy> OwnToGathered(int rank, int to) const;
   std::vector<RowCopy> GatheredToGathered(int chunk, int from, int to) const;
   // Rank's own rows to all ranks, itself included.

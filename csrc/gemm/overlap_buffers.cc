@@ -86,7 +86,7 @@ std::vector<std::pair<int64_t, OverlapBufferEntry>> OverlapBuffers::List() {
   return entries;
 }
 
-Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group,
+Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group, bool has_memory,
                              std::shared_ptr<OverlapBufferLease>* lease) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = buffers_.find(id);
@@ -95,11 +95,13 @@ Status OverlapBuffers::Lease(const std::string& op, int64_t id, int64_t group,
   const OverlapBufferSpec& spec = buffer.entry.spec;
   std::vector<char*> memory;
   try {
-    Group& of_group = buffer.groups[group];
-    while (of_group.memory.size() < static_cast<size_t>(spec.num_ranks)) {
-      of_group.memory.emplace_back(new char[spec.rank_bytes]);  // touched when written
+    if (has_memory) {
+      Group& of_group = buffer.groups[group];
+      while (of_group.memory.size() < static_cast<size_t>(spec.num_ranks)) {
+        of_group.memory.emplace_back(new char[spec.rank_bytes]);  // touched when written
+      }
+      for (const auto& rank : of_group.memory) memory.push_back(rank.get());
     }
-    for (const auto& rank : of_group.memory) memory.push_back(rank.get());
     *lease = std::make_shared<OverlapBufferLease>(id, group, std::move(memory));
   } catch (const std::exception&) {
     std::ostringstream message;

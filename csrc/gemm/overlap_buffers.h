@@ -55,8 +55,8 @@ class OverlapBuffers {
   std::vector<std::pair<int64_t, OverlapBufferEntry>> List();
 
   // One call of one group of ranks: the buffer stays until the lease is gone. The first of a group
-  // takes the memory.
-  Status Lease(const std::string& op, int64_t id, int64_t group,
+  // takes the memory. A call that has memory of its own can do without.
+  Status Lease(const std::string& op, int64_t id, int64_t group, bool has_memory,
                std::shared_ptr<OverlapBufferLease>* lease);
 
  private:

@@ -123,6 +123,25 @@ std::vector<int64_t> RowChunks::Offsets(const std::vector<int>& order) const {
   return offsets;
 }
 
+int64_t OwnLhsRows(const OverlapProblem& p) {
+  const bool gathers =
+      p.config.type == CommType::kAllGather && p.config.method != CommMethod::kBulk;
+  return gathers ? p.rows.num_batches * p.rows.capacity : p.m;
+}
+
+int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
+  switch (p.scaling) {
+    case Scaling::kNone:
+      return 0;
+    case Scaling::kTensor:
+      return sizeof(float);
+    case Scaling::kBlocks:
+      return RoundUp(of_lhs ? OwnLhsRows(p) : p.n, kLinesInTile) *
+             RoundUp(p.k / Scales::kBlock, kScalesInTile);
+  }
+  return 0;
+}
+
 int64_t GatheredScalesOffset(const OverlapProblem& p) {
   return p.gathers_to_aux ? 0 : GatheredLhsBytes(p);
 }

@@ -38,7 +38,8 @@ struct RowChunks {
   std::vector<int64_t> Offsets(const std::vector<int>& order) const;
 };
 
-// Memory of one rank. What a call has no use for is null.
+// Memory of one rank. What a call has no use for is null, and so is what ranks of another process
+// do not read.
 struct RankMemory {
   const char* lhs = nullptr;
   const char* rhs = nullptr;
@@ -57,6 +58,8 @@ struct RankMemory {
   const char* gelu_input = nullptr;
   char* pre_gelu_out = nullptr;
   char* bias_grad = nullptr;  // [n]; null: not asked for
+
+  bool is_elsewhere = false;  // in another process: what there is of it can only be read
 };
 
 // One call. Row chunks are those of lhs (all-gather), of the output (reduce-scatter), or of the
@@ -104,6 +107,9 @@ int64_t ScalesPitch(const OverlapProblem& problem, bool of_lhs);
 // Bytes that a rank needs in its registered buffer; and where in it scales are gathered, one float
 // per chunk or lines like the gathered rows.
 int64_t BufferBytes(const OverlapProblem& problem);
+// Of one rank's operands, as they lie; lines of scales are padded.
+int64_t OwnLhsRows(const OverlapProblem& problem);
+int64_t ScalesBytes(const OverlapProblem& problem, bool of_lhs);
 int64_t GatheredScalesOffset(const OverlapProblem& problem);
 
 }  // namespace cpd

@@ -4,14 +4,14 @@
 #include <string>
 #include <utility>
 
+#include "gemm/comm_overlap.h"
 #include "gemm/overlap_buffers.h"
+#include "gemm/overlap_contribution.h"
 #include "transport/team.h"
 
 namespace cpd {
-namespace {
 
-Status TakeBuffer(const std::string& op, int64_t id, int64_t group, OverlapProblem* problem,
-                  std::shared_ptr<OverlapBufferLease>* lease) {
+Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* problem) {
   OverlapBufferSpec spec;
   Status status = OverlapBuffers::Get().Find(op, id, &spec);
   if (!status.ok()) return status;
@@ -35,13 +35,10 @@ Status TakeBuffer(const std::string& op, int64_t id, int64_t group, OverlapProbl
                            " bytes per rank but the call needs " + std::to_string(need) +
                            ". Create it with a larger buffer_shape.");
   }
-  status = OverlapBuffers::Get().Lease(op, id, group, lease);
-  if (!status.ok()) return status;
-  for (size_t rank = 0; rank < problem->ranks.size(); ++rank) {
-    problem->ranks[rank].buffer = (*lease)->memory(static_cast<int>(rank));
-  }
   return Status::Ok();
 }
+
+namespace {
 
 // The schedule of one call, and what it holds until it is over.
 struct Schedule {
@@ -54,23 +51,29 @@ struct Schedule {
 }  // namespace
 
 Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buffer_id,
-                   int num_threads, const std::vector<std::unique_ptr<Contribution>>& contributions,
+                   GemmFunction gemm,
+                   const std::vector<std::unique_ptr<Contribution>>& contributions,
                    WorkList* work) {
+  const bool is_between_processes = !work->elsewhere.holds.empty();
   for (const auto& contribution : contributions) {
-    problem.ranks.push_back(static_cast<const OverlapContribution&>(*contribution).memory);
+    const auto& rank = static_cast<const OverlapContribution&>(*contribution);
+    problem.ranks.push_back(is_between_processes ? rank.Share(work) : rank.memory());
   }
   auto schedule = std::make_shared<Schedule>();
+  const int num_ranks = problem.num_ranks();
   if (buffer_id != 0) {
     const Status status =
-        TakeBuffer(exchange.op, buffer_id, exchange.key.group, &problem, &schedule->lease);
+        OverlapBuffers::Get().Lease(exchange.op, buffer_id, exchange.key.group,
+                                    /*has_memory=*/!is_between_processes, &schedule->lease);
     if (!status.ok()) return status;
+    for (int rank = 0; rank < num_ranks && !is_between_processes; ++rank) {
+      problem.ranks[rank].buffer = schedule->lease->memory(rank);
+    }
   }
-  const int num_ranks = problem.num_ranks();
-  schedule->core = MakeCommOverlap(
-      std::move(problem), [num_threads](const GemmTask& task) { RunGemm(task, num_threads); });
-  schedule->team =
-      std::make_unique<Team>(exchange.op, static_cast<int>(exchange.key.group), num_ranks,
-                             schedule->core->num_signals(), exchange.deadline);
+  schedule->core = MakeCommOverlap(std::move(problem), std::move(gemm));
+  schedule->team = std::make_unique<Team>(exchange.op, static_cast<int>(exchange.key.group),
+                                          num_ranks, schedule->core->num_signals(),
+                                          exchange.deadline, CopyRows, work->elsewhere);
   for (int rank = 0; rank < num_ranks; ++rank) {
     schedule->core->Record(rank, schedule->team->streams(rank));
   }
@@ -79,7 +82,9 @@ Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buf
   work->tasks_wait = true;
   work->run = [schedule](int64_t task) { schedule->team->Run(schedule->tasks[task]); };
   work->outcome = [schedule] { return schedule->team->status(); };
-  if (schedule->lease) {
+  work->add = [schedule](int rank, int counter) { schedule->team->Add(rank, counter); };
+  work->fail = [schedule](const Status& status) { schedule->team->Fail(status); };
+  if (schedule->lease && !is_between_processes) {
     work->gate = [schedule](std::function<void()> begin) {
       schedule->lease->Enter(std::move(begin));
     };

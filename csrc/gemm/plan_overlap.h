@@ -3,22 +3,25 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "gemm/comm_overlap.h"
+#include "gemm/gemm.h"
+#include "gemm/overlap_problem.h"
 #include "transport/transport.h"
 
 namespace cpd {
 
-// What one rank brings. Pointers stay valid until the exchange is over.
-struct OverlapContribution final : Contribution {
-  RankMemory memory;
-};
+// Gives `problem` the configuration of a registered buffer, if the call fits it. `op` begins every
+// message.
+Status ConfigureByBuffer(const std::string& op, int64_t buffer_id, OverlapProblem* problem);
 
-// `problem` is without memory. With a `buffer_id` other than 0 its configuration and memory are
-// those of the registered buffer, whose turn is waited for; the call is refused if it does not fit.
+// Contributions are `OverlapContribution`s; `problem` is without memory. With a `buffer_id` other
+// than 0 the registered buffer is in use until the work is over. Between the ranks of one process
+// its memory holds the chunks, and its turn is waited for; between processes each call takes
+// memory of the segments, since two of them could have their turns in different orders.
 Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buffer_id,
-                   int num_threads, const std::vector<std::unique_ptr<Contribution>>& contributions,
-                   WorkList* work);
+                   GemmFunction gemm,
+                   const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work);
 
 }  // namespace cpd

@@ -27,6 +27,13 @@ std::string ToBytes(const Announcement& announcement) {
   return std::move(writer).Finish();
 }
 
+std::string ToBytes(const SignalNotice& notice) {
+  ByteWriter writer;
+  writer.Put(MessageKind::kSignal);
+  writer.Put(notice);
+  return std::move(writer).Finish();
+}
+
 std::string ToBytes(const FailureNotice& notice) {
   ByteWriter writer;
   writer.Put(MessageKind::kFail);
@@ -58,6 +65,12 @@ bool FromBytes(std::string_view bytes, Announcement* announcement) {
   ByteReader reader(bytes);
   MessageKind kind;
   return reader.Get(&kind) && reader.Get(announcement);
+}
+
+bool FromBytes(std::string_view bytes, SignalNotice* notice) {
+  ByteReader reader(bytes);
+  MessageKind kind;
+  return reader.Get(&kind) && reader.Get(notice);
 }
 
 bool FromBytes(std::string_view bytes, FailureNotice* notice) {

@@ -11,7 +11,7 @@
 
 namespace cpd {
 
-enum class MessageKind : uint8_t { kAnnounce, kReady, kDone, kFail };
+enum class MessageKind : uint8_t { kAnnounce, kReady, kSignal, kOver, kDone, kFail };
 
 // A rank has arrived. What it brings lies in its process's segment, so that messages stay small.
 struct Announcement {
@@ -32,6 +32,13 @@ struct Description {
   std::string contribution;            // Contribution::Write()
 };
 
+// A rank of the sender's has added to a counter of a rank of the receiver's.
+struct SignalNotice {
+  int64_t meeting;  // the exchange, as the receiver numbers it
+  int32_t rank;
+  int32_t counter;
+};
+
 // An execution has failed in the process that sends this.
 struct FailureNotice {
   int64_t run_id;
@@ -41,14 +48,17 @@ struct FailureNotice {
 };
 
 std::string ToBytes(const Announcement& announcement);
+std::string ToBytes(const SignalNotice& notice);
 std::string ToBytes(const FailureNotice& notice);
-// kReady: the rows lie where they are read; kDone: they are not read any more. `meeting` is the
-// exchange as the receiver numbers it.
+// kReady: the rows lie where they are read; kDone: they are not read any more; kOver: the same, and
+// pieces of work that wait for ranks elsewhere have all succeeded. `meeting` is the exchange as the
+// receiver numbers it.
 std::string ToBytes(MessageKind kind, int64_t meeting);
 std::string ToBytes(const Description& description);
 
 // False: the bytes are none.
 bool FromBytes(std::string_view bytes, Announcement* announcement);
+bool FromBytes(std::string_view bytes, SignalNotice* notice);
 bool FromBytes(std::string_view bytes, FailureNotice* notice);
 bool FromBytes(std::string_view bytes, int64_t* meeting);
 bool FromBytes(std::string_view bytes, Description* description);

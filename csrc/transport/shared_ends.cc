@@ -7,13 +7,15 @@
 
 namespace cpd {
 std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
+  const bool has_told = meeting->phase == Phase::kEnding;
   meeting->phase = Phase::kOver;
+  meeting->work = {};  // what it holds is free before anybody is told
   std::vector<Completion> completions;
   for (Completion& completion : meeting->completions) {
     if (completion) completions.push_back(std::exchange(completion, nullptr));
   }
   for (const auto& [process, participant] : meeting->participants) {
-    if (participant.meeting < 0) continue;
+    if (participant.meeting < 0 || has_told) continue;
     links_.Send(process, ToBytes(MessageKind::kDone, participant.meeting));
   }
   FreeIfDone(meeting);
@@ -47,11 +49,13 @@ void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
         Remember(meeting);
         [[fallthrough]];
       case Phase::kWaiting:
+      case Phase::kEnding:
         for (Completion& completion : Close(meeting.get())) own.push_back(std::move(completion));
         break;
       case Phase::kStaging:
       case Phase::kPulling:  // told when the pieces that are running have ended
         if (meeting->failure.ok()) meeting->failure = why;
+        if (meeting->phase == Phase::kPulling && meeting->work.fail) meeting->work.fail(why);
         break;
       case Phase::kOver:
         break;
@@ -93,7 +97,7 @@ void SharedExchanges::OnEnd(int process) {
   std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> lost;  // by run
   for (const MeetingPtr& meeting : its) {
     FreeIfDone(meeting.get());
-    if (meeting->phase >= Phase::kPulling || meeting->participants[process].is_ready) continue;
+    if (!meeting->Misses(process)) continue;
     lost.try_emplace(meeting->key.run_id,
                      Status{StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))},
                      meeting->deadline);
@@ -116,7 +120,8 @@ void SharedExchanges::Watch() {
     next_wake_ = failed_runs_.Forget(now);
     std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> late;  // by run
     for (const auto& [id, meeting] : meetings_) {
-      if (meeting->phase != Phase::kMeeting && meeting->phase != Phase::kWaiting) continue;
+      const Phase phase = meeting->phase;
+      if (phase == Phase::kStaging || phase == Phase::kPulling || phase == Phase::kOver) continue;
       // Nobody waits here: the processes whose ranks do know more, and will tell.
       if (!meeting->has_exchange) continue;
       if (meeting->expires > now) {

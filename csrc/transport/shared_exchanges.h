@@ -59,12 +59,18 @@ class SharedExchanges final : public Transport {
   // A planner that throws (no memory for a plan of very many pieces) fails every rank too.
   Status Plan(SharedMeeting* meeting);
 
+  // For pieces of `meeting` that wait for ranks of other processes.
+  Elsewhere ElsewhereOf(SharedMeeting* meeting);
+
   // What a rank elsewhere brings, with its arrays where this process reads them.
   Status ReadRank(SharedMeeting* meeting, int rank);
   void RunAll(int64_t num_tasks, std::function<void(int64_t)> run, std::function<void()> then);
   void EndStaging(const MeetingPtr& meeting);
   void Pull(const MeetingPtr& meeting);
+  // Pieces that wait for one another, each on a thread of its own.
+  void RunAtOnce(const MeetingPtr& meeting);
   void EndPulling(const MeetingPtr& meeting);
+  void EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
   void EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
 
   // ---- The end, again with the lock held. The ranks of this process are handed back to be told.
@@ -91,6 +97,8 @@ class SharedExchanges final : public Transport {
   void OnMessage(int process, const std::string& bytes);
   void OnAnnouncement(int process, const Announcement& announcement);
   void OnReady(int process, int64_t id);
+  void OnSignal(const SignalNotice& notice);
+  void OnOver(int process, int64_t id);
   void OnDone(int process, int64_t id);
 
   // What a process that has ended has staged can still be read; what it has not, never comes.

@@ -63,6 +63,31 @@ bool SharedMeeting::AllReady() const {
   return true;
 }
 
+bool SharedMeeting::AllOver() const {
+  for (const auto& [process, participant] : participants) {
+    if (!participant.is_over) return false;
+  }
+  return true;
+}
+
+bool SharedMeeting::Misses(int process) const {
+  const Participant& its = participants.at(process);
+  switch (phase) {
+    case Phase::kMeeting:
+    case Phase::kStaging:  // what there is to do is not known yet
+      return !its.is_ready;
+    case Phase::kWaiting:
+      return work.tasks_wait ? !its.is_over : !its.is_ready;
+    case Phase::kPulling:
+      return work.tasks_wait && !its.is_over;
+    case Phase::kEnding:
+      return !its.is_over;
+    case Phase::kOver:
+      return false;
+  }
+  return false;
+}
+
 bool SharedMeeting::AllDone() const {
   for (const auto& [process, participant] : participants) {
     if (!participant.is_done) return false;
@@ -89,13 +114,15 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
                     const std::function<int64_t(int)>& pid_of) {
   std::ostringstream message;
   message << meeting.op << ": deadline of " << meeting.deadline.count() << " ms passed: ";
-  if (meeting.phase == Phase::kWaiting) {
+  if (meeting.phase == Phase::kWaiting || meeting.phase == Phase::kEnding) {
+    const bool is_ending = meeting.phase == Phase::kEnding;
     message << "all ranks arrived, but of ";
     const char* separator = "";
     for (const auto& [process, participant] : meeting.participants) {
-      if (participant.is_ready) continue;
-      message << separator << ProcessName(process, pid_of(process)) << " the rows of ranks "
-              << RanksOf(meeting, process) << " did not come";
+      if (is_ending ? participant.is_over : participant.is_ready) continue;
+      message << separator << ProcessName(process, pid_of(process))
+              << (is_ending ? " the parts of ranks " : " the rows of ranks ")
+              << RanksOf(meeting, process) << (is_ending ? " are not done" : " did not come");
       separator = ", of ";
     }
     message << ". See whether it is stopped or the machine overloaded, or pass a longer deadline.";

@@ -19,7 +19,8 @@ enum class Phase : uint8_t {
   kMeeting,  // ranks are missing
   kStaging,  // rows are being copied to where ranks elsewhere read them
   kWaiting,  // for the other processes' rows
-  kPulling,  // rows come to the ranks of this process
+  kPulling,  // rows come to the ranks of this process, or pieces of work wait for those elsewhere
+  kEnding,   // these have succeeded; for those of the other processes
   kOver,     // its ranks have been told; others may still read this process's rows
 };
 
@@ -50,6 +51,7 @@ struct SharedMeeting {
   struct Participant {
     int64_t meeting = -1;  // the exchange, as that process numbers it; -1: it has announced nothing
     bool is_ready = false;  // its rows lie where ranks of this process read them
+    bool is_over = false;   // its pieces of work have succeeded
     bool is_done = false;   // it reads no rows of this process any more
   };
   std::map<int, Participant> participants;
@@ -60,6 +62,9 @@ struct SharedMeeting {
 
   int num_ranks() const { return static_cast<int>(arrived.size()); }
   bool AllReady() const;
+  bool AllOver() const;
+  // Whether this process misses something that `process`, which has ended, did not do.
+  bool Misses(int process) const;
   bool AllDone() const;
 };
 

@@ -24,6 +24,14 @@ void SharedExchanges::OnMessage(int process, const std::string& bytes) {
     case MessageKind::kReady:
       if (FromBytes(bytes, &id)) OnReady(process, id);
       return;
+    case MessageKind::kSignal: {
+      SignalNotice notice;
+      if (FromBytes(bytes, &notice)) OnSignal(notice);
+      return;
+    }
+    case MessageKind::kOver:
+      if (FromBytes(bytes, &id)) OnOver(process, id);
+      return;
     case MessageKind::kDone:
       if (FromBytes(bytes, &id)) OnDone(process, id);
       return;
@@ -90,6 +98,29 @@ void SharedExchanges::OnReady(int process, int64_t id) {
   meeting->phase = Phase::kPulling;
   lock.unlock();
   pool_.Run([this, meeting] { Pull(meeting); });
+}
+
+// Before all processes are ready none of them signals, so the work is there.
+void SharedExchanges::OnSignal(const SignalNotice& notice) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = meetings_.find(notice.meeting);
+  if (found == meetings_.end()) return;
+  const SharedMeeting& meeting = *found->second;
+  const bool is_known = meeting.phase == Phase::kWaiting || meeting.phase == Phase::kPulling;
+  if (is_known && meeting.work.add) meeting.work.add(notice.rank, notice.counter);
+}
+
+void SharedExchanges::OnOver(int process, int64_t id) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = meetings_.find(id);
+  if (found == meetings_.end()) return;
+  const MeetingPtr meeting = found->second;
+  SharedMeeting::Participant& its = meeting->participants[process];
+  its.is_over = its.is_done = true;
+  FreeIfDone(meeting.get());
+  if (meeting->phase == Phase::kEnding && meeting->AllOver()) {
+    EndWell(std::move(lock), meeting.get());
+  }
 }
 
 void SharedExchanges::OnDone(int process, int64_t id) {

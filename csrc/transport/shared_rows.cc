@@ -55,22 +55,35 @@ Status SharedExchanges::Plan(SharedMeeting* meeting) {
       if (meeting->process[rank] == process_) continue;
       if (Status status = ReadRank(meeting, rank); !status.ok()) return status;
     }
+    meeting->work.elsewhere = ElsewhereOf(meeting);
     Status status = exchange.planner(meeting->contributions, &meeting->work);
-    if (!status.ok()) return status;
-    if (meeting->work.tasks_wait) {
-      return {StatusCode::kInternal,
-              exchange.op +
-                  ": its pieces wait for one another, which this transport does not "
-                  "offer between processes. Pass implementation='xla'."};
-    }
+    std::vector<SharedRange> written = meeting->work.written;
     for (const StagedCopy& copy : meeting->work.staging) {
-      status = arena_.Commit(copy.to - arena_.at(0), copy.num_bytes);
-      if (!status.ok()) return {status.code, exchange.op + ": " + status.message};
+      written.push_back({copy.to, copy.num_bytes});
+    }
+    for (const SharedRange& range : written) {
+      if (!status.ok()) return status;
+      status = arena_.Commit(range.begin - arena_.at(0), range.num_bytes);
+      if (!status.ok()) status.message = exchange.op + ": " + status.message;
     }
     return status;
   } catch (const std::exception& error) {
     return {StatusCode::kInternal, exchange.op + ": planning the copies threw " + error.what()};
   }
+}
+
+Elsewhere SharedExchanges::ElsewhereOf(SharedMeeting* meeting) {
+  Elsewhere elsewhere;
+  for (const int process : meeting->process) elsewhere.holds.push_back(process != process_);
+  elsewhere.add = [this, meeting](int rank, int counter) {
+    const int process = meeting->process[rank];
+    links_.Send(process,
+                ToBytes(SignalNotice{meeting->participants.at(process).meeting, rank, counter}));
+  };
+  elsewhere.name = [this, meeting](int rank) {
+    return ProcessName(meeting->process[rank], links_.pid(meeting->process[rank]));
+  };
+  return elsewhere;
 }
 
 Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
@@ -124,6 +137,9 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
   WakeBy(meeting->expires);
   for (const auto& [process, participant] : meeting->participants) {
     links_.Send(process, ToBytes(MessageKind::kReady, participant.meeting));
+    if (!ended_.count(process) || !meeting->Misses(process)) continue;
+    meeting->failure = {StatusCode::kInternal, WhyLost(*meeting, process, links_.pid(process))};
+    return EndFailed(std::move(lock), meeting.get());
   }
   if (!meeting->AllReady()) return;
   meeting->phase = Phase::kPulling;
@@ -132,15 +148,43 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
 }
 
 void SharedExchanges::Pull(const MeetingPtr& meeting) {
+  if (meeting->work.tasks_wait) return RunAtOnce(meeting);
   RunAll(
       meeting->work.num_tasks, [meeting](int64_t task) { meeting->work.run(task); },
       [this, meeting] { EndPulling(meeting); });
 }
 
+void SharedExchanges::RunAtOnce(const MeetingPtr& meeting) {
+  const int64_t num_tasks = meeting->work.num_tasks;
+  if (num_tasks == 0) return EndPulling(meeting);
+  auto num_open = std::make_shared<std::atomic<int64_t>>(num_tasks);
+  for (int64_t task = 0; task < num_tasks; ++task) {
+    pool_.Run([this, meeting, task, num_open] {
+      meeting->work.run(task);
+      if (num_open->fetch_sub(1) == 1) EndPulling(meeting);
+    });
+  }
+}
+
 void SharedExchanges::EndPulling(const MeetingPtr& meeting) {
+  const Status status = meeting->work.outcome ? meeting->work.outcome() : Status::Ok();
   std::unique_lock<std::mutex> lock(mutex_);
+  if (meeting->failure.ok()) meeting->failure = status;
   if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
-  std::vector<Completion> completions = Close(meeting.get());
+  if (meeting->work.tasks_wait) {  // which fail alone: their ranks succeed when all others do
+    meeting->phase = Phase::kEnding;
+    meeting->expires = Clock::now() + meeting->deadline;
+    WakeBy(meeting->expires);
+    for (const auto& [process, participant] : meeting->participants) {
+      links_.Send(process, ToBytes(MessageKind::kOver, participant.meeting));
+    }
+    if (!meeting->AllOver()) return;
+  }
+  EndWell(std::move(lock), meeting.get());
+}
+
+void SharedExchanges::EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting) {
+  std::vector<Completion> completions = Close(meeting);
   lock.unlock();
   CompleteEach(pool_, std::move(completions), Status::Ok());
 }

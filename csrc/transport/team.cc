@@ -1,4 +1,5 @@
-// Streams of ranks that are threads of one process: recorded, then run, each on its own thread.
+// Streams of ranks, recorded, then run, each on its own thread. Of ranks in other processes only
+// what they put to ranks here runs here: these fetch it.
 #include "transport/team.h"
 
 #include <atomic>
@@ -33,16 +34,23 @@ void CopyRows(const std::vector<RowCopy>& pieces) {
 // one takes.
 class Team::RankCounters final : public Counters {
  public:
-  RankCounters(Team* team, int rank, int num_signals)
-      : team_(team), rank_(rank), counts_(num_signals, 0) {}
+  RankCounters(Team* team, int rank, int num_counters)
+      : team_(team), rank_(rank), counts_(num_counters, 0) {}
 
   void Add(int rank, const Signal& signal) override {
-    RankCounters& other = *team_->counters_[rank];
-    {
-      std::lock_guard<std::mutex> lock(other.mutex_);
-      ++other.counts_[signal.index];
+    if (team_->elsewhere_.Holds(rank)) {
+      team_->elsewhere_.add(rank, signal.index);
+    } else {
+      team_->Add(rank, signal.index);
     }
-    other.changed_.notify_all();
+  }
+
+  void Count(int counter) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++counts_[counter];
+    }
+    changed_.notify_all();
   }
 
   bool WaitFor(const Signal& signal, int64_t count, int peer) override {
@@ -51,10 +59,10 @@ class Team::RankCounters final : public Counters {
     if (!changed_.wait_for(lock, team_->deadline_, is_over)) {
       std::ostringstream message;
       message << team_->op_ << ": rank " << rank_ << " waited " << team_->deadline_.count()
-              << " ms for rank " << peer << ", signal '" << signal.name << "': expected " << count
-              << ", seen " << counts_[signal.index]
-              << ". The rank has arrived, but its part is not done: see whether the machine is "
-                 "overloaded, or pass a longer deadline.";
+              << " ms for rank " << team_->NameOf(peer) << ", signal '" << signal.name
+              << "': expected " << count << ", seen " << counts_[signal.index]
+              << ". The rank has arrived, but its part is not done: see whether it is stopped or "
+                 "the machine overloaded, or pass a longer deadline.";
       lock.unlock();
       team_->Fail({StatusCode::kDeadlineExceeded, message.str()});
       return false;
@@ -81,9 +89,11 @@ class Team::RankCounters final : public Counters {
 
 class Team::RecordedStream final : public Stream {
  public:
-  RecordedStream(Team* team, int rank) : team_(team), rank_(rank) {}
+  RecordedStream(Team* team, int rank)
+      : team_(team), rank_(rank), is_elsewhere_(team->elsewhere_.Holds(rank)) {}
 
   void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
+    if (is_elsewhere_) return;
     steps_.push_back([this, kind, name = std::move(name), work = std::move(work)] {
       const SpanScope span(team_->op_, team_->group_, rank_, kind, name);
       work(*team_->counters_[rank_]);
@@ -91,19 +101,29 @@ class Team::RecordedStream final : public Stream {
     });
   }
 
+  // Ranks of two processes do not write each other's memory: the peer is told, and fetches.
   void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
-    steps_.push_back([this, name = std::move(name), peer, pieces = std::move(pieces),
+    if (team_->elsewhere_.Holds(peer)) return Add(peer, team_->Fetchable(signal));
+    if (is_elsewhere_) {
+      steps_.push_back([this, peer, fetchable = team_->Fetchable(signal)] {
+        return team_->counters_[peer]->WaitFor(fetchable, 1, rank_);
+      });
+      name += " from rank " + std::to_string(rank_);
+    }
+    const int copier = is_elsewhere_ ? peer : rank_;
+    steps_.push_back([this, copier, name = std::move(name), peer, pieces = std::move(pieces),
                       signal = std::move(signal)] {
       {
-        const SpanScope span(team_->op_, team_->group_, rank_, SpanKind::kCommunication, name);
+        const SpanScope span(team_->op_, team_->group_, copier, SpanKind::kCommunication, name);
         team_->link_(pieces);
       }
-      team_->counters_[rank_]->Add(peer, signal);
+      team_->counters_[copier]->Add(peer, signal);
       return true;
     });
   }
 
   void Add(int peer, Signal signal) override {
+    if (is_elsewhere_) return;  // its process tells this one
     steps_.push_back([this, peer, signal = std::move(signal)] {
       team_->counters_[rank_]->Add(peer, signal);
       return true;
@@ -111,6 +131,7 @@ class Team::RecordedStream final : public Stream {
   }
 
   void Wait(Signal signal, int64_t count, int peer) override {
+    if (is_elsewhere_) return;
     steps_.push_back([this, signal = std::move(signal), count, peer] {
       return team_->counters_[rank_]->WaitFor(signal, count, peer);
     });
@@ -132,14 +153,20 @@ class Team::RecordedStream final : public Stream {
  private:
   Team* const team_;
   const int rank_;
+  const bool is_elsewhere_;
   std::vector<std::function<bool()>> steps_;  // false: the stream ends here
 };
 
 Team::Team(std::string op, int group, int num_ranks, int num_signals,
-           std::chrono::milliseconds deadline, Link link)
-    : op_(std::move(op)), group_(group), deadline_(deadline), link_(std::move(link)) {
+           std::chrono::milliseconds deadline, Link link, Elsewhere elsewhere)
+    : op_(std::move(op)),
+      group_(group),
+      num_signals_(num_signals),
+      deadline_(deadline),
+      link_(std::move(link)),
+      elsewhere_(std::move(elsewhere)) {
   for (int rank = 0; rank < num_ranks; ++rank) {
-    counters_.push_back(std::make_unique<RankCounters>(this, rank, num_signals));
+    counters_.push_back(std::make_unique<RankCounters>(this, rank, 2 * num_signals));
     for (int i = 0; i < kStreamsPerRank; ++i) {
       streams_.push_back(std::make_unique<RecordedStream>(this, rank));
     }
@@ -165,6 +192,21 @@ void Team::Run(int task) { streams_[task]->RunAll(); }
 Status Team::status() {
   std::lock_guard<std::mutex> lock(mutex_);
   return status_;
+}
+
+void Team::Add(int rank, int counter) {
+  const bool is_one = rank >= 0 && rank < static_cast<int>(counters_.size()) && counter >= 0 &&
+                      counter < 2 * num_signals_;
+  if (is_one) counters_[rank]->Count(counter);
+}
+
+Signal Team::Fetchable(const Signal& signal) const {
+  return {num_signals_ + signal.index, signal.name};
+}
+
+std::string Team::NameOf(int rank) const {
+  const std::string number = std::to_string(rank);
+  return elsewhere_.Holds(rank) ? number + " of " + elsewhere_.name(rank) : number;
 }
 
 void Team::Fail(Status status) {

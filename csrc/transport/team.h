@@ -1,4 +1,5 @@
-// Streams of ranks that are threads of one process: recorded, then run, each on its own thread.
+// Streams of ranks, recorded, then run, each on its own thread. Of ranks in other processes only
+// what they put to ranks here runs here: these fetch it.
 #pragma once
 
 #include <chrono>
@@ -24,7 +25,7 @@ void CopyRows(const std::vector<RowCopy>& pieces);
 class Team {
  public:
   Team(std::string op, int group, int num_ranks, int num_signals,
-       std::chrono::milliseconds deadline, Link link = CopyRows);
+       std::chrono::milliseconds deadline, Link link = CopyRows, Elsewhere elsewhere = {});
   ~Team();
 
   RankStreams streams(int rank);
@@ -38,16 +39,27 @@ class Team {
   // Of all ranks; final when all tasks have ended.
   Status status();
 
+  // A rank elsewhere has added to a counter of a rank here. What is none is ignored.
+  void Add(int rank, int counter);
+
+  // Ends all waiting. The first one says why.
+  void Fail(Status status);
+
  private:
   class RankCounters;
   class RecordedStream;
 
-  void Fail(Status status);
+  // Behind the signals there is a counter for each of them: what is put with it lies where its rank
+  // has it, and can be fetched.
+  Signal Fetchable(const Signal& signal) const;
+  std::string NameOf(int rank) const;
 
   const std::string op_;
   const int group_;
+  const int num_signals_;
   const std::chrono::milliseconds deadline_;
   const Link link_;
+  const Elsewhere elsewhere_;
   std::mutex mutex_;
   Status status_;
   std::vector<std::unique_ptr<RankCounters>> counters_;

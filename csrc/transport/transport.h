@@ -67,6 +67,24 @@ struct StagedCopy {
   int64_t num_bytes;
 };
 
+// Memory that pieces of work write and ranks of other processes read where it is.
+struct SharedRange {
+  char* begin;
+  int64_t num_bytes;
+};
+
+// Ranks of other processes, for pieces of work that wait for them: counters of theirs can be added
+// to, their memory only read.
+struct Elsewhere {
+  std::vector<bool> holds;  // by rank; none: all ranks are here
+  // Tells the process of `rank`, which calls `WorkList::add`. What has been written before is seen
+  // by who has waited for it.
+  std::function<void(int rank, int counter)> add = {};
+  std::function<std::string(int rank)> name = {};  // of its process, for messages
+
+  bool Holds(int rank) const { return !holds.empty() && holds[rank]; }
+};
+
 // Pieces of work, each run exactly once. They must not throw.
 struct WorkList {
   int64_t num_tasks = 0;
@@ -74,6 +92,7 @@ struct WorkList {
 
   // Made before, and before any rank elsewhere runs its pieces.
   std::vector<StagedCopy> staging = {};
+  std::vector<SharedRange> written = {};
 
   // Whether pieces wait for one another: all of them then run at the same time, each on a thread of
   // its own. Otherwise any thread may run any piece, and none may wait.
@@ -82,6 +101,13 @@ struct WorkList {
   std::function<void(std::function<void()> begin)> gate = {};
   // What became of it, asked when the last piece is over; none: it succeeded.
   std::function<Status()> outcome = {};
+
+  // ---- Of pieces that wait for ranks of other processes.
+  Elsewhere elsewhere = {};  // in: known to the planner
+  // A rank elsewhere has added to a counter of a rank here. Does not wait.
+  std::function<void(int rank, int counter)> add = {};
+  // Ends all waiting: what is waited for will not come.
+  std::function<void(const Status&)> fail = {};
 };
 
 // Looks at the contributions of all ranks together, in rank order: either all of them are valid and

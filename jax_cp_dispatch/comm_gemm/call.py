@@ -101,7 +101,7 @@ class GemmCall:
       fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
         product times GELU's derivative at `gelu_input`.
       use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
-      implementation: None, "in_process" or "xla".
+      implementation: None, "in_process", "shared_memory" or "xla".
       deadline_ms: milliseconds that a rank waits for another.
       open_axes: mesh axes that the lowering has to make manual.
     """

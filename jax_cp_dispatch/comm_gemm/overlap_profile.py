@@ -66,13 +66,14 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     """Runs a compiled program twice and tells what its overlapped GEMMs did the second time.
 
     Call on the host. Concerns every call of `all_gather_matmul`, `matmul_reduce_scatter` and `gemm`
-    with a buffer that this process runs meanwhile, on the in-process transport.
+    with a buffer that this process runs meanwhile on the package's transports. Of several processes
+    each sees its own ranks, which fetch what others send; all of them have to call it.
 
     Args:
       fn: a function under `jax.jit`.
       operands: its arguments.
     Raises:
-      ValueError: nothing was recorded: the program has no such call, or not on this transport; its
+      ValueError: nothing was recorded: the program has no such call, or from XLA's collectives; its
         calls are over several axes.
     """
     jax.block_until_ready(fn(*operands))
@@ -83,8 +84,8 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
         recorded = runtime.native.stop_spans()
     if not recorded:
         raise ValueError(
-            "overlap_profile: the program ran no GEMM with communication on the in-process "
-            "transport. See available_implementations()."
+            "overlap_profile: the program ran no GEMM with communication on a transport of this "
+            "package. See available_implementations()."
         )
     axes = {op.split(" over ")[-1] for op, *_ in recorded}
     if len(axes) > 1:

@@ -67,10 +67,8 @@ def _lower(ctx, *operands, call: GemmCall, names):
             functools.partial(_with_all_axes_manual, call=call, names=names), multiple_results=True
         )(ctx, *operands)
     platforms = ctx.module_context.platforms
-    by_transport = choose_implementation(
-        call.op, call.implementation, platforms, has_streams=bool(call.axis_names)
-    )
-    if by_transport == "xla":
+    transport = choose_implementation(call.op, call.implementation, platforms)
+    if transport == "xla":
         by_xla = lambda *operands: _written(gemm_by_xla(call, _operands(operands, names)))
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
     num_devices = jax.local_device_count("cpu")
@@ -78,6 +76,8 @@ def _lower(ctx, *operands, call: GemmCall, names):
     if num_devices > 1:
         keep_freed_memory()
     load_blas()
+    if transport == "shared_memory":
+        num_devices = jax.device_count("cpu")  # all of them are on this host
     return _lower_custom_call(ctx, *operands, call=call, names=names, num_devices=num_devices)
 
 
@@ -132,9 +132,16 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
 
 
 def _what(call: GemmCall) -> str:
-    """The operation and what of it the shapes do not tell."""
+    """The operation and all of it that the shapes do not tell: who differs in it does not meet."""
     kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
-    return f"{call.op} ({kind}) of rows {list(call.row_counts)}"
+    said = {"op", "axis", "num_ranks", "comm_type", "comm_overlap_method", "row_counts"}
+    of_a_rank = {"deadline_ms", "num_threads"}
+    others = [
+        name if value is True else f"{name} {value}"
+        for name, value in call.attributes(num_threads=1).items()
+        if name not in said | of_a_rank and value
+    ]
+    return f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
 
 
 def _place_on(axes):

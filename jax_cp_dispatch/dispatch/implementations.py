@@ -55,15 +55,12 @@ def available_implementations() -> dict[str, Implementation]:
     }
 
 
-def choose_implementation(
-    op: str, wanted: str | None, platforms: Sequence[str], *, has_streams: bool = False
-) -> str:
+def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str]) -> str:
     """The implementation of a program that is lowered for `platforms`.
 
     Args:
       op: begins the message of an error.
       wanted: what the caller asked for; None chooses.
-      has_streams: the program needs put, signal and wait, which are not offered between processes.
     Raises:
       ValueError: `wanted` is no implementation.
       NotImplementedError: `wanted` cannot serve these platforms.
@@ -71,10 +68,6 @@ def choose_implementation(
     if wanted in GPU_IMPLEMENTATIONS or (wanted is None and set(platforms) == {"cuda"}):
         return _choose_for_gpus(op, wanted, platforms)
     lacks = {name: lacks(platforms) for name, lacks in _LACKS.items()}
-    if has_streams and lacks["shared_memory"] is None:
-        lacks["shared_memory"] = (
-            "there are several processes, between which GEMMs are not overlapped yet"
-        )
     if wanted is None:
         for name, missing in lacks.items():
             if missing is None:

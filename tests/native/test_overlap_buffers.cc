@@ -33,7 +33,7 @@ OverlapBufferSpec Spec(const char* parameters, int64_t rank_bytes = 64) {
 
 std::shared_ptr<OverlapBufferLease> Lease(int64_t id, int64_t group = 0) {
   std::shared_ptr<OverlapBufferLease> lease;
-  CHECK(Registry().Lease("call", id, group, &lease).ok());
+  CHECK(Registry().Lease("call", id, group, true, &lease).ok());
   return lease;
 }
 
@@ -53,8 +53,9 @@ void DestroyedAsOftenAsCreated() {
   CHECK(Contains(Registry().Destroy("destroy", 1), "destroy: buffer 1 has been destroyed."));
   CHECK(Contains(Registry().Find("find", 1, &spec), "find: buffer 1 has been destroyed."));
   std::shared_ptr<OverlapBufferLease> lease;
-  CHECK(Contains(Registry().Lease("call", 1, 0, &lease), "call: buffer 1 has been destroyed."));
-  CHECK(Contains(Registry().Lease("call", 2, 0, &lease), "call: there is no buffer 2."));
+  CHECK(
+      Contains(Registry().Lease("call", 1, 0, true, &lease), "call: buffer 1 has been destroyed."));
+  CHECK(Contains(Registry().Lease("call", 2, 0, true, &lease), "call: there is no buffer 2."));
   CHECK(!lease);
   CHECK(Registry().Create("create", 1, Spec("b")).ok());  // the id is free for something else
   CHECK(Registry().DestroyAll("destroy").ok());
@@ -104,7 +105,8 @@ void CallsOfAGroupShareItsMemory() {
 void NoMemoryIsAnError() {
   CHECK(Registry().Create("create", 1, Spec("a", int64_t{1} << 60)).ok());
   std::shared_ptr<OverlapBufferLease> lease;
-  CHECK(Contains(Registry().Lease("call", 1, 0, &lease), "call: no memory for buffer 1: 2 ranks"));
+  CHECK(Contains(Registry().Lease("call", 1, 0, true, &lease),
+                 "call: no memory for buffer 1: 2 ranks"));
   CHECK(!lease && Registry().List()[0].second.num_in_use == 0);
   CHECK(Registry().Destroy("destroy", 1).ok());
 }

@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import jax
 import numpy as np
 from movement_oracle import dispatched
-from suite import AXIS, check, draw, mesh_of_all, on_ranks, place, plan_of
+from places import AXIS, check, draw, mesh_of_all, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
 from jax_cp_dispatch.processes import coordination

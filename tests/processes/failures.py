@@ -2,9 +2,10 @@
 
     python -m jax_cp_dispatch.launch --processes 4 tests/processes/failures.py --trials 9 late stop
 
-In each trial one process, the victim, fails while all others call; then all that are alive make an
-exchange that has to be right. Prints the trials that went as they should, of each kind. A killed
-process stays dead, so there are at most as many of these trials as leave two processes.
+In each trial one process, the victim, fails while all others call a dispatch, or an overlapped GEMM
+if the kind begins with "gemm"; then all that are alive make an exchange that has to be right.
+Prints the trials that went as they should, of each kind. A killed process stays dead, so there are
+at most as many of these trials as leave two processes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from movement_oracle import dispatched
-from suite import AXIS, T, check, draw, on_ranks, place, plan_of
+from places import AXIS, T, check, draw, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
 
@@ -45,6 +46,20 @@ TOLD = {
     r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
     "kill": r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended",
 }
+RING, PIPELINE = (
+    rf"matmul_reduce_scatter \(RS, {name}\) of rows \[.*\], "
+    for name in ("RING_EXCHANGE", "PIPELINE")
+)
+ANOTHER = "Seen: it came to another call: "
+TOLD |= {
+    "gemm late": TOLD["late"],
+    "gemm shapes": rf"Expected rank {{rank}} in: {RING}.*8,5\].*{ANOTHER}{RING}.*8,6\]",
+    "gemm method": rf"Expected rank {{rank}} in: {RING}.*{ANOTHER}{PIPELINE}",
+    "gemm stop": TOLD["stop"]
+    + r"|(waited 1500 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)"
+    r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
+    "gemm kill": TOLD["kill"],
+}
 
 
 class Job:
@@ -64,12 +79,15 @@ class Job:
         self.bad_metadata = self.on_mesh(bad)
         self.program = self.dispatch(self.capacity)
         self.other_shapes = self.dispatch(self.capacity + 1)
+        self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
+        self.product = self.multiply(5)
         # All call these two: programs that not all have called equally often never meet again.
         self.checked = self.dispatch(self.capacity + 2)
         self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
         # Here for all: a program that is first called from other lines is another one to JAX.
         self.call(self.checked)
         self.call(self.program)
+        self.call(self.product, *self.matrices)
 
     def on_mesh(self, fields):
         return jax.tree.map(lambda a: place(a, self.mesh), cp.Metadata(**fields))
@@ -78,8 +96,28 @@ class Job:
         options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
         return on_ranks(lambda x, m: cp.dispatch(x, m, **options), self.mesh)
 
-    def call(self, program):
-        jax.block_until_ready(program(self.here, self.metadata))
+    def multiply(self, num_columns, method="ring"):
+        """The tokens of all ranks with a weight, by rows; its columns are as many as asked for."""
+
+        def local(x, w):
+            x = jax.numpy.tile(x, (self.num_ranks, 1))
+            return cp.matmul_reduce_scatter(
+                x, w[:8, :num_columns], axis_name=AXIS, method=method, deadline=DEADLINE
+            )
+
+        return on_ranks(local, self.mesh)
+
+    def call(self, program, *operands):
+        jax.block_until_ready(program(*(operands or (self.here, self.metadata))))
+
+    def call_of(self, kind):
+        """What the others call while the victim fails."""
+        if kind.startswith("gemm"):
+            self.call(self.product, *self.matrices)
+        elif kind == "metadata":
+            self.call(lambda x, m: self.checked(x, self.bad_metadata))
+        else:
+            self.call(self.program)
 
     def prove(self):
         """All that are alive exchange, and begin the next trial together."""
@@ -90,9 +128,9 @@ class Job:
 
 def fail(kind, job, pid):
     """What the victim does. Raises what its own call raises."""
-    if kind == "late":
+    if kind in ("late", "gemm late"):
         time.sleep(DEADLINE + 0.3)
-        job.call(job.program)
+        job.call_of(kind)
     elif kind == "raises":
         try:
             raise ZeroDivisionError
@@ -101,6 +139,10 @@ def fail(kind, job, pid):
         raise jax.errors.JaxRuntimeError("its own error, before the call")
     elif kind == "shapes":
         job.call(job.other_shapes)
+    elif kind == "gemm shapes":
+        job.call(job.multiply(6), *job.matrices)
+    elif kind == "gemm method":
+        job.call(job.multiply(5, method="pipeline"), *job.matrices)
     elif kind == "operation":
         num_rows = job.capacity
         bring = on_ranks(
@@ -118,12 +160,12 @@ def fail(kind, job, pid):
             on_ranks(lambda x, m: cp.dispatch_qkv(x, x, m, m, **capacities, **options), job.mesh)
         )
     elif kind == "metadata":
-        job.call(lambda x, m: job.checked(x, job.bad_metadata))
+        job.call_of(kind)
     else:
-        number = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[kind]
+        number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
         while True:
-            job.call(job.program)
+            job.call_of(kind)
 
 
 def trial(kind, job, pids):
@@ -135,20 +177,18 @@ def trial(kind, job, pids):
     try:
         if here == victim:
             fail(kind, job, pids[victim])
-        elif kind == "metadata":
-            job.call(lambda x, m: job.checked(x, job.bad_metadata))
         else:
             while True:
-                job.call(job.program)
-                if kind not in ("stop", "kill"):
+                job.call_of(kind)
+                if not kind.endswith(("stop", "kill")):
                     raise AssertionError("the call succeeded")
         error = "none"
     except (jax.errors.JaxRuntimeError, ValueError) as raised:
         error = str(raised)
     seconds = time.monotonic() - begin
-    if kind == "stop" and here == 0:
+    if kind.endswith("stop") and here == 0:
         os.kill(pids[victim], signal.SIGCONT)
-    if kind == "kill":
+    if kind.endswith("kill"):
         job = Job(job.processes[:-1])
     job.prove()
     told = TOLD[kind].format(rank=rank, process=victim, pid=pids[victim])
@@ -169,7 +209,9 @@ def main():
     pids = [int(pid) for pid in heard]
     wrong = 0
     for kind in options.kinds:
-        trials = min(options.trials, len(job.processes) - 2) if kind == "kill" else options.trials
+        trials = options.trials
+        if kind.endswith("kill"):
+            trials = min(trials, len(job.processes) - 2)
         num_right, longest = 0, 0.0
         for _ in range(trials):
             is_right, seconds, job = trial(kind, job, pids)

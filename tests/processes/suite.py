@@ -1,8 +1,9 @@
 """The suite of every operation between processes: run by the launcher in each of them.
 
-    python -m jax_cp_dispatch.launch --processes 2 --devices 4 tests/processes/suite.py [--short]
+    python -m jax_cp_dispatch.launch --processes 2 --devices 4 tests/processes/suite.py
 
-Every process computes what all ranks should have, and compares its own ranks' part.
+Every process computes what all ranks should have, and compares its own ranks' part. Arguments:
+--short, names of tests, and the path of what `gemms.py` has written.
 """
 
 import itertools
@@ -12,64 +13,27 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import gemms
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_oracle import attention, attention_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from movement_oracle import combined, dispatched, random_plan
+from movement_oracle import combined, dispatched
+from places import (
+    AXIS,
+    IS_SHORT,
+    T,
+    all_devices,
+    check,
+    draw,
+    mesh_of_all,
+    on_ranks,
+    place,
+    plan_of,
+)
 
 import jax_cp_dispatch as cp
-
-AXIS = "cp"
-RANKS = P(AXIS)
-S, T = 5, 16
-IS_SHORT = "--short" in sys.argv  # fewer programs to compile
-
-
-def all_devices():
-    """Shuffled alike everywhere: rank, device and process numbers all differ."""
-    devices = np.array(jax.devices())
-    return devices[np.random.default_rng(0).permutation(len(devices))]
-
-
-def mesh_of_all():
-    return Mesh(all_devices(), (AXIS,))
-
-
-def place(x, mesh, spec=RANKS):
-    """An array that every process knows, on the devices of all."""
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-
-
-def check(got, want, exact=True):
-    """Of the ranks of this process."""
-    assert got.shape == want.shape, (got.shape, want.shape)
-    for shard in got.addressable_shards:
-        if exact:
-            np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
-        else:
-            np.testing.assert_allclose(np.asarray(shard.data), want[shard.index], 2e-5, 2e-5)
-
-
-def on_ranks(fn, mesh, spec=RANKS, **options):
-    """`fn(local...)` per rank, from and to arrays with a leading rank axis."""
-
-    def local(*args):
-        return jax.tree.map(lambda a: a[None], fn(*jax.tree.map(lambda a: a[0], args)))
-
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **options))
-
-
-def draw(seed, num_ranks, *shape, dtype: Any = np.float32):
-    """Small integers, whose sums are exact."""
-    return np.random.default_rng(seed).integers(0, 9, (num_ranks, T, *shape)).astype(dtype)
-
-
-def plan_of(seed, num_ranks, replicas=1):
-    plan = random_plan(np.random.default_rng(seed), num_ranks, S, T, replicas)
-    return plan, int(plan["num_total_recv_tokens"].max()) + 2
 
 
 def test_dispatch_and_combine_with_replicas():
@@ -227,18 +191,6 @@ def test_attention():
             check(got, expected.astype(np.float32), exact=False)
 
 
-def test_gemms():
-    """Between processes from XLA's collectives, with a warning; the results are the same."""
-    mesh, W = mesh_of_all(), jax.device_count()
-    rng = np.random.default_rng(0)
-    x, w = rng.integers(0, 5, (4 * W, 6)).astype("f"), rng.integers(0, 5, (6, 2 * W)).astype("f")
-    fn = lambda x, w: cp.all_gather_matmul(x, w, axis_name=AXIS)
-    run = jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=(P(AXIS), P(None, AXIS)), out_specs=P(None, AXIS))
-    )
-    check(run(place(x, mesh), place(w, mesh, P(None, AXIS))), x @ w)
-
-
 def test_a_bad_plan_is_refused_on_all_ranks():
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(8, W)
@@ -267,11 +219,13 @@ def test_choice():
 def main():
     choice = cp.initialize()
     assert choice.implementation == "shared_memory", choice
-    names = [name for name in globals() if name.startswith("test_")]
+    tests = {**globals(), **vars(gemms)}
+    asked = [name for name in sys.argv if name in tests]
+    names = asked or [name for name in tests if name.startswith("test_")]
     for name in names:
-        globals()[name]()
+        tests[name]()
         print(f"{name} ok", flush=True)
-    print(f"{len(names)} ok", flush=True)
+    print(f"all {len(names)} ok", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,278 @@
+"""Overlapped GEMMs between processes: part of the suite, and what one process computes beforehand.
+
+    python -m jax_cp_dispatch.launch --processes 1 --devices 4 tests/processes/gemms.py path.npz
+    python -m jax_cp_dispatch.launch --processes 2 --devices 2 tests/processes/suite.py path.npz
+
+Every method has to be near what NumPy says, and have the same bits as between the ranks of one
+process.
+"""
+
+import itertools
+import pathlib
+import sys
+from functools import partial
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import comm_gemm_oracle as oracle
+import jax
+import numpy as np
+from comm_gemm_cases import (
+    GATHERING,
+    QUICKLY,
+    SCATTERING,
+    K,
+    N,
+    integers,
+    normal,
+    of_gather,
+    of_scatter,
+    with_nan_behind,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from places import AXIS, IS_SHORT, all_devices, check, mesh_of_all, on_ranks, place
+from scaled_matmul_cases import CURRENT, DELAYED, ORACLES, SCALES, of, state_of, value_and_gradients
+
+import jax_cp_dispatch as cp
+from jax_cp_dispatch.comm_gemm import create_comm_overlap_buffer, gemm, list_comm_overlap_buffers
+
+GATHER, SCATTER = cp.all_gather_matmul, cp.matmul_reduce_scatter
+MXFP8 = "MXFP8_1D_SCALING"
+PARTS = ("y", "dx", "dw", "dbias")
+with_ranks: Any = partial(gemm, axis_name=AXIS)
+
+
+def run(program, *operands):
+    return program.lower(*operands).compile(compiler_options=QUICKLY)(*operands)
+
+
+def methods(op, num_ranks):
+    table = GATHERING if op is GATHER else SCATTERING
+    fits = lambda name: name != "xla" and (num_ranks % 2 == 0 or name != "ring, pairs")
+    return {name: partial(op, **options) for name, options in table.items() if fits(name)}
+
+
+# ---- What is computed in one process, too.
+
+
+def counts_of(num_ranks):
+    """Tokens of each rank; the second has none."""
+    return tuple((3 * rank + 2) % 5 for rank in range(num_ranks))
+
+
+def drawn(op, num_ranks):
+    counts = counts_of(num_ranks)
+    if op is GATHER:
+        x, w, bias = of_gather(num_ranks, (2,), max(counts), normal)
+        return with_nan_behind(x, counts), w, bias
+    return of_scatter(num_ranks, (2,), sum(counts), normal)
+
+
+def every_method(op, mesh):
+    """{name: result of all ranks}, of uneven tokens."""
+    counts = counts_of(mesh.size)
+
+    def local(x, w, bias):
+        return {
+            name: fn(x, w, bias=bias, axis_name=AXIS, row_counts=counts)
+            for name, fn in methods(op, mesh.size).items()
+        }
+
+    return run(on_ranks(local, mesh), *(place(a, mesh) for a in drawn(op, mesh.size)))
+
+
+def scaled_programs(num_ranks, is_short=IS_SHORT):
+    """(product, scaling mode, method); derivatives are products, too."""
+    few = [(GATHER, MXFP8, "ring, no copies"), (SCATTER, CURRENT, "ring")]
+    modes = itertools.cycle([MXFP8, DELAYED, CURRENT])
+    every = [(op, next(modes), name) for op in (GATHER, SCATTER) for name in methods(op, num_ranks)]
+    return few if is_short else every
+
+
+def scaled(op, mode, name, mesh):
+    """(y, dx, dw, dbias) of all ranks, from 8-bit operands."""
+    x, w, dy, bias = (place(a, mesh) for a in of(op, mesh.size, (2,), 3))
+    fn = partial(methods(op, mesh.size)[name], axis_name=AXIS, scaling_mode=mode)
+    state = state_of()[0] if mode == DELAYED else None
+    local = lambda x, w, bias, dy: value_and_gradients(fn, x, w, bias, dy, state)[:4]
+    return run(on_ranks(local, mesh), x, w, bias, dy)
+
+
+def write(path, mesh, scaled_ones):
+    """What the ranks of one process compute."""
+    results: dict[str, Any] = {
+        f"{op.__name__} {name}": result
+        for op in (GATHER, SCATTER)
+        for name, result in every_method(op, mesh).items()
+    }
+    for op, mode, name in scaled_ones:
+        for part, result in zip(PARTS, scaled(op, mode, name, mesh), strict=True):
+            results[f"{op.__name__} {mode} {name} {part}"] = result
+    np.savez(path, **results)
+
+
+def check_bits(name, got):
+    """Against what one process has written, if it has."""
+    for path in sys.argv[1:]:
+        if path.endswith(".npz"):
+            want = np.load(path)[name]
+            assert got.shape == want.shape
+            for shard in got.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == want[shard.index].tobytes(), name
+
+
+def near(got, want, name):
+    """Rounded once to float32, from float32 sums."""
+    for shard in got.addressable_shards:
+        of_rank = want[shard.index]
+        atol = 1e-5 * np.abs(want).max(initial=0)
+        np.testing.assert_allclose(np.asarray(shard.data), of_rank, 0, atol, err_msg=name)
+
+
+# ---- The tests.
+
+
+def test_every_method_of_the_products():
+    mesh = mesh_of_all()
+    for op in GATHER, SCATTER:
+        of_numpy = getattr(oracle, op.__name__)
+        want = of_numpy(*drawn(op, mesh.size), counts=counts_of(mesh.size))
+        for name, got in every_method(op, mesh).items():
+            near(got, want, name)
+            check_bits(f"{op.__name__} {name}", got)
+
+
+def test_scaled_products():
+    mesh = mesh_of_all()
+    for op, mode, name in scaled_programs(mesh.size):
+        x, w, dy, bias = of(op, mesh.size, (2,), 3)
+        scales = SCALES if mode == DELAYED else None
+        want = ORACLES[op](x, w, dy, mode, scales=scales, bias=bias)
+        parts = zip(PARTS, scaled(op, mode, name, mesh), want, strict=False)
+        for part, got, expected in parts:
+            near(got, expected, f"{mode} {name} {part}")
+            check_bits(f"{op.__name__} {mode} {name} {part}", got)
+
+
+def test_gemms_with_buffers():
+    """Every type, in groups that live in one process and across; memory is given back."""
+    if jax.device_count() < 4:
+        return buffers_of(mesh_of_all(), 1, jax.device_count())
+    half = jax.device_count() // 2
+    for shape, devices in (((half, 2), np.array(jax.devices())), ((2, half), all_devices())):
+        buffers_of(Mesh(devices.reshape(shape), ("data", AXIS)), *shape)
+    assert all(listed.num_in_use == 0 for listed in list_comm_overlap_buffers().values())
+
+
+def buffers_of(mesh, num_groups, p):
+    def create(kind, method, **options):
+        shape = (p * 3, K) if kind == "AG" else (p * 3, N)
+        return create_comm_overlap_buffer(kind, method, shape, "float32", p, **options)
+
+    gather, bulk = create("AG", "RING_EXCHANGE"), create("AG", "BULK")
+    pipeline = create("RS", "PIPELINE", num_splits=3)
+    atomic = create("AG", "RING_EXCHANGE", atomic_gemm=True)
+    back = create("RS", "RING_EXCHANGE", atomic_gemm=True)
+    bulk_sum = create("RS", "BULK")
+
+    def local(x, whole, w, aux):
+        turned = with_ranks(x, w, comm_overlap=atomic, paired_comm_overlap=back)
+        beside = with_ranks(whole, w, comm_overlap=bulk, aux_in=x)
+        return (
+            *with_ranks(x, w, comm_overlap=gather, return_aux=True),
+            sum(with_ranks(whole + i, w, comm_overlap=pipeline) for i in range(3)),
+            with_ranks(turned, np.eye(N, dtype="f"), comm_overlap=back),
+            *beside,
+            with_ranks(whole, w, comm_overlap=bulk_sum, aux_in=aux)[1],
+        )
+
+    shapes = ((3, K), (p * 3, K), (K, N), (p * 3, N))
+    operands = [integers(seed, num_groups, p, *shape) for seed, shape in enumerate(shapes)]
+    flat = [a.reshape(num_groups * p, *a.shape[2:]) for a in operands]
+    spec = P(tuple(mesh.axis_names))
+    got = run(on_ranks(local, mesh, spec), *(place(a, mesh, spec) for a in flat))
+    want = []
+    for x, whole, w, aux in zip(*operands, strict=True):
+        out, gathered = oracle.engine_gather(x, w)
+        sums = sum(oracle.engine_scatter(whole + i, w) for i in range(3))
+        there_and_back = oracle.bulk_scatter(oracle.all_gather_matmul(x, w))
+        alone = np.einsum("pmk,pkn->pmn", whole, w)
+        moved = oracle.bulk_gather(x), oracle.bulk_scatter(aux)
+        want.append((out, gathered, sums, there_and_back, alone, *moved))
+    for result, groups in zip(got, zip(*want, strict=True), strict=True):
+        check(result, np.concatenate(groups).astype(np.float32))
+
+
+def test_products_in_loops_and_of_global_arrays():
+    """Equal calls that need no order, a loop, and the layer of plain `jit`; gradients are bulk."""
+    mesh = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,))
+    rows, columns = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P(None, AXIS))
+    p = mesh.size
+    x, w, back = integers(0, 2 * p, K), integers(1, K, N * p), integers(2, N * p, K)
+
+    def layer(x, w, back):
+        hidden = cp.all_gather_matmul(x, w, axis_name=AXIS, method="ring", gathered="again")
+        return cp.matmul_reduce_scatter(hidden, back, axis_name=AXIS, method="pipeline")
+
+    def program(x, w, back):
+        independent = sum(i * layer(i * x, w, back) for i in range(1, 4))
+        step = lambda x, _: (layer(x, w, back) % 5, None)
+        return independent, jax.lax.scan(step, x, None, length=3)[0]
+
+    specs = P(AXIS), P(None, AXIS), P(AXIS)
+    inner = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P(AXIS)))
+    operands = [place(a, mesh, spec) for a, spec in zip((x, w, back), specs, strict=True)]
+    one, looped = x @ w @ back, x
+    for _ in range(3):
+        looped = looped @ w @ back % 5
+    for _ in range(2):
+        independent, got = inner(*operands)
+        check(independent, 14 * one)
+        check(got, looped)
+    with jax.set_mesh(mesh):
+        grad = jax.grad(lambda w, x, back: layer(x, w, back).sum())
+        both = lambda x, w, back: (layer(x, w, back), grad(w, x, back))
+        out, dw = jax.jit(both, out_shardings=(rows, columns))(*operands)
+    check(out, one)
+    check(dw, x.T @ np.ones_like(one) @ back.T)
+
+
+def test_profile():
+    """Of the ranks of this process; they fetch what others send."""
+    mesh, p = mesh_of_all(), jax.device_count()
+    fn = on_ranks(lambda x, w: GATHER(x, w, axis_name=AXIS, method="ring"), mesh)
+    operands = place(integers(0, p, 2, K), mesh), place(integers(1, p, K, N), mesh)
+    profile = cp.overlap_profile(fn, *operands)
+    here = {i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()}
+    assert {span.rank for span in profile.spans} == here
+    for rank in here:
+        names = [s.name for s in profile.spans if s.rank == rank and s.kind == "communication"]
+        fetched = mesh.devices.flat[rank - 1].process_index != jax.process_index()
+        assert sum(f"from rank {(rank - 1) % p}" in name for name in names) == (p - 1) * fetched
+
+
+def test_a_buffer_that_one_process_has_destroyed():
+    """All ranks are told, and the next program runs."""
+    mesh, p = mesh_of_all(), jax.device_count()
+    buffer = create_comm_overlap_buffer("RS", "PIPELINE", (p * 7, N), "float32", p)
+    x, w = integers(0, p, p * 3, K), integers(1, p, K, N)
+    program = on_ranks(lambda x, w: with_ranks(x, w, comm_overlap=buffer), mesh)
+    operands = [place(a, mesh) for a in (x, w)]
+    want = oracle.engine_scatter(x, w).astype(np.float32)
+    check(program(*operands), want)
+    if jax.process_index() == jax.process_count() - 1:
+        cp.destroy_comm_overlap_buffer(buffer)
+    try:
+        jax.block_until_ready(program(*operands))
+        raise AssertionError("the call succeeded")
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        assert f"buffer {buffer} has been destroyed" in str(error), error
+    if jax.process_index() == jax.process_count() - 1:
+        create_comm_overlap_buffer("RS", "PIPELINE", (p * 7, N), "float32", p)
+    check(program(*operands), want)
+
+
+if __name__ == "__main__":
+    cp.initialize()
+    write(sys.argv[1], mesh_of_all(), scaled_programs(jax.device_count()))
