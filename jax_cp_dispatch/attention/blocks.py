@@ -3,8 +3,9 @@
 A block is a plain matrix `[rows, features]` of one batch row and one KV head, small enough for the
 caches and large enough for several threads. The G query heads of a KV head lie one after another
 along the rows of a query block, so K and V are never repeated, and all seven products (two forward,
-five backward) are matmuls. Blocked arrays have axes [B*K, blocks, rows, ...] and the accumulator's
-dtype; rows that nobody uses are zero in them, since 0 * NaN is NaN.
+five backward) are matmuls. Blocked arrays have axes [B*K, blocks, rows, ...]: q, k and v in their
+own dtype, which a pass widens if it needs to, all else in the accumulator's. Rows that nobody uses
+are zero in them, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Ranges(NamedTuple):
 class Operands(NamedTuple):
     """Of one call of local attention."""
 
-    q: Array  # [B*K, nq, G*block_q, H], scaled
+    q: Array  # [B*K, nq, G*block_q, H]
     k: Array  # [B*K, nk, block_kv, H]
     v: Array  # [B*K, nk, block_kv, Hv]
     ranges: Ranges
@@ -38,9 +39,8 @@ class Operands(NamedTuple):
 
 
 def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
-    """Widens small floats once, here: on CPU their products are slower than those of float32."""
+    """Blocks of checked operands of `local_attention`."""
     B, (S, K) = q.shape[0], k.shape[1:3]
-    dtype = accumulator(q)
     # Constant ranges are common, and XLA takes seconds to fold what follows from them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
     kv_start, kv_end = (x.astype(jnp.promote_types(x.dtype, jnp.int32)) for x in (kv_start, kv_end))
@@ -55,7 +55,7 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     step = used.astype(jnp.int32)
     edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
     attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
-    k, v = (jnp.where(attended, x.astype(dtype), 0) for x in (k, v))
+    k, v = (jnp.where(attended, x, 0) for x in (k, v))
     return Operands(
         q=cut_queries(options, q, used, K),
         k=to_rows(k, K, options.block_kv),
@@ -79,9 +79,8 @@ def cut_ranges(options: Options, kv_start, kv_end, q_shape, num_groups, num_keys
 
 
 def cut_queries(options: Options, q, used, num_groups):
-    """Query blocks, scaled; zero where `used`, `[B, T]`, is not."""
-    q = jnp.where(used[:, :, None, None], q.astype(accumulator(q)) * options.scale, 0)
-    return to_rows(q, num_groups, options.block_q)
+    """Query blocks; zero where `used`, `[B, T]`, is not."""
+    return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
 
 
 def to_rows(x, num_groups, block, fill: int | float = 0):
@@ -153,6 +152,11 @@ def matmul(x, y, contract):
     """Product over axis `contract[0]` of x and `contract[1]` of y, in full precision."""
     dimensions = ((contract[:1], contract[1:]), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
+
+
+def widen(x):
+    """`x` in the accumulator's dtype: on CPU products of small floats are slower than float32's."""
+    return x.astype(accumulator(x))
 
 
 def accumulator(x):

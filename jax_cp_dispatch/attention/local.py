@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jax_cp_dispatch._varying import vary_alike
-from jax_cp_dispatch.attention.local_backward import backward
-from jax_cp_dispatch.attention.local_forward import forward
+from jax_cp_dispatch._varying import vary_alike, vary_like
+from jax_cp_dispatch.attention.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.local_backward import begin_dq, cut_outcome, finish_dq
 from jax_cp_dispatch.attention.local_options import check, check_ranges
+from jax_cp_dispatch.attention.passes import attend_blocks, gradients_of_blocks
 
 
 def local_attention(
@@ -29,9 +32,9 @@ def local_attention(
     """Attends query row i of a batch row to its key rows `[kv_start[i], kv_end[i])`.
 
     Call anywhere: under `jit`, inside or outside `jax.shard_map` (both values of `check_vma`),
-    under `remat` and `scan`. Nothing of size `T * S` is ever held, and key blocks that no row of a
-    query block names are skipped at run time; under `vmap` all elements wait for the longest, so
-    prefer the axis B for batching. Bitwise repeatable.
+    under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever held, and key blocks that no
+    row of a query block names are skipped at run time. Bitwise repeatable, except on GPUs where
+    cuDNN computes it: see docs/gpu_attention.md.
 
     Query head n reads KV head `n // (N / K)`. Rows that nobody uses are not read: neither key rows
     outside every range nor query rows with an empty range influence a result or a gradient, even
@@ -133,22 +136,53 @@ def local_attention_backward(
         if x is not None and x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
     outcome = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
-    return backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
+    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options, q, k, v, kv_start, kv_end):
-    return forward(options, q, k, v, kv_start, kv_end)
+    return _forward(options, q, k, v, kv_start, kv_end)
 
 
-def _attention_fwd(options, q, k, v, kv_start, kv_end):
-    out, lse = forward(options, q, k, v, kv_start, kv_end)
-    return (out, lse), (q, k, v, kv_start, kv_end, out, lse)
+def _attention_fwd(options, *primals):
+    operands = tuple(primal.value for primal in primals)
+    out, lse = _forward(options, *operands)
+    return (out, lse), (*operands, out, lse)
 
 
 def _attention_bwd(options, residuals, cotangents):
-    grads = backward(options, *residuals, *cotangents)
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        (dout,) = vary_like([jnp.zeros_like(residuals[-2])], residuals[0])
+    dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
+    grads = _backward(options, *residuals, dout, *dlse)
     return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(options, q, k, v, kv_start, kv_end):
+    B, T, N, _ = q.shape
+    S, K, Hv = v.shape[1:]
+    if B * T * S == 0:
+        dtype = accumulator(q)
+        empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        return tuple(vary_like(empty, q))
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    return attend_blocks(options, of.q, of.ranges, of.k, of.v, None).result(q.shape, K)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
+    B, T = q.shape[:2]
+    S, K = k.shape[1:3]
+    if B * T * S == 0:
+        dtype = accumulator(q)
+        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    outcome = cut_outcome(options, of.used, out, lse, dout, dlse, K)
+    dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
+    dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
+    return finish_dq(dq, q.shape, K), dk, dv

@@ -1,4 +1,4 @@
-"""Backward pass of local attention: the probabilities are computed again, block by block.
+"""Backward pass of local attention, blockwise: the probabilities are computed again.
 
 Logits are held transposed, `[block_kv, G * block_q]`: four of the five products then read and
 write them without a transposition; `dq` alone is accumulated transposed.
@@ -6,10 +6,8 @@ write them without a transposition; `dq` alone is accumulated transposed.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -20,29 +18,14 @@ from jax_cp_dispatch.attention.blocks import (
     accumulator,
     block_of,
     cap_logits,
-    cut_operands,
     each_query_block,
     from_rows,
     matmul,
     positions,
     set_block,
     to_rows,
+    widen,
 )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
-    """`(dq, dk, dv)` as `local_attention_backward` returns them, for operands it has checked."""
-    B, T = q.shape[:2]
-    S, K = k.shape[1:3]
-    if B * T * S == 0:
-        dtype = accumulator(q)
-        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
-    of = cut_operands(options, q, k, v, kv_start, kv_end)
-    outcome = cut_outcome(options, of.q.dtype, of.used, out, lse, dout, dlse, K)
-    dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
-    dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
-    return finish_dq(options, dq, q.shape, K), dk, dv
 
 
 class Outcome(NamedTuple):
@@ -54,15 +37,20 @@ class Outcome(NamedTuple):
     dout: Array  # [B*K, nq, G*block_q, Hv]
     lse: Array  # [B*K, nq, G*block_q]; inf, and so p = 0, where there is nothing
     delta: Array  # [B*K, nq, G*block_q]
+    out: Array | None  # [B*K, nq, G*block_q, Hv]; None where delta is not dout . out
 
 
-def cut_outcome(options, dtype, used, out, lse, dout, dlse, num_groups) -> Outcome:
+def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
     """Of arguments of `local_attention_backward`; no gradients where `used`, `[B, T]`, is not."""
+    dtype = accumulator(lse)
     dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
     delta = jnp.sum(dout * out.astype(dtype), axis=-1)
     if dlse is not None:
         delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
+        out = None
+    else:
+        out = to_rows(jnp.where(used[..., None], out, 0), num_groups, options.block_q)
 
     def rows(x, fill: float = 0):
         return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
@@ -71,12 +59,14 @@ def cut_outcome(options, dtype, used, out, lse, dout, dlse, num_groups) -> Outco
         to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
         rows(jnp.where(used, lse, jnp.inf), jnp.inf),
         rows(jnp.where(used, delta, 0)),
+        out,
     )
 
 
-def gradients_of_blocks(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
-    """Adds to `dq`, `[B*K, nq, H, G*block_q]`, what one set of keys gives; and their dk and dv."""
-    k_columns = jnp.swapaxes(k, 2, 3)
+def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+    """`gradients_of_blocks` of `passes.py`."""
+    q, k, v = widen(q) * options.scale, widen(k), widen(v)
+    k_columns = jnp.swapaxes(k, 2, 3) * options.scale
 
     def one_query_block(carry, matrix, i, q, dout, lse, delta, start, end, first, last):
         def add_block(j, carry):
@@ -98,14 +88,14 @@ def gradients_of_blocks(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
         return set_block(dq, matrix, i, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
-    return each_query_block(one_query_block, (dq, *zeros), (q, *outcome, *ranges))
+    return each_query_block(one_query_block, (dq, *zeros), (q, *outcome[:3], *ranges))
 
 
 def begin_dq(q):
     """Nothing, for query blocks q."""
-    return jnp.zeros_like(jnp.swapaxes(q, 2, 3))
+    return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
 
 
-def finish_dq(options, dq, shape, num_groups):
-    """`[B, T, N, H]`. The query blocks carry the factor `scale`, so dk has it already."""
-    return from_rows(jnp.swapaxes(dq, 2, 3) * options.scale, shape, num_groups)
+def finish_dq(dq, shape, num_groups):
+    """`[B, T, N, H]`."""
+    return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)

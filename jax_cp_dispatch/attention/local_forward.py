@@ -1,4 +1,4 @@
-"""Forward pass of local attention: an online softmax over the key blocks of each query block.
+"""Forward pass of local attention, blockwise: an online softmax over each query block's keys.
 
 Logits are held `[G * block_q, block_kv]`: both products then read them, and write them, without
 a transposition.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -20,27 +19,13 @@ from jax_cp_dispatch.attention.blocks import (
     accumulator,
     block_of,
     cap_logits,
-    cut_operands,
     each_query_block,
     from_rows,
     matmul,
     positions,
     set_block,
+    widen,
 )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def forward(options, q, k, v, kv_start, kv_end):
-    """`(out, lse)` as `local_attention` returns them, for operands that it has checked."""
-    B, T, N, _ = q.shape
-    S, K, Hv = v.shape[1:]
-    if B * T * S == 0:
-        dtype = accumulator(q)
-        empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
-        return tuple(vary_like(empty, q))
-    of = cut_operands(options, q, k, v, kv_start, kv_end)
-    seen = Softmax.of_nothing(of.q, Hv)
-    return attend_blocks(options, of.q, of.ranges, of.k, of.v, seen).result(q.shape, K)
 
 
 class Softmax(NamedTuple):
@@ -53,8 +38,9 @@ class Softmax(NamedTuple):
     @classmethod
     def of_nothing(cls, q, num_features) -> Softmax:
         # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
-        peak = jnp.full(q.shape[:3], jnp.finfo(q.dtype).min, q.dtype)
-        acc = jnp.zeros((*q.shape[:3], num_features), q.dtype)
+        dtype = accumulator(q)
+        peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
+        acc = jnp.zeros((*q.shape[:3], num_features), dtype)
         return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
 
     def result(self, shape, num_groups):
@@ -66,8 +52,10 @@ class Softmax(NamedTuple):
         return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
 
 
-def attend_blocks(options, q, ranges: Ranges, k, v, seen: Softmax) -> Softmax:
-    """Adds key blocks to the softmax of the query blocks."""
+def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+    """`attend_blocks` of `passes.py`."""
+    seen = seen or Softmax.of_nothing(q, v.shape[3])
+    q, k, v = widen(q) * options.scale, widen(k), widen(v)
 
     def one_query_block(seen, matrix, i, q, start, end, first, last):
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)

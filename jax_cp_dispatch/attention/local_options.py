@@ -23,6 +23,8 @@ class Options:
     window: int | None
     block_q: int
     block_kv: int
+    # Query rows of a contiguous piece of the sequence, where the rows of a call hold several.
+    piece_rows: int | None = None
 
 
 def check(

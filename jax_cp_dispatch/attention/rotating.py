@@ -18,15 +18,10 @@ from jax import lax
 from jax_cp_dispatch.attention.blocks import cut_queries, cut_ranges
 from jax_cp_dispatch.attention.chunks import Chunking, Holding
 from jax_cp_dispatch.attention.layout import Placement
-from jax_cp_dispatch.attention.local_backward import (
-    Outcome,
-    begin_dq,
-    cut_outcome,
-    finish_dq,
-    gradients_of_blocks,
-)
-from jax_cp_dispatch.attention.local_forward import Softmax, attend_blocks
+from jax_cp_dispatch.attention.local_backward import Outcome, begin_dq, cut_outcome, finish_dq
+from jax_cp_dispatch.attention.local_forward import Softmax
 from jax_cp_dispatch.attention.local_options import Options
+from jax_cp_dispatch.attention.passes import attend_blocks, gradients_of_blocks
 from jax_cp_dispatch.attention.schedules import Schedule, Transport
 
 
@@ -59,8 +54,7 @@ class Rotation:
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
 
     def cut_outcome(self, start, end, out, lse, dout) -> Outcome:
-        operands = start < end, out, lse, dout, None
-        return cut_outcome(self.options, lse.dtype, *operands, self.num_groups)
+        return cut_outcome(self.options, start < end, out, lse, dout, None, self.num_groups)
 
     def bring(self, own, held, step):
         """The chunks of the next step."""
@@ -71,7 +65,7 @@ class Rotation:
 
     def attend(self, q, start, end, held, seen: Softmax, step) -> Softmax:
         """Adds the keys held at a step."""
-        ranges, k, v = self._operands(start, end, held, step, q.dtype)
+        ranges, k, v = self._operands(start, end, held, step)
         return attend_blocks(self.options, q, ranges, k, v, seen)
 
     def result(self, seen: Softmax):
@@ -80,20 +74,20 @@ class Rotation:
 
     def gradients(self, q, start, end, held, outcome: Outcome, dq, step):
         """Adds to dq, and returns what is added to the gradients of the chunks held at a step."""
-        ranges, k, v = self._operands(start, end, held, step, q.dtype)
+        ranges, k, v = self._operands(start, end, held, step)
         dq, *dkv = gradients_of_blocks(self.options, q, outcome, ranges, k, v, dq)
         in_slots = self._holding(step).in_slots
         return dq, tuple(in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
 
     def finish_dq(self, dq):
-        return finish_dq(self.options, dq, self.q_shape, self.num_groups)
+        return finish_dq(dq, self.q_shape, self.num_groups)
 
-    def _operands(self, start, end, held, step, dtype):
+    def _operands(self, start, end, held, step):
         holding, block = self._holding(step), self.options.block_kv
         num_rows = -(-self.chunking.most_tokens // block) * block
         start, end = holding.ranges(start, end)
         ranges = cut_ranges(self.options, start, end, self.q_shape, self.num_groups, num_rows)
-        k, v = (holding.in_order(x, num_rows).astype(dtype) for x in held)
+        k, v = (holding.in_order(x, num_rows) for x in held)
         return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
 
     def _holding(self, step) -> Holding:

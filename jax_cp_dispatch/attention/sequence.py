@@ -90,6 +90,7 @@ class Sequence:
             logit_soft_cap=self.logit_soft_cap,
             **blocks_of_ranks(rows, held, N, K, rows=256),
         )
+        options = dataclasses.replace(options, piece_rows=placement.block_rows)
         shape = B, rows, N, H
         return Rotation(self.schedule, placement, self.transport, options, shape, K)
 

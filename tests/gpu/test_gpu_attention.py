@@ -1,0 +1,84 @@
+"""Local attention on one GPU: cuDNN's and blockwise passes against NumPy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import attention, attention_gradients
+from test_local_attention import RANGES, assert_close, inputs
+
+from jax_cp_dispatch.attention import local_attention, local_attention_backward, merge_partials
+
+SHAPES = {"B": 2, "T": 384, "S": 384, "N": 4, "K": 2, "H": 64, "Hv": 64}
+# Probabilities and gradients are rounded to 8 bits; relative to the largest magnitude.
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
+
+
+@jax.jit
+def results(q, k, v, ranges, dout):
+    start, end = ranges
+    out, lse = local_attention(q, k, v, start, end)
+    return out, lse, *local_attention_backward(q, k, v, start, end, out, lse, dout)
+
+
+def assert_equals_oracle(actual, q, k, v, ranges, dout, tolerance):
+    start, end = ranges
+    out, lse = attention(q, k, v, start, end)
+    dlse = np.zeros(lse.shape)
+    gradients = attention_gradients(q, k, v, start, end, dout, dlse)
+    for x, y in zip(actual, (out, lse, *gradients), strict=True):
+        assert_close(x, y, tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("ranges", ["causal", "full", "packed", "window", "random", "empty"])
+def test_equals_numpy(ranges, dtype):
+    q, k, v, dout, _ = inputs(0, **SHAPES, dtype=jnp.dtype(dtype))
+    ranges = RANGES[ranges](2, 384, 384)
+    actual = results(q, k, v, ranges, dout)
+    assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shapes", [{"T": 301, "S": 333}, {"H": 128, "Hv": 128}], ids=str)
+def test_shapes(shapes):
+    q, k, v, dout, _ = inputs(1, **(SHAPES | shapes), dtype=jnp.bfloat16)
+    ranges = RANGES["causal"](2, q.shape[1], k.shape[1])
+    actual = results(q, k, v, ranges, dout)
+    assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE["bfloat16"])
+
+
+def test_gradients_of_merged_parts():
+    """cuDNN's derivative takes the lse and the output of the whole softmax."""
+    q, k, v, dout, _ = inputs(2, **SHAPES, dtype=jnp.bfloat16)
+    part = RANGES["full"](2, 384, 192)
+    held: Any = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]
+
+    backward: Any = local_attention_backward
+
+    @jax.jit
+    def in_parts(q, held):
+        first, second = (local_attention(q, *x) for x in held)
+        out, lse = merge_partials(*first, *second)
+        outcome = out, lse, dout
+        grads = [backward(q, *x, *outcome) for x in held]
+        dq, dk, dv = zip(*grads, strict=True)
+        return out, lse, sum(dq), *(jnp.concatenate(dx, axis=1) for dx in (dk, dv))
+
+    whole = RANGES["full"](2, 384, 384)
+    assert_equals_oracle(in_parts(q, held), q, k, v, whole, dout, TOLERANCE["bfloat16"])
+
+
+def test_cotangent_of_the_lse():
+    q, k, v, dout, dlse = inputs(3, **SHAPES, dtype=jnp.bfloat16)
+    start, end = RANGES["causal"](2, 384, 384)
+
+    @jax.jit
+    def gradients(q, k, v):
+        _, vjp = jax.vjp(lambda q, k, v: local_attention(q, k, v, start, end), q, k, v)
+        return vjp((dout, dlse))
+
+    expected = attention_gradients(q, k, v, start, end, dout, dlse)
+    for actual, wanted in zip(gradients(q, k, v), expected, strict=True):
+        assert_close(actual, wanted, TOLERANCE["bfloat16"])
