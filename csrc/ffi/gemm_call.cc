@@ -60,6 +60,8 @@ const char* WrongAttribute(const GemmOptions& options) {
     return "num_splits and num_batches need to be at least 1";
   }
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
+  if (options.in_ring_order && options.gathers_to_aux)
+    return "aux_out is own rows or gathered ones";
   const bool is_partial = type == CommType::kReduceScatter || method == CommMethod::kBulk;
   if (options.fuse_gelu && is_partial) return "GELU goes with complete sums alone";
   return nullptr;

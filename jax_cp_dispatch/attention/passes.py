@@ -83,9 +83,8 @@ def _define(primitive, shapes, call, blockwise, by_cudnn):
         return mlir.lower_fun(chosen, multiple_results=True)(ctx, *operands, options=options)
 
     primitive.def_abstract_eval(shapes)
-    primitive.def_impl(
-        lambda *x, options: jax.jit(functools.partial(primitive.bind, options=options))(*x)
-    )
+    compiled = jax.jit(primitive.bind, static_argnames="options")
+    primitive.def_impl(compiled)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(blockwise, multiple_results=True))
     mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")

@@ -11,6 +11,7 @@
 
 #include "ffi/gemm_call.h"
 #include "gemm/blas.h"
+#include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 
 namespace cpd {
@@ -81,6 +82,7 @@ class Fuzzer {
     std::vector<Arrays> arrays(std::max<int64_t>(1, options.num_ranks));
     const std::string op(options.op);
     OverlapProblem problem;
+    std::vector<RankMemory> memory;
     std::vector<std::unique_ptr<Contribution>> ranks;
     for (Arrays& rank : arrays) {
       const GemmBuffers buffers = Make(shapes, &rank);
@@ -90,15 +92,13 @@ class Fuzzer {
         if (status.message.rfind(op, 0) != 0) __builtin_trap();
         return;
       }
-      auto contribution = std::make_unique<OverlapContribution>();
-      contribution->memory = MemoryOf(options, mine, buffers);
-      ranks.push_back(std::move(contribution));
+      memory.push_back(MemoryOf(options, mine, buffers));
+      ranks.push_back(std::make_unique<OverlapContribution>(mine, memory.back()));
       problem = mine;
     }
     if (problem.config.type == CommType::kNone) {
-      const RankMemory& memory = static_cast<const OverlapContribution&>(*ranks[0]).memory;
-      RunGemm(WholeProduct(problem, memory), /*num_threads=*/1);
-      FinishProduct(problem, memory, memory.lhs_scales);
+      RunGemm(WholeProduct(problem, memory[0]), /*num_threads=*/1);
+      FinishProduct(problem, memory[0], memory[0].lhs_scales);
       return;
     }
     RunSchedule(op, options, problem, ranks);
@@ -221,7 +221,8 @@ class Fuzzer {
     exchange.num_ranks = static_cast<int>(options.num_ranks);
     exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
     WorkList work;
-    if (!PlanOverlap(exchange, problem, /*buffer_id=*/0, /*num_threads=*/1, ranks, &work).ok()) {
+    const auto gemm = [](const GemmTask& task) { RunGemm(task, /*num_threads=*/1); };
+    if (!PlanOverlap(exchange, problem, /*buffer_id=*/0, gemm, ranks, &work).ok()) {
       __builtin_trap();  // what has been described can be done
     }
     std::vector<std::thread> threads;
