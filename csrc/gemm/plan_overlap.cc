@@ -67,7 +67,8 @@ Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buf
   }
   const int num_ranks = problem.num_ranks();
   schedule->core = MakeCommOverlap(
-      std::move(problem), [num_threads](const GemmTask& task) { RunGemm(task, num_threads); });
+      std::move(problem), std::make_shared<HostArithmetic>(
+                              [num_threads](const GemmTask& task) { RunGemm(task, num_threads); }));
   schedule->team =
       std::make_unique<Team>(exchange.op, static_cast<int>(exchange.key.group), num_ranks,
                              schedule->core->num_signals(), exchange.deadline);

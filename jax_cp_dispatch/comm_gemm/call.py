@@ -63,6 +63,7 @@ class Overlap:
       num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
       buffer: id of the registered buffer; 0: XLA gives memory for each call.
       partial_dtype: name of the type in which partial sums are stored and moved.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs; see there, too.
     """
 
     comm_type: CommOverlapType = CommOverlapType.NONE
@@ -74,6 +75,10 @@ class Overlap:
     use_ce: bool = True
     buffer: int = 0
     partial_dtype: str = "float32"
+    gemm_priority: int = 0
+    comm_priority: int = 0
+    num_comm_sm: int = 1
+    set_sm_margin: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +106,7 @@ class GemmCall:
       fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
         product times GELU's derivative at `gelu_input`.
       use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
-      implementation: None, "in_process" or "xla".
+      implementation: None, "in_process", "xla", or one of GPUs.
       deadline_ms: milliseconds that a rank waits for another.
       open_axes: mesh axes that the lowering has to make manual.
     """

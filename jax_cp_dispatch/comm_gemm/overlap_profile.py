@@ -66,7 +66,7 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     """Runs a compiled program twice and tells what its overlapped GEMMs did the second time.
 
     Call on the host. Concerns every call of `all_gather_matmul`, `matmul_reduce_scatter` and `gemm`
-    with a buffer that this process runs meanwhile, on the in-process transport.
+    with a buffer that this process runs meanwhile, on the in-process transport or on GPUs.
 
     Args:
       fn: a function under `jax.jit`.
@@ -76,15 +76,18 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
         calls are over several axes.
     """
     jax.block_until_ready(fn(*operands))
-    runtime.native.start_spans()
+    recorders = [x for x in (runtime.native, runtime.cuda) if x is not None]
+    for recorder in recorders:
+        recorder.start_spans()
     try:
         result = jax.block_until_ready(fn(*operands))
     finally:
-        recorded = runtime.native.stop_spans()
+        recorded = [span for recorder in recorders for span in recorder.stop_spans()]
     if not recorded:
         raise ValueError(
             "overlap_profile: the program ran no GEMM with communication on the in-process "
-            "transport. See available_implementations()."
+            "transport or on GPUs. See available_implementations(). On GPUs calls in recorded "
+            "command buffers are not seen: XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     axes = {op.split(" over ")[-1] for op, *_ in recorded}
     if len(axes) > 1:

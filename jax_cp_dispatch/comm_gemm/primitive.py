@@ -17,9 +17,11 @@ from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.on_gpu import lower_on_gpu, what_gpus_lack
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.call_site import call_site_attributes
-from jax_cp_dispatch.dispatch.implementations import choose_implementation
+from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
+from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, remember_mesh
 
 gemm_p = Primitive("gemm")
 gemm_p.multiple_results = True
@@ -63,13 +65,20 @@ def _run_alone(*operands, call, names):
 
 def _lower(ctx, *operands, call: GemmCall, names):
     if call.open_axes:
-        return mlir.lower_fun(
-            functools.partial(_with_all_axes_manual, call=call, names=names), multiple_results=True
-        )(ctx, *operands)
+        with remember_mesh(ctx):
+            return mlir.lower_fun(
+                functools.partial(_with_all_axes_manual, call=call, names=names),
+                multiple_results=True,
+            )(ctx, *operands)
     platforms = ctx.module_context.platforms
     by_transport = choose_implementation(
         call.op, call.implementation, platforms, has_streams=bool(call.axis_names)
     )
+    if by_transport in GPU_IMPLEMENTATIONS:
+        missing = what_gpus_lack(call, _operands(ctx.avals_in, names))
+        if missing is None:
+            return lower_on_gpu(ctx, *operands, call=call, names=names, implementation=by_transport)
+        by_transport = fall_back_to_xla(call.op, call.implementation, missing)
     if by_transport == "xla":
         by_xla = lambda *operands: _written(gemm_by_xla(call, _operands(operands, names)))
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
