@@ -38,21 +38,27 @@ def speed(name, seconds, flops, **more):
 
 
 def chunked(size, implementation, repeats):
-    """One product by XLA and by this package, and the latter in chunks of rows and of columns."""
-    x, w = (jnp.ones((size, size), jnp.bfloat16) for _ in range(2))
+    """One product by XLA and by this package, and the latter in chunks of rows and of columns.
+
+    Chunks are arrays of their own: XLA would copy slices for a custom call.
+    """
+    step = size // CHUNKS
+    full = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+    x, w = full(size, size), full(size, size)
+    rows = [full(step, size) for _ in range(CHUNKS)]
+    columns = [full(size, step) for _ in range(CHUNKS)]
     product = functools.partial(gemm, implementation=implementation)
-    rows, step = range(CHUNKS), size // CHUNKS
+    by_xla = functools.partial(gemm, implementation="xla")
     pieces = {
-        "xla": jax.jit(functools.partial(gemm, implementation="xla")),
-        "one product": jax.jit(product),
-        "chunks of rows": jax.jit(
-            lambda x, w: [product(x[i * step : (i + 1) * step], w) for i in rows]
-        ),
-        "chunks of columns": jax.jit(
-            lambda x, w: [product(x, w[:, i * step : (i + 1) * step]) for i in rows]
-        ),
+        "xla": (jax.jit(by_xla), x, w),
+        "one product": (jax.jit(product), x, w),
+        "chunks of rows": (jax.jit(lambda xs, w: [product(x, w) for x in xs]), rows, w),
+        "chunks of columns": (jax.jit(lambda x, ws: [product(x, w) for w in ws]), x, columns),
     }
-    seconds = {name: seconds_of(lambda fn=fn: fn(x, w), repeats) for name, fn in pieces.items()}
+    seconds = {
+        name: seconds_of(functools.partial(fn, *operands), repeats)
+        for name, (fn, *operands) in pieces.items()
+    }
     one = seconds["one product"]
     return [
         speed(name, s, 2.0 * size**3, of_one_product=round(one / s, 3))

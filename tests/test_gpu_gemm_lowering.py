@@ -22,6 +22,9 @@ from jax_cp_dispatch.comm_gemm import (
     grouped_gemm,
     matmul_reduce_scatter,
 )
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
 
 W, ORDER = 4, [3, 1, 0, 2]
 SCRATCH = 255 + (32 << 20)
@@ -180,3 +183,31 @@ def test_a_transport_that_is_named_is_refused_with_the_reason():
     named = functools.partial(gemm, implementation="cuda_peer")
     with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 with fl"):
         lowered(named, half, K)
+
+
+@pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "PIPELINE")])
+def test_one_gpu_that_holds_all_ranks(kind, method):
+    """As tests/gpu and the benchmark call it."""
+    gathers = kind == "AG"
+    call = GemmCall(
+        op="test",
+        lhs_boundary=1,
+        rhs_boundary=1,
+        out_shape=(32 if gathers else 8, N),
+        out_dtype="float32",
+        axis_names=(AXIS,),
+        num_ranks=W,
+        overlap=Overlap(CommOverlapType[kind], CommOverlapMethod[method]),
+        row_counts=(8,) * W,
+        gathers_to_aux=gathers,
+    )
+    x = np.zeros((W, 8 if gathers else 32, 32), np.float32)
+    w = np.zeros((W, 32, N), np.float32)
+    fn = lambda x, w: [r for r in run_all_ranks(call, lhs=x, rhs=w) if r is not None]
+    ((attributes, results),) = calls(lowered(fn, x, w))
+    assert attributes["places"] == "dense<-1>" and attributes["num_ranks"] == str(W)
+    assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
+    scratch = f"{W}x{SCRATCH}xui8" if gathers else f"{W}x{-(-SCRATCH // 4)}xf32"
+    assert f"tensor<{scratch}>" in results
+    with pytest.raises(NotImplementedError, match="does not multiply bfloat16 with float32"):
+        lowered(fn, x.astype(jnp.bfloat16), w)

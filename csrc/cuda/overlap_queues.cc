@@ -63,6 +63,8 @@ int OverlapQueues::RecordEvent() {
 void OverlapQueues::WaitForEvent(int event) { Wait(event, chosen_); }
 
 void OverlapQueues::SignalPeer(int, int peer, int signal) {
+  // Whoever waits for what could not be computed is not told that it is there.
+  if (!arithmetic_->status().ok()) return;
   arithmetic_->Check(LaunchTell(*meeting_, peer, signal, chosen_), "launching a signal");
 }
 

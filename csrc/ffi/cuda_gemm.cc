@@ -43,7 +43,8 @@ int NumSms(int device) {
 GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   constexpr int kBlocksPerSm = 8;
   const int num_sms = NumSms(device);
-  const bool overlaps = options.call.comm_type != 0;
+  const bool overlaps = static_cast<CommMethod>(options.call.comm_overlap_method) !=
+                        CommMethod::kNone;  // else one has the device after the other
   const auto of_comm = static_cast<int>(std::clamp<int64_t>(options.num_comm_sm, 1, num_sms));
   GpuShare share;
   share.num_blocks = kBlocksPerSm * num_sms;

@@ -193,5 +193,5 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
         **all_ranks_here(),
     )
     results = GemmResults(*written)
-    kept = {n: None for n, s in shapes._asdict().items() if s is None}
-    return results._replace(**kept, workspace=None)
+    absent = {name: None for name, s in shapes._asdict().items() if s is None}
+    return results._replace(**{**absent, "workspace": None})
