@@ -27,7 +27,8 @@ add_library(cpd_cuda STATIC
   csrc/cuda/lanes.cc
   csrc/cuda/memory.cc
   csrc/cuda/overlap_queues.cc
-  csrc/cuda/product_kernels.cu)
+  csrc/cuda/product_kernels.cu
+  csrc/cuda/rehearsal.cc)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
 target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
 target_compile_options(cpd_cuda PRIVATE

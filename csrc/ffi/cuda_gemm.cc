@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -17,6 +16,7 @@
 #include "cuda/gpu_spans.h"
 #include "cuda/overlap_queues.h"
 #include "cuda/product_kernels.h"
+#include "cuda/rehearsal.h"
 #include "ffi/common.h"
 #include "ffi/cuda_gemm_call.h"
 #include "ffi/cuda_place.h"
@@ -106,19 +106,6 @@ ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int
   return key;
 }
 
-// The same on ranks that make the same call.
-uint64_t ProgramOf(const std::string& op, const OverlapProblem& p) {
-  std::string text = op;
-  for (const int64_t number :
-       {static_cast<int64_t>(p.config.type), static_cast<int64_t>(p.config.method),
-        p.config.num_splits, static_cast<int64_t>(p.config.aggregate), p.rows.num_batches,
-        p.rows.capacity, p.rows.total(), p.n, p.k, p.aux_width, static_cast<int64_t>(p.lhs_type),
-        static_cast<int64_t>(p.partial_type)}) {
-    text += "," + std::to_string(number);
-  }
-  return std::hash<std::string>{}(text);
-}
-
 void SpoilResults(const GemmBuffers& buffers, const device::State* state, int num_blocks,
                   cudaStream_t stream, const GpuArithmetic& arithmetic) {
   for (const ffi::AnyBuffer& result :
@@ -127,6 +114,14 @@ void SpoilResults(const GemmBuffers& buffers, const device::State* state, int nu
                                  static_cast<int64_t>(result.size_bytes()), num_blocks, stream),
                      "launching a check");
   }
+}
+
+// The problem as GpuArithmetic::Prepare() leaves it, for descriptions alone.
+OverlapProblem AsPrepared(OverlapProblem problem) {
+  if (problem.scaling == Scaling::kNone) return problem;
+  problem.rhs_transposed = true;
+  problem.lhs_transposed = false;
+  return problem;
 }
 
 Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
@@ -161,7 +156,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   }
   std::vector<GemmScratch> scratch;
   if (status.ok()) status = LayScratch(op, problem, buffers, &scratch);
-  if (!status.ok() || !execute) return status;
+  if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
     problem.ranks[r].buffer = channel->memory()[r] + before_buffer;
@@ -179,13 +174,21 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   meeting.num_ranks = num_ranks;
   meeting.rank = placement.rank;
   const bool meets = !placement.on_one_device;
-  if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
-  arithmetic->Choose(stream, &scratch[0]);
-  arithmetic->Prepare(&problem, placement.rank, scratch);
+  if (execute) {
+    if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
+    arithmetic->Choose(stream, &scratch[0]);
+    arithmetic->Prepare(&problem, placement.rank, scratch);
+  } else {
+    problem = AsPrepared(std::move(problem));
+  }
 
   const auto schedule = MakeCommOverlap(problem, arithmetic);
   OverlapTeam team(num_ranks, num_signals, placement.rank, num_local);
   for (int r = 0; r < num_ranks; ++r) schedule->Record(r, team.streams(r));
+  if (!execute) {
+    if (!meets) return status;  // nothing waits for another device
+    return Rehearsal(arithmetic.get(), &scratch[0]).Run(op, meeting.program, device, &team);
+  }
   {
     std::lock_guard<std::mutex> lock(lanes->mutex);
     OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),

@@ -12,6 +12,30 @@ OverlapConfig OnGpus(OverlapConfig config) {
   return config;
 }
 
+uint64_t ProgramOf(const std::string& op, const OverlapProblem& p) {
+  std::string text = op;
+  const auto add = [&](auto number) { text += "," + std::to_string(static_cast<int64_t>(number)); };
+  add(p.config.type);
+  add(p.config.method);
+  add(p.config.num_splits);
+  add(p.config.overlap_first_gemm);
+  add(p.config.aggregate);
+  add(p.rows.num_batches);
+  add(p.rows.capacity);
+  for (const int64_t count : p.rows.counts) add(count);
+  for (const int64_t size : {p.m, p.n, p.k, p.aux_width}) add(size);
+  for (const DataType type : {p.lhs_type, p.rhs_type, p.output_type, p.aux_type, p.partial_type}) {
+    add(type);
+  }
+  add(p.scaling);
+  add(p.fuse_gelu);
+  add(p.lhs_transposed);
+  add(p.rhs_transposed);
+  add(p.in_ring_order);
+  add(p.gathers_to_aux);
+  return std::hash<std::string>{}(text);
+}
+
 struct OverlapTeam::Step {
   enum class Kind { kRun, kPut, kAdd, kWait };
 

@@ -22,6 +22,9 @@ namespace cpd {
 // order of an atomic ring's chunks stays.
 OverlapConfig OnGpus(OverlapConfig config);
 
+// A number for what a call does: the same on ranks that make the same one, in every process.
+uint64_t ProgramOf(const std::string& op, const OverlapProblem& problem);
+
 enum class Lane : uint8_t { kCompute, kCommunicate };
 
 // What a team asks of a device. Steps go on the stream that was chosen last.
