@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_cp_dispatch.comm_gemm.config import (
     CommOverlapMethod,
@@ -28,6 +30,11 @@ class GemmOperands(NamedTuple):
     bias: Any
     gelu_input: Any
     aux_in: Any
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "GemmOperands":
+        """Those that are given by name."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})
 
 
 class GemmResults(NamedTuple):
@@ -255,6 +262,13 @@ class GemmCall:
             "in_ring_order": self.in_ring_order,
             "gathers_to_aux": self.gathers_to_aux,
         }
+
+
+def place_on(axes: tuple[str, ...]) -> Any:
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    return lax.axis_index(axes if len(axes) > 1 else next(iter(axes)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -86,7 +86,7 @@ def all_gather_matmul(
       preferred_element_type: of the result; by default that of x and w.
       mesh: of global arrays, where it is not to be seen otherwise.
       implementation: "in_process", "xla" (the same result from XLA's collectives, without
-        overlap), or None: the first where it can serve.
+        overlap), a GPU transport by its name, or None: the first where it can serve.
       deadline: seconds that a rank waits for another.
     Returns:
       The product: float32 accumulation (float64 for float64), rounded once. Bitwise repeatable.

@@ -6,10 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, collapse
+from jax_cp_dispatch.comm_gemm.call import (
+    GemmCall,
+    GemmOperands,
+    GemmResults,
+    collapse,
+    place_on,
+)
 from jax_cp_dispatch.comm_gemm.config import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import all_ranks_here, gpu_attributes
 from jax_cp_dispatch.gpu.libraries import open_cublaslt
@@ -117,16 +122,15 @@ def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
 def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
     """The custom call of one rank: `names` tells which operands the values are."""
     open_cublaslt()
-    absent = dict.fromkeys(GemmOperands._fields)
-    operands = GemmOperands(**{**absent, **dict(zip(names, values, strict=True))})
-    avals = GemmOperands(**{**absent, **dict(zip(names, ctx.avals_in, strict=True))})
+    operands = GemmOperands.of(dict(zip(names, values, strict=True)))
+    avals = GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True)))
     shapes = call.result_shapes(avals)
     all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
     like, none = ctx.avals_in[0], ((1,), np.dtype(np.float32))
     aval = lambda s: like.update(shape=s[0], dtype=s[1], weak_type=False)
     place, nothing = jax.typeof(np.int32(0)), jax.typeof(np.zeros((1,), np.float32))
     rank, group, empty = mlir.lower_fun(
-        lambda: (_place_on(call.axis_names), _place_on(call.group_axes), jnp.zeros((1,))),
+        lambda: (place_on(call.axis_names), place_on(call.group_axes), jnp.zeros((1,))),
         multiple_results=True,
     )(ctx.replace(avals_in=(), avals_out=None))
     where = all_ranks_here()
@@ -152,12 +156,6 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
     return [written[name] for name, s in shapes._asdict().items() if s is not None]
 
 
-def _place_on(axes):
-    if not axes:
-        return jnp.int32(0)
-    return lax.axis_index(axes if len(axes) > 1 else axes[0])
-
-
 def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
     """A call with communication where one GPU holds all ranks, as tests and benchmarks have them.
 
@@ -170,14 +168,13 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
       Results with that dimension; those that the call does not have are None.
     """
     open_cublaslt()
-    absent = dict.fromkeys(GemmOperands._fields)
     p = call.num_ranks
     of_rank = {
         name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         for name, x in operands.items()
         if x is not None
     }
-    avals = GemmOperands(**{**absent, **of_rank})
+    avals = GemmOperands.of(of_rank)
     missing = what_gpus_lack(call, avals)
     if missing is not None:
         raise NotImplementedError(f"{call.op}: {missing}. Take implementation='xla'.")
@@ -185,7 +182,7 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
     all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
     none = jax.ShapeDtypeStruct((1,), np.float32)
     outs = [none if s is None else jax.ShapeDtypeStruct((p, *s[0]), s[1]) for s in all_shapes]
-    given = GemmOperands(**{**absent, **operands})
+    given = GemmOperands.of(operands)
     arrays = [jnp.zeros((1,), jnp.float32) if x is None else x for x in given]
     written = jax.ffi.ffi_call(GEMM_TARGET, outs)(
         *(jnp.int32(0), jnp.int32(0), *arrays),

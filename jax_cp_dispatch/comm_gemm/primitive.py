@@ -16,7 +16,7 @@ from jax_cp_dispatch import runtime
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, place_on
 from jax_cp_dispatch.comm_gemm.on_gpu import lower_on_gpu, what_gpus_lack
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.call_site import call_site_attributes
@@ -40,8 +40,7 @@ def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
 
 
 def _operands(values, names) -> GemmOperands:
-    absent = dict.fromkeys(GemmOperands._fields)
-    return GemmOperands(**{**absent, **dict(zip(names, values, strict=True))})
+    return GemmOperands.of(dict(zip(names, values, strict=True)))
 
 
 def _shapes(*operands, call: GemmCall, names):
@@ -111,7 +110,7 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
     place = jax.typeof(np.int32(0))
     absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on what has no element
     rank, group, nothing = mlir.lower_fun(
-        lambda: (_place_on(call.axis_names), _place_on(call.group_axes), jnp.zeros((1,))),
+        lambda: (place_on(call.axis_names), place_on(call.group_axes), jnp.zeros((1,))),
         multiple_results=True,
     )(ctx.replace(avals_in=(), avals_out=None))
     given = _operands(operands, names)
@@ -144,13 +143,6 @@ def _what(call: GemmCall) -> str:
     """The operation and what of it the shapes do not tell."""
     kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
     return f"{call.op} ({kind}) of rows {list(call.row_counts)}"
-
-
-def _place_on(axes):
-    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
-    if not axes:
-        return jnp.int32(0)
-    return lax.axis_index(axes if len(axes) > 1 else axes[0])
 
 
 def _batch(operands, dims, *, call: GemmCall, names):
