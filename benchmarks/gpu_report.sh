@@ -44,6 +44,8 @@ kernels=$build/test_kernels
 step "kernels" 40 "$kernels" 50
 step "virtual ranks" 120 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_one_gpu.py
 step "attention" 90 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_gpu_attention.py
+step "products" 120 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q \
+  tests/gpu/test_one_gpu_gemm.py
 step "processes" 150 env JAX_PLATFORMS=cuda,cpu "$python" -m pytest -q tests/gpu/test_gpu_processes.py
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 step "memcheck" 60 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" 3
@@ -52,6 +54,8 @@ step "bandwidth" 80 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py 
   --repeats 5 --output "$out/bandwidth.json"
 step "attention rate" 60 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_attention.py \
   --repeats 5 --output "$out/attention.json"
+step "gemm" 60 env JAX_PLATFORMS=cuda XLA_FLAGS=--xla_gpu_enable_command_buffer= \
+  "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
 step "one process" 60 env JAX_PLATFORMS=cuda "$python" benchmarks/multi_gpu.py --small \
   --repeats 3 --output "$out/one_process.json"
 
@@ -71,7 +75,7 @@ report = {
     "gpu": gpu,
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("bandwidth", "attention", "one_process"):
+for name in ("bandwidth", "attention", "gemm", "one_process"):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())

@@ -20,9 +20,15 @@ endforeach()
 add_library(cpd_cuda STATIC
   csrc/cuda/channels.cc
   csrc/cuda/errors.cc
+  csrc/cuda/gpu_arithmetic.cc
+  csrc/cuda/gpu_spans.cc
   csrc/cuda/ipc.cc
   csrc/cuda/kernels.cu
-  csrc/cuda/memory.cc)
+  csrc/cuda/lanes.cc
+  csrc/cuda/memory.cc
+  csrc/cuda/overlap_queues.cc
+  csrc/cuda/product_kernels.cu
+  csrc/cuda/rehearsal.cc)
 target_include_directories(cpd_cuda SYSTEM PUBLIC ${CPD_CUDA_INCLUDE_DIRS})
 target_link_libraries(cpd_cuda PUBLIC cpd_core CUDA::cudart_static)
 target_compile_options(cpd_cuda PRIVATE
@@ -33,7 +39,11 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/common.cc
   csrc/ffi/cuda.cc
   csrc/ffi/cuda_call.cc
-  csrc/ffi/cuda_dispatch.cc)
+  csrc/ffi/cuda_dispatch.cc
+  csrc/ffi/cuda_gemm.cc
+  csrc/ffi/cuda_gemm_call.cc
+  csrc/ffi/cuda_place.cc
+  csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
 target_link_libraries(_cuda PRIVATE cpd_cuda)
 target_compile_options(_cuda PRIVATE -Wall -Wextra)

@@ -1,12 +1,11 @@
 """A tensor-parallel MLP with sequence parallelism, whose GEMMs overlap with their communication.
 
-Four virtual CPU devices. Between layers tokens are split along the sequence; the first weight is
-split by columns, the second by rows. `all_gather_matmul` and `matmul_reduce_scatter` run inside
-`shard_map` over four ranks, and on global arrays under plain `jit`, on a mesh of two groups of two.
-Forward and backward are compared with the same MLP on one device. With a folder as its argument it
-leaves a trace and a picture there.
+Four virtual CPU devices; four GPUs (not tried yet) with JAX_PLATFORMS=cuda. Tokens are split along
+the sequence; the first weight by columns, the second by rows. Inside `shard_map`, and on global
+arrays of two groups; compared with one device. A trace and a picture go to a folder, if named.
 """
 
+import os
 import pathlib
 import re
 import sys
@@ -22,7 +21,9 @@ from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.plots import plot_overlap
 
-start_cpu_devices(4)  # virtual ones, before JAX starts
+if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    start_cpu_devices(4)  # virtual ones, before JAX starts
+jax.config.update("jax_default_matmul_precision", "highest")  # no TF32
 
 B, T, D, F, AXIS = 2, 256, 128, 512, "tp"  # batch, tokens, width, hidden width
 SPLIT = {"up": P(None, AXIS), "down": P(AXIS), "up_bias": P(AXIS), "down_bias": P()}
@@ -75,8 +76,7 @@ def verify(title: str, mlp, weights, x) -> None:
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def main(folder: pathlib.Path) -> None:
@@ -110,7 +110,7 @@ def main(folder: pathlib.Path) -> None:
     plot_overlap(profiles, folder / "overlap.svg")
     cpd.destroy_comm_overlap_buffer(buffer)
 
-    # 4. What to expect of hardware that links its ranks: predicted, not measured.
+    # 4. What to expect of linked hardware: predicted, not measured.
     shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)
     print("H100,", cpd.choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
 

@@ -151,3 +151,9 @@ def release_buffer(id: int) -> None:
     """Frees what GPUs hold of a registered buffer."""
     if cuda is not None:
         cuda.release_buffer(id)
+
+
+def restore_buffer(id: int) -> None:
+    """An id that was released stands for a buffer again."""
+    if cuda is not None:
+        cuda.restore_buffer(id)

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 CHECK = pathlib.Path(__file__).parents[1] / "csrc/cuda/check_kernels.py"
-KERNELS = ["Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull"]
+KERNELS = [
+    *("Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+]
 NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"
 LINES = f"""\
 ptxas info    : Compiling entry function '{NAME}' for 'sm_90'
@@ -30,6 +33,8 @@ def test_what_is_refused(tmp_path, name, stack, spills, code):
         )
         for kernel in KERNELS[: -1 if name == "missing" else None]
     )
+    # A kernel of several types: the last of them is no better than the worst.
+    log += LINES.format(n=len("Pull") + 6, kernel="Pull", stack=0, spills=0) * (name == "Pull")
     path = tmp_path / "build.log"
     path.write_text(log)
     ran = subprocess.run([sys.executable, CHECK, path, "90"], capture_output=True, text=True)

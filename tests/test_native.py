@@ -31,9 +31,17 @@ TESTS = (
     "test_device",
     "stress",
 )
-BUILDS = {"thread": TESTS, "address,undefined": TESTS, "": TIMED + LARGE}
+ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt")
+BUILDS = {
+    "thread": (*TESTS, "test_product_kernels"),
+    "address,undefined": TESTS + ON_ONE_THREAD,
+    "": TIMED + LARGE,
+}
 # Everything without XLA and Python.
-FOLDERS = ("transport", "dispatch", "numerics", "gemm")
+FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu")
+# What a test opens as a library, or has besides of the rooms that see CUDA.
+LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
+SOURCES = (ROOT / "csrc/cuda/errors.cc",)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -77,7 +85,7 @@ def programs(tmp_path_factory):
         if sanitizer:
             options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
             require_sanitizer(options[0], folder)
-        core = [unit_of(name, folder) for name in FOLDERS]
+        core = [*(unit_of(name, folder) for name in FOLDERS), *SOURCES]
         tests = [ROOT / f"tests/native/{name}.cc" for name in BUILDS[sanitizer]]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda source: compile_(folder, *options, "-c", source), core + tests))
@@ -85,6 +93,9 @@ def programs(tmp_path_factory):
         for test in tests:
             arguments = [test.with_suffix(".o").name, *objects, "-pthread", "-ldl", "-o", test.stem]
             compile_(folder, *options, *arguments)
+            if library := LIBRARIES.get(test.stem):
+                source = ROOT / f"tests/native/{library}.cc"
+                compile_(folder, "-shared", "-fPIC", source, "-o", f"lib{library}.so")
         return folder
 
     return build

@@ -29,7 +29,7 @@ ALLOWED = {
     "launch": {"processes"},
     "dispatch": {"metadata", "runtime", "cpu_devices", "fork", "gpu", "processes"},
     "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
-    "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices"},
+    "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices", "gpu"},
     "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
     "doctor": {"cpu_devices", "dispatch", "metadata", "processes", "scenarios"},
     "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},

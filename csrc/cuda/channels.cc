@@ -51,14 +51,12 @@ bool ChannelKey::operator<(const ChannelKey& other) const {
   return std::tie(layout, buffers, places) < std::tie(other.layout, other.buffers, other.places);
 }
 
-Status Channel::Make(const std::string& op, const ChannelKey& key, const device::Call& shape,
+Status Channel::Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape,
                      bool in_slab, int64_t process) {
-  device::Call call = shape;
-  bytes_ = device::LayOutChannel(&call);
-  device::LayOutLocal(&call);
+  bytes_ = shape.bytes;
   key_ = key;
   in_slab_ = in_slab;
-  num_parts_ = call.num_parts;
+  num_parts_ = shape.num_parts;
   for (const int64_t place : key.places) places_.push_back(Place::From(place));
   Status status =
       in_slab ? Slab::Get().Allocate(op, places_, bytes_, key.layout, &memory_, &generation_)
@@ -66,16 +64,16 @@ Status Channel::Make(const std::string& op, const ChannelKey& key, const device:
   const auto first_epoch = static_cast<uint64_t>(generation_) << kGenerationBits;
   int before = 0;
   cudaGetDevice(&before);
-  if (call.num_local > 1) {
+  if (shape.num_local > 1) {
     cudaSetDevice(places_[0].device);
     if (status.ok()) {
-      status = MakeLocal(op, call.num_local, call.local_bytes, first_epoch, &locals_[0]);
+      status = MakeLocal(op, shape.num_local, shape.local_bytes, first_epoch, &locals_[0]);
     }
   } else {
     for (size_t r = 0; r < places_.size() && status.ok(); ++r) {
       if (places_[r].process != process) continue;
       cudaSetDevice(places_[r].device);
-      status = MakeLocal(op, 1, call.local_bytes, first_epoch, &locals_[static_cast<int>(r)]);
+      status = MakeLocal(op, 1, shape.local_bytes, first_epoch, &locals_[static_cast<int>(r)]);
     }
   }
   cudaSetDevice(before);
@@ -101,13 +99,6 @@ void Channel::Free() {
   memory_.clear();
 }
 
-void Channel::Bind(int rank, device::Call* call) const {
-  for (size_t r = 0; r < memory_.size(); ++r) call->symmetric[r] = memory_[r];
-  const Local& local = locals_.at(rank);
-  call->local = local.state;
-  call->errors = local.errors_on_device;
-}
-
 std::string Channel::TakeError(const std::string& op) {
   std::string first;
   for (auto& [rank, local] : locals_) {
@@ -130,14 +121,15 @@ ChannelRegistry& ChannelRegistry::Get() {
   return *registry;
 }
 
-Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key, const device::Call& call,
-                             bool in_slab, bool may_make, std::shared_ptr<Channel>* channel) {
+Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
+                             const ChannelShape& shape, bool in_slab, bool may_make,
+                             std::shared_ptr<Channel>* channel) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const int64_t buffer : key.buffers) {
     if (released_.count(buffer) == 0) continue;
     return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
-                           " has been destroyed. Create another with create_dispatch_buffer, and "
-                           "compile again what names it.");
+                           " has been destroyed. Create another with " + key.maker +
+                           ", and compile again what names it.");
   }
   if (const auto found = channels_.find(key); found != channels_.end()) {
     *channel = found->second;
@@ -148,7 +140,7 @@ Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key, const
             op + ": is being recorded, and its buffer has not been made before."};
   }
   auto made = std::make_shared<Channel>();
-  Status status = made->Make(op, key, call, in_slab, process_);
+  Status status = made->Make(op, key, shape, in_slab, process_);
   if (status.ok()) *channel = channels_[key] = std::move(made);
   return status;
 }
@@ -162,6 +154,11 @@ void ChannelRegistry::Release(int64_t buffer) {
     if (is_used) at->second->Free();
     at = is_used ? channels_.erase(at) : std::next(at);
   }
+}
+
+void ChannelRegistry::Restore(int64_t buffer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  released_.erase(buffer);
 }
 
 std::vector<std::string> ChannelRegistry::TakeErrors() {

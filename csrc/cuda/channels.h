@@ -17,11 +17,20 @@ namespace cpd {
 
 // What a channel is for. Calls that are alike in all of it share one, and run one after another.
 struct ChannelKey {
-  std::string layout;            // everything that gives memory its form
-  std::vector<int64_t> buffers;  // ids of registered buffers, per part; 0: none
-  std::vector<int64_t> places;   // of the ranks, in order
+  std::string layout;                            // everything that gives memory its form
+  std::vector<int64_t> buffers;                  // ids of registered buffers, per part; 0: none
+  std::vector<int64_t> places;                   // of the ranks, in order
+  const char* maker = "create_dispatch_buffer";  // of those buffers, for messages
 
   bool operator<(const ChannelKey& other) const;
+};
+
+// The sizes of a channel.
+struct ChannelShape {
+  int64_t bytes;        // that ranks share, of each
+  int64_t local_bytes;  // of each local rank; begins with device::State
+  int num_local;        // ranks on one device: one, or all of them
+  int num_parts;        // plans, for messages
 };
 
 // One channel, as one process sees it.
@@ -35,8 +44,8 @@ class Channel {
     int num_ranks = 0;
   };
 
-  // Points `call`, of rank `rank`, at this channel.
-  void Bind(int rank, device::Call* call) const;
+  const std::vector<char*>& memory() const { return memory_; }  // by rank
+  const Local& local(int first_rank) const { return locals_.at(first_rank); }
 
   // The first error that a device found since the last look; empty: none.
   std::string TakeError(const std::string& op);
@@ -44,7 +53,7 @@ class Channel {
  private:
   friend class ChannelRegistry;
 
-  Status Make(const std::string& op, const ChannelKey& key, const device::Call& call, bool in_slab,
+  Status Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
               int64_t process);
   void Free();
 
@@ -64,12 +73,15 @@ class ChannelRegistry {
 
   // The channel of a call, made for all devices of this process when the first of them asks. Not
   // while a stream is being recorded.
-  Status Find(const std::string& op, const ChannelKey& key, const device::Call& call, bool in_slab,
+  Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
               bool may_make, std::shared_ptr<Channel>* channel);
 
   // Frees the channels of a registered buffer, when what runs on their devices is over; calls that
   // name it fail from then on.
   void Release(int64_t buffer);
+
+  // An id that is created again stands for a buffer again.
+  void Restore(int64_t buffer);
 
   // Errors that no call has reported yet.
   std::vector<std::string> TakeErrors();

@@ -7,23 +7,30 @@ import pathlib
 import re
 import sys
 
-_KERNELS = ("Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull")
+_KERNELS = (
+    *("Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+)
 
 
 def read(log: str) -> dict[tuple[str, str], dict[str, int]]:
-    """Registers, stack and spilled bytes by (kernel, architecture)."""
+    """Registers, stack and spilled bytes by (kernel, architecture), of the worst of its types."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     place = ("", "")
+
+    def note(of_kernel: dict[str, int], **numbers: int) -> None:
+        of_kernel.update({name: max(n, of_kernel.get(name, 0)) for name, n in numbers.items()})
+
     for line in log.splitlines():
         if entry := re.search(
             r"Compiling entry function '\w*?\d([A-Z]\w*?)Kernel\w*' for 'sm_(\d+)'", line
         ):
             place = (entry[1], entry[2])
-            found[place] = {}
+            found.setdefault(place, {})
         elif place[0] and (sizes := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill", line)):
-            found[place].update(stack=int(sizes[1]), spills=int(sizes[2]))
+            note(found[place], stack=int(sizes[1]), spills=int(sizes[2]))
         elif place[0] and (used := re.search(r"Used (\d+) registers", line)):
-            found[place]["registers"] = int(used[1])
+            note(found[place], registers=int(used[1]))
     return found
 
 

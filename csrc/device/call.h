@@ -200,20 +200,23 @@ CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const Part& 
 }
 
 // Leaves the first error for the host. One thread of a rank calls it at a time.
-CPD_DEVICE void Raise(const Rank& rank, ErrorRecord what) {
-  ErrorRecord* record = rank.error();
+CPD_DEVICE void RaiseAs(ErrorRecord* record, const ErrorRecord& what, int rank, uint64_t epoch) {
   const uint64_t raised = record->raised;
   if (raised != LoadAcquire(&record->reported)) return;
   record->failure = what.failure;
   record->part = what.part;
-  record->rank = rank.rank();
+  record->rank = rank;
   record->peer = what.peer;
   record->slot = what.slot;
   record->replica = what.replica;
   record->expected = what.expected;
   record->seen = what.seen;
-  record->epoch = rank.state()->epoch;
+  record->epoch = epoch;
   StoreRelease(&record->raised, raised + 1);
+}
+
+CPD_DEVICE void Raise(const Rank& rank, const ErrorRecord& what) {
+  RaiseAs(rank.error(), what, rank.rank(), rank.state()->epoch);
 }
 
 }  // namespace cpd::device

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/recorded_spans.h"
 #include "gemm/blas.h"
 #include "gemm/overlap_buffers.h"
 #include "nanobind/stl/string.h"
@@ -56,17 +57,6 @@ nb::dict List() {
   return buffers;
 }
 
-// (op, group, rank, is_communication, name, start in ns, duration in ns), in order of their ends
-nb::list StopSpans() {
-  nb::list spans;
-  for (const RecordedSpan& span : SpanRecorder::Get().Stop()) {
-    spans.append(nb::make_tuple(span.op, span.group, span.rank,
-                                span.kind == SpanKind::kCommunication, span.name, span.start_ns,
-                                span.duration_ns));
-  }
-  return spans;
-}
-
 // SciPy gives its routines to other extensions as capsules, named by their C signature.
 void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
 
@@ -99,7 +89,9 @@ void BindCommGemm(nb::module_& m) {
       },
       arg("sgemm"), arg("dgemm"));
   m.def("start_spans", [] { SpanRecorder::Get().Start(); });
-  m.def("stop_spans", &StopSpans);
+  m.def(
+      "stop_spans", [] { return ToPython(SpanRecorder::Get().Stop()); },
+      "In the order in which they ended.");
 }
 
 }  // namespace cpd

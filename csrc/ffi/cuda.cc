@@ -7,8 +7,10 @@
 #include <vector>
 
 #include "cuda/channels.h"
+#include "cuda/gpu_spans.h"
 #include "cuda/ipc.h"
 #include "ffi/cuda_targets.h"
+#include "ffi/recorded_spans.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/vector.h"
@@ -21,11 +23,13 @@ namespace {
 // Target name -> stage name -> handler.
 nb::dict Registrations() {
   nb::dict targets;
-  for (const CudaTarget& target : CudaDispatchTargets()) {
-    nb::dict stages;
-    stages["initialize"] = nb::capsule(reinterpret_cast<void*>(target.initialize));
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
-    targets[target.name] = stages;
+  for (const auto& of_room : {CudaDispatchTargets(), CudaGemmTargets()}) {
+    for (const CudaTarget& target : of_room) {
+      nb::dict stages;
+      stages["initialize"] = nb::capsule(reinterpret_cast<void*>(target.initialize));
+      stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
+      targets[target.name] = stages;
+    }
   }
   return targets;
 }
@@ -95,6 +99,16 @@ NB_MODULE(_cuda, m) {
   m.def(
       "release_buffer", [](int64_t id) { ChannelRegistry::Get().Release(id); },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def("restore_buffer", [](int64_t id) { ChannelRegistry::Get().Restore(id); });
+  m.def("start_spans", [] { cpd::GpuSpans::Get().Start(); });
+  m.def("stop_spans", [] {
+    std::vector<cpd::RecordedSpan> spans;
+    {
+      nanobind::gil_scoped_release release;  // it waits for the devices
+      spans = cpd::GpuSpans::Get().Stop();
+    }
+    return cpd::ToPython(spans);
+  });
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Errors that no call has reported yet.");

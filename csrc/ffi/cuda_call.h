@@ -27,8 +27,6 @@ struct CudaOptions {
   Counts places;            // of all ranks, group by group; -1: one device holds all of them
   std::string_view memory;  // "devices" of this process, or a "slab" per process
 
-  bool is_on_one_device() const { return places.size() == 1 && places[0] == -1; }
-
   std::string op() const {
     return std::string(is_dispatch ? "dispatch" : "combine") + " over axis '" + std::string(axis) +
            "'";

@@ -16,6 +16,7 @@
 #include "cuda/kernels.h"
 #include "ffi/common.h"
 #include "ffi/cuda_call.h"
+#include "ffi/cuda_place.h"
 #include "ffi/cuda_targets.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -38,7 +39,8 @@ int NumBlocks(int device) {
   return num_blocks;
 }
 
-ChannelKey KeyOf(const CudaOptions& options, const device::Call& call, const int64_t* places) {
+ChannelKey KeyOf(const CudaOptions& options, const device::Call& call,
+                 const std::vector<int64_t>& places) {
   ChannelKey key;
   const auto add = [&](int64_t number) { key.layout += std::to_string(number) + ","; };
   add(call.is_dispatch);
@@ -55,66 +57,40 @@ ChannelKey KeyOf(const CudaOptions& options, const device::Call& call, const int
     key.layout += ";";
     key.buffers.push_back(options.buffer[p]);
   }
-  key.places.assign(places, places + call.num_ranks);
+  key.places = places;
   return key;
-}
-
-bool IsRecorded(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
-         status != cudaStreamCaptureStatusNone;
-}
-
-// Waits for each call and reports its own errors, instead of leaving them to a later one.
-bool ChecksEachCall() {
-  static const bool checks = [] {
-    const char* value = std::getenv("JAX_CP_DISPATCH_CHECK");
-    return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
-  }();
-  return checks;
 }
 
 Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
             const int32_t* rank_operand, ffi::RemainingArgs args, ffi::RemainingRets results) {
   const std::string op = options.op();
-  if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
-    return {StatusCode::kInternal,
-            op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
-  }
-  const int64_t here = ChannelRegistry::Get().process() << 16 | device;
-  const auto num_ranks = static_cast<size_t>(options.num_ranks);
-  std::vector<int64_t> all(num_ranks, here);  // where one device holds all ranks
-  const int64_t* places = all.data();
-  int rank = 0;
-  if (!options.is_on_one_device()) {
-    const auto at = std::find(options.places.begin(), options.places.end(), here);
-    if (at == options.places.end()) {
-      return Status::Invalid(op + ": the program was made for other devices than GPU " +
-                             std::to_string(device) + " of process " + std::to_string(here >> 16) +
-                             ". Compile it again.");
-    }
-    const size_t index = at - options.places.begin();
-    places = options.places.begin() + index / num_ranks * num_ranks;
-    rank = static_cast<int>(index % num_ranks);
-  }
+  Placement placement;
+  Status status = FindPlacement(op, device, options.num_ranks, options.places, &placement);
+  if (!status.ok()) return status;
 
   device::Call call{};
-  const int64_t num_local = options.is_on_one_device() ? options.num_ranks : 1;
+  const int64_t num_local = placement.on_one_device ? options.num_ranks : 1;
   const int num_blocks = NumBlocks(device);
-  Status status = ReadCall(options, args, results, num_local, num_blocks, &call);
+  status = ReadCall(options, args, results, num_local, num_blocks, &call);
   if (!status.ok()) return status;
-  const ChannelKey key = KeyOf(options, call, places);
+  const ChannelKey key = KeyOf(options, call, placement.places);
   std::shared_ptr<Channel> channel;
-  status = ChannelRegistry::Get().Find(op, key, call, options.memory == "slab",
+  ChannelShape shape;
+  shape.bytes = device::LayOutChannel(&call);
+  device::LayOutLocal(&call);
+  shape.local_bytes = call.local_bytes;
+  shape.num_local = call.num_local;
+  shape.num_parts = call.num_parts;
+  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab",
                                        !execute || !IsRecorded(stream), &channel);
   if (!status.ok() || !execute) return status;
 
-  call.first_rank = rank;
-  call.rank_operand = options.is_on_one_device() ? nullptr : rank_operand;
+  call.first_rank = placement.rank;
+  call.rank_operand = placement.on_one_device ? nullptr : rank_operand;
   call.program = std::hash<std::string>{}(key.layout);
-  device::LayOutChannel(&call);
-  device::LayOutLocal(&call);
-  channel->Bind(rank, &call);
+  std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
+  call.local = channel->local(placement.rank).state;
+  call.errors = channel->local(placement.rank).errors_on_device;
   // Also after an error: the other ranks run this call too, and wait for this one.
   if (const cudaError_t error = LaunchCall(call, num_blocks, stream); error != cudaSuccess) {
     return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};

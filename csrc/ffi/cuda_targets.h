@@ -14,5 +14,6 @@ struct CudaTarget {
 };
 
 std::vector<CudaTarget> CudaDispatchTargets();
+std::vector<CudaTarget> CudaGemmTargets();
 
 }  // namespace cpd

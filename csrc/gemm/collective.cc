@@ -11,6 +11,7 @@ void NoOverlap::Record(int rank, RankStreams streams) const {
     AllGather(rank, stream);
     WaitForAllChunks(rank, stream);
     stream.Run(SpanKind::kComputation, "GEMM", [this, rank](Counters&) { MultiplyAll(rank); });
+    KeepGathered(rank, stream);
     Finish(rank, stream);
     return;
   }
@@ -38,11 +39,29 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
   if (p_.config.type == CommType::kAllGather) {
     AllGather(rank, streams.communicate);
     WaitForAllChunks(rank, streams.communicate);
+    KeepGathered(rank, streams.communicate);
     return;
+  }
+  if (p_.shares_only_buffers) {
+    const RankMemory& memory = p_.ranks[rank];
+    const int64_t bytes =
+        p_.rows.num_batches * p_.rows.total() * p_.aux_width * ElementBytes(p_.aux_type);
+    streams.communicate.Run(
+        SpanKind::kCommunication, "own part", [this, &memory, bytes](Counters&) {
+          arithmetic_->Copy({{memory.buffer, bytes, memory.aux_in, bytes, 1, bytes}});
+        });
+    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+      streams.communicate.Add(peer, Computed(0, rank));
+    }
+    for (int peer = 0; peer < p_.num_ranks(); ++peer) {
+      streams.communicate.Wait(Computed(0, peer), 1, peer);
+    }
   }
   streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter", [this, rank](Counters&) {
     std::vector<const char*> whole;
-    for (const RankMemory& other : p_.ranks) whole.push_back(other.aux_in);
+    for (const RankMemory& other : p_.ranks) {
+      whole.push_back(p_.shares_only_buffers ? other.buffer : other.aux_in);
+    }
     Reduce(rank, RowsOf(rank, whole), 0, p_.aux_width);
   });
 }

@@ -4,42 +4,10 @@
 #include <algorithm>
 #include <numeric>
 
-#include "numerics/sum_rows.h"
-
 namespace cpd {
-namespace {
 
-// out = the sum of the sources, in their order (+ bias), rounded once.
-void SumAndRound(const std::vector<const char*>& sources, DataType type, const char* bias,
-                 int64_t num_elements, DataType out_type, char* out) {
-  const DataType sum_type = AccumulationType(type);
-  if (sum_type == out_type && bias == nullptr) {
-    SumRows({type, sum_type}, sources, num_elements, out);
-    return;
-  }
-  constexpr int64_t kTile = 2048;  // the sums stay in the first-level cache
-  alignas(64) char sums[kTile * sizeof(double)];
-  std::vector<const char*> tile(sources.size());
-  const int64_t bytes = ElementBytes(type), out_bytes = ElementBytes(out_type);
-  for (int64_t begin = 0; begin < num_elements; begin += kTile) {
-    const int64_t n = std::min(kTile, num_elements - begin);
-    for (size_t i = 0; i < tile.size(); ++i) tile[i] = sources[i] + begin * bytes;
-    SumRows({type, sum_type}, tile, n, sums);
-    Epilogue epilogue;
-    if (bias) epilogue.bias = bias + begin * out_bytes;
-    char* to = out + begin * out_bytes;
-    if (sum_type == DataType::kF64) {
-      StoreRow(out_type, reinterpret_cast<const double*>(sums), epilogue, n, to);
-    } else {
-      StoreRow(out_type, reinterpret_cast<const float*>(sums), epilogue, n, to);
-    }
-  }
-}
-
-}  // namespace
-
-CommOverlapCore::CommOverlapCore(OverlapProblem problem, GemmFunction gemm)
-    : p_(std::move(problem)), offsets_(p_.rows.Offsets()), gemm_(std::move(gemm)) {}
+CommOverlapCore::CommOverlapCore(OverlapProblem problem, std::shared_ptr<Arithmetic> arithmetic)
+    : p_(std::move(problem)), arithmetic_(std::move(arithmetic)), offsets_(p_.rows.Offsets()) {}
 
 int CommOverlapCore::num_column_chunks() const {
   return static_cast<int>(std::clamp<int64_t>(p_.config.num_splits, 1, std::max<int64_t>(p_.n, 1)));
@@ -105,11 +73,11 @@ void CommOverlapCore::MultiplyAll(int rank) const {
   }
   GemmTask task = WholeProduct(p_, p_.ranks[rank]);
   if (gathers) task.a = GatheredLhs(rank, 0);
-  gemm_(task);
+  arithmetic_->Multiply(task);
 }
 
 void CommOverlapCore::MultiplyAllTo(int rank, char* partial) const {
-  gemm_(PartialTask(rank, partial));
+  arithmetic_->Multiply(PartialTask(rank, partial));
 }
 
 void CommOverlapCore::MultiplyRows(int rank, int chunk, const Matrix& lhs, int64_t first_row,
@@ -119,7 +87,7 @@ void CommOverlapCore::MultiplyRows(int rank, int chunk, const Matrix& lhs, int64
     GemmTask task = WholeProduct(p_, p_.ranks[rank]).FromRow(batch * p_.rows.total() + in_output);
     task.m = p_.rows.counts[chunk];
     task.a = lhs.FromRow(batch * rows_of_batch + first_row);
-    gemm_(task);
+    arithmetic_->Multiply(task);
   }
 }
 
@@ -143,7 +111,7 @@ void CommOverlapCore::MultiplyGatheredPair(int rank, int chunk) const {
     GemmTask task = WholeProduct(p_, p_.ranks[rank]).FromRow(row);
     task.m = p_.rows.counts[chunk] + p_.rows.counts[chunk + 1];
     task.a = GatheredLhs(rank, chunk).FromRow(row);
-    gemm_(task);
+    arithmetic_->Multiply(task);
   }
 }
 
@@ -154,7 +122,7 @@ void CommOverlapCore::MultiplyPartial(int rank, int chunk, char* to) const {
     GemmTask task = PartialTask(rank, to + batch * p_.rows.capacity * row_bytes);
     task.m = p_.rows.counts[chunk];
     task.a = task.a.FromRow(batch * p_.rows.total() + in_lhs);
-    gemm_(task);
+    arithmetic_->Multiply(task);
   }
 }
 
@@ -176,22 +144,22 @@ void CommOverlapCore::MultiplyOfAllRanks(int rank) const {
         task.b = factors.b;
       }
     }
-    gemm_(task);
-    std::fill(task.c + count * row_bytes, task.c + p_.rows.capacity * row_bytes, 0);
+    arithmetic_->Multiply(task);
+    arithmetic_->Clear(task.c + count * row_bytes, row_bytes, p_.rows.capacity - count, row_bytes);
   }
 }
 
 void CommOverlapCore::MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const {
   GemmTask task = PartialTask(rank, to).FromColumn(begin);
   task.n = end - begin;
-  gemm_(task);
+  arithmetic_->Multiply(task);
 }
 
 // ---- Communication.
 
 char* CommOverlapCore::GatheredRows(int rank) const {
   const bool to_aux = p_.gathers_to_aux || p_.config.method == CommMethod::kBulk;
-  return to_aux ? p_.ranks[rank].aux_out : p_.ranks[rank].buffer;
+  return to_aux && !p_.shares_only_buffers ? p_.ranks[rank].aux_out : p_.ranks[rank].buffer;
 }
 
 char* CommOverlapCore::GatheredScales(int rank) const {
@@ -254,7 +222,7 @@ void CommOverlapCore::Finish(int rank, Stream& stream) const {
   if (waits) WaitForAllChunks(rank, stream);
   const char* lhs_scales = gathers ? GatheredScales(rank) : memory.lhs_scales;
   stream.Run(SpanKind::kComputation, "bias gradient, scales",
-             [=, &memory](Counters&) { FinishProduct(p_, memory, lhs_scales); });
+             [=, &memory](Counters&) { arithmetic_->Finish(p_, memory, lhs_scales); });
 }
 
 void CommOverlapCore::WaitForAllChunks(int rank, Stream& stream) const {
@@ -262,6 +230,20 @@ void CommOverlapCore::WaitForAllChunks(int rank, Stream& stream) const {
     const int chunk = Rank(rank - step);
     stream.Wait(Arrived(chunk), 1, chunk);
   }
+}
+
+bool CommOverlapCore::KeepsGathered() const {
+  const bool to_aux = p_.gathers_to_aux || p_.config.method == CommMethod::kBulk;
+  return p_.config.type == CommType::kAllGather && to_aux && p_.shares_only_buffers;
+}
+
+void CommOverlapCore::KeepGathered(int rank, Stream& stream) const {
+  if (!KeepsGathered()) return;
+  const DataType type = p_.config.method == CommMethod::kBulk ? p_.aux_type : p_.lhs_type;
+  const int64_t bytes = p_.rows.num_batches * p_.rows.total() * width() * ElementBytes(type);
+  stream.Run(SpanKind::kCommunication, "gathered rows", [this, rank, bytes](Counters&) {
+    arithmetic_->Copy({{p_.ranks[rank].aux_out, bytes, GatheredRows(rank), bytes, 1, bytes}});
+  });
 }
 
 CommOverlapCore::Sources CommOverlapCore::RowsOf(int rank,
@@ -286,35 +268,35 @@ void CommOverlapCore::Reduce(int rank, const Sources& sources, int64_t begin, in
   char* output = is_bulk ? p_.ranks[rank].aux_out : p_.ranks[rank].output;
   const char* bias = is_bulk ? nullptr : p_.ranks[rank].bias;
   const int64_t count = p_.rows.counts[rank], capacity = p_.rows.capacity;
-  // Rows that lie without gaps are one.
-  const int64_t rows_at_once = begin == 0 && end == width() && bias == nullptr ? count : 1;
-  std::vector<const char*> parts(sources.first_rows.size());
+  SumTask task;
+  task.type = from_type;
+  task.pitch = task.to_pitch = width();
+  task.num_rows = count;
+  task.num_columns = end - begin;
+  task.bias = bias ? bias + begin * to_bytes : nullptr;
+  task.to_type = to_type;
   for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
-    char* to = output + batch * capacity * width() * to_bytes;
-    for (int64_t row = 0; row < count; row += rows_at_once) {
-      const int64_t from = (batch * sources.rows_of_batch + row) * width() + begin;
-      for (size_t i = 0; i < parts.size(); ++i) {
-        parts[i] = sources.first_rows[i] + from * from_bytes;
-      }
-      SumAndRound(parts, from_type, bias ? bias + begin * to_bytes : nullptr,
-                  rows_at_once * (end - begin), to_type, to + (row * width() + begin) * to_bytes);
-    }
-    for (int64_t row = count; row < capacity; ++row) {  // room that this rank has no rows for
-      char* empty = to + row * width() * to_bytes;
-      std::fill(empty + begin * to_bytes, empty + end * to_bytes, 0);
-    }
+    const int64_t from = (batch * sources.rows_of_batch * width() + begin) * from_bytes;
+    task.sources = sources.first_rows;
+    for (const char*& source : task.sources) source += from;
+    task.to = output + (batch * capacity * width() + begin) * to_bytes;
+    arithmetic_->Sum(task);
+    // Room that this rank has no rows for.
+    arithmetic_->Clear(task.to + count * width() * to_bytes, width() * to_bytes, capacity - count,
+                       (end - begin) * to_bytes);
   }
 }
 
-std::unique_ptr<CommOverlapCore> MakeCommOverlap(OverlapProblem problem, GemmFunction gemm) {
+std::unique_ptr<CommOverlapCore> MakeCommOverlap(OverlapProblem problem,
+                                                 std::shared_ptr<Arithmetic> arithmetic) {
   switch (problem.config.method) {
     case CommMethod::kNone:
-      return std::make_unique<NoOverlap>(std::move(problem), std::move(gemm));
+      return std::make_unique<NoOverlap>(std::move(problem), std::move(arithmetic));
     case CommMethod::kBulk:
     case CommMethod::kPipeline:
-      return std::make_unique<CommOverlapBase>(std::move(problem), std::move(gemm));
+      return std::make_unique<CommOverlapBase>(std::move(problem), std::move(arithmetic));
     case CommMethod::kRingExchange:
-      return std::make_unique<CommOverlapP2PBase>(std::move(problem), std::move(gemm));
+      return std::make_unique<CommOverlapP2PBase>(std::move(problem), std::move(arithmetic));
   }
   return nullptr;
 }

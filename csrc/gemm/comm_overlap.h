@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "gemm/arithmetic.h"
 #include "gemm/overlap_problem.h"
 #include "transport/streams.h"
 
@@ -15,7 +16,7 @@ namespace cpd {
 
 class CommOverlapCore {
  public:
-  CommOverlapCore(OverlapProblem problem, GemmFunction gemm);
+  CommOverlapCore(OverlapProblem problem, std::shared_ptr<Arithmetic> arithmetic);
   virtual ~CommOverlapCore() = default;
 
   // Puts what `rank` does on its streams.
@@ -50,6 +51,9 @@ class CommOverlapCore {
   // Rank's own rows to all ranks, itself included.
   void AllGather(int rank, Stream& stream) const;
   void WaitForAllChunks(int rank, Stream& stream) const;
+  // What is a result but had to be gathered where ranks reach it becomes one.
+  bool KeepsGathered() const;
+  void KeepGathered(int rank, Stream& stream) const;
   // output [B, capacity, n] = the rows of `rank` in `sources`, [B, rows_of_batch, n], summed in
   // that order, + bias; of the columns from begin to end.
   struct Sources {
@@ -69,6 +73,7 @@ class CommOverlapCore {
   DataType summed_type() const;
 
   const OverlapProblem p_;
+  const std::shared_ptr<Arithmetic> arithmetic_;
   const std::vector<int64_t> offsets_;  // of chunks in the order of the ranks
 
  private:
@@ -81,8 +86,6 @@ class CommOverlapCore {
   GemmTask PartialTask(int rank, char* partial) const;
   void MultiplyRows(int rank, int chunk, const Matrix& lhs, int64_t first_row,
                     int64_t rows_of_batch) const;
-
-  const GemmFunction gemm_;
 };
 
 // One after the other: gathers, then multiplies; or multiplies, then reduces.
@@ -115,6 +118,7 @@ class CommOverlapP2PBase final : public CommOverlapCore {
   void RecordReduceScatter(int rank, RankStreams streams) const;
 };
 
-std::unique_ptr<CommOverlapCore> MakeCommOverlap(OverlapProblem problem, GemmFunction gemm);
+std::unique_ptr<CommOverlapCore> MakeCommOverlap(OverlapProblem problem,
+                                                 std::shared_ptr<Arithmetic> arithmetic);
 
 }  // namespace cpd

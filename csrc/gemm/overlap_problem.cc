@@ -44,6 +44,7 @@ int64_t GatheredScalesBytes(const OverlapProblem& p) {
 }
 
 int64_t GatheredBytes(const OverlapProblem& p, bool copies) {
+  if (p.shares_only_buffers) return GatheredLhsBytes(p) + GatheredScalesBytes(p);
   if (p.gathers_to_aux) return GatheredScalesBytes(p);  // the rows arrive in the result
   return copies ? GatheredLhsBytes(p) + GatheredScalesBytes(p) : 0;
 }
@@ -143,7 +144,7 @@ int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
 }
 
 int64_t GatheredScalesOffset(const OverlapProblem& p) {
-  return p.gathers_to_aux ? 0 : GatheredLhsBytes(p);
+  return p.gathers_to_aux && !p.shares_only_buffers ? 0 : GatheredLhsBytes(p);
 }
 
 int64_t BufferBytes(const OverlapProblem& p) {
@@ -164,6 +165,7 @@ int64_t BufferBytes(const OverlapProblem& p) {
       }
       return GatheredBytes(p, /*copies=*/true);
     case CommMethod::kBulk:
+      if (p.shares_only_buffers) return whole * p.aux_width * ElementBytes(p.aux_type);
       return 0;  // from operand to result
   }
   return 0;

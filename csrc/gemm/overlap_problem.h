@@ -86,6 +86,8 @@ struct OverlapProblem {
   bool in_ring_order = false;
   // Whether aux_out of an all-gather is the gathered lhs, and so the place where chunks arrive.
   bool gathers_to_aux = false;
+  // Whether ranks reach nothing of each other but buffers, as on GPUs; `copies` is set then.
+  bool shares_only_buffers = false;
   std::vector<RankMemory> ranks;
 
   int num_ranks() const { return rows.num_chunks(); }

@@ -70,7 +70,8 @@ Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buf
       problem.ranks[rank].buffer = schedule->lease->memory(rank);
     }
   }
-  schedule->core = MakeCommOverlap(std::move(problem), std::move(gemm));
+  schedule->core =
+      MakeCommOverlap(std::move(problem), std::make_shared<HostArithmetic>(std::move(gemm)));
   schedule->team = std::make_unique<Team>(exchange.op, static_cast<int>(exchange.key.group),
                                           num_ranks, schedule->core->num_signals(),
                                           exchange.deadline, CopyRows, work->elsewhere);

@@ -2,7 +2,6 @@
 #include <string>
 
 #include "gemm/comm_overlap.h"
-#include "transport/team.h"
 
 namespace cpd {
 namespace {
@@ -19,13 +18,20 @@ void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
   } else {
     RecordAllGather(rank, streams);
   }
+  if (p_.config.aggregate) {  // its signals tell of pairs, for all of which the product has waited
+    KeepGathered(rank, streams.compute);
+  } else if (KeepsGathered()) {
+    WaitForAllChunks(rank, streams.communicate);
+    KeepGathered(rank, streams.communicate);
+  }
   if (p_.config.type == CommType::kAllGather && p_.in_ring_order && p_.ranks[rank].aux_out) {
     // The atomic ring gives back the chunk that it got.
     const RankMemory& memory = p_.ranks[rank];
     const int64_t bytes = p_.rows.num_batches * p_.rows.capacity * p_.k * ElementBytes(p_.lhs_type);
-    streams.communicate.Run(SpanKind::kCommunication, "own rows", [&memory, bytes](Counters&) {
-      CopyRows({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
-    });
+    streams.communicate.Run(
+        SpanKind::kCommunication, "own rows", [this, &memory, bytes](Counters&) {
+          arithmetic_->Copy({{memory.aux_out, bytes, memory.lhs, bytes, 1, bytes}});
+        });
   }
   Finish(rank, streams.compute);
 }

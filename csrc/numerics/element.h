@@ -92,7 +92,7 @@ struct F16 {
 struct E4M3 {
   uint8_t bits;
 
-  operator float() const {
+  CPD_HOST_DEVICE operator float() const {
     const uint32_t sign = uint32_t{bits & 0x80u} << 24;
     const uint32_t rest = bits & 0x7fu;
     if (rest == 0x7f) return FromBits(sign | 0x7fc00000);  // NaN
@@ -105,7 +105,7 @@ struct E4M3 {
 struct E5M2 {
   uint8_t bits;
 
-  operator float() const { return F16{static_cast<uint16_t>(bits << 8)}; }
+  CPD_HOST_DEVICE operator float() const { return F16{static_cast<uint16_t>(bits << 8)}; }
 };
 
 template <typename T>

@@ -90,7 +90,8 @@ bool FromBytes(std::string_view bytes, Description* description) {
   ByteReader reader(bytes);
   int64_t num_arrays = 0;
   if (!GetString(&reader, &description->op) || !GetString(&reader, &description->signature) ||
-      !reader.Get(&num_arrays) || num_arrays < 0 || num_arrays > reader.num_left()) {
+      !reader.Get(&num_arrays) || num_arrays < 0 ||
+      num_arrays > reader.num_left() / static_cast<int64_t>(sizeof(int64_t))) {
     return false;
   }
   description->array_offsets.resize(num_arrays);

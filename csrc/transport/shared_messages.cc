@@ -57,7 +57,8 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
       announcement.num_ranks > 0 && announcement.rank >= 0 &&
       announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
       announcement.deadline_ms <= kLongestMs &&
-      FromBytes(std::string(segment.base + announcement.offset, announcement.num_bytes),
+      // Reads each byte once, so that nothing changes between a check and its use.
+      FromBytes(std::string_view(segment.base + announcement.offset, announcement.num_bytes),
                 &description);
   std::unique_lock<std::mutex> lock(mutex_);
   const auto answer_done = [&] {

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_cp_dispatch.comm_gemm.config import (
     CommOverlapMethod,
@@ -28,6 +30,11 @@ class GemmOperands(NamedTuple):
     bias: Any
     gelu_input: Any
     aux_in: Any
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "GemmOperands":
+        """Those that are given by name."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})
 
 
 class GemmResults(NamedTuple):
@@ -63,6 +70,7 @@ class Overlap:
       num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
       buffer: id of the registered buffer; 0: XLA gives memory for each call.
       partial_dtype: name of the type in which partial sums are stored and moved.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs; see there, too.
     """
 
     comm_type: CommOverlapType = CommOverlapType.NONE
@@ -74,6 +82,10 @@ class Overlap:
     use_ce: bool = True
     buffer: int = 0
     partial_dtype: str = "float32"
+    gemm_priority: int = 0
+    comm_priority: int = 0
+    num_comm_sm: int = 1
+    set_sm_margin: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +113,7 @@ class GemmCall:
       fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
         product times GELU's derivative at `gelu_input`.
       use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
-      implementation: None, "in_process", "shared_memory" or "xla".
+      implementation: None, "in_process", "shared_memory", "xla", or one of GPUs.
       deadline_ms: milliseconds that a rank waits for another.
       open_axes: mesh axes that the lowering has to make manual.
     """
@@ -250,6 +262,13 @@ class GemmCall:
             "in_ring_order": self.in_ring_order,
             "gathers_to_aux": self.gathers_to_aux,
         }
+
+
+def place_on(axes: tuple[str, ...]) -> Any:
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    return lax.axis_index(axes if len(axes) > 1 else next(iter(axes)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -254,6 +254,10 @@ def overlap_of_config(config: CommOverlapConfig, *, buffer: int) -> Overlap:
         config.use_ce,
         buffer,
         config.buffer_dtype,
+        config.gemm_priority,
+        config.comm_priority,
+        config.num_comm_sm,
+        config.set_sm_margin,
     )
 
 

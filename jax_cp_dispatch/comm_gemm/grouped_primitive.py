@@ -15,7 +15,8 @@ from jax.interpreters import ad, batching, mlir
 from jax_cp_dispatch import runtime
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.config import ScalingMode
-from jax_cp_dispatch.dispatch.implementations import choose_implementation
+from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
+from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS
 
 grouped_gemm_p = Primitive("grouped_gemm")
 
@@ -69,7 +70,11 @@ def _run_alone(*operands, call):
 
 def _lower(ctx, *operands, call: GroupedCall):
     platforms = ctx.module_context.platforms
-    if choose_implementation("grouped_gemm", call.implementation, platforms) == "xla":
+    chosen = choose_implementation("grouped_gemm", call.implementation, platforms)
+    if chosen in GPU_IMPLEMENTATIONS:
+        missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
+        chosen = fall_back_to_xla("grouped_gemm", call.implementation, missing)
+    if chosen == "xla":
         by_xla = functools.partial(grouped_gemm_by_xla, call=call)
         return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
     load_blas()

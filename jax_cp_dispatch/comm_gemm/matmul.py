@@ -85,8 +85,9 @@ def all_gather_matmul(
       scaling_state: of DELAYED_TENSOR_SCALING; its gradient is the next one: see `MatmulScaling`.
       preferred_element_type: of the result; by default that of x and w.
       mesh: of global arrays, where it is not to be seen otherwise.
-      implementation: "in_process", "shared_memory" (between processes of one host), "xla" (the
-        same result from XLA's collectives, without overlap), or None: the first that can serve.
+      implementation: "in_process", "shared_memory" (between processes of one host), a GPU
+        transport by its name, "xla" (the same result from XLA's collectives, without overlap), or
+        None: the first that can serve.
       deadline: seconds that a rank waits for another.
     Returns:
       The product: float32 accumulation (float64 for float64), rounded once. Bitwise repeatable.

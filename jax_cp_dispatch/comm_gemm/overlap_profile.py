@@ -77,15 +77,18 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
         calls are over several axes.
     """
     jax.block_until_ready(fn(*operands))
-    runtime.native.start_spans()
+    recorders = [x for x in (runtime.native, runtime.cuda) if x is not None]
+    for recorder in recorders:
+        recorder.start_spans()
     try:
         result = jax.block_until_ready(fn(*operands))
     finally:
-        recorded = runtime.native.stop_spans()
+        recorded = [span for recorder in recorders for span in recorder.stop_spans()]
     if not recorded:
         raise ValueError(
             "overlap_profile: the program ran no GEMM with communication on a transport of this "
-            "package. See available_implementations()."
+            "package. See available_implementations(). On GPUs calls in recorded command buffers "
+            "are not seen: XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     axes = {op.split(" over ")[-1] for op, *_ in recorded}
     if len(axes) > 1:

@@ -16,10 +16,12 @@ from jax_cp_dispatch import runtime
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, place_on
+from jax_cp_dispatch.comm_gemm.on_gpu import lower_on_gpu, what_gpus_lack
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.call_site import call_site_attributes
-from jax_cp_dispatch.dispatch.implementations import choose_implementation
+from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
+from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, remember_mesh
 
 gemm_p = Primitive("gemm")
 gemm_p.multiple_results = True
@@ -38,8 +40,7 @@ def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
 
 
 def _operands(values, names) -> GemmOperands:
-    absent = dict.fromkeys(GemmOperands._fields)
-    return GemmOperands(**{**absent, **dict(zip(names, values, strict=True))})
+    return GemmOperands.of(dict(zip(names, values, strict=True)))
 
 
 def _shapes(*operands, call: GemmCall, names):
@@ -63,11 +64,18 @@ def _run_alone(*operands, call, names):
 
 def _lower(ctx, *operands, call: GemmCall, names):
     if call.open_axes:
-        return mlir.lower_fun(
-            functools.partial(_with_all_axes_manual, call=call, names=names), multiple_results=True
-        )(ctx, *operands)
+        with remember_mesh(ctx):
+            return mlir.lower_fun(
+                functools.partial(_with_all_axes_manual, call=call, names=names),
+                multiple_results=True,
+            )(ctx, *operands)
     platforms = ctx.module_context.platforms
     transport = choose_implementation(call.op, call.implementation, platforms)
+    if transport in GPU_IMPLEMENTATIONS:
+        missing = what_gpus_lack(call, _operands(ctx.avals_in, names))
+        if missing is None:
+            return lower_on_gpu(ctx, *operands, call=call, names=names, implementation=transport)
+        transport = fall_back_to_xla(call.op, call.implementation, missing)
     if transport == "xla":
         by_xla = lambda *operands: _written(gemm_by_xla(call, _operands(operands, names)))
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
@@ -102,7 +110,7 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
     place = jax.typeof(np.int32(0))
     absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on what has no element
     rank, group, nothing = mlir.lower_fun(
-        lambda: (_place_on(call.axis_names), _place_on(call.group_axes), jnp.zeros((1,))),
+        lambda: (place_on(call.axis_names), place_on(call.group_axes), jnp.zeros((1,))),
         multiple_results=True,
     )(ctx.replace(avals_in=(), avals_out=None))
     given = _operands(operands, names)
@@ -142,13 +150,6 @@ def _what(call: GemmCall) -> str:
         if name not in said | of_a_rank and value
     ]
     return f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
-
-
-def _place_on(axes):
-    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
-    if not axes:
-        return jnp.int32(0)
-    return lax.axis_index(axes if len(axes) > 1 else axes[0])
 
 
 def _batch(operands, dims, *, call: GemmCall, names):

@@ -121,6 +121,7 @@ def create_comm_overlap_buffer(
             dtype=config.buffer_dtype,
             parameters=config.text,
         )
+        runtime.restore_buffer(config.id)
         _configs[config.id] = config
     return config.id
 
@@ -136,7 +137,10 @@ def destroy_comm_overlap_buffer(buffer: int) -> None:
       ValueError: calls in flight use the buffer; it has been destroyed, or never existed.
     """
     op = "destroy_comm_overlap_buffer"
-    runtime.native.destroy_overlap_buffer(op, check_id(op, buffer))
+    with _lock:
+        runtime.native.destroy_overlap_buffer(op, check_id(op, buffer))
+        if buffer not in runtime.native.list_overlap_buffers():
+            runtime.release_buffer(buffer)
 
 
 def destroy_all_comm_overlap_buffers() -> None:
@@ -145,7 +149,11 @@ def destroy_all_comm_overlap_buffers() -> None:
     Raises:
       ValueError: calls in flight use buffers; the message names them.
     """
-    runtime.native.destroy_all_overlap_buffers("destroy_all_comm_overlap_buffers")
+    with _lock:
+        buffers = runtime.native.list_overlap_buffers()
+        runtime.native.destroy_all_overlap_buffers("destroy_all_comm_overlap_buffers")
+        for buffer in buffers:
+            runtime.release_buffer(buffer)
 
 
 def list_comm_overlap_buffers() -> dict[int, CommOverlapBuffer]:

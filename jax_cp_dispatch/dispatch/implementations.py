@@ -85,6 +85,21 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
     return wanted
 
 
+def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
+    """ "xla", where a GPU transport could serve but its kernels lack something; said once.
+
+    Raises:
+      NotImplementedError: the transport was asked for by its name.
+    """
+    if wanted is not None:
+        raise NotImplementedError(
+            f"{op}: implementation={wanted!r} cannot serve this program: {missing}. Pass "
+            "implementation='xla'."
+        )
+    _say_once(f"{op}: XLA's products and collectives (implementation='xla'): {missing}.")
+    return "xla"
+
+
 def check_implementation(op: str, wanted: str | None) -> None:
     """Refuses a name that is none, and any where nothing can run."""
     refuse_after_fork(op)

@@ -1,4 +1,6 @@
-"""One process of test_gpu_processes.py: joins the others, exchanges, compares with NumPy."""
+"""One process of test_gpu_processes.py: joins the others, exchanges, multiplies, compares with
+NumPy.
+"""
 
 import argparse
 import pathlib
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from movement_oracle import combined, dispatched, random_plan
+from products import multiply
 
 from jax_cp_dispatch import Metadata, combine, dispatch
 from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
@@ -68,6 +71,7 @@ def main() -> None:
         raise_gpu_errors()
         np.testing.assert_array_equal(there, dispatched(plan, x, capacity)[rank])
         np.testing.assert_array_equal(home, combined(plan, y, T, np.float32)[rank])
+    multiply(num_ranks, rank, global_array, local, on_ranks, name)
     print(f"process {rank} over {world.implementation}: ok", flush=True)
     if options.absent < 0:
         return

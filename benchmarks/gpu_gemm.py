@@ -1,0 +1,147 @@
+"""GEMMs on one GPU: chunks against one product, copies hidden behind a product, fp8 against bf16.
+
+All ranks stand on one GPU, so nothing here says anything about NVLink. Expected: 8 chunks at least
+0.95 as fast as one product of 8192^3; less than 15 % of the time of copies exposed.
+"""
+
+import functools
+import time
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch.comm_gemm import ScalingMode, gemm, overlap_profile, quantize
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
+SIZE, CHUNKS = 8192, 8
+
+
+def seconds_of(run, repeats):
+    """Median seconds of one call in a row of ten, which hides the host."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(10)][-1])
+        times.append((time.perf_counter() - start) / 10)
+    return float(np.median(times))
+
+
+def speed(name, seconds, flops, **more):
+    return {"what": name, "ms": round(1e3 * seconds, 3),
+            "tflop_per_s": round(1e-12 * flops / seconds, 1), **more}  # fmt: skip
+
+
+def chunked(size, implementation, repeats):
+    """One product by XLA and by this package, and the latter in chunks of rows and of columns.
+
+    Chunks are arrays of their own: XLA would copy slices for a custom call.
+    """
+    step = size // CHUNKS
+    full = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+    x, w = full(size, size), full(size, size)
+    rows = [full(step, size) for _ in range(CHUNKS)]
+    columns = [full(size, step) for _ in range(CHUNKS)]
+    product = functools.partial(gemm, implementation=implementation)
+    by_xla = functools.partial(gemm, implementation="xla")
+    pieces = {
+        "xla": (jax.jit(by_xla), x, w),
+        "one product": (jax.jit(product), x, w),
+        "chunks of rows": (jax.jit(lambda xs, w: [product(x, w) for x in xs]), rows, w),
+        "chunks of columns": (jax.jit(lambda x, ws: [product(x, w) for w in ws]), x, columns),
+    }
+    seconds = {
+        name: seconds_of(functools.partial(fn, *operands), repeats)
+        for name, (fn, *operands) in pieces.items()
+    }
+    one = seconds["one product"]
+    return [
+        speed(name, s, 2.0 * size**3, of_one_product=round(one / s, 3))
+        for name, s in seconds.items()
+    ]
+
+
+def narrow(size, implementation, repeats):
+    """The same product of operands of 8 bits, with float32 sums every block or not."""
+    mode = ScalingMode.CURRENT_TENSOR_SCALING
+    x, w = (quantize(jnp.ones((size, size), jnp.bfloat16), mode) for _ in range(2))
+    found = []
+    for split in (False, True):
+        product = jax.jit(
+            functools.partial(
+                gemm,
+                contracting_dims=((1,), (1,)),
+                scaling_mode=mode,
+                use_split_accumulator=split,
+                preferred_element_type=jnp.bfloat16,
+                implementation=implementation,
+            )
+        )
+        run = lambda fn=product: fn(
+            x.data, w.data, lhs_scale_inv=x.scale_inv, rhs_scale_inv=w.scale_inv
+        )
+        name = "fp8, split accumulator" if split else "fp8"
+        found.append(speed(name, seconds_of(run, repeats), 2.0 * size**3))
+    return found
+
+
+def hidden(size, num_ranks, method, kind):
+    """What of the copies of an overlapped product is exposed, seen by events on the streams."""
+    gathers = kind == CommOverlapType.AG
+    k, n = (size, size // num_ranks) if gathers else (size // num_ranks, size)
+    own = size // num_ranks
+    x = jnp.ones((num_ranks, own if gathers else size, k), jnp.bfloat16)
+    w = jnp.ones((num_ranks, k, n), jnp.bfloat16)
+    call = GemmCall(
+        op="benchmark",
+        lhs_boundary=1,
+        rhs_boundary=1,
+        out_shape=(size if gathers else own, n),
+        out_dtype="bfloat16",
+        axis_names=("tp",),
+        num_ranks=num_ranks,
+        overlap=Overlap(kind, method, use_ce=True),
+        row_counts=(own,) * num_ranks,
+    )
+    program = jax.jit(lambda x, w: run_all_ranks(call, lhs=x, rhs=w).output)
+    profile = overlap_profile(program, x, w)
+    return {
+        "what": f"{kind.name}, {method.name}",
+        "num_ranks": num_ranks,
+        "total_ms": round(1e3 * profile.total, 3),
+        "bound_ms": round(1e3 * profile.bound, 3),
+        "communication_ms": round(1e3 * profile.communication, 3),
+        "exposed": round(profile.exposed_communication / max(profile.communication, 1e-12), 3),
+    }
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--implementation", default="cuda_peer", help="cuda_peer, or xla")
+    parser.add_argument("--size", type=int, default=SIZE, help="M, K and N")
+    arguments = parser.parse_args()
+    chosen, repeats, size = arguments.implementation, arguments.repeats, arguments.size
+    rows = chunked(size, chosen, repeats)
+    rows += narrow(size, chosen, repeats)
+    if chosen != "xla":
+        for num_ranks in (2, 4):
+            for kind, method in (
+                (CommOverlapType.AG, CommOverlapMethod.RING_EXCHANGE),
+                (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE),
+                (CommOverlapType.RS, CommOverlapMethod.PIPELINE),
+            ):
+                rows.append(hidden(size, num_ranks, method, kind))
+        raise_gpu_errors()
+    for row in rows:
+        print(row, flush=True)
+    device = jax.devices()[0]
+    common.write(arguments.output, f"GEMMs of {size} on one {device.device_kind}", rows)
+
+
+if __name__ == "__main__":
+    main()

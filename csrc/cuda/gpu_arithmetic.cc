@@ -1,0 +1,169 @@
+// What a schedule computes, put on the stream of a GPU: products by cuBLASLt, the rest by kernels.
+#include "cuda/gpu_arithmetic.h"
+
+#include <algorithm>
+
+#include "cuda/product_kernels.h"
+#include "gemm/swizzle.h"
+
+namespace cpd {
+
+using device::AlignUp;
+
+int64_t GemmScratch::Lay(const OverlapProblem& p, char* data, GemmScratch* scratch) {
+  const auto begin = reinterpret_cast<intptr_t>(data);
+  int64_t at = AlignUp(begin) - begin;
+  const auto take = [&](char** part, int64_t bytes) {
+    *part = data + at;
+    at += AlignUp(bytes);
+  };
+  const bool is_scaled = p.scaling != Scaling::kNone;
+  take(&scratch->lt, kLtBytes);
+  take(&scratch->rhs, is_scaled && !p.rhs_transposed ? p.k * p.n : 0);
+  take(&scratch->lhs, is_scaled && p.lhs_transposed ? p.k * p.m : 0);
+  const bool is_apart = ElementBytes(p.output_type) == 2 && p.fuse_gelu &&
+                        (p.scaling != Scaling::kNone || p.n % 8 != 0);
+  take(&scratch->sums, is_apart ? 4 * p.m * p.n : 0);
+  return at + (data ? 0 : 255);  // wherever it begins
+}
+
+void GpuArithmetic::Check(cudaError_t error, const char* what) const {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  if (status_.ok()) {
+    status_ = {StatusCode::kInternal, op_ + ": " + what + " failed: " + cudaGetErrorString(error)};
+  }
+}
+
+void GpuArithmetic::Multiply(const GemmTask& task) const {
+  if (task.m == 0 || task.n == 0 || !status_.ok()) return;
+  const bool is_whole = LtHasEpilogue(task);
+  GemmTask product = task;
+  if (!is_whole && task.c_type != DataType::kF32) {
+    product.c = scratch_->sums;
+    product.c_pitch = task.n;
+  }
+  LtProduct described;
+  status_ = DescribeLtProduct(op_, product, share_.lt, &described);
+  if (!status_.ok()) return;
+  const LtResources resources{device_, scratch_->lt, GemmScratch::kLtBytes, stream_};
+  status_ = CublasLt::Get().Multiply(op_, described, resources);
+  if (!status_.ok() || is_whole) return;
+  device::SumCall sum{};
+  sum.sources[0] = product.c;
+  sum.num_sources = 1;
+  sum.type = DataType::kF32;
+  sum.pitch = product.c_pitch;
+  sum.num_rows = task.m;
+  sum.num_columns = task.n;
+  sum.bias = task.epilogue.bias;
+  sum.gelu = task.epilogue.gelu;
+  sum.pre_gelu = task.epilogue.pre_gelu;
+  sum.gelu_input = task.epilogue.gelu_input;
+  sum.to = task.c;
+  sum.to_type = task.c_type;
+  sum.to_pitch = task.c_pitch;
+  Check(LaunchSum(sum, share_.num_blocks, stream_), "launching an epilogue");
+}
+
+void GpuArithmetic::Sum(const SumTask& task) const {
+  device::SumCall sum{};
+  sum.num_sources = static_cast<int>(task.sources.size());
+  std::copy(task.sources.begin(), task.sources.end(), sum.sources);
+  sum.type = task.type;
+  sum.pitch = task.pitch;
+  sum.num_rows = task.num_rows;
+  sum.num_columns = task.num_columns;
+  sum.bias = task.bias;
+  sum.to = task.to;
+  sum.to_type = task.to_type;
+  sum.to_pitch = task.to_pitch;
+  Check(LaunchSum(sum, share_.num_comm_blocks, stream_), "launching a sum");
+}
+
+void GpuArithmetic::Copy(const std::vector<RowCopy>& pieces) const {
+  for (const RowCopy& piece : pieces) {
+    if (piece.num_rows == 0 || piece.row_bytes == 0) continue;
+    const bool is_one = piece.num_rows == 1 ||
+                        (piece.to_pitch == piece.row_bytes && piece.from_pitch == piece.row_bytes);
+    if (is_one && !share_.use_copy_engine) {
+      Check(LaunchCopy(piece.to, piece.from, piece.num_rows * piece.row_bytes,
+                       share_.num_comm_blocks, stream_),
+            "launching a copy");
+    } else if (is_one) {
+      Check(cudaMemcpyAsync(piece.to, piece.from, piece.num_rows * piece.row_bytes,
+                            cudaMemcpyDefault, stream_),
+            "copying");
+    } else {
+      Check(cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch,
+                              piece.row_bytes, piece.num_rows, cudaMemcpyDefault, stream_),
+            "copying rows");
+    }
+  }
+}
+
+void GpuArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const {
+  if (num_rows == 0 || row_bytes == 0) return;
+  Check(cudaMemset2DAsync(rows, pitch, 0, row_bytes, num_rows, stream_), "clearing rows");
+}
+
+void GpuArithmetic::Finish(const OverlapProblem& p, const RankMemory& memory, const char*) const {
+  if (memory.bias_grad == nullptr) return;
+  device::ColumnsCall call{};
+  call.num_columns = p.n;
+  call.out = memory.bias_grad;
+  call.out_type = p.output_type;
+  if (p.fuse_gelu) {
+    call.data = memory.output;
+    call.type = p.output_type;
+    call.by_row = p.n;
+    call.by_column = 1;
+    call.num_rows = p.m;
+  } else {
+    const Matrix rhs = WholeProduct(p, memory).b;
+    call.data = rhs.data;
+    call.type = rhs.type;
+    call.scale = reinterpret_cast<const float*>(rhs.scales.data);
+    call.by_row = rhs.transposed ? 1 : rhs.pitch;
+    call.by_column = rhs.transposed ? rhs.pitch : 1;
+    call.num_rows = p.k;
+  }
+  Check(LaunchColumns(call, share_.num_blocks, stream_), "launching a bias gradient");
+}
+
+void GpuArithmetic::Prepare(OverlapProblem* problem, int first,
+                            const std::vector<GemmScratch>& scratch) const {
+  OverlapProblem& p = *problem;
+  for (size_t i = 0; i < scratch.size() && p.scaling != Scaling::kNone; ++i) {
+    RankMemory& memory = p.ranks[first + i];
+    if (p.scaling == Scaling::kBlocks) {
+      const int64_t blocks = (p.k + Scales::kBlock - 1) / Scales::kBlock;
+      const auto swizzle = [&](const char* scales, char* tiles, bool of_lhs, bool across,
+                               int64_t num_lines) {
+        Check(LaunchSwizzle({scales, tiles, ScalesPitch(p, of_lhs), across, num_lines, blocks},
+                            share_.num_blocks, stream_),
+              "launching the order of scales");
+      };
+      swizzle(memory.lhs_scales, memory.lhs_swizzled, true, p.lhs_transposed, p.m);
+      swizzle(memory.rhs_scales, memory.rhs_swizzled, false, !p.rhs_transposed, p.n);
+      memory.lhs_scales = memory.lhs_swizzled;
+      memory.rhs_scales = memory.rhs_swizzled;
+    }
+    if (!p.rhs_transposed) {
+      Check(LaunchTranspose({memory.rhs, scratch[i].rhs, p.k, p.n}, share_.num_blocks, stream_),
+            "launching a transpose");
+      memory.rhs = scratch[i].rhs;
+    }
+    if (p.lhs_transposed) {
+      Check(LaunchTranspose({memory.lhs, scratch[i].lhs, p.k, p.m}, share_.num_blocks, stream_),
+            "launching a transpose");
+      memory.lhs = scratch[i].lhs;
+    }
+  }
+  if (p.scaling != Scaling::kNone) {
+    p.rhs_transposed = true;
+    p.lhs_transposed = false;
+  }
+}
+
+}  // namespace cpd

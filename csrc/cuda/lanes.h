@@ -1,0 +1,41 @@
+// The streams on which a device runs overlapped products beside the program's own, and their
+// events.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gpu/overlap_team.h"
+#include "transport/transport.h"
+
+namespace cpd {
+
+// Streams of each local rank. Calls of one device take turns to put their steps on them.
+class Lanes {
+ public:
+  // Those of this device with these priorities, made when they are first asked for and kept: not
+  // while a stream is recorded. 0 is the lowest priority, larger ones are more urgent.
+  static Status Find(const std::string& op, int device, int num_local, int64_t gemm_priority,
+                     int64_t comm_priority, std::shared_ptr<Lanes>* lanes);
+
+  cudaStream_t stream(int local, Lane lane) const {
+    return streams_[2 * local + static_cast<int>(lane)];
+  }
+  const std::vector<cudaStream_t>& streams() const { return streams_; }
+
+  // Numbers count from 0 in each call.
+  cudaError_t event(int number, cudaEvent_t* event);
+
+  std::mutex mutex;  // held while a call puts its steps
+
+ private:
+  std::vector<cudaStream_t> streams_;
+  std::vector<cudaEvent_t> events_;
+};
+
+}  // namespace cpd

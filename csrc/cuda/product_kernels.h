@@ -1,0 +1,31 @@
+// Launches of the kernels around a product, and of those with which overlapped products meet. None
+// synchronizes; `num_blocks` are those of one launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "device/meeting.h"
+#include "device/product.h"
+
+namespace cpd {
+
+cudaError_t LaunchSum(const device::SumCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchColumns(const device::ColumnsCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchTranspose(const device::TransposeCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchSwizzle(const device::SwizzleCall& call, int num_blocks, cudaStream_t stream);
+
+// A copy by a kernel: of rows without gaps.
+cudaError_t LaunchCopy(char* to, const char* from, int64_t num_bytes, int num_blocks,
+                       cudaStream_t stream);
+
+cudaError_t LaunchBegin(const device::Meeting& meeting, cudaStream_t stream);
+cudaError_t LaunchTell(const device::Meeting& meeting, int peer, int signal, cudaStream_t stream);
+cudaError_t LaunchWaitFor(const device::Meeting& meeting, int peer, int signal,
+                          cudaStream_t stream);
+cudaError_t LaunchSpoil(const device::State* state, char* data, int64_t num_bytes, int num_blocks,
+                        cudaStream_t stream);
+
+// Loads every kernel now, on the current device; see LoadKernels() in kernels.cu.
+cudaError_t LoadProductKernels();
+
+}  // namespace cpd

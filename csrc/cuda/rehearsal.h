@@ -1,0 +1,38 @@
+// What a call will launch, recorded once and thrown away, before ranks wait for one another.
+//
+// A kernel of cuBLASLt is loaded when it is first launched, and loading may wait for the device: on
+// which a rank may be waiting for the one that loads. Recording loads, and runs nothing.
+#pragma once
+
+#include <string>
+
+#include "cuda/gpu_arithmetic.h"
+#include "gpu/overlap_team.h"
+
+namespace cpd {
+
+// Puts all steps of a schedule on one stream, and leaves out what is between streams.
+class Rehearsal final : public GpuQueues {
+ public:
+  Rehearsal(GpuArithmetic* arithmetic, const GemmScratch* scratch)
+      : arithmetic_(arithmetic), scratch_(scratch) {}
+
+  // Once for each `program` on the current device.
+  Status Run(const std::string& op, uint64_t program, int device, OverlapTeam* team);
+
+  void Choose(int, Lane) override { arithmetic_->Choose(stream_, scratch_); }
+  void Copy(const std::vector<RowCopy>&) override {}
+  int RecordEvent() override { return 0; }
+  void WaitForEvent(int) override {}
+  void SignalPeer(int, int, int) override {}
+  void WaitForPeer(int, int, int) override {}
+  void BeginSpan(int, SpanKind, const std::string&) override {}
+  void EndSpan() override {}
+
+ private:
+  GpuArithmetic* const arithmetic_;
+  const GemmScratch* const scratch_;
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace cpd

@@ -1,0 +1,292 @@
+// XLA FFI handlers of GEMMs on GPUs, alone or overlapped with communication: operands in, products
+// and copies on streams. The host waits for nothing.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/channels.h"
+#include "cuda/gpu_arithmetic.h"
+#include "cuda/gpu_spans.h"
+#include "cuda/overlap_queues.h"
+#include "cuda/product_kernels.h"
+#include "cuda/rehearsal.h"
+#include "ffi/common.h"
+#include "ffi/cuda_gemm_call.h"
+#include "ffi/cuda_place.h"
+#include "ffi/cuda_targets.h"
+#include "gemm/comm_overlap.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+int NumSms(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& num_sms = known[device & 63];
+  if (num_sms == 0) {
+    int count = 1;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    num_sms = std::max(count, 1);
+  }
+  return num_sms;
+}
+
+GpuShare ShareOf(const CudaGemmOptions& options, int device) {
+  constexpr int kBlocksPerSm = 8;
+  const int num_sms = NumSms(device);
+  const bool overlaps = static_cast<CommMethod>(options.call.comm_overlap_method) !=
+                        CommMethod::kNone;  // else one has the device after the other
+  const auto of_comm = static_cast<int>(std::clamp<int64_t>(options.num_comm_sm, 1, num_sms));
+  GpuShare share;
+  share.num_blocks = kBlocksPerSm * num_sms;
+  share.num_comm_blocks =
+      overlaps && options.set_sm_margin ? kBlocksPerSm * of_comm : share.num_blocks;
+  share.use_copy_engine = options.call.copies;
+  share.lt.tf32 = options.tf32;
+  share.lt.use_split_accumulator = options.call.use_split_accumulator;
+  if (overlaps && options.set_sm_margin) share.lt.num_sms = std::max(1, num_sms - of_comm);
+  return share;
+}
+
+// The scratch of each local rank, in what XLA gave for the call.
+Status LayScratch(const std::string& op, const OverlapProblem& problem,
+                  const std::vector<GemmBuffers>& buffers, std::vector<GemmScratch>* scratch) {
+  for (const GemmBuffers& of_rank : buffers) {
+    const auto given = static_cast<int64_t>(of_rank.workspace.size_bytes());
+    auto* data = static_cast<char*>(of_rank.workspace.untyped_data());
+    const int64_t need = GemmScratch::Lay(problem, data, &scratch->emplace_back());
+    if (given >= need) continue;
+    return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
+                           " bytes but the call needs " + std::to_string(need) +
+                           ". Call it through jax_cp_dispatch.");
+  }
+  return Status::Ok();
+}
+
+Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, int device,
+                     cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
+                     OverlapProblem problem) {
+  std::vector<GemmScratch> scratch;
+  Status status = LayScratch(op, problem, buffers, &scratch);
+  if (!status.ok()) return status;
+  GpuArithmetic arithmetic(op, device, ShareOf(options, device));
+  for (const GemmBuffers& of_rank : buffers) {
+    problem.ranks.push_back(MemoryOf(options.call, problem, of_rank));
+  }
+  arithmetic.Choose(stream, &scratch[0]);
+  arithmetic.Prepare(&problem, 0, scratch);
+  for (size_t i = 0; i < scratch.size(); ++i) {
+    arithmetic.Choose(stream, &scratch[i]);
+    arithmetic.Multiply(WholeProduct(problem, problem.ranks[i]));
+    arithmetic.Finish(problem, problem.ranks[i], nullptr);
+  }
+  return arithmetic.status();
+}
+
+ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int num_local,
+                 int num_signals, int64_t buffer_bytes) {
+  ChannelKey key;
+  key.layout = "gemm";
+  for (const int64_t number :
+       {options.call.num_ranks, int64_t{num_local}, int64_t{num_signals}, buffer_bytes}) {
+    key.layout += "," + std::to_string(number);
+  }
+  key.buffers = {options.call.comm_overlap_id};
+  key.places = placement.places;
+  key.maker = "create_comm_overlap_buffer";
+  return key;
+}
+
+void SpoilResults(const GemmBuffers& buffers, const device::State* state, int num_blocks,
+                  cudaStream_t stream, const GpuArithmetic& arithmetic) {
+  for (const ffi::AnyBuffer& result :
+       {buffers.output, buffers.bias_grad, buffers.pre_gelu_out, buffers.aux_out}) {
+    arithmetic.Check(LaunchSpoil(state, static_cast<char*>(result.untyped_data()),
+                                 static_cast<int64_t>(result.size_bytes()), num_blocks, stream),
+                     "launching a check");
+  }
+}
+
+// The problem as GpuArithmetic::Prepare() leaves it, for descriptions alone.
+OverlapProblem AsPrepared(OverlapProblem problem) {
+  if (problem.scaling == Scaling::kNone) return problem;
+  problem.rhs_transposed = true;
+  problem.lhs_transposed = false;
+  return problem;
+}
+
+Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
+               cudaStream_t stream, const int32_t* rank_operand, const Placement& placement,
+               const std::vector<GemmBuffers>& buffers, OverlapProblem problem) {
+  const auto num_ranks = static_cast<int>(options.call.num_ranks);
+  const auto num_local = static_cast<int>(buffers.size());
+  if (num_ranks > device::kMaxRanks || problem.scaling == Scaling::kBlocks) {
+    return Status::Invalid(op + ": on GPUs at most " + std::to_string(device::kMaxRanks) +
+                           " ranks overlap, and not with MXFP8. Pass implementation='xla'.");
+  }
+  problem.config = OnGpus(problem.config);
+  problem.shares_only_buffers = true;
+  problem.ranks.resize(num_ranks);
+  for (int i = 0; i < num_local; ++i) {
+    problem.ranks[placement.rank + i] = MemoryOf(options.call, problem, buffers[i]);
+  }
+  const int num_signals = MakeCommOverlap(problem, nullptr)->num_signals();
+  const int64_t before_buffer = device::MeetingBytes(num_ranks, num_signals);
+  const int64_t buffer_bytes = BufferBytes(problem);
+  const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
+                           device::AlignUp(sizeof(device::State)), num_local, 1};
+  const ChannelKey key = KeyOf(options, placement, num_local, num_signals, buffer_bytes);
+  const bool is_recorded = execute && IsRecorded(stream);
+  std::shared_ptr<Channel> channel;
+  Status status =
+      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+  std::shared_ptr<Lanes> lanes;
+  if (status.ok()) {
+    status =
+        Lanes::Find(op, device, num_local, options.gemm_priority, options.comm_priority, &lanes);
+  }
+  std::vector<GemmScratch> scratch;
+  if (status.ok()) status = LayScratch(op, problem, buffers, &scratch);
+  if (!status.ok()) return status;
+
+  for (int r = 0; r < num_ranks; ++r) {
+    problem.ranks[r].buffer = channel->memory()[r] + before_buffer;
+  }
+  const GpuShare share = ShareOf(options, device);
+  auto arithmetic = std::make_shared<GpuArithmetic>(op, device, share);
+  const Channel::Local& local = channel->local(placement.rank);
+  device::Meeting meeting{};
+  std::copy(channel->memory().begin(), channel->memory().end(), meeting.symmetric);
+  meeting.state = reinterpret_cast<device::State*>(local.state);
+  meeting.error = local.errors_on_device;
+  meeting.rank_operand = rank_operand;
+  meeting.deadline_ns = static_cast<uint64_t>(options.call.deadline_ms) * 1'000'000;
+  meeting.program = ProgramOf(op, problem);
+  meeting.num_ranks = num_ranks;
+  meeting.rank = placement.rank;
+  const bool meets = !placement.on_one_device;
+  if (execute) {
+    if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
+    arithmetic->Choose(stream, &scratch[0]);
+    arithmetic->Prepare(&problem, placement.rank, scratch);
+  } else {
+    problem = AsPrepared(std::move(problem));
+  }
+
+  const auto schedule = MakeCommOverlap(problem, arithmetic);
+  OverlapTeam team(num_ranks, num_signals, placement.rank, num_local);
+  for (int r = 0; r < num_ranks; ++r) schedule->Record(r, team.streams(r));
+  if (!execute) {
+    if (!meets) return status;  // nothing waits for another device
+    return Rehearsal(arithmetic.get(), &scratch[0]).Run(op, meeting.program, device, &team);
+  }
+  {
+    std::lock_guard<std::mutex> lock(lanes->mutex);
+    OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
+                         arithmetic.get(), meets ? &meeting : nullptr,
+                         GpuSpans::Get().enabled() && !is_recorded);
+    queues.Fork(stream);
+    status = team.Enqueue(op, &queues);
+    queues.Join(stream);
+  }
+  if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
+  if (status.ok()) status = arithmetic->status();
+  if (!status.ok() || is_recorded) return status;
+  if (ChecksEachCall()) {
+    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+    }
+  }
+  const std::string message = channel->TakeError(op);
+  return message.empty() ? status : Status::Invalid(message);
+}
+
+Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* rank,
+            const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
+            const ffi::Dictionary& attributes) {
+  CudaGemmOptions options;
+  if (!ReadGemmOptions(attributes, &options)) {
+    return Status::Invalid(
+        "jax_cp_dispatch: the attributes are not those of this version's "
+        "primitives. Call it through jax_cp_dispatch.");
+  }
+  std::string op(options.call.op);
+  const bool overlaps = options.call.comm_type != 0;
+  if (overlaps) op += " over axis '" + std::string(options.call.axis) + "'";
+  Placement placement;
+  const int64_t num_ranks = std::max<int64_t>(options.call.num_ranks, 1);
+  Status status = FindPlacement(op, device, num_ranks, options.places, &placement);
+  if (!status.ok()) return status;
+  const bool has_all_ranks = overlaps && placement.on_one_device;
+  const int64_t num_local = has_all_ranks ? num_ranks : 1;
+  std::vector<BufferView> views;
+  std::vector<GemmBuffers> buffers;
+  if (!ReadGemmBuffers(args, results, num_local, has_all_ranks, &views, &buffers)) {
+    return Status::Invalid(op +
+                           ": the operands are not those of this version's primitives. Call "
+                           "it through jax_cp_dispatch.");
+  }
+  OverlapProblem problem;
+  GemmOptions described = options.call;
+  described.comm_overlap_id = -1;  // the workspace is scratch, not a buffer
+  status = Describe(op, described, buffers[0], &problem);
+  if (status.ok()) status = CublasLt::Get().Open(op);
+  if (status.ok() && !execute && LoadProductKernels() != cudaSuccess) {
+    status = {StatusCode::kInternal,
+              op + ": loading kernels failed: " + cudaGetErrorString(cudaGetLastError())};
+  }
+  if (!status.ok()) return status;
+  if (overlaps) {
+    return Overlap(op, options, execute, device, stream, placement.on_one_device ? nullptr : rank,
+                   placement, buffers, std::move(problem));
+  }
+  return execute ? MultiplyAlone(op, options, device, stream, buffers, std::move(problem)) : status;
+}
+
+template <bool kExecute>
+ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi::AnyBuffer,
+                  ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  try {
+    return ToError(Gemm(kExecute, device, stream, static_cast<const int32_t*>(rank.untyped_data()),
+                        args, results, attributes));
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+// The operands are those of the CPU's handler; see ffi/gemm.cc. Attributes: cuda_gemm_call.h.
+template <ffi::ExecutionStage kStage>
+auto Binding() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()  // rank: place on the axis, in device memory
+      .template Arg<ffi::AnyBuffer>()  // group
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+constexpr auto kInitialize = ffi::ExecutionStage::kInitialize;
+constexpr auto kExecute = ffi::ExecutionStage::kExecute;
+
+XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, Binding<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<CudaTarget> CudaGemmTargets() {
+  return {{"jax_cp_dispatch.gemm", InitializeGemm, ExecuteGemm}};
+}
+
+}  // namespace cpd

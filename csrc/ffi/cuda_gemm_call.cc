@@ -1,0 +1,107 @@
+// One call of the GEMM handler on a GPU: its attributes, and its arrays rank by rank.
+#include "ffi/cuda_gemm_call.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+constexpr size_t kNumArgs = 7, kNumResults = 7;
+
+}  // namespace
+
+bool ReadGemmOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
+  bool ok = true;
+  const auto read = [&](const char* name, auto* value) {
+    const auto found = attributes.get<std::remove_pointer_t<decltype(value)>>(name);
+    if (found.has_value()) {
+      *value = *found;
+    } else {
+      ok = false;
+    }
+  };
+  GemmOptions& call = options->call;
+  read("op", &call.op);
+  read("axis", &call.axis);
+  read("num_ranks", &call.num_ranks);
+  read("deadline_ms", &call.deadline_ms);
+  read("num_threads", &call.num_threads);
+  read("scaling_mode", &call.scaling_mode);
+  read("comm_overlap_method", &call.comm_overlap_method);
+  read("comm_type", &call.comm_type);
+  read("comm_overlap_id", &call.comm_overlap_id);
+  read("num_splits", &call.num_splits);
+  read("atomic", &call.atomic);
+  read("overlap_first_gemm", &call.overlap_first_gemm);
+  read("aggregate", &call.aggregate);
+  read("copies", &call.copies);
+  read("lhs_axis_boundary", &call.lhs_axis_boundary);
+  read("rhs_axis_boundary", &call.rhs_axis_boundary);
+  read("aux_axis_boundary", &call.aux_axis_boundary);
+  read("lhs_transposed", &call.lhs_transposed);
+  read("rhs_transposed", &call.rhs_transposed);
+  read("fuse_bias", &call.fuse_bias);
+  read("fuse_gelu", &call.fuse_gelu);
+  read("grad", &call.grad);
+  read("use_split_accumulator", &call.use_split_accumulator);
+  read("row_counts", &call.row_counts);
+  read("num_batches", &call.num_batches);
+  read("in_ring_order", &call.in_ring_order);
+  read("gathers_to_aux", &call.gathers_to_aux);
+  read("places", &options->places);
+  read("memory", &options->memory);
+  read("gemm_priority", &options->gemm_priority);
+  read("comm_priority", &options->comm_priority);
+  read("num_comm_sm", &options->num_comm_sm);
+  read("set_sm_margin", &options->set_sm_margin);
+  read("tf32", &options->tf32);
+  return ok;
+}
+
+BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_ranks)
+    : raw_(std::make_unique<XLA_FFI_Buffer>()) {
+  const auto dims = all.dimensions();
+  dims_.assign(dims.begin(), dims.end());
+  int64_t offset = 0;
+  // What the call has no use for is one element, for all ranks together.
+  if (dims_.size() > 1 && dims_[0] == num_ranks) {
+    dims_.erase(dims_.begin());
+    offset = rank * static_cast<int64_t>(all.size_bytes()) / num_ranks;
+  }
+  *raw_ = {};
+  raw_->struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+  raw_->dtype = static_cast<XLA_FFI_DataType>(all.element_type());
+  raw_->data = static_cast<char*>(all.untyped_data()) + offset;
+  raw_->rank = static_cast<int64_t>(dims_.size());
+  raw_->dims = dims_.data();
+}
+
+bool ReadGemmBuffers(const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
+                     int64_t num_local, bool has_rank_dim, std::vector<BufferView>* views,
+                     std::vector<GemmBuffers>* buffers) {
+  if (args.size() != kNumArgs || results.size() != kNumResults) return false;
+  std::vector<ffi::AnyBuffer> all;
+  for (size_t i = 0; i < kNumArgs; ++i) {
+    const auto arg = args.get<ffi::AnyBuffer>(i);
+    if (!arg.has_value()) return false;
+    all.push_back(*arg);
+  }
+  for (size_t i = 0; i < kNumResults; ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return false;
+    all.push_back(**result);
+  }
+  for (int64_t rank = 0; rank < num_local; ++rank) {
+    std::vector<ffi::AnyBuffer> own = all;
+    for (ffi::AnyBuffer& buffer : own) {
+      if (!has_rank_dim) continue;
+      buffer = views->emplace_back(buffer, rank, num_local).get();
+    }
+    const auto& b = own;
+    buffers->push_back(
+        {b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13]});
+  }
+  return true;
+}
+
+}  // namespace cpd

@@ -1,0 +1,59 @@
+// What a schedule computes, wherever its memory is: at once on the threads of a CPU, or put on the
+// stream of a GPU that a step runs on.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gemm/gemm.h"
+#include "gemm/overlap_problem.h"
+#include "transport/streams.h"
+
+namespace cpd {
+
+// to [num_rows, num_columns] = the sum of the sources, in their order, + bias, rounded once. All
+// sources lie alike; pitches are elements from one row to the next.
+struct SumTask {
+  std::vector<const char*> sources;
+  DataType type = DataType::kOther;
+  int64_t pitch = 0;
+  int64_t num_rows = 0, num_columns = 0;
+  const char* bias = nullptr;  // [num_columns], of the type of `to`
+  char* to = nullptr;
+  DataType to_type = DataType::kOther;
+  int64_t to_pitch = 0;
+};
+
+class Arithmetic {
+ public:
+  virtual ~Arithmetic() = default;
+
+  virtual void Multiply(const GemmTask& task) const = 0;
+  virtual void Sum(const SumTask& task) const = 0;
+  virtual void Copy(const std::vector<RowCopy>& pieces) const = 0;
+  // Zeros: rows of `row_bytes`, `pitch` bytes after one another.
+  virtual void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const = 0;
+  // See FinishProduct().
+  virtual void Finish(const OverlapProblem& problem, const RankMemory& memory,
+                      const char* lhs_scales) const = 0;
+};
+
+// On the CPU; products by `gemm`.
+class HostArithmetic final : public Arithmetic {
+ public:
+  explicit HostArithmetic(GemmFunction gemm) : gemm_(std::move(gemm)) {}
+
+  void Multiply(const GemmTask& task) const override { gemm_(task); }
+  void Sum(const SumTask& task) const override;
+  void Copy(const std::vector<RowCopy>& pieces) const override;
+  void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override;
+  void Finish(const OverlapProblem& problem, const RankMemory& memory,
+              const char* lhs_scales) const override {
+    FinishProduct(problem, memory, lhs_scales);
+  }
+
+ private:
+  const GemmFunction gemm_;
+};
+
+}  // namespace cpd

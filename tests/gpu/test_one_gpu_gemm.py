@@ -1,0 +1,181 @@
+"""GEMMs on one GPU, alone and overlapped with all ranks on it, against NumPy and jnp."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comm_gemm_cases import close, equal, integers, normal
+from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
+
+from jax_cp_dispatch.comm_gemm import ScalingMode, gemm, quantize
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
+AG, RS = CommOverlapType.AG, CommOverlapType.RS
+NONE, BULK = CommOverlapMethod.NONE, CommOverlapMethod.BULK
+PIPELINE, RING = CommOverlapMethod.PIPELINE, CommOverlapMethod.RING_EXCHANGE
+OURS: dict[str, Any] = {"implementation": "cuda_peer"}
+BY_XLA: dict[str, Any] = {"implementation": "xla"}
+
+
+@pytest.fixture(autouse=True)
+def no_errors():
+    yield
+    raise_gpu_errors()
+
+
+# ---- Alone.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("n", [48, 44])  # the library's epilogues, and our own
+def test_epilogues_are_those_of_xla(dtype, n):
+    x, w = normal(0, 40, 32, dtype=dtype), normal(1, 32, n, dtype=dtype)
+    bias, pre = normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "bias": {"bias": bias},
+        "gelu": {"fuse_gelu": True},
+        "bias, gelu": {"bias": bias, "fuse_gelu": True},
+        "gradient of gelu": {"fuse_gelu": True, "grad": True, "gelu_input": pre},
+        "gradient of bias": {"fuse_bias": True, "grad": True},
+        "both": {"fuse_gelu": True, "fuse_bias": True, "grad": True, "gelu_input": pre},
+    }
+    for name, options in cases.items():
+        options = {k: jnp.asarray(v) if k in ("bias", "gelu_input") else v
+                   for k, v in options.items()}  # fmt: skip
+        run = lambda x, w, options=options, **where: jax.tree.leaves(gemm(x, w, **options, **where))
+        got = jax.jit(functools.partial(run, **OURS))(x, w)
+        want = jax.jit(functools.partial(run, **BY_XLA))(x, w)
+        for ours, xla in zip(got, want, strict=True):
+            close(ours, np.asarray(xla).astype(np.float64), dtype, name)
+
+
+@pytest.mark.parametrize("dims", [((1,), (0,)), ((0,), (0,)), ((1,), (1,)), ((0,), (1,))])
+def test_layouts_are_exact_on_integers(dims):
+    (left,), (right,) = dims
+    x = integers(0, *((24, 32) if left else (32, 24)))
+    w = integers(1, *((16, 32) if right else (32, 16)))
+    got = jax.jit(functools.partial(gemm, contracting_dims=dims, **OURS))(x, w)
+    equal(got, np.tensordot(x, w, ((left,), (right,))))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("dims", [((1,), (0,)), ((1,), (1,)), ((0,), (0,))])
+def test_tensor_scales(split, dims):
+    (left,), (right,) = dims
+    x = jnp.asarray(normal(0, *((64, 128) if left else (128, 64))))
+    w = jnp.asarray(normal(1, *((48, 128) if right else (128, 48))))
+    scaled_x, scaled_w = (quantize(a, ScalingMode.CURRENT_TENSOR_SCALING) for a in (x, w))
+    product = functools.partial(
+        gemm,
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
+        lhs_scale_inv=scaled_x.scale_inv,
+        rhs_scale_inv=scaled_w.scale_inv,
+        contracting_dims=dims,
+        use_split_accumulator=split,
+        preferred_element_type=jnp.bfloat16,
+    )
+    got = jax.jit(functools.partial(product, **OURS))(scaled_x.data, scaled_w.data)
+    want = jax.jit(functools.partial(product, **BY_XLA))(scaled_x.data, scaled_w.data)
+    np.testing.assert_allclose(
+        *(np.asarray(a).astype(np.float64) for a in (got, want)), rtol=0.125, atol=0.0625
+    )
+
+
+# ---- Overlapped, with all ranks on one GPU.
+
+GATHERING = {
+    "none": {"method": NONE},
+    "ring": {"method": RING},
+    "ring, atomic": {"method": RING, "atomic": True},
+    "ring, pairs": {"method": RING, "aggregate": True},
+    "ring, copied by a kernel": {"method": RING, "use_ce": False},
+}
+SCATTERING = {
+    "none": {"method": NONE},
+    "ring": {"method": RING},
+    "pipeline of 1": {"method": PIPELINE, "num_splits": 1},
+    "pipeline of 3": {"method": PIPELINE, "num_splits": 3},
+    "pipeline, first gemm": {"method": PIPELINE, "overlap_first_gemm": True},
+}
+
+
+def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dtype="float32"):
+    """Of each rank: the output and what is gathered."""
+    p, n, total = len(x), w.shape[-1], sum(counts)
+    rows = total if kind == AG else max(counts)
+    call = GemmCall(
+        op="test",
+        lhs_boundary=x.ndim - 2,
+        rhs_boundary=1,
+        out_shape=(*batches, rows, n),
+        out_dtype=dtype,
+        axis_names=("tp",),
+        num_ranks=p,
+        overlap=Overlap(kind, **options),
+        row_counts=counts,
+        num_batches=int(np.prod(batches, dtype=int)),
+        gathers_to_aux=to_aux,
+        fuse_bias=bias is not None,
+    )
+    operands = {"lhs": x, "rhs": w, "bias": bias}
+    given = {name: jnp.asarray(a) for name, a in operands.items() if a is not None}
+    program = jax.jit(lambda given: run_all_ranks(call, **given)[:4:3])
+    for _ in range(2):
+        program(given)
+    return program(given)
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
+@pytest.mark.parametrize("name", GATHERING)
+def test_all_gather(name, counts):
+    for batches in ((), (2,)):
+        x = integers(0, len(counts), *batches, max(counts), 16)
+        w, bias = integers(1, len(counts), 16, 24), integers(2, len(counts), 24)
+        output, aux = run(
+            AG, GATHERING[name], x, w, counts=counts, batches=batches, bias=bias, to_aux=True
+        )
+        equal(output, all_gather_matmul(x, w, bias, counts), name)
+        equal(aux, np.stack([gathered(x, counts)] * len(counts)), name)
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (8, 3, 6, 1)])
+@pytest.mark.parametrize("name", SCATTERING)
+def test_reduce_scatter(name, counts):
+    for dtype in ("float32", "bfloat16"):
+        x = integers(0, len(counts), sum(counts), 16, dtype=dtype)
+        w = integers(1, len(counts), 16, 24, dtype=dtype)
+        bias = np.stack([integers(2, 24, dtype=dtype)] * len(counts))
+        output, _ = run(RS, SCATTERING[name], x, w, counts=counts, bias=bias, dtype=dtype)
+        equal(output, matmul_reduce_scatter(x, w, bias, counts), name)
+
+
+@pytest.mark.parametrize("kind", [AG, RS])
+def test_bulk(kind):
+    p, rows, width = 4, 6, 10
+    x, w = integers(0, p, 8, 16), integers(1, p, 16, 24)
+    aux = integers(2, p, rows * (1 if kind == AG else p), width)
+    call = GemmCall(
+        op="test",
+        lhs_boundary=1,
+        rhs_boundary=1,
+        out_shape=(8, 24),
+        out_dtype="float32",
+        axis_names=("tp",),
+        num_ranks=p,
+        overlap=Overlap(kind, BULK),
+        row_counts=(rows,) * p,
+    )
+    fn = jax.jit(lambda x, w, aux: run_all_ranks(call, lhs=x, rhs=w, aux_in=aux)[:4:3])
+    output, moved = fn(*map(jnp.asarray, (x, w, aux)))
+    equal(output, x.astype(np.float64) @ w)
+    if kind == AG:
+        equal(moved, np.stack([aux.reshape(-1, width)] * p))
+    else:
+        equal(moved, aux.sum(0).reshape(p, rows, width))

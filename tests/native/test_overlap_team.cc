@@ -1,0 +1,178 @@
+// Schedules of overlapped GEMMs on the streams of GPUs, without a GPU: streams are lists that run
+// in any order that events and signals allow; all ranks on one device, and a device for each rank,
+// which then knows no memory of the others but their buffers. Prints what failed and exits with 1.
+#include <array>
+#include <map>
+#include <random>
+#include <set>
+
+#include "gpu/overlap_team.h"
+#include "overlap_call.h"
+#include "overlap_problems.h"
+
+namespace cpd {
+namespace {
+
+// What devices have told each other: who, about which signal.
+using Told = std::set<std::array<int, 2>>;  // rank that is told, signal
+
+// One device. An operation that is not ready says so and runs later.
+class FakeDevice final : public GpuQueues {
+ public:
+  explicit FakeDevice(Told* told) : told_(told) {}
+
+  void Choose(int rank, Lane lane) override { chosen_ = &streams_[{rank, static_cast<int>(lane)}]; }
+  void Copy(const std::vector<RowCopy>& pieces) override {
+    Then([pieces] { CopyRows(pieces); });
+  }
+  int RecordEvent() override {
+    const int event = num_events_++;
+    Then([this, event] { reached_.insert(event); });
+    return event;
+  }
+  void WaitForEvent(int event) override {
+    CHECK(event < num_events_);
+    chosen_->push_back([this, event] { return reached_.count(event) > 0; });
+  }
+  void SignalPeer(int, int peer, int signal) override {
+    Then([this, peer, signal] { CHECK(told_->insert({peer, signal}).second); });
+  }
+  void WaitForPeer(int rank, int, int signal) override {
+    chosen_->push_back([this, rank, signal] { return told_->count({rank, signal}) > 0; });
+  }
+  void BeginSpan(int, SpanKind, const std::string&) override { ++num_open_; }
+  void EndSpan() override { --num_open_; }
+
+  void Then(std::function<void()> work) {
+    chosen_->push_back([work = std::move(work)] {
+      work();
+      return true;
+    });
+  }
+
+  // Runs one operation of one stream, if any can.
+  bool RunOne(std::mt19937* rng) {
+    CHECK(num_open_ == 0);
+    std::vector<std::vector<Operation>*> ready;
+    for (auto& [name, stream] : streams_) {
+      if (!stream.empty()) ready.push_back(&stream);
+    }
+    std::shuffle(ready.begin(), ready.end(), *rng);
+    for (std::vector<Operation>* stream : ready) {
+      if (!stream->front()()) continue;
+      stream->erase(stream->begin());
+      return true;
+    }
+    return false;
+  }
+
+  bool IsDone() const {
+    return std::all_of(streams_.begin(), streams_.end(), [](auto& x) { return x.second.empty(); });
+  }
+
+ private:
+  using Operation = std::function<bool()>;
+
+  Told* const told_;
+  std::map<std::array<int, 2>, std::vector<Operation>> streams_;
+  std::vector<Operation>* chosen_ = nullptr;
+  std::set<int> reached_;
+  int num_events_ = 0, num_open_ = 0;
+};
+
+// Computes when the device comes to it.
+class QueuedArithmetic final : public Arithmetic {
+ public:
+  explicit QueuedArithmetic(FakeDevice* device) : device_(device) {}
+  void Multiply(const GemmTask& task) const override {
+    CHECK(task.more.empty());
+    Then([task](auto& host) { host.Multiply(task); });
+  }
+  void Sum(const SumTask& task) const override {
+    Then([task](auto& host) { host.Sum(task); });
+  }
+  void Copy(const std::vector<RowCopy>& pieces) const override {
+    Then([pieces](auto& host) { host.Copy(pieces); });
+  }
+  void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override {
+    Then([=](auto& host) { host.Clear(rows, pitch, num_rows, row_bytes); });
+  }
+  void Finish(const OverlapProblem&, const RankMemory&, const char*) const override {}
+
+ private:
+  void Then(std::function<void(const HostArithmetic&)> work) const {
+    device_->Then([work = std::move(work)] { work(HostArithmetic(PlainGemm)); });
+  }
+  FakeDevice* const device_;
+};
+
+void Run(const Call& call, bool on_one_device, std::mt19937* rng) {
+  const int num_ranks = call.problem().num_ranks();
+  const int num_local = on_one_device ? num_ranks : 1;
+  Told told;
+  std::vector<std::unique_ptr<FakeDevice>> devices;
+  std::vector<std::unique_ptr<CommOverlapCore>> schedules;  // kept until all has run
+  for (int first = 0; first < num_ranks; first += num_local) {
+    devices.push_back(std::make_unique<FakeDevice>(&told));
+    OverlapProblem problem = call.problem();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (rank >= first && rank < first + num_local) continue;
+      char* buffer = problem.ranks[rank].buffer;
+      problem.ranks[rank] = {};
+      problem.ranks[rank].buffer = buffer;
+    }
+    schedules.push_back(
+        MakeCommOverlap(problem, std::make_shared<QueuedArithmetic>(devices.back().get())));
+    const CommOverlapCore& core = *schedules.back();
+    OverlapTeam team(num_ranks, core.num_signals(), first, num_local);
+    for (int rank = 0; rank < num_ranks; ++rank) core.Record(rank, team.streams(rank));
+    CHECK(team.Enqueue("test", devices.back().get()).ok());
+  }
+  for (bool moves = true; moves;) {
+    moves = false;
+    for (auto& device : devices) moves = device->RunOne(rng) || moves;
+  }
+  for (auto& device : devices) CHECK(device->IsDone());
+}
+
+void ResultsAreThoseOfAPlainComputation(int num_ranks, bool on_one_device) {
+  std::mt19937 rng(num_ranks);
+  std::vector<int64_t> counts;
+  for (int rank = 0; rank < num_ranks; ++rank) counts.push_back((3 * rank + 2) % 5);
+  bool is_odd = false;
+  for (OverlapProblem& problem : AllProblems(counts)) {
+    is_odd = !is_odd;
+    problem.config = OnGpus(problem.config);
+    problem.shares_only_buffers = true;
+    problem.rows.num_batches = is_odd ? 2 : 1;
+    problem.rows.capacity += is_odd;
+    problem.rhs_transposed = is_odd;
+    const Call call(problem, /*has_bias=*/is_odd);
+    Run(call, on_one_device, &rng);
+    CHECK(call.IsRight());
+  }
+}
+
+// A schedule that waits for what nobody says is refused instead of left hanging.
+void AWaitWithoutASignalIsRefused() {
+  Told told;
+  FakeDevice device(&told);
+  OverlapTeam team(2, 1, 0, 2);
+  team.streams(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
+  CHECK(Contains(team.Enqueue("op", &device),
+                 "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which nothing gives"));
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main() {
+  for (const int num_ranks : {1, 2, 3, 4}) {
+    for (const bool on_one_device : {true, false}) {
+      cpd::ResultsAreThoseOfAPlainComputation(num_ranks, on_one_device);
+    }
+  }
+  cpd::AWaitWithoutASignalIsRefused();
+  std::puts("ok");
+  return 0;
+}

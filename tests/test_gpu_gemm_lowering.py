@@ -1,0 +1,213 @@
+"""GEMMs for GPUs, lowered without one: what the custom calls are told, and what falls to XLA."""
+
+import functools
+import re
+import types
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import runtime
+from jax_cp_dispatch.comm_gemm import (
+    all_gather_matmul,
+    create_comm_overlap_buffer,
+    destroy_comm_overlap_buffer,
+    gemm,
+    grouped_gemm,
+    matmul_reduce_scatter,
+)
+from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+
+W, ORDER = 4, [3, 1, 0, 2]
+SCRATCH = 255 + (32 << 20)
+X, K, N = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32), 16
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """As if the extension were there, built or not; the tests here run nothing."""
+    released = []
+    extension = types.SimpleNamespace(
+        set_process=lambda process: None,
+        restore_buffer=lambda id: None,
+        release_buffer=released.append,
+        released=released,
+    )
+    monkeypatch.setattr(runtime, "cuda", extension)
+    return extension
+
+
+def lowered(fn, *arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """The attributes of the GEMM calls, by name, and their result types."""
+    found = re.findall(
+        r"custom_call @jax_cp_dispatch\.gemm\(.*?\{(.*)\} : .*?-> (?:tuple<)?(.*)", text
+    )
+    return [(dict(re.findall(r'(\w+) = (dense<.*?>|".*?"|\w+)', rest)), out) for rest, out in found]
+
+
+def numbers(text):
+    return [int(n) for n in re.findall(r"-?\d+", text)]
+
+
+def on_ranks(fn, w_spec=None):
+    specs = (P(AXIS), w_spec or P(None, AXIS))
+    return jax.shard_map(fn, mesh=mesh_of(W, ORDER), in_specs=specs, out_specs=P(None, AXIS))
+
+
+def test_a_plain_product():
+    ((attributes, results),) = calls(lowered(gemm, X, K))
+    assert attributes["comm_type"] == "0" and attributes["places"] == "dense<-1>"
+    assert f"tensor<{SCRATCH}xui8>" in results
+    assert attributes["tf32"] == "false"
+
+
+def test_tf32_on_request():
+    with jax.default_matmul_precision("tensorfloat32"):
+        ((attributes, _),) = calls(lowered(gemm, X, K))
+    assert attributes["tf32"] == "true"
+
+
+def test_gelu_of_lines_that_the_library_cannot_write_needs_room_for_sums():
+    fn = functools.partial(gemm, fuse_gelu=True)
+    for n, extra in ((16, 0), (12, 4 * 8 * 12)):
+        x, w = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 32), (32, n)))
+        ((_, results),) = calls(lowered(fn, x, w))
+        assert f"tensor<{SCRATCH + -(-extra // 256) * 256}xui8>" in results
+
+
+def test_operands_of_8_bits_may_have_to_be_laid_otherwise():
+    one = jnp.ones((1,), jnp.float32)
+    x, w = (a.astype(jnp.float8_e4m3fn) for a in (X, K))
+    options = {
+        "scaling_mode": "CURRENT_TENSOR_SCALING",
+        "lhs_scale_inv": one,
+        "rhs_scale_inv": one,
+        "preferred_element_type": jnp.bfloat16,
+    }
+    ((attributes, results),) = calls(lowered(lambda x, w: gemm(x, w, **options), x, w))
+    assert attributes["scaling_mode"] == "2"
+    assert f"tensor<{SCRATCH + 32 * 16}xui8>" in results
+    rows = lambda x, w: gemm(x, w, contracting_dims=((1,), (1,)), **options)
+    ((_, results),) = calls(lowered(rows, x, w.T))
+    assert f"tensor<{SCRATCH}xui8>" in results
+
+
+@pytest.mark.parametrize("method", ["none", "ring"])
+def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
+    fn = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, method=method)
+    ((attributes, _),) = calls(lowered(on_ranks(fn), np.zeros((32, 32), np.float32), K))
+    assert numbers(attributes["places"].split(":")[0]) == ORDER
+    assert attributes["memory"] == '"devices"'
+    assert attributes["comm_type"] == "2"
+
+
+def test_gradients_are_the_other_call():
+    fn = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, method="pipeline", num_splits=2)
+    spec: dict[str, Any] = dict(
+        mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
+    )
+    loss = lambda x, w: (jax.shard_map(fn, **spec)(x, w) ** 2).sum()
+    x, w = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32)
+    found = calls(lowered(jax.grad(loss, argnums=(0, 1)), x, w))
+    kinds = [attributes["comm_type"] for attributes, _ in found]
+    assert sorted(kinds) == ["1", "2"]
+    (pipeline,) = [a for a, _ in found if a["comm_overlap_method"] == "2"]
+    assert pipeline["num_splits"] == "2"
+
+
+def test_global_arrays_over_explicit_axes():
+    mesh = Mesh(np.array(jax.devices()[:W])[ORDER], (AXIS,), axis_types=(AxisType.Explicit,))
+    place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    x, w = place(np.zeros((32, 32), np.float32), AXIS), place(K, None, AXIS)
+    with jax.set_mesh(mesh):
+        fn = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, method="ring")
+        ((attributes, _),) = calls(lowered(fn, x, w))
+    assert numbers(attributes["places"].split(":")[0]) == ORDER
+
+
+def test_what_a_buffer_says_reaches_the_gpu(cuda):
+    buffer = create_comm_overlap_buffer(
+        "RS", "PIPELINE", (32, 16), "float32", W,
+        num_splits=2, gemm_priority=1, comm_priority=3, num_comm_sm=12,
+    )  # fmt: skip
+    fn = lambda x, w: matmul_reduce_scatter(x, w, axis_name=AXIS, buffer=buffer)
+    spec: dict[str, Any] = dict(
+        mesh=mesh_of(W), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
+    )
+    x, w = np.zeros((32, 32), np.float32), np.zeros((32, 16), np.float32)
+    ((attributes, _),) = calls(lowered(jax.shard_map(fn, **spec), x, w))
+    told = [attributes[n] for n in ("gemm_priority", "comm_priority", "num_comm_sm")]
+    assert told == ["1", "3", "12"]
+    assert attributes["set_sm_margin"] == "true" and attributes["copies"] == "false"
+    assert attributes["comm_overlap_id"] == str(buffer)
+    destroy_comm_overlap_buffer(buffer)
+    assert cuda.released == [buffer]
+
+
+def fallen(fn, *arguments):
+    """Why a program falls to XLA."""
+    from jax_cp_dispatch.dispatch import implementations
+
+    implementations._say_once.cache_clear()
+    with pytest.warns(UserWarning) as said:
+        text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert not calls(text)
+    return str(said[0].message)
+
+
+def test_what_gpus_lack_falls_to_xla_with_the_reason():
+    half = X.astype(jnp.bfloat16)
+    assert "does not multiply bfloat16 with float32" in fallen(gemm, half, K)
+    to_half = functools.partial(gemm, preferred_element_type=jnp.bfloat16)
+    assert "does not multiply float32 with float32 to bfloat16" in fallen(to_half, X, K)
+    sizes = np.array([3, 5], np.int32)
+    assert "ragged_dot" in fallen(grouped_gemm, X, np.zeros((2, 32, 16), np.float32), sizes)
+
+
+def test_a_transport_that_is_named_is_refused_with_the_reason():
+    half = X.astype(jnp.bfloat16)
+    named = functools.partial(gemm, implementation="cuda_peer")
+    with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 with fl"):
+        lowered(named, half, K)
+
+
+@pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "PIPELINE")])
+def test_one_gpu_that_holds_all_ranks(kind, method):
+    """As tests/gpu and the benchmark call it."""
+    gathers = kind == "AG"
+    call = GemmCall(
+        op="test",
+        lhs_boundary=1,
+        rhs_boundary=1,
+        out_shape=(32 if gathers else 8, N),
+        out_dtype="float32",
+        axis_names=(AXIS,),
+        num_ranks=W,
+        overlap=Overlap(CommOverlapType[kind], CommOverlapMethod[method]),
+        row_counts=(8,) * W,
+        gathers_to_aux=gathers,
+    )
+    x = np.zeros((W, 8 if gathers else 32, 32), np.float32)
+    w = np.zeros((W, 32, N), np.float32)
+    fn = lambda x, w: [r for r in run_all_ranks(call, lhs=x, rhs=w) if r is not None]
+    ((attributes, results),) = calls(lowered(fn, x, w))
+    assert attributes["places"] == "dense<-1>" and attributes["num_ranks"] == str(W)
+    assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
+    scratch = f"{W}x{SCRATCH}xui8" if gathers else f"{W}x{-(-SCRATCH // 4)}xf32"
+    assert f"tensor<{scratch}>" in results
+    with pytest.raises(NotImplementedError, match="does not multiply bfloat16 with float32"):
+        lowered(fn, x.astype(jnp.bfloat16), w)
