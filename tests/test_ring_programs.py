@@ -44,7 +44,7 @@ def flattened(jaxpr):
     """All equations, those of an inner jaxpr in place of the one that calls it."""
     for equation in jaxpr.eqns:
         inner = list(inner_jaxprs(equation))
-        if not inner or equation.primitive.name == "while":
+        if not inner:
             yield equation
         for each in inner:
             yield from flattened(each)
@@ -76,7 +76,7 @@ def loop_of_steps(case, implementation):
         sum(e.primitive.name in kinds for e in each) for each in (equations, flattened(jaxpr))
     )
     assert in_loop == anywhere
-    order = [e.primitive.name for e in equations if e.primitive.name in (*kinds, "while")]
+    order = [e.primitive.name for e in equations if e.primitive.name in (*kinds, "attend_blocks")]
     sent = [e.invars[0].aval for e in equations if e.primitive.name in by_xla]
     num_bytes = sum(x.size * x.dtype.itemsize for x in sent)
     if "all_to_all" in order:  # of which one part stays
@@ -90,11 +90,11 @@ def test_exchange_comes_before_attention(case, num_chunks):
     all_links = 1 < num_chunks == case.num_ranks - 1
     by_xla = ["all_to_all"] * 2 if all_links else ["ppermute"] * 2 * num_chunks  # keys and values
     order, num_bytes = loop_of_steps(case, "xla")
-    assert order == [*by_xla, "while"]
+    assert order == [*by_xla, "attend_blocks"]
     assert num_bytes == case.rows * case.heads[1] * (8 + 4) * 4
     # Without a choice both are traced, and lowering takes one of them.
     order, _ = loop_of_steps(case, None)
-    assert order == ["dispatch", *by_xla, "while"]
+    assert order == ["dispatch", *by_xla, "attend_blocks"]
 
 
 @pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
@@ -105,16 +105,17 @@ def test_exchanges_of_the_backward_pass(case, num_chunks):
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     jaxpr = jax.make_jaxpr(lambda out, *x: jax.vjp(attend, *x)[1](out))(out, *operands).jaxpr
     kinds = ("ppermute", "all_to_all")
+    attention = ("attend_blocks", "gradients_of_blocks")
     names = lambda equations: [e.primitive.name for e in equations]
     of_steps = [
-        (length, [name for name in names(equations) if name in (*kinds, "while")])
+        (length, [name for name in names(equations) if name in (*kinds, *attention)])
         for length, equations in loops(jaxpr)
         if set(names(equations)) & set(kinds)
     ]
     (forward, exchange), (backward, both) = of_steps
     assert (forward, backward) == (case.num_ranks - 1, case.num_ranks - 2)
-    exchange.remove("while")
-    assert both == [*exchange, *exchange, "while"]
+    exchange.remove("attend_blocks")
+    assert both == [*exchange, *exchange, "gradients_of_blocks"]
     anywhere = sum(name in kinds for name in names(flattened(jaxpr)))
     outside = anywhere - 3 * len(exchange)
     assert outside == 3 * len(exchange)  # keys of step 1; gradients of the last step, and home
