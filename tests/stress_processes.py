@@ -73,12 +73,13 @@ def run_kill(options):
 
 def run_loops(options):
     """Back to back, each rank late by its own times."""
+    number = str(options.dispatches)
     for processes, devices in ((2, 1), (4, 1), (2, 4)):
-        number = str(options.dispatches)
-        done = launch("loops.py", number, processes=processes, devices=devices)
-        num_right = done.stdout.count(f"{number} dispatches, 0 mismatches")
-        text = f"processes with {devices} devices made {number} dispatches without a mismatch"
-        yield num_right, processes, text, done
+        for what, arguments in (("dispatches", []), ("GEMMs", ["gemms"])):
+            done = launch("loops.py", number, *arguments, processes=processes, devices=devices)
+            num_right = done.stdout.count(f"{number} {what}, 0 mismatches")
+            text = f"processes with {devices} devices made {number} {what} without a mismatch"
+            yield num_right, processes, text, done
 
 
 def in_shared_memory():

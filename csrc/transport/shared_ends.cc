@@ -6,6 +6,12 @@
 #include "transport/shared_exchanges.h"
 
 namespace cpd {
+namespace {
+
+constexpr std::chrono::milliseconds kToRead{200};
+
+}  // namespace
+
 std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
   const bool has_told = meeting->phase == Phase::kEnding;
   meeting->phase = Phase::kOver;
@@ -118,24 +124,28 @@ void SharedExchanges::Watch() {
   while (true) {
     const Clock::time_point now = Clock::now();
     next_wake_ = failed_runs_.Forget(now);
-    std::map<int64_t, std::pair<Status, std::chrono::milliseconds>> late;  // by run
+    std::map<int64_t, MeetingPtr> late;  // by run
     for (const auto& [id, meeting] : meetings_) {
-      const Phase phase = meeting->phase;
-      if (phase == Phase::kStaging || phase == Phase::kPulling || phase == Phase::kOver) continue;
-      // Nobody waits here: the processes whose ranks do know more, and will tell.
-      if (!meeting->has_exchange) continue;
+      if (!meeting->Waits()) continue;
       if (meeting->expires > now) {
         next_wake_ = std::min(next_wake_, meeting->expires);
         continue;
       }
-      late.try_emplace(
-          meeting->key.run_id,
-          Status{StatusCode::kDeadlineExceeded, WhyLate(*meeting, OthersThan(*meeting), pid_of)},
-          meeting->deadline);
+      // If this process was stopped, what the others have said may lie unread.
+      if (!std::exchange(meeting->is_overdue, true)) {
+        meeting->expires = now + kToRead;
+        next_wake_ = std::min(next_wake_, meeting->expires);
+        continue;
+      }
+      late.try_emplace(meeting->key.run_id, meeting);
     }
-    lock.unlock();
-    for (const auto& [run_id, why] : late) Fail(run_id, why.first, why.second);
-    lock.lock();
+    for (const auto& [run_id, meeting] : late) {
+      if (!meeting->Waits()) continue;  // it came to its end while others were failed
+      const Status why{StatusCode::kDeadlineExceeded,
+                       WhyLate(*meeting, OthersThan(*meeting), pid_of)};
+      FailAll(std::move(lock), run_id, why, meeting->deadline, {});
+      lock = std::unique_lock<std::mutex>(mutex_);
+    }
     if (Clock::now() < next_wake_) wake_.wait_until(lock, next_wake_);
   }
 }

@@ -96,6 +96,8 @@ class SharedExchanges final : public Transport {
 
   void OnMessage(int process, const std::string& bytes);
   void OnAnnouncement(int process, const Announcement& announcement);
+  // A meeting that `process` takes part in, or null.
+  MeetingPtr Find(int process, int64_t id) const;
   void OnReady(int process, int64_t id);
   void OnSignal(const SignalNotice& notice);
   void OnOver(int process, int64_t id);

@@ -56,6 +56,11 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
 
 }  // namespace
 
+bool SharedMeeting::Waits() const {
+  return has_exchange &&
+         (phase == Phase::kMeeting || phase == Phase::kWaiting || phase == Phase::kEnding);
+}
+
 bool SharedMeeting::AllReady() const {
   for (const auto& [process, participant] : participants) {
     if (!participant.is_ready) return false;
@@ -118,14 +123,20 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
     const bool is_ending = meeting.phase == Phase::kEnding;
     message << "all ranks arrived, but of ";
     const char* separator = "";
+    int num_seen = 0;
     for (const auto& [process, participant] : meeting.participants) {
-      if (is_ending ? participant.is_over : participant.is_ready) continue;
+      if (is_ending ? participant.is_over : participant.is_ready) {
+        ++num_seen;
+        continue;
+      }
       message << separator << ProcessName(process, pid_of(process))
               << (is_ending ? " the parts of ranks " : " the rows of ranks ")
               << RanksOf(meeting, process) << (is_ending ? " are not done" : " did not come");
       separator = ", of ";
     }
-    message << ". See whether it is stopped or the machine overloaded, or pass a longer deadline.";
+    message << ". Expected: " << meeting.participants.size()
+            << " other processes. Seen: " << num_seen
+            << ". See whether it is stopped or the machine overloaded, or pass a longer deadline.";
     return message.str();
   }
   message << meeting.num_arrived << "/" << meeting.arrived.size() << " ranks arrived, ranks "

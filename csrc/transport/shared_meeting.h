@@ -32,6 +32,7 @@ struct SharedMeeting {
   std::chrono::milliseconds deadline;
   std::chrono::steady_clock::time_point began;
   std::chrono::steady_clock::time_point expires;  // if a rank of this process waits
+  bool is_overdue = false;  // it has expired once, and what has come meanwhile is still read
   Phase phase = Phase::kMeeting;
 
   // Of the first local rank to come; without one only the ranks of others have announced
@@ -61,6 +62,9 @@ struct SharedMeeting {
   Status failure;  // of an execution that failed while pieces of work were running
 
   int num_ranks() const { return static_cast<int>(arrived.size()); }
+  // For other processes, by the deadline. Without a rank of this process nobody waits here: those
+  // whose ranks do know more, and will tell.
+  bool Waits() const;
   bool AllReady() const;
   bool AllOver() const;
   // Whether this process misses something that `process`, which has ended, did not do.

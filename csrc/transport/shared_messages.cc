@@ -9,6 +9,9 @@ namespace {
 
 // Three years, the longest deadline that Python lets through; clocks count nanoseconds.
 constexpr int64_t kLongestMs = 100'000'000'000;
+// Far more than a job has, or one of its ranks has to tell.
+constexpr int64_t kMostRanks = 1 << 16;
+constexpr int64_t kMostBytes = 1 << 30;
 
 }  // namespace
 
@@ -39,6 +42,10 @@ void SharedExchanges::OnMessage(int process, const std::string& bytes) {
       FailureNotice notice;
       if (!FromBytes(bytes, &notice)) return;
       notice.deadline_ms = std::clamp<int64_t>(notice.deadline_ms, 0, kLongestMs);
+      if (notice.code != StatusCode::kInvalidArgument &&
+          notice.code != StatusCode::kDeadlineExceeded) {
+        notice.code = StatusCode::kInternal;
+      }
       FailAll(std::unique_lock<std::mutex>(mutex_), notice.run_id, {notice.code, notice.message},
               std::chrono::milliseconds(notice.deadline_ms), {}, /*tell_others=*/false);
       return;
@@ -54,7 +61,8 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
       announcement.offset >= 0 && announcement.num_bytes >= 0 &&
       announcement.offset <= segment.num_bytes &&
       announcement.num_bytes <= segment.num_bytes - announcement.offset &&
-      announcement.num_ranks > 0 && announcement.rank >= 0 &&
+      announcement.num_bytes <= kMostBytes && announcement.num_ranks > 0 &&
+      announcement.num_ranks <= kMostRanks && announcement.rank >= 0 &&
       announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
       announcement.deadline_ms <= kLongestMs &&
       // Reads each byte once, so that nothing changes between a check and its use.
@@ -89,12 +97,17 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
   pool_.Run([this, meeting] { Proceed(meeting); });
 }
 
+SharedExchanges::MeetingPtr SharedExchanges::Find(int process, int64_t id) const {
+  const auto found = meetings_.find(id);
+  if (found == meetings_.end() || !found->second->participants.count(process)) return nullptr;
+  return found->second;
+}
+
 void SharedExchanges::OnReady(int process, int64_t id) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto found = meetings_.find(id);
-  if (found == meetings_.end()) return;
-  const MeetingPtr meeting = found->second;
-  meeting->participants[process].is_ready = true;
+  const MeetingPtr meeting = Find(process, id);
+  if (meeting == nullptr) return;
+  meeting->participants.at(process).is_ready = true;
   if (meeting->phase != Phase::kWaiting || !meeting->AllReady()) return;
   meeting->phase = Phase::kPulling;
   lock.unlock();
@@ -113,10 +126,9 @@ void SharedExchanges::OnSignal(const SignalNotice& notice) {
 
 void SharedExchanges::OnOver(int process, int64_t id) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto found = meetings_.find(id);
-  if (found == meetings_.end()) return;
-  const MeetingPtr meeting = found->second;
-  SharedMeeting::Participant& its = meeting->participants[process];
+  const MeetingPtr meeting = Find(process, id);
+  if (meeting == nullptr) return;
+  SharedMeeting::Participant& its = meeting->participants.at(process);
   its.is_over = its.is_done = true;
   FreeIfDone(meeting.get());
   if (meeting->phase == Phase::kEnding && meeting->AllOver()) {
@@ -126,10 +138,9 @@ void SharedExchanges::OnOver(int process, int64_t id) {
 
 void SharedExchanges::OnDone(int process, int64_t id) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = meetings_.find(id);
-  if (found == meetings_.end()) return;
-  const MeetingPtr meeting = found->second;
-  meeting->participants[process].is_done = true;
+  const MeetingPtr meeting = Find(process, id);
+  if (meeting == nullptr) return;
+  meeting->participants.at(process).is_done = true;
   FreeIfDone(meeting.get());
 }
 

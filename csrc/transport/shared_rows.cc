@@ -104,7 +104,7 @@ Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
   }
   for (size_t i = 0; i < arrays.size(); ++i) {
     const int64_t offset = description.array_offsets[i];
-    if (offset < 0 || offset > segment.num_bytes ||
+    if (offset < 0 || offset > segment.num_bytes || offset % SharedArena::kPageBytes != 0 ||
         arrays[i].num_bytes > segment.num_bytes - offset) {
       return refuse("names rows outside of its segment of " + std::to_string(segment.num_bytes) +
                     " bytes.");
@@ -134,6 +134,7 @@ void SharedExchanges::EndStaging(const MeetingPtr& meeting) {
   if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
   meeting->phase = Phase::kWaiting;
   meeting->expires = Clock::now() + meeting->deadline;
+  meeting->is_overdue = false;
   WakeBy(meeting->expires);
   for (const auto& [process, participant] : meeting->participants) {
     links_.Send(process, ToBytes(MessageKind::kReady, participant.meeting));
@@ -174,6 +175,7 @@ void SharedExchanges::EndPulling(const MeetingPtr& meeting) {
   if (meeting->work.tasks_wait) {  // which fail alone: their ranks succeed when all others do
     meeting->phase = Phase::kEnding;
     meeting->expires = Clock::now() + meeting->deadline;
+    meeting->is_overdue = false;
     WakeBy(meeting->expires);
     for (const auto& [process, participant] : meeting->participants) {
       links_.Send(process, ToBytes(MessageKind::kOver, participant.meeting));

@@ -146,7 +146,8 @@ class Team::RecordedStream final : public Stream {
       }
     } catch (const std::exception& error) {  // no memory: the others would wait in vain
       team_->Fail({StatusCode::kInternal,
-                   team_->op_ + ": rank " + std::to_string(rank_) + " threw " + error.what()});
+                   team_->op_ + (is_elsewhere_ ? ": fetching from rank " : ": rank ") +
+                       std::to_string(rank_) + " threw " + error.what()});
     }
   }
 

@@ -1,6 +1,7 @@
-"""Dispatches back to back, each rank late by a random time of its own. Run by the launcher.
+"""Calls back to back, each rank late by a random time of its own. Run by the launcher.
 
 python -m jax_cp_dispatch.launch --processes 4 tests/processes/loops.py 10000
+python -m jax_cp_dispatch.launch --processes 4 tests/processes/loops.py 1000 gemms
 """
 
 import pathlib
@@ -19,23 +20,54 @@ import jax_cp_dispatch as cp
 PER_PROGRAM = 100
 
 
-def main():
-    cp.initialize()
-    num_dispatches = int(sys.argv[1])
-    mesh, W = mesh_of_all(), jax.device_count()
+def late(rng, x):
+    """`x`, when this process gets to it."""
+
+    def wait(x):
+        time.sleep(rng.choice([0, 0, 1e-4, 1e-3]))
+        return x
+
+    return jax.pure_callback(wait, jax.typeof(x), x)
+
+
+def gemms(mesh, num_calls):
+    """All-gathers and reduce-scatters in turn; exact, since they permute columns."""
+    W, K = jax.device_count(), 16 * jax.device_count()
+    rng, order = np.random.default_rng(jax.process_index()), np.random.default_rng(0)
+    forth = np.eye(K, dtype=np.float32)[:, order.permutation(K)]
+    columns = forth.reshape(K, W, K // W).swapaxes(0, 1)  # of each rank
+    whole = order.integers(-8, 8, (W, T, K)).astype(np.float32)
+
+    def program(x, w):
+        def step(x, _):
+            for method in ("ring", "pipeline"):
+                gathered = "ring" if method == "ring" else "none"
+                h = cp.all_gather_matmul(late(rng, x), w, axis_name=AXIS, method=gathered)
+                x = cp.matmul_reduce_scatter(late(rng, h), w.T, axis_name=AXIS, method=method)
+            return x + 1, None
+
+        return jax.lax.scan(step, x, None, length=PER_PROGRAM // 4)[0]
+
+    run = on_ranks(program, mesh, check_vma=False)
+    x, w = (place(a, mesh) for a in (whole, columns))
+    mismatches = 0
+    for _ in range(num_calls // PER_PROGRAM):
+        x, whole = run(x, w), whole + PER_PROGRAM // 4
+        for shard in x.addressable_shards:
+            mismatches += not np.array_equal(np.asarray(shard.data), whole[shard.index])
+    return mismatches
+
+
+def dispatches(mesh, num_calls):
+    """Rows go on and on; those that arrive are the next to be sent."""
+    W = jax.device_count()
     plan, capacity = plan_of(0, W)
     capacity = max(capacity, T)
     rng = np.random.default_rng(jax.process_index())
 
-    def late(x):
-        time.sleep(rng.choice([0, 0, 1e-4, 1e-3]))
-        return x
-
     def program(x, m):
-        """Rows go on and on; those that arrive are the next to be sent."""
-
         def step(x, _):
-            x = jax.pure_callback(late, jax.typeof(x), x)
+            x = late(rng, x)
             return cp.dispatch(x, m, axis_name=AXIS, capacity=capacity)[:T] + 1, None
 
         return jax.lax.scan(step, x, None, length=PER_PROGRAM)[0]
@@ -44,13 +76,22 @@ def main():
     whole = draw(0, W, 4).astype(np.float32)
     x, m = jax.tree.map(lambda a: place(a, mesh), (whole, cp.Metadata(**plan)))
     mismatches = 0
-    for _ in range(num_dispatches // PER_PROGRAM):
+    for _ in range(num_calls // PER_PROGRAM):
         x = run(x, m)
         for _ in range(PER_PROGRAM):
             whole = dispatched(plan, whole, capacity)[:, :T] + 1
         for shard in x.addressable_shards:
             mismatches += not np.array_equal(np.asarray(shard.data), whole[shard.index])
-    print(f"{num_dispatches} dispatches, {mismatches} mismatches", flush=True)
+    return mismatches
+
+
+def main():
+    cp.initialize()
+    num_calls, of_gemms = int(sys.argv[1]), sys.argv[2:] == ["gemms"]
+    mesh = mesh_of_all()
+    mismatches = (gemms if of_gemms else dispatches)(mesh, num_calls)
+    what = "GEMMs" if of_gemms else "dispatches"
+    print(f"{num_calls} {what}, {mismatches} mismatches", flush=True)
     sys.exit(1 if mismatches else 0)
 
 
