@@ -8,7 +8,8 @@ import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,6 +43,30 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Report:
+    """Rows, printed as they are measured; written after each section."""
+
+    def __init__(self, output: pathlib.Path | None, title: str):
+        self.output, self.title = output, title
+        self.rows: list[dict[str, Any]] = []
+        self.has_failed = False
+
+    def section(self, what: str, measured: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Takes the rows of one section; what goes wrong there is a row, and the next one runs."""
+        try:
+            for row in measured():
+                self._take(row)
+        except Exception as error:
+            traceback.print_exc()
+            self.has_failed = True
+            self._take({"what": what, "error": f"{type(error).__name__}: {error}"})
+        write(self.output, self.title, self.rows)
+
+    def _take(self, row: dict[str, Any]) -> None:
+        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+        self.rows.append(row)
 
 
 def write(output: pathlib.Path | None, title: str, rows: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ Packed documents have nothing to stand beside but cuDNN's rate on the causal cas
 """
 
 import functools
+import sys
 
 import common
 import jax
@@ -28,44 +29,50 @@ def passes(attend, q, k, v, dout):
     return {"forward": lambda: forward(q, k, v), "forward_backward": lambda: both(q, k, v)}
 
 
-def measure(num_tokens, lengths, repeats):
-    """One row for each pass and each case; `lengths` of documents, that of all tokens first."""
-    rng = np.random.default_rng(0)
-    sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    operands = [
-        jnp.asarray(rng.normal(size=(1, num_tokens, n, HEAD_SIZE)), jnp.bfloat16) for n in sizes
-    ]
-    library = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-    )
-    runs = {("cudnn", num_tokens, what): run for what, run in passes(library, *operands).items()}
-    position = np.arange(num_tokens)
-    ends = jnp.asarray(position[None] + 1, jnp.int32)
-    for length in lengths:
-        starts = jnp.asarray(position[None] // length * length, jnp.int32)
-        attend = lambda q, k, v, starts=starts: local_attention(q, k, v, starts, ends)[0]
-        runs |= {("local", length, what): run for what, run in passes(attend, *operands).items()}
-    seconds = common.interleaved({str(name): run for name, run in runs.items()}, repeats)
+class Measurements:
+    """One row for each pass of cuDNN's causal attention and of ours on documents of a length."""
 
-    def rate(name):
-        _, length, what = name
-        pairs = (position % length + 1).sum()
+    def __init__(self, num_tokens, repeats):
+        rng = np.random.default_rng(0)
+        sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        self.operands = [
+            jnp.asarray(rng.normal(size=(1, num_tokens, n, HEAD_SIZE)), jnp.bfloat16) for n in sizes
+        ]
+        self.num_tokens, self.repeats = num_tokens, repeats
+        self.position = np.arange(num_tokens)
+        self.of_cudnn: dict[str, float] = {}
+
+    def cudnn(self):
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+        )
+        for row in self._rows("cudnn", self.num_tokens, attend):
+            self.of_cudnn[row["pass"]] = row["TFLOP_per_s"]
+            yield row
+
+    def local(self, length):
+        starts = jnp.asarray(self.position[None] // length * length, jnp.int32)
+        ends = jnp.asarray(self.position[None] + 1, jnp.int32)
+        attend = lambda q, k, v: local_attention(q, k, v, starts, ends)[0]
+        for row in self._rows("local", length, attend):
+            cudnn = self.of_cudnn.get(row["pass"])
+            of_cudnn = None if cudnn is None else round(row["TFLOP_per_s"] / cudnn, 3)
+            yield {**row, "rate_of_causal_cudnn": of_cudnn}
+
+    def _rows(self, implementation, length, attend):
+        pairs = (self.position % length + 1).sum()
         count = functools.partial(attention_flops, pairs, num_heads=HEADS, head_size=HEAD_SIZE)
-        flops = count(backward=False) + (count(backward=True) if what != "forward" else 0)
-        return flops / seconds[str(name)]
-
-    for name in runs:
-        implementation, length, what = name
-        of_cudnn = rate(name) / rate(("cudnn", num_tokens, what))
-        yield {
-            "implementation": implementation,
-            "tokens": num_tokens,
-            "document": length,
-            "pass": what,
-            "ms": round(1e3 * seconds[str(name)], 3),
-            "TFLOP_per_s": round(rate(name) / 1e12, 1),
-            "rate_of_causal_cudnn": round(of_cudnn, 3),
-        }
+        for what, run in passes(attend, *self.operands).items():
+            seconds = common.interleaved({what: run}, self.repeats)[what]
+            flops = count(backward=False) + (count(backward=True) if what != "forward" else 0)
+            yield {
+                "implementation": implementation,
+                "tokens": self.num_tokens,
+                "document": length,
+                "pass": what,
+                "ms": round(1e3 * seconds, 3),
+                "TFLOP_per_s": round(1e-12 * flops / seconds, 1),
+            }
 
 
 def main() -> None:
@@ -73,12 +80,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, nargs="+", default=[8192, 2048, 1000])
     arguments = parser.parse_args()
-    rows = []
-    for row in measure(arguments.tokens, arguments.documents, arguments.repeats):
-        rows.append(row)
-        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
     device = jax.devices()[0]
-    common.write(arguments.output, f"local attention on one {device.device_kind}", rows)
+    report = common.Report(arguments.output, f"local attention on one {device.device_kind}")
+    measurements = Measurements(arguments.tokens, arguments.repeats)
+    report.section("cudnn", measurements.cudnn)
+    for length in arguments.documents:
+        report.section(f"documents of {length}", functools.partial(measurements.local, length))
+    sys.exit(report.has_failed)
 
 
 if __name__ == "__main__":

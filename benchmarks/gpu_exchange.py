@@ -4,6 +4,7 @@ All ranks stand on one GPU, so nothing here says anything about NVLink. Bytes ar
 read and written once: rows in, rows out; the copy that is compared with moves as many.
 """
 
+import sys
 import time
 
 import common
@@ -27,6 +28,7 @@ def seconds_of(run, repeats):
         start = time.perf_counter()
         jax.block_until_ready([run() for _ in range(10)][-1])
         times.append((time.perf_counter() - start) / 10)
+    raise_gpu_errors()
     return float(np.median(times))
 
 
@@ -97,15 +99,15 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=TOTAL_BYTES, help="rows of all ranks")
     arguments = parser.parse_args()
     chosen, repeats = arguments.implementation, arguments.repeats
-    rows = [bandwidth(n, chosen, arguments.bytes, repeats) for n in ROW_BYTES]
-    rows.append(launch_overhead(chosen, repeats))
-    raise_gpu_errors()
-    for row in rows:
-        print(row, flush=True)
-    rows.append(planning(repeats))
-    print(rows[-1])
     device = jax.devices()[0]
-    common.write(arguments.output, f"{W} ranks on one {device.device_kind}", rows)
+    report = common.Report(arguments.output, f"{W} ranks on one {device.device_kind}")
+    for n in ROW_BYTES:
+        report.section(
+            f"rows of {n} bytes", lambda n=n: [bandwidth(n, chosen, arguments.bytes, repeats)]
+        )
+    report.section("launch", lambda: [launch_overhead(chosen, repeats)])
+    report.section("planning", lambda: [planning(repeats)])
+    sys.exit(report.has_failed)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ All ranks stand on one GPU, so nothing here says anything about NVLink. Expected
 """
 
 import functools
+import itertools
+import sys
 import time
 
 import common
@@ -19,6 +21,11 @@ from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 SIZE, CHUNKS = 8192, 8
+OVERLAPS = (
+    (CommOverlapType.AG, CommOverlapMethod.RING_EXCHANGE),
+    (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE),
+    (CommOverlapType.RS, CommOverlapMethod.PIPELINE),
+)
 
 
 def seconds_of(run, repeats):
@@ -50,27 +57,22 @@ def chunked(size, implementation, repeats):
     product = functools.partial(gemm, implementation=implementation)
     by_xla = functools.partial(gemm, implementation="xla")
     pieces = {
-        "xla": (jax.jit(by_xla), x, w),
         "one product": (jax.jit(product), x, w),
+        "xla": (jax.jit(by_xla), x, w),
         "chunks of rows": (jax.jit(lambda xs, w: [product(x, w) for x in xs]), rows, w),
         "chunks of columns": (jax.jit(lambda x, ws: [product(x, w) for w in ws]), x, columns),
     }
-    seconds = {
-        name: seconds_of(functools.partial(fn, *operands), repeats)
-        for name, (fn, *operands) in pieces.items()
-    }
-    one = seconds["one product"]
-    return [
-        speed(name, s, 2.0 * size**3, of_one_product=round(one / s, 3))
-        for name, s in seconds.items()
-    ]
+    one = None
+    for name, (fn, *operands) in pieces.items():
+        seconds = seconds_of(functools.partial(fn, *operands), repeats)
+        one = one or seconds
+        yield speed(name, seconds, 2.0 * size**3, of_one_product=round(one / seconds, 3))
 
 
 def narrow(size, implementation, repeats):
     """The same product of operands of 8 bits, with float32 sums every block or not."""
     mode = ScalingMode.CURRENT_TENSOR_SCALING
     x, w = (quantize(jnp.ones((size, size), jnp.bfloat16), mode) for _ in range(2))
-    found = []
     for split in (False, True):
         product = jax.jit(
             functools.partial(
@@ -86,8 +88,7 @@ def narrow(size, implementation, repeats):
             x.data, w.data, lhs_scale_inv=x.scale_inv, rhs_scale_inv=w.scale_inv
         )
         name = "fp8, split accumulator" if split else "fp8"
-        found.append(speed(name, seconds_of(run, repeats), 2.0 * size**3))
-    return found
+        yield speed(name, seconds_of(run, repeats), 2.0 * size**3)
 
 
 def hidden(size, num_ranks, method, kind):
@@ -110,7 +111,8 @@ def hidden(size, num_ranks, method, kind):
     )
     program = jax.jit(lambda x, w: run_all_ranks(call, lhs=x, rhs=w).output)
     profile = overlap_profile(program, x, w)
-    return {
+    raise_gpu_errors()
+    yield {
         "what": f"{kind.name}, {method.name}",
         "num_ranks": num_ranks,
         "total_ms": round(1e3 * profile.total, 3),
@@ -126,21 +128,15 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=SIZE, help="M, K and N")
     arguments = parser.parse_args()
     chosen, repeats, size = arguments.implementation, arguments.repeats, arguments.size
-    rows = chunked(size, chosen, repeats)
-    rows += narrow(size, chosen, repeats)
-    if chosen != "xla":
-        for num_ranks in (2, 4):
-            for kind, method in (
-                (CommOverlapType.AG, CommOverlapMethod.RING_EXCHANGE),
-                (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE),
-                (CommOverlapType.RS, CommOverlapMethod.PIPELINE),
-            ):
-                rows.append(hidden(size, num_ranks, method, kind))
-        raise_gpu_errors()
-    for row in rows:
-        print(row, flush=True)
     device = jax.devices()[0]
-    common.write(arguments.output, f"GEMMs of {size} on one {device.device_kind}", rows)
+    report = common.Report(arguments.output, f"GEMMs of {size} on one {device.device_kind}")
+    report.section("chunks", lambda: chunked(size, chosen, repeats))
+    kinds = itertools.product((2, 4), OVERLAPS if chosen != "xla" else ())
+    for num_ranks, (kind, method) in kinds:
+        name = f"{kind.name}, {method.name}, {num_ranks} ranks"
+        report.section(name, functools.partial(hidden, size, num_ranks, method, kind))
+    report.section("fp8", lambda: narrow(size, chosen, repeats))
+    sys.exit(report.has_failed)
 
 
 if __name__ == "__main__":

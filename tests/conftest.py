@@ -1,5 +1,9 @@
-"""Eight virtual CPU devices, and run-time checks of every annotated shape, for the whole suite."""
+"""Eight virtual CPU devices, and run-time checks of every annotated shape, for the whole suite.
 
+Where beartype is not installed, shapes go unchecked.
+"""
+
+import importlib.util
 import os
 
 # Both are read when the backend starts, so they are set before jax is imported.
@@ -13,7 +17,8 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-jaxtyping.install_import_hook("jax_cp_dispatch", "beartype.beartype")
+if importlib.util.find_spec("beartype"):
+    jaxtyping.install_import_hook("jax_cp_dispatch", "beartype.beartype")
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails where a kernel
 # spills registers or uses a stack, where an extension does not load, or where it needs CUDA to.
-# `install` puts them beside the package's sources. Needs cmake, ninja and nvcc in PATH.
+# `install` puts them beside the package's sources first, whatever is found then. Needs cmake, ninja
+# and nvcc in PATH.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$1 folder=$2 install=${3:-}
@@ -17,6 +18,11 @@ cmake -S "$root" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPD_CUDA=ON 
 }
 touch "$root"/csrc/cuda/*.cu  # compiled each time: its log is what is checked
 cmake --build "$folder" >"$folder/build.log" 2>&1 || { tail -n 60 "$folder/build.log"; exit 1; }
+if [ "$install" = install ]; then
+  for extension in "$folder"/_*.so; do
+    cp --remove-destination "$extension" "$root/jax_cp_dispatch/"
+  done
+fi
 "$python" "$root/csrc/cuda/check_kernels.py" "$folder/build.log" ${architectures//-real/}
 
 for extension in "$folder"/_cuda*.so "$folder"/_nvshmem*.so; do
@@ -30,8 +36,3 @@ done
 (cd "$folder" && "$python" -c '
 import _cuda
 print("_cuda loads;", *_cuda.registrations(), "- GPUs:", *_cuda.device_count())')
-if [ "$install" = install ]; then
-  for extension in "$folder"/_*.so; do
-    cp --remove-destination "$extension" "$root/jax_cp_dispatch/"
-  done
-fi

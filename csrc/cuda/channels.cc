@@ -121,10 +121,8 @@ ChannelRegistry& ChannelRegistry::Get() {
   return *registry;
 }
 
-Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
-                             const ChannelShape& shape, bool in_slab, bool may_make,
+Status ChannelRegistry::Look(const std::string& op, const ChannelKey& key,
                              std::shared_ptr<Channel>* channel) {
-  std::lock_guard<std::mutex> lock(mutex_);
   for (const int64_t buffer : key.buffers) {
     if (released_.count(buffer) == 0) continue;
     return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
@@ -133,27 +131,48 @@ Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
   }
   if (const auto found = channels_.find(key); found != channels_.end()) {
     *channel = found->second;
-    return Status::Ok();
   }
+  return Status::Ok();
+}
+
+Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
+                             const ChannelShape& shape, bool in_slab, bool may_make,
+                             std::shared_ptr<Channel>* channel) {
+  const auto look = [&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return Look(op, key, channel);
+  };
+  Status status = look();
+  if (!status.ok() || *channel) return status;
   if (!may_make) {
     return {StatusCode::kInternal,
             op + ": is being recorded, and its buffer has not been made before."};
   }
+  std::lock_guard<std::mutex> making(making_);
+  status = look();  // another device's call may have made it
+  if (!status.ok() || *channel) return status;
   auto made = std::make_shared<Channel>();
-  Status status = made->Make(op, key, shape, in_slab, process_);
-  if (status.ok()) *channel = channels_[key] = std::move(made);
+  status = made->Make(op, key, shape, in_slab, process_);
+  if (!status.ok()) return status;
+  std::lock_guard<std::mutex> lock(mutex_);
+  *channel = channels_[key] = std::move(made);
   return status;
 }
 
 void ChannelRegistry::Release(int64_t buffer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  released_.insert(buffer);
-  for (auto at = channels_.begin(); at != channels_.end();) {
-    bool is_used = false;
-    for (const int64_t id : at->first.buffers) is_used = is_used || id == buffer;
-    if (is_used) at->second->Free();
-    at = is_used ? channels_.erase(at) : std::next(at);
+  std::lock_guard<std::mutex> making(making_);
+  std::vector<std::shared_ptr<Channel>> unused;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_.insert(buffer);
+    for (auto at = channels_.begin(); at != channels_.end();) {
+      bool is_used = false;
+      for (const int64_t id : at->first.buffers) is_used = is_used || id == buffer;
+      if (is_used) unused.push_back(at->second);
+      at = is_used ? channels_.erase(at) : std::next(at);
+    }
   }
+  for (const auto& channel : unused) channel->Free();
 }
 
 void ChannelRegistry::Restore(int64_t buffer) {

@@ -90,7 +90,12 @@ class ChannelRegistry {
   int64_t process() const { return process_; }
 
  private:
-  std::mutex mutex_;
+  // Sets `channel` if it has been made; `mutex_` is held.
+  Status Look(const std::string& op, const ChannelKey& key, std::shared_ptr<Channel>* channel);
+
+  // Allocating and freeing may wait for a device on which a rank waits for another's call: then no
+  // call is held up that finds its channel. One channel is made at a time.
+  std::mutex making_, mutex_;
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
   std::set<int64_t> released_;
   int64_t process_ = 0;

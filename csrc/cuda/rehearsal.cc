@@ -1,25 +1,58 @@
 // What a call will launch, recorded once and thrown away, before ranks wait for one another.
 #include "cuda/rehearsal.h"
 
+#include <map>
 #include <mutex>
 #include <set>
-#include <utility>
+
+#include "cuda/product_kernels.h"
 
 namespace cpd {
+namespace {
 
-Status Rehearsal::Run(const std::string& op, uint64_t program, int device, OverlapTeam* team) {
+// A mutex for each device: one whose kernels are being loaded holds up no other.
+struct Rehearsed {
+  std::mutex mutex;
+  bool is_loaded = false;  // the library's handle, and the kernels of our own
+  std::set<std::vector<int64_t>> kernels;
+};
+
+Rehearsed& RehearsedOn(int device) {
   static auto& mutex = *new std::mutex;
-  static auto& done = *new std::set<std::pair<int, uint64_t>>;
+  static auto& devices = *new std::map<int, Rehearsed>;
   std::lock_guard<std::mutex> lock(mutex);
-  if (done.count({device, program}) > 0) return Status::Ok();
+  return devices[device];
+}
+
+Status Load(const std::string& op, int device, Rehearsed* rehearsed) {
+  if (rehearsed->is_loaded) return Status::Ok();
+  Status status = CublasLt::Get().Prepare(op, device);
+  if (!status.ok()) return status;
+  if (const cudaError_t error = LoadProductKernels(); error != cudaSuccess) {
+    cudaGetLastError();
+    return {StatusCode::kInternal, op + ": loading kernels failed: " + cudaGetErrorString(error)};
+  }
+  rehearsed->is_loaded = true;
+  return status;
+}
+
+}  // namespace
+
+Status Rehearsal::Run(const std::string& op, int device, const std::vector<int64_t>& kernels,
+                      const std::function<Status(cudaStream_t)>& launch) {
+  Rehearsed& rehearsed = RehearsedOn(device);
+  std::lock_guard<std::mutex> lock(rehearsed.mutex);
+  if (rehearsed.kernels.count(kernels) > 0) return Status::Ok();
+  Status status = Load(op, device, &rehearsed);
+  if (!status.ok()) return status;
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t loaded = nullptr;
   arithmetic_->Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   if (stream_ == nullptr) return arithmetic_->status();
   arithmetic_->Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed), "recording");
-  Status status = arithmetic_->status();
+  status = arithmetic_->status();
   if (status.ok()) {
-    status = team->Enqueue(op, this);
+    status = launch(stream_);
     arithmetic_->Check(cudaStreamEndCapture(stream_, &graph), "recording");
   }
   if (graph) arithmetic_->Check(cudaGraphInstantiate(&loaded, graph, 0), "loading kernels");
@@ -27,7 +60,7 @@ Status Rehearsal::Run(const std::string& op, uint64_t program, int device, Overl
   if (graph) cudaGraphDestroy(graph);
   cudaStreamDestroy(stream_);
   if (status.ok()) status = arithmetic_->status();
-  if (status.ok()) done.insert({device, program});
+  if (status.ok()) rehearsed.kernels.insert(kernels);
   return status;
 }
 

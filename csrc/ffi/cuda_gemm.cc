@@ -72,24 +72,25 @@ Status LayScratch(const std::string& op, const OverlapProblem& problem,
   return Status::Ok();
 }
 
-Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, int device,
-                     cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
+Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool execute,
+                     int device, cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
                      OverlapProblem problem) {
   std::vector<GemmScratch> scratch;
   Status status = LayScratch(op, problem, buffers, &scratch);
   if (!status.ok()) return status;
-  GpuArithmetic arithmetic(op, device, ShareOf(options, device));
-  for (const GemmBuffers& of_rank : buffers) {
-    problem.ranks.push_back(MemoryOf(options.call, problem, of_rank));
-  }
-  arithmetic.Choose(stream, &scratch[0]);
-  arithmetic.Prepare(&problem, 0, scratch);
-  for (size_t i = 0; i < scratch.size(); ++i) {
-    arithmetic.Choose(stream, &scratch[i]);
-    arithmetic.Multiply(WholeProduct(problem, problem.ranks[i]));
-    arithmetic.Finish(problem, problem.ranks[i], nullptr);
-  }
-  return arithmetic.status();
+  const GpuShare share = ShareOf(options, device);
+  GpuArithmetic arithmetic(op, device, share);
+  problem.ranks.push_back(MemoryOf(options.call, problem, buffers[0]));
+  const auto launch = [&](cudaStream_t on) {
+    arithmetic.Choose(on, &scratch[0]);
+    arithmetic.Prepare(&problem, 0, scratch);
+    arithmetic.Multiply(WholeProduct(problem, problem.ranks[0]));
+    arithmetic.Finish(problem, problem.ranks[0], nullptr);
+    return arithmetic.status();
+  };
+  if (execute) return launch(stream);
+  const auto kernels = KernelsOf(ProgramOf(op, problem), problem, 0, 1, share.lt);
+  return Rehearsal(&arithmetic, &scratch[0]).Run(op, device, kernels, launch);
 }
 
 ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int num_local,
@@ -123,6 +124,19 @@ OverlapProblem AsPrepared(OverlapProblem problem) {
   problem.lhs_transposed = false;
   return problem;
 }
+
+// The steps of a call, recorded for all ranks.
+struct Schedule {
+  Schedule(const OverlapProblem& problem, std::shared_ptr<Arithmetic> arithmetic, int first_local,
+           int num_local)
+      : core(MakeCommOverlap(problem, std::move(arithmetic))),
+        team(problem.num_ranks(), core->num_signals(), first_local, num_local) {
+    for (int r = 0; r < problem.num_ranks(); ++r) core->Record(r, team.streams(r));
+  }
+
+  const std::unique_ptr<CommOverlapCore> core;
+  OverlapTeam team;
+};
 
 Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
                cudaStream_t stream, const int32_t* rank_operand, const Placement& placement,
@@ -174,28 +188,25 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   meeting.num_ranks = num_ranks;
   meeting.rank = placement.rank;
   const bool meets = !placement.on_one_device;
-  if (execute) {
-    if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
-    arithmetic->Choose(stream, &scratch[0]);
-    arithmetic->Prepare(&problem, placement.rank, scratch);
-  } else {
-    problem = AsPrepared(std::move(problem));
-  }
-
-  const auto schedule = MakeCommOverlap(problem, arithmetic);
-  OverlapTeam team(num_ranks, num_signals, placement.rank, num_local);
-  for (int r = 0; r < num_ranks; ++r) schedule->Record(r, team.streams(r));
   if (!execute) {
-    if (!meets) return status;  // nothing waits for another device
-    return Rehearsal(arithmetic.get(), &scratch[0]).Run(op, meeting.program, device, &team);
+    const auto kernels = KernelsOf(meeting.program, problem, placement.rank, num_local, share.lt);
+    Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
+    return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
+      Schedule schedule(AsPrepared(problem), arithmetic, placement.rank, num_local);
+      return schedule.team.Enqueue(op, &rehearsal);
+    });
   }
+  if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
+  arithmetic->Choose(stream, &scratch[0]);
+  arithmetic->Prepare(&problem, placement.rank, scratch);
+  Schedule schedule(problem, arithmetic, placement.rank, num_local);
   {
     std::lock_guard<std::mutex> lock(lanes->mutex);
     OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
                          arithmetic.get(), meets ? &meeting : nullptr,
                          GpuSpans::Get().enabled() && !is_recorded);
     queues.Fork(stream);
-    status = team.Enqueue(op, &queues);
+    status = schedule.team.Enqueue(op, &queues);
     queues.Join(stream);
   }
   if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
@@ -239,17 +250,12 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
   GemmOptions described = options.call;
   described.comm_overlap_id = -1;  // the workspace is scratch, not a buffer
   status = Describe(op, described, buffers[0], &problem);
-  if (status.ok()) status = CublasLt::Get().Open(op);
-  if (status.ok() && !execute && LoadProductKernels() != cudaSuccess) {
-    status = {StatusCode::kInternal,
-              op + ": loading kernels failed: " + cudaGetErrorString(cudaGetLastError())};
-  }
   if (!status.ok()) return status;
   if (overlaps) {
     return Overlap(op, options, execute, device, stream, placement.on_one_device ? nullptr : rank,
                    placement, buffers, std::move(problem));
   }
-  return execute ? MultiplyAlone(op, options, device, stream, buffers, std::move(problem)) : status;
+  return MultiplyAlone(op, options, execute, device, stream, buffers, std::move(problem));
 }
 
 template <bool kExecute>

@@ -117,6 +117,13 @@ Status CublasLt::Open(const std::string& op, const char* path) {
   return Status::Ok();
 }
 
+Status CublasLt::Prepare(const std::string& op, int device) {
+  if (Status status = Open(op); !status.ok()) return status;
+  std::lock_guard<std::mutex> lock(mutex_);
+  lt::Handle handle = nullptr;
+  return HandleOf(op, device, &handle);
+}
+
 Status CublasLt::HandleOf(const std::string& op, int device, lt::Handle* handle) {
   lt::Handle& made = handles_[device];
   if (made == nullptr) {

@@ -28,6 +28,10 @@ class CublasLt {
   // Opens the library; `path` is for tests, else it is found by its name, like JAX's own.
   Status Open(const std::string& op, const char* path = nullptr);
 
+  // Opens it and makes the handle of a device, which is current: both allocate, so they come before
+  // anything is recorded.
+  Status Prepare(const std::string& op, int device);
+
   // Puts the product on the stream, with the algorithm that is first chosen for its shape. The
   // device is current.
   Status Multiply(const std::string& op, const LtProduct& product, const LtResources& resources);

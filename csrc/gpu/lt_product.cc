@@ -58,6 +58,8 @@ bool LtHasEpilogue(const GemmTask& task) {
   if (IsByteFloat(task.a.type)) return !e.gelu && task.c_type != DataType::kF32;
   if (task.c_type != task.a.type) return false;
   if (!e.gelu) return true;
+  // Its tanh may be an approximation, to fewer bits than float32 has.
+  if (task.c_type == DataType::kF32) return false;
   const char* aux = e.gelu_input ? e.gelu_input : e.pre_gelu;
   if (e.gelu_input && e.bias) return false;
   return aux == nullptr || (task.c_pitch % 8 == 0 && AlignmentOf(aux) >= 16);

@@ -36,6 +36,24 @@ uint64_t ProgramOf(const std::string& op, const OverlapProblem& p) {
   return std::hash<std::string>{}(text);
 }
 
+std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem, int first_local,
+                               int num_local, const LtOptions& options) {
+  std::vector<int64_t> kernels{
+      static_cast<int64_t>(program), first_local,    num_local, options.tf32,
+      options.use_split_accumulator, options.num_sms};
+  for (int rank = first_local; rank < first_local + num_local; ++rank) {
+    const RankMemory& memory = problem.ranks[rank];
+    for (const char* operand :
+         {memory.lhs, memory.rhs, memory.bias, memory.gelu_input,
+          static_cast<const char*>(memory.output), static_cast<const char*>(memory.aux_out),
+          static_cast<const char*>(memory.pre_gelu_out),
+          static_cast<const char*>(memory.bias_grad)}) {
+      kernels.push_back(operand ? AlignmentOf(operand) : 0);
+    }
+  }
+  return kernels;
+}
+
 struct OverlapTeam::Step {
   enum class Kind { kRun, kPut, kAdd, kWait };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gemm/overlap_problem.h"
+#include "gpu/lt_product.h"
 #include "transport/streams.h"
 #include "transport/transport.h"
 
@@ -24,6 +25,11 @@ OverlapConfig OnGpus(OverlapConfig config);
 
 // A number for what a call does: the same on ranks that make the same one, in every process.
 uint64_t ProgramOf(const std::string& op, const OverlapProblem& problem);
+
+// What decides which kernels a call launches on this device: besides its program, how products are
+// computed there, and which operands its `num_local` ranks have, aligned to what.
+std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem, int first_local,
+                               int num_local, const LtOptions& options);
 
 enum class Lane : uint8_t { kCompute, kCommunicate };
 

@@ -1,56 +1,79 @@
 """Several processes on one GPU: the same exchanges over CUDA's IPC and over NVSHMEM."""
 
+import contextlib
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 
 import pytest
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
-LIMIT = 100
+LIMIT = 45  # seconds of all processes; a call that waits ends before, by its own deadline
 
 
 def run(num_processes, transport, *arguments):
+    """The exit status of each process, None past the limit, and what each has printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cuda",
+        "PYTHONUNBUFFERED": "1",
         "JAX_CP_DISPATCH_GPU_TRANSPORT": transport,
         "JAX_CP_DISPATCH_SYMMETRIC_BYTES": str(64 << 20),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1",
         "NVSHMEM_REMOTE_TRANSPORT": "none",
     }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, WORKER, address, str(num_processes), str(process), *arguments],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for process in range(num_processes)
-    ]  # fmt: skip
-    outputs = []
-    try:
-        for worker in workers:
-            outputs.append(worker.communicate(timeout=LIMIT)[0])
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [worker.returncode for worker in workers], outputs
+    codes, outputs = [], []
+    with contextlib.ExitStack() as stack:
+        # In files, not pipes: what a process has printed is there also when it never ends.
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(num_processes)]
+        workers = [
+            subprocess.Popen(
+                [sys.executable, WORKER, address, str(num_processes), str(process), *arguments],
+                env=environment, stdout=file, stderr=subprocess.STDOUT,
+            )
+            for process, file in enumerate(files)
+        ]  # fmt: skip
+        end = time.monotonic() + LIMIT
+        try:
+            for worker in workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(max(0.0, end - time.monotonic()))
+            codes = [worker.poll() for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        for file in files:
+            file.seek(0)
+            outputs.append(file.read().decode(errors="replace"))
+    return codes, outputs
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nvshmem"])
-@pytest.mark.parametrize("num_processes", [2, 4])
+def printed(codes, outputs):
+    return "\n".join(
+        f"--- process {process}: {f'not over after {LIMIT} s' if code is None else code}\n{output}"
+        for process, (code, output) in enumerate(zip(codes, outputs, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    "num_processes, transport", [(2, "cuda_ipc"), (4, "cuda_ipc"), (2, "nvshmem"), (4, "nvshmem")]
+)
 def test_exchanges_between_processes(num_processes, transport):
     codes, outputs = run(num_processes, transport)
-    assert codes == [0] * num_processes, "\n".join(outputs)
+    assert codes == [0] * num_processes, printed(codes, outputs)
     for process, output in enumerate(outputs):
         assert f"process {process} over {transport}: ok" in output
 
 
 def test_a_process_that_does_not_call_is_named_to_the_others():
     codes, outputs = run(2, "cuda_ipc", "--absent", "1")
-    assert codes[0] == 0, outputs[0]
+    assert codes[0] == 0, printed(codes, outputs)
     assert "waited for rank 1 until the deadline" in outputs[0]

@@ -58,7 +58,7 @@ def main() -> None:
     name: dict[str, Any] = {
         "axis_name": "cp",
         "implementation": world.implementation,
-        "deadline": 30.0,
+        "deadline": 20.0,
     }
     send = on_ranks(lambda x, m: dispatch(x, m, capacity=capacity, **name))
     bring = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))

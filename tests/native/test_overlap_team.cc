@@ -153,6 +153,41 @@ void ResultsAreThoseOfAPlainComputation(int num_ranks, bool on_one_device) {
   }
 }
 
+// What is loaded before ranks meet is known by all that chooses kernels, and not by where memory
+// is.
+void KernelsAreKnownByWhatChoosesThem() {
+  alignas(256) static char memory[1024];
+  OverlapProblem problem;
+  problem.ranks.resize(2);
+  problem.ranks[1].lhs = memory;
+  const auto of = [&](LtOptions options = {}, uint64_t program = 1) {
+    return KernelsOf(program, problem, 1, 1, options);
+  };
+  const auto plain = of();
+  CHECK(of() == plain);
+  CHECK(of({true, false, 0}) != plain);
+  CHECK(of({false, true, 0}) != plain);
+  CHECK(of({false, false, 116}) != plain);
+  CHECK(of({}, 2) != plain);
+  problem.ranks[1].lhs = memory + 512;
+  problem.ranks[0].bias = memory;  // of another device
+  CHECK(of() == plain);
+  problem.ranks[1].lhs = memory + 16;
+  CHECK(of() != plain);
+  problem.ranks[1].lhs = memory;
+  for (const char** operand : {&problem.ranks[1].bias, &problem.ranks[1].gelu_input}) {
+    *operand = memory;
+    CHECK(of() != plain);
+    *operand = nullptr;
+  }
+  for (char** result : {&problem.ranks[1].pre_gelu_out, &problem.ranks[1].bias_grad}) {
+    *result = memory;
+    CHECK(of() != plain);
+    *result = nullptr;
+  }
+  CHECK(of() == plain);
+}
+
 // A schedule that waits for what nobody says is refused instead of left hanging.
 void AWaitWithoutASignalIsRefused() {
   Told told;
@@ -173,6 +208,7 @@ int main() {
     }
   }
   cpd::AWaitWithoutASignalIsRefused();
+  cpd::KernelsAreKnownByWhatChoosesThem();
   std::puts("ok");
   return 0;
 }
