@@ -16,6 +16,8 @@ import jax
 import jaxlib.version
 import numpy as np
 
+from jax_cp_dispatch.gpu import raise_gpu_errors
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
@@ -43,6 +45,18 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of one call in a row of ten, which hides the host; on a GPU."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(10)][-1])
+        times.append((time.perf_counter() - start) / 10)
+    raise_gpu_errors()
+    return statistics.median(times)
 
 
 class Report:

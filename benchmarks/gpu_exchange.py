@@ -5,7 +5,6 @@ read and written once: rows in, rows out; the copy that is compared with moves a
 """
 
 import sys
-import time
 
 import common
 import jax
@@ -13,23 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch import combine, compute_metadata, dispatch, plan_attention
-from jax_cp_dispatch.gpu import raise_gpu_errors
 
 W = 8
 TOTAL_BYTES = 512 << 20
 ROW_BYTES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-def seconds_of(run, repeats):
-    """Median seconds of one call in a row of ten, which hides the host."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(10)][-1])
-        times.append((time.perf_counter() - start) / 10)
-    raise_gpu_errors()
-    return float(np.median(times))
 
 
 def bandwidth(row_bytes, implementation, total_bytes, repeats):
@@ -45,9 +31,9 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     moved = 2 * x.nbytes
     result = {"what": "bandwidth", "row_bytes": row_bytes, "implementation": implementation}
     seconds = {
-        "copy": seconds_of(lambda: copy(x), repeats),
-        "dispatch": seconds_of(lambda: send(x, metadata), repeats),
-        "combine": seconds_of(lambda: bring(x, metadata), repeats),
+        "copy": common.seconds_in_a_row(lambda: copy(x), repeats),
+        "dispatch": common.seconds_in_a_row(lambda: send(x, metadata), repeats),
+        "combine": common.seconds_in_a_row(lambda: bring(x, metadata), repeats),
     }
     for name, value in seconds.items():
         result[f"{name}_GB_per_s"] = round(moved / value / 1e9, 1)
@@ -71,8 +57,8 @@ def launch_overhead(implementation, repeats):
     return {
         "what": "launch",
         "implementation": implementation,
-        "alone_us": round(1e6 * seconds_of(lambda: alone(x), repeats), 2),
-        "in_a_loop_us": round(1e4 * seconds_of(lambda: loop(x), repeats), 2),
+        "alone_us": round(1e6 * common.seconds_in_a_row(lambda: alone(x), repeats), 2),
+        "in_a_loop_us": round(1e4 * common.seconds_in_a_row(lambda: loop(x), repeats), 2),
     }
 
 
@@ -89,7 +75,7 @@ def planning(repeats):
         "what": "planning",
         "tokens": W * tokens,
         "documents": W * 16,
-        "ms": round(1e3 * seconds_of(lambda: plan(ids), repeats), 3),
+        "ms": round(1e3 * common.seconds_in_a_row(lambda: plan(ids), repeats), 3),
     }
 
 

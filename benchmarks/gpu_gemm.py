@@ -7,12 +7,10 @@ All ranks stand on one GPU, so nothing here says anything about NVLink. Expected
 import functools
 import itertools
 import sys
-import time
 
 import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_cp_dispatch.comm_gemm import ScalingMode, gemm, overlap_profile, quantize
 from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
@@ -26,17 +24,6 @@ OVERLAPS = (
     (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE),
     (CommOverlapType.RS, CommOverlapMethod.PIPELINE),
 )
-
-
-def seconds_of(run, repeats):
-    """Median seconds of one call in a row of ten, which hides the host."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(10)][-1])
-        times.append((time.perf_counter() - start) / 10)
-    return float(np.median(times))
 
 
 def speed(name, seconds, flops, **more):
@@ -64,7 +51,7 @@ def chunked(size, implementation, repeats):
     }
     one = None
     for name, (fn, *operands) in pieces.items():
-        seconds = seconds_of(functools.partial(fn, *operands), repeats)
+        seconds = common.seconds_in_a_row(functools.partial(fn, *operands), repeats)
         one = one or seconds
         yield speed(name, seconds, 2.0 * size**3, of_one_product=round(one / seconds, 3))
 
@@ -88,7 +75,7 @@ def narrow(size, implementation, repeats):
             x.data, w.data, lhs_scale_inv=x.scale_inv, rhs_scale_inv=w.scale_inv
         )
         name = "fp8, split accumulator" if split else "fp8"
-        yield speed(name, seconds_of(run, repeats), 2.0 * size**3)
+        yield speed(name, common.seconds_in_a_row(run, repeats), 2.0 * size**3)
 
 
 def hidden(size, num_ranks, method, kind):

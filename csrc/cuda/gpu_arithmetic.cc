@@ -9,6 +9,24 @@
 namespace cpd {
 
 using device::AlignUp;
+namespace {
+
+device::SumCall CallOf(const SumTask& task) {
+  device::SumCall sum{};
+  sum.num_sources = static_cast<int>(task.sources.size());
+  std::copy(task.sources.begin(), task.sources.end(), sum.sources);
+  sum.type = task.type;
+  sum.pitch = task.pitch;
+  sum.num_rows = task.num_rows;
+  sum.num_columns = task.num_columns;
+  sum.bias = task.bias;
+  sum.to = task.to;
+  sum.to_type = task.to_type;
+  sum.to_pitch = task.to_pitch;
+  return sum;
+}
+
+}  // namespace
 
 int64_t GemmScratch::Lay(const OverlapProblem& p, char* data, GemmScratch* scratch) {
   const auto begin = reinterpret_cast<intptr_t>(data);
@@ -49,36 +67,23 @@ void GpuArithmetic::Multiply(const GemmTask& task) const {
   const LtResources resources{device_, scratch_->lt, GemmScratch::kLtBytes, stream_};
   status_ = CublasLt::Get().Multiply(op_, described, resources);
   if (!status_.ok() || is_whole) return;
-  device::SumCall sum{};
-  sum.sources[0] = product.c;
-  sum.num_sources = 1;
-  sum.type = DataType::kF32;
-  sum.pitch = product.c_pitch;
-  sum.num_rows = task.m;
-  sum.num_columns = task.n;
-  sum.bias = task.epilogue.bias;
+  device::SumCall sum = CallOf({{product.c},
+                                DataType::kF32,
+                                product.c_pitch,
+                                task.m,
+                                task.n,
+                                task.epilogue.bias,
+                                task.c,
+                                task.c_type,
+                                task.c_pitch});
   sum.gelu = task.epilogue.gelu;
   sum.pre_gelu = task.epilogue.pre_gelu;
   sum.gelu_input = task.epilogue.gelu_input;
-  sum.to = task.c;
-  sum.to_type = task.c_type;
-  sum.to_pitch = task.c_pitch;
   Check(LaunchSum(sum, share_.num_blocks, stream_), "launching an epilogue");
 }
 
 void GpuArithmetic::Sum(const SumTask& task) const {
-  device::SumCall sum{};
-  sum.num_sources = static_cast<int>(task.sources.size());
-  std::copy(task.sources.begin(), task.sources.end(), sum.sources);
-  sum.type = task.type;
-  sum.pitch = task.pitch;
-  sum.num_rows = task.num_rows;
-  sum.num_columns = task.num_columns;
-  sum.bias = task.bias;
-  sum.to = task.to;
-  sum.to_type = task.to_type;
-  sum.to_pitch = task.to_pitch;
-  Check(LaunchSum(sum, share_.num_comm_blocks, stream_), "launching a sum");
+  Check(LaunchSum(CallOf(task), share_.num_comm_blocks, stream_), "launching a sum");
 }
 
 void GpuArithmetic::Copy(const std::vector<RowCopy>& pieces) const {

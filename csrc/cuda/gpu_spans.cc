@@ -1,20 +1,9 @@
 // What ranks on GPUs did and when: events on their streams, read when recording ends.
 #include "cuda/gpu_spans.h"
 
-#include <chrono>
 #include <utility>
 
 namespace cpd {
-namespace {
-
-int64_t Now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
-
 GpuSpans& GpuSpans::Get() {
   static auto* spans = new GpuSpans;
   return *spans;
@@ -37,7 +26,7 @@ int GpuSpans::Begin(const std::string& op, int group, int rank, SpanKind kind,
     if (cudaEventCreate(&clock.event) != cudaSuccess) return -1;
     cudaEventRecord(clock.event, stream);
     cudaEventSynchronize(clock.event);
-    clock.host_ns = Now();
+    clock.host_ns = SteadyNanoseconds();
     lock.lock();
     clocks_[device] = clock;
   }

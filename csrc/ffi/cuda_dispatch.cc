@@ -126,13 +126,7 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi:
 // are added: where the ranks are, and which memory reaches them.
 template <ffi::ExecutionStage kStage>
 auto Binding() {
-  return ffi::Ffi::Bind<kStage>()
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<ffi::AnyBuffer>()  // rank: place on the axis, in device memory
-      .template Arg<ffi::AnyBuffer>()  // group
-      .RemainingArgs()
-      .RemainingRets()
+  return BindOperands<kStage>()
       .template Attr<std::string_view>("axis")
       .template Attr<int64_t>("num_ranks")
       .template Attr<int64_t>("deadline_ms")
@@ -144,9 +138,6 @@ auto Binding() {
       .template Attr<Counts>("places")
       .template Attr<std::string_view>("memory");
 }
-
-constexpr auto kInitialize = ffi::ExecutionStage::kInitialize;
-constexpr auto kExecute = ffi::ExecutionStage::kExecute;
 
 XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<true, false>), Binding<kInitialize>());
 XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<false, false>), Binding<kInitialize>());

@@ -270,23 +270,8 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi:
 }
 
 // The operands are those of the CPU's handler; see ffi/gemm.cc. Attributes: cuda_gemm_call.h.
-template <ffi::ExecutionStage kStage>
-auto Binding() {
-  return ffi::Ffi::Bind<kStage>()
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<ffi::AnyBuffer>()  // rank: place on the axis, in device memory
-      .template Arg<ffi::AnyBuffer>()  // group
-      .RemainingArgs()
-      .RemainingRets()
-      .Attrs();
-}
-
-constexpr auto kInitialize = ffi::ExecutionStage::kInitialize;
-constexpr auto kExecute = ffi::ExecutionStage::kExecute;
-
-XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, Binding<kExecute>(),
+XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, BindOperands<kInitialize>().Attrs());
+XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

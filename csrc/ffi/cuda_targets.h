@@ -1,11 +1,28 @@
 // The handlers of the CUDA extension by the name under which JAX registers them.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
+
+constexpr auto kInitialize = xla::ffi::ExecutionStage::kInitialize;
+constexpr auto kExecute = xla::ffi::ExecutionStage::kExecute;
+
+// What each handler gets first, in both stages; its attributes follow.
+template <xla::ffi::ExecutionStage kStage>
+auto BindOperands() {
+  return xla::ffi::Ffi::Bind<kStage>()
+      .template Ctx<xla::ffi::DeviceOrdinal>()
+      .template Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<xla::ffi::AnyBuffer>()  // rank: place on the axis, in device memory
+      .template Arg<xla::ffi::AnyBuffer>()  // group
+      .RemainingArgs()
+      .RemainingRets();
+}
 
 struct CudaTarget {
   const char* name;

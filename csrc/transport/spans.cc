@@ -5,15 +5,12 @@
 #include <utility>
 
 namespace cpd {
-namespace {
 
-int64_t Now() {
+int64_t SteadyNanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
-
-}  // namespace
 
 SpanRecorder& SpanRecorder::Get() {
   static auto* recorder = new SpanRecorder;  // never destroyed: streams may run during exit()
@@ -44,11 +41,12 @@ SpanScope::SpanScope(const std::string& op, int group, int rank, SpanKind kind,
       rank_(rank),
       kind_(kind),
       name_(name),
-      start_ns_(SpanRecorder::Get().enabled() ? Now() : -1) {}
+      start_ns_(SpanRecorder::Get().enabled() ? SteadyNanoseconds() : -1) {}
 
 SpanScope::~SpanScope() {
   if (start_ns_ < 0) return;
-  SpanRecorder::Get().Record({op_, group_, rank_, kind_, name_, start_ns_, Now() - start_ns_});
+  SpanRecorder::Get().Record(
+      {op_, group_, rank_, kind_, name_, start_ns_, SteadyNanoseconds() - start_ns_});
 }
 
 }  // namespace cpd

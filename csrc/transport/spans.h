@@ -11,13 +11,16 @@
 
 namespace cpd {
 
+// The clock of all spans, a monotonic one.
+int64_t SteadyNanoseconds();
+
 struct RecordedSpan {
   std::string op;
   int group;
   int rank;
   SpanKind kind;
   std::string name;
-  int64_t start_ns;  // of the monotonic clock
+  int64_t start_ns;
   int64_t duration_ns;
 };
 

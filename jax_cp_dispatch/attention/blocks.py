@@ -139,13 +139,13 @@ def positions(options: Options, j):
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
-def cap_logits(options: Options, logits):
-    """Soft-capped logits, and their derivative by the given ones."""
-    cap = options.logit_soft_cap
+def logits_of(options: Options, products):
+    """Scaled and soft-capped logits of products q . k, and their derivative by these."""
+    logits, cap = options.scale * products, options.logit_soft_cap
     if cap is None:
-        return logits, 1
+        return logits, options.scale
     ratio = jnp.tanh(logits / cap)
-    return cap * ratio, 1 - ratio * ratio
+    return cap * ratio, options.scale * (1 - ratio * ratio)
 
 
 def matmul(x, y, contract):

@@ -17,9 +17,9 @@ from jax_cp_dispatch.attention.blocks import (
     Ranges,
     accumulator,
     block_of,
-    cap_logits,
     each_query_block,
     from_rows,
+    logits_of,
     matmul,
     positions,
     set_block,
@@ -65,15 +65,15 @@ def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
 
 def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
     """`gradients_of_blocks` of `passes.py`."""
-    q, k, v = widen(q) * options.scale, widen(k), widen(v)
-    k_columns = jnp.swapaxes(k, 2, 3) * options.scale
+    q, k, v = widen(q), widen(k), widen(v)
+    k_columns = jnp.swapaxes(k, 2, 3)
 
     def one_query_block(carry, matrix, i, q, dout, lse, delta, start, end, first, last):
         def add_block(j, carry):
             dq_block, dk, dv = carry
             k_block, v_block = block_of(k, matrix, j), block_of(v, matrix, j)
             position = positions(options, j)[:, None]
-            logits, slope = cap_logits(options, matmul(k_block, q, (1, 1)))
+            logits, slope = logits_of(options, matmul(k_block, q, (1, 1)))
             allowed = (position >= start) & (position < end)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse)
             ds = p * (matmul(v_block, dout, (1, 1)) - delta) * slope

@@ -18,9 +18,9 @@ from jax_cp_dispatch.attention.blocks import (
     Ranges,
     accumulator,
     block_of,
-    cap_logits,
     each_query_block,
     from_rows,
+    logits_of,
     matmul,
     positions,
     set_block,
@@ -55,13 +55,13 @@ class Softmax(NamedTuple):
 def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
     """`attend_blocks` of `passes.py`."""
     seen = seen or Softmax.of_nothing(q, v.shape[3])
-    q, k, v = widen(q) * options.scale, widen(k), widen(v)
+    q, k, v = widen(q), widen(k), widen(v)
 
     def one_query_block(seen, matrix, i, q, start, end, first, last):
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
         def exponentials(masked, position, products, peak):
-            logits, _ = cap_logits(options, products)
+            logits, _ = logits_of(options, products)
             if masked:
                 allowed = (position >= start[:, None]) & (position < end[:, None])
                 logits = jnp.where(allowed, logits, -jnp.inf)
