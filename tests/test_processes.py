@@ -41,8 +41,10 @@ def in_shared_memory():
 @pytest.mark.parametrize(
     "devices, asked, number", [(1, ["test_every_method_of_the_products"], 1), (2, [], 15)]
 )
-def test_every_operation(tmp_path, devices, asked, number):
-    """GEMMs have the same bits as here, in one process."""
+def test_every_operation(tmp_path, monkeypatch, devices, asked, number):
+    """GEMMs have the same bits as here, in one process. Programs from a cache would not meet."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     path = str(tmp_path / "gemms.npz")
     gemms.write(
         path, mesh_of(2 * devices), [] if asked else gemms.scaled_programs(4, is_short=True)
@@ -51,6 +53,7 @@ def test_every_operation(tmp_path, devices, asked, number):
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for process in range(2):
         assert f"[{process}] all {number} ok\n" in done.stdout
+    assert not (tmp_path / "cache").exists()
 
 
 def test_every_failure():

@@ -205,6 +205,8 @@ CPD_DEVICE void SumByType(const Array& array, const Arguments&... arguments) {
     case DataType::kI64:
     case DataType::kU64:
       return SumArray<uint64_t, uint64_t, uint64_t>(arguments...);
+    case DataType::kE4M3:
+    case DataType::kE5M2:
     case DataType::kOther:
       return;  // refused by the handler
   }

@@ -47,7 +47,9 @@ def initialize(
     get what `gpu.connect_gpus` chooses.
 
     Where it starts JAX's coordination itself, it also sets `jax_enable_recoverability`, so that
-    JAX does not end this process when another one is lost, and gloo for collectives on CPU.
+    JAX does not end this process when another one is lost, and gloo for collectives on CPU. With
+    shared memory JAX's compilation cache on disk is turned off, since programs that came from it
+    would not meet those that another process compiled.
 
     Args:
       coordinator_address, num_processes, process_id: as of `jax.distributed.initialize`.

@@ -7,6 +7,7 @@ call, but not of which program it is; JAX tells when it has compiled one.
 import threading
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_cp_dispatch import runtime
 
@@ -15,8 +16,14 @@ _threads: set[int] = set()  # that have lowered a program with calls, and not ye
 
 
 def watch_programs() -> None:
-    """Begins to listen to JAX."""
+    """Begins to listen to JAX, and has it compile every program.
+
+    JAX numbers the executions of a program from its fingerprint, and what one process reads from
+    the cache on disk has another one than what the next process compiles.
+    """
     jax.monitoring.register_event_duration_secs_listener(_on_event)
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it may have been asked before
 
 
 def program_begins() -> None:

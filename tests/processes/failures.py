@@ -9,6 +9,7 @@ at most as many of these trials as leave two processes.
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import random
@@ -23,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 from movement_oracle import dispatched
 from places import AXIS, T, check, draw, on_ranks, place, plan_of
@@ -84,6 +86,7 @@ class Job:
         # All call these two: programs that not all have called equally often never meet again.
         self.checked = self.dispatch(self.capacity + 2)
         self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
+        self.num_calls = 0  # of `call_of`
         # Here for all: a program that is first called from other lines is another one to JAX.
         self.call(self.checked)
         self.call(self.program)
@@ -112,12 +115,20 @@ class Job:
 
     def call_of(self, kind):
         """What the others call while the victim fails."""
+        self.num_calls += 1
         if kind.startswith("gemm"):
             self.call(self.product, *self.matrices)
         elif kind == "metadata":
             self.call(lambda x, m: self.checked(x, self.bad_metadata))
         else:
             self.call(self.program)
+
+    def catch_up(self, kind):
+        """Who was stopped may have got what the others waited for, and have called once more."""
+        most = np.max(process_allgather(np.int64(self.num_calls)))
+        while self.num_calls < most:
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+                self.call_of(kind)
 
     def prove(self):
         """All that are alive exchange, and begin the next trial together."""
@@ -191,6 +202,8 @@ def trial(kind, job, pids):
     if kind.endswith("kill"):
         job = Job(job.processes[:-1])
     job.prove()
+    if kind.endswith("stop"):
+        job.catch_up(kind)
     told = TOLD[kind].format(rank=rank, process=victim, pid=pids[victim])
     is_right = seconds < LIMIT + 1 and (here == victim or re.search(told, error, re.S))
     if not is_right:
@@ -205,7 +218,7 @@ def main():
     options = parser.parse_args()
     random.seed(jax.process_index())
     job = Job(list(range(jax.process_count())))
-    heard = jax.experimental.multihost_utils.process_allgather(np.int64(os.getpid()))
+    heard = process_allgather(np.int64(os.getpid()))
     pids = [int(pid) for pid in heard]
     wrong = 0
     for kind in options.kinds:
@@ -224,6 +237,4 @@ def main():
 
 if __name__ == "__main__":
     cp.initialize()
-    import jax.experimental.multihost_utils
-
     main()
