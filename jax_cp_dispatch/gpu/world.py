@@ -1,4 +1,4 @@
-"""Connects the GPUs of several processes: one slab of memory each, mapped into all of them."""
+"""Connects the GPUs of several processes: one slab of memory each, which all of them reach."""
 
 import json
 import os
@@ -9,10 +9,12 @@ import jax
 from jax._src import distributed
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
 
 _SLAB_BYTES = 1 << 30
 _SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
 _TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
+_POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
 
 
 class GpuWorld(NamedTuple):
@@ -28,6 +30,7 @@ class GpuWorld(NamedTuple):
 
 
 _world: GpuWorld | None = None
+_islands: list[int] = []
 
 
 def connected_gpus() -> GpuWorld | None:
@@ -35,13 +38,20 @@ def connected_gpus() -> GpuWorld | None:
     return _world
 
 
+def connected_islands() -> list[int]:
+    """By process, the first one of those that map each other's memory; [] before that is known."""
+    return _islands
+
+
 def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
     """Joins this process's GPU to those of the other processes, so that exchanges reach them.
 
     Call in every process, after `jax.distributed.initialize` and before a program is compiled.
-    Takes NVSHMEM where it is installed and maps the memory of all processes, else CUDA's IPC on one
-    host, else XLA's collectives; `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one.
-    Every process sets `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
+    Takes NVSHMEM where it is installed, else CUDA's IPC on one host, else XLA's collectives;
+    `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one. With NVSHMEM a GPU reaches
+    those whose memory it can map through pointers, and others, on other hosts, over the network
+    (with `JAX_CP_DISPATCH_GPU_POINTERS=0` all others). Every process sets
+    `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
 
     Args:
       timeout: seconds to wait for each of the other processes.
@@ -72,6 +82,8 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
                 reason = connect(told)
                 if reason is None:
                     chosen = f"{jax.process_count()} processes, one GPU each"
+                    if len(set(_islands)) > 1:
+                        chosen += f": {describe_islands(_islands)}"
                     _world = GpuWorld(name, "; ".join([chosen, *reasons]))
                     return _world
                 reasons.append(f"{name}: {reason}")
@@ -161,12 +173,41 @@ def _connect_nvshmem(told: _Told) -> str | None:
         slabs, failed = module.make_slab(_slab_bytes()), ""
     except RuntimeError as error:
         slabs, failed = [], str(error)
-    if slabs and not all(slabs):
-        failed = f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between)"
-    missing = _first_reason(told.to_all("nvshmem_slab", failed))
-    if missing is None:
-        runtime.cuda.set_slab(slabs, _slab_bytes())
-    return missing
+    if slabs and not all(slabs) and os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "none":
+        failed = (
+            f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between), and "
+            "NVSHMEM_REMOTE_TRANSPORT is none"
+        )
+    uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
+    mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]
+    found = told.to_all("nvshmem_slab", [failed, mapped])
+    missing = _first_reason([reason for reason, _ in found])
+    if missing is not None:
+        return missing
+    return _use_slabs(told, module, slabs, find_islands([mapped for _, mapped in found]))
+
+
+def _use_slabs(told: _Told, module: Any, slabs: list[int], islands: list[int]) -> str | None:
+    """Hands the slabs over, and who launches what the network does."""
+    process, failed = jax.process_index(), ""
+    if len(set(islands)) > 1:
+        try:
+            runtime.cuda.set_network_launcher(module.launcher(_device()))
+        except RuntimeError as error:
+            failed = str(error)
+        missing = _first_reason(told.to_all("nvshmem_launcher", failed))
+        if missing is not None:
+            return missing
+    # NVSHMEM takes the own address for that of another process.
+    bases = [slabs[p if islands[p] == islands[process] else process] for p in range(len(slabs))]
+    _remember_slabs(bases, islands)
+    return None
+
+
+def _remember_slabs(bases: list[int], islands: list[int]) -> None:
+    global _islands
+    runtime.cuda.set_slab(bases, _slab_bytes(), islands)
+    _islands = islands
 
 
 def _connect_ipc(told: _Told) -> str | None:
@@ -196,5 +237,5 @@ def _connect_ipc(told: _Told) -> str | None:
         slabs, failed = [], str(error)
     missing = _first_reason(told.to_all("ipc_slab", failed))
     if missing is None:
-        runtime.cuda.set_slab(slabs, _slab_bytes())
+        _remember_slabs(slabs, [0] * len(slabs))
     return missing
