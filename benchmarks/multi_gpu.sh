@@ -7,7 +7,7 @@
 #   without GPUs            PROCESSES=2 JAX_PLATFORMS=cpu benchmarks/multi_gpu.sh --small
 # PROCESSES is the number of processes on this host, by default its GPUs. Between hosts rows go over
 # the network that NVSHMEM finds (compiled, not run); the first line says which processes reach each
-# other how. Without a network that it knows: JAX_CP_DISPATCH_GPU_TRANSPORT=cuda_ipc, for XLA's.
+# other how. Without InfiniBand XLA's collectives serve; docs/gpu.md tells of other networks.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}

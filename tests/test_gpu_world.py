@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch.gpu.world import what_hosts_lack
 
 PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
 SLABS = {
@@ -67,6 +68,14 @@ def test_all_processes_choose_alike(scene, chosen, reason, slabs):
         else:
             assert slabs[number] in out
         assert ("network by launcher 0" in out) == (scene == "nvshmem cannot map")
+
+
+def test_nvshmem_is_not_started_between_hosts_without_a_network():
+    assert what_hosts_lack([("a", False), ("a", False)]) is None
+    assert what_hosts_lack([("a", True), ("b", True)]) is None
+    assert str(what_hosts_lack([("a", True), ("b", False)])).startswith(
+        "process 1 of several hosts, on b, has no InfiniBand adapter"
+    )
 
 
 def test_islands_map_the_same():
