@@ -34,12 +34,20 @@ struct Nvshmem {
   }
 };
 
+int device_here = 0;
+
 }  // namespace
 
-cudaError_t LaunchNvshmemCall(const Call& call, int num_blocks, cudaStream_t stream) {
-  return LaunchOver<Nvshmem>(call, num_blocks, stream);
+cudaError_t LoadNvshmemKernels(int device) {
+  device_here = device;
+  const cudaError_t error = cudaSetDevice(device);
+  return error == cudaSuccess ? LoadKernelsOver<Nvshmem>() : error;
 }
 
-cudaError_t LoadNvshmemKernels() { return LoadKernelsOver<Nvshmem>(); }
+// The caller has made the device current in its own copy of CUDA's runtime, which is another one.
+cudaError_t LaunchNvshmemCall(const Call& call, int num_blocks, cudaStream_t stream) {
+  const cudaError_t error = cudaSetDevice(device_here);
+  return error == cudaSuccess ? LaunchOver<Nvshmem>(call, num_blocks, stream) : error;
+}
 
 }  // namespace cpd

@@ -6,10 +6,10 @@
 
 namespace cpd {
 
-// As LaunchCall, for a call with a network. NVSHMEM has been started.
-cudaError_t LaunchNvshmemCall(const device::Call& call, int num_blocks, cudaStream_t stream);
+// Before the first call, on the one device of this process. NVSHMEM has been started.
+cudaError_t LoadNvshmemKernels(int device);
 
-// On the current device, before the first call.
-cudaError_t LoadNvshmemKernels();
+// As LaunchCall, for a call with a network.
+cudaError_t LaunchNvshmemCall(const device::Call& call, int num_blocks, cudaStream_t stream);
 
 }  // namespace cpd

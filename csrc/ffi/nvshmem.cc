@@ -92,14 +92,8 @@ std::vector<uint64_t> MakeSlab(int64_t bytes) {
   return slabs;
 }
 
-// For `_cuda`. On the device that Start has chosen, whatever the calling thread's is.
 nb::capsule Launcher(int device) {
-  int before = 0;
-  Check(cudaGetDevice(&before), "asking for the GPU");
-  Check(cudaSetDevice(device), "selecting the GPU");
-  const cudaError_t error = LoadNvshmemKernels();
-  cudaSetDevice(before);
-  Check(error, "loading kernels");
+  Check(LoadNvshmemKernels(device), "loading kernels");
   return nb::capsule(reinterpret_cast<void*>(&LaunchNvshmemCall), kLauncherName);
 }
 
