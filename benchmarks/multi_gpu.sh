@@ -5,7 +5,9 @@
 #   on two hosts            HOSTS=2 HOST=0 COORDINATOR_ADDRESS=host0:12355 benchmarks/multi_gpu.sh ...
 #                           HOSTS=2 HOST=1 COORDINATOR_ADDRESS=host0:12355 benchmarks/multi_gpu.sh ...
 #   without GPUs            PROCESSES=2 JAX_PLATFORMS=cpu benchmarks/multi_gpu.sh --small
-# PROCESSES is the number of processes on this host, by default its GPUs.
+# PROCESSES is the number of processes on this host, by default its GPUs. Between hosts rows go over
+# the network that NVSHMEM finds (compiled, not run); the first line says which processes reach each
+# other how. Without InfiniBand XLA's collectives serve; docs/gpu.md tells of other networks.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}

@@ -57,15 +57,28 @@ execute_process(
 list(TRANSFORM CPD_NVIDIA_DIRS APPEND "/nvshmem")
 find_path(NVSHMEM_INCLUDE_DIR nvshmem.h HINTS ENV NVSHMEM_HOME ${CPD_NVIDIA_DIRS}
           PATH_SUFFIXES include)
+find_library(NVSHMEM_DEVICE_LIBRARY libnvshmem_device.a
+             HINTS ENV NVSHMEM_HOME ${CPD_NVIDIA_DIRS} PATH_SUFFIXES lib)
 find_file(NVSHMEM_HOST_LIBRARY NAMES libnvshmem_host.so.3 HINTS ENV NVSHMEM_HOME ${CPD_NVIDIA_DIRS}
           PATH_SUFFIXES lib)
-if(NVSHMEM_INCLUDE_DIR AND NVSHMEM_HOST_LIBRARY)
-  nanobind_add_module(_nvshmem STABLE_ABI NB_STATIC csrc/ffi/nvshmem.cc)
-  target_include_directories(_nvshmem SYSTEM PRIVATE "${NVSHMEM_INCLUDE_DIR}"
+if(NVSHMEM_INCLUDE_DIR AND NVSHMEM_DEVICE_LIBRARY AND NVSHMEM_HOST_LIBRARY)
+  # NVSHMEM's device code keeps its state in the module that starts it, so it is linked here, with
+  # our kernels that call it. The linker tells registers and stacks of both together.
+  add_library(cpd_nvshmem STATIC csrc/cuda/nvshmem_kernels.cu)
+  set_target_properties(cpd_nvshmem PROPERTIES CUDA_SEPARABLE_COMPILATION ON
+                        POSITION_INDEPENDENT_CODE ON CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+  target_include_directories(cpd_nvshmem SYSTEM PUBLIC "${NVSHMEM_INCLUDE_DIR}"
                              ${CPD_CUDA_INCLUDE_DIRS})
-  target_link_libraries(_nvshmem PRIVATE "${NVSHMEM_HOST_LIBRARY}" CUDA::cudart_static)
+  target_link_libraries(cpd_nvshmem PRIVATE cpd_core)
+  target_compile_options(cpd_nvshmem PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+  nanobind_add_module(_nvshmem STABLE_ABI NB_STATIC csrc/ffi/nvshmem.cc)
+  target_link_libraries(_nvshmem PRIVATE cpd_nvshmem cpd_core "${NVSHMEM_DEVICE_LIBRARY}"
+                        "${NVSHMEM_HOST_LIBRARY}" CUDA::cudart_static)
+  target_link_options(_nvshmem PRIVATE $<DEVICE_LINK:-Xnvlink=-v>)
   target_compile_options(_nvshmem PRIVATE -Wall -Wextra)
-  set_target_properties(_nvshmem PROPERTIES INSTALL_RPATH "$ORIGIN/../nvidia/nvshmem/lib")
+  set_target_properties(_nvshmem PROPERTIES
+    CUDA_SEPARABLE_COMPILATION ON CUDA_RESOLVE_DEVICE_SYMBOLS ON LINKER_LANGUAGE CUDA
+    INSTALL_RPATH "$ORIGIN/../nvidia/nvshmem/lib")
   install(TARGETS _nvshmem LIBRARY DESTINATION jax_cp_dispatch)
   message(STATUS "NVSHMEM: ${NVSHMEM_INCLUDE_DIR}")
 else()

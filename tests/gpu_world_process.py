@@ -21,8 +21,13 @@ def open_slab(device, handle):
     return 7000
 
 
-def set_slab(slabs, num_bytes):
-    print(f"slabs {slabs} of {num_bytes}", flush=True)
+def make_slab(num_bytes):
+    can_map = "cannot map" not in SCENE
+    return [100 if can_map or PROCESS == 0 else 0, 200 if can_map or PROCESS == 1 else 0]
+
+
+def set_slab(slabs, num_bytes, islands):
+    print(f"slabs {slabs} of {num_bytes}, islands {islands}", flush=True)
 
 
 num_gpus = 0 if SCENE == "no gpu on one" and PROCESS == 1 else 1
@@ -31,12 +36,14 @@ cuda = types.SimpleNamespace(
     make_slab=lambda device, num_bytes: (5000 + PROCESS, bytes([PROCESS] * 64)),
     open_slab=open_slab,
     set_slab=set_slab,
+    set_network_launcher=lambda launcher: print(f"network by {launcher}", flush=True),
 )
 nvshmem = types.SimpleNamespace(
     version=lambda: "3.4.5",
     unique_id=lambda: bytes(range(128)),
     start=start,
-    make_slab=lambda num_bytes: [100, 200],
+    make_slab=make_slab,
+    launcher=lambda device: f"launcher {device}",
 )
 runtime.cuda = cuda
 runtime.load_nvshmem = lambda: (nvshmem, "")

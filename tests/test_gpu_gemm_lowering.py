@@ -25,6 +25,7 @@ from jax_cp_dispatch.comm_gemm import (
 from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+from jax_cp_dispatch.gpu import places
 
 W, ORDER = 4, [3, 1, 0, 2]
 SCRATCH = 255 + (32 << 20)
@@ -183,6 +184,18 @@ def test_a_transport_that_is_named_is_refused_with_the_reason():
     named = functools.partial(gemm, implementation="cuda_peer")
     with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 with fl"):
         lowered(named, half, K)
+
+
+def test_ranks_over_the_network_take_xla_and_neighbours_do_not(monkeypatch):
+    monkeypatch.setattr(places, "connected_islands", lambda: [0, 0, 2, 2])
+    on = lambda *processes: np.array([types.SimpleNamespace(process_index=p) for p in processes])
+    monkeypatch.setattr(places, "_in_order", lambda *_: on(0, 1, 2, 3))
+    assert places.what_pointers_lack(None, [AXIS], [], 2) is None
+    said = "processes 0 and 2 reach each other over the network only"
+    assert places.what_pointers_lack(None, [AXIS], [], 4) == said
+    product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
+    assert said in fallen(product, np.zeros((32, 32), np.float32), K)
+    assert calls(lowered(gemm, X, K))  # alone
 
 
 @pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "PIPELINE")])

@@ -8,14 +8,33 @@ import sys
 
 import pytest
 
+from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch.gpu.world import what_hosts_lack
+
 PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
-SLABS = {"nvshmem": ["slabs [100, 200]"] * 2, "ipc": ["slabs [5000, 7000]", "slabs [7000, 5001]"]}
+SLABS = {
+    "nvshmem": ["slabs [100, 200] of 2097152, islands [0, 0]"] * 2,
+    "ipc": [f"slabs {own} of 2097152, islands [0, 0]" for own in ([5000, 7000], [7000, 5001])],
+    # The network is given the own address for another process's.
+    "far": [f"slabs {[own] * 2} of 2097152, islands [0, 1]" for own in (100, 200)],
+}
 
 
 @pytest.mark.parametrize(
     "scene, chosen, reason, slabs",
     [
-        ("nvshmem", "nvshmem", "2 processes, one GPU each", SLABS["nvshmem"]),
+        ("nvshmem", "nvshmem", "2 processes, one GPU each\n", SLABS["nvshmem"]),
+        (
+            *("nvshmem cannot map", "nvshmem"),
+            "one GPU each: 0, 1 through pointers, each other over the network\n",
+            SLABS["far"],
+        ),
+        (
+            "nvshmem cannot map, no network",
+            "xla",
+            "nvshmem: process 0: cannot map the memory of",
+            None,
+        ),
         ("nvshmem fails on one", "cuda_ipc", "process 1: initialize: NVSHMEM did", SLABS["ipc"]),
         ("no gpu on one", "xla", "process 1: no GPU is here: no driver", None),
     ],
@@ -26,6 +45,9 @@ def test_all_processes_choose_alike(scene, chosen, reason, slabs):
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_CP_DISPATCH_SYMMETRIC_BYTES": "2097152"}
+    if scene.endswith("no network"):
+        environment["NVSHMEM_REMOTE_TRANSPORT"] = "none"
+        environment["JAX_CP_DISPATCH_GPU_TRANSPORT"] = "nvshmem"
     processes = [
         subprocess.Popen(
             [sys.executable, PROCESS, address, str(process), scene],
@@ -44,4 +66,26 @@ def test_all_processes_choose_alike(scene, chosen, reason, slabs):
         if slabs is None:
             assert "slabs" not in out
         else:
-            assert f"{slabs[number]} of 2097152" in out
+            assert slabs[number] in out
+        assert ("network by launcher 0" in out) == (scene == "nvshmem cannot map")
+
+
+def test_nvshmem_is_not_started_between_hosts_without_a_network():
+    assert what_hosts_lack([("a", False), ("a", False)]) is None
+    assert what_hosts_lack([("a", True), ("b", True)]) is None
+    assert str(what_hosts_lack([("a", True), ("b", False)])).startswith(
+        "process 1 of several hosts, on b, has no InfiniBand adapter"
+    )
+
+
+def test_islands_map_the_same():
+    hosts = [[a // 4 == b // 4 for b in range(8)] for a in range(8)]
+    assert find_islands(hosts) == [0] * 4 + [4] * 4
+    assert describe_islands(find_islands(hosts)) == (
+        "0-3, 4-7 through pointers, each other over the network"
+    )
+    assert describe_islands([0] * 8) == "all through pointers"
+    assert describe_islands([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
+    # 0 and 1, and 1 and 2, but not 0 and 2: they have not mapped the same.
+    chain = [[True, True, False], [True, True, True], [False, True, True]]
+    assert find_islands(chain) == [0, 1, 2]

@@ -29,6 +29,7 @@ TESTS = (
     "test_overlap_buffers",
     *TIMED,
     "test_device",
+    "test_network",
     "stress",
 )
 ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails where a kernel
-# spills registers or uses a stack, where an extension does not load, or where it needs CUDA to.
+# spills registers or has a stack of its own, where an extension does not load, or where _cuda needs
+# CUDA to.
 # `install` puts them beside the package's sources first, whatever is found then. Needs cmake, ninja
 # and nvcc in PATH.
 set -euo pipefail
@@ -36,3 +37,6 @@ done
 (cd "$folder" && "$python" -c '
 import _cuda
 print("_cuda loads;", *_cuda.registrations(), "- GPUs:", *_cuda.device_count())')
+[ ! -f "$(echo "$folder"/_nvshmem*.so)" ] || (cd "$folder" && "$python" -c '
+import _nvshmem
+print("_nvshmem loads; NVSHMEM", _nvshmem.version())')

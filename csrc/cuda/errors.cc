@@ -44,6 +44,12 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << " tokens, more than its capacity. Pass capacity>=" << e.seen
            << ", or a plan that sends less to one rank.";
       break;
+    case Failure::kFetched:
+      text << " has to fetch " << e.seen << " rows over the network, and has room for "
+           << e.expected
+           << ". Ranges of its plan overlap at their destinations; see Metadata.validate(). For "
+              "such a plan pass implementation='xla'.";
+      break;
     case Failure::kCounts:
       text << " expects " << e.expected << " tokens from rank " << e.peer
            << " (num_recv_tokens) but rank " << e.peer << "'s slots send it " << e.seen

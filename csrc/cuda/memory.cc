@@ -1,4 +1,4 @@
-// Memory at the same offset on several GPUs, each of which can read and write that of the others.
+// Memory at the same offset on several GPUs, which read and write that of the others.
 #include "cuda/memory.h"
 
 #include <cuda_runtime_api.h>
@@ -95,12 +95,26 @@ Slab& Slab::Get() {
   return *slab;
 }
 
-void Slab::Set(std::vector<char*> bases, int64_t bytes) {
+void Slab::Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> islands) {
   std::lock_guard<std::mutex> lock(mutex_);
   bases_ = std::move(bases);
+  islands_ = std::move(islands);
   bytes_ = bytes;
   used_ = 0;
   freed_.clear();
+}
+
+bool Slab::IsRemote(int64_t process, int64_t other) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto num_processes = static_cast<int64_t>(islands_.size());
+  return process < num_processes && other < num_processes && islands_[process] != islands_[other];
+}
+
+bool Slab::NeedsNetwork(const std::vector<int64_t>& places) {
+  for (const int64_t place : places) {
+    if (IsRemote(Place::From(places[0]).process, Place::From(place).process)) return true;
+  }
+  return false;
 }
 
 Status Slab::Allocate(const std::string& op, const std::vector<Place>& places, int64_t bytes,

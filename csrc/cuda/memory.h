@@ -1,4 +1,5 @@
-// Memory at the same offset on several GPUs, each of which can read and write that of the others.
+// Memory at the same offset on several GPUs, which read and write that of the others: through
+// pointers, or over a network.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +25,20 @@ Status AllocateOnDevices(const std::string& op, const std::vector<Place>& places
                          std::vector<char*>* memory);
 void FreeOnDevices(const std::vector<Place>& places, const std::vector<char*>& memory);
 
-// One piece of memory per process, mapped into all of them when these came up. Parts of it are
+// One piece of memory per process, which the others reach since these came up. Processes that map
+// each other's are an island; other islands are reached over a network. Parts of it are
 // handed out without asking the others: ranks that make the same calls in the same order get the
 // same offsets, and a message of the exchange tells those that do not.
 class Slab {
  public:
   static Slab& Get();
 
-  // `bases`: of each process's piece, as this process sees it.
-  void Set(std::vector<char*> bases, int64_t bytes);
+  // `bases`: of each process's piece, as this process sees it; of another island, its own.
+  void Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> islands);
+
+  // Whether some of these places reach others over a network only.
+  bool NeedsNetwork(const std::vector<int64_t>& places);
+  bool IsRemote(int64_t process, int64_t other);
 
   // Memory that was freed is taken again under the same layout only, since old signals stay in it:
   // `generation` counts how often, and signals of a later one have to be larger.
@@ -44,6 +50,7 @@ class Slab {
  private:
   std::mutex mutex_;
   std::vector<char*> bases_;
+  std::vector<int64_t> islands_;  // by process
   int64_t bytes_ = 0;
   int64_t used_ = 0;
   struct Freed {

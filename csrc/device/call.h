@@ -13,6 +13,7 @@ namespace cpd::device {
 constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
+constexpr int kTagRun = 1024;  // tags that are put over the network at a time
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
 
@@ -22,7 +23,8 @@ struct Array {
   char* out;
   int64_t in_row_bytes;
   int64_t out_row_bytes;
-  int64_t data;  // where its rows are in half a channel
+  int64_t data;    // where its rows are in half a channel
+  int64_t staged;  // where they wait for the network, in a channel
   DataType in_type;
   DataType out_type;
 };
@@ -42,8 +44,9 @@ struct Part {
   int64_t rows_per_piece;  // what a block moves at a time
   int first_array;
   int num_arrays;
-  int64_t tags;        // where the tags of its rows are in half a channel
-  int64_t first_slot;  // its slots among those of all parts
+  int64_t tags;         // where the tags of its rows are in half a channel
+  int64_t staged_rows;  // of each array: sent ones of dispatch, fetched ones of combine
+  int64_t first_slot;   // its slots among those of all parts
 };
 
 // What goes wrong on a device, as the host reads it. `raised` counts up on the device and
@@ -56,6 +59,7 @@ enum class Failure : int64_t {
   kTokens,     // slot; seen: seq_len, expected: src_offset
   kDstOffset,  // slot, replica; seen: dst_offset
   kCapacity,   // peer; seen: rows needed
+  kFetched,    // expected: rows that can be fetched, seen: rows to fetch
   kCounts,     // peer; expected: num_recv, seen: sent
   kOverlap,    // expected: rows sent, seen: rows written
   kPeer,       // peer: whose plan was refused
@@ -93,11 +97,16 @@ struct Slot {
 
 struct Call {
   // The channel's memory of every rank, at the same offsets on each. Two halves, taken in turn.
+  // Of a remote rank, whose memory is not mapped here, this rank's own.
   char* symmetric[kMaxRanks];
+  bool has_network;       // some ranks are remote to others; the same on all of them
+  int32_t pe[kMaxRanks];  // if so, by which number the network reaches a rank; -1: it is mapped
   int64_t half_begin, half_bytes;
-  // Of each local rank, local_bytes apart: State, sent [parts, W], then all parts' slots.
+  int64_t staged_messages, staged_tags;  // in a channel
+  // Of each local rank, local_bytes apart: State, sent [parts, W], then all parts' slots; with a
+  // network, where the rows begin that are fetched of each slot.
   char* local;
-  int64_t local_bytes;
+  int64_t local_bytes, first_fetched;
   ErrorRecord* errors;          // per local rank; the host reads them
   const int32_t* rank_operand;  // or none
   uint64_t deadline_ns;
@@ -115,8 +124,31 @@ struct Call {
 // ---- Where things are. A channel begins with `arrived`: the last call of which each rank has sent
 // everything. Each half holds messages [W][2 + parts] (whether the sender failed, its program, and
 // how many rows it sent of each part), and for dispatch a tag for each row, then all arrays' rows.
+// With a network a staging area follows, which only its own rank sees and the network reads or
+// writes: messages [W], for dispatch a run of tags, then all arrays' rows.
 
 CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
+
+// Appends the staging area to a channel of `at` bytes.
+CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
+  call->staged_messages = at;
+  at += AlignUp(call->num_ranks * MessageBytes(*call));
+  call->staged_tags = at;
+  if (call->is_dispatch) at += AlignUp(8 * kTagRun);
+  for (int p = 0; p < call->num_parts; ++p) {
+    Part& part = call->parts[p];
+    const int64_t named = part.num_tokens * part.num_replicas;  // by slots that do not overlap
+    const int64_t held = part.capacity * call->num_ranks;
+    part.staged_rows = call->is_dispatch                  ? part.num_tokens
+                       : named < held && !part.src_offset ? named
+                                                          : held;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      call->arrays[a].staged = at;
+      at += AlignUp(part.staged_rows * call->arrays[a].in_row_bytes);
+    }
+  }
+  return at;
+}
 
 // Fills in the offsets, from the sizes; returns the bytes of a channel per rank.
 CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
@@ -135,7 +167,8 @@ CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
     }
   }
   call->half_bytes = at;
-  return call->half_begin + 2 * at;
+  at = call->half_begin + 2 * at;
+  return call->has_network ? LayOutStaging(call, at) : at;
 }
 
 CPD_HOST_DEVICE inline int64_t LayOutLocal(Call* call) {
@@ -146,6 +179,8 @@ CPD_HOST_DEVICE inline int64_t LayOutLocal(Call* call) {
   }
   call->local_bytes = AlignUp(sizeof(State)) + AlignUp(8 * call->num_parts * call->num_ranks) +
                       AlignUp(num_slots * static_cast<int64_t>(sizeof(Slot)));
+  call->first_fetched = call->local_bytes;
+  if (call->has_network) call->local_bytes += AlignUp(8 * num_slots);
   return call->num_local * call->local_bytes;
 }
 
@@ -168,6 +203,13 @@ struct Rank {
                                    AlignUp(8 * call.num_parts * call.num_ranks)) +
            part.first_slot;
   }
+  // Of each slot, where the rows that combine fetches for it begin among the staged ones.
+  CPD_DEVICE int64_t* first_fetched(const Part& part) const {
+    return reinterpret_cast<int64_t*>(call.local + local * call.local_bytes + call.first_fetched) +
+           part.first_slot;
+  }
+  // The memory of this rank's own channel.
+  CPD_DEVICE char* channel() const { return call.symmetric[rank()]; }
   CPD_DEVICE ErrorRecord* error() const { return call.errors + local; }
 
   // A field of this rank, which has `count` elements per rank.
@@ -197,6 +239,12 @@ CPD_DEVICE uint64_t* Message(const Call& call, int at, uint64_t epoch, int from)
 }
 CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const Part& part) {
   return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + part.tags);
+}
+
+// Where a message waits that the network will read.
+CPD_DEVICE uint64_t* StagedMessage(const Rank& rank, int to) {
+  return reinterpret_cast<uint64_t*>(rank.channel() + rank.call.staged_messages +
+                                     to * MessageBytes(rank.call));
 }
 
 // Leaves the first error for the host. One thread of a rank calls it at a time.

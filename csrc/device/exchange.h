@@ -4,6 +4,7 @@
 
 #include "device/block.h"
 #include "device/call.h"
+#include "device/fabric.h"
 #include "device/plan.h"
 
 namespace cpd::device {
@@ -18,29 +19,58 @@ struct MeetScratch {
 
 // Tells all ranks, also those that get no row: the signal of a call is as well the acknowledgement
 // that this rank has read what it got in the one before, whose half the next call will overwrite.
+// What went over the network is there before any signal, and the signals of the last call too.
+template <typename Fabric = Mapped>
 CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
+  if constexpr (Fabric::kHasNetwork) {
+    if (block.thread == 0) Fabric::Quiet();
+    block.Sync();
+  }
+  const bool has_given_up = state.failed == kGivenUp;
+  const uint64_t signal = has_given_up ? kGone | state.epoch : state.epoch;
   for (int to = block.thread; to < call.num_ranks; to += block.num_threads) {
-    if (state.failed == kGivenUp) {
-      StoreRelease(Arrived(call, to, rank.rank()), kGone | state.epoch);
-      continue;
-    }
+    uint64_t* arrived = Arrived(call, to, rank.rank());
     uint64_t* message = Message(call, to, state.epoch, rank.rank());
-    message[0] = state.failed;
-    message[1] = call.program;
-    for (int p = 0; p < call.num_parts; ++p) message[2 + p] = rank.sent(p)[to];
-    StoreRelease(Arrived(call, to, rank.rank()), state.epoch);
+    uint64_t* written = IsRemote<Fabric>(call, to) ? StagedMessage(rank, to) : message;
+    if (!has_given_up) {
+      written[0] = state.failed;
+      written[1] = call.program;
+      for (int p = 0; p < call.num_parts; ++p) written[2 + p] = rank.sent(p)[to];
+    }
+    if constexpr (Fabric::kHasNetwork) {
+      if (IsRemote<Fabric>(call, to)) {
+        if (has_given_up) {
+          Fabric::SetSignal(arrived, signal, call.pe[to]);
+        } else {
+          Fabric::PutSignal(message, written, MessageBytes(call), arrived, signal, call.pe[to]);
+        }
+        continue;
+      }
+    }
+    StoreRelease(arrived, signal);
   }
 }
 
-// What is wrong with what `from` said, if anything.
-CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from) {
+// The last signal of a rank. If it is that of this call, what was sent before it is visible.
+template <typename Fabric>
+CPD_DEVICE uint64_t Heard(const Rank& rank, int from) {
+  uint64_t* arrived = Arrived(rank.call, rank.rank(), from);
+  const uint64_t seen = LoadAcquire(arrived);
+  if constexpr (Fabric::kHasNetwork) {
+    const uint64_t epoch = rank.state()->epoch;
+    if (seen >= epoch && IsRemote<Fabric>(rank.call, from)) Fabric::Observe(arrived, epoch);
+  }
+  return seen;
+}
+
+// What is wrong with what `from` said, whose last signal is `arrived`, if anything.
+CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   const Call& call = rank.call;
   const uint64_t epoch = rank.state()->epoch;
   ErrorRecord error{};
   error.peer = from;
-  const uint64_t arrived = LoadAcquire(Arrived(call, rank.rank(), from));
   if (arrived < epoch) {
     error.failure = Failure::kDeadline;
     error.expected = static_cast<int64_t>(epoch);
@@ -71,6 +101,7 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from) {
 
 // A rank whose plan was refused waits too: it may not begin the next call before the others have
 // read the last one.
+template <typename Fabric = Mapped>
 CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch) {
   const Call& call = rank.call;
   State* state = rank.state();
@@ -84,9 +115,12 @@ CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch)
   block.Sync();
   ErrorRecord mine{};
   for (int from = block.thread; from < call.num_ranks; from += block.num_threads) {
-    const uint64_t* arrived = Arrived(call, rank.rank(), from);
-    while (LoadAcquire(arrived) < state->epoch && Nanoseconds() - begin < call.deadline_ns) Pause();
-    const ErrorRecord error = CheckPeer(rank, from);
+    uint64_t arrived;
+    while ((arrived = Heard<Fabric>(rank, from)) < state->epoch &&
+           Nanoseconds() - begin < call.deadline_ns) {
+      Pause();
+    }
+    const ErrorRecord error = CheckPeer(rank, from, arrived);
     // Who gives up half way cannot know what the others did since: the channel is at its end.
     const bool is_broken = error.failure == Failure::kDeadline || error.failure == Failure::kGone;
     if (error.failure == Failure::kNone || (failed == kRefused && !is_broken)) continue;

@@ -3,6 +3,7 @@
 
 #include "device/block.h"
 #include "device/call.h"
+#include "device/fabric.h"
 #include "device/scan.h"
 
 namespace cpd::device {
@@ -135,7 +136,39 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
   return !is_bad;
 }
 
+// Gives the rows that combine fetches a place among the staged ones, slot by slot and replica by
+// replica. There are enough unless ranges overlap where they are held.
+template <typename Fabric>
+CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = call.parts[p];
+  const Slot* slots = rank.slots(part);
+  const IntArray dst_rank = rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas);
+  int64_t* first_fetched = rank.first_fetched(part);
+  const Share mine = ShareOf(block, part.num_slots);
+  int64_t rows = 0, total;
+  for (int64_t s = mine.begin; s < mine.end; ++s) {
+    first_fetched[s] = rows;  // from the thread's own first slot
+    for (int64_t c = 0; c < part.num_replicas && slots[s].num_rows > 0; ++c) {
+      const int64_t dst = dst_rank[s * part.num_replicas + c];
+      if (dst >= 0 && IsRemote<Fabric>(call, dst)) rows += slots[s].num_rows;
+    }
+  }
+  const int64_t before = SumBefore(block, rows, scratch->scan, &total);
+  for (int64_t s = mine.begin; s < mine.end; ++s) first_fetched[s] += before;
+  if (total > part.staged_rows && block.thread == 0) {
+    ErrorRecord error{};
+    error.failure = Failure::kFetched;
+    error.part = p;
+    error.expected = part.staged_rows;
+    error.seen = total;
+    Raise(rank, error);
+  }
+  return total <= part.staged_rows;
+}
+
 // Begins the rank's next call. What is refused here moves nothing, and says so to every rank.
+template <typename Fabric = Mapped>
 CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scratch) {
   const Call& call = rank.call;
   State* state = rank.state();
@@ -161,6 +194,9 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   for (int p = 0; p < call.num_parts; ++p) {
     CutSlots(block, rank, p, scratch);
     is_fine = is_fine && CheckPart(block, rank, p, scratch);
+    if constexpr (Fabric::kHasNetwork) {
+      if (!call.is_dispatch) is_fine = is_fine && CutFetches<Fabric>(block, rank, p, scratch);
+    }
   }
   if (block.thread == 0) {
     if (state->broken) {

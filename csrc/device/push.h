@@ -5,6 +5,7 @@
 #include "device/block.h"
 #include "device/call.h"
 #include "device/copy.h"
+#include "device/fabric.h"
 #include "device/plan.h"
 
 namespace cpd::device {
@@ -54,7 +55,8 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Part& part,
   }
 }
 
-// Every block moves pieces of shards: whole shards where they are small.
+// Every block moves pieces of shards: whole shards where they are small. Not to remote ranks.
+template <typename Fabric = Mapped>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
   const Call& call = rank.call;
   const State& state = *rank.state();
@@ -77,7 +79,7 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch)
       int num = 0;  // c and num are the same on all threads
       for (; c < part.num_replicas && num < kMulticast; ++c) {
         const int64_t dst = dst_rank[s * part.num_replicas + c];
-        if (dst < 0) continue;
+        if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
         if (block.thread == 0) {
           scratch->half[num] = Half(call, static_cast<int>(dst), state.epoch);
           scratch->dst_row[num] = dst_offset[s * part.num_replicas + c];

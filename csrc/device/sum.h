@@ -7,30 +7,36 @@
 #include "device/block.h"
 #include "device/call.h"
 #include "device/copy.h"
+#include "device/fabric.h"
 #include "device/plan.h"
 #include "device/push.h"
 
 namespace cpd::device {
+
+// Copies rows [0, num_rows) of a part into this rank's own channel, from where it says `place`.
+CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, int64_t num_rows,
+                       char* base, int64_t Array::* place) {
+  for (int64_t begin = block.index * part.rows_per_piece; begin < num_rows;
+       begin += block.num_blocks * part.rows_per_piece) {
+    const int64_t n =
+        num_rows - begin < part.rows_per_piece ? num_rows - begin : part.rows_per_piece;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      const Array& array = rank.call.arrays[a];
+      char* to = base + array.*place + begin * array.in_row_bytes;
+      Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
+           n * array.in_row_bytes);
+    }
+  }
+}
 
 // Lays y open: copies it into this rank's channel.
 CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
-  char* half = Half(call, rank.rank(), state.epoch);
   for (int p = 0; p < call.num_parts; ++p) {
-    const Part& part = call.parts[p];
-    for (int64_t begin = block.index * part.rows_per_piece; begin < part.capacity;
-         begin += block.num_blocks * part.rows_per_piece) {
-      const int64_t n =
-          part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
-      for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-        const Array& array = call.arrays[a];
-        char* to = half + array.data + begin * array.in_row_bytes;
-        Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
-             n * array.in_row_bytes);
-      }
-    }
+    CopyIn(block, rank, call.parts[p], call.parts[p].capacity, Half(call, rank.rank(), state.epoch),
+           &Array::data);
   }
 }
 
@@ -38,7 +44,7 @@ CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
 struct Source {
   int64_t begin, end;
   int64_t shift;
-  const char* half;
+  const char* half;  // the beginning of the channel where rows have been fetched
 };
 
 // More sources than this under one piece of rows are looked up row by row, which is slow.
@@ -50,6 +56,7 @@ struct SumScratch {
 };
 
 // Where an owner's rows come from, in the order of slots, then replicas.
+template <typename Fabric>
 struct Sources {
   const Rank& rank;
   const Part& part;
@@ -63,9 +70,14 @@ struct Sources {
         dst_rank(rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas)),
         dst_offset(rank.Field(part, part.dst_offset, part.num_slots * part.num_replicas)) {}
 
-  CPD_DEVICE Source At(int64_t s, int64_t c) const {
+  // `num_fetched` replicas of the slot before this one are remote.
+  CPD_DEVICE Source At(int64_t s, int64_t c, int64_t num_fetched) const {
     const int64_t t = s * part.num_replicas + c;
     const Slot& slot = slots[s];
+    if (IsRemote<Fabric>(rank.call, dst_rank[t])) {
+      const int64_t first = rank.first_fetched(part)[s] + num_fetched * slot.num_rows;
+      return {slot.src_row, slot.src_row + slot.num_rows, first - slot.src_row, rank.channel()};
+    }
     return {slot.src_row, slot.src_row + slot.num_rows, dst_offset[t] - slot.src_row,
             Half(rank.call, static_cast<int>(dst_rank[t]), rank.state()->epoch)};
   }
@@ -79,10 +91,20 @@ struct Sources {
       if (slot.num_rows == 0 || slot.src_row >= end || slot.src_row + slot.num_rows <= begin) {
         continue;
       }
+      int64_t num_fetched = 0;
       for (int64_t c = 0; c < part.num_replicas; ++c) {
-        if (dst_rank[s * part.num_replicas + c] >= 0) visit(At(s, c));
+        const int64_t dst = dst_rank[s * part.num_replicas + c];
+        if (dst < 0) continue;
+        visit(At(s, c, num_fetched));
+        num_fetched += IsRemote<Fabric>(rank.call, dst);
       }
     }
+  }
+
+  CPD_DEVICE const char* RowOf(const Source& source, const Array& array, int64_t row) const {
+    const bool is_fetched = Fabric::kHasNetwork && source.half == rank.channel();
+    return source.half + (is_fetched ? array.staged : array.data) +
+           (row + source.shift) * array.in_row_bytes;
   }
 
   // Gathers those of rows [begin, end) in `scratch`; returns how many there are, also if they do
@@ -142,9 +164,9 @@ struct Sum {
 };
 
 // Sums rows [begin, end) of one array, from gathered sources or, if there are too many, from all.
-template <typename In, typename Acc, typename Out, int N>
-CPD_DEVICE void SumRowsOf(const Block& block, const Sources& sources, const Array& array, char* out,
-                          int64_t begin, int64_t end, int64_t num_gathered,
+template <typename In, typename Acc, typename Out, int N, typename Fabric>
+CPD_DEVICE void SumRowsOf(const Block& block, const Sources<Fabric>& sources, const Array& array,
+                          char* out, int64_t begin, int64_t end, int64_t num_gathered,
                           const SumScratch& scratch) {
   const int64_t per_row = array.out_row_bytes / static_cast<int64_t>(sizeof(Out) * N);
   const int64_t count = (end - begin) * per_row;
@@ -154,8 +176,7 @@ CPD_DEVICE void SumRowsOf(const Block& block, const Sources& sources, const Arra
     Sum<In, Acc, Out, N> sum;
     const auto add = [&](const Source& source) {
       if (row < source.begin || row >= source.end) return;
-      sum.Add(source.half + array.data + (row + source.shift) * array.in_row_bytes +
-              column * static_cast<int64_t>(sizeof(In) * N));
+      sum.Add(sources.RowOf(source, array, row) + column * static_cast<int64_t>(sizeof(In) * N));
     };
     if (num_gathered <= kMaxSources) {
       for (int k = 0; k < num_gathered; ++k) add(scratch.sources[k]);
@@ -167,9 +188,9 @@ CPD_DEVICE void SumRowsOf(const Block& block, const Sources& sources, const Arra
 }
 
 // 16 bytes of input at a time, where rows and the result are cut that way.
-template <typename In, typename Acc, typename Out>
-CPD_DEVICE void SumArray(const Block& block, const Sources& sources, const Array& array, char* out,
-                         int64_t begin, int64_t end, int64_t num_gathered,
+template <typename In, typename Acc, typename Out, typename Fabric>
+CPD_DEVICE void SumArray(const Block& block, const Sources<Fabric>& sources, const Array& array,
+                         char* out, int64_t begin, int64_t end, int64_t num_gathered,
                          const SumScratch& scratch) {
   constexpr int kWide = 16 / sizeof(In);
   if (array.in_row_bytes % 16 == 0 && reinterpret_cast<uint64_t>(out) % 16 == 0) {
@@ -212,6 +233,7 @@ CPD_DEVICE void SumByType(const Array& array, const Arguments&... arguments) {
   }
 }
 
+template <typename Fabric = Mapped>
 CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) {
   const Call& call = rank.call;
   if (rank.state()->failed != kFine) {
@@ -220,7 +242,7 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
   }
   for (int p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
-    const Sources sources(rank, part);
+    const Sources<Fabric> sources(rank, part);
     for (int64_t begin = block.index * part.rows_per_piece; begin < part.num_tokens;
          begin += block.num_blocks * part.rows_per_piece) {
       const int64_t end = begin + part.rows_per_piece < part.num_tokens

@@ -9,6 +9,7 @@
 #include "cuda/channels.h"
 #include "cuda/gpu_spans.h"
 #include "cuda/ipc.h"
+#include "cuda/kernels.h"
 #include "ffi/cuda_targets.h"
 #include "ffi/recorded_spans.h"
 #include "nanobind/nanobind.h"
@@ -75,12 +76,19 @@ void BindSlab(nb::module_& m) {
       arg("device"), arg("handle"), "The address of another process's slab in this one.");
   m.def(
       "set_slab",
-      [](const std::vector<uint64_t>& bases, int64_t bytes) {
+      [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> islands) {
         std::vector<char*> pointers;
         for (const uint64_t base : bases) pointers.push_back(reinterpret_cast<char*>(base));
-        Slab::Get().Set(std::move(pointers), bytes);
+        Slab::Get().Set(std::move(pointers), bytes, std::move(islands));
       },
-      arg("bases"), arg("bytes"), "Names the slabs of all processes, in their order.");
+      arg("bases"), arg("bytes"), arg("islands"),
+      "Names the slabs of all processes, in their order, and who maps whose: the same island.");
+  m.def(
+      "set_network_launcher",
+      [](nb::capsule launcher) {
+        SetNetworkLauncher(reinterpret_cast<CallLauncher>(launcher.data(kLauncherName)));
+      },
+      arg("launcher"), "Who launches calls between islands: _nvshmem.launcher().");
 }
 
 }  // namespace

@@ -46,8 +46,13 @@ ChannelKey KeyOf(const CudaOptions& options, const device::Call& call,
   add(call.is_dispatch);
   add(call.num_ranks);
   add(call.num_local);
+  if (call.has_network) key.layout += "network,";
   for (int p = 0; p < call.num_parts; ++p) {
     const device::Part& part = call.parts[p];
+    if (call.has_network) {  // the staging area has these sizes too
+      add(part.num_tokens);
+      add(static_cast<bool>(part.src_offset));
+    }
     add(part.capacity);
     add(part.num_slots);
     add(part.num_replicas);
@@ -59,6 +64,17 @@ ChannelKey KeyOf(const CudaOptions& options, const device::Call& call,
   }
   key.places = places;
   return key;
+}
+
+// Which ranks are to be reached over the network from here. All of them find alike whether any are.
+void FindRemotes(const CudaOptions& options, const Placement& placement, device::Call* call) {
+  if (options.memory != "slab") return;
+  call->has_network = Slab::Get().NeedsNetwork(placement.places);
+  const int64_t here = Place::From(placement.places[placement.rank]).process;
+  for (size_t r = 0; r < placement.places.size(); ++r) {
+    const int64_t there = Place::From(placement.places[r]).process;
+    call->pe[r] = Slab::Get().IsRemote(here, there) ? static_cast<int32_t>(there) : -1;
+  }
 }
 
 Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
@@ -73,6 +89,7 @@ Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream
   const int num_blocks = NumBlocks(device);
   status = ReadCall(options, args, results, num_local, num_blocks, &call);
   if (!status.ok()) return status;
+  FindRemotes(options, placement, &call);
   const ChannelKey key = KeyOf(options, call, placement.places);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;

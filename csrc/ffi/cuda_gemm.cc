@@ -147,6 +147,11 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
     return Status::Invalid(op + ": on GPUs at most " + std::to_string(device::kMaxRanks) +
                            " ranks overlap, and not with MXFP8. Pass implementation='xla'.");
   }
+  if (options.memory == "slab" && Slab::Get().NeedsNetwork(placement.places)) {
+    return Status::Invalid(op +
+                           ": some ranks reach each other over the network only, and products "
+                           "overlap through mapped memory. Pass implementation='xla'.");
+  }
   problem.config = OnGpus(problem.config);
   problem.shares_only_buffers = true;
   problem.ranks.resize(num_ranks);

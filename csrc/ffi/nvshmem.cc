@@ -1,4 +1,5 @@
-// The Python module that starts NVSHMEM: one process per GPU, memory that all of them map.
+// The Python module that starts NVSHMEM: one process per GPU, memory that all of them reach, and
+// the kernels for those that cannot map it.
 //
 // NVSHMEM ends the process where it fails, so that everything which can be asked before is asked
 // before: the Python side (initialize) looks for a GPU, and shares the id.
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/nvshmem_kernels.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/vector.h"
@@ -90,6 +92,11 @@ std::vector<uint64_t> MakeSlab(int64_t bytes) {
   return slabs;
 }
 
+nb::capsule Launcher(int device) {
+  Check(LoadNvshmemKernels(device), "loading kernels");
+  return nb::capsule(reinterpret_cast<void*>(&LaunchNvshmemCall), kLauncherName);
+}
+
 std::string Version() {
   int major = 0, minor = 0, patch = 0;
   nvshmemx_vendor_get_version_info(&major, &minor, &patch);
@@ -101,7 +108,7 @@ std::string Version() {
 
 NB_MODULE(_nvshmem, m) {
   using nb::arg;
-  m.doc() = "NVSHMEM: one process per GPU, memory that all of them map.";
+  m.doc() = "NVSHMEM: one process per GPU, memory that all of them reach.";
   m.def("version", &cpd::Version);
   m.def("unique_id", &cpd::UniqueId, "Of a new world: one process makes it, all pass it to start.");
   m.def(
@@ -114,4 +121,6 @@ NB_MODULE(_nvshmem, m) {
       arg("rank"), arg("num_ranks"), arg("id"), arg("device"));
   m.def("is_running", &cpd::IsRunning);
   m.def("make_slab", &cpd::MakeSlab, arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("launcher", &cpd::Launcher, arg("device"),
+        "Of calls between GPUs that do not all map each other's memory, for _cuda.");
 }

@@ -21,7 +21,7 @@ from jax_cp_dispatch.comm_gemm.on_gpu import lower_on_gpu, what_gpus_lack
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.call_site import call_site_attributes
 from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
-from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, remember_mesh
+from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, remember_mesh, what_pointers_lack
 
 gemm_p = Primitive("gemm")
 gemm_p.multiple_results = True
@@ -73,6 +73,9 @@ def _lower(ctx, *operands, call: GemmCall, names):
     transport = choose_implementation(call.op, call.implementation, platforms)
     if transport in GPU_IMPLEMENTATIONS:
         missing = what_gpus_lack(call, _operands(ctx.avals_in, names))
+        if missing is None and call.axis_names:
+            unmapped = what_pointers_lack(ctx, call.axis_names, call.group_axes, call.num_ranks)
+            missing = unmapped and f"{unmapped}, and products overlap through mapped memory"
         if missing is None:
             return lower_on_gpu(ctx, *operands, call=call, names=names, implementation=transport)
         transport = fall_back_to_xla(call.op, call.implementation, missing)

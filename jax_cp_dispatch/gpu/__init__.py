@@ -6,7 +6,12 @@ from jax_cp_dispatch.gpu.choice import (
     what_gpu_lacks,
 )
 from jax_cp_dispatch.gpu.errors import raise_gpu_errors
-from jax_cp_dispatch.gpu.places import all_ranks_here, gpu_attributes, remember_mesh
+from jax_cp_dispatch.gpu.places import (
+    all_ranks_here,
+    gpu_attributes,
+    remember_mesh,
+    what_pointers_lack,
+)
 from jax_cp_dispatch.gpu.world import GpuWorld, connect_gpus, connected_gpus
 
 __all__ = [
@@ -20,4 +25,5 @@ __all__ = [
     "raise_gpu_errors",
     "remember_mesh",
     "what_gpu_lacks",
+    "what_pointers_lack",
 ]

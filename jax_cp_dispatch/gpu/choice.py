@@ -9,7 +9,7 @@ from jax_cp_dispatch.gpu.world import connected_gpus
 
 GPU_IMPLEMENTATIONS = {
     "cuda_peer": "the GPUs of this process reach each other's memory",
-    "nvshmem": "one process per GPU, whose memory NVSHMEM maps into all of them",
+    "nvshmem": "one process per GPU, over NVSHMEM: through pointers, or over the network",
     "cuda_ipc": "one process per GPU of one host, whose memory CUDA maps into all of them",
 }
 """By name, preferred ones first: whom each of them serves."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch.gpu.world import connected_islands
 
 _mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
 
@@ -36,6 +37,31 @@ def gpu_attributes(
     """
     if runtime.cuda is not None:
         runtime.cuda.set_process(jax.process_index())
+    devices = _in_order(ctx, axis_names, group_axes, num_ranks)
+    memory = "devices" if name == "cuda_peer" else "slab"
+    return {"places": np.array([_place(d) for d in devices], np.int64), "memory": memory}
+
+
+def what_pointers_lack(
+    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
+) -> str | None:
+    """Which processes of a group have not mapped each other's memory; None: all have."""
+    islands = connected_islands()
+    if len(set(islands)) < 2:
+        return None
+    devices = _in_order(ctx, axis_names, group_axes, num_ranks)
+    for group in devices.reshape(-1, num_ranks):
+        first, *others = [device.process_index for device in group]
+        for other in others:
+            if islands[first] != islands[other]:
+                return f"processes {first} and {other} reach each other over the network only"
+    return None
+
+
+def _in_order(
+    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
+) -> np.ndarray:
+    """The devices of all ranks, group by group."""
     mesh = _concrete(ctx) or _mesh_around.get()
     abstract = getattr(ctx.module_context.axis_context, "mesh", mesh)
     if mesh is None or mesh.axis_names != abstract.axis_names or mesh.shape != abstract.shape:
@@ -49,8 +75,7 @@ def gpu_attributes(
     devices = devices.transpose([mesh.axis_names.index(axis) for axis in order]).reshape(-1)
     if devices.size % num_ranks:
         raise ValueError(f"{devices.size} devices do not divide among groups of {num_ranks} ranks.")
-    memory = "devices" if name == "cuda_peer" else "slab"
-    return {"places": np.array([_place(d) for d in devices], np.int64), "memory": memory}
+    return devices
 
 
 def all_ranks_here() -> dict[str, Any]:

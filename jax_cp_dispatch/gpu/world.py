@@ -1,18 +1,20 @@
-"""Connects the GPUs of several processes: one slab of memory each, mapped into all of them."""
+"""Connects the GPUs of several processes: one slab of memory each, which all of them reach."""
 
-import json
 import os
+import pathlib
 import socket
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch.gpu.told import Told
 
 _SLAB_BYTES = 1 << 30
 _SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
 _TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
+_POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
 
 
 class GpuWorld(NamedTuple):
@@ -28,6 +30,7 @@ class GpuWorld(NamedTuple):
 
 
 _world: GpuWorld | None = None
+_islands: list[int] = []
 
 
 def connected_gpus() -> GpuWorld | None:
@@ -35,13 +38,20 @@ def connected_gpus() -> GpuWorld | None:
     return _world
 
 
+def connected_islands() -> list[int]:
+    """By process, the first one of those that map each other's memory; [] before that is known."""
+    return _islands
+
+
 def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
     """Joins this process's GPU to those of the other processes, so that exchanges reach them.
 
     Call in every process, after `jax.distributed.initialize` and before a program is compiled.
-    Takes NVSHMEM where it is installed and maps the memory of all processes, else CUDA's IPC on one
-    host, else XLA's collectives; `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one.
-    Every process sets `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
+    Takes NVSHMEM where it is installed, else CUDA's IPC on one host, else XLA's collectives;
+    `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one. With NVSHMEM a GPU reaches
+    those whose memory it can map through pointers, and others, on other hosts, over the network
+    (with `JAX_CP_DISPATCH_GPU_POINTERS=0` all others). Every process sets
+    `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
 
     Args:
       timeout: seconds to wait for each of the other processes.
@@ -63,7 +73,7 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
             f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
             "it needs to be nvshmem or cuda_ipc."
         )
-    told = _Told(timeout)
+    told = Told(timeout)
     failed = told.to_all("ready", _why_not_ready())
     reasons = [f"process {p}: {why}" for p, why in enumerate(failed) if why]
     if not reasons:
@@ -72,44 +82,13 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
                 reason = connect(told)
                 if reason is None:
                     chosen = f"{jax.process_count()} processes, one GPU each"
+                    if len(set(_islands)) > 1:
+                        chosen += f": {describe_islands(_islands)}"
                     _world = GpuWorld(name, "; ".join([chosen, *reasons]))
                     return _world
                 reasons.append(f"{name}: {reason}")
     _world = GpuWorld("xla", "; ".join(reasons))
     return _world
-
-
-class _Told:
-    """What every process tells all others, through JAX's coordination service."""
-
-    def __init__(self, timeout: float):
-        client: Any = distributed.global_state.client
-        if client is None:
-            raise RuntimeError(
-                "connect_gpus: jax.distributed.initialize has not been called in this process."
-            )
-        self._client = client
-        self._milliseconds = round(1000 * timeout)
-
-    def to_all(self, what: str, mine: Any) -> list[Any]:
-        """Everybody's value, by process."""
-        key = f"jax_cp_dispatch/gpu/{what}"
-        self._client.key_value_set_bytes(f"{key}/{jax.process_index()}", json.dumps(mine).encode())
-        values = []
-        for process in range(jax.process_count()):
-            try:
-                value = self._client.blocking_key_value_get_bytes(
-                    f"{key}/{process}", self._milliseconds
-                )
-            except Exception as error:
-                raise RuntimeError(
-                    f"connect_gpus: process {process} of {jax.process_count()} did not tell "
-                    f"{what!r} within {self._milliseconds} ms, for which process "
-                    f"{jax.process_index()} waited ({error}). All processes have to call "
-                    "connect_gpus()."
-                ) from error
-            values.append(json.loads(value))
-        return values
 
 
 def _slab_bytes() -> int:
@@ -135,24 +114,59 @@ def _device() -> int:
     return jax.local_devices()[0].local_hardware_id
 
 
+def _host() -> str:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _may_network() -> bool:
+    """Whether NVSHMEM may find a network here. Where it finds none that it needs, it exits."""
+    adapters = pathlib.Path("/sys/class/infiniband")
+    is_named = os.environ.get(_TRANSPORT_VARIABLE) == "nvshmem" or (
+        "NVSHMEM_REMOTE_TRANSPORT" in os.environ
+    )
+    return is_named or (adapters.is_dir() and any(adapters.iterdir()))
+
+
+def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
+    """Which process of several hosts has no network for NVSHMEM; None: it may be started.
+
+    Args:
+      hosts: of each process its host, and whether NVSHMEM may find a network there.
+    """
+    if len({host for host, _ in hosts}) == 1 or all(found for _, found in hosts):
+        return None
+    process, (host, _) = next((p, h) for p, h in enumerate(hosts) if not h[1])
+    return (
+        f"process {process} of several hosts, on {host}, has no InfiniBand adapter "
+        "(/sys/class/infiniband); where another network or NVLink joins the hosts, say so with "
+        f"NVSHMEM_REMOTE_TRANSPORT or {_TRANSPORT_VARIABLE}=nvshmem"
+    )
+
+
 def _first_reason(reasons: list[str]) -> str | None:
     found = [f"process {process}: {reason}" for process, reason in enumerate(reasons) if reason]
     return found[0] if found else None
 
 
-def _connect_nvshmem(told: _Told) -> str | None:
+def _connect_nvshmem(told: Told) -> str | None:
     """None: connected; else why not, the same in all processes."""
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ.setdefault(name, value)
     # The heap holds the slab, and what NVSHMEM itself needs.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
-    facts = told.to_all("nvshmem", [why, module.version() if module else "", _slab_bytes()])
+    version = module.version() if module else ""
+    told_facts = told.to_all("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
+    facts = [fact for fact, _ in told_facts]
     missing = _first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
     if module is None or any(fact != facts[0] for fact in facts):
         return f"versions or {_SLAB_VARIABLE} differ: {facts}"
+    missing = what_hosts_lack([host for _, host in told_facts])
+    if missing is not None:
+        return missing
     process = jax.process_index()
     try:
         first = list(module.unique_id()) if process == 0 else []
@@ -161,19 +175,46 @@ def _connect_nvshmem(told: _Told) -> str | None:
         slabs, failed = module.make_slab(_slab_bytes()), ""
     except RuntimeError as error:
         slabs, failed = [], str(error)
-    if slabs and not all(slabs):
-        failed = f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between)"
-    missing = _first_reason(told.to_all("nvshmem_slab", failed))
-    if missing is None:
-        runtime.cuda.set_slab(slabs, _slab_bytes())
-    return missing
+    if slabs and not all(slabs) and os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "none":
+        failed = (
+            f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between), and "
+            "NVSHMEM_REMOTE_TRANSPORT is none"
+        )
+    uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
+    mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]
+    found = told.to_all("nvshmem_slab", [failed, mapped])
+    missing = _first_reason([reason for reason, _ in found])
+    if missing is not None:
+        return missing
+    return _use_slabs(told, module, slabs, find_islands([mapped for _, mapped in found]))
 
 
-def _connect_ipc(told: _Told) -> str | None:
+def _use_slabs(told: Told, module: Any, slabs: list[int], islands: list[int]) -> str | None:
+    """Hands the slabs over, and who launches what the network does."""
+    process, failed = jax.process_index(), ""
+    if len(set(islands)) > 1:
+        try:
+            runtime.cuda.set_network_launcher(module.launcher(_device()))
+        except RuntimeError as error:
+            failed = str(error)
+        missing = _first_reason(told.to_all("nvshmem_launcher", failed))
+        if missing is not None:
+            return missing
+    # NVSHMEM takes the own address for that of another process.
+    bases = [slabs[p if islands[p] == islands[process] else process] for p in range(len(slabs))]
+    _remember_slabs(bases, islands)
+    return None
+
+
+def _remember_slabs(bases: list[int], islands: list[int]) -> None:
+    global _islands
+    runtime.cuda.set_slab(bases, _slab_bytes(), islands)
+    _islands = islands
+
+
+def _connect_ipc(told: Told) -> str | None:
     """None: connected; else why not, the same in all processes."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        host = f"{socket.gethostname()} {file.read().strip()}"
-    hosts = told.to_all("host", [host, _slab_bytes()])
+    hosts = told.to_all("host", [_host(), _slab_bytes()])
     if any(other != hosts[0] for other in hosts):
         return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"
     process, failed, address, handle = jax.process_index(), "", 0, b""
@@ -196,5 +237,5 @@ def _connect_ipc(told: _Told) -> str | None:
         slabs, failed = [], str(error)
     missing = _first_reason(told.to_all("ipc_slab", failed))
     if missing is None:
-        runtime.cuda.set_slab(slabs, _slab_bytes())
+        _remember_slabs(slabs, [0] * len(slabs))
     return missing

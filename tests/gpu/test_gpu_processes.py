@@ -1,4 +1,5 @@
-"""Several processes on one GPU: the same exchanges over CUDA's IPC and over NVSHMEM."""
+"""Several processes on one GPU: the same exchanges over CUDA's IPC and over NVSHMEM, by pointers
+and as over a network."""
 
 import contextlib
 import os
@@ -15,7 +16,7 @@ WORKER = pathlib.Path(__file__).with_name("worker.py")
 LIMIT = 45  # seconds of all processes; a call that waits ends before, by its own deadline
 
 
-def run(num_processes, transport, *arguments):
+def run(num_processes, transport, *arguments, pointers=True):
     """The exit status of each process, None past the limit, and what each has printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -25,6 +26,7 @@ def run(num_processes, transport, *arguments):
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
         "JAX_CP_DISPATCH_GPU_TRANSPORT": transport,
+        "JAX_CP_DISPATCH_GPU_POINTERS": str(int(pointers)),
         "JAX_CP_DISPATCH_SYMMETRIC_BYTES": str(64 << 20),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1",
         "NVSHMEM_REMOTE_TRANSPORT": "none",
@@ -71,6 +73,14 @@ def test_exchanges_between_processes(num_processes, transport):
     assert codes == [0] * num_processes, printed(codes, outputs)
     for process, output in enumerate(outputs):
         assert f"process {process} over {transport}: ok" in output
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_exchanges_by_put_and_get(num_processes):
+    codes, outputs = run(num_processes, "nvshmem", pointers=False)
+    assert codes == [0] * num_processes, printed(codes, outputs)
+    for process, output in enumerate(outputs):
+        assert f"process {process} over nvshmem, network: ok" in output
 
 
 def test_a_process_that_does_not_call_is_named_to_the_others():

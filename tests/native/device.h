@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/exchange.h"
+#include "device/network.h"
 #include "device/plan.h"
 #include "device/push.h"
 #include "device/sum.h"
@@ -44,26 +45,40 @@ void Launch(int num_blocks, int num_threads, Kernel kernel) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What a rank's stream runs for one call.
-inline void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
+// What a rank's stream runs for one call; the order is that of csrc/cuda/call_kernels.h.
+template <typename Fabric = Mapped>
+void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
   const Rank rank{call, local};
-  Launch<PlanScratch>(1, num_threads, [&](const Block& b, PlanScratch* s) { Prepare(b, rank, s); });
+  Launch<PlanScratch>(1, num_threads,
+                      [&](const Block& b, PlanScratch* s) { Prepare<Fabric>(b, rank, s); });
   if (call.is_dispatch) {
+    if constexpr (Fabric::kHasNetwork) {
+      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { StageToPut(b, rank); });
+      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Put<Fabric>(b, rank); });
+    }
     Launch<PushScratch>(num_blocks, num_threads,
-                        [&](const Block& b, PushScratch* s) { Push(b, rank, s); });
+                        [&](const Block& b, PushScratch* s) { Push<Fabric>(b, rank, s); });
   } else {
     Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Stage(b, rank); });
   }
   Launch<MeetScratch>(1, num_threads, [&](const Block& b, MeetScratch* s) {
-    Signal(b, rank);
-    Wait(b, rank, s);
+    if constexpr (Fabric::kHasNetwork) Fabric::Enter(rank.rank());
+    Signal<Fabric>(b, rank);
+    Wait<Fabric>(b, rank, s);
   });
   if (call.is_dispatch) {
     Launch<UnpackScratch>(num_blocks, num_threads,
                           [&](const Block& b, UnpackScratch* s) { Unpack(b, rank, s); });
   } else {
+    if constexpr (Fabric::kHasNetwork) {
+      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Fetch<Fabric>(b, rank); });
+      Launch<int>(1, 1, [&](const Block&, int*) {
+        Fabric::Enter(rank.rank());
+        Fabric::Quiet();
+      });
+    }
     Launch<SumScratch>(num_blocks, num_threads,
-                       [&](const Block& b, SumScratch* s) { Pull(b, rank, s); });
+                       [&](const Block& b, SumScratch* s) { Pull<Fabric>(b, rank, s); });
   }
 }
 

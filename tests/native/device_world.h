@@ -60,6 +60,9 @@ struct World {
   int num_blocks = 2, num_threads = 3;
   int64_t rows_per_piece = 3;
   bool use_src_offset = true;
+  std::vector<int> islands;  // of each rank: whose memory it has mapped; empty: all of it
+
+  bool IsRemote(int a, int b) const { return !islands.empty() && islands[a] != islands[b]; }
 
   Call MakeCall(int rank) {
     Call call{};
@@ -68,6 +71,10 @@ struct World {
     call.num_local = 1;
     call.is_dispatch = is_dispatch;
     call.deadline_ns = deadline_ns;
+    for (int r = 0; r < num_ranks; ++r) {
+      call.pe[r] = IsRemote(rank, r) ? r : -1;
+      call.has_network = call.has_network || IsRemote(0, r);
+    }
     for (Made& made : parts) {
       Part& part = call.parts[call.num_parts++];
       Plan& plan = made.plans[rank];
@@ -97,11 +104,16 @@ struct World {
     const int64_t local_bytes = LayOutLocal(&call);
     if (symmetric.empty()) {
       symmetric.assign(num_ranks, Seen<uint64_t>(bytes / 8 + 1));
+      const int64_t staged = call.half_begin + 2 * call.half_bytes;
+      for (auto& memory : symmetric) {  // poison
+        std::memset(reinterpret_cast<char*>(memory.data()) + staged, 0x7f, bytes - staged);
+      }
       local.assign(num_ranks, Seen<uint64_t>(local_bytes / 8 + 1));
       errors.assign(num_ranks, ErrorRecord{});
     }
     for (int r = 0; r < num_ranks; ++r) {
-      call.symmetric[r] = reinterpret_cast<char*>(symmetric[r].data());
+      const int seen = IsRemote(rank, r) ? rank : r;
+      call.symmetric[r] = reinterpret_cast<char*>(symmetric[seen].data());
     }
     call.local = reinterpret_cast<char*>(local[rank].data());
     call.errors = &errors[rank];

@@ -1,0 +1,148 @@
+// The kernels of dispatch and combine over one fabric: device/ bound to a GPU's blocks; blockIdx.y
+// is the rank. Included once for each fabric, by a .cu file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "device/exchange.h"
+#include "device/network.h"
+#include "device/plan.h"
+#include "device/push.h"
+#include "device/sum.h"
+
+namespace cpd {
+namespace {
+
+using namespace device;  // NOLINT: this file is its other half
+
+constexpr int kPlanThreads = 256;
+constexpr int kMoveThreads = 512;
+constexpr int kMeetThreads = kMaxRanks;
+
+__device__ Block ThisBlock() {
+  return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), static_cast<int>(blockIdx.x),
+          static_cast<int>(gridDim.x)};
+}
+
+__device__ Rank ThisRank(const Call& call) { return {call, static_cast<int>(blockIdx.y)}; }
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant__ Call call) {
+  __shared__ PlanScratch scratch;
+  Prepare<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) PushKernel(const __grid_constant__ Call call) {
+  __shared__ PushScratch scratch;
+  Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) StageKernel(const __grid_constant__ Call call) {
+  Stage(ThisBlock(), ThisRank(call));
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMeetThreads) SignalKernel(const __grid_constant__ Call call) {
+  Signal<Fabric>(ThisBlock(), ThisRank(call));
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant__ Call call) {
+  __shared__ MeetScratch scratch;
+  Wait<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) UnpackKernel(const __grid_constant__ Call call) {
+  __shared__ UnpackScratch scratch;
+  Unpack(ThisBlock(), ThisRank(call), &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) PullKernel(const __grid_constant__ Call call) {
+  __shared__ SumScratch scratch;
+  Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+}
+
+// ---- Over a network only.
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1)
+    StageToPutKernel(const __grid_constant__ Call call) {
+  StageToPut(ThisBlock(), ThisRank(call));
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) PutKernel(const __grid_constant__ Call call) {
+  Put<Fabric>(ThisBlock(), ThisRank(call));
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, 1) FetchKernel(const __grid_constant__ Call call) {
+  Fetch<Fabric>(ThisBlock(), ThisRank(call));
+}
+
+template <typename Fabric>
+__global__ void QuietKernel(const __grid_constant__ Call) {
+  Fabric::Quiet();
+}
+
+// Launches all of a call: plan, move, meet, take.
+template <typename Fabric>
+cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
+  const auto ranks = static_cast<unsigned>(call.num_local);
+  const dim3 one(1, ranks);
+  const dim3 many(std::max(1u, static_cast<unsigned>(num_blocks) / ranks), ranks);
+  PlanKernel<Fabric><<<one, kPlanThreads, 0, stream>>>(call);
+  if (call.is_dispatch) {
+    if constexpr (Fabric::kHasNetwork) {  // on its way while the rest is copied
+      StageToPutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+      PutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+    }
+    PushKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+  } else {
+    StageKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+  }
+  // Apart from the wait: where one device holds all ranks, all of them have signalled before any
+  // waits, however few blocks run at once.
+  SignalKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
+  WaitKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
+  if (call.is_dispatch) {
+    UnpackKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+  } else {
+    if constexpr (Fabric::kHasNetwork) {
+      FetchKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+      QuietKernel<Fabric><<<1, 1, 0, stream>>>(call);
+    }
+    PullKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+  }
+  return cudaGetLastError();
+}
+
+// Loads every kernel now: loading one when it is first launched may wait for the device, on which a
+// rank may be waiting for the one that loads.
+template <typename Fabric>
+cudaError_t LoadKernelsOver() {
+  using Kernel = void (*)(Call);
+  cudaError_t error = cudaSuccess;
+  const auto load = [&](std::initializer_list<Kernel> kernels) {
+    cudaFuncAttributes attributes;
+    for (const Kernel kernel : kernels) {
+      if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+    }
+  };
+  load({PlanKernel<Fabric>, PushKernel<Fabric>, StageKernel<Fabric>, SignalKernel<Fabric>,
+        WaitKernel<Fabric>, UnpackKernel<Fabric>, PullKernel<Fabric>});
+  if constexpr (Fabric::kHasNetwork) {
+    load({StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>, QuietKernel<Fabric>});
+  }
+  return error;
+}
+
+}  // namespace
+}  // namespace cpd

@@ -1,0 +1,247 @@
+// Dispatch and combine between ranks of which some reach each other over a network only, run block
+// by block on the host: the same bits as by mapped memory, the same refusals, and an end to each
+// wait.
+#include <cstdio>
+#include <cstdlib>
+
+#include "adverse_network.h"
+#include "device.h"
+#include "device_world.h"
+
+namespace {
+
+using namespace cpd;          // NOLINT
+using namespace cpd::device;  // NOLINT
+
+// All ranks but `absent`, at once; `times` calls without meeting in between. Returns how many puts
+// and gets there were.
+int64_t Run(World& world, int times = 1, int absent = -1) {
+  static unsigned seed = 0;
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
+  world.Clear();
+  std::vector<char*> memory;
+  for (auto& channel : world.symmetric) memory.push_back(reinterpret_cast<char*>(channel.data()));
+  AdverseNetwork::Start(memory, 8 * static_cast<int64_t>(world.symmetric[0].size()), ++seed);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world.num_ranks; ++r) {
+    if (r == absent) continue;
+    threads.emplace_back([&, r] {
+      for (int i = 0; i < times; ++i) {
+        const auto run = calls[r].has_network ? RunCall<AdverseNetwork> : RunCall<Mapped>;
+        run(calls[r], 0, world.num_blocks, world.num_threads);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const int64_t num_moved = AdverseNetwork::num_puts() + AdverseNetwork::num_gets();
+  AdverseNetwork::Stop();
+  return num_moved;
+}
+
+void Divide(World* world, Rng& rng) {
+  world->islands.clear();
+  for (int r = 0; r < world->num_ranks; ++r) world->islands.push_back(Draw(rng, 0, 2));
+}
+
+void RandomPlans(int num_worlds) {
+  Rng rng(11);
+  int64_t num_moved = 0;
+  int num_mixed = 0;
+  for (int i = 0; i < num_worlds; ++i) {
+    for (const bool is_dispatch : {true, false}) {
+      World world = RandomWorld(rng, is_dispatch);
+      Divide(&world, rng);
+      for (int r = 1; r < world.num_ranks; ++r) {
+        num_mixed += world.IsRemote(0, r) && world.num_ranks > 2;
+      }
+      for (int round = 0; round < 2; ++round) {
+        num_moved += Run(world, 2);  // the third and the fourth call write over the first two
+        CHECK(world.IsFine());
+        is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+      }
+    }
+  }
+  CHECK(num_moved > 0 && num_mixed > 0);
+}
+
+World SmallWorld(bool is_dispatch, std::vector<int> islands) {
+  Rng rng(12);
+  World world{};
+  world.num_ranks = static_cast<int>(islands.size());
+  world.islands = std::move(islands);
+  world.is_dispatch = is_dispatch;
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  world.parts.push_back(MakePart(rng, world.num_ranks, 4, 2, 16, {32, 12}, true));
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+// More tags in a piece than are put at a time, in rows of odd sizes.
+void LongPieces() {
+  Rng rng(13);
+  World world{};
+  world.num_ranks = 2;
+  world.islands = {0, 1};
+  world.is_dispatch = true;
+  world.rows_per_piece = 5000;
+  world.parts.push_back(MakePart(rng, 2, 2, 1, 3 * kTagRun, {1, 3}, true));
+  for (Plan& plan : world.parts[0].plans) plan.src_offset = {0, 1};
+  FillArrays(&world, rng);
+  CHECK(Run(world) > 0);
+  CHECK(world.IsFine());
+  CheckDispatched(world);
+}
+
+// More sources under a piece than a block gathers: they are looked up row by row.
+void ManySources() {
+  Rng rng(14);
+  World world{};
+  world.num_ranks = 3;
+  world.islands = {0, 1, 0};
+  world.in_type = world.out_type = DataType::kF32;
+  world.use_src_offset = false;
+  world.num_threads = 4;
+  world.rows_per_piece = 400;
+  world.parts.push_back(MakePart(rng, 3, 200, 3, 400, {16}, false));
+  FillArrays(&world, rng, true);
+  CHECK(Run(world) > 0);
+  CHECK(world.IsFine());
+  CheckCombined(world);
+}
+
+void NothingMoves() {
+  for (const bool is_dispatch : {true, false}) {
+    World world = SmallWorld(is_dispatch, {0, 1, 1});
+    for (Plan& plan : world.parts[0].plans) {
+      for (auto& n : plan.seq_len) n = 0;
+      for (auto& n : plan.num_recv) n = 0;
+    }
+    CHECK(Run(world, 3) == 0);
+    CHECK(world.IsFine());
+    is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+  }
+}
+
+bool IsSpoiled(const World& world, int rank) {
+  for (const World::Made& part : world.parts) {
+    for (const auto& ranks : part.out) {
+      for (const char byte : ranks[rank]) {
+        if (static_cast<uint8_t>(byte) != 0xff) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// A plan that one rank refuses has no result anywhere, and the next call goes well.
+void BadPlansAreRefusedEverywhere() {
+  for (const bool is_dispatch : {true, false}) {
+    World world = SmallWorld(is_dispatch, {0, 1, 0});
+    const auto good = world.parts[0].plans;
+    world.parts[0].plans[1].seq_len[2] = -1;
+    CHECK(Run(world) >= 0);
+    CHECK(world.Take(1).failure == Failure::kLength);
+    for (const int r : {0, 2}) {
+      const ErrorRecord error = world.Take(r);
+      CHECK(error.failure == Failure::kPeer && error.peer == 1);
+    }
+    for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
+    world.parts[0].plans = good;
+    Run(world, 3);
+    CHECK(world.IsFine());
+    is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+  }
+}
+
+// Ranges that overlap where they are held are summed both, as long as there is room to fetch them.
+void OverlappingRanges() {
+  for (const int num_slots : {4, 5}) {
+    World world{};
+    world.num_ranks = 2;
+    world.islands = {0, 1};
+    world.in_type = world.out_type = DataType::kF32;
+    World::Made part{num_slots, 1, 8, 16, {16}, {}, {}, {}};
+    part.plans.resize(2);
+    for (int s = 0; s < num_slots; ++s) {  // all rows of rank 0, from one half of rank 1's
+      part.plans[0].seq_len.push_back(8);
+      part.plans[0].dst_rank.push_back(1);
+      part.plans[0].dst_offset.push_back(4);
+      part.plans[0].src_offset.push_back(0);
+      part.plans[1].seq_len.push_back(0);
+      part.plans[1].dst_rank.push_back(-1);
+      part.plans[1].dst_offset.push_back(0);
+      part.plans[1].src_offset.push_back(0);
+    }
+    part.plans[0].num_recv = {0, 0, 0};
+    part.plans[1].num_recv = {8 * num_slots, 0, 16};
+    world.parts.push_back(part);
+    Rng rng(15);
+    FillArrays(&world, rng, true);
+    Run(world);
+    if (num_slots == 4) {
+      CHECK(world.IsFine());
+      CheckCombined(world);
+      continue;
+    }
+    const ErrorRecord error = world.Take(0);
+    CHECK(error.failure == Failure::kFetched && error.expected == 32 && error.seen == 40);
+    CHECK(world.Take(1).failure == Failure::kPeer);
+    CHECK(IsSpoiled(world, 0) && IsSpoiled(world, 1));
+  }
+}
+
+// Everybody names the rank that did not come; afterwards the channel is at its end for all.
+void AnAbsentRankIsNamed() {
+  for (const int absent : {1, 2}) {
+    World world = SmallWorld(absent == 1, {0, 1, 0});
+    Run(world);
+    CHECK(world.IsFine());
+    world.deadline_ns = 50'000'000;
+    Run(world, 1, absent);
+    for (int r = 0; r < 3; ++r) {
+      if (r == absent) continue;
+      const ErrorRecord error = world.Take(r);
+      CHECK(error.failure == Failure::kDeadline && error.peer == absent);
+      CHECK(error.expected == 2 && error.seen == 1 && error.epoch == 2);
+      CHECK(IsSpoiled(world, r));
+    }
+    Run(world, 1, absent);
+    for (int r = 0; r < 3; ++r) {
+      if (r != absent) CHECK(world.Take(r).failure == Failure::kBroken);
+    }
+    Run(world);
+    const ErrorRecord error = world.Take(absent);
+    CHECK(error.failure == Failure::kGone && error.peer == 0 && error.epoch == 2);
+  }
+}
+
+// The same plans by mapped memory alone have the same bits.
+void TheSameBits() {
+  for (const bool is_dispatch : {true, false}) {
+    World far = SmallWorld(is_dispatch, {0, 0, 1, 2}), near = far;
+    near.islands.clear();
+    Run(far);
+    Run(near);
+    CHECK(near.IsFine() && far.IsFine());
+    for (size_t a = 0; a < near.parts[0].out.size(); ++a) {
+      for (int r = 0; r < near.num_ranks; ++r) {
+        CHECK(near.parts[0].out[a][r] == far.parts[0].out[a][r]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
+  LongPieces();
+  ManySources();
+  NothingMoves();
+  BadPlansAreRefusedEverywhere();
+  OverlappingRanges();
+  AnAbsentRankIsNamed();
+  TheSameBits();
+  std::printf("ok\n");
+}
