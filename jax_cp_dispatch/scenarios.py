@@ -204,7 +204,7 @@ def _simulate(
     marks = marks.at[mark.ravel()].set(jnp.broadcast_to(shard, dst.shape).ravel(), mode="drop")
     marks = marks.reshape(world_size, num_rows)
 
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[None]
     last = jax.lax.cummax(jnp.where(marks >= 0, row, -1), axis=1)
     shard = jnp.take_along_axis(marks, jnp.maximum(last, 0), 1)
     within = row - last

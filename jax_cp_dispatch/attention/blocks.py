@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
 from jax_cp_dispatch.attention.local_options import Options
 
 
@@ -43,7 +44,7 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     B, (S, K) = q.shape[0], k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold what follows from them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
-    kv_start, kv_end = (x.astype(jnp.promote_types(x.dtype, jnp.int32)) for x in (kv_start, kv_end))
+    kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
     if options.window is not None:
         kv_end = jnp.maximum(kv_end, 0)
         kv_start = jnp.maximum(kv_start, kv_end - options.window)
@@ -161,4 +162,4 @@ def widen(x):
 
 def accumulator(x):
     """The dtype of all sums."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return sum_dtype(x.dtype)

@@ -84,7 +84,7 @@ class Holding(NamedTuple):
         """The rows, in order, that hold the tokens [start, end) of the sequence."""
 
         def tokens_before(token):
-            inside = jnp.clip(token[..., None] - self.start, 0, self.length)
+            inside = jnp.clip(token[..., None] - self.start[None, None], 0, self.length[None, None])
             return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
         return tokens_before(start), tokens_before(end)
@@ -109,9 +109,9 @@ class Holding(NamedTuple):
     def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
         """For each row in order the row in slots that holds it; any for rows behind the last."""
         rows, num_pieces = self.chunking.piece_rows, self.start.size
-        order = jnp.argsort(self.start)
+        order = jnp.argsort(self.start).astype(jnp.int32)
         length = self.length[order]
-        end = jnp.cumsum(length)
+        end = jnp.cumsum(length, dtype=jnp.int32)
         row = jnp.arange(num_rows, dtype=jnp.int32)
         piece = jnp.searchsorted(end, row, side="right", method="compare_all")
         piece = jnp.minimum(piece, num_pieces - 1)
@@ -124,4 +124,6 @@ class Holding(NamedTuple):
         earlier = self.start[None, :] < self.start[:, None]
         first = jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)
         inside = jnp.arange(rows, dtype=jnp.int32)
-        return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)
+        return (first[:, None] + inside[None]).reshape(-1), (
+            inside[None] < self.length[:, None]
+        ).reshape(-1)

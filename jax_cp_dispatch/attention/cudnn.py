@@ -128,7 +128,7 @@ def _gradients(options, in_tiles, q, outcome, ranges, k, v, dq):
         dq, *dkv = fused._dot_product_attention_bwd_p.bind(
             *operands, *of_piece, mask_type=mask, scale=options.scale, **_CALL
         )
-        attended = jnp.arange(k.shape[2]) < lengths[:, None]
+        attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
     other = in_tiles and (lambda: in_tiles(q, outcome, ranges, k, v, nothing))
@@ -180,7 +180,7 @@ class _Rows:
         def masked():
             return [(None, slice(None), k, v, longest)]
 
-        is_causal = self._all_end_at(jnp.arange(1, num_rows + 1))
+        is_causal = self._all_end_at(jnp.arange(1, num_rows + 1)[None])
         ends = [
             jnp.broadcast_to(x[:, None], self.end[:, p].shape)
             for x, p in zip(lengths, self.pieces, strict=True)

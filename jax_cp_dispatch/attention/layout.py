@@ -84,7 +84,7 @@ class Placement(NamedTuple):
 
     def positions(self, rank):
         """The token in each row of a rank; -1 in rows that fill up a block. int32 [num_rows]."""
-        row = jnp.arange(self.block_rows, dtype=jnp.int32)
+        row = jnp.arange(self.block_rows, dtype=jnp.int32)[None]
         start, length = jnp.asarray(self.starts)[rank], jnp.asarray(self.lengths)[rank]
         return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)
 

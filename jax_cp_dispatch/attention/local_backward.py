@@ -74,9 +74,9 @@ def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
             k_block, v_block = block_of(k, matrix, j), block_of(v, matrix, j)
             position = positions(options, j)[:, None]
             logits, slope = logits_of(options, matmul(k_block, q, (1, 1)))
-            allowed = (position >= start) & (position < end)
-            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse)
-            ds = p * (matmul(v_block, dout, (1, 1)) - delta) * slope
+            allowed = (position >= start[None]) & (position < end[None])
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[None])
+            ds = p * (matmul(v_block, dout, (1, 1)) - delta[None]) * slope
             dq_block = dq_block + matmul(block_of(k_columns, matrix, j), ds, (1, 0))
             dk_block = block_of(dk, matrix, j) + matmul(ds, q, (1, 0))
             dv_block = block_of(dv, matrix, j) + matmul(p, dout, (1, 0))

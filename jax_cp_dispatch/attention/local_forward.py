@@ -63,7 +63,8 @@ def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> 
         def exponentials(masked, position, products, peak):
             logits, _ = logits_of(options, products)
             if masked:
-                allowed = (position >= start[:, None]) & (position < end[:, None])
+                column = position[None]
+                allowed = (column >= start[:, None]) & (column < end[:, None])
                 logits = jnp.where(allowed, logits, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             return jnp.exp(logits - new_peak[:, None]), new_peak

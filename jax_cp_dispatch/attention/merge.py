@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._dtypes import sum_dtype
+
 
 def merge_partials(
     out: Float[Array, "B T N Hv"],
@@ -38,7 +40,7 @@ def merge_partials(
             f"block_lse {block_lse.shape} do not belong together; with out [B, T, N, Hv] both lse "
             "must be [B, N, T]."
         )
-    dtype = jnp.result_type(out, lse, block_out, block_lse, jnp.float32)
+    dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
     out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))
 
     # The peak cancels, so it needs no derivative; a finite one keeps -inf minus -inf from NaN.

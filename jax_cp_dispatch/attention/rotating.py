@@ -116,7 +116,7 @@ def _forward(rotation, q, k, v, start, end):
 
     held, seen = own, Softmax.of_nothing(queries, v.shape[3])
     if last:
-        (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last))
+        (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
     out, lse = rotation.result(rotation.attend(queries, start, end, held, seen, last))
     out = out.astype(q.dtype)
     return out, (q, k, v, start, end, out, lse)
@@ -148,7 +148,9 @@ def _backward(rotation, residuals, dout):
     if last:
         travelling, home = rotation.schedule.begin(dkv)
         carry = held, dq, travelling, home
-        (held, dq, travelling, home), _ = lax.scan(one_step, carry, jnp.arange(1, last))
+        (held, dq, travelling, home), _ = lax.scan(
+            one_step, carry, jnp.arange(1, last, dtype=jnp.int32)
+        )
         dq, travelling, home = add_step(held, dq, travelling, home, last)
         arrived, home = rotation.settle(travelling, home, last + 1)
         dkv = home if arrived is None else arrived

@@ -80,7 +80,7 @@ def masked_gradients(q, k, v, start, end, scale, lse, delta, dout):
 
 
 def _logits(q, k, start, end, scale):
-    position = jnp.arange(k.shape[2])
+    position = jnp.arange(k.shape[2])[None, None]
     allowed = (position >= start[..., None]) & (position < end[..., None])
     logits = scale * _product("mgth,msh->mgts", q, k[:, 0])
     return jnp.where(allowed[:, None], logits, -jnp.inf)

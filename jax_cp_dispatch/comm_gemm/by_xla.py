@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.mxfp8 import (
@@ -31,14 +32,14 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
             aux = operands.lhs
     elif call.overlap.comm_type == CommOverlapType.RS and call.in_ring_order:
         lhs = lhs[..., jnp.argsort(_ring_rows(call)), :]
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    wide = sum_dtype(lhs.dtype)
     product = _multiply(call, lhs, rhs, wide)
     is_sum = call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk
     if is_sum:
         partial = call.overlap.partial_dtype if call.moves_chunks else wide
         product = _scatter(call, product.astype(partial), wide)
     if operands.bias is not None:
-        product = product + operands.bias.astype(wide)
+        product = product + jnp.expand_dims(operands.bias.astype(wide), range(product.ndim - 1))
     product = product.reshape(call.out_shape)
     pre_gelu = bias_grad = None
     if call.fuse_gelu and call.grad:
@@ -128,7 +129,7 @@ def _scatter(call: GemmCall, x, dtype):
         ]
     )
     parts = lax.all_to_all(chunks, call.axis_names, 0, 0)  # from each rank
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = sum_dtype(dtype)
     total = parts[0].astype(wide)
     for part in parts[1:]:
         total = total + part.astype(wide)

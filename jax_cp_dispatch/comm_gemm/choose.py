@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.call import Overlap
 from jax_cp_dispatch.comm_gemm.checks import Wish, overlap_of_wish
 from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
@@ -126,7 +127,7 @@ def choose_overlaps(
     rows on every rank.
     """
     m, k, n = shape
-    sums = jnp.promote_types(out_dtype, jnp.float32).name
+    sums = sum_dtype(out_dtype).name
     other = CommOverlapType.RS if kind == CommOverlapType.AG else CommOverlapType.AG
 
     def settle(wish: Wish, kind: CommOverlapType, k: int, n: int) -> Overlap:

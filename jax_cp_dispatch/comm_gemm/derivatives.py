@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.checks import check_contracted_blocks
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.partitioning import (
@@ -64,7 +65,7 @@ def weight_gradient(s: Matmul, x, dy, w):
     """x' dy, summed over rows and everything before them."""
     lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
     rows = tuple(range(x.ndim - 1))
-    wide = jnp.promote_types(w.dtype, jnp.float32)
+    wide = sum_dtype(w.dtype)
     dw = jax.lax.dot_general(lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=wide)
     return dw.astype(w.dtype)
 
@@ -72,7 +73,7 @@ def weight_gradient(s: Matmul, x, dy, w):
 def bias_gradient(dy, bias):
     if bias is None:
         return None
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    wide = sum_dtype(dy.dtype)
     return dy.astype(wide).sum(range(dy.ndim - 1)).astype(bias.dtype)
 
 
@@ -179,7 +180,7 @@ def _sum_to_ranks(s: Matmul, gathered):
     room, total = max(s.row_counts), sum(s.row_counts)
     if s.mesh is not None:
         return with_rows(gathered, s.num_ranks * room)
-    wide = gathered.astype(jnp.promote_types(gathered.dtype, jnp.float32))
+    wide = gathered.astype(sum_dtype(gathered.dtype))
     summed = with_rows(jax.lax.psum(wide, s.axis_names), total + room)
     begins = jnp.array([sum(s.row_counts[:rank]) for rank in range(s.num_ranks)])
     begin = begins[jax.lax.axis_index(s.axis_names)]

@@ -2,8 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.call import GemmCall, other_axes
 from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config
 from jax_cp_dispatch.comm_gemm.config import CommOverlapConfig, CommOverlapMethod, CommOverlapType
@@ -76,7 +75,7 @@ def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall
         )
     total = rows * p if gathers else rows
     columns = moved.shape[1] if is_bulk or gathers else call.out_shape[1]
-    wide = jnp.promote_types(call.out_dtype, jnp.float32).name
+    wide = sum_dtype(call.out_dtype).name
     dtype = moved.dtype.name if is_bulk or gathers else wide
     check_buffer(op, asked.buffer, config, (total, columns), dtype, p)
     in_ring_order = config.atomic_gemm and method == CommOverlapMethod.RING_EXCHANGE

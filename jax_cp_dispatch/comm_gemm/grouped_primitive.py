@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.config import ScalingMode
 from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
@@ -96,7 +97,7 @@ def grouped_gemm_by_xla(
     lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall
 ):
     """The same from `jax.lax.ragged_dot_general`."""
-    wide = jnp.promote_types(call.out_dtype, jnp.float32)
+    wide = sum_dtype(call.out_dtype)
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()
     of_rows = lambda x: jnp.repeat(x, group_sizes, axis=0, total_repeat_length=num_rows)

@@ -16,6 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.call import other_axes
 from jax_cp_dispatch.comm_gemm.product import (
     Matmul,
@@ -108,7 +109,7 @@ def _partitioned_again(s: Matmul, ndim: int, sizes, mesh_around):
 
     @custom_partitioning
     def everywhere(x, w, dy):
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = sum_dtype(x.dtype)
         columns, rows = (w.ndim - 2,) if s.rhs_transposed else (w.ndim - 1,), tuple(range(ndim - 1))
         dims = (((ndim - 1,), columns), ((), ()))
         dx = jax.lax.dot_general(dy, w, dims, preferred_element_type=wide).astype(x.dtype)
@@ -165,7 +166,7 @@ def _named(everywhere, partition, rule, name):
 
 def _dense(s: Matmul, form: _Form, x, w, bias, scales):
     """The whole of it, as it is on one device: what the partitioner replaces."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = sum_dtype(x.dtype)
     dims = ((x.ndim - 1,), (1 if s.rhs_transposed else 0,))
     rows = sum(s.row_counts)
     x = x[..., :rows, :]
@@ -175,7 +176,7 @@ def _dense(s: Matmul, form: _Form, x, w, bias, scales):
         aux = x.astype(aux.dtype)
     out = jax.lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=wide)
     if bias is not None:
-        out = out + bias.astype(wide)
+        out = out + jnp.expand_dims(bias.astype(wide), range(out.ndim - 1))
     out = out.astype(s.out_dtype)
     if form.gathers:
         return [out, aux] if form.to_aux else [out]

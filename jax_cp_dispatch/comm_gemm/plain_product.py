@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.comm_gemm.by_xla import values_of_operands
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
@@ -45,7 +46,7 @@ def _of_nothing(
         sums = output.sum(0) if call.fuse_gelu else values.sum(1 if call.rhs_transposed else 0)
         return results._replace(bias_grad=sums.astype(call.out_dtype))
     if bias is not None:
-        output = output + bias
+        output = output + bias[None].astype(output.dtype)
     if call.fuse_gelu and not call.grad:
         return results._replace(output=jax.nn.gelu(output), pre_gelu_out=output)
     return results._replace(output=output)
@@ -69,7 +70,7 @@ def _with_gelu_forward(call, lhs, rhs, bias):
 def _with_gelu_backward(call: GemmCall, residuals, cotangents):
     lhs, rhs, bias, pre_gelu = residuals
     doutput, dpre_gelu = cotangents
-    wide = jnp.promote_types(pre_gelu.dtype, jnp.float32)
+    wide = sum_dtype(pre_gelu.dtype)
     _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
     dy = (pull(doutput.astype(wide))[0] + dpre_gelu.astype(wide)).astype(pre_gelu.dtype)
     return _product_backward(call.replace(fuse_gelu=False), (lhs, rhs, bias), dy)

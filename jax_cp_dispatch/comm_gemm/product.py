@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._varying import vary_like, varying_axes
 from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
@@ -151,7 +152,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
     if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
         return jnp.zeros_like(x), jnp.zeros_like(w)
     bulk = lambda kind: Overlap(kind, CommOverlapMethod.BULK)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = sum_dtype(x.dtype)
     call = s.call(
         dy,
         (*dy.shape[:-1], x.shape[-1]),
@@ -178,7 +179,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
 def _of_nothing(call: GemmCall, x, bias):
     """An empty sum: jaxlib 0.11 crashes on what has no element."""
     zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
-    return zeros if bias is None else zeros + bias.astype(call.out_dtype)
+    return zeros if bias is None else jnp.broadcast_to(bias.astype(zeros.dtype), zeros.shape)
 
 
 def real_rows(s: Matmul, dy):

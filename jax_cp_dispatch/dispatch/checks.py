@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_cp_dispatch._dtypes import index_dtype
 from jax_cp_dispatch.dispatch.operands import COMBINE_DTYPES, MetadataOperands
 from jax_cp_dispatch.metadata import Metadata
 
@@ -137,7 +138,7 @@ def read_metadata(
     shapes = tuple(field if field is None else (field.shape, field.dtype) for field in fields)
     leading, is_empty, is_narrow = _check_fields(op, num_ranks, all_ranks, *shapes)
     if is_narrow:
-        fields = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.int32)), fields)
+        fields = jax.tree.map(lambda x: x.astype(index_dtype(x.dtype)), fields)
     if not is_empty:
         return fields
     # One slot of padding: an operand without elements crashes jaxlib 0.11.

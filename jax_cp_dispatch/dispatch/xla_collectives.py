@@ -180,7 +180,7 @@ def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Su
 def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
     """Sums where a row may be in any number of shards: each turn adds the next one of every row."""
     num_slots = sender.src_row.size
-    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)
+    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)[None]
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     ends = sender.src_row + sender.num_rows
     is_named = (sender.src_row[:, None] <= rows) & (rows < ends[:, None])
@@ -214,7 +214,7 @@ def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Su
             added = _where_row(is_source, total + value, total)
             totals.append(_where_row(is_first, value, added))
             firsts.append(None if first is None else _where_row(is_first, bits, first))
-        sums = _Sums(sums.num_sources + is_source, totals, firsts)
+        sums = _Sums(sums.num_sources + is_source.astype(jnp.int32), totals, firsts)
     return sums
 
 

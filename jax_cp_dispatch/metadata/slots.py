@@ -131,7 +131,7 @@ def _sums_per_destination(
     # A loop, not one [block, block] comparison, which XLA would repeat for each use of the sums.
     def add_shard(sums, shard):
         index, shard_dst, shard_weights = shard
-        later = (dst == shard_dst[:, None]) & (jnp.arange(block) > index)
+        later = (dst == shard_dst[:, None]) & (jnp.arange(block)[None] > index)
         added = (jnp.where(later, weight[:, None], 0) for weight in shard_weights)
         return tuple(x + y for x, y in zip(sums, added, strict=True)), None
 

@@ -55,7 +55,9 @@ def _dearest(
     def by_rank(x):
         return x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)
 
-    per_row = by_rank(cost).astype(jnp.float32) / jnp.maximum(by_rank(num_rows), 1)
+    per_row = by_rank(cost).astype(jnp.float32) / jnp.maximum(by_rank(num_rows), 1).astype(
+        jnp.float32
+    )
     block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
     _, ordered_cost, order = lax.sort((-per_row, by_rank(cost), block), dimension=1, num_keys=1)
     total = jnp.cumsum(ordered_cost, axis=1, dtype=jnp.int32)
@@ -92,7 +94,9 @@ def _repair(
 
     def move(state):
         assigned, load, rows, moves_left = state
-        giver, taker = jnp.argmax(load), jnp.argmin(load)
+        giver, taker = (
+            lax.convert_element_type(f(load), jnp.int32) for f in (jnp.argmax, jnp.argmin)
+        )
         fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
         # The larger of the two loads after the move; below the mean nothing more is to be won.
         after = jnp.maximum(jnp.maximum(load[giver] - cost, load[taker] + cost), mean)

@@ -56,7 +56,7 @@ class BlockGrid:
     def first_columns(self) -> Int32[Array, "B W J"]:
         """The column, in its batch row, at which each block starts."""
         rank = jnp.arange(self.world_size, dtype=jnp.int32)[:, None] * self.columns
-        start = jnp.arange(self.per_piece, dtype=jnp.int32) * self.block
+        start = jnp.arange(self.per_piece, dtype=jnp.int32)[None] * self.block
         return jnp.broadcast_to(rank + start, self.shape)
 
     def block_of(self, column: Int32[Array, "B W J"]) -> Int32[Array, "B W J"]:
@@ -96,7 +96,8 @@ def _running(x, combine, reduce, *, fill):
     size = x.shape[-1]
     if math.prod(x.shape) * size <= _FEW_PAIRS:  # one fused pass is what compiles fastest
         place = jnp.arange(size, dtype=jnp.int32)
-        x = jnp.where(place <= place[:, None], x[..., None, :], fill)
+        is_seen = jnp.broadcast_to(place[None] <= place[:, None], (*x.shape, size))
+        x = jnp.where(is_seen, x[..., None, :], fill)
         return reduce(x, axis=-1, initial=fill)
     # Runs side by side, each from what the earlier ones reduce to: for 2**21 elements on a CPU
     # 7 ms, where the strided passes of `lax.cummax` take 120.
@@ -143,7 +144,9 @@ def block_ranges(
     start = grid.split(starts, fill=-1)
     live = start >= 0
     first = jnp.where(live, start, none).min(-1)
-    column = grid.first_columns()[..., None] + jnp.arange(grid.block, dtype=jnp.int32)
+    column = (
+        grid.first_columns()[..., None] + jnp.arange(grid.block, dtype=jnp.int32)[None, None, None]
+    )
     # A block's pairs fit int32 once each query's are divided by 2**row_shift: 1 but for huge grids.
     row_shift = max(0, (grid.block * starts.shape[1]).bit_length() - 30)
     pairs = jnp.where(live, column + 1 - start, 0) + (1 << row_shift) - 1 >> row_shift

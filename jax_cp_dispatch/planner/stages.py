@@ -70,7 +70,7 @@ def assign(
     starts = document_starts(segment_ids, positions)
     if window is not None:  # from here on, a document starts where the window does
         num_tokens = starts.shape[1]
-        first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32) - min(window, num_tokens)
+        first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None] - min(window, num_tokens)
         starts = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
     first, cost, shift = block_ranges(starts, grid)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
@@ -82,10 +82,10 @@ def assign(
     block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
     first_block = jnp.where(live, grid.block_of(first), grid.num_blocks).reshape(-1)
     ranks = jnp.arange(grid.world_size, dtype=jnp.int32)[:, None]
-    earliest = jnp.where(rank == ranks, first_block, grid.num_blocks)
+    earliest = jnp.where(rank[None] == ranks, first_block[None], grid.num_blocks)
     earliest = -running_max(-earliest[:, ::-1])[:, ::-1]
-    needed = earliest <= block
-    rows = jnp.where(needed, length.reshape(-1), 0)
+    needed = earliest <= block[None]
+    rows = jnp.where(needed, length.reshape(1, -1), 0)
     kv_offset = jnp.where(needed, running_sum(rows) - rows, -1)
 
     home = jnp.broadcast_to(ranks, grid.shape).reshape(-1)
@@ -101,8 +101,8 @@ def assign(
         q_tokens=_add_at(q_tokens, (rank, home), length.reshape(-1)),
         kv_tokens=rows.reshape(-1, *grid.shape).sum((1, 3), dtype=jnp.int32),
         destinations=needed.sum(0, dtype=jnp.int32).max(),
-        pairs_before=_add_at(per_rank, home, pairs) * unit,
-        pairs_after=_add_at(per_rank, rank, pairs) * unit,
+        pairs_before=_add_at(per_rank, home, pairs).astype(jnp.float32) * unit,
+        pairs_after=_add_at(per_rank, rank, pairs).astype(jnp.float32) * unit,
     )
 
 
@@ -161,7 +161,7 @@ def _key_ranges(
     rank = jnp.where(plan.rank < 0, grid.world_size, plan.rank)  # out of bounds: dropped
     block = jnp.zeros((grid.world_size, cells), jnp.int32)
     block = running_max(block.at[rank, block_cell].set(ids, mode="drop"))
-    cell = jnp.arange(cells, dtype=jnp.int32)
+    cell = jnp.arange(cells, dtype=jnp.int32)[None]
     exists = cell * grid.unit < received[:, None]
 
     within = jnp.where(exists, cell - block_cell[block], 0) * grid.unit
@@ -169,7 +169,7 @@ def _key_ranges(
     batch = block // (grid.world_size * grid.per_piece)
     cells_per_row = grid.world_size * grid.columns // grid.unit
     start = plan.starts.reshape(-1, grid.unit)[batch * cells_per_row + column // grid.unit]
-    end = column[..., None] + jnp.arange(1, grid.unit + 1, dtype=jnp.int32)
+    end = column[..., None] + jnp.arange(1, grid.unit + 1, dtype=jnp.int32)[None, None]
 
     first = plan.first_column.reshape(grid.shape)
     first_block = grid.block_of(jnp.maximum(first, 0)).reshape(-1)

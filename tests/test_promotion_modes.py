@@ -1,0 +1,104 @@
+"""Everything works where JAX promotes neither ranks nor dtypes, as in JAX's own test cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import (
+    all_gather_matmul,
+    combine,
+    compute_metadata,
+    context_parallel_attention,
+    dispatch,
+    local_attention,
+    matmul_reduce_scatter,
+    merge_partials,
+)
+
+W = 4
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """With 64-bit types on, which would mix with ours."""
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        yield
+
+
+def draw(*shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def on_ranks(fn, in_specs, out_specs):
+    return jax.jit(
+        jax.shard_map(fn, mesh=mesh_of(W), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag", "hamilton"])
+def test_attention(algorithm):
+    q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
+    ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None]
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": ids, "window": 9}
+    options |= {"logit_soft_cap": 3.0, "algorithm": algorithm}
+
+    def loss(q, k, v):
+        return context_parallel_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k):
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+def test_merged_parts():
+    q, k = draw(1, 16, 4, 8), draw(1, 16, 2, 8)
+    ends = (jnp.full((1, 16), n, jnp.int32) for n in (0, 7, 16))
+    start, middle, end = ends
+    first = local_attention(q, k, k, start, middle)
+    second = local_attention(q, k, k, middle, end)
+    out, _ = merge_partials(*first, *second)
+    whole, _ = local_attention(q, k, k, start, end)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), np.asarray(whole, np.float32), atol=2e-2
+    )
+
+
+@pytest.mark.parametrize("implementation", ["in_process", "xla"])
+def test_movement(implementation):
+    lengths = np.array([[5, 3], [8, 0], [4, 4], [1, 7]], np.int32)
+    ranks = np.array([[0, 1], [2, -1], [3, 0], [1, 2]], np.int32)
+    plan, _ = compute_metadata(lengths, ranks, max_recv_seqs=2 * W)
+    options = {"axis_name": AXIS, "implementation": implementation}
+
+    def there_and_back(x):
+        y = dispatch(x, plan, capacity=8 * W, **options)
+        return combine(y, plan, num_tokens=8, **options)
+
+    x = draw(8 * W, 3)
+    fn = on_ranks(there_and_back, P(AXIS), P(AXIS))
+    back, pull = jax.vjp(fn, x)
+    np.testing.assert_array_equal(back, x)
+    np.testing.assert_array_equal(pull(x)[0], x)
+
+
+@pytest.mark.parametrize("method", ["ring", "auto"])
+def test_products(method):
+    x, w, bias, v = draw(4 * W, 8), draw(8, 8 * W), draw(8 * W), draw(8 * W, 8)
+    options = {"axis_name": AXIS, "method": method}
+
+    def layers(x, w, bias, v):
+        return matmul_reduce_scatter(all_gather_matmul(x, w, bias=bias, **options), v, **options)
+
+    specs = P(AXIS), P(None, AXIS), P(AXIS), P(AXIS)
+    fn = on_ranks(layers, specs, P(AXIS))
+    loss = lambda *operands: fn(*operands).astype(jnp.float32).sum()
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, w, bias, v)
+    for gradient, operand in zip(gradients, (x, w, bias, v), strict=True):
+        assert gradient.dtype == operand.dtype
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
