@@ -22,10 +22,16 @@ def summary() -> list[str]:
     moved = {row["what"]: row for row in load("dispatch")["rows"]}
     window = moved["dispatch into a donated window"]
     other = min(row["ms"] for what, row in moved.items() if what.startswith("all_"))
-    shared = [
-        row for row in load("processes")["rows"] if row["what"].startswith("dispatch into a fresh")
-    ]
-    large = [row for row in shared if row["MB"] == max(row["MB"] for row in shared)]
+    shared = load("processes")["rows"]
+    most = max(row["MB"] for row in shared)
+    donated, fresh = (
+        [
+            row
+            for row in shared
+            if row["what"] == f"dispatch into a {kind} window" and row["MB"] == most
+        ]
+        for kind in ("donated", "fresh")
+    )
     loop = {row["what"]: row for row in load("latency")["rows"] if row["devices"] == 8}
     auto = [row for row in load("comm_gemm")["rows"] if row["what"] == "auto"]
     plans = [row for row in load("planner")["rows"] if row["world_size"] == 32]
@@ -48,9 +54,11 @@ def summary() -> list[str]:
             f"`ppermute`: {loop['ppermute']['loop_us']} µs",
         ),
         (
-            f"`dispatch` between 2 and 4 processes, {large[0]['MB']} MB",
-            f"{span(row['of_memcpy'] for row in large)} of memcpy",
-            f"{span(row['times_gloo'] for row in large)} times gloo's faster way",
+            f"`dispatch` between 2 and 4 processes, {most} MB; into fresh pages",
+            f"{span(row['of_memcpy'] for row in donated)} of memcpy; "
+            f"{span(row['of_memcpy'] for row in fresh)}",
+            f"{span(row['times_gloo'] for row in donated)} times gloo's faster way; "
+            f"{span(row['times_gloo'] for row in fresh)}",
         ),
         (
             '`all_gather_matmul`, `matmul_reduce_scatter`, method="auto"',
