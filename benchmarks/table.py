@@ -54,7 +54,7 @@ def summary() -> list[str]:
             f"`ppermute`: {loop['ppermute']['loop_us']} µs",
         ),
         (
-            f"`dispatch` between 2 and 4 processes, {most} MB; into fresh pages",
+            f"`dispatch` between 2 and 4 processes, {most} MB, into a donated window; a fresh one",
             f"{span(row['of_memcpy'] for row in donated)} of memcpy; "
             f"{span(row['of_memcpy'] for row in fresh)}",
             f"{span(row['times_gloo'] for row in donated)} times gloo's faster way; "

@@ -10,43 +10,24 @@
 
 namespace cpd::device {
 
-// Rows of a slot that a block moves to or from one remote rank.
-struct RemotePiece {
-  const Part& part;
-  int64_t slot;
-  int64_t begin, num_rows;  // of the slot
+// A piece on its way to or from one remote rank.
+struct RemotePiece : Piece {
   int rank;
   int64_t row;         // of that rank
   int64_t num_before;  // remote replicas of the slot before this one
 };
 
-// Calls move(piece) for each one of this block. Pieces are cut as for Push.
 template <typename Fabric, typename Move>
 CPD_DEVICE void ForEachRemotePiece(const Block& block, const Rank& rank, Move move) {
-  const Call& call = rank.call;
-  const State& state = *rank.state();
-  if (state.failed != kFine) return;
-  int p = 0;
-  for (int64_t piece = block.index; piece < state.first_piece[call.num_parts];
-       piece += block.num_blocks) {
-    while (piece >= state.first_piece[p + 1]) ++p;
-    const Part& part = call.parts[p];
-    const int64_t s = FindSlot(rank.slots(part), part.num_slots, piece);
-    const Slot slot = rank.slots(part)[s];
-    const int64_t begin = (piece - slot.first_piece) * part.rows_per_piece;
-    const int64_t rest = slot.num_rows - begin;
-    const int64_t n = rest < part.rows_per_piece ? rest : part.rows_per_piece;
-    const int64_t num_targets = part.num_slots * part.num_replicas;
-    const IntArray dst_rank = rank.Field(part, part.dst_rank, num_targets);
-    const IntArray dst_offset = rank.Field(part, part.dst_offset, num_targets);
+  ForEachPiece(block, rank, [&](const Piece& piece) {
     int64_t num_before = 0;
-    for (int64_t t = s * part.num_replicas; t < (s + 1) * part.num_replicas; ++t) {
-      const int64_t dst = dst_rank[t];
-      if (dst < 0 || !IsRemote<Fabric>(call, dst)) continue;
-      move(RemotePiece{part, s, begin, n, static_cast<int>(dst), dst_offset[t] + begin,
+    for (int64_t t = piece.first_target; t < piece.end_target; ++t) {
+      const int64_t dst = piece.dst_rank[t];
+      if (dst < 0 || !IsRemote<Fabric>(rank.call, dst)) continue;
+      move(RemotePiece{piece, static_cast<int>(dst), piece.dst_offset[t] + piece.begin,
                        num_before++});
     }
-  }
+  });
 }
 
 // Before Put: x, and as many tags as are put at a time.

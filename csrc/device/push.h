@@ -29,10 +29,45 @@ CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t piece) {
   return low;
 }
 
-// Rows [begin, begin + n) of a slot, for some of its replicas: each array is read once.
-CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Part& part, const Slot& slot,
-                         int64_t begin, int64_t n, PushScratch* scratch) {
+// Rows of a slot that a block moves at a time: whole shards where they are small.
+struct Piece {
+  const Part& part;
+  int64_t slot;
+  int64_t begin, num_rows;           // of the slot
+  IntArray dst_rank, dst_offset;     // of all slots
+  int64_t first_target, end_target;  // those of this slot
+};
+
+// Calls visit(piece) for each one of this block, with all its threads.
+template <typename Visit>
+CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) {
   const Call& call = rank.call;
+  const State& state = *rank.state();
+  if (state.failed != kFine) return;
+  int p = 0;
+  for (int64_t piece = block.index; piece < state.first_piece[call.num_parts];
+       piece += block.num_blocks) {
+    while (piece >= state.first_piece[p + 1]) ++p;
+    const Part& part = call.parts[p];
+    const int64_t s = FindSlot(rank.slots(part), part.num_slots, piece);
+    const Slot slot = rank.slots(part)[s];
+    const int64_t begin = (piece - slot.first_piece) * part.rows_per_piece;
+    const int64_t rest = slot.num_rows - begin;
+    const int64_t num_targets = part.num_slots * part.num_replicas;
+    visit(Piece{part, s, begin, rest < part.rows_per_piece ? rest : part.rows_per_piece,
+                rank.Field(part, part.dst_rank, num_targets),
+                rank.Field(part, part.dst_offset, num_targets), s * part.num_replicas,
+                (s + 1) * part.num_replicas});
+  }
+}
+
+// The rows of a piece, for some of its replicas: each array is read once.
+CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
+                         PushScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = piece.part;
+  const int64_t begin = piece.begin, n = piece.num_rows;
+  const int64_t src_row = rank.slots(part)[piece.slot].src_row + begin;
   const uint64_t epoch = rank.state()->epoch;
   for (int i = block.thread; i < scratch->num; i += block.num_threads) {
     scratch->tags[i] =
@@ -49,49 +84,34 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Part& part,
           scratch->half[i] + array.data + (scratch->dst_row[i] + begin) * array.in_row_bytes;
     }
     block.Sync();
-    Copy(block, rank.in(part, array) + (slot.src_row + begin) * array.in_row_bytes, scratch->to,
-         scratch->num, n * array.in_row_bytes);
+    Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
+         n * array.in_row_bytes);
     block.Sync();
   }
 }
 
-// Every block moves pieces of shards: whole shards where they are small. Not to remote ranks.
+// Rows go into the channels of all ranks that get them, but remote ones.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
   const Call& call = rank.call;
-  const State& state = *rank.state();
-  if (state.failed != kFine) return;
-  int p = 0;
-  for (int64_t piece = block.index; piece < state.first_piece[call.num_parts];
-       piece += block.num_blocks) {
-    while (piece >= state.first_piece[p + 1]) ++p;
-    const Part& part = call.parts[p];
-    const Slot* slots = rank.slots(part);
-    const int64_t s = FindSlot(slots, part.num_slots, piece);
-    const Slot slot = slots[s];
-    const int64_t begin = (piece - slot.first_piece) * part.rows_per_piece;
-    const int64_t n =
-        slot.num_rows - begin < part.rows_per_piece ? slot.num_rows - begin : part.rows_per_piece;
-    const int64_t num_targets = part.num_slots * part.num_replicas;
-    const IntArray dst_rank = rank.Field(part, part.dst_rank, num_targets);
-    const IntArray dst_offset = rank.Field(part, part.dst_offset, num_targets);
-    for (int64_t c = 0; c < part.num_replicas;) {
-      int num = 0;  // c and num are the same on all threads
-      for (; c < part.num_replicas && num < kMulticast; ++c) {
-        const int64_t dst = dst_rank[s * part.num_replicas + c];
+  ForEachPiece(block, rank, [&](const Piece& piece) {
+    for (int64_t t = piece.first_target; t < piece.end_target;) {
+      int num = 0;  // t and num are the same on all threads
+      for (; t < piece.end_target && num < kMulticast; ++t) {
+        const int64_t dst = piece.dst_rank[t];
         if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
         if (block.thread == 0) {
-          scratch->half[num] = Half(call, static_cast<int>(dst), state.epoch);
-          scratch->dst_row[num] = dst_offset[s * part.num_replicas + c];
+          scratch->half[num] = Half(call, static_cast<int>(dst), rank.state()->epoch);
+          scratch->dst_row[num] = piece.dst_offset[t];
         }
         ++num;
       }
       if (block.thread == 0) scratch->num = num;
       block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, part, slot, begin, n, scratch);
+      if (scratch->num > 0) PushRows(block, rank, piece, scratch);
       block.Sync();
     }
-  }
+  });
 }
 
 struct UnpackScratch {

@@ -123,7 +123,5 @@ class Holding(NamedTuple):
         rows = self.chunking.piece_rows
         earlier = self.start[None, :] < self.start[:, None]
         first = jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)
-        inside = jnp.arange(rows, dtype=jnp.int32)
-        return (first[:, None] + inside[None]).reshape(-1), (
-            inside[None] < self.length[:, None]
-        ).reshape(-1)
+        inside = jnp.arange(rows, dtype=jnp.int32)[None]
+        return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)

@@ -3,18 +3,23 @@
 import os
 import pathlib
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from jax_cp_dispatch import runtime
 from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
-from jax_cp_dispatch.gpu.told import Told
+from jax_cp_dispatch.job import tell_and_hear
 
 _SLAB_BYTES = 1 << 30
 _SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
 _TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
 _POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
+
+# (name, value) -> the values of all processes
+_Tell = Callable[[str, Any], list[Any]]
 
 
 class GpuWorld(NamedTuple):
@@ -73,13 +78,13 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
             f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
             "it needs to be nvshmem or cuda_ipc."
         )
-    told = Told(timeout)
-    failed = told.to_all("ready", _why_not_ready())
+    tell = partial(tell_and_hear, "connect_gpus", timeout=timeout)
+    failed = tell("ready", _why_not_ready())
     reasons = [f"process {p}: {why}" for p, why in enumerate(failed) if why]
     if not reasons:
         for name, connect in (("nvshmem", _connect_nvshmem), ("cuda_ipc", _connect_ipc)):
             if wanted in (None, name):
-                reason = connect(told)
+                reason = connect(tell)
                 if reason is None:
                     chosen = f"{jax.process_count()} processes, one GPU each"
                     if len(set(_islands)) > 1:
@@ -149,7 +154,7 @@ def _first_reason(reasons: list[str]) -> str | None:
     return found[0] if found else None
 
 
-def _connect_nvshmem(told: Told) -> str | None:
+def _connect_nvshmem(tell: _Tell) -> str | None:
     """None: connected; else why not, the same in all processes."""
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
@@ -157,20 +162,20 @@ def _connect_nvshmem(told: Told) -> str | None:
     # The heap holds the slab, and what NVSHMEM itself needs.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
     version = module.version() if module else ""
-    told_facts = told.to_all("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
-    facts = [fact for fact, _ in told_facts]
+    told = tell("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
+    facts = [fact for fact, _ in told]
     missing = _first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
     if module is None or any(fact != facts[0] for fact in facts):
         return f"versions or {_SLAB_VARIABLE} differ: {facts}"
-    missing = what_hosts_lack([host for _, host in told_facts])
+    missing = what_hosts_lack([host for _, host in told])
     if missing is not None:
         return missing
     process = jax.process_index()
     try:
         first = list(module.unique_id()) if process == 0 else []
-        unique_id = bytes(told.to_all("unique_id", first)[0])
+        unique_id = bytes(tell("unique_id", first)[0])
         module.start(process, jax.process_count(), unique_id, _device())
         slabs, failed = module.make_slab(_slab_bytes()), ""
     except RuntimeError as error:
@@ -182,14 +187,14 @@ def _connect_nvshmem(told: Told) -> str | None:
         )
     uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
     mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]
-    found = told.to_all("nvshmem_slab", [failed, mapped])
+    found = tell("nvshmem_slab", [failed, mapped])
     missing = _first_reason([reason for reason, _ in found])
     if missing is not None:
         return missing
-    return _use_slabs(told, module, slabs, find_islands([mapped for _, mapped in found]))
+    return _use_slabs(tell, module, slabs, find_islands([mapped for _, mapped in found]))
 
 
-def _use_slabs(told: Told, module: Any, slabs: list[int], islands: list[int]) -> str | None:
+def _use_slabs(tell: _Tell, module: Any, slabs: list[int], islands: list[int]) -> str | None:
     """Hands the slabs over, and who launches what the network does."""
     process, failed = jax.process_index(), ""
     if len(set(islands)) > 1:
@@ -197,7 +202,7 @@ def _use_slabs(told: Told, module: Any, slabs: list[int], islands: list[int]) ->
             runtime.cuda.set_network_launcher(module.launcher(_device()))
         except RuntimeError as error:
             failed = str(error)
-        missing = _first_reason(told.to_all("nvshmem_launcher", failed))
+        missing = _first_reason(tell("nvshmem_launcher", failed))
         if missing is not None:
             return missing
     # NVSHMEM takes the own address for that of another process.
@@ -212,9 +217,9 @@ def _remember_slabs(bases: list[int], islands: list[int]) -> None:
     _islands = islands
 
 
-def _connect_ipc(told: Told) -> str | None:
+def _connect_ipc(tell: _Tell) -> str | None:
     """None: connected; else why not, the same in all processes."""
-    hosts = told.to_all("host", [_host(), _slab_bytes()])
+    hosts = tell("host", [_host(), _slab_bytes()])
     if any(other != hosts[0] for other in hosts):
         return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"
     process, failed, address, handle = jax.process_index(), "", 0, b""
@@ -222,7 +227,7 @@ def _connect_ipc(told: Told) -> str | None:
         address, handle = runtime.cuda.make_slab(_device(), _slab_bytes())
     except RuntimeError as error:
         failed = str(error)
-    handles = told.to_all("ipc_handle", [failed, list(handle)])
+    handles = tell("ipc_handle", [failed, list(handle)])
     missing = _first_reason([other[0] for other in handles])
     if missing is not None:
         return missing
@@ -235,7 +240,7 @@ def _connect_ipc(told: Told) -> str | None:
         ]
     except RuntimeError as error:
         slabs, failed = [], str(error)
-    missing = _first_reason(told.to_all("ipc_slab", failed))
+    missing = _first_reason(tell("ipc_slab", failed))
     if missing is None:
         _remember_slabs(slabs, [0] * len(slabs))
     return missing

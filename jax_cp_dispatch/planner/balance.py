@@ -94,16 +94,14 @@ def _repair(
 
     def move(state):
         assigned, load, rows, moves_left = state
-        giver, taker = (
-            lax.convert_element_type(f(load), jnp.int32) for f in (jnp.argmax, jnp.argmin)
-        )
+        giver, taker = (lax.argmax(x, 0, jnp.int32) for x in (load, -load))
         fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
         # The larger of the two loads after the move; below the mean nothing more is to be won.
         after = jnp.maximum(jnp.maximum(load[giver] - cost, load[taker] + cost), mean)
         after = jnp.where(fits, after, load[giver])
         block = jnp.argmin(after)
         helps = after[block] < load[giver]
-        taker = jnp.where(helps, taker, giver).astype(jnp.int32)
+        taker = jnp.where(helps, taker, giver)
         return [
             assigned.at[block].set(jnp.where(helps, taker, assigned[block])),
             load.at[giver].add(-cost[block]).at[taker].add(cost[block]),

@@ -1,6 +1,5 @@
 """JAX's own coordination of a job, started so that what is left of it outlives a lost process."""
 
-import json
 import os
 from typing import Any
 
@@ -30,16 +29,6 @@ def host_service(address: str, num_processes: int) -> Any:
     return _jax.get_distributed_runtime_service(
         address, num_processes, shutdown_timeout=5, recoverable=True
     )
-
-
-def is_started() -> bool:
-    """Whether this process belongs to a job of JAX."""
-    return distributed.global_state.client is not None
-
-
-def place_in_job() -> tuple[int, int]:
-    """(process, number of processes)"""
-    return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def start(
@@ -79,27 +68,3 @@ def _start_client(address: str, num_processes: int, process_id: int, timeout: fl
     client.connect()
     state.client = client
     state.initialize_preemption_sync_manager()
-
-
-def tell_and_hear(name: str, value: Any, timeout: float) -> list[Any]:
-    """Gives `value` to all processes of the job; returns theirs by process, its own among them.
-
-    Raises:
-      RuntimeError: a process has told nothing in `timeout` seconds.
-    """
-    process, num_processes = place_in_job()
-    client: Any = distributed.global_state.client
-    prefix = f"jax_cp_dispatch/{name}"
-    client.key_value_set(f"{prefix}/{process}", json.dumps(value))
-    heard = []
-    for other in range(num_processes):
-        try:
-            text = client.blocking_key_value_get(f"{prefix}/{other}", round(1000 * timeout))
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(
-                f"initialize: process {process} waited {timeout:g} s for process {other}, expected "
-                f"its '{name}', seen nothing. Every process of the job must call initialize(); see "
-                f"whether that one raised an error of its own. ({error})"
-            ) from error
-        heard.append(json.loads(text))
-    return heard

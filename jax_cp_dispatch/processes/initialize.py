@@ -12,6 +12,7 @@ import jax
 from jax_cp_dispatch import runtime
 from jax_cp_dispatch.cpu_devices import keep_freed_memory
 from jax_cp_dispatch.gpu import connect_gpus
+from jax_cp_dispatch.job import is_in_job, place_in_job, tell_and_hear
 from jax_cp_dispatch.processes import coordination
 from jax_cp_dispatch.processes.choice import TransportChoice, remember, transport_choice
 from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
@@ -63,11 +64,11 @@ def initialize(
     known = transport_choice()
     if known is not None and known.implementation != "in_process":
         return known
-    if not coordination.is_started() and not coordination.start(
+    if not is_in_job() and not coordination.start(
         coordinator_address, num_processes, process_id, timeout
     ):
         return remember(TransportChoice("in_process", "this process belongs to no job of several"))
-    process, count = coordination.place_in_job()
+    process, count = place_in_job()
     if count == 1:
         return remember(TransportChoice("in_process", "the job has one process"))
     if _is_on_gpus():
@@ -91,7 +92,7 @@ def _choose(process: int, timeout: float) -> TransportChoice:
             _version(), _host(), socket.gethostname(), os.getuid(), os.getpid(), socket_name,
             new_token(),
         )  # fmt: skip
-        heard = coordination.tell_and_hear("introduction", own, timeout)
+        heard = tell_and_hear("initialize", "introduction", own, timeout)
         others = [_Introduction(*fields) for fields in heard]
         _check_versions(others)
         reason = _why_not_shared_memory(others)
@@ -107,7 +108,7 @@ def _choose(process: int, timeout: float) -> TransportChoice:
             failed = f"process {process} cannot share memory with the others: {error}"
     watch_programs()
     # All or none: a choice that differs between processes would leave some waiting.
-    for failure in coordination.tell_and_hear("shared_memory", failed, timeout):
+    for failure in tell_and_hear("initialize", "shared_memory", failed, timeout):
         if failure:
             return TransportChoice("xla", f"{failure}; XLA's collectives move rows between them")
     keep_freed_memory()  # else what arrives comes into fresh pages, at several times the price
