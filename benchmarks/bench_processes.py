@@ -65,7 +65,7 @@ def work() -> None:
     repeats = common.parser(None).parse_args().repeats
     cp.initialize()
     for num_bytes in ALL_BYTES:
-        seconds = measure(num_bytes, repeats if num_bytes < ALL_BYTES[0] else max(3, repeats // 2))
+        seconds = measure(num_bytes, repeats)
         if jax.process_index() == 0:
             memcpy = seconds["memcpy, one thread"]
             gloo = min(value for name, value in seconds.items() if name.startswith("gloo"))

@@ -1,6 +1,8 @@
 """dispatch and combine move exactly the named rows: values, on every kind of plan and mesh."""
 
 import dataclasses
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +295,27 @@ def test_donated_storage_is_written_in_place():
     got = move(x, storage, Metadata(**plan))
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
     assert [s.data.unsafe_buffer_pointer() for s in got.addressable_shards] == before
+
+
+SMAPS = pathlib.Path("/proc/self/smaps")
+HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no transparent huge pages")
+def test_large_results_come_in_huge_pages():
+    """Where the system gives them on demand: page by page, fresh memory costs several copies."""
+    rows = 16 << 20
+    m, _ = compute_metadata(np.array([[rows]], np.int32), np.zeros((1, 1), np.int32))
+    move = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=rows), mesh_of(1))
+    got = move(np.ones((1, rows), np.int8), m)
+    assert np.asarray(got).all()
+    middle = got.addressable_shards[0].data.unsafe_buffer_pointer() + rows // 2
+    for region in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.M)[1:]:
+        first, end = (int(x, 16) for x in region.split(" ", 1)[0].split("-"))
+        if first <= middle < end:
+            assert " hg" in region.split("VmFlags:")[1]
+            return
+    pytest.fail("the result is nowhere in this process")
 
 
 def test_eager_shard_map_is_the_same():

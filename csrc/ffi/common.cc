@@ -1,6 +1,8 @@
 // What the handlers of every operation share: call sites, types, errors, completions.
 #include "ffi/common.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
@@ -126,6 +128,16 @@ Transport& TransportFor(const Exchange& exchange) {
 bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
   return ToDataType(buffer.element_type()) == type &&
          static_cast<int64_t>(buffer.element_count()) == num_elements;
+}
+
+void PreferHugePages(const ffi::AnyBuffer& result) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  constexpr uintptr_t kLeast = 2 * kHugePage;
+  const auto begin = reinterpret_cast<uintptr_t>(result.untyped_data());
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (begin + result.size_bytes()) / kHugePage * kHugePage;
+  // A hint: what the system answers changes nothing.
+  if (end >= first + kLeast) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
 DataType ToDataType(ffi::DataType type) {

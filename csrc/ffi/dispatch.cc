@@ -95,6 +95,7 @@ class Reader {
         return;
       }
       const ffi::AnyBuffer out = **result;
+      PreferHugePages(out);
       part->tokens.push_back(ToRows(is_dispatch ? *arg : out, num_tokens));
       part->buffers.push_back(ToRows(is_dispatch ? out : *arg, capacity));
       part->types.push_back({ToDataType(arg->element_type()), ToDataType(out.element_type())});

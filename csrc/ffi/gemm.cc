@@ -35,6 +35,9 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     return Failed(status);  // the same on every rank: shapes are part of the program
   }
   const auto num_threads = static_cast<int>(options.num_threads);
+  for (const auto& result : {buffers.output, buffers.aux_out, buffers.workspace}) {
+    PreferHugePages(result);
+  }
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
   if (problem.config.type == CommType::kNone) {
