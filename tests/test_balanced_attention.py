@@ -112,7 +112,7 @@ def test_extreme_documents(kind):
     results = attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8))
     # A token alone has dq = p (g v - g out) k with out = v.
     is_alone = kind in ("one token each", "last row only")
-    least = np.prod([np.abs(x).max() for x in (g, v, k)]) if is_alone else 1e-30
+    least = float(np.prod([np.abs(x).max() for x in (g, v, k)])) if is_alone else 1e-30
     assert_close(results, expected(q, k, v, g, segment_ids), least=least)
     padding = segment_ids == 0
     for result in results:
