@@ -209,7 +209,8 @@ def comm_gemm() -> list[str]:
         "size 1024), forward. XLA's way is `all_gather`, then the product, or the product, then "
         "`psum_scatter`; the bound is the longer of its two parts, and their share is that of "
         'communication. Speed of each method over XLA\'s way (more than 1 is faster); "auto" '
-        "follows a table that `tune` measured before. Other programs ran on the machine meanwhile.",
+        "follows a table that `tune` measured before. The copies of ring, pairs and pipeline, and "
+        "their float32 partial sums, cost the cores that multiply; a direct ring has neither.",
         "devices | <dtype> | <> | XLA's ms | bound | communication | none | ring direct | ring "
         "| pairs | pipeline 2 | <auto>",
         (cells_of(key, rows) for key, rows in products.items()),
