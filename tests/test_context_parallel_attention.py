@@ -59,10 +59,18 @@ def test_equals_dense_attention(algorithm, options):
     check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
 
 
-def test_axes_of_batch_and_heads():
-    case = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"batch_axis": "data", "head_axis": "model"},
+        {"batch_axis": ("data", "model")},
+        {"batch_axis": ["data"], "head_axis": ["model"]},
+    ],
+)
+def test_axes_of_batch_and_heads(axes):
+    batch = 4 if "head_axis" not in axes else 2
+    case = Case("ring", 1, T, documents="segments", batch=batch, heads=(4, 2))
     mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "model"))
-    axes = {"batch_axis": "data", "head_axis": "model"}
     check(case, draw(case), program(mesh, algorithm="hamilton", **axes))
 
 

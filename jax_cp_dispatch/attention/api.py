@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +31,8 @@ _OP = "context_parallel_attention"
 class _Options:
     mesh: Mesh | AbstractMesh
     axis_name: str
-    batch_axis: str | None
-    head_axis: str | None
+    batch_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
     algorithm: str
     causal: bool
     window: int | None
@@ -67,8 +69,8 @@ def context_parallel_attention(
     plan: AttentionPlan | None = None,
     config: PlanConfig = PlanConfig(),
     nodes: int | None = None,
-    batch_axis: str | None = None,
-    head_axis: str | None = None,
+    batch_axis: str | Sequence[str] | None = None,
+    head_axis: str | Sequence[str] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -106,8 +108,9 @@ def context_parallel_attention(
       plan: for "balanced", a plan for these documents and the window, instead of them.
       config: for "balanced", block size and capacities of plans made here.
       nodes: for "hamilton", see there.
-      batch_axis: mesh axis over which B is sharded; each of its groups attends for itself.
-      head_axis: mesh axis over which N and K are sharded.
+      batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
+        itself. Not inferred: arrays that are sharded over axes that nobody names are gathered.
+      head_axis: mesh axis over which N and K are sharded, or several.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None chooses.
@@ -124,7 +127,9 @@ def context_parallel_attention(
     _check(q, k, v, mesh, axes, planned, plan, layout)
     options = _Options(
         mesh,
-        **axes,
+        axis_name,
+        _names(batch_axis),
+        _names(head_axis),
         algorithm=algorithm,
         causal=causal,
         window=window,
@@ -147,7 +152,7 @@ def context_parallel_attention(
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
-    plans_here = options.algorithm == "balanced" and not is_traced and batch_axis is None
+    plans_here = options.algorithm == "balanced" and not is_traced and not batch_axis
     if plans_here and segment_ids is not None:
         plan = plan_attention(
             segment_ids, positions, world_size=options.num_ranks, window=window, config=config
@@ -166,8 +171,8 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
             "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
         )
-    batch_devices = 1 if options.batch_axis is None else options.mesh.shape[options.batch_axis]
-    rows = q.shape[0] // batch_devices  # those of the first group stand for all
+    # The rows of the first group stand for all.
+    rows = q.shape[0] // _num_devices(options.mesh, options.batch_axes)
     lengths = ((q.shape[1],),) * rows
     if segment_ids is not None or positions is not None:
         ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
@@ -176,7 +181,7 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             order = zigzag_permutation(q.shape[1], options.num_ranks, inverse=True)
         places = None if positions is None else np.asarray(positions)[:rows, order]
         lengths = document_lengths(np.asarray(ids)[:rows, order], places)
-    head_devices = 1 if options.head_axis is None else options.mesh.shape[options.head_axis]
+    head_devices = _num_devices(options.mesh, options.head_axes)
     choice = choose_algorithm(
         lengths,
         num_ranks=options.num_ranks,
@@ -200,8 +205,8 @@ def _pad(x: Any, missing: int) -> Any:
 
 @partial(jax.jit, static_argnames="options")
 def _attend(q, k, v, plan, documents, *, options: _Options):
-    rows = P(options.batch_axis, options.axis_name, options.head_axis)
-    sequence = P(options.batch_axis, options.axis_name)
+    sequence = P(options.batch_axes, options.axis_name)
+    rows = P(*sequence, options.head_axes)
     in_specs = (rows, rows, rows, P(options.axis_name), sequence)
     attend = jax.shard_map(
         partial(_local, options), mesh=options.mesh, in_specs=in_specs, out_specs=rows
@@ -262,12 +267,20 @@ def _check_choice(options: _Options, plan) -> None:
         )
 
 
+def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
+def _num_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
 def _check(q, k, v, mesh, axes, planned, plan, layout) -> None:
-    for keyword, name in axes.items():
-        if name is not None and name not in mesh.axis_names:
+    for keyword, named in axes.items():
+        if not set(_names(named)) <= set(mesh.axis_names):
             raise ValueError(
-                f"{_OP}: {keyword} is {name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
-                "Name one of these, or pass the mesh that has it."
+                f"{_OP}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+                "Name some of these, or pass the mesh that has it."
             )
     check_rows(_OP, q, k, v, planned["segment_ids"], planned["positions"])
     dims = [
@@ -278,11 +291,12 @@ def _check(q, k, v, mesh, axes, planned, plan, layout) -> None:
     if plan is not None or layout == "zigzag":  # they say where every token stands
         dims.append(("T", q.shape[1], "axis_name"))
     for dim, size, keyword in dims:
-        name = axes[keyword]
-        if name is not None and size % mesh.shape[name]:
+        named = axes[keyword]
+        devices = _num_devices(mesh, _names(named))
+        if size % devices:
             raise ValueError(
-                f"{_OP}: {dim} is {size} but mesh axis {name!r} has {mesh.shape[name]} devices, "
-                "which must divide it. Pad the arrays (segment 0 is padding), or use another mesh."
+                f"{_OP}: {dim} is {size} but mesh axis {named!r} has {devices} devices, which must "
+                "divide it. Pad the arrays (segment 0 is padding), or use another mesh."
             )
     for name, x in planned.items():
         if plan is not None and x is not None:

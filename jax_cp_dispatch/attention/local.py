@@ -34,7 +34,9 @@ def local_attention(
     Call anywhere: under `jit`, inside or outside `jax.shard_map` (both values of `check_vma`),
     under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever held, and key blocks that no
     row of a query block names are skipped at run time. Bitwise repeatable, except on GPUs where
-    cuDNN computes it: see docs/gpu_attention.md.
+    cuDNN computes it: see docs/gpu_attention.md. It has no sharding rule: outside of `shard_map`,
+    XLA gathers arrays that are sharded, and JAX refuses those over explicit axes.
+    `context_parallel_attention` takes these (`batch_axis`, `head_axis`).
 
     Query head n reads KV head `n // (N / K)`. Rows that nobody uses are not read: neither key rows
     outside every range nor query rows with an empty range influence a result or a gradient, even
