@@ -219,6 +219,8 @@ def main():
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("kinds", nargs="*", default=list(TOLD))
     options = parser.parse_args()
+    if jax.process_count() < 3:
+        parser.error(f"there are {jax.process_count()} processes; 3 are needed. See above.")
     random.seed(jax.process_index())
     job = Job(list(range(jax.process_count())))
     heard = process_allgather(np.int64(os.getpid()))
