@@ -26,8 +26,12 @@ def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
       value: what JSON can say.
       timeout: seconds to wait for each of the other processes.
     Raises:
-      RuntimeError: a process has told nothing in `timeout` seconds.
+      RuntimeError: this process is in no job; another one has told nothing in `timeout` seconds.
     """
+    if not is_in_job():
+        raise RuntimeError(
+            f"{op}: this process belongs to no job. Call jax.distributed.initialize() first."
+        )
     process, num_processes = place_in_job()
     client: Any = distributed.global_state.client
     prefix = f"jax_cp_dispatch/{op}/{name}"

@@ -277,6 +277,7 @@ def call(small, **options):
         ({"algorithm": "magic"}, "algorithm is 'magic'; it needs to be one of 'balanced'"),
         ({"axis_name": "nope"}, "axis_name is 'nope' but the mesh has axes"),
         ({"batch_axis": "nope"}, "batch_axis is 'nope' but the mesh has axes"),
+        ({"batch_axis": AXIS}, "a mesh axis can shard one dimension only"),
         (
             {"mesh": mesh_of(3), "layout": "zigzag", "algorithm": "zigzag"},
             "T is 128 but mesh axis 'cp' has 3 devices, which must divide it",

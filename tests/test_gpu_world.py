@@ -10,6 +10,7 @@ import pytest
 
 from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
 from jax_cp_dispatch.gpu.world import what_hosts_lack
+from jax_cp_dispatch.job import tell_and_hear
 
 PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
 SLABS = {
@@ -89,3 +90,8 @@ def test_islands_map_the_same():
     # 0 and 1, and 1 and 2, but not 0 and 2: they have not mapped the same.
     chain = [[True, True, False], [True, True, True], [False, True, True]]
     assert find_islands(chain) == [0, 1, 2]
+
+
+def test_a_process_without_a_job_is_told_so():
+    with pytest.raises(RuntimeError, match=r"connect_gpus: .* no job. Call jax.distributed.init"):
+        tell_and_hear("connect_gpus", "ready", "", timeout=1.0)

@@ -282,6 +282,12 @@ def _check(q, k, v, mesh, axes, planned, plan, layout) -> None:
                 f"{_OP}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
                 "Name some of these, or pass the mesh that has it."
             )
+    used = [name for named in axes.values() for name in _names(named)]
+    if len(set(used)) < len(used):
+        raise ValueError(
+            f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in axes.items())}; a "
+            "mesh axis can shard one dimension only. Name each once."
+        )
     check_rows(_OP, q, k, v, planned["segment_ids"], planned["positions"])
     dims = [
         ("B", q.shape[0], "batch_axis"),

@@ -94,7 +94,7 @@ def _repair(
 
     def move(state):
         assigned, load, rows, moves_left = state
-        giver, taker = (lax.argmax(x, 0, jnp.int32) for x in (load, -load))
+        giver, taker = lax.argmax(load, 0, jnp.int32), lax.argmin(load, 0, jnp.int32)
         fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
         # The larger of the two loads after the move; below the mean nothing more is to be won.
         after = jnp.maximum(jnp.maximum(load[giver] - cost, load[taker] + cost), mean)
