@@ -1,5 +1,6 @@
 """Meshes of one axis of ranks, and functions of one rank run on every device of it."""
 
+import threading
 from typing import Any
 
 import jax
@@ -34,3 +35,24 @@ def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
         local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
     )
     return jax.jit(mapped) if jit else mapped
+
+
+class Gate:
+    """Holds one rank back inside a program until the test lets it go."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.has_come = threading.Event()
+        self.may_go = threading.Event()
+
+    def wait_at(self, x):
+        """`x`, of this rank of `AXIS`."""
+
+        def passed(x, rank):
+            if rank == self.rank:
+                self.has_come.set()
+                assert self.may_go.wait(30), "nobody opened the gate"
+            return x
+
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(passed, like, x, jax.lax.axis_index(AXIS))
