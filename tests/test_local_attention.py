@@ -63,7 +63,7 @@ def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ORACLE_OPTIONS = ("scale", "logit_soft_cap", "window")
 quick_static_jit = functools.partial(
-    quick_jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv")
+    quick_jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv", "block_heads")
 )
 # Compiled once for all tests that use the same shapes.
 run = quick_static_jit(with_cotangents)
@@ -119,7 +119,11 @@ def test_query_heads_share_kv_heads(K):
 
 @pytest.mark.parametrize(
     "options",
-    [ALL_OPTIONS, {"window": 1, "block_q": 7, "block_kv": 1}, {"block_q": None, "block_kv": None}],
+    [
+        ALL_OPTIONS,
+        {"window": 1, "block_q": 7, "block_kv": 1},
+        {"block_q": None, "block_kv": None, "block_heads": 1},
+    ],
     ids=str,
 )
 def test_options(options):
@@ -329,6 +333,7 @@ def test_memory_is_linear():
         ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
         ({}, {"window": 0}, ValueError, "window is 0"),
         ({}, {"block_q": 0}, ValueError, "block_q is 0"),
+        ({}, {"block_heads": 3}, ValueError, "block_heads is 3, but must divide the 2 KV heads"),
         ({"k": jnp.bfloat16}, {}, TypeError, "float32, bfloat16, float32"),
         ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must all be bfloat16"),
         ({"kv_end": jnp.float32}, {}, TypeError, "kv_end has dtype float32"),

@@ -1,11 +1,11 @@
 """Local attention cut in blocks: the layout that its two passes share.
 
-A block is a plain matrix `[rows, features]` of one batch row and one KV head, small enough for the
-caches and large enough for several threads. The G query heads of a KV head lie one after another
-along the rows of a query block, so K and V are never repeated, and all seven products (two forward,
-five backward) are matmuls. Blocked arrays have axes [B*K, blocks, rows, ...]: q, k and v in their
-own dtype, which a pass widens if it needs to, all else in the accumulator's. Rows that nobody uses
-are zero in them, since 0 * NaN is NaN.
+A block is a plain matrix `[rows, features]` of one batch row and one KV head, and a pass computes
+those of several KV heads together: small enough for the caches, enough work for several threads.
+The G query heads of a KV head lie one after another along the rows of a query block, so K and V are
+never repeated, and all seven products (two forward, five backward) are matmuls. Blocked arrays have
+axes [B*K, blocks, rows, ...]: q, k and v in their own dtype, which a pass widens if it needs to,
+all else in the accumulator's. Rows that nobody uses are zero in them, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -104,35 +104,48 @@ def from_rows(x, shape, num_groups):
     return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
 
 
-def each_query_block(one_block, carry, xs):
-    """Over the query blocks of all matrices: `carry = one_block(carry, matrix, i, *blocks)`.
+class Place(NamedTuple):
+    """Of one block of several matrices, which are computed together."""
+
+    matrix: Array  # the first of them
+    num_matrices: int
+    block: Array
+
+    def at(self, block) -> Place:
+        """Another block of the same matrices."""
+        return self._replace(block=block)
+
+
+def each_query_block(options: Options, one_block, carry, xs):
+    """Over the query blocks of all matrices: `carry = one_block(carry, place, *blocks)`.
 
     A carry that is written in place costs no copy; results of a `lax.scan` would be copied.
     """
     num_matrices, num_blocks = xs[0].shape[:2]
+    together = options.block_heads
 
     def body(number, carry):
-        matrix, i = number // num_blocks, number % num_blocks
-        return one_block(carry, matrix, i, *(block_of(x, matrix, i) for x in xs))
+        place = Place(number // num_blocks * together, together, number % num_blocks)
+        return one_block(carry, place, *(block_of(x, place) for x in xs))
 
-    return lax.fori_loop(0, num_matrices * num_blocks, body, carry)
-
-
-def block_of(x, matrix, i):
-    """`x[matrix, i]`."""
-    sizes = (1, 1, *x.shape[2:])
-    x = lax.dynamic_slice(x, _place(x, matrix, i), sizes, allow_negative_indices=False)
-    return x.reshape(x.shape[2:])
+    return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
 
 
-def set_block(x, matrix, i, block):
-    """`x` with `block` at `[matrix, i]`."""
-    block = block.reshape(1, 1, *block.shape)
-    return lax.dynamic_update_slice(x, block, _place(x, matrix, i), allow_negative_indices=False)
+def block_of(x, place: Place):
+    """`x[matrices, block]`, `[matrices, ...]`."""
+    sizes = (place.num_matrices, 1, *x.shape[2:])
+    x = lax.dynamic_slice(x, _corner(x, place), sizes, allow_negative_indices=False)
+    return x.reshape(-1, *x.shape[2:])
 
 
-def _place(x, matrix, i):
-    return [jnp.int32(index) for index in (matrix, i, *[0] * (x.ndim - 2))]
+def set_block(x, place: Place, block):
+    """`x` with `block` there."""
+    block = block.reshape(place.num_matrices, 1, *block.shape[1:])
+    return lax.dynamic_update_slice(x, block, _corner(x, place), allow_negative_indices=False)
+
+
+def _corner(x, place: Place):
+    return [jnp.int32(index) for index in (place.matrix, place.block, *[0] * (x.ndim - 2))]
 
 
 def positions(options: Options, j):
@@ -140,18 +153,18 @@ def positions(options: Options, j):
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
-def logits_of(options: Options, products):
-    """Scaled and soft-capped logits of products q . k, and their derivative by these."""
-    logits, cap = options.scale * products, options.logit_soft_cap
+def soft_capped(options: Options, logits):
+    """Soft-capped logits, and their derivative by those given."""
+    cap = options.logit_soft_cap
     if cap is None:
-        return logits, options.scale
+        return logits, 1
     ratio = jnp.tanh(logits / cap)
-    return cap * ratio, options.scale * (1 - ratio * ratio)
+    return cap * ratio, 1 - ratio * ratio
 
 
 def matmul(x, y, contract):
-    """Product over axis `contract[0]` of x and `contract[1]` of y, in full precision."""
-    dimensions = ((contract[:1], contract[1:]), ((), ()))
+    """Product per matrix, over axis `contract[0]` of x and `contract[1]` of y; full precision."""
+    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 

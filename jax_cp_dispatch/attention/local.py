@@ -28,6 +28,7 @@ def local_attention(
     window: int | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
+    block_heads: int | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attends query row i of a batch row to its key rows `[kv_start[i], kv_end[i])`.
 
@@ -57,6 +58,8 @@ def local_attention(
         is clipped; None attends all.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
+      block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
+        the shapes.
     Returns:
       out: float32 (float64 for float64 inputs), zero where the range is empty.
       lse: logarithm of the sum of the exponentials of the logits; `-inf` where the range is empty.
@@ -76,6 +79,7 @@ def local_attention(
         window=window,
         block_q=block_q,
         block_kv=block_kv,
+        block_heads=block_heads,
     )
     check_ranges("local_attention", q, kv_start, kv_end)
     return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
@@ -97,6 +101,7 @@ def local_attention_backward(
     window: int | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
+    block_heads: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
     """Gradients of merged attention with respect to one set of held keys.
 
@@ -126,6 +131,7 @@ def local_attention_backward(
         window=window,
         block_q=block_q,
         block_kv=block_kv,
+        block_heads=block_heads,
     )
     check_ranges(name, q, kv_start, kv_end)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])

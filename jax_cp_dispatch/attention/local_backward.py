@@ -1,7 +1,7 @@
 """Backward pass of local attention, blockwise: the probabilities are computed again.
 
-Logits are held transposed, `[block_kv, G * block_q]`: four of the five products then read and
-write them without a transposition; `dq` alone is accumulated transposed.
+Logits are held transposed, `[matrices, block_kv, G * block_q]`: four of the five products then read
+and write them without a transposition; `dq` alone is accumulated transposed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax_cp_dispatch.attention.blocks import (
     block_of,
     each_query_block,
     from_rows,
-    logits_of,
     matmul,
     positions,
     set_block,
+    soft_capped,
     to_rows,
     widen,
 )
@@ -65,30 +65,31 @@ def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
 
 def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
     """`gradients_of_blocks` of `passes.py`."""
-    q, k, v = widen(q), widen(k), widen(v)
-    k_columns = jnp.swapaxes(k, 2, 3)
+    q, k, v = options.scale * widen(q), widen(k), widen(v)
+    k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
-    def one_query_block(carry, matrix, i, q, dout, lse, delta, start, end, first, last):
+    def one_query_block(carry, place, q, dout, lse, delta, start, end, first, last):
         def add_block(j, carry):
             dq_block, dk, dv = carry
-            k_block, v_block = block_of(k, matrix, j), block_of(v, matrix, j)
-            position = positions(options, j)[:, None]
-            logits, slope = logits_of(options, matmul(k_block, q, (1, 1)))
-            allowed = (position >= start[None]) & (position < end[None])
-            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[None])
-            ds = p * (matmul(v_block, dout, (1, 1)) - delta[None]) * slope
-            dq_block = dq_block + matmul(block_of(k_columns, matrix, j), ds, (1, 0))
-            dk_block = block_of(dk, matrix, j) + matmul(ds, q, (1, 0))
-            dv_block = block_of(dv, matrix, j) + matmul(p, dout, (1, 0))
-            dk, dv = set_block(dk, matrix, j, dk_block), set_block(dv, matrix, j, dv_block)
+            there = place.at(j)
+            k_block, v_block = block_of(k, there), block_of(v, there)
+            position = positions(options, j)[None, :, None]
+            logits, slope = soft_capped(options, matmul(k_block, q, (2, 2)))
+            allowed = (position >= start[:, None]) & (position < end[:, None])
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
+            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
+            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
             return dq_block, dk, dv
 
         dq, *dkv = carry
-        dq_block, *dkv = lax.fori_loop(first, last, add_block, (block_of(dq, matrix, i), *dkv))
-        return set_block(dq, matrix, i, dq_block), *dkv
+        row = block_of(dq, place), *dkv
+        dq_block, *dkv = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        return set_block(dq, place, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
-    return each_query_block(one_query_block, (dq, *zeros), (q, *outcome[:3], *ranges))
+    return each_query_block(options, one_query_block, (dq, *zeros), (q, *outcome[:3], *ranges))
 
 
 def begin_dq(q):

@@ -1,7 +1,7 @@
 """Forward pass of local attention, blockwise: an online softmax over each query block's keys.
 
-Logits are held `[G * block_q, block_kv]`: both products then read them, and write them, without
-a transposition.
+Logits are held `[matrices, G * block_q, block_kv]`: both products then read them, and write them,
+without a transposition.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jax_cp_dispatch.attention.blocks import (
     block_of,
     each_query_block,
     from_rows,
-    logits_of,
     matmul,
     positions,
     set_block,
+    soft_capped,
     widen,
 )
 
@@ -55,19 +55,19 @@ class Softmax(NamedTuple):
 def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
     """`attend_blocks` of `passes.py`."""
     seen = seen or Softmax.of_nothing(q, v.shape[3])
-    q, k, v = widen(q), widen(k), widen(v)
+    q, k, v = options.scale * widen(q), widen(k), widen(v)
 
-    def one_query_block(seen, matrix, i, q, start, end, first, last):
+    def one_query_block(seen, place, q, start, end, first, last):
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
-        def exponentials(masked, position, products, peak):
-            logits, _ = logits_of(options, products)
+        def exponentials(masked, position, logits, peak):
+            logits, _ = soft_capped(options, logits)
             if masked:
-                column = position[None]
-                allowed = (column >= start[:, None]) & (column < end[:, None])
+                column = position[None, None]
+                allowed = (column >= start[..., None]) & (column < end[..., None])
                 logits = jnp.where(allowed, logits, -jnp.inf)
-            new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
-            return jnp.exp(logits - new_peak[:, None]), new_peak
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
+            return jnp.exp(logits - new_peak[..., None]), new_peak
 
         def add_block(j, row):
             peak, total, acc = row
@@ -78,16 +78,16 @@ def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> 
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
                 position,
-                matmul(q, block_of(k, matrix, j), (1, 1)),
+                matmul(q, block_of(k, place.at(j)), (2, 2)),
                 peak,
             )
             keep = jnp.exp(peak - new_peak)
-            total = total * keep + jnp.sum(p, axis=1)
-            acc = acc * keep[:, None] + matmul(p, block_of(v, matrix, j), (1, 0))
+            total = total * keep + jnp.sum(p, axis=2)
+            acc = acc * keep[..., None] + matmul(p, block_of(v, place.at(j)), (2, 1))
             return new_peak, total, acc
 
-        row = tuple(block_of(x, matrix, i) for x in seen)
-        row = lax.fori_loop(first, last, add_block, row)
-        return Softmax(*(set_block(x, matrix, i, y) for x, y in zip(seen, row, strict=True)))
+        row = tuple(block_of(x, place) for x in seen)
+        row = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        return Softmax(*(set_block(x, place, y) for x, y in zip(seen, row, strict=True)))
 
-    return each_query_block(one_query_block, seen, (q, *ranges))
+    return each_query_block(options, one_query_block, seen, (q, *ranges))
