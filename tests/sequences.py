@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, Any] = {
 NAMES = ("out", "dq", "dk", "dv")
 # Most of the time goes to compiling; without LLVM's optimizations it takes 0.6 times as long.
 QUICKLY = {"xla_backend_optimization_level": 0}
-TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 1e-2}
+TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}
 
 
 @dataclasses.dataclass(frozen=True)
