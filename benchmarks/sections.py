@@ -180,9 +180,9 @@ def local_attention() -> list[str]:
         "**Local attention**, one device, 8192 tokens, 8 heads of 64: one causal document, and "
         "documents of 1024 tokens. Counted FLOPs as a share of the rate of a float32 matrix "
         "product; and how many times faster than `jax.nn.dot_product_attention` with a mask. On an "
-        "Intel Xeon with AVX-512 (2026-11-22), whose products take half as long: 0.43 of their "
-        "rate for one causal document, forward and backward, float32; packed, 43 times the speed "
-        "of the dense way.",
+        "AMD EPYC (2026-11-21), whose products take twice as long, one KV head at a time: 0.65 of "
+        "their rate for one causal document, forward and backward, float32; packed, 36 times the "
+        "speed of the dense way.",
         "<> | <> | seconds | of matmul | of the dense way",
         map(cells_of, result["rows"]),
         result,
