@@ -1,5 +1,6 @@
 // Schedules in which ranks read from one another: without overlap, bulk, pipeline.
 #include <string>
+#include <utility>
 
 #include "gemm/comm_overlap.h"
 
@@ -20,7 +21,7 @@ void NoOverlap::Record(int rank, RankStreams streams) const {
   for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Add(peer, Computed(0, rank));
   for (int peer = 0; peer < p_.num_ranks(); ++peer) stream.Wait(Computed(0, peer), 1, peer);
   stream.Run(SpanKind::kCommunication, "reduce-scatter",
-             [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers()), 0, p_.n); });
+             [this, rank](Counters&) { Reduce(rank, RowsOf(rank, Buffers(), p_.n), 0, p_.n); });
   Finish(rank, stream);
 }
 
@@ -62,25 +63,31 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
     for (const RankMemory& other : p_.ranks) {
       whole.push_back(p_.shares_only_buffers ? other.buffer : other.aux_in);
     }
-    Reduce(rank, RowsOf(rank, whole), 0, p_.aux_width);
+    Reduce(rank, RowsOf(rank, std::move(whole), p_.aux_width), 0, p_.aux_width);
   });
 }
 
-// Column chunk i of the product is computed by all ranks, and reduced while chunk i + 1 is.
+// Column chunk i of the product is computed by all ranks, and reduced while chunk i + 1 is. Chunks
+// stand one after another in the buffers.
 void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
   const int num_splits = num_column_chunks();
+  const int64_t column_bytes =
+      p_.rows.num_batches * p_.rows.total() * ElementBytes(p_.partial_type);
   const auto first_column = [this, num_splits](int chunk) { return p_.n * chunk / num_splits; };
-  const auto multiply = [this, rank, first_column](int chunk) {
-    MultiplyColumns(rank, first_column(chunk), first_column(chunk + 1), p_.ranks[rank].buffer);
+  const auto multiply = [=](int chunk) {
+    const int64_t begin = first_column(chunk), end = first_column(chunk + 1);
+    MultiplyColumns(rank, begin, end, p_.ranks[rank].buffer + begin * column_bytes);
   };
   const auto reduce = [&](int chunk) {
     for (int peer = 0; peer < p_.num_ranks(); ++peer) {
       streams.communicate.Wait(Computed(chunk, peer), 1, peer);
     }
     streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk),
-                            [this, rank, chunk, first_column](Counters&) {
-                              Reduce(rank, RowsOf(rank, Buffers()), first_column(chunk),
-                                     first_column(chunk + 1));
+                            [=](Counters&) {
+                              const int64_t begin = first_column(chunk);
+                              const int64_t end = first_column(chunk + 1);
+                              const auto buffers = Buffers(begin * column_bytes);
+                              Reduce(rank, RowsOf(rank, buffers, end - begin), begin, end);
                             });
   };
   if (p_.config.atomic) {

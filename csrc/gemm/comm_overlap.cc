@@ -151,7 +151,8 @@ void CommOverlapCore::MultiplyOfAllRanks(int rank) const {
 
 void CommOverlapCore::MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const {
   GemmTask task = PartialTask(rank, to).FromColumn(begin);
-  task.n = end - begin;
+  task.c = to;
+  task.n = task.c_pitch = end - begin;
   arithmetic_->Multiply(task);
 }
 
@@ -246,17 +247,15 @@ void CommOverlapCore::KeepGathered(int rank, Stream& stream) const {
   });
 }
 
-CommOverlapCore::Sources CommOverlapCore::RowsOf(int rank,
-                                                 const std::vector<const char*>& whole) const {
-  Sources sources{whole, p_.rows.total()};
-  const int64_t begin = offsets_[rank] * width() * ElementBytes(summed_type());
-  for (const char*& source : sources.first_rows) source += begin;
-  return sources;
+CommOverlapCore::Sources CommOverlapCore::RowsOf(int rank, std::vector<const char*> whole,
+                                                 int64_t pitch) const {
+  for (const char*& source : whole) source += offsets_[rank] * pitch * ElementBytes(summed_type());
+  return {std::move(whole), p_.rows.total(), pitch};
 }
 
-std::vector<const char*> CommOverlapCore::Buffers() const {
+std::vector<const char*> CommOverlapCore::Buffers(int64_t offset) const {
   std::vector<const char*> buffers;
-  for (const RankMemory& memory : p_.ranks) buffers.push_back(memory.buffer);
+  for (const RankMemory& memory : p_.ranks) buffers.push_back(memory.buffer + offset);
   return buffers;
 }
 
@@ -270,13 +269,14 @@ void CommOverlapCore::Reduce(int rank, const Sources& sources, int64_t begin, in
   const int64_t count = p_.rows.counts[rank], capacity = p_.rows.capacity;
   SumTask task;
   task.type = from_type;
-  task.pitch = task.to_pitch = width();
+  task.pitch = sources.pitch;
+  task.to_pitch = width();
   task.num_rows = count;
   task.num_columns = end - begin;
   task.bias = bias ? bias + begin * to_bytes : nullptr;
   task.to_type = to_type;
   for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
-    const int64_t from = (batch * sources.rows_of_batch * width() + begin) * from_bytes;
+    const int64_t from = batch * sources.rows_of_batch * sources.pitch * from_bytes;
     task.sources = sources.first_rows;
     for (const char*& source : task.sources) source += from;
     task.to = output + (batch * capacity * width() + begin) * to_bytes;

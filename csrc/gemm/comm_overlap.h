@@ -40,7 +40,8 @@ class CommOverlapCore {
   void MultiplyPartial(int rank, int chunk, char* to) const;  // -> [B, capacity, n]
   // -> output [B, capacity, n], from the operands where they are, in the memory of their ranks.
   void MultiplyOfAllRanks(int rank) const;
-  void MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const;  // of [B, total, n]
+  // Those columns of the product -> [B, total, end - begin].
+  void MultiplyColumns(int rank, int64_t begin, int64_t end, char* to) const;
 
   // ---- Communication.
   char* GatheredRows(int rank) const;  // [B, total, k] or aux_out [B, total, width]
@@ -54,15 +55,17 @@ class CommOverlapCore {
   // What is a result but had to be gathered where ranks reach it becomes one.
   bool KeepsGathered() const;
   void KeepGathered(int rank, Stream& stream) const;
-  // output [B, capacity, n] = the rows of `rank` in `sources`, [B, rows_of_batch, n], summed in
-  // that order, + bias; of the columns from begin to end.
+  // What stands in each of several [B, rows_of_batch, pitch], and is to be summed in that order.
   struct Sources {
     std::vector<const char*> first_rows;  // of batch 0
     int64_t rows_of_batch;
+    int64_t pitch;  // elements
   };
+  // The rows of `rank` in [B, total, pitch].
+  Sources RowsOf(int rank, std::vector<const char*> whole, int64_t pitch) const;
+  // The sum of the sources + bias -> the columns from begin to end of output [B, capacity, n].
   void Reduce(int rank, const Sources& sources, int64_t begin, int64_t end) const;
-  Sources RowsOf(int rank, const std::vector<const char*>& whole) const;  // in [B, total, width]
-  std::vector<const char*> Buffers() const;
+  std::vector<const char*> Buffers(int64_t offset = 0) const;
   // What is left to do when the product stands in the output.
   void Finish(int rank, Stream& stream) const;
 

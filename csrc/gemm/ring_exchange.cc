@@ -151,7 +151,7 @@ void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) cons
         {{slot(peer, step - 1 + p), bytes, slot(rank, step - 1), bytes, 1, bytes}}, Arrived(rank));
   }
   // In the order of the ranks, whatever the order of arrival.
-  Sources sources{{}, p_.rows.capacity};
+  Sources sources{{}, p_.rows.capacity, p_.n};
   for (int peer = 0; peer < p; ++peer) {
     sources.first_rows.push_back(slot(rank, peer == rank ? p - 1 : Rank(rank - peer) - 1 + p));
     if (peer != rank) streams.compute.Wait(Arrived(peer), 1, peer);
