@@ -177,9 +177,10 @@ def local_attention() -> list[str]:
         return [*what, row["seconds"], row["share_of_float32_matmul"], dense]
 
     return section(
-        "**Local attention**, one device, 8192 tokens, 8 heads of 64: one causal document, and "
-        "documents of 1024 tokens. Counted FLOPs as a share of the rate of a float32 matrix "
-        "product; and how many times faster than `jax.nn.dot_product_attention` with a mask. On an "
+        "**Local attention**, one device, 8192 tokens, 8 heads of 64: one causal document, "
+        "documents of 1024 tokens, and all keys for all queries. Counted FLOPs as a share of the "
+        "rate of a float32 matrix product; and how many times faster than "
+        "`jax.nn.dot_product_attention` with a mask. On an "
         "AMD EPYC (2026-11-21), whose products take twice as long, one KV head at a time: 0.65 of "
         "their rate for one causal document, forward and backward, float32; packed, 36 times the "
         "speed of the dense way.",

@@ -110,11 +110,12 @@ def test_random_ranges(seed):
     assert_equals_oracle(inputs(seed), random_ranges(seed, 2, 37, 45))
 
 
-@pytest.mark.parametrize("K", [1, 8])
-def test_query_heads_share_kv_heads(K):
+@pytest.mark.parametrize("K, block_heads", [(1, None), (8, None), (8, 2)])
+def test_query_heads_share_kv_heads(K, block_heads):
     """Ratios 8 and 1 (2 everywhere else), under all options that change the result."""
-    operands = inputs(1, N=8, K=K, B=1)
-    assert_equals_oracle(operands, random_ranges(1, 1, 37, 45), **ALL_OPTIONS)
+    operands = inputs(1, N=8, K=K, B=2)
+    ranges = random_ranges(1, 2, 37, 45)
+    assert_equals_oracle(operands, ranges, **ALL_OPTIONS, block_heads=block_heads)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,8 @@ def test_memory_is_linear():
         ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
         ({}, {"window": 0}, ValueError, "window is 0"),
         ({}, {"block_q": 0}, ValueError, "block_q is 0"),
-        ({}, {"block_heads": 3}, ValueError, "block_heads is 3, but must divide the 2 KV heads"),
+        ({}, {"block_heads": 3}, ValueError, "block_heads is 3, but must be .* divides the 2 KV"),
+        ({}, {"block_heads": 2.0}, ValueError, "block_heads is 2.0, but must be an integer"),
         ({"k": jnp.bfloat16}, {}, TypeError, "float32, bfloat16, float32"),
         ({"q": jnp.int32, "k": jnp.int32, "v": jnp.int32}, {}, TypeError, "must all be bfloat16"),
         ({"kv_end": jnp.float32}, {}, TypeError, "kv_end has dtype float32"),

@@ -75,9 +75,11 @@ def check(
     for what, number in (("window", window), ("block_q", block_q), ("block_kv", block_kv)):
         if number is not None and not (isinstance(number, (int, np.integer)) and number >= 1):
             raise ValueError(f"{name}: {what} is {number}, but must be an integer >= 1, or None.")
-    if block_heads is not None and block_heads not in _divisors(K):
+    is_integer = isinstance(block_heads, (int, np.integer))
+    if block_heads is not None and not (is_integer and block_heads in _divisors(K)):
         raise ValueError(
-            f"{name}: block_heads is {block_heads}, but must divide the {K} KV heads, or be None."
+            f"{name}: block_heads is {block_heads}, but must be an integer that divides the {K} KV "
+            "heads, or None."
         )
     block_q = block_q or even_block(T, max(128, _BLOCK // (N // K)))
     block_kv = block_kv or even_block(S, _BLOCK)
@@ -87,7 +89,7 @@ def check(
         window=None if window is None else min(int(window), 2**31 - 1),
         block_q=block_q,
         block_kv=block_kv,
-        block_heads=block_heads or _heads_together(K, N // K * block_q * block_kv),
+        block_heads=int(block_heads or _heads_together(K, N // K * block_q * block_kv)),
     )
 
 

@@ -34,8 +34,8 @@ def ring_attention(
 
     Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Differentiable once,
     in reverse mode; keys and values go round again, and their gradients with them in float32 (n
-    exchanges). Kept for it, per rank: q, k, v, the output in float32, its lse, and the ranges of
-    its rows.
+    exchanges). Kept for it, per rank: q, k, v, the output before it is rounded, its lse, and the
+    ranges of its rows.
 
     Rows of padding are not read, even if they hold NaN; a NaN in a token may reach tokens of other
     documents that are attended in the same block.
