@@ -1,4 +1,4 @@
-"""Meshes of one axis of ranks, and functions of one rank run on every device of it."""
+"""Meshes of one axis of ranks, functions of one rank run on all of it, and one held back."""
 
 import threading
 from typing import Any

@@ -82,13 +82,12 @@ void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
     for (int peer = 0; peer < p_.num_ranks(); ++peer) {
       streams.communicate.Wait(Computed(chunk, peer), 1, peer);
     }
-    streams.communicate.Run(SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk),
-                            [=](Counters&) {
-                              const int64_t begin = first_column(chunk);
-                              const int64_t end = first_column(chunk + 1);
-                              const auto buffers = Buffers(begin * column_bytes);
-                              Reduce(rank, RowsOf(rank, buffers, end - begin), begin, end);
-                            });
+    const int64_t begin = first_column(chunk), end = first_column(chunk + 1);
+    streams.communicate.Run(
+        SpanKind::kCommunication, "reduce-scatter " + std::to_string(chunk), [=](Counters&) {
+          Sources chunks = RowsOf(rank, Buffers(begin * column_bytes), end - begin);
+          Reduce(rank, chunks, begin, end);
+        });
   };
   if (p_.config.atomic) {
     streams.compute.Run(SpanKind::kComputation, "GEMM", [=](Counters& counters) {

@@ -65,7 +65,7 @@ class CommOverlapCore {
   Sources RowsOf(int rank, std::vector<const char*> whole, int64_t pitch) const;
   // The sum of the sources + bias -> the columns from begin to end of output [B, capacity, n].
   void Reduce(int rank, const Sources& sources, int64_t begin, int64_t end) const;
-  std::vector<const char*> Buffers(int64_t offset = 0) const;
+  std::vector<const char*> Buffers(int64_t offset = 0) const;  // `offset` bytes into each
   // What is left to do when the product stands in the output.
   void Finish(int rank, Stream& stream) const;
 
