@@ -1,16 +1,18 @@
-"""Recorded results of another implementation of Hamilton attention, where these are present."""
+"""Recorded results of another implementation of Hamilton attention; tests/data names the source."""
 
 import json
 import pathlib
 
-import pytest
+import numpy as np
 
-VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "hamilton"
-needs_vectors = pytest.mark.skipif(
-    not VECTORS.is_dir(),
-    reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package",
-)
+VECTORS = pathlib.Path(__file__).parent / "data" / "hamilton"
 
 
 def recorded(name):
-    return json.loads((VECTORS / f"{name}.json").read_text())
+    """Cycles, maps, placements or a merge, by the name of the function that gave them."""
+    return json.loads((VECTORS / "schedules.json").read_text())[name]
+
+
+def recorded_attention(name):
+    """Operands [B, T, N, H], the output, and each rank's part of it."""
+    return dict(np.load(VECTORS / f"{name}.npz"))

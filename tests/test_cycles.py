@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from hamilton_vectors import needs_vectors, recorded
+from hamilton_vectors import recorded
 
 from jax_cp_dispatch.cycles import (
     check_chunk_maps,
@@ -289,14 +289,12 @@ def test_wrong_chunk_maps_are_refused(unchecked_types, change, message):
 
 
 # Against recorded results of another implementation, where these are present.
-@needs_vectors
 @pytest.mark.parametrize("num_ranks", [8, 12, 16])
 def test_recorded_cycles(num_ranks):
     cycles = recorded(f"gen_hamilton_circle_{num_ranks}")
     assert len(check_cycles(cycles, num_ranks)) == num_ranks - 1
 
 
-@needs_vectors
 def test_recorded_maps_and_sources():
     cycles = recorded("gen_hamilton_circle_8")
     out_chunk, in_chunk = chunk_maps(cycles)
@@ -312,7 +310,6 @@ def test_recorded_maps_and_sources():
     )
 
 
-@needs_vectors
 def test_recorded_two_nodes():
     maps = two_level_maps(8, 2)
     assert hamiltonian_paths(8) == recorded("gen_hamilton_path_local_8")

@@ -1,4 +1,4 @@
-"""Planning against recorded results of other implementations, where the vectors are present."""
+"""Planning against recorded results of another implementation; tests/data names the source."""
 
 import json
 import pathlib
@@ -13,13 +13,9 @@ from jax_cp_dispatch.metadata import (
     compute_metadata_kv,
 )
 
-VECTORS = pathlib.Path(__file__).parents[2] / "shared" / "vectors" / "metadata"
+VECTORS = pathlib.Path(__file__).parent / "data" / "metadata"
 HAND_CASES = VECTORS / "compute_metadata_hand_cases.json"
 FILES = sorted(VECTORS.glob("qkv_*.npz"))
-
-pytestmark = pytest.mark.skipif(
-    not FILES, reason=f"the recorded vectors are not at {VECTORS}, they are no part of the package"
-)
 
 
 def fields(vector, prefix, names):

@@ -9,42 +9,27 @@ import pytest
 
 from jax_cp_dispatch.planner import PlanConfig, plan_attention
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
+FILES = sorted((Path(__file__).parent / "data" / "lengths").glob("*.json"))
 TOKENS = 65536
 
 
-def read_lengths(name):
-    if not (DATA / name).exists():
-        pytest.skip(f"{DATA / name} is not there: the document lengths are not part of the project")
-    if name.endswith(".json"):
-        return np.array(json.loads((DATA / name).read_text()))
-    # A histogram of ranges "[low, high]": each document counts as the middle of its range.
-    rows = [line.split('"') for line in (DATA / name).read_text().splitlines()[1:]]
-    middle = [np.mean(json.loads(row[1])) for row in rows]
-    number = [int(row[2].split(",")[1]) for row in rows]
-    return np.repeat(np.array(middle, int), np.array(number) // 16)
-
-
-def pack_sample(lengths, columns, seed):
-    sample = np.random.default_rng(seed).choice(lengths, columns)
-    ends = np.minimum(sample.cumsum(), columns)
-    return np.repeat(np.arange(1, columns + 1), np.diff(ends, prepend=0))[None].astype(np.int32)
+def pack(lengths):
+    return np.repeat(np.arange(1, len(lengths) + 1), lengths)[None].astype(np.int32)
 
 
 @pytest.mark.parametrize("world_size, num_samples", [(8, 2), (32, 1)])
-@pytest.mark.parametrize(
-    "name", ["dist_wlbllm.json", "dist_prolong.json", "magi_doc_length_distribution.csv"]
-)
-def test_balance_on_real_lengths(name, world_size, num_samples):
-    lengths = read_lengths(name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_balance_on_real_lengths(path, world_size, num_samples):
+    batches = [x for x in json.loads(path.read_text()) if x["tokens"] == world_size * TOKENS]
+    assert len(batches) >= num_samples
     # Those that always fit, so that all plans of one size share one compiled program.
     config = PlanConfig(
         q_capacity=2 * TOKENS + 128,
         kv_capacity=world_size * TOKENS,
         max_kv_destinations=world_size,
     )
-    for seed in range(num_samples):
-        segment_ids = pack_sample(lengths, world_size * TOKENS, seed)
+    for batch in batches[:num_samples]:
+        segment_ids = pack(batch["lengths"])
         plan = plan_attention(segment_ids, None, world_size=world_size, config=config)
         plan = jax.device_get(plan)
         column = np.arange(segment_ids.size)
