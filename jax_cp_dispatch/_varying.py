@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import get_axis_env  # nothing public tells the axes of jax.vmap
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -32,3 +33,13 @@ def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
 def varying_axes(array: ArrayLike) -> frozenset[str]:
     """The mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def can_check_varying() -> bool:
+    """Whether a `shard_map` of ours may track over which axes its arrays vary (`check_vma`).
+
+    Not under `jax.vmap(..., spmd_axis_name=...)`. JAX makes mapped arrays vary over that axis but
+    hides it from the function, so that neither JAX's operations nor ours cast the others alike,
+    and the batched bodies of loops and branches keep the types that they had before.
+    """
+    return not get_axis_env().spmd_axis_names

@@ -1,5 +1,6 @@
 """Meshes of one axis of ranks, functions of one rank run on all of it, and one held back."""
 
+import re
 import threading
 from typing import Any
 
@@ -35,6 +36,31 @@ def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
         local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
     )
     return jax.jit(mapped) if jit else mapped
+
+
+def collectives_over(compiled, mesh, axis) -> list[str]:
+    """The collectives of a compiled program that join devices at different places on an axis."""
+    found = []
+    pattern = r" (all-\w+|reduce-scatter|collective-broadcast)(?:-start)?\(.*replica_groups=(\S+)"
+    for kind, groups in re.findall(pattern, compiled.as_text()):
+        places = np.unravel_index(_replica_groups(groups), mesh.axis_sizes)
+        of_axis = places[mesh.axis_names.index(axis)]
+        if (of_axis != of_axis[:, :1]).any():
+            found.append(kind)
+    return found
+
+
+def _replica_groups(text):
+    """`{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)`: devices counted along the mesh, one row a group."""
+    if text.startswith("{"):
+        groups = re.findall(r"\{([\d,]+)\}", text)
+        return np.array([[int(device) for device in group.split(",")] for group in groups])
+    shape, order, *turned = re.findall(r"[\[(]([\d,]+)[\])]", text)
+    numbers = lambda x: tuple(map(int, x.split(",")))
+    devices = np.arange(np.prod(numbers(order))).reshape(numbers(order))
+    if turned:
+        devices = devices.transpose(numbers(turned[0]))
+    return devices.reshape(numbers(shape))
 
 
 class Gate:

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array, Float, Int
 
+from jax_cp_dispatch._varying import can_check_varying
 from jax_cp_dispatch.attention.balanced import balanced_attention
 from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.hamilton import hamilton_attention
@@ -209,7 +210,11 @@ def _attend(q, k, v, plan, documents, *, options: _Options):
     rows = P(*sequence, options.head_axes)
     in_specs = (rows, rows, rows, P(options.axis_name), sequence)
     attend = jax.shard_map(
-        partial(_local, options), mesh=options.mesh, in_specs=in_specs, out_specs=rows
+        partial(_local, options),
+        mesh=options.mesh,
+        in_specs=in_specs,
+        out_specs=rows,
+        check_vma=can_check_varying(),
     )
     operands = (q, k, v, plan, documents)
     if AxisType.Explicit in options.mesh.axis_types:  # there, shard_map moves nothing by itself

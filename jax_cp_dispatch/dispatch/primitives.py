@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_cp_dispatch import runtime
+from jax_cp_dispatch._varying import vary_alike, varying_axes
 from jax_cp_dispatch.dispatch.lowering import combine_by_xla, dispatch_by_xla, lower
 from jax_cp_dispatch.dispatch.operands import (
     Operands,
@@ -70,6 +71,9 @@ def _batch(primitive, operands, dims, *, parts, **params):
         ]
         outs = primitive.bind(*split._replace(arrays=moved).flat(), parts=parts, **params)
         return outs, [None if dim is None else 1 for dim in dims.arrays]
+    fields = [x for metadata in split.metadata for x in metadata.present()]
+    axes = set().union(*map(varying_axes, fields))  # under spmd_axis_name they vary over it
+    split = split._replace(arrays=vary_alike(split.arrays, also=axes))
     everything, places = split.flat(), _flat_dims(dims, split)
     mapped = [
         jnp.moveaxis(x, dim, 0)
