@@ -43,6 +43,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda_gemm.cc
   csrc/ffi/cuda_gemm_call.cc
   csrc/ffi/cuda_place.cc
+  csrc/ffi/dispatch_call.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
 target_link_libraries(_cuda PRIVATE cpd_cuda)

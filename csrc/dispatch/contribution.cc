@@ -74,6 +74,16 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
 
 }  // namespace
 
+void DispatchPart::Select(int64_t rank) {
+  if (num_views == 1) return;
+  num_recv = num_recv.From(rank * (num_views + 1));
+  seq_len = seq_len.From(rank * num_slots);
+  dst_rank = dst_rank.From(rank * num_slots * num_replicas);
+  dst_offset = dst_offset.From(rank * num_slots * num_replicas);
+  if (src_offset) src_offset = src_offset.From(rank * num_slots);
+  num_views = 1;
+}
+
 std::string DispatchContribution::Write() const {
   ByteWriter writer;
   writer.Put<int64_t>(parts.size());

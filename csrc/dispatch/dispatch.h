@@ -41,6 +41,10 @@ struct DispatchPart {
   IntArray seq_len;          // [S]
   IntArray src_offset;       // [S]; none: shards stand one after another
   IntArray num_recv;         // [W + 1], tokens from each rank and their sum
+
+  // W: each of the fields is [W, ...], the views of all ranks, until Select keeps that of one.
+  int64_t num_views = 1;
+  void Select(int64_t rank);
 };
 
 enum class Direction : uint8_t { kDispatch, kCombine };

@@ -130,12 +130,12 @@ bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) 
          static_cast<int64_t>(buffer.element_count()) == num_elements;
 }
 
-void PreferHugePages(const ffi::AnyBuffer& result) {
+void PreferHugePages(void* data, int64_t num_bytes) {
   constexpr uintptr_t kHugePage = 2 << 20;
   constexpr uintptr_t kLeast = 2 * kHugePage;
-  const auto begin = reinterpret_cast<uintptr_t>(result.untyped_data());
+  const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t end = (begin + result.size_bytes()) / kHugePage * kHugePage;
+  const uintptr_t end = (begin + num_bytes) / kHugePage * kHugePage;
   // A hint: what the system answers changes nothing.
   if (end >= first + kLeast) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }

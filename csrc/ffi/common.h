@@ -44,7 +44,7 @@ DataType ToDataType(xla::ffi::DataType type);
 bool IsArray(const xla::ffi::AnyBuffer& buffer, DataType type, int64_t num_elements);
 // For a result before it is written. XLA takes large arrays fresh from the system each time; page
 // by page that takes several times as long as the copy into them.
-void PreferHugePages(const xla::ffi::AnyBuffer& result);
+void PreferHugePages(void* data, int64_t num_bytes);
 xla::ffi::Error ToError(const Status& status);
 xla::ffi::Future Failed(const Status& status);
 

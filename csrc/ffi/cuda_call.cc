@@ -1,92 +1,12 @@
-// One custom call on a GPU: what its attributes and operands tell the kernels.
+// One custom call on a GPU: what its attributes and operands tell the kernels. Needs no CUDA.
 #include "ffi/cuda_call.h"
 
 #include <algorithm>
-
-#include "ffi/common.h"
-#include "numerics/sum_rows.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
 namespace {
-
-// Reads the operands one after another: the metadata of all parts, then the arrays of all parts.
-class Reader {
- public:
-  Reader(ffi::RemainingArgs args, ffi::RemainingRets results, const CudaOptions& options)
-      : args_(args), results_(results), options_(options) {}
-
-  // The elements of a field per rank: one view of it, or those of all ranks.
-  int64_t Field(IntArray* field) {
-    const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
-    const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
-    if (!type) return Bad();
-    const auto count = static_cast<int64_t>(buffer->element_count());
-    *field = {buffer->untyped_data(), *type};
-    if (count % num_views_ != 0) return Bad();
-    return count / num_views_;
-  }
-
-  void Metadata(size_t p, device::Part* part) {
-    const int64_t num_ranks = options_.num_ranks;
-    num_views_ = 1;
-    const int64_t num_counts = Field(&part->num_recv);
-    part->has_all_views = num_counts > num_ranks + 1;
-    num_views_ = part->has_all_views ? num_ranks : 1;
-    part->num_slots = Field(&part->seq_len);
-    const int64_t num_targets = Field(&part->dst_rank);
-    ok_ = ok_ && num_counts == num_views_ * (num_ranks + 1) &&
-          Field(&part->dst_offset) == num_targets;
-    if (options_.has_src_offset[p] != 0) ok_ = Field(&part->src_offset) == part->num_slots && ok_;
-    part->num_replicas = part->num_slots > 0 ? num_targets / part->num_slots : 1;
-    ok_ = ok_ && part->num_slots > 0 && part->num_slots * part->num_replicas == num_targets;
-    part->num_tokens = options_.num_tokens[p];
-    part->capacity = options_.capacity[p];
-  }
-
-  // `rows` exist for the plan, of each of `num_held` ranks.
-  void Array(int64_t num_held, int64_t in_rows, int64_t out_rows, device::Array* array) {
-    const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
-    auto result = results_.get<ffi::AnyBuffer>(next_result_++);
-    if (!arg.has_value() || !result.has_value()) {
-      Bad();
-      return;
-    }
-    const ffi::AnyBuffer out = **result;
-    array->in = static_cast<const char*>(arg->untyped_data());
-    array->out = static_cast<char*>(out.untyped_data());
-    array->in_row_bytes = RowBytes(*arg);
-    array->out_row_bytes = RowBytes(out);
-    array->in_type = ToDataType(arg->element_type());
-    array->out_type = ToDataType(out.element_type());
-    ok_ = ok_ && arg->dimensions()[0] >= num_held * in_rows &&
-          out.dimensions()[0] >= num_held * out_rows;
-  }
-
-  bool ok() const { return ok_; }
-
- private:
-  static int64_t RowBytes(const ffi::AnyBuffer& buffer) {
-    const auto dims = buffer.dimensions();
-    auto bytes = static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
-    for (size_t i = 1; i < dims.size(); ++i) bytes *= dims[i];
-    return bytes;
-  }
-
-  int64_t Bad() {
-    ok_ = false;
-    return 0;
-  }
-
-  ffi::RemainingArgs args_;
-  ffi::RemainingRets results_;
-  const CudaOptions& options_;
-  int64_t num_views_ = 1;
-  size_t next_arg_ = 0;
-  size_t next_result_ = 0;
-  bool ok_ = true;
-};
 
 // Pieces of some 100 kB, and several for each block where there is as much.
 int64_t RowsPerPiece(const device::Call& call, const device::Part& part, int num_blocks) {
@@ -102,49 +22,95 @@ int64_t RowsPerPiece(const device::Call& call, const device::Part& part, int num
 
 }  // namespace
 
-Status ReadCall(const CudaOptions& options, ffi::RemainingArgs args, ffi::RemainingRets results,
-                int64_t num_local, int num_blocks, device::Call* call) {
-  const std::string op = options.op();
-  const size_t num_parts = options.num_arrays.size();
+Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
+                   Placement* placement) {
+  const auto count = static_cast<size_t>(num_ranks);
+  if (places.size() == 1 && places[0] == -1) {
+    *placement = {std::vector<int64_t>(count, here), 0, 0, true};
+    return Status::Ok();
+  }
+  if (places.size() % count != 0 ||
+      std::any_of(places.begin(), places.end(), [](int64_t place) { return place < 0; })) {
+    return Status::Invalid(op + ": places has " + std::to_string(places.size()) +
+                           " entries for groups of " + std::to_string(num_ranks) +
+                           " ranks, or one that is negative. Call it through jax_cp_dispatch.");
+  }
+  const auto at = std::find(places.begin(), places.end(), here);
+  if (at == places.end()) {
+    return Status::Invalid(op + ": the program was made for other devices than GPU " +
+                           std::to_string(here & 0xffff) + " of process " +
+                           std::to_string(here >> 16) + ". Compile it again.");
+  }
+  const size_t index = at - places.begin();
+  const int64_t* first = places.begin() + index / count * count;
+  *placement = {std::vector<int64_t>(first, first + count), static_cast<int>(index % count),
+                static_cast<int>(index / count), false};
+  return Status::Ok();
+}
+
+Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call) {
+  Status status = ReadAttributes(options, call);
+  if (!status.ok()) return status;
   int64_t num_arrays = 0;
   for (const int64_t n : options.num_arrays) num_arrays += n;
-  if (options.num_ranks > device::kMaxRanks || num_parts > device::kMaxParts ||
-      num_arrays > device::kMaxArrays) {
-    return Status::Invalid(op + ": " + std::to_string(options.num_ranks) + " ranks and " +
-                           std::to_string(num_arrays) + " arrays; on GPUs one call takes at most " +
-                           std::to_string(device::kMaxRanks) + " ranks and " +
-                           std::to_string(device::kMaxArrays) +
-                           " arrays. Stack arrays, or pass implementation='xla'.");
+  if (call->num_ranks <= device::kMaxRanks && call->parts.size() <= device::kMaxParts &&
+      num_arrays <= device::kMaxArrays) {
+    return status;
   }
-  call->is_dispatch = options.is_dispatch;
-  call->num_ranks = static_cast<int>(options.num_ranks);
-  call->num_parts = static_cast<int>(num_parts);
-  call->num_local = static_cast<int>(num_local);
-  call->deadline_ns = static_cast<uint64_t>(options.deadline_ms) * 1'000'000;
-  Reader reader(args, results, options);
-  for (size_t p = 0; p < num_parts; ++p) reader.Metadata(p, &call->parts[p]);
-  for (size_t p = 0; p < num_parts; ++p) {
-    device::Part& part = call->parts[p];
-    part.first_array = call->num_arrays;
-    part.num_arrays = static_cast<int>(options.num_arrays[p]);
-    const int64_t in_rows = options.is_dispatch ? part.num_tokens : part.capacity;
-    const int64_t out_rows = options.is_dispatch ? part.capacity : part.num_tokens;
-    for (int a = 0; a < part.num_arrays; ++a) {
-      reader.Array(num_local, in_rows, out_rows, &call->arrays[call->num_arrays++]);
+  return Status::Invalid(call->op + ": " + std::to_string(call->num_ranks) + " ranks and " +
+                         std::to_string(num_arrays) + " arrays; on GPUs one call takes at most " +
+                         std::to_string(device::kMaxRanks) + " ranks and " +
+                         std::to_string(device::kMaxArrays) +
+                         " arrays. Stack arrays, or pass implementation='xla'.");
+}
+
+Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
+                        const ffi::RemainingRets& results, int64_t num_local, int num_blocks,
+                        DispatchCall* call, device::Call* on_device) {
+  // More makes no sense, and sizes would not fit 63 bits.
+  constexpr int64_t kMostReplicas = 1 << 14;
+  Status status = ReadOperands(options, args, results, num_local, call);
+  if (!status.ok()) return status;
+  on_device->is_dispatch = call->is_dispatch();
+  on_device->num_ranks = call->num_ranks;
+  on_device->num_parts = static_cast<int>(call->parts.size());
+  on_device->num_local = static_cast<int>(num_local);
+  on_device->deadline_ns = static_cast<uint64_t>(call->deadline.count()) * 1'000'000;
+  for (size_t p = 0; p < call->parts.size(); ++p) {
+    const DispatchPart& read = call->parts[p];
+    if (read.num_slots < 1 || read.num_replicas < 1 || read.num_replicas > kMostReplicas) {
+      return Status::Invalid(call->op + ": plan " + std::to_string(p) + " has " +
+                             std::to_string(read.num_slots) + " slots x " +
+                             std::to_string(read.num_replicas) +
+                             " replicas. Call it through jax_cp_dispatch.");
     }
-    if (reader.ok()) part.rows_per_piece = RowsPerPiece(*call, part, num_blocks);
+    device::Part& part = on_device->parts[p];
+    part.num_recv = read.num_recv;
+    part.seq_len = read.seq_len;
+    part.dst_rank = read.dst_rank;
+    part.dst_offset = read.dst_offset;
+    part.src_offset = read.src_offset;
+    part.has_all_views = read.num_views > 1;
+    part.num_slots = read.num_slots;
+    part.num_replicas = read.num_replicas;
+    part.num_tokens = options.num_tokens[p];
+    part.capacity = options.capacity[p];
+    part.first_array = on_device->num_arrays;
+    part.num_arrays = static_cast<int>(read.tokens.size());
+    for (size_t a = 0; a < read.tokens.size(); ++a) {
+      const RowArray& in = call->is_dispatch() ? read.tokens[a] : read.buffers[a];
+      const RowArray& out = call->is_dispatch() ? read.buffers[a] : read.tokens[a];
+      device::Array& array = on_device->arrays[on_device->num_arrays++];
+      array.in = in.data;
+      array.out = out.data;
+      array.in_row_bytes = in.row_bytes;
+      array.out_row_bytes = out.row_bytes;
+      array.in_type = read.types[a].in;
+      array.out_type = read.types[a].out;
+    }
+    part.rows_per_piece = RowsPerPiece(*on_device, part, num_blocks);
   }
-  if (!reader.ok()) {
-    return Status::Invalid(op +
-                           ": the operands are not those of this version's primitives. Call it "
-                           "through jax_cp_dispatch.");
-  }
-  for (int a = 0; a < call->num_arrays && !options.is_dispatch; ++a) {
-    if (SumIsSupported({call->arrays[a].in_type, call->arrays[a].out_type})) continue;
-    return Status::Invalid(op + ": array " + std::to_string(a) +
-                           " has a dtype that cannot be summed. Cast it first.");
-  }
-  return Status::Ok();
+  return status;
 }
 
 }  // namespace cpd

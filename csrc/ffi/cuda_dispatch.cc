@@ -60,7 +60,7 @@ ChannelKey KeyOf(const CudaOptions& options, const device::Call& call,
       add(call.arrays[a].in_row_bytes);
     }
     key.layout += ";";
-    key.buffers.push_back(options.buffer[p]);
+    key.buffers.push_back(options.call.buffer[p]);
   }
   key.places = places;
   return key;
@@ -78,16 +78,19 @@ void FindRemotes(const CudaOptions& options, const Placement& placement, device:
 }
 
 Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
-            const int32_t* rank_operand, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  const std::string op = options.op();
+            const int32_t* rank_operand, const ffi::RemainingArgs& args,
+            const ffi::RemainingRets& results) {
+  DispatchCall read;
   Placement placement;
-  Status status = FindPlacement(op, device, options.num_ranks, options.places, &placement);
+  Status status = ReadCudaAttributes(options.call, &read);
+  const std::string& op = read.op;
+  if (status.ok()) status = FindPlacement(op, device, read.num_ranks, options.places, &placement);
   if (!status.ok()) return status;
 
   device::Call call{};
-  const int64_t num_local = placement.on_one_device ? options.num_ranks : 1;
+  const int64_t num_local = placement.on_one_device ? read.num_ranks : 1;
   const int num_blocks = NumBlocks(device);
-  status = ReadCall(options, args, results, num_local, num_blocks, &call);
+  status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
   if (!status.ok()) return status;
   FindRemotes(options, placement, &call);
   const ChannelKey key = KeyOf(options, call, placement.places);
@@ -122,25 +125,25 @@ Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream
   return message.empty() ? status : Status::Invalid(message);
 }
 
-template <bool kIsDispatch, bool kExecute>
-ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi::AnyBuffer,
-                  ffi::RemainingArgs args, ffi::RemainingRets results, std::string_view axis,
-                  int64_t num_ranks, int64_t deadline_ms, Counts has_src_offset, Counts num_arrays,
-                  Counts num_tokens, Counts capacity, Counts buffer, Counts places,
-                  std::string_view memory) {
+template <Direction kDirection, bool kExecute>
+ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
+                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
+                  std::string_view axis, int64_t num_ranks, int64_t deadline_ms,
+                  Counts has_src_offset, Counts num_arrays, Counts num_tokens, Counts capacity,
+                  Counts buffer, Counts places, std::string_view memory) {
   try {
-    const CudaOptions options{kIsDispatch,    axis,       num_ranks,  deadline_ms,
-                              has_src_offset, num_arrays, num_tokens, capacity,
-                              buffer,         places,     memory};
-    return ToError(Move(options, kExecute, device, stream,
-                        static_cast<const int32_t*>(rank.untyped_data()), args, results));
+    const CudaOptions options{{kDirection, axis, num_ranks, deadline_ms, has_src_offset, num_arrays,
+                               num_tokens, capacity, buffer},
+                              places,
+                              memory};
+    return ToError(Move(options, kExecute, device, stream, rank.typed_data(), args, results));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
 }
 
-// The operands of both stages are those of the CPU's handlers; see ffi/dispatch.cc. Two attributes
-// are added: where the ranks are, and which memory reaches them.
+// The operands of both stages are those of the CPU's handlers; see ffi/dispatch_call.h. Two
+// attributes are added: where the ranks are, and which memory reaches them.
 template <ffi::ExecutionStage kStage>
 auto Binding() {
   return BindOperands<kStage>()
@@ -156,11 +159,13 @@ auto Binding() {
       .template Attr<std::string_view>("memory");
 }
 
-XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<true, false>), Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<false, false>), Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<true, true>), Binding<kExecute>(),
+XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<Direction::kCombine, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<Direction::kDispatch, true>), Binding<kExecute>(),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<false, true>), Binding<kExecute>(),
+XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<Direction::kCombine, true>), Binding<kExecute>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -264,11 +264,11 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
 }
 
 template <bool kExecute>
-ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::AnyBuffer rank, ffi::AnyBuffer,
-                  ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes) {
+ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
+                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
+                  ffi::Dictionary attributes) {
   try {
-    return ToError(Gemm(kExecute, device, stream, static_cast<const int32_t*>(rank.untyped_data()),
-                        args, results, attributes));
+    return ToError(Gemm(kExecute, device, stream, rank.typed_data(), args, results, attributes));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

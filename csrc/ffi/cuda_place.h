@@ -12,15 +12,7 @@
 
 namespace cpd {
 
-struct Placement {
-  std::vector<int64_t> places;  // of the ranks of this group
-  int rank = 0;                 // the first on this device
-  int group = 0;
-  bool on_one_device = false;  // which holds all ranks
-};
-
-// Makes `device` current. `places` are those of all groups, one after another; one of -1 where a
-// device holds all ranks.
+// Makes `device` current, and finds it among `places`; see LocateRanks.
 Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
                      Placement* placement);
 

@@ -18,8 +18,8 @@ auto BindOperands() {
   return xla::ffi::Ffi::Bind<kStage>()
       .template Ctx<xla::ffi::DeviceOrdinal>()
       .template Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<xla::ffi::AnyBuffer>()  // rank: place on the axis, in device memory
-      .template Arg<xla::ffi::AnyBuffer>()  // group
+      .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // rank: place on the axis, on the device
+      .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // group
       .RemainingArgs()
       .RemainingRets();
 }

@@ -7,8 +7,6 @@
 namespace cpd {
 namespace {
 
-// Three years, the longest deadline that Python lets through; clocks count nanoseconds.
-constexpr int64_t kLongestMs = 100'000'000'000;
 // Far more than a job has, or one of its ranks has to tell.
 constexpr int64_t kMostRanks = 1 << 16;
 constexpr int64_t kMostBytes = 1 << 30;
@@ -41,7 +39,7 @@ void SharedExchanges::OnMessage(int process, const std::string& bytes) {
     case MessageKind::kFail: {
       FailureNotice notice;
       if (!FromBytes(bytes, &notice)) return;
-      notice.deadline_ms = std::clamp<int64_t>(notice.deadline_ms, 0, kLongestMs);
+      notice.deadline_ms = std::clamp<int64_t>(notice.deadline_ms, 0, kLongestDeadline.count());
       if (notice.code != StatusCode::kInvalidArgument &&
           notice.code != StatusCode::kDeadlineExceeded) {
         notice.code = StatusCode::kInternal;
@@ -64,7 +62,7 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
       announcement.num_bytes <= kMostBytes && announcement.num_ranks > 0 &&
       announcement.num_ranks <= kMostRanks && announcement.rank >= 0 &&
       announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
-      announcement.deadline_ms <= kLongestMs &&
+      announcement.deadline_ms <= kLongestDeadline.count() &&
       // Reads each byte once, so that nothing changes between a check and its use.
       FromBytes(std::string_view(segment.base + announcement.offset, announcement.num_bytes),
                 &description);

@@ -11,6 +11,9 @@
 
 namespace cpd {
 
+// Three years, the longest that Python lets through: clocks count nanoseconds in 64 bits.
+constexpr std::chrono::milliseconds kLongestDeadline{100'000'000'000};
+
 enum class StatusCode { kOk, kInvalidArgument, kDeadlineExceeded, kInternal };
 
 struct Status {

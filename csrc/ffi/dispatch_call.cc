@@ -1,0 +1,246 @@
+// One call of dispatch or combine, on CPU or a GPU: its attributes and operands, checked as they
+// are read.
+#include "ffi/dispatch_call.h"
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+
+#include "ffi/common.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+using Dims = ffi::Span<const int64_t>;
+
+template <typename... Parts>
+Status Wrong(const DispatchCall& call, const Parts&... parts) {
+  std::ostringstream message;
+  message << call.op << ": the operands are not those of this version's primitives: ";
+  (message << ... << parts);
+  message << ". Call it through jax_cp_dispatch.";
+  return Status::Invalid(message.str());
+}
+
+std::string Text(Dims dims) {
+  std::string text = "[";
+  for (const int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+Dims Without(Dims dims, size_t num_leading) { return dims.last(dims.size() - num_leading); }
+
+bool IsComplex(ffi::DataType type) { return type == ffi::C64 || type == ffi::C128; }
+
+// -1: of less than a byte, or no elements at all.
+int64_t BytesOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::PRED:
+    case ffi::F8E3M4:
+    case ffi::F8E4M3:
+    case ffi::F8E4M3B11FNUZ:
+    case ffi::F8E4M3FNUZ:
+    case ffi::F8E5M2FNUZ:
+    case ffi::F8E8M0FNU:
+      return 1;
+    case ffi::C64:
+      return 8;
+    case ffi::C128:
+      return 16;
+    default:
+      return ToDataType(type) == DataType::kOther ? -1 : ElementBytes(ToDataType(type));
+  }
+}
+
+// Of one row; -1: none that any memory could hold.
+int64_t RowBytes(Dims dims, int64_t element_bytes) {
+  int64_t bytes = element_bytes;
+  for (const int64_t dim : Without(dims, 1)) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) return -1;
+  }
+  return bytes;
+}
+
+// Reads the operands one after another.
+class Reader {
+ public:
+  Reader(const DispatchOptions& options, const ffi::RemainingArgs& args,
+         const ffi::RemainingRets& results, int64_t num_held, DispatchCall* call)
+      : options_(options), args_(args), results_(results), num_held_(num_held), call_(*call) {}
+
+  Status Read() {
+    int64_t num_fields = 0;
+    size_t num_arrays = 0;
+    for (size_t p = 0; p < call_.parts.size(); ++p) {
+      num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
+      num_arrays += options_.num_arrays[p];  // checked: positive, and all together few
+    }
+    const size_t num_args = num_fields + num_arrays;
+    const bool has_storage = call_.is_dispatch() && args_.size() == num_args + num_arrays;
+    if (results_.size() != num_arrays || (args_.size() != num_args && !has_storage)) {
+      return Wrong(call_, "there are ", args_.size(), " operands and ", results_.size(),
+                   " results, but num_arrays needs ", num_args, " and ", num_arrays);
+    }
+    Status status;
+    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Metadata(p);
+    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Arrays(p);
+    return status;
+  }
+
+ private:
+  // One field of the metadata. Its dimensions: those of views, then `num_dims` (or one less).
+  Status Field(size_t p, const char* name, size_t num_dims, IntArray* field, Dims* dims) {
+    const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
+    const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
+    if (!type) return Wrong(call_, name, " of plan ", p, " has no integers of 32 or 64 bits");
+    *field = {buffer->untyped_data(), *type};
+    *dims = buffer->dimensions();
+    const size_t leading = has_views_dim_ ? 1 : 0;
+    const bool fits =
+        dims->size() == leading + num_dims || (num_dims == 2 && dims->size() == leading + 1);
+    if (fits && (!has_views_dim_ || dims->front() == num_views_)) return Status::Ok();
+    return Wrong(call_, name, " of plan ", p, " has shape ", Text(*dims));
+  }
+
+  Status Metadata(size_t p) {
+    DispatchPart& part = call_.parts[p];
+    const int64_t num_ranks = call_.num_ranks;
+    Dims counts, slots, targets, offsets;
+    // Whether there is a dimension of views, the first field tells.
+    has_views_dim_ = false;
+    Status status = Field(p, "num_recv", 2, &part.num_recv, &counts);
+    if (!status.ok()) return status;
+    has_views_dim_ = counts.size() == 2;
+    num_views_ = has_views_dim_ ? counts.front() : 1;
+    if (counts.back() != num_ranks + 1 || (num_views_ != 1 && num_views_ != num_ranks)) {
+      return Wrong(call_, "num_recv of plan ", p, " has shape ", Text(counts), " but there are ",
+                   num_ranks, " ranks");
+    }
+    part.num_views = num_views_;
+    const size_t leading = has_views_dim_ ? 1 : 0;
+    status = Field(p, "seq_len", 1, &part.seq_len, &slots);
+    if (status.ok()) status = Field(p, "dst_rank", 2, &part.dst_rank, &targets);
+    if (status.ok()) status = Field(p, "dst_offset", 2, &part.dst_offset, &offsets);
+    if (status.ok() && options_.has_src_offset[p] != 0) {
+      Dims sources;
+      status = Field(p, "src_offset", 1, &part.src_offset, &sources);
+      if (status.ok() && !(sources == slots)) {
+        return Wrong(call_, "src_offset of plan ", p, " has shape ", Text(sources), " but seq_len ",
+                     Text(slots));
+      }
+    }
+    if (!status.ok()) return status;
+    part.num_slots = slots.back();
+    part.num_replicas = targets.size() == leading + 2 ? targets.back() : 1;
+    if (targets[leading] != part.num_slots || !(offsets == targets)) {
+      return Wrong(call_, "dst_rank and dst_offset of plan ", p, " have shapes ", Text(targets),
+                   " and ", Text(offsets), " but seq_len ", Text(slots));
+    }
+    return Status::Ok();
+  }
+
+  // Equally many rows of each rank whose rows are held.
+  bool HoldsRows(Dims dims, int64_t of_each) const {
+    return dims.front() % num_held_ == 0 && dims.front() / num_held_ == of_each;
+  }
+
+  Status Arrays(size_t p) {
+    DispatchPart& part = call_.parts[p];
+    const bool is_dispatch = call_.is_dispatch();
+    const int64_t num_tokens = options_.num_tokens[p], capacity = options_.capacity[p];
+    const int64_t rows_in = is_dispatch ? num_tokens : capacity;
+    const int64_t rows_out = is_dispatch ? capacity : num_tokens;
+    for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
+      const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
+      auto result = results_.get<ffi::AnyBuffer>(next_result_++);
+      const auto wrong = [&](const auto&... what) {
+        return Wrong(call_, "array ", a, " of plan ", p, " ", what...);
+      };
+      if (!arg.has_value() || !result.has_value()) return wrong("is no array");
+      const ffi::AnyBuffer out = **result;
+      const Dims dims_in = arg->dimensions(), dims_out = out.dimensions();
+      if (dims_in.size() == 0 || dims_out.size() == 0) return wrong("is a scalar");
+      if (!(Without(dims_in, 1) == Without(dims_out, 1))) {
+        return wrong("has rows of shape ", Text(Without(dims_in, 1)), " but its result of ",
+                     Text(Without(dims_out, 1)));
+      }
+      // An array without rows comes padded: its rows do not count.
+      if ((rows_in != 0 && !HoldsRows(dims_in, rows_in)) || !HoldsRows(dims_out, rows_out)) {
+        return wrong("has ", dims_in.front(), " rows and its result ", dims_out.front(),
+                     ", but the attributes say ", rows_in, " and ", rows_out, " for each of ",
+                     num_held_, " ranks");
+      }
+      const ffi::DataType type_in = arg->element_type(), type_out = out.element_type();
+      const SumTypes types{ToDataType(type_in), ToDataType(type_out)};
+      if (is_dispatch ? type_in != type_out
+                      : !SumIsSupported(types) || IsComplex(type_in) != IsComplex(type_out)) {
+        return wrong(is_dispatch ? "and its result are of different types"
+                                 : "has types that cannot be summed");
+      }
+      const int64_t bytes_in = RowBytes(dims_in, BytesOf(type_in));
+      const int64_t bytes_out = RowBytes(dims_out, BytesOf(type_out));
+      if (bytes_in < 0 || bytes_out < 0) return wrong("has elements or rows of no size in bytes");
+      const RowArray in{static_cast<char*>(arg->untyped_data()), rows_in, bytes_in};
+      const RowArray written{static_cast<char*>(out.untyped_data()), rows_out, bytes_out};
+      part.tokens.push_back(is_dispatch ? in : written);
+      part.buffers.push_back(is_dispatch ? written : in);
+      part.types.push_back(types);
+    }
+    return Status::Ok();
+  }
+
+  const DispatchOptions& options_;
+  const ffi::RemainingArgs& args_;
+  const ffi::RemainingRets& results_;
+  const int64_t num_held_;
+  DispatchCall& call_;
+  bool has_views_dim_ = false;
+  int64_t num_views_ = 1;
+  size_t next_arg_ = 0;
+  size_t next_result_ = 0;
+};
+
+}  // namespace
+
+Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
+  // Far more than any call has; sums and products of a few of them stay far from 2^63.
+  constexpr int64_t kMostArrays = 1 << 16, kMostRows = int64_t{1} << 48;
+  call->direction = options.direction;
+  call->op = std::string(call->is_dispatch() ? "dispatch" : "combine") + " over axis '" +
+             std::string(options.axis) + "'";
+  if (options.num_ranks < 1 || options.num_ranks >= std::numeric_limits<int>::max()) {
+    return Wrong(*call, "num_ranks is ", options.num_ranks);
+  }
+  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
+    return Wrong(*call, "deadline_ms is ", options.deadline_ms, "; it needs to be in 1..",
+                 kLongestDeadline.count());
+  }
+  call->num_ranks = static_cast<int>(options.num_ranks);
+  call->deadline = std::chrono::milliseconds(options.deadline_ms);
+  const size_t num_parts = options.num_arrays.size();
+  for (const Counts& of_parts :
+       {options.has_src_offset, options.num_tokens, options.capacity, options.buffer}) {
+    if (num_parts > 0 && num_parts <= kMostArrays && of_parts.size() == num_parts) continue;
+    return Wrong(*call, "num_arrays has ", num_parts, " entries, another attribute ",
+                 of_parts.size());
+  }
+  for (size_t p = 0; p < num_parts; ++p) {
+    if (options.num_arrays[p] < 1 || options.num_arrays[p] > kMostArrays) {
+      return Wrong(*call, "num_arrays is ", options.num_arrays[p], " for plan ", p);
+    }
+    for (const int64_t rows : {options.num_tokens[p], options.capacity[p]}) {
+      if (rows < 0 || rows > kMostRows) return Wrong(*call, "plan ", p, " is for ", rows, " rows");
+    }
+  }
+  call->parts.resize(num_parts);
+  return Status::Ok();
+}
+
+Status ReadOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& results, int64_t num_held, DispatchCall* call) {
+  return Reader(options, args, results, num_held, call).Read();
+}
+
+}  // namespace cpd

@@ -1,0 +1,58 @@
+// One call of dispatch or combine, on CPU or a GPU: its attributes and operands, checked as they
+// are read. What a handler does with a call begins with this struct.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dispatch/dispatch.h"
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+using Counts = xla::ffi::Span<const int64_t>;
+
+// Attributes that are known when the program is made; those with an entry per part are spans.
+struct DispatchOptions {
+  Direction direction;
+  std::string_view axis;  // for messages
+  int64_t num_ranks;
+  int64_t deadline_ms;
+  Counts has_src_offset;  // per part: whether the metadata ends with src_offset
+  Counts num_arrays;      // per part: arrays that move
+  Counts num_tokens;      // per part: rows in the owner's layout, of one rank
+  Counts capacity;        // per part: rows of the receive buffer, of one rank
+  Counts buffer;          // per part: id of the registered buffer whose limits hold, or 0
+};
+
+// The arrays hold the rows of one rank, or one after another those of all ranks. Of each array the
+// first rank's rows are told: as many as the plan may name.
+struct DispatchCall {
+  std::string op;  // begins every message
+  Direction direction;
+  int num_ranks;
+  std::chrono::milliseconds deadline;
+  std::vector<DispatchPart> parts;
+
+  bool is_dispatch() const { return direction == Direction::kDispatch; }
+};
+
+// Everything but the parts. Refuses attributes that are out of range or do not fit each other.
+Status ReadAttributes(const DispatchOptions& options, DispatchCall* call);
+
+// The parts, after the attributes. `num_held`: of how many ranks the arrays hold the rows. Refuses
+// operands and results whose number, shapes or types are not those of the attributes.
+//
+// Operands: the metadata of all parts, each field as one rank's view [...] or [1, ...], or as the
+// views of all ranks [W, ...]: num_recv [W + 1], seq_len [S], dst_rank [S(, C)], dst_offset [S(,
+// C)], and src_offset [S] if there is one. Then the arrays of all parts: for dispatch x [T,
+// feature...], for combine y [capacity, feature...]. Then, for dispatch, maybe storage to reuse.
+// Results: for dispatch [capacity, feature...], for combine [T, feature...].
+Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
+                    const xla::ffi::RemainingRets& results, int64_t num_held, DispatchCall* call);
+
+}  // namespace cpd
