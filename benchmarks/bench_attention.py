@@ -3,8 +3,8 @@
 Cases: one causal document, packed documents, one document attended in full. Methods: those of
 `context_parallel_attention` on contiguous tokens; `jax.nn.dot_product_attention` under `jit` with
 the sequence sharded; the package `ringattention` if it is installed; local attention on one device.
-The limit is the rate of a matrix product. `--lengths FILE`: JSON list of document lengths for the
-packed case, drawn at random and cut to the sequence; else log-normal lengths.
+The limit is the rate of a matrix product. The packed documents have published lengths; see
+tests/data.
 """
 
 from pathlib import Path
@@ -14,18 +14,18 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_planner import pack, read_lengths
+import packing
 
 from jax_cp_dispatch import choose_algorithm, document_lengths
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
+LENGTHS = packing.PUBLISHED / "dist_wlbllm.json"
 METHODS = (*programs.OURS, *programs.VARIANTS, programs.LOCAL, programs.PACKAGE, programs.DENSE)
 
 
 def cases(num_tokens: int, dtypes: list[str], files: list[Path]) -> list[programs.Case]:
     packed = {
-        f"packed, {name}": pack(lengths, num_tokens, seed=0)
-        for name, lengths in read_lengths(files).items()
+        f"packed, {path.name}": next(packing.published(path, num_tokens))[1] for path in files
     }
     return [
         case
@@ -99,19 +99,18 @@ def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=5)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--lengths", nargs="+", type=Path, default=[])
-    parser.set_defaults(repeats=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--lengths", nargs="*", type=Path, default=[LENGTHS])
+    arguments = common.options(parser, tokens=1024, dtypes=["float32"])
     start_cpu_devices(programs.NUM_RANKS)
     rows = []
     for case in cases(arguments.tokens, arguments.dtypes, arguments.lengths):
         rows += measure(case, arguments.methods, arguments.repeats)
     title = "attention over 8 devices, 8 heads of 64, forward and backward"
-    common.write(arguments.output, title, rows)
+    common.write(arguments.output, title, rows, programs.PACKAGE)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Growth of time and memory from 4K to 64K tokens: one causal document, forward and backward.
 
 Each method and length runs in a process of its own, after compilation: the time of a run, and by
-how much memory grew at its peak. Draws docs/images/attention_growth.svg from what it measured.
+how much memory grew at its peak. Draws attention_growth.svg from what it measured.
 """
 
 import json
@@ -17,7 +17,6 @@ import jax
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 METHODS = ("zigzag", "hamilton", "balanced", programs.LOCAL, programs.PACKAGE, programs.DENSE)
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "attention_growth.svg"
 
 
 def status(field: str) -> int:
@@ -44,7 +43,7 @@ def run_alone(method: str, num_tokens: int, dtype: str, repeats: int) -> dict:
     return {"s": round(min(seconds), 3), "peak_MB": round((status("VmHWM") - before) / 1e6)}
 
 
-def draw(rows: list[dict]) -> None:
+def draw(rows: list[dict], picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -65,17 +64,16 @@ def draw(rows: list[dict]) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle("One causal document, forward and backward, 8 virtual devices", fontsize=10)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(picture, metadata={"Date": None})
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=3)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096 << i for i in range(5)])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--alone", action="store_true", help="one method and length, here")
-    parser.set_defaults(repeats=3)
-    arguments = parser.parse_args()
+    arguments = common.options(parser, tokens=[1024])
     if arguments.alone:
         (method,), (num_tokens,) = arguments.methods, arguments.tokens
         print(json.dumps(run_alone(method, num_tokens, arguments.dtype, arguments.repeats)))
@@ -98,7 +96,7 @@ def main() -> None:
             print(f"{num_tokens:7d}  {method:<20}{result}", flush=True)
     title = "one causal document over 8 devices, 8 heads of 64, forward and backward"
     common.write(arguments.output, title, rows)
-    draw(rows)
+    draw(rows, arguments.pictures / "attention_growth.svg")
 
 
 if __name__ == "__main__":

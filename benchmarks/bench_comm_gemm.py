@@ -166,15 +166,20 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    arguments = parser.parse_args()
+    parser.add_argument("--divide", type=int, default=1, help="all sizes of the layers by this")
+    arguments = common.options(parser, devices=[4], dtypes=["float32"], divide=4)
+    layers = [
+        Layer(name, op, *(size // arguments.divide for size in sizes))
+        for name, op, *sizes in LAYERS
+    ]
     start_cpu_devices(max(arguments.devices))
     rows = []
     for num_ranks in arguments.devices:
         mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
         for dtype in arguments.dtypes:
-            shapes = [(layer.op, layer.m, layer.k, layer.n) for layer in LAYERS]
+            shapes = [(layer.op, layer.m, layer.k, layer.n) for layer in layers]
             use_tuning(tune(shapes, mesh=mesh, axis_name=AXIS, dtype=dtype))
-            for layer in LAYERS:
+            for layer in layers:
                 rows += measure(layer, mesh, dtype, arguments.repeats)
     common.write(arguments.output, "tensor-parallel products, forward", rows)
 

@@ -42,7 +42,7 @@ def row_maps(seq_len, capacity, tokens):
 
 
 def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
+    arguments = common.options(common.parser(__doc__))
     start_cpu_devices(W)
     rng = np.random.default_rng(0)
     seq_len = random_segments(rng)
@@ -135,7 +135,10 @@ def main() -> None:
     ]
     for row in rows:
         print("{what:<36}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
-    common.write(arguments.output, f"dispatch of {num_bytes / 1e6:.0f} MB over {W} devices", rows)
+    heads, size = FEATURE
+    sizes = f"{T} tokens per rank, {heads} heads × {size}, {x.dtype}, random segments"
+    title = f"dispatch of {num_bytes / 1e6:.0f} MB over {W} devices ({sizes})"
+    common.write(arguments.output, title, rows)
 
 
 if __name__ == "__main__":

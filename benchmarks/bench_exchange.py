@@ -75,7 +75,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--bytes", type=int, nargs="+", default=[1 << 14, 1 << 20, 1 << 23])
-    arguments = parser.parse_args()
+    arguments = common.options(parser, devices=[3], bytes=[1 << 14])
     start_cpu_devices(max(arguments.devices))
     rows = []
     for num_ranks in arguments.devices:

@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
+    arguments = common.options(common.parser(__doc__))
     rows = rows_of_processes(__file__, arguments.repeats)
     for row in rows:
         print(
@@ -42,7 +42,8 @@ def main() -> None:
                 **row
             )
         )
-    common.write(arguments.output, "overlapped GEMMs between processes of one host", rows)
+    title = f"overlapped GEMMs between processes of one host, {M} × {K} × {N} in float32"
+    common.write(arguments.output, title, rows)
 
 
 def work() -> None:

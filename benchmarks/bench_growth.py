@@ -77,7 +77,7 @@ def measure(world_size, shape, repeats):
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    arguments = parser.parse_args()
+    arguments = common.options(parser, devices=[2, 4])
     start_cpu_devices(max(arguments.devices))
     rows = []
     print("bytes/rank  devices  donated ms  fresh ms  ppermute ms  memcpy ms  donated GB/s")

@@ -103,7 +103,7 @@ def measure(world_size, repeats):
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
-    arguments = parser.parse_args()
+    arguments = common.options(parser, devices=[2])
     start_cpu_devices(max(arguments.devices))
     rows = []
     print("devices  what       in a loop us  trace ms  call returns us  done us")

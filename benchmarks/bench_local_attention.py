@@ -13,16 +13,15 @@ import numpy as np
 from jax_cp_dispatch.attention import local_attention
 from jax_cp_dispatch.cost import attention_flops
 
-NUM_TOKENS, NUM_HEADS, HEAD_SIZE = 8192, 8, 64
-DOCUMENT_LENGTHS = {"causal": 8192, "packed": 1024}
+NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
 MATMUL_SIZE = 4096
 
 
-def key_ranges(case):
-    position = np.arange(NUM_TOKENS)
+def key_ranges(case, num_tokens):
+    position = np.arange(num_tokens)
     if case == "full":
-        return 0 * position, 0 * position + NUM_TOKENS
-    length = DOCUMENT_LENGTHS[case]
+        return 0 * position, 0 * position + num_tokens
+    length = PACKED_LENGTH if case == "packed" else num_tokens
     return position // length * length, position + 1
 
 
@@ -40,11 +39,11 @@ def passes(name, attend, q, k, v, dout):
     }
 
 
-def measure(dtype, case, repeats):
+def measure(dtype, case, num_tokens, repeats):
     rng = np.random.default_rng(0)
-    shape = (4, 1, NUM_TOKENS, NUM_HEADS, HEAD_SIZE)
+    shape = (4, 1, num_tokens, NUM_HEADS, HEAD_SIZE)
     operands = tuple(jnp.asarray(rng.normal(size=shape), dtype))
-    start, end = key_ranges(case)
+    start, end = key_ranges(case, num_tokens)
     ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
     square = jnp.asarray(rng.normal(size=(MATMUL_SIZE, MATMUL_SIZE)), jnp.float32)
     runs = {
@@ -52,7 +51,7 @@ def measure(dtype, case, repeats):
     }
     runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
     if case == "packed":  # what a mask hides does not change the time
-        position = np.arange(NUM_TOKENS)
+        position = np.arange(num_tokens)
         mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
         dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
         runs |= passes("dense", dense, *operands)
@@ -83,14 +82,17 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full"])
-    arguments = parser.parse_args()
+    parser.add_argument("--tokens", type=int, default=8192)
+    arguments = common.options(parser, tokens=2048)
     rows = []
     for dtype in arguments.dtypes:
         for case in arguments.cases:
-            for row in measure(dtype, case, arguments.repeats):
+            for row in measure(dtype, case, arguments.tokens, arguments.repeats):
                 rows.append(row)
                 print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-    common.write(arguments.output, "local attention on one device", rows)
+    sizes = f"{arguments.tokens} tokens, {NUM_HEADS} heads of {HEAD_SIZE}"
+    title = f"local attention on one device, {sizes}, packed documents of {PACKED_LENGTH} tokens"
+    common.write(arguments.output, title, rows)
 
 
 if __name__ == "__main__":

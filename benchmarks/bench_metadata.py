@@ -154,7 +154,7 @@ def measure(world_size: int, num_shards: int, repeats: int) -> dict:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--max-ranks", type=int, default=512)
-    arguments = parser.parse_args()
+    arguments = common.options(parser, max_ranks=8)
     rows = []
     print("  W x S    ours ms  compile s  temp MB  out MB | NumPy ms  peak MB")
     for world_size, num_shards in GRID:

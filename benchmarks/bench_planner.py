@@ -1,44 +1,35 @@
 """Planning time, balance and moved tokens of packed documents, 64K tokens per rank.
 
-`--lengths FILE...`: JSON lists of document lengths, from which documents are drawn at random.
-Without: log-normal lengths with median 2048 and sigma 1.2, so that one document in a hundred is
-longer than 16 times the median; these hold 14 % of the tokens and 55 % of the sum of squared
-lengths (real corpora: 60 to 80 %). Documents are packed until all
-ranks are full; the last one is cut.
+Documents are drawn from published lengths (tests/data), and from a log-normal distribution with
+median 2048 and sigma 1.2, so that one document in a hundred is longer than 16 times the median;
+these hold 14 % of the tokens and 55 % of the sum of squared lengths (real corpora: 60 to 80 %).
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import common
 import jax
 import numpy as np
+import packing
 
 from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
 
-MEDIAN, SIGMA = 2048, 1.2
-DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
 
-
-def read_lengths(files: list[Path]) -> dict[str, np.ndarray]:
-    if files:
-        return {path.name: np.array(json.loads(path.read_text())) for path in files}
-    normal = np.random.default_rng(0).standard_normal(100_000)
-    return {DRAWN: np.ceil(MEDIAN * np.exp(SIGMA * normal)).astype(int)}
-
-
-def pack(lengths: np.ndarray, columns: int, seed: int) -> np.ndarray:
-    sample = np.random.default_rng(seed).choice(lengths, columns)
-    ends = np.minimum(sample.cumsum(), columns)
-    return np.repeat(np.arange(1, columns + 1), np.diff(ends, prepend=0))[None].astype(np.int32)
+def batches(source: Path | None, num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Seed and segment ids [1, num_tokens], of published lengths or of drawn ones."""
+    if source is not None:
+        yield from packing.published(source, num_tokens)
+    else:
+        yield from ((seed, packing.drawn(num_tokens, seed)) for seed in range(2))
 
 
 def measure(
-    lengths: np.ndarray, world_size: int, arguments: argparse.Namespace, seed: int
+    segment_ids: np.ndarray, world_size: int, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    segment_ids = pack(lengths, world_size * arguments.tokens, seed)
     config = PlanConfig(block=arguments.block)
 
     def plan() -> AttentionPlan:
@@ -53,7 +44,6 @@ def measure(
         "world_size": world_size,
         "tokens_per_rank": arguments.tokens,
         "block": arguments.block,
-        "seed": seed,
         "first_call_s": round(first_call, 3),
         "plan_ms": round(1e3 * seconds["plan"], 2),
         "imbalance_before": round(float(result.imbalance_before), 4),
@@ -69,17 +59,18 @@ def measure(
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--lengths", nargs="+", type=Path, default=[])
+    files = sorted(packing.PUBLISHED.glob("*.json"))
+    parser.add_argument("--lengths", nargs="*", type=Path, default=files)
     parser.add_argument("--world-size", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--tokens", type=int, default=65536, help="tokens per rank")
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = common.options(parser, world_size=[8], tokens=16384)
     rows = []
-    for name, lengths in read_lengths(arguments.lengths).items():
+    for source in (None, *arguments.lengths):
+        name = packing.DRAWN if source is None else source.name
         for world_size in arguments.world_size:
-            for seed in range(arguments.seeds):
-                row = {"lengths": name} | measure(lengths, world_size, arguments, seed)
+            for seed, segment_ids in batches(source, world_size * arguments.tokens):
+                row = {"lengths": name, "seed": seed} | measure(segment_ids, world_size, arguments)
                 print(json.dumps(row), flush=True)
                 rows.append(row)
     common.write(arguments.output, "planning packed documents", rows)

@@ -50,14 +50,16 @@ def is_one_of_a_job() -> bool:
 
 
 def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
+    arguments = common.options(common.parser(__doc__))
     rows = rows_of_processes(__file__, arguments.repeats)
     for row in rows:
         print(
             "{processes} processes, {MB:4d} MB: {what:<34}{ms:9.2f} ms{of_memcpy:8.3f} of memcpy"
             "{times_gloo:8.1f} x gloo's faster way".format(**row)
         )
-    common.write(arguments.output, "dispatch between processes of one host", rows)
+    row_kB = 4 * FEATURES // 1024
+    title = f"dispatch between processes of one host, rows of {row_kB} kB in random segments"
+    common.write(arguments.output, title, rows)
 
 
 def work() -> None:

@@ -135,11 +135,12 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = common.options(parser, devices=2)
     start_cpu_devices(arguments.devices)
     mesh = Mesh(np.array(jax.devices()[: arguments.devices]), (AXIS,))
     rows = [row for layer in (UP, DOWN) for row in measure(layer, mesh, arguments.repeats)]
-    common.write(arguments.output, "scaling modes of tensor-parallel products", rows)
+    sizes = f"{TOKENS} tokens, model size {MODEL}, {HIDDEN} hidden, ring, bfloat16 operands"
+    common.write(arguments.output, f"scaling modes of tensor-parallel products ({sizes})", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What every benchmark needs: interleaved timing, and a file of results."""
+"""What every benchmark needs: options, interleaved timing, and a file of results."""
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -18,13 +20,26 @@ import numpy as np
 
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
+ROOT = pathlib.Path(__file__).parents[1]
+BEGAN = time.perf_counter()
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+
+def parser(description: str | None, *, repeats: int = 11) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--output", type=pathlib.Path, help="write the results here as JSON")
-    result.add_argument("--repeats", type=int, default=11, help="rounds of interleaved runs")
+    result.add_argument("--repeats", type=int, default=repeats, help="rounds of interleaved runs")
     return result
+
+
+def options(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """What the command line says; with `--quick` one round, and `quick` for what it leaves out."""
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
+    pictures = ROOT / "docs" / "images"
+    parser.add_argument("--pictures", type=pathlib.Path, default=pictures, help="draw them there")
+    if parser.parse_args().quick:
+        parser.set_defaults(repeats=1, **quick)
+    return parser.parse_args()
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -83,8 +98,17 @@ class Report:
         self.rows.append(row)
 
 
-def write(output: pathlib.Path | None, title: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows with date, machine and versions."""
+def write(
+    output: pathlib.Path | None,
+    title: str,
+    rows: list[dict[str, Any]],
+    *packages: str,
+    **more: Any,
+) -> None:
+    """Writes the rows with date, machine, versions and the seconds that the program took.
+
+    `packages` are others whose versions matter, where they are installed.
+    """
     if output is None:
         return
     result = {
@@ -100,11 +124,14 @@ def write(output: pathlib.Path | None, title: str, rows: list[dict[str, Any]]) -
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
             "numpy": np.__version__,
+            **{name: version(name) for name in packages if importlib.util.find_spec(name)},
         },
+        "took_s": round(time.perf_counter() - BEGAN),
+        **more,
         "rows": rows,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 def _cpu_model() -> str:

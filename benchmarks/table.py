@@ -1,114 +1,177 @@
 """Writes docs/benchmarks.md, and what the README shows of it, from the result files.
 
-python benchmarks/table.py          after `./run bench`
+python benchmarks/table.py          `./run bench` does it at its end
 """
 
+import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import sections
-from sections import ROOT, cells, load
+from sections import Result, and_join, cells
 
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 
 
 def span(numbers: Iterable[float]) -> str:
-    numbers = list(numbers)
-    return f"{min(numbers):.2f} to {max(numbers):.2f}"
+    low, *_, high = sorted([*numbers] * 2)
+    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
 
 
-def summary() -> list[str]:
-    """One line per result, beside what a user would take instead."""
-    moved = {row["what"]: row for row in load("dispatch")["rows"]}
-    window = moved["dispatch into a donated window"]
-    other = min(row["ms"] for what, row in moved.items() if what.startswith("all_"))
-    shared = load("processes")["rows"]
-    most = max(row["MB"] for row in shared)
+def rows_of(result: Result, **wanted: object) -> list[dict]:
+    return [row for row in result["rows"] if all(row[key] == x for key, x in wanted.items())]
+
+
+def only(result: Result, **wanted: object) -> dict | None:
+    rows = rows_of(result, **wanted)
+    return rows[0] if rows else None
+
+
+Line = tuple[str, str, str]  # what, the measured value, what stands beside it
+
+
+def dispatch(result: Result) -> Iterator[Line]:
+    window = only(result, what="dispatch into a donated window")
+    others = [row["ms"] for row in result["rows"] if row["what"].startswith("all_")]
+    if window and others:
+        yield (
+            f"`dispatch`{result['title'].removeprefix('dispatch').split(' (')[0]}",
+            f"{window['GB_per_s']} GB/s, {window['of_memcpy']} of memcpy",
+            f"{min(others) / window['ms']:.0f} times the faster of XLA's two ways",
+        )
+
+
+def latency(result: Result) -> Iterator[Line]:
+    devices = max(row["devices"] for row in result["rows"])
+    ours, theirs = (only(result, devices=devices, what=what) for what in ("dispatch", "ppermute"))
+    if ours and theirs:
+        yield (
+            f"`dispatch` inside `lax.scan`, {devices} devices, {result['title']}",
+            f"{ours['loop_us']} µs",
+            f"`ppermute`: {theirs['loop_us']} µs",
+        )
+
+
+def processes(result: Result) -> Iterator[Line]:
+    most = max(row["MB"] for row in result["rows"])
     donated, fresh = (
-        [
-            row
-            for row in shared
-            if row["what"] == f"dispatch into a {kind} window" and row["MB"] == most
-        ]
+        rows_of(result, what=f"dispatch into a {kind} window", MB=most)
         for kind in ("donated", "fresh")
     )
-    loop = {row["what"]: row for row in load("latency")["rows"] if row["devices"] == 8}
-    auto = [row for row in load("comm_gemm")["rows"] if row["what"] == "auto"]
-    plans = [row for row in load("planner")["rows"] if row["world_size"] == 32]
-    local = {
-        (row["case"], row["dtype"]): row
-        for row in load("local_attention")["rows"]
-        if row["pass"] == "forward_backward"
-    }
-    narrow = [row for row in load("scaling")["rows"] if row["mode"] == "MXFP8_1D_SCALING"]
-    share = min(row["of_bfloat16_bytes"] for row in narrow if row["of_bfloat16_bytes"])
-    rows = [
-        (
-            "`dispatch` of 134 MB, 8 devices",
-            f"{window['GB_per_s']} GB/s, {window['of_memcpy']} of memcpy",
-            f"{other / window['ms']:.0f} times the faster of XLA's two ways",
-        ),
-        (
-            "`dispatch` inside `lax.scan`, 8 devices, 512 bytes per rank",
-            f"{loop['dispatch']['loop_us']} µs",
-            f"`ppermute`: {loop['ppermute']['loop_us']} µs",
-        ),
-        (
-            f"`dispatch` between 2 and 4 processes, {most} MB, into a donated window; a fresh one",
-            f"{span(row['of_memcpy'] for row in donated)} of memcpy; "
-            f"{span(row['of_memcpy'] for row in fresh)}",
-            f"{span(row['times_gloo'] for row in donated)} times gloo's faster way; "
-            f"{span(row['times_gloo'] for row in fresh)}",
-        ),
-        (
+    if donated and fresh:
+        of_memcpy, times_gloo = (
+            [span(row[name] for row in rows) for rows in (donated, fresh)]
+            for name in ("of_memcpy", "times_gloo")
+        )
+        numbers = and_join(row["processes"] for row in donated)
+        yield (
+            f"`dispatch` between {numbers} processes, {most} MB, "
+            "into a donated window; a fresh one",
+            f"{of_memcpy[0]} of memcpy; {of_memcpy[1]}",
+            f"{times_gloo[0]} times gloo's faster way; {times_gloo[1]}",
+        )
+
+
+def comm_gemm(result: Result) -> Iterator[Line]:
+    auto = rows_of(result, what="auto")
+    if auto:
+        yield (
             '`all_gather_matmul`, `matmul_reduce_scatter`, method="auto"',
             f"{span(row['of_xla'] for row in auto)} of the speed of XLA's way",
-            f"{len(auto)} shapes on 4 and 8 devices",
-        ),
-        (
+            f"{len(auto)} shapes on {and_join(row['devices'] for row in auto)} devices",
+        )
+
+
+def scaling(result: Result) -> Iterator[Line]:
+    narrow = rows_of(result, mode="MXFP8_1D_SCALING")
+    shares = [row["of_bfloat16_bytes"] for row in narrow if row["of_bfloat16_bytes"]]
+    if shares:
+        yield (
             "the same with MXFP8 operands",
-            f"{share:.3f} of bfloat16's bytes",
+            f"{min(shares):.3f} of bfloat16's bytes",
             f"{span(row['of_bfloat16'] for row in narrow)} of its speed on CPU",
-        ),
-        (
-            "`local_attention`, 8192 tokens, forward and backward",
-            f"{local['causal', 'float32']['share_of_float32_matmul']} of a matrix product's rate",
-            f"packed: {local['packed', 'float32']['times_faster']} times `jax.nn`'s with a mask",
-        ),
-        (
-            "`plan_attention`, 32 ranks of 65,536 tokens",
-            f"{span(row['plan_ms'] for row in plans)} ms",
-            f"work max/mean {span(row['imbalance_before'] for row in plans)} before, "
-            f"{max(row['imbalance'] for row in plans):.3f} at most after",
-        ),
-    ]
+        )
+
+
+def local_attention(result: Result) -> Iterator[Line]:
+    causal, packed = (
+        only(result, case=case, dtype="float32", **{"pass": "forward_backward"})
+        for case in ("causal", "packed")
+    )
+    if causal and packed:
+        tokens = result["title"].split(", ")[1]
+        yield (
+            f"`local_attention`, {tokens}, forward and backward",
+            f"{causal['share_of_float32_matmul']} of a matrix product's rate",
+            f"packed: {packed['times_faster']} times `jax.nn`'s with a mask",
+        )
+
+
+def planner(result: Result) -> Iterator[Line]:
+    ranks = max(row["world_size"] for row in result["rows"])
+    plans = rows_of(result, world_size=ranks)
+    tokens = and_join(f"{row['tokens_per_rank']:,}" for row in plans)
+    yield (
+        f"`plan_attention`, {ranks} ranks of {tokens} tokens",
+        f"{span(row['plan_ms'] for row in plans)} ms",
+        f"work max/mean {span(row['imbalance_before'] for row in plans)} before, "
+        f"{max(row['imbalance'] for row in plans):.3f} at most after",
+    )
+
+
+LINES = (dispatch, latency, processes, comm_gemm, scaling, local_attention, planner)
+
+
+def load(results: pathlib.Path) -> dict[str, Result]:
+    """By name; without those that hold no rows."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    return {name: result for name, result in found.items() if result.get("rows")}
+
+
+def summary(found: dict[str, Result]) -> list[str]:
+    """One line per result, beside what a user would take instead."""
+    lines = [line for of in LINES if of.__name__ in found for line in of(found[of.__name__])]
     return [
         "**The other results** in a line each; [all tables](docs/benchmarks.md), with machine and "
         "versions.",
         "",
         cells("", "measured", "beside it"),
         "|---|---|---|",
-        *(cells(*row) for row in rows),
+        *(cells(*line) for line in lines),
     ]
 
 
-def text_of(*parts: list[str]) -> str:
-    return "\n".join(line for part in parts for line in (*part, ""))
-
-
-def pages() -> dict[pathlib.Path, str]:
-    """What is written where."""
-    readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
-    before, rest = readme.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    shown = text_of(sections.attention("docs/images"), summary())
-    head = [
+def introduction(found: dict[str, Result]) -> list[str]:
+    took = [result.get("took_s") for result in found.values()]
+    seconds = sum(x for x in took if x)
+    time = "" if None in took else f" All of it takes {seconds / 60:.0f} minutes."
+    return [
         "# Benchmarks",
         "",
         "Written by `benchmarks/table.py` from `benchmarks/results`, which `./run bench` writes "
-        "anew. Each is measured in one run, interleaved with what a user would take instead.",
+        "anew. Each is measured in one run, interleaved with what a user would take instead."
+        + time,
     ]
-    every = text_of(head, *(section() for section in sections.ALL))
+
+
+def text_of(parts: Iterable[list[str]]) -> str:
+    return "\n".join(line for part in parts for line in (*part, ""))
+
+
+def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
+    """What is written where."""
+    found = load(results)
+    readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+    before, rest = readme.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    first = [sections.attention(found[name]) for name in ("attention",) if name in found]
+    if "attention_growth" in found:
+        first.append(sections.attention_growth(found["attention_growth"], "docs/images"))
+    shown = text_of([*first, summary(found)])
+    tables = [of(found[of.__name__]) for of in sections.ALL if of.__name__ in found]
+    every = text_of([introduction(found), *tables])
     return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
 
 

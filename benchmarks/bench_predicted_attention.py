@@ -5,22 +5,19 @@ tables, writes the numbers and draws the picture. Packed documents have log-norm
 median 2048 and sigma 1.2, and fill all ranks; the last one is cut.
 """
 
-import argparse
 import dataclasses
-import datetime
-import json
 import pathlib
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import common
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Workload, predict
 
-ROOT = pathlib.Path(__file__).parents[1]
 MODEL = Workload(
     num_ranks=1, tokens_per_rank=1, num_heads=32, num_kv_heads=32, head_size=128, itemsize=2
 )
@@ -154,23 +151,18 @@ def draw_picture(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    results, images = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-    parser.add_argument("--output", type=pathlib.Path, default=results / "predicted_attention.json")
-    parser.add_argument("--picture", type=pathlib.Path, default=images / "predicted_attention.svg")
-    arguments = parser.parse_args()
+    arguments = common.options(common.parser(__doc__))
     rows, packed = list(one_document()), list(packed_documents())
     print("\n".join(tables(rows, packed)))
-    result = {
-        "title": "predicted, not measured: time of attention where links cost something",
-        "date": datetime.date.today().isoformat(),
-        "hardware": {x: dataclasses.asdict(HARDWARE[x]) for x in MACHINES},
-        "heads": [MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_size, MODEL.itemsize],
-        "rows": rows,
-        "packed": packed,
-    }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    draw_picture(rows, arguments.picture)
+    common.write(
+        arguments.output,
+        "predicted, not measured: time of attention where links cost something",
+        rows,
+        hardware={x: dataclasses.asdict(HARDWARE[x]) for x in MACHINES},
+        heads=[MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_size, MODEL.itemsize],
+        packed=packed,
+    )
+    draw_picture(rows, arguments.pictures / "predicted_attention.svg")
 
 
 if __name__ == "__main__":

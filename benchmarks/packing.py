@@ -1,0 +1,37 @@
+"""Packed documents: batches of published lengths from tests/data, and drawn from a log-normal."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+from common import ROOT
+
+MEDIAN, SIGMA = 2048, 1.2
+DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
+PUBLISHED = ROOT / "tests" / "data" / "lengths"
+
+
+def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Seed and segment ids [1, num_tokens] of each batch of the smallest size that is enough."""
+    batches = [batch for batch in json.loads(path.read_text()) if batch["tokens"] >= num_tokens]
+    if not batches:
+        raise ValueError(f"{path} has no batch of {num_tokens} tokens. Pass fewer tokens.")
+    size = min(batch["tokens"] for batch in batches)
+    for batch in batches:
+        if batch["tokens"] == size:
+            yield batch["seed"], segment_ids(batch["lengths"], num_tokens)
+
+
+def drawn(num_tokens: int, seed: int) -> np.ndarray:
+    """Segment ids [1, num_tokens] of log-normal documents."""
+    normal = np.random.default_rng(0).standard_normal(100_000)
+    lengths = np.ceil(MEDIAN * np.exp(SIGMA * normal)).astype(int)
+    return segment_ids(np.random.default_rng(seed).choice(lengths, num_tokens), num_tokens)
+
+
+def segment_ids(lengths, num_tokens: int) -> np.ndarray:
+    """One document after the other until all tokens are taken; the last one is cut."""
+    ends = np.minimum(np.cumsum(lengths), num_tokens)
+    count = np.diff(ends, prepend=0)
+    return np.repeat(np.arange(1, len(count) + 1), count)[None].astype(np.int32)

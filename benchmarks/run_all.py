@@ -1,0 +1,75 @@
+"""Runs the benchmarks, each in a process of its own, and writes the tables: `./run bench`.
+
+Every `bench_NAME.py` writes `results/NAME.json`, and nothing else does. `NAME ...` runs these only.
+`--quick` tries everything in a few minutes: small sizes, one round, results and tables in a folder
+beside the build; the committed ones stay as they are. Ends with 1 if a benchmark has failed.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import table
+from common import ROOT
+
+HERE = ROOT / "benchmarks"
+NAMES = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def last_time(name: str, results: pathlib.Path) -> float | None:
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()).get("took_s") if path.exists() else None
+
+
+def run(name: str, results: pathlib.Path, *options: str) -> bool:
+    output = results / f"{name}.json"
+    program = HERE / f"bench_{name}.py"
+    done = subprocess.run([sys.executable, program, "--output", output, *options])
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--quick", action="store_true", help="try everything, keep nothing")
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "quick_bench",
+                        help="of --quick")  # fmt: skip
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(NAMES)):
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    names = arguments.names or NAMES
+    results, options = table.RESULTS, []
+    if arguments.quick:
+        results = arguments.folder / "results"
+        options = ["--quick", "--pictures", arguments.folder]
+    results.mkdir(parents=True, exist_ok=True)
+    failed, began = [], time.perf_counter()
+    for number, name in enumerate(names, 1):
+        before = last_time(name, results)
+        expected = "" if before is None else f", {minutes(before)} last time"
+        passed = f"{minutes(time.perf_counter() - began)} so far"
+        print(f"== {number} of {len(names)}: {name}{expected} ({passed})", flush=True)
+        if not run(name, results, *map(str, options)):
+            print(f"== {name} has failed", flush=True)
+            failed.append(name)
+    for path, text in table.pages(results).items():
+        path = arguments.folder / path.name if arguments.quick else path
+        path.write_text(text)
+        print(f"== wrote {path}")
+    print(f"== {minutes(time.perf_counter() - began)} in all")
+    if failed:
+        print(f"== failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
