@@ -163,7 +163,7 @@ def fallen(fn, *arguments):
     """Why a program falls to XLA."""
     from jax_cp_dispatch.dispatch import implementations
 
-    implementations._say_once.cache_clear()
+    implementations.say_once.cache_clear()
     with pytest.warns(UserWarning) as said:
         text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert not calls(text)

@@ -291,7 +291,7 @@ def test_lowering_for_a_platform_that_has_no_transport(place):
         lowered = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",))
         assert "jax_cp_dispatch." not in lowered.as_text()
 
-    implementations._say_once.cache_clear()
+    implementations.say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lower("xla")

@@ -1,9 +1,12 @@
 """Products of global arrays under plain `jit`: a Shardy rule, or a `shard_map` of our own.
 
-Over automatic axes the partitioner keeps what it knows: batch dimensions stay as they are sharded,
-the dimensions of the ranks are constrained. Explicit axes are read from the types.
+Over automatic axes the partitioner keeps what it knows, see `partitioning`. Explicit axes are read
+from the types: batch dimensions stay as they are sharded, and so do tokens on other axes than that
+of the ranks.
 """
 
+import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,9 +16,10 @@ from jax_cp_dispatch._varying import vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.call import other_axes
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
-from jax_cp_dispatch.comm_gemm.partitioning import batch_spec, with_rows
+from jax_cp_dispatch.comm_gemm.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.product import Matmul
 from jax_cp_dispatch.comm_gemm.scaled_operands import scales_of
+from jax_cp_dispatch.comm_gemm.token_axes import tell_lost_axes
 from jax_cp_dispatch.dispatch.placement import Place, is_traced, retype
 
 
@@ -47,26 +51,25 @@ def matmul_of_all_ranks(
         out = _inside_shard_map(gathers, place, s, x, w, bias, state)
         if gathers or room == rows:
             return out
-        whole = P(*_explicit_batch(place, s, x), None, None)  # what does not divide is not split
+        batch, _ = _explicit_axes(place, s, x)
+        whole = P(*batch, None, None)  # what does not divide is not split
         return _move(out, place.mesh, whole)[..., :rows, :]
-    names = s.axis_names
-    x = _constrain(place.mesh, x, *((names, None) if gathers else (None, names)))
-    w = _constrain(place.mesh, w, *((None, names) if gathers else (names, None)))
     scales = None if state is None else scales_of(s.scaling_mode, (), state)
-    out = (gathered_matmul if gathers else scattered_matmul)(s, x, w, bias, scales)
-    out = _constrain(place.mesh, out, *((None, names) if gathers else (names, None)))
+    out = _one_program(gathers)(s, x, w, bias, scales)
     return out if gathers or room == rows else out[..., :rows, :]
+
+
+@functools.cache
+def _one_program(gathers: bool):
+    """The product; without `jit` around it the compiler has to see all of it at once, too."""
+    run = gathered_matmul if gathers else scattered_matmul
+    return jax.jit(run, static_argnums=0, inline=True)
 
 
 def _row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
     """As even as blocks of one size allow."""
     room = max(1, -(-rows // num_ranks))
     return tuple(min(room, max(0, rows - q * room)) for q in range(num_ranks))
-
-
-def _constrain(mesh, array, *last):
-    free = (P.UNCONSTRAINED,) * (array.ndim - 2)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*free, *last)))
 
 
 # ---- Explicit axes.
@@ -78,14 +81,22 @@ def _move(array, mesh, spec: P):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def _explicit_batch(place: Place, s: Matmul, x):
-    """How the types say that batch dimensions are split."""
+def _explicit_axes(place: Place, s: Matmul, x):
+    """How the types say that batch dimensions and tokens are split, beside the ranks."""
     mesh = place.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     is_free = lambda a: (
         kinds[a] == AxisType.Explicit and a in place.open_axes and a not in s.axis_names
     )
-    return batch_spec(jax.typeof(x).sharding, x.ndim - 2, is_free)
+    spec = (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim - 1]
+    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    *batch, tokens = [tuple(filter(is_free, axes_of(entry))) for entry in spec]
+    parts = math.prod(mesh.shape[name] for name in tokens) * s.num_ranks
+    rows = sum(s.row_counts)
+    if tokens and rows % parts:
+        tell_lost_axes(s, tokens, f"{rows} tokens do not divide among {parts} devices; pad them")
+        tokens = ()
+    return [axes or None for axes in batch], tokens
 
 
 def product_on_rank(s: Matmul, x, w, bias, state):
@@ -100,8 +111,8 @@ def product_on_rank(s: Matmul, x, w, bias, state):
 
 def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state):
     names, mesh = s.axis_names, place.mesh
-    batch = _explicit_batch(place, s, x)
-    by_rows, by_columns = P(*batch, names, None), P(*batch, None, names)
+    batch, tokens = _explicit_axes(place, s, x)
+    by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
     specs = [by_rows, P(None, names)] if gathers else [by_columns, P(names, None)]
     arrays = [x, w]
     if bias is not None:
@@ -109,7 +120,9 @@ def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state)
     arrays = [_move(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True)]
     around = jax.sharding.get_abstract_mesh()
     is_around = all(name in around.axis_names for name in place.open_axes)
-    local = s.replace(group_axes=other_axes(mesh, names), mesh=None)
+    groups = math.prod(mesh.shape[name] for name in tokens)
+    counts = tuple(count // groups for count in s.row_counts)
+    local = s.replace(row_counts=counts, group_axes=other_axes(mesh, names), mesh=None)
     run = gathered_matmul if gathers else scattered_matmul
 
     def on_one_rank(state, x, w, *bias):

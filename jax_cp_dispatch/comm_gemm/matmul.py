@@ -251,17 +251,19 @@ def _matmul(
         if place.is_global:  # of which a rank has a part
             k, n = (k, n // num_ranks) if kind == CommOverlapType.AG else (k // num_ranks, n)
         batches = math.prod(x.shape[:-2])
-        if place.is_global:  # of which each group has a part: as the batch is usually split
+        rows, room = batches * sum(counts), batches * num_ranks * max(counts)
+        if place.is_global:  # of which each group has a part: as examples or tokens are split
             groups = math.prod(place.mesh.shape[a] for a in other_axes(place.mesh, names))
-            batches //= groups if batches % groups == 0 else 1
+            if rows % groups == room % groups == 0:
+                rows, room = rows // groups, room // groups
         forward, backward = choose_overlaps(
             wish,
             kind,
-            (batches * sum(counts), k, n),
+            (rows, k, n),
             x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE,
             out_dtype,
             num_ranks,
-            rows_of_slots=batches * num_ranks * max(counts),
+            rows_of_slots=room,
         )
         return Matmul(**settings, row_counts=counts, overlap=forward, backward=backward, **where)
 

@@ -1,7 +1,7 @@
 """The Shardy rule of products of global arrays over automatic axes, and one device's part.
 
-The partitioner keeps what it knows: batch dimensions stay as they are sharded, the dimensions of
-the ranks are left out of propagation and fixed.
+The partitioner keeps what it knows: batch dimensions, and tokens on other axes than that of the
+ranks, stay as they are sharded; the dimensions that the ranks split are constrained.
 """
 
 import functools
@@ -24,21 +24,64 @@ from jax_cp_dispatch.comm_gemm.product import (
     gather_rows_of_rank,
     scatter_rows_of_rank,
 )
+from jax_cp_dispatch.comm_gemm.token_axes import (
+    axes_of_dims,
+    keeps_token_axes,
+    split_like,
+    tell_lost_axes,
+    tokens_of_ranks,
+)
 
 
 def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [*batch, sum of the row counts, p N], and the gathered x or None."""
-    return (*_run(s, True, gathers_to_aux, x, w, bias, scales), None)[:2]
+    free, names = _free(x), s.axis_names
+    keeps = keeps_token_axes(s, x)
+    if keeps:
+        x = split_like(x, tokens_of_ranks(s, x), x.ndim - 1)
+    elif not other_axes(s.mesh, names):
+        x = _constrain(s, x, *free, names, None)
+    w = _constrain(s, w, *_spec_of_w(s, True))
+    out, *aux = _run(s, True, gathers_to_aux, x, w, bias, scales)
+    out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps else None, names)
+    if keeps and aux:
+        aux = [split_like(aux[0], out, x.ndim - 1)]
+    return out, aux[0] if aux else None
 
 
 def partition_scatter(s: Matmul, x, w, bias, scales):
     """Result [*batch, p times the largest row count, N]."""
-    return _run(s, False, False, x, w, bias, scales)[0]
+    free, names = _free(x), s.axis_names
+    x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
+    w = _constrain(s, w, *_spec_of_w(s, False))
+    (out,) = _run(s, False, False, x, w, bias, scales)
+    if keeps_token_axes(s, x):
+        return split_like(out, tokens_of_ranks(s, x), x.ndim - 1)
+    return _constrain(s, out, *free, names, None)
 
 
 def partition_gather_again(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
-    return tuple(_partitioned_again(s, x.ndim, _sizes(s, x, w), get_concrete_mesh())(x, w, dy))
+    w = _constrain(s, w, *_spec_of_w(s, True))
+    dx, dw = _partitioned_again(s, x.ndim, get_concrete_mesh())(x, w, dy)
+    if keeps_token_axes(s, x):
+        dx = split_like(dx, x, x.ndim - 1)
+    else:
+        dx = _constrain(s, dx, *_free(x), s.axis_names, None)
+    return dx, _constrain(s, dw, *_spec_of_w(s, True))
+
+
+def _free(x) -> tuple[Any, ...]:
+    return (P.UNCONSTRAINED,) * (x.ndim - 2)
+
+
+def _spec_of_w(s: Matmul, gathers: bool) -> P:
+    spec = (None, s.axis_names) if gathers else (s.axis_names, None)
+    return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
+
+
+def _constrain(s: Matmul, array, *spec):
+    return jax.lax.with_sharding_constraint(array, NamedSharding(s.mesh, P(*spec)))
 
 
 class _Form(NamedTuple):
@@ -58,18 +101,12 @@ class _Form(NamedTuple):
 
 def _run(s: Matmul, gathers: bool, to_aux: bool, x, w, bias, scales):
     form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None)
-    run = _partitioned(s, form, _sizes(s, x, w), get_concrete_mesh())
+    run = _partitioned(s, form, get_concrete_mesh())
     return run(*(a for a in (x, w, bias, scales) if a is not None))
 
 
-def _sizes(s: Matmul, x, w) -> tuple[tuple[str, int], ...]:
-    """Of the factors that only one rank has."""
-    n, k = s.num_columns(w), x.shape[-1]
-    return tuple({"t": max(s.row_counts), "n": n // s.num_ranks, "k": k // s.num_ranks}.items())
-
-
 @functools.lru_cache(maxsize=256)
-def _partitioned(s: Matmul, form: _Form, sizes, mesh_around):
+def _partitioned(s: Matmul, form: _Form, mesh_around):
     names, gathers = s.axis_names, form.gathers
 
     @custom_partitioning
@@ -77,18 +114,18 @@ def _partitioned(s: Matmul, form: _Form, sizes, mesh_around):
         return _dense(s, form, x, w, *form.read(rest))
 
     def partition(mesh, arguments, results):
-        mesh, batch = _mesh_and_batch(s, mesh, mesh_around, arguments[0])
-        by_rows, by_columns = P(*batch, names, None), P(*batch, None, names)
-        of_w = P(None, names) if gathers else P(names, None)
-        specs = [by_rows if gathers else by_columns, P(*of_w[::-1]) if s.rhs_transposed else of_w]
+        mesh = _find_mesh(s, mesh, mesh_around)
+        batch, tokens, counts = _layout(s, mesh, arguments[0], results[0])
+        by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
+        specs = [by_rows if gathers else by_columns, _spec_of_w(s, gathers)]
         if form.has_bias:
             specs.append(P(names) if gathers else P())
         if form.has_scales:
             specs.append(P())
         outs = [by_rows]
         if gathers:
-            outs = [by_columns, *([P(*batch, None, None)] if form.to_aux else [])]
-        local = s.replace(mesh=None, group_axes=other_axes(mesh, names))
+            outs = [by_columns, *([P(*batch, tokens or None, None)] if form.to_aux else [])]
+        local = s.replace(mesh=None, row_counts=counts, group_axes=other_axes(mesh, names))
 
         def on_each_device(x, w, *rest):
             bias, scales = form.read(rest)
@@ -100,11 +137,11 @@ def _partitioned(s: Matmul, form: _Form, sizes, mesh_around):
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         return mesh, on_each_device, place(outs), tuple(place(specs))
 
-    return _named(everywhere, partition, _sharding_rule(s, form, dict(sizes)), (form, s))
+    return _named(everywhere, partition, _sharding_rule(s, form), (form, s))
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned_again(s: Matmul, ndim: int, sizes, mesh_around):
+def _partitioned_again(s: Matmul, ndim: int, mesh_around):
     names = s.axis_names
 
     @custom_partitioning
@@ -119,41 +156,67 @@ def _partitioned_again(s: Matmul, ndim: int, sizes, mesh_around):
         return [with_rows(dx, x.shape[-2]), dw.astype(w.dtype)]
 
     def partition(mesh, arguments, results):
-        mesh, batch = _mesh_and_batch(s, mesh, mesh_around, arguments[0])
-        by_rows, of_w = P(*batch, names, None), P(None, names)
-        of_w = P(*of_w[::-1]) if s.rhs_transposed else of_w
-        local = s.replace(mesh=None, group_axes=other_axes(mesh, names))
-        groups = tuple(axis for axes in batch if axes for axis in axes)
+        mesh = _find_mesh(s, mesh, mesh_around)
+        batch, tokens, counts = _layout(s, mesh, arguments[0], arguments[2])
+        by_rows, of_w = P(*batch, tokens + names, None), _spec_of_w(s, True)
+        local = s.replace(mesh=None, row_counts=counts, group_axes=other_axes(mesh, names))
+        groups = (*(axis for axes in batch if axes for axis in axes), *tokens)
 
         def on_each_device(x, w, dy):
             dx, dw = gather_rows_again(local, x, w, dy)
             return [dx, jax.lax.psum(dw, groups) if groups else dw]
 
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        operands = place([by_rows, of_w, P(*batch, None, names)])
+        operands = place([by_rows, of_w, P(*batch, tokens or None, names)])
         return mesh, on_each_device, place([by_rows, of_w]), tuple(operands)
 
-    form = _Form(gathers=True, to_aux=False, ndim=ndim, has_bias=False, has_scales=False)
-    text, *factors = _sharding_rule(s, form, dict(sizes))
-    (x, w), dy = (side.split(", ") for side in text.split(" -> "))
-    rule = f"{x}, {w}, {dy[0]} -> {x}, {w}", *factors
-    return _named(everywhere, partition, rule, ("again", s))
+    batch = [f"b{i}" for i in range(ndim - 2)]
+    w = "n k" if s.rhs_transposed else "k n"
+    tokens = lambda *last: " ".join([*batch, *last])
+    rule = f"{tokens('t', 'k')}, {w}, {tokens('m', 'n')} -> {tokens('t', 'k')}, {w}"
+    return _named(everywhere, partition, (rule, ("k",)), ("again", s))
 
 
-def _mesh_and_batch(s: Matmul, mesh, mesh_around, x):
-    """The mesh of the program, and how batch dimensions are split over it."""
+def _find_mesh(s: Matmul, mesh, mesh_around):
+    """The mesh of the program."""
     if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
         mesh = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
     _check_mesh(s, mesh)
+    return mesh
+
+
+def _layout(s: Matmul, mesh, x, out):
+    """How batch dimensions and tokens are split beside the ranks, and the rows of each rank."""
     is_free = lambda axis: axis not in s.axis_names
-    return mesh, batch_spec(x.sharding, len(x.shape) - 2, is_free)
+    *of_batch, found, _ = axes_of_dims(x.sharding, mesh, len(x.shape))
+    *_, wanted, _ = axes_of_dims(out.sharding, mesh, len(out.shape))
+    batch = [tuple(filter(is_free, axes)) or None for axes in of_batch]
+    tokens = tuple(filter(is_free, found))
+    if not tokens:
+        taken = {axis for axes in batch for axis in axes or ()}
+        tokens = tuple(axis for axis in wanted if is_free(axis) and axis not in taken)
+    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.num_ranks
+    rows = sum(s.row_counts)
+    if not tokens:
+        return batch, (), s.row_counts
+    if rows % parts:
+        tell_lost_axes(s, tokens, f"{rows} tokens do not divide among {parts} devices; pad them")
+        return batch, (), s.row_counts
+    if not set(tokens) <= set(wanted):
+        order = f"x has them split over {found}, the result has them over {wanted}"
+        tell_lost_axes(s, tokens, order)
+    return batch, tokens, (rows // parts,) * s.num_ranks
 
 
 def _named(everywhere, partition, rule, name):
     """With its rule, and a name that tells it from every other call."""
-    text, whole, sizes = rule
-    factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
-    everywhere.def_partition(partition=partition, sharding_rule=text, **factors)
+    text, whole = rule
+    everywhere.def_partition(
+        partition=partition,
+        sharding_rule=text,
+        need_replication_factors=whole,
+        decode_shardings=False,
+    )
 
     def named(*arrays):
         # The program names only the address of `partition`, which a persistent compilation cache
@@ -189,14 +252,6 @@ def with_rows(x, num_rows: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
 
 
-def batch_spec(sharding: Any, num_dims: int, is_free) -> list[tuple[str, ...] | None]:
-    """How batch dimensions are split over those axes that are free."""
-    spec = tuple(getattr(sharding, "spec", ()))[:num_dims]
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
-    batch = [tuple(filter(is_free, axes_of(entry))) or None for entry in spec]
-    return batch + [None] * (num_dims - len(batch))
-
-
 def _check_mesh(s: Matmul, mesh) -> None:
     missing = [name for name in s.axis_names if name not in mesh.axis_names]
     if missing:
@@ -212,44 +267,22 @@ def _check_mesh(s: Matmul, mesh) -> None:
         )
 
 
-def _sharding_rule(s: Matmul, form: _Form, sizes):
-    """The rule as text, the factors that every device has whole, and sizes of those in pairs.
+def _sharding_rule(s: Matmul, form: _Form):
+    """The rule as text, and the factors that every device has whole.
 
-    "b0 (r t) k, k (r n) -> b0 m (r n)": r is the factor of the ranks, t, n and k what one has.
+    "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are split alike, but for the
+    ranks' axis, which the product's columns have. A sum's tokens are split as `split_like` says.
     """
-    whole: list[str] = []
-    in_pairs: dict[str, int] = {}  # sizes that no dimension of its own tells
-
-    def plain(name: str) -> str:
-        if name not in whole:
-            whole.append(name)
-        return name
-
-    def split(name: str) -> str:
-        if sizes[name] == 1:  # a factor of size 1 must stand alone
-            return "r"
-        plain(name)
-        if s.num_ranks == 1:
-            return name
-        in_pairs.update({"r": s.num_ranks, name: sizes[name]})
-        return f"(r {name})"
-
     batch = [f"b{i}" for i in range(form.ndim - 2)]
-    if form.gathers:
-        x, of_w, out = [split("t"), plain("k")], ["k", split("n")], [plain("m"), split("n")]
-        bias = [split("n")]
-    else:
-        x, of_w = [plain("m"), split("k")], [split("k"), plain("n")]
-        out, bias = [split("t"), "n"], ["n"]
+    keeps = form.gathers and min(s.row_counts) == max(s.row_counts)
+    of_w = ["n", "k"] if s.rhs_transposed else ["k", "n"]
     operands = [
-        [*batch, *x],
-        of_w[::-1] if s.rhs_transposed else of_w,
-        *([bias] if form.has_bias else []),
-        *([[plain("q")]] if form.has_scales else []),
+        [*batch, "m", "k"],
+        of_w,
+        *([["n"]] if form.has_bias else []),
+        *([["q"]] if form.has_scales else []),
     ]
-    results = [[*batch, *out], *([[*batch, "m", "k"]] if form.to_aux else [])]
+    results = [[*batch, "m" if keeps else "t", "n"], *([[*batch, "a", "k"]] if form.to_aux else [])]
     text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))
-    for alone in re.sub(r"\(.*?\)", "", text).split():
-        in_pairs.pop(alone.strip(","), None)
-    whole.sort(key=re.findall(r"\w+", text).index)  # by first appearance
-    return text, tuple(whole), in_pairs
+    whole = [*("k" if form.gathers else "n"), *(["q"] if form.has_scales else [])]
+    return text, tuple(sorted(whole, key=re.findall(r"\w+", text).index))

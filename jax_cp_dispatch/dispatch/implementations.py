@@ -72,7 +72,7 @@ def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str])
         for name, missing in lacks.items():
             if missing is None:
                 return name
-        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {_why(lacks)}.")
+        say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {_why(lacks)}.")
         return "xla"
     missing = lacks.get(wanted)
     if missing is not None:
@@ -96,7 +96,7 @@ def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
             f"{op}: implementation={wanted!r} cannot serve this program: {missing}. Pass "
             "implementation='xla'."
         )
-    _say_once(f"{op}: XLA's products and collectives (implementation='xla'): {missing}.")
+    say_once(f"{op}: XLA's products and collectives (implementation='xla'): {missing}.")
     return "xla"
 
 
@@ -165,10 +165,10 @@ def _choose_for_gpus(op: str, wanted: str | None, platforms: Sequence[str]) -> s
         return wanted
     name, reason = choose_gpu_implementation(platforms)
     if name is None:
-        _say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {reason}.")
+        say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {reason}.")
     return name or "xla"
 
 
 @functools.lru_cache(maxsize=16)
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
     warnings.warn(f"jax_cp_dispatch: {message}", UserWarning, stacklevel=2)
