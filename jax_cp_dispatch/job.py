@@ -17,6 +17,25 @@ def place_in_job() -> tuple[int, int]:
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
+def coordinator_host() -> str:
+    """The host at which all processes of the job reach JAX's coordination service."""
+    address = distributed.global_state.coordinator_address or ""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def tell(op: str, name: str, value: Any) -> None:
+    """Gives `value` to those processes of the job that look for it by `told`."""
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"jax_cp_dispatch/{op}/{name}/{place_in_job()[0]}", json.dumps(value))
+
+
+def told(op: str, name: str) -> dict[int, Any]:
+    """What processes have given by `tell` until now, by process."""
+    client: Any = distributed.global_state.client
+    found = client.key_value_dir_get(f"jax_cp_dispatch/{op}/{name}")
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+
+
 def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
     """Gives `value` to all processes of the job; returns theirs by process, its own among them.
 
@@ -35,7 +54,7 @@ def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
     process, num_processes = place_in_job()
     client: Any = distributed.global_state.client
     prefix = f"jax_cp_dispatch/{op}/{name}"
-    client.key_value_set(f"{prefix}/{process}", json.dumps(value))
+    tell(op, name, value)
     heard = []
     for other in range(num_processes):
         try:

@@ -8,6 +8,7 @@ they are ended. The exit code is that of the first process that failed, 128 + n 
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -26,9 +27,7 @@ _TERMINATION_SECONDS = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     options = _parse(arguments)
-    with socket.socket() as probe:  # the system chooses a port that is free
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address, meeting = _free_addresses(2)
     service = host_service(address, options.processes)
     workers: list[subprocess.Popen] = []
     printers: list[threading.Thread] = []
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         for process in range(options.processes):
             worker = subprocess.Popen(
                 [sys.executable, "-u", options.program, *options.arguments],
-                env={**os.environ, **_environment(options, address, process)},
+                env={**os.environ, **_environment(options, address, meeting, process)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
@@ -83,10 +82,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _environment(options: argparse.Namespace, address: str, process: int) -> dict[str, str]:
+def _free_addresses(number: int) -> list[str]:
+    """Of ports that the system chooses, different ones."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+
+
+def _environment(
+    options: argparse.Namespace, address: str, meeting: str, process: int
+) -> dict[str, str]:
     threads = max(len(os.sched_getaffinity(0)), 2 * options.devices)  # see cpu_devices.py
     return {
-        **job_environment(address, options.processes, process),
+        **job_environment(address, meeting, options.processes, process),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(options.devices),
         "PJRT_NPROC": str(threads),

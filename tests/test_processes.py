@@ -1,5 +1,6 @@
 """Several processes: every operation, every failure, the launcher, and what is left behind."""
 
+import concurrent.futures
 import fcntl
 import os
 import pathlib
@@ -9,12 +10,14 @@ import stat
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 from on_mesh import mesh_of
 
 from jax_cp_dispatch.processes import segment
 from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
+from jax_cp_dispatch.processes.meeting import Place, meet
 
 PROGRAMS = pathlib.Path(__file__).parent / "processes"
 sys.path.insert(0, str(PROGRAMS))
@@ -78,6 +81,77 @@ def test_processes_that_cannot_share_memory(wrong):
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert f"[0] {wrong} ok\n" in done.stdout
     assert f"[1] {wrong} ok\n" in done.stdout
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", [[], ["explicitly"]])
+def test_process_0_leaves_last(tmp_path, how):
+    """Without the launcher, whatever the others still have to do: JAX's service lives in it."""
+    address = free_address()
+    job = [
+        subprocess.Popen(
+            [sys.executable, PROGRAMS / "ends.py", address, "2", str(process), tmp_path, *how],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in job]
+    assert [process.returncode for process in job] == [0, 0], said
+    assert said[1][0] == "done\n"
+
+
+def meet_all(places, timeout):
+    """What the meeting returns to each, or the message of its error."""
+    address = free_address()
+
+    def meet_one(place) -> Any:
+        try:
+            return meet(address, place, timeout)
+        except RuntimeError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(meet_one, places))
+
+
+def test_processes_meet():
+    places = [Place(process, 3, "a", "name of a") for process in range(3)]
+    assert meet_all(places, 30.0) == [True] * 3
+    places[1] = places[1]._replace(host="b")
+    assert meet_all(places, 30.0) == [False] * 3
+    assert meet_all([Place(0, 1, "a", "name of a")], 30.0) == [True]
+
+
+def test_who_does_not_come_is_named():
+    places = [Place(process, 4, "a", "name of a") for process in range(4)]
+    for told in meet_all(places[:2], 1.0):
+        assert "waited 1 s at 127.0.0.1:" in told
+        assert "for process 2, process 3 of 4, which did not come" in told
+    for process, told in enumerate(meet_all(places[1:], 1.0)):
+        assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
+
+
+def test_who_is_of_another_job_is_named():
+    places = [Place(0, 2, "a", "name of a"), Place(1, 3, "b", "name of b")]
+    for told in meet_all(places, 30.0):
+        assert "process 1 of 3 on host name of b came to a job of 2 processes" in told
+    places = [Place(0, 3, "a", "name of a"), *[Place(1, 3, "b", "name of b")] * 2]
+    for told in meet_all(places, 30.0):
+        assert "two processes, on hosts name of b and name of b, came as process 1" in told
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])
+def test_an_address_has_a_port(address):
+    with pytest.raises(RuntimeError, match="it needs to be host:port of process 0"):
+        meet(address, Place(1, 2, "a", "name of a"), 1.0)
 
 
 def test_the_launcher_tells_and_ends(tmp_path):
@@ -147,7 +221,7 @@ def test_segment_bytes_have_to_be_a_number(monkeypatch, text):
 def test_strangers_are_not_let_in():
     """Whoever connects without the token, or says nothing, is left out; the wait has an end."""
     listener, name = segment.listen()
-    cards = [Card(name, new_token()), Card("nobody", new_token())]
+    cards = {0: Card(name, new_token()), 1: Card("nobody", new_token())}
     strangers = []
     for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -5,12 +5,14 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jax_cp_dispatch.processes.segment import check_segment, user_and_pid
 
 _HELLO = struct.Struct("<i32s")  # process, the token of whom it greets
 _SEGMENT = struct.Struct("<q")  # bytes
+_SLICE_SECONDS = 0.2  # between two looks at whether another one has given up
 
 
 class Card(NamedTuple):
@@ -38,19 +40,23 @@ def new_token() -> str:
 def connect_all(
     listener: socket.socket,
     process: int,
-    cards: list[Card],
+    cards: Mapping[int, Card],
     segment: tuple[int, int],
     timeout: float,
+    check_others: Callable[[], None] = lambda: None,
 ) -> list[Neighbour]:
     """Connects to the processes before this one, and waits for those after it.
 
+    Args:
+      cards: of all processes that are to be connected, this one among them.
+      check_others: raises an OSError when another process has given up; called while waiting.
     Raises:
       OSError: one cannot be reached in `timeout` seconds, or is not of this user.
     """
     end = time.monotonic() + timeout
     connections: dict[int, socket.socket] = {}
     try:
-        for other in range(process):
+        for other in sorted(other for other in cards if other < process):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connections[other] = connection
             connection.settimeout(_left(end))
@@ -58,16 +64,19 @@ def connect_all(
             _check_user(connection, other)
             connection.sendall(_HELLO.pack(process, bytes.fromhex(cards[other].token)))
         while len(connections) < len(cards) - 1:
-            listener.settimeout(_left(end))
+            check_others()
+            listener.settimeout(min(_SLICE_SECONDS, _left(end)))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(process + 1, len(cards))) - connections.keys())
+                if time.monotonic() < end:
+                    continue
+                missing = sorted(cards.keys() - connections.keys() - {process})
                 raise TimeoutError(
                     f"processes {missing} did not connect in {timeout:g} s"
                 ) from None
             other = _greeted_by(connection, process, cards[process].token, end)
-            if other is None or other in connections or not process < other < len(cards):
+            if other is None or other in connections or other not in cards or other <= process:
                 connection.close()  # not one of the job
             else:
                 connections[other] = connection

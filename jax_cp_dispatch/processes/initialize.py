@@ -4,8 +4,6 @@ import hashlib
 import os
 import pathlib
 import socket
-import warnings
-from typing import NamedTuple
 
 import jax
 
@@ -15,21 +13,18 @@ from jax_cp_dispatch.gpu import connect_gpus
 from jax_cp_dispatch.job import is_in_job, place_in_job, tell_and_hear
 from jax_cp_dispatch.processes import coordination
 from jax_cp_dispatch.processes.choice import TransportChoice, remember, transport_choice
-from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
+from jax_cp_dispatch.processes.connect import new_token
+from jax_cp_dispatch.processes.islands import (
+    Introduction,
+    check_addresses,
+    connect_islands,
+    find_islands,
+    own_address,
+)
 from jax_cp_dispatch.processes.programs import watch_programs
-from jax_cp_dispatch.processes.segment import listen, make_segment
+from jax_cp_dispatch.processes.segment import Segment, listen, make_segment
 
-
-class _Introduction(NamedTuple):
-    """What every process tells all others first."""
-
-    version: str  # of all that has to agree
-    host: str
-    host_name: str  # for people
-    user: int
-    pid: int
-    socket_name: str
-    token: str
+_BY_XLA = "XLA's collectives move rows between them"
 
 
 def initialize(
@@ -43,29 +38,33 @@ def initialize(
 
     Call once in every process, before JAX is used: instead of `jax.distributed.initialize`, or
     after it. Without arguments it takes what `python -m jax_cp_dispatch.launch` has set; where
-    there is no job it does nothing. Processes of one host and one user get shared memory; of
-    several hosts, XLA's collectives (`implementation="xla"`), with a warning. Processes with GPUs
-    get what `gpu.connect_gpus` chooses.
+    there is no job it does nothing. Processes of one host and one user get shared memory. In a job
+    of several hosts groups of ranks inside one of them share memory too; between hosts rows move
+    by XLA's collectives (`implementation="xla"`). Processes with GPUs get what `gpu.connect_gpus`
+    chooses.
 
-    Where it starts JAX's coordination itself, it also sets `jax_enable_recoverability`, so that
-    JAX does not end this process when another one is lost, and gloo for collectives on CPU. With
-    shared memory JAX's compilation cache on disk is turned off, since programs that came from it
-    would not meet those that another process compiled.
+    Where it starts JAX's coordination itself, it also chooses gloo for collectives on CPU, process
+    0 waits at its end for those that are still running, and on one host it sets
+    `jax_enable_recoverability`, so that JAX does not end this process when another one is lost.
+    Over several hosts JAX's watchdog does end it. With shared memory JAX's compilation cache on
+    disk is turned off, since programs that came from it would not meet those that another process
+    compiled.
 
     Args:
       coordinator_address, num_processes, process_id: as of `jax.distributed.initialize`.
       timeout: seconds to wait for each of the other processes.
     Returns:
-      The implementation that programs over several processes get, and why.
+      The implementation that programs with ranks on all devices get, and why.
     Raises:
-      RuntimeError: another process did not come, or is of another version; then in all processes.
+      RuntimeError: another process did not come, or is of another version; or a host's name stands
+        for no address that others reach. Then in all processes.
       ValueError: the environment variable `JAX_CP_DISPATCH_SEGMENT_BYTES` is no number of bytes.
     """
     known = transport_choice()
     if known is not None and known.implementation != "in_process":
         return known
     if not is_in_job() and not coordination.start(
-        coordinator_address, num_processes, process_id, timeout
+        coordinator_address, num_processes, process_id, _host(), timeout
     ):
         return remember(TransportChoice("in_process", "this process belongs to no job of several"))
     process, count = place_in_job()
@@ -73,10 +72,7 @@ def initialize(
         return remember(TransportChoice("in_process", "the job has one process"))
     if _is_on_gpus():
         return remember(TransportChoice(*connect_gpus(timeout=timeout)))
-    choice = remember(_choose(process, timeout))
-    if choice.implementation == "xla" and process == 0:
-        warnings.warn(f"jax_cp_dispatch: {choice.reason}", UserWarning, stacklevel=2)
-    return choice
+    return _choose(process, timeout)
 
 
 def _is_on_gpus() -> bool:
@@ -88,34 +84,42 @@ def _is_on_gpus() -> bool:
 def _choose(process: int, timeout: float) -> TransportChoice:
     listener, socket_name = listen()
     with listener:
-        own = _Introduction(
-            _version(), _host(), socket.gethostname(), os.getuid(), os.getpid(), socket_name,
-            new_token(),
+        segment, failure = _make_segment(process)
+        own = Introduction(
+            _version(), _host(), socket.gethostname(), own_address(), os.getuid(), os.getpid(),
+            socket_name, new_token(), failure,
         )  # fmt: skip
         heard = tell_and_hear("initialize", "introduction", own, timeout)
-        others = [_Introduction(*fields) for fields in heard]
+        others = [Introduction(*fields) for fields in heard]
         _check_versions(others)
-        reason = _why_not_shared_memory(others)
-        if reason is not None:
-            return TransportChoice("xla", f"{reason}; XLA's collectives move rows between them")
-        segment = make_segment()
-        failed, neighbours = "", []
-        try:
-            cards = [Card(other.socket_name, other.token) for other in others]
-            neighbours = connect_all(listener, process, cards, segment, timeout)
-            runtime.native.start_shared_memory(process, *segment, neighbours)
-        except (OSError, ValueError) as error:
-            failed = f"process {process} cannot share memory with the others: {error}"
+        check_addresses(others)
+        islands = find_islands(others)
+        failure = next((other.failure for other in others if other.failure), "")
+        is_connected = not failure and len(set(islands)) < len(others)
+        if segment is not None and is_connected:
+            failure = connect_islands(process, others, islands, listener, segment, timeout)
+        elif segment is not None:
+            os.close(segment.fd)
+    reason = "; ".join(filter(None, (_why_several(others), failure)))
+    if failure or not is_connected:
+        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
     watch_programs()
-    # All or none: a choice that differs between processes would leave some waiting.
-    for failure in tell_and_hear("initialize", "shared_memory", failed, timeout):
-        if failure:
-            return TransportChoice("xla", f"{failure}; XLA's collectives move rows between them")
     keep_freed_memory()  # else what arrives comes into fresh pages, at several times the price
-    return TransportChoice(
-        "shared_memory",
-        f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}",
+    if reason:
+        inside = "groups of ranks inside one host share memory"
+        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), islands)
+    reason = (
+        f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}"
     )
+    return remember(TransportChoice("shared_memory", reason), islands)
+
+
+def _make_segment(process: int) -> tuple[Segment | None, str]:
+    """The segment, or None and why there is none."""
+    try:
+        return make_segment(), ""
+    except OSError as error:
+        return None, f"process {process} cannot share memory with the others: {error}"
 
 
 def _version() -> str:
@@ -134,7 +138,7 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def _check_versions(others: list[_Introduction]) -> None:
+def _check_versions(others: list[Introduction]) -> None:
     for other, introduction in enumerate(others):
         if introduction.version != others[0].version:
             raise RuntimeError(
@@ -144,7 +148,7 @@ def _check_versions(others: list[_Introduction]) -> None:
             )
 
 
-def _why_not_shared_memory(others: list[_Introduction]) -> str | None:
+def _why_several(others: list[Introduction]) -> str | None:
     first = others[0]
     for other, introduction in enumerate(others):
         if introduction.host != first.host:

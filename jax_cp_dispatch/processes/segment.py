@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import stat
+from typing import NamedTuple
 
 SEGMENT_BYTES = "JAX_CP_DISPATCH_SEGMENT_BYTES"
 # Address space; memory is taken where rows are written.
@@ -12,8 +13,15 @@ _DEFAULT_BYTES = 256 << 30
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-def make_segment() -> tuple[int, int]:
-    """A new segment: (file descriptor, bytes).
+class Segment(NamedTuple):
+    """Memory of one process."""
+
+    fd: int
+    num_bytes: int
+
+
+def make_segment() -> Segment:
+    """A new segment.
 
     It has no name in any file system: the system takes it back with the last process that maps it,
     however that ends. Its size is sealed, so that a reader can trust the size that it has checked.
@@ -25,7 +33,7 @@ def make_segment() -> tuple[int, int]:
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd, num_bytes
+    return Segment(fd, num_bytes)
 
 
 def segment_bytes() -> int:

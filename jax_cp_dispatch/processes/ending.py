@@ -1,0 +1,80 @@
+"""The end of a job: the process that hosts JAX's coordination service leaves last.
+
+JAX ends a process whose service is gone. JAX's own barrier at the end has a time limit, and would
+keep a process that has failed from leaving, for which others wait then.
+"""
+
+import os
+import select
+import sys
+import time
+from typing import Any
+
+from jax._src import distributed
+
+_ENDED = "jax_cp_dispatch/ended"
+_POLL_SECONDS = 0.05
+_SILENT_SECONDS = 30.0
+
+_pid_fds: dict[int, int] = {}  # of processes of this host
+
+
+def watch_process(process: int, pid_fd: int) -> None:
+    """Has the end of `process` noticed, however it ends. Keeps a copy of the descriptor."""
+    if pid_fd >= 0:
+        _pid_fds[process] = os.dup(pid_fd)
+
+
+def end_in_order() -> None:
+    """Has JAX's shutdown in process 0 wait for all other processes that are alive.
+
+    It does not wait when an exception ends process 0.
+    """
+    state: Any = distributed.global_state
+    shut_down, pid = state.shutdown, os.getpid()
+
+    def shut_down_in_order():
+        try:
+            if state.client is not None and os.getpid() == pid:
+                if state.process_id != 0:
+                    state.client.key_value_set(f"{_ENDED}/{state.process_id}", "")
+                elif not _is_failing():
+                    _wait_for_others(state.client, state.num_processes)
+        finally:
+            shut_down()
+
+    state.shutdown = shut_down_in_order
+
+
+def _is_failing() -> bool:
+    return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+
+
+def _wait_for_others(client: Any, num_processes: int) -> None:
+    begin, has_said = time.monotonic(), False
+    ended: set[int] = set()
+    while True:
+        ended |= {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(_ENDED)}
+        running = [p for p in range(1, num_processes) if p not in ended and not _has_died(p)]
+        if not running:
+            break
+        if not has_said and time.monotonic() > begin + _SILENT_SECONDS:
+            has_said = True
+            print(
+                f"jax_cp_dispatch: process 0 is done and waits for processes {running}, since "
+                "JAX's coordination service lives in it",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_POLL_SECONDS)
+    # They leave the service just after they have said so. This returns when they have.
+    client.get_live_nodes([0, *(p for p in ended if not _has_died(p))])
+
+
+def _has_died(process: int) -> bool:
+    pid_fd = _pid_fds.get(process)
+    if pid_fd is None:
+        return False
+    poll = select.poll()
+    poll.register(pid_fd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,163 @@
+"""The first meeting of a job's processes, before JAX's coordination starts: names who is missing.
+
+JAX ends a process whose job is not complete in time, and does not say who is missing. Its service
+also has to know from the start whether it is to end all processes when one is lost.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from typing import NamedTuple
+
+_MAX_BYTES = 1 << 16
+_GREETING_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
+
+
+class Place(NamedTuple):
+    """A process of the job, as it introduces itself."""
+
+    process: int
+    num_processes: int
+    host: str  # equal for processes of one host
+    host_name: str  # for people
+
+
+def meet(address: str, own: Place, timeout: float) -> bool:
+    """Waits until all processes of the job have come; returns whether all run on one host.
+
+    Process 0 listens at the port of `address`, which is free again when this returns.
+
+    Raises:
+      RuntimeError: in all processes that came: one did not come in `timeout` seconds, or two are
+        not of one job.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise RuntimeError(
+            f"initialize: coordinator_address is {address!r}; it needs to be host:port of process "
+            "0, as 10.0.0.1:1234."
+        )
+    if own.process == 0:
+        return _gather(address, int(port), own, timeout)
+    return _join(host.strip("[]"), int(port), address, own, timeout)
+
+
+def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
+    came: list[tuple[socket.socket, Place]] = []
+    end = time.monotonic() + timeout
+    with _listener(address, port) as listener:
+        try:
+            wrong = ""
+            while not wrong and len(came) < own.num_processes - 1 and time.monotonic() < end:
+                listener.settimeout(max(end - time.monotonic(), 0.001))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    break
+                place = _read_place(connection)
+                if place is None:
+                    connection.close()  # none of a job
+                    continue
+                wrong = _why_not(place, own, [other for _, other in came])
+                came.append((connection, place))
+            missing = sorted(
+                set(range(1, own.num_processes)) - {place.process for _, place in came}
+            )
+            if missing and not wrong:
+                names = ", ".join(f"process {process}" for process in missing)
+                wrong = (
+                    f"process 0 waited {timeout:g} s at {address} for {names} of "
+                    f"{own.num_processes}, which did not come. Start every process of the job, and "
+                    "see whether that one raised an error of its own, or reaches this address."
+                )
+            is_one_host = all(place.host == own.host for _, place in came)
+            reply = json.dumps({"wrong": wrong, "is_one_host": is_one_host}) + "\n"
+            for connection, _ in came:
+                _tell(connection, reply)
+        finally:
+            for connection, _ in came:
+                connection.close()
+    if wrong:
+        raise RuntimeError(f"initialize: {wrong}")
+    return is_one_host
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    try:
+        if address.startswith("127."):
+            return socket.create_server(("127.0.0.1", port))
+        return socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
+    except OSError as error:
+        raise RuntimeError(
+            f"initialize: process 0 cannot listen at port {port} of {address} ({error}). Choose "
+            "a port that is free."
+        ) from error
+
+
+def _why_not(place: Place, own: Place, others: list[Place]) -> str:
+    if place.num_processes != own.num_processes or not 0 < place.process < own.num_processes:
+        return (
+            f"process {place.process} of {place.num_processes} on host {place.host_name} came to a "
+            f"job of {own.num_processes} processes. Pass the same num_processes in all, and "
+            "process_id from 0."
+        )
+    for other in others:
+        if place.process == other.process:
+            return (
+                f"two processes, on hosts {other.host_name} and {place.host_name}, came as process "
+                f"{place.process}. Pass each its own process_id."
+            )
+    return ""
+
+
+def _join(host: str, port: int, address: str, own: Place, timeout: float) -> bool:
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection(
+                (host, port), timeout=max(end - time.monotonic(), 0.001)
+            ) as connection:
+                connection.sendall((json.dumps(own) + "\n").encode())
+                connection.settimeout(timeout + _GREETING_SECONDS)  # process 0 may have come now
+                reply = json.loads(_read_line(connection))
+                wrong, is_one_host = str(reply["wrong"]), bool(reply["is_one_host"])
+            break
+        except (OSError, ValueError, KeyError, TypeError) as error:  # not there yet, or another
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"initialize: process {own.process} waited {timeout:g} s for process 0 at "
+                    f"{address} ({error}). Start process 0, and see whether it raised an error of "
+                    "its own, and whether its host reaches this address."
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+    if wrong:
+        raise RuntimeError(f"initialize: {wrong}")
+    return is_one_host
+
+
+def _read_place(connection: socket.socket) -> Place | None:
+    connection.settimeout(_GREETING_SECONDS)
+    try:
+        process, num_processes, host, host_name = json.loads(_read_line(connection))
+        return Place(int(process), int(num_processes), str(host), str(host_name))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(_MAX_BYTES - len(line)) if len(line) < _MAX_BYTES else b""
+        if not part:
+            raise ConnectionError("it said nothing that belongs to a job")
+        line += part
+    return line
+
+
+def _tell(connection: socket.socket, reply: str) -> None:
+    with contextlib.suppress(OSError):  # it has ended: JAX's coordination will miss it
+        connection.sendall(reply.encode())

@@ -1,0 +1,177 @@
+"""Jobs over two hosts, made of network namespaces: how they end, what serves, what fails how.
+
+    python tests/hosts/two_hosts.py [--jobs 20] [CASE ...]
+
+For root, and not part of the test suite: it takes some minutes, most of them waiting for JAX's
+watchdog. Every wait has an end. Prints a line for each case; the exit code is that of a test.
+"""
+
+import argparse
+import pathlib
+import random
+import signal
+import sys
+
+from namespaces import ADDRESSES, Done, Process, TwoHosts
+
+PROGRAM = str(pathlib.Path(__file__).parent / "program.py")
+LIMIT = 240.0  # seconds for any job
+
+
+class Job:
+    """The processes of one job, the first half of them on the first host."""
+
+    ports = iter(range(20000, 30000))
+
+    def __init__(self, hosts: TwoHosts, kind: str, *options: str, num_processes=2, devices=2):
+        self.hosts, self.kind, self.options = hosts, kind, options
+        self.num_processes, self.devices = num_processes, devices
+        self.address = f"{ADDRESSES[0]}:{next(self.ports)}"
+
+    def start(self, process: int, *options: str) -> Process:
+        arguments = [self.address, str(self.num_processes), str(process), self.kind]
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(self.devices),
+            "PJRT_NPROC": str(2 * self.devices + 2),
+        }
+        return self.hosts.start(
+            2 * process // self.num_processes,
+            [PROGRAM, *arguments, *self.options, *options],
+            environment,
+        )
+
+    def run(self, *last: str) -> list[Done]:
+        """All processes, to their ends; `last` are options of the last one."""
+        every = [self.start(p) for p in range(self.num_processes - 1)]
+        every.append(self.start(self.num_processes - 1, *last))
+        return self.hosts.wait(every, LIMIT)
+
+
+def expect_success(all_done: list[Done]) -> None:
+    for process, done in enumerate(all_done):
+        assert done.code == 0, f"process {process} ended with {done.code}:\n{done.text[-3000:]}"
+        assert done.text.endswith("done\n"), f"process {process}:\n{done.text[-3000:]}"
+
+
+def ends(hosts: TwoHosts, num_jobs: int) -> str:
+    """Whichever process has how much left to do."""
+    for _ in range(num_jobs):
+        num_processes = random.choice([2, 4])
+        work = [f"--work={random.choice([0, 0.1, 3, 6])}" for _ in range(2)]
+        job = Job(hosts, "ends", work[0], num_processes=num_processes, devices=1)
+        expect_success(job.run(work[1]))
+    return f"{num_jobs} jobs of {num_jobs} ended well"
+
+
+def checkpoint(hosts: TwoHosts, num_jobs: int) -> str:
+    expect_success(Job(hosts, "ends").run("--work=15"))
+    return "15 s of work after process 0 was done"
+
+
+def inside(hosts: TwoHosts, num_jobs: int) -> str:
+    for num_processes in 2, 4:
+        expect_success(Job(hosts, "inside", num_processes=num_processes).run())
+    return "groups inside a process and inside a host have the package's transport"
+
+
+def network(hosts: TwoHosts, num_jobs: int) -> str:
+    """It goes for good while both exchange."""
+    job = Job(hosts, "for ever")
+    both = [job.start(process) for process in range(2)]
+    wait_for_text(hosts, both, "begun")
+    hosts.cut()
+    try:
+        all_done = hosts.wait(both, LIMIT)
+    finally:
+        hosts.mend()
+    for process, done in enumerate(all_done):
+        assert done.code != 0 and done.seconds < LIMIT, f"process {process}: {done}"
+    return f"both ended after {max(done.seconds for done in all_done):.0f} s"
+
+
+def killed(hosts: TwoHosts, num_jobs: int) -> str:
+    job = Job(hosts, "for ever")
+    both = [job.start(process) for process in range(2)]
+    wait_for_text(hosts, both, "begun")
+    both[1].popen.send_signal(signal.SIGKILL)
+    done = hosts.wait(both, LIMIT)[0]
+    assert done.code == 1 and done.seconds < 30, done
+    assert "Error" in done.text, done.text
+    return f"the other one was told, and ended after {done.seconds:.1f} s"
+
+
+def wait_for_text(hosts: TwoHosts, processes: list[Process], text: str) -> None:
+    for _ in range(int(LIMIT / 0.05)):
+        if all(text in process.output.read_text() for process in processes):
+            return
+        assert all(process.popen.poll() is None for process in processes), [
+            process.output.read_text()[-2000:] for process in processes
+        ]
+        hosts.pause()
+    raise AssertionError(f"{text!r} was not said in {LIMIT} s")
+
+
+def alike(hosts: TwoHosts, num_jobs: int) -> str:
+    """Where memory cannot be shared, all hear it soon and get the same answer."""
+    for kind, reason in ("one host", "Connection refused"), ("small files", "File too large"):
+        num_processes = 2 if kind == "one host" else 4
+        all_done = Job(hosts, kind, num_processes=num_processes, devices=1).run()
+        expect_success(all_done)
+        choices = {line for done in all_done for line in chosen(done)}
+        assert len(choices) == 1 and reason in choices.pop(), all_done
+    return "one answer"
+
+
+def chosen(done: Done) -> list[str]:
+    return [line for line in done.text.splitlines() if line.startswith("choice: ")]
+
+
+def missing(hosts: TwoHosts, num_jobs: int) -> str:
+    for absent in 0, 1, 2:
+        job = Job(hosts, "ends", "--timeout=8", num_processes=3, devices=1)
+        here = [process for process in range(3) if process != absent]
+        for done in hosts.wait([job.start(process) for process in here], LIMIT):
+            assert done.code == 1 and "RuntimeError: initialize: " in done.text, done
+            assert f"process {absent}" in done.text.splitlines()[-1], done
+    return "named by all others"
+
+
+def unreachable(hosts: TwoHosts, num_jobs: int) -> str:
+    """A name that stands for the host itself, as Debian's installer writes it."""
+    hosts.set_hosts_file(1, f"127.0.1.1 {hosts.names[1]}\n")
+    try:
+        for done in Job(hosts, "ends", devices=1).run():
+            assert done.code == 1 and "RuntimeError: initialize: " in done.text, done
+            assert "127.0.1.1" in done.text.splitlines()[-1], done
+    finally:
+        hosts.set_hosts_file(1, "".join(map("{} {}\n".format, ADDRESSES, hosts.names)))
+    return "refused by all"
+
+
+CASES = ends, checkpoint, inside, alike, missing, unreachable, killed, network
+
+
+def main() -> None:
+    names = [case.__name__ for case in CASES]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(names))
+    parser.add_argument("--jobs", type=int, default=20, help="of the case 'ends' (default: 20)")
+    options = parser.parse_args()
+    if unknown := set(options.cases) - set(names):
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
+    failed = False
+    with TwoHosts() as hosts:
+        for case in CASES:
+            if options.cases and case.__name__ not in options.cases:
+                continue
+            try:
+                print(f"{case.__name__}: {case(hosts, options.jobs)}", flush=True)
+            except AssertionError as error:
+                failed = True
+                print(f"{case.__name__}: FAILED\n{error}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
