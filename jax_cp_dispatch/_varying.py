@@ -35,11 +35,16 @@ def varying_axes(array: ArrayLike) -> frozenset[str]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
+def mapped_axes() -> frozenset[str]:
+    """The mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides from the function here."""
+    return frozenset(get_axis_env().spmd_axis_names)
+
+
 def can_check_varying() -> bool:
     """Whether a `shard_map` of ours may track over which axes its arrays vary (`check_vma`).
 
-    Not under `jax.vmap(..., spmd_axis_name=...)`. JAX makes mapped arrays vary over that axis but
-    hides it from the function, so that neither JAX's operations nor ours cast the others alike,
-    and the batched bodies of loops and branches keep the types that they had before.
+    Not with `mapped_axes`. JAX makes arrays vary over them but does not show it, so that neither
+    JAX's operations nor ours cast other operands alike, and the batched bodies of loops and
+    branches keep the types that they had before.
     """
-    return not get_axis_env().spmd_axis_names
+    return not mapped_axes()

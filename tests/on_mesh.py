@@ -41,7 +41,7 @@ def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
 def collectives_over(compiled, mesh, axis) -> list[str]:
     """The collectives of a compiled program that join devices at different places on an axis."""
     found = []
-    pattern = r" (all-\w+|reduce-scatter|collective-broadcast)(?:-start)?\(.*replica_groups=(\S+)"
+    pattern = r" (all-\w+|reduce-scatter|collective-broadcast)(?:-start)?\(.*replica_groups=(.*)"
     for kind, groups in re.findall(pattern, compiled.as_text()):
         places = np.unravel_index(_replica_groups(groups), mesh.axis_sizes)
         of_axis = places[mesh.axis_names.index(axis)]
@@ -51,16 +51,23 @@ def collectives_over(compiled, mesh, axis) -> list[str]:
 
 
 def _replica_groups(text):
-    """`{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)`: devices counted along the mesh, one row a group."""
-    if text.startswith("{"):
-        groups = re.findall(r"\{([\d,]+)\}", text)
-        return np.array([[int(device) for device in group.split(",")] for group in groups])
-    shape, order, *turned = re.findall(r"[\[(]([\d,]+)[\])]", text)
-    numbers = lambda x: tuple(map(int, x.split(",")))
-    devices = np.arange(np.prod(numbers(order))).reshape(numbers(order))
-    if turned:
-        devices = devices.transpose(numbers(turned[0]))
-    return devices.reshape(numbers(shape))
+    """Devices, counted along the mesh, one row a group; XLA writes them in three ways."""
+    numbers = lambda part: [int(number) for number in re.findall(r"\d+", part)]
+    if lists := re.match(r"\{\{(.*?)\}\}", text):  # {{0,1},{2,3}}
+        return np.array([numbers(group) for group in lists[1].split("},{")])
+    if iota := re.match(
+        r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
+    ):  # [2,2]<=[2,2]T(1,0)
+        devices = np.arange(np.prod(numbers(iota[2]))).reshape(numbers(iota[2]))
+        turned = devices.transpose(numbers(iota[3])) if iota[3] else devices
+        return turned.reshape(numbers(iota[1]))
+    axes = re.match(r"mesh\[([^]]*)\] \{([^}]*)\},", text)  # mesh['a'=2,'b'=2] {'a'}, dimensions
+    assert axes and ":" not in axes[2], f"an unknown kind of replica groups: {text}"
+    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", axes[1]), strict=True)
+    devices = np.arange(np.prod(list(map(int, sizes)))).reshape(list(map(int, sizes)))
+    joined = [names.index(name) for name in re.findall(r"'(\w+)'", axes[2])]
+    devices = np.moveaxis(devices, joined, range(-len(joined), 0))
+    return devices.reshape(-1, np.prod([int(sizes[axis]) for axis in joined]))
 
 
 class Gate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from jax_cp_dispatch.attention.balanced import balanced_attention
 from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.layout import zigzag_permutation
+from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
@@ -30,10 +30,7 @@ _OP = "context_parallel_attention"
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    mesh: Mesh | AbstractMesh
-    axis_name: str
-    batch_axes: tuple[str, ...]
-    head_axes: tuple[str, ...]
+    axes: MeshAxes
     algorithm: str
     causal: bool
     window: int | None
@@ -46,8 +43,12 @@ class _Options:
     deadline: float
 
     @property
+    def axis_name(self) -> str:
+        return self.axes.axis_name
+
+    @property
     def num_ranks(self) -> int:
-        return self.mesh.shape[self.axis_name]
+        return self.axes.mesh.shape[self.axis_name]
 
     def keywords(self, *names: str) -> dict[str, Any]:
         """Those options as keywords."""
@@ -98,7 +99,8 @@ def context_parallel_attention(
         documents, see `balanced_attention`; "ring", "zigzag", "hamilton": keys go round, see
         `ring_attention`, `zigzag_ring_attention`, `hamilton_attention`; "auto": `choose_algorithm`
         from concrete segment ids.
-      mesh: the mesh; None is the one set by `jax.set_mesh`.
+      mesh: the mesh; None is the one set by `jax.set_mesh`, or the one on which the arrays lie or,
+        with explicit axes, that their types name.
       causal: a token attends what stands before it in its document, and itself; else all of it.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
       positions: the place of each token in its document; None if the segment ids tell documents
@@ -110,8 +112,10 @@ def context_parallel_attention(
       config: for "balanced", block size and capacities of plans made here.
       nodes: for "hamilton", see there.
       batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
-        itself. Not inferred: arrays that are sharded over axes that nobody names are gathered.
-      head_axis: mesh axis over which N and K are sharded, or several.
+        itself. `()`: none. None: the ones over which q, k or v is sharded. Types tell explicit
+        axes; of automatic ones only placed arrays outside of `jit` tell, and a warning asks for
+        the name elsewhere. Over axes that nobody names, arrays are gathered.
+      head_axis: likewise for N and K. Where its devices do not divide K, KV heads are repeated.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None chooses.
@@ -122,15 +126,20 @@ def context_parallel_attention(
       TypeError, ValueError: an axis, a size or a choice does not fit; what, and what to do.
       jax.errors.JaxRuntimeError: when the program runs, see `dispatch`.
     """
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    axes = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    planned = {"segment_ids": segment_ids, "positions": positions, "window": window}
-    _check(q, k, v, mesh, axes, planned, plan, layout)
+    check_rows(_OP, q, k, v)
+    axes = find_axes(
+        *(q, k, v),
+        mesh=mesh,
+        axis_name=axis_name,
+        batch_axis=batch_axis,
+        head_axis=head_axis,
+        algorithm=algorithm,
+        has_plan=plan is not None,
+    )
+    check_rows(_OP, q, k, v, segment_ids, positions)
+    _check_plan(q, axes, plan, layout, segment_ids=segment_ids, positions=positions, window=window)
     options = _Options(
-        mesh,
-        axis_name,
-        _names(batch_axis),
-        _names(head_axis),
+        axes,
         algorithm=algorithm,
         causal=causal,
         window=window,
@@ -153,7 +162,7 @@ def context_parallel_attention(
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
-    plans_here = options.algorithm == "balanced" and not is_traced and not batch_axis
+    plans_here = options.algorithm == "balanced" and not is_traced and not axes.batch
     if plans_here and segment_ids is not None:
         plan = plan_attention(
             segment_ids, positions, world_size=options.num_ranks, window=window, config=config
@@ -173,7 +182,7 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
         )
     # The rows of the first group stand for all.
-    rows = q.shape[0] // _num_devices(options.mesh, options.batch_axes)
+    rows = q.shape[0] // options.axes.num_groups
     lengths = ((q.shape[1],),) * rows
     if segment_ids is not None or positions is not None:
         ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
@@ -182,13 +191,14 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             order = zigzag_permutation(q.shape[1], options.num_ranks, inverse=True)
         places = None if positions is None else np.asarray(positions)[:rows, order]
         lengths = document_lengths(np.asarray(ids)[:rows, order], places)
-    head_devices = _num_devices(options.mesh, options.head_axes)
+    head_devices = options.axes.num_devices(options.axes.heads)
+    num_kv_heads = k.shape[2] * options.axes.kv_copies(q.shape[2], k.shape[2])
     choice = choose_algorithm(
         lengths,
         num_ranks=options.num_ranks,
         tokens_per_rank=-(-q.shape[1] // options.num_ranks),
         num_heads=q.shape[2] // head_devices,
-        num_kv_heads=k.shape[2] // head_devices,
+        num_kv_heads=num_kv_heads // head_devices,
         head_size=q.shape[3],
         itemsize=q.dtype.itemsize,
         **options.keywords("causal", "window", "layout"),
@@ -206,19 +216,22 @@ def _pad(x: Any, missing: int) -> Any:
 
 @partial(jax.jit, static_argnames="options")
 def _attend(q, k, v, plan, documents, *, options: _Options):
-    sequence = P(options.batch_axes, options.axis_name)
-    rows = P(*sequence, options.head_axes)
-    in_specs = (rows, rows, rows, P(options.axis_name), sequence)
+    axes = options.axes
+    sequence = P(axes.batch, axes.axis_name)
+    rows = P(*sequence, axes.heads)
+    in_specs = (rows, rows, rows, P(axes.axis_name), sequence)
     attend = jax.shard_map(
         partial(_local, options),
-        mesh=options.mesh,
+        mesh=axes.mesh,
         in_specs=in_specs,
         out_specs=rows,
+        axis_names=axes.manual,
         check_vma=can_check_varying(),
     )
+    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
     operands = (q, k, v, plan, documents)
-    if AxisType.Explicit in options.mesh.axis_types:  # there, shard_map moves nothing by itself
-        shardings = [NamedSharding(options.mesh, spec) for spec in in_specs]
+    if AxisType.Explicit in axes.mesh.axis_types:  # there, shard_map moves nothing by itself
+        shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
         operands = (
             jax.tree.map(partial(reshard, out_shardings=sharding), operand)
             for operand, sharding in zip(operands, shardings, strict=True)
@@ -272,52 +285,23 @@ def _check_choice(options: _Options, plan) -> None:
         )
 
 
-def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
-
-
-def _num_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-def _check(q, k, v, mesh, axes, planned, plan, layout) -> None:
-    for keyword, named in axes.items():
-        if not set(_names(named)) <= set(mesh.axis_names):
-            raise ValueError(
-                f"{_OP}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
-                "Name some of these, or pass the mesh that has it."
-            )
-    used = [name for named in axes.values() for name in _names(named)]
-    if len(set(used)) < len(used):
+def _check_plan(q, axes: MeshAxes, plan, layout, **planned) -> None:
+    """What says where every token stands fits the tokens, the ranks, and what else is given."""
+    num_ranks = axes.mesh.shape[axes.axis_name]
+    if (plan is not None or layout == "zigzag") and q.shape[1] % num_ranks:
         raise ValueError(
-            f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in axes.items())}; a "
-            "mesh axis can shard one dimension only. Name each once."
+            f"{_OP}: T is {q.shape[1]} but mesh axis {axes.axis_name!r} has {num_ranks} devices, "
+            "which must divide it with a plan, and with layout='zigzag'. Pad the tokens (segment 0 "
+            "is padding) before the plan, or the layout, is made."
         )
-    check_rows(_OP, q, k, v, planned["segment_ids"], planned["positions"])
-    dims = [
-        ("B", q.shape[0], "batch_axis"),
-        ("N", q.shape[2], "head_axis"),
-        ("K", k.shape[2], "head_axis"),
-    ]
-    if plan is not None or layout == "zigzag":  # they say where every token stands
-        dims.append(("T", q.shape[1], "axis_name"))
-    for dim, size, keyword in dims:
-        named = axes[keyword]
-        devices = _num_devices(mesh, _names(named))
-        if size % devices:
-            raise ValueError(
-                f"{_OP}: {dim} is {size} but mesh axis {named!r} has {devices} devices, which must "
-                "divide it. Pad the arrays (segment 0 is padding), or use another mesh."
-            )
     for name, x in planned.items():
         if plan is not None and x is not None:
             raise ValueError(
                 f"{_OP}: got both plan and {name}; pass one of them. A plan is made for documents, "
                 "and for a window."
             )
-    if plan is not None and plan.world_size != mesh.shape[axes["axis_name"]]:
+    if plan is not None and plan.world_size != num_ranks:
         raise ValueError(
             f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "
-            f"{axes['axis_name']!r} has {mesh.shape[axes['axis_name']]} devices. Plan again with "
-            "that world_size."
+            f"{axes.axis_name!r} has {num_ranks} devices. Plan again with that world_size."
         )

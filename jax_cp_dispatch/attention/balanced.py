@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local_options import blocks_of_ranks
+from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.sequence import check_rows
 from jax_cp_dispatch.dispatch import (
     DEFAULT_DEADLINE,
@@ -89,6 +90,8 @@ def balanced_attention(
       TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
+    instead = "context_parallel_attention(..., algorithm='balanced')"
+    num_ranks_here("balanced_attention", axis_name, instead)
     check_rows("balanced_attention", q, k, v)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
+from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
 from jax_cp_dispatch.dispatch import (
     DEFAULT_DEADLINE,
@@ -53,7 +54,7 @@ def ring_exchange(
       ValueError, NotImplementedError: an implementation that is none, or cannot serve here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
-    num_ranks = lax.axis_size(axis_name)
+    num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
     moved = move_chunks(
@@ -94,7 +95,7 @@ def chunk_exchange(
       ValueError: the maps contradict each other, or do not fit the axis or the chunks.
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
-    num_ranks = lax.axis_size(axis_name)
+    num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
     num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
     for leaf in jax.tree.leaves(chunks):
         if jnp.shape(leaf)[:1] != (num_chunks,):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Direct, Transport
 from jax_cp_dispatch.attention.sequence import Sequence, attend_sequence
 from jax_cp_dispatch.cycles import CycleRows, check_cycles, hamiltonian_cycles, two_level_cycles
@@ -58,9 +58,12 @@ def hamilton_attention(
     References:
       TASP (arXiv:2509.26541); Tillson, JCTB 29 (1980), 68-74.
     """
+    num_ranks = num_ranks_here(
+        "hamilton_attention", axis_name, "context_parallel_attention(..., algorithm='hamilton')"
+    )
     sequence = Sequence(
         transport=Transport("hamilton_attention", axis_name, implementation, deadline),
-        schedule=hamilton_schedule(lax.axis_size(axis_name), nodes, cycles),
+        schedule=hamilton_schedule(num_ranks, nodes, cycles),
         zigzag=causal,
         causal=causal,
         window=window,

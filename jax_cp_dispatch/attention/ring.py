@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Transport
 from jax_cp_dispatch.attention.sequence import Sequence, attend_sequence
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
@@ -64,9 +64,12 @@ def ring_attention(
     References:
       Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
     """
+    num_ranks = num_ranks_here(
+        "ring_attention", axis_name, "context_parallel_attention(..., algorithm='ring')"
+    )
     sequence = Sequence(
         transport=Transport("ring_attention", axis_name, implementation, deadline),
-        schedule=ring_schedule(lax.axis_size(axis_name)),
+        schedule=ring_schedule(num_ranks),
         zigzag=False,
         causal=causal,
         window=window,
@@ -104,9 +107,12 @@ def zigzag_ring_attention(
     References:
       Zhu, ring-flash-attention (zigzag); Fang and Zhao, USP (arXiv:2405.07719), section 4.
     """
+    num_ranks = num_ranks_here(
+        "zigzag_ring_attention", axis_name, "context_parallel_attention(..., algorithm='zigzag')"
+    )
     sequence = Sequence(
         transport=Transport("zigzag_ring_attention", axis_name, implementation, deadline),
-        schedule=ring_schedule(lax.axis_size(axis_name)),
+        schedule=ring_schedule(num_ranks),
         zigzag=causal,
         causal=causal,
         window=window,

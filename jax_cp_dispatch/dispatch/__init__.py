@@ -17,6 +17,7 @@ from jax_cp_dispatch.dispatch.implementations import (
     check_implementation,
     transport_serves,
 )
+from jax_cp_dispatch.dispatch.placement import find_mesh, is_traced
 
 __all__ = [
     "DEFAULT_DEADLINE",
@@ -32,7 +33,9 @@ __all__ = [
     "destroy_dispatch_buffer",
     "dispatch",
     "dispatch_qkv",
+    "find_mesh",
     "grow_dispatch_buffer",
+    "is_traced",
     "list_dispatch_buffers",
     "transport_serves",
 ]

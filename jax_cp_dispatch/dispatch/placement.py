@@ -41,7 +41,7 @@ def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]
             f"{op}: of axis_name {names} only {tuple(manual)} are manual here. Make all of them "
             f"manual, or none: jax.shard_map(..., axis_names={set(names)})."
         )
-    found = around if manual else _find_mesh(names, mesh, around, arrays)
+    found = around if manual else find_mesh(names, mesh, around, arrays)
     if found is None:
         _refuse_vmap_axes(op, names)
         if not is_traced(arrays):
@@ -74,7 +74,7 @@ def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:
         )
 
 
-def _find_mesh(names, mesh, around, arrays) -> Any:
+def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any]) -> Any:
     """The mesh that the user gives or has set, or that an array lies on; with `names`, if any."""
     if mesh is not None:
         return mesh

@@ -1,0 +1,247 @@
+"""The mesh of `context_parallel_attention` and what its axes shard: given, or inferred."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+from jaxtyping import Array
+
+from jax_cp_dispatch._varying import mapped_axes
+from jax_cp_dispatch.dispatch import find_mesh, is_traced
+
+Names = str | Sequence[str] | None
+_OP = "context_parallel_attention"
+_ON_A_RANK = {
+    "balanced": "balanced_attention with a plan of plan_attention",
+    "ring": "ring_attention",
+    "zigzag": "zigzag_ring_attention",
+    "hamilton": "hamilton_attention",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """A mesh and the axes that a call uses.
+
+    Attributes:
+      axis_name: shards the sequence.
+      batch, heads: shard B, and N and K; the major one first.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axis_name: str
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @property
+    def manual(self) -> set[str]:
+        """Those that a `shard_map` makes manual: all that are not so already."""
+        return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
+
+    def num_devices(self, names: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[name] for name in names)
+
+    @property
+    def num_groups(self) -> int:
+        """In how many equal parts the batch is attended."""
+        return self.num_devices(self.batch)
+
+    def kv_copies(self, num_heads: int, num_kv_heads: int) -> int:
+        """How often each KV head stands in K and V, so that the devices of the heads divide them.
+
+        The least common multiple of K and the devices divides N if both do, and query head n reads
+        the same head as before, n // (N / K).
+        """
+        if num_heads % num_kv_heads:
+            return 1  # local attention says what is wrong
+        devices = self.num_devices(self.heads)
+        return math.lcm(num_kv_heads, devices) // num_kv_heads
+
+    def repeat_kv_heads(self, x: Array, num_heads: int) -> Array:
+        """K or V with `kv_copies` of each head; the gradient of a head is the sum of theirs."""
+        copies = self.kv_copies(num_heads, x.shape[2])
+        if copies == 1:
+            return x
+        if AxisType.Explicit in self.mesh.axis_types:  # a split dimension cannot be repeated there
+            x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.axis_name)))
+        return jnp.repeat(x, copies, axis=2)
+
+
+def find_axes(
+    *arrays: Any,
+    mesh: Any,
+    axis_name: str,
+    batch_axis: Names,
+    head_axis: Names,
+    algorithm: str,
+    has_plan: bool,
+) -> MeshAxes:
+    """Of q, k, v: the mesh, from the surroundings, `mesh`, or the arrays; the axes that are None.
+
+    A plan is for the whole batch. With one, no axes of the batch are inferred.
+    """
+    mesh = _find_mesh(mesh, axis_name, algorithm, arrays)
+    given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    _check_names(mesh, given)
+    batch, heads = _names(batch_axis), _names(head_axis)
+    if batch_axis is None:
+        batch = _axes_of(arrays, 0, mesh, {axis_name, *heads})
+        if batch and has_plan:
+            _warn_of_plan(batch)
+            batch = ()
+        elif not batch and not has_plan:
+            _warn_of_automatic_axes("batch_axis", "B", 0, arrays, mesh, {axis_name, *heads})
+    if head_axis is None:
+        heads = _axes_of(arrays, 2, mesh, {axis_name, *batch})
+        if not heads:
+            _warn_of_automatic_axes("head_axis", "N", 2, arrays, mesh, {axis_name, *batch})
+    axes = MeshAxes(mesh, axis_name, batch, heads)
+    q = arrays[0]
+    _check_divides("B", q.shape[0], "batch_axis", batch, axes)
+    _check_divides("N", q.shape[2], "head_axis", heads, axes)
+    return axes
+
+
+def _find_mesh(mesh, axis_name, algorithm, arrays) -> Mesh | AbstractMesh:
+    around = jax.sharding.get_abstract_mesh()
+    if axis_name in tuple(around.manual_axes):
+        instead = _ON_A_RANK.get(algorithm) or ", or ".join(_ON_A_RANK.values())
+        raise ValueError(
+            f"{_OP}: axis_name {axis_name!r} is manual here: these are the rows of one rank inside "
+            f"jax.shard_map, and {_OP} takes the arrays of all. Call it outside, or call {instead} "
+            "here."
+        )
+    if around.manual_axes:  # JAX wants the same mesh in a shard_map inside another
+        return around
+    found = find_mesh((axis_name,), mesh, around, arrays)
+    if found is None:
+        raise ValueError(
+            f"{_OP}: no mesh with axis {axis_name!r} was found. Pass mesh=, call it under "
+            "jax.set_mesh, or place q, k and v on such a mesh."
+        )
+    return found
+
+
+def _check_names(mesh, given: dict[str, Names]) -> None:
+    for keyword, named in given.items():
+        if not set(_names(named)) <= set(mesh.axis_names):
+            raise ValueError(
+                f"{_OP}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+                "Name some of these, or pass the mesh that has it."
+            )
+    used = [name for named in given.values() for name in _names(named)]
+    if len(set(used)) < len(used):
+        raise ValueError(
+            f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
+            "mesh axis can shard one dimension only. Name each once."
+        )
+
+
+def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], axes: MeshAxes):
+    devices = axes.num_devices(names)
+    if size % devices:
+        if dim == "B":
+            step = "fill the batch up with rows of segment id 0"
+            whole = "the whole batch"
+        else:
+            step, whole = "name an axis of fewer devices", "all heads"
+        raise ValueError(
+            f"{_OP}: {dim} is {size} but {keyword} {names!r} has {devices} devices, which must "
+            f"divide it. Pass {keyword}=(), and each of them computes {whole}; or {step}."
+        )
+
+
+# ---- What nobody names.
+
+
+def _axes_of(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
+    """The free axes over which a dimension of the first array that tells is split."""
+    taken = taken | _hidden_axes(mesh)
+    for array in arrays:
+        sharding = _sharding_of(array)
+        if sharding is not None and dim < len(sharding.spec):
+            entry = sharding.spec[dim]
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            found = tuple(
+                name for name in names if name not in taken and _agree(sharding, mesh, name)
+            )
+            if found:
+                return found
+    return ()
+
+
+def _agree(sharding: NamedSharding, mesh, name: str) -> bool:
+    size = sharding.mesh.shape[name]
+    return size > 1 and mesh.shape.get(name) == size
+
+
+def _sharding_of(array: Any) -> NamedSharding | None:
+    """What an array tells: a placed one all axes, a traced one those that are explicit."""
+    traced = is_traced([array])
+    sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, taken) -> None:
+    """Where a dimension may be split over an axis, and nothing tells."""
+    taken = taken | _hidden_axes(mesh)
+    size = arrays[0].shape[dim]
+    axes = [
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and axis not in taken and mesh.shape[axis] > 1
+        if size and size % mesh.shape[axis] == 0
+    ]
+    if axes and is_traced(arrays):
+        _warn_once(
+            keyword,
+            f"{keyword} is not given, and in a traced program nothing tells whether {name} = "
+            f"{size} is sharded over the automatic mesh axes {', '.join(map(repr, axes))}. Over an "
+            "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
+            f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
+            f"{keyword}=() if there is none.",
+        )
+
+
+def _warn_of_plan(batch: tuple[str, ...]) -> None:
+    _warn_once(
+        "plan",
+        f"the plan is for all rows of the batch, so that q, k and v, whose batch is sharded over "
+        f"{batch}, are gathered, and each of its devices repeats the work of all. Pass segment_ids "
+        "instead of the plan: each group of the batch is then planned by itself. Or pass "
+        "batch_axis=() if that is what you want.",
+    )
+
+
+_warned: set[str] = set()
+_warn_lock = threading.Lock()
+
+
+def _warn_once(about: str, message: str) -> None:
+    with _warn_lock:
+        if about in _warned:
+            return
+        _warned.add(about)
+    # Three callers below: a function of this file, find_axes, and context_parallel_attention.
+    warnings.warn(f"{_OP}: {message}", UserWarning, stacklevel=5)
+
+
+def _hidden_axes(mesh) -> set[str]:
+    """Those that shard nothing that is seen here: `shard_map` or `vmap` around has used them."""
+    return {*_manual_axes(mesh), *mapped_axes()}
+
+
+def _manual_axes(mesh) -> tuple[str, ...]:
+    return tuple(getattr(mesh, "manual_axes", ()))
+
+
+def _names(axis: Names) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())

@@ -1,0 +1,294 @@
+"""Which mesh and which of its axes `context_parallel_attention` uses: named, or inferred.
+
+Compiled programs are read for what they gather: an axis that is not used costs its devices, which
+then all compute the same.
+"""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
+from sequences import QUICKLY, TOLERANCE, Case, dense, draw, relative_errors
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import context_parallel_attention, plan_attention
+from jax_cp_dispatch.attention import mesh_axes
+
+T = 24
+CASE = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))
+AXES = ("data", AXIS, "tp")
+SHARDED = P("data", AXIS, "tp")
+SOME_ALGORITHMS = ["balanced", "hamilton"]  # by a plan, and round the ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(mesh_axes, "_warned", set())
+
+
+@pytest.fixture
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def mesh_of_kind(kind: Any):
+    return permuted_mesh((2, 2, 2), AXES, kind)
+
+
+def placed(arrays, mesh, spec=SHARDED) -> Any:
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+
+
+def program(segment_ids, **options):
+    """`(q, k, v, g) -> (out, dq, dk, dv)`"""
+    attend = partial(context_parallel_attention, axis_name=AXIS, segment_ids=segment_ids, **options)
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def run(q, k, v, g):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(g)
+
+    return run
+
+
+def check(results, operands, case=CASE):
+    segment_ids = operands[4]
+    got = [np.where((segment_ids > 0)[..., None, None], np.asarray(x), 0) for x in results]
+    errors = relative_errors(got, dense(case, operands))
+    assert max(errors.values()) <= TOLERANCE["float32"], errors
+
+
+def spec_of(array):
+    spec = tuple(array.sharding.spec)
+    return spec + (None,) * (array.ndim - len(spec))
+
+
+# ---- What is inferred.
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "types alone"])
+@pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
+@pytest.mark.usefixtures("no_warning")
+def test_types_tell_explicit_axes(algorithm, is_set):
+    mesh = mesh_of_kind(AxisType.Explicit)
+    operands = draw(CASE)
+    arrays = placed(operands[:4], mesh)
+    run = program(operands[4], algorithm=algorithm)
+    if is_set:
+        with jax.set_mesh(mesh):
+            compiled = run.lower(*arrays).compile()
+            results = compiled(*arrays)
+    else:
+        compiled = run.lower(*arrays).compile()
+        results = compiled(*arrays)
+    assert collectives_over(compiled, mesh, "data") == collectives_over(compiled, mesh, "tp") == []
+    assert all(spec_of(x) == ("data", AXIS, "tp", None) for x in results)
+    check(results, operands)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
+@pytest.mark.usefixtures("no_warning")
+def test_placed_arrays_tell_all_axes(algorithm, kind):
+    mesh = mesh_of_kind(kind)
+    operands = draw(CASE)
+    q, k, v = placed(operands[:3], mesh)
+    options = {"axis_name": AXIS, "algorithm": algorithm, "segment_ids": operands[4]}
+    out = context_parallel_attention(q, k, v, **options)
+    assert spec_of(out)[:3] == ("data", AXIS, "tp")
+    want = dense(CASE, operands)[0]
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_tell_what_queries_do_not():
+    mesh = mesh_of_kind(AxisType.Explicit)
+    operands = draw(CASE)
+    q, k, v, g = operands[:4]
+    arrays = [q, *placed((k, v), mesh), q[..., : g.shape[3]]]
+    run = program(operands[4], algorithm="ring")
+    out = run(*arrays[:3], jax.device_put(g, NamedSharding(mesh, SHARDED)))[0]
+    assert spec_of(out)[:3] == ("data", AXIS, "tp")
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_named_axes_are_taken_as_they_are():
+    """`()` is none, whatever the arrays tell."""
+    mesh = mesh_of_kind(AxisType.Explicit)
+    operands = draw(CASE)
+    q, k, v = placed(operands[:3], mesh)
+    options: Any = {"axis_name": AXIS, "algorithm": "ring", "segment_ids": operands[4]}
+    out = context_parallel_attention(q, k, v, batch_axis=(), head_axis="tp", **options)
+    assert spec_of(out)[:3] == (None, AXIS, "tp")
+    out = context_parallel_attention(q, k, v, head_axis=(), batch_axis=["data"], **options)
+    assert spec_of(out)[:3] == ("data", AXIS, None)
+
+
+# ---- What cannot be inferred.
+
+
+def compiled_program(mesh, arrays, segment_ids, **options):
+    run = program(segment_ids, algorithm="ring", mesh=mesh, **options)
+    return run.lower(*arrays).compile()
+
+
+def test_automatic_axes_in_a_program_are_warned_of_once():
+    mesh = mesh_of_kind(AxisType.Auto)
+    operands = draw(CASE)
+    arrays = placed(operands[:4], mesh)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled_program(mesh, arrays, operands[4])
+        gathering = compiled_program(mesh, arrays, operands[4])
+    messages = [str(x.message) for x in told if issubclass(x.category, UserWarning)]
+    assert len(messages) == 2
+    batch, heads = messages
+    assert "batch_axis is not given" in batch and "B = 2" in batch and "'data', 'tp'" in batch
+    assert "Pass as batch_axis the axis over which B is sharded, or batch_axis=()" in batch
+    assert "head_axis is not given" in heads and "N = 4" in heads
+    assert {"all-gather"} <= set(collectives_over(gathering, mesh, "data"))
+    check(gathering(*arrays), operands)
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_named_axes_gather_nothing_and_are_not_warned_of():
+    mesh = mesh_of_kind(AxisType.Auto)
+    operands = draw(CASE)
+    arrays = placed(operands[:4], mesh)
+    named = compiled_program(mesh, arrays, operands[4], batch_axis="data", head_axis="tp")
+    assert collectives_over(named, mesh, "data") == collectives_over(named, mesh, "tp") == []
+    assert all(spec_of(x)[:3] == ("data", AXIS, "tp") for x in named(*arrays))
+    compiled_program(mesh, arrays, operands[4], batch_axis=(), head_axis=())
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_no_warning_where_nothing_can_be_lost():
+    """Axes that are used, those of one device, and sizes that an axis cannot split."""
+    for shape, names in (((4,), (AXIS,)), ((1, 2), ("data", AXIS)), ((3, 2), ("data", AXIS))):
+        mesh = permuted_mesh(shape, names)
+        x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
+        options: Any = {"axis_name": AXIS, "algorithm": "ring", "mesh": mesh}
+        jax.eval_shape(partial(context_parallel_attention, **options), x, x, x)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_plan_is_for_the_whole_batch():
+    """It says so where the batch is sharded; segment ids are planned by each group."""
+    mesh = mesh_of_kind(AxisType.Explicit)
+    operands = draw(CASE)
+    plan = plan_attention(operands[4], world_size=2)
+    q, k, v = placed(operands[:3], mesh)
+    options: Any = {"axis_name": AXIS, "algorithm": "balanced"}
+    with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass segment_ids instead"):
+        out = context_parallel_attention(q, k, v, plan=plan, **options)
+    np.testing.assert_allclose(out, dense(CASE, operands)[0], rtol=1e-5, atol=1e-5)
+
+
+# ---- Fewer KV heads than devices.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("heads, algorithm", [((4, 1), "balanced"), ((12, 6), "zigzag")])
+def test_kv_heads_are_repeated(heads, algorithm, kind):
+    """4 devices: each KV head is held by those whose query heads read it; gradients are summed."""
+    case = Case("ring", 1, T, documents="segments", heads=heads)
+    mesh = permuted_mesh((2, 4), (AXIS, "tp"), kind)
+    operands = draw(case)
+    q, k, v, g = operands[:4]
+    q, g = placed((q, g), mesh, P(None, AXIS, "tp"))
+    k, v = placed((k, v), mesh, P(None, AXIS))
+    run = program(operands[4], algorithm=algorithm, mesh=mesh, head_axis="tp")
+    results = run(q, k, v, g)
+    assert spec_of(results[0])[:3] == (None, AXIS, "tp")
+    check(results, operands, case)
+
+
+# ---- What is refused.
+
+
+Q = np.ones((1, 8, 3, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    "axis, message",
+    [
+        ({"batch_axis": "data"}, r"B is 1 but batch_axis \('data',\) has 2 .*Pass batch_axis=\(\)"),
+        ({"head_axis": "data"}, r"N is 3 but head_axis \('data',\) has 2 .*Pass head_axis=\(\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_sizes_that_devices_do_not_divide(axis, message):
+    mesh = permuted_mesh((2, 2), ("data", AXIS))
+    with pytest.raises(ValueError, match=f"context_parallel_attention: {message}"):
+        context_parallel_attention(Q, Q, Q, mesh=mesh, axis_name=AXIS, algorithm="ring", **axis)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_no_mesh():
+    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found. Pass mesh=, call it"):
+        context_parallel_attention(Q, Q, Q, axis_name=AXIS, algorithm="ring")
+
+
+@pytest.mark.parametrize("given", ["mesh", "no mesh"])
+@pytest.mark.parametrize(
+    "algorithm, instead",
+    [
+        ("balanced", "balanced_attention with a plan"),
+        ("ring", "ring_attention"),
+        ("zigzag", "zigzag_ring_attention"),
+        ("hamilton", "hamilton_attention"),
+        ("auto", "balanced_attention.*or ring_attention"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_inside_of_shard_map(algorithm, instead, given):
+    mesh = mesh_of(2)
+    options: Any = {"axis_name": AXIS, "algorithm": algorithm}
+    options |= {"mesh": mesh} if given == "mesh" else {}
+    attend = partial(context_parallel_attention, segment_ids=np.ones((1, 8), int), **options)
+    run = jax.shard_map(attend, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(None, AXIS))
+    with pytest.raises(ValueError, match=f"'cp' is manual here.*outside, or call {instead}.* here"):
+        jax.jit(run)(Q, Q, Q)
+
+
+IDS = np.ones((1, 8), np.int32)
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
+@pytest.mark.parametrize(
+    "op, call, instead",
+    [
+        ("ring_attention", cpd.ring_attention, "algorithm='ring'"),
+        ("zigzag_ring_attention", cpd.zigzag_ring_attention, "algorithm='zigzag'"),
+        ("hamilton_attention", cpd.hamilton_attention, "algorithm='hamilton'"),
+        (
+            "balanced_attention",
+            partial(cpd.balanced_attention, plan=plan_attention(IDS, world_size=2)),
+            "algorithm='balanced'",
+        ),
+        ("ring_exchange", lambda x, *_, **axis: cpd.ring_exchange(x, **axis), "use dispatch"),
+        (
+            "chunk_exchange",
+            lambda x, *_, **axis: cpd.chunk_exchange(
+                x, [[-1, 0], [0, -1]], [[-1, 0], [0, -1]], **axis
+            ),
+            "use dispatch",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_outside_of_shard_map(op, call, instead, is_set):
+    message = f"^{op}: axis_name 'cp' is not manual here.*inside jax.shard_map over 'cp'.*{instead}"
+    run = jax.jit(partial(call, axis_name=AXIS))
+    with pytest.raises(ValueError, match=message):
+        if is_set:
+            with jax.set_mesh(mesh_of(2)):
+                run(Q, Q, Q)
+        else:
+            run(Q, Q, Q)
