@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._varying import vary_like
 from jax_cp_dispatch.comm_gemm.checks import check_contracted_blocks
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType
+from jax_cp_dispatch.comm_gemm.examples import with_examples
 from jax_cp_dispatch.comm_gemm.partitioning import (
+    constrain_weight,
     partition_gather,
     partition_gather_again,
     partition_scatter,
@@ -30,14 +33,18 @@ from jax_cp_dispatch.comm_gemm.product import (
     scatter_rows_of_rank,
 )
 from jax_cp_dispatch.comm_gemm.scaled_operands import Scales, amax_of
+from jax_cp_dispatch.comm_gemm.token_axes import keeps_token_axes, split_like
 
+_partition_gather = with_examples(partition_gather)
+_partition_scatter = with_examples(partition_scatter)
+_partition_gather_again = with_examples(partition_gather_again, has_dy=True)
 # Any: type checkers do not see what a partial of it returns.
 _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [..., sum of the row counts, N], and the gathered x or None."""
-    run = gather_rows_of_rank if s.mesh is None else partition_gather
+    run = gather_rows_of_rank if s.mesh is None else _partition_gather
     if s.is_scaled:
         x = real_rows(s, x)
     return run(s, x, w, bias, _pair(scales), gathers_to_aux=gathers_to_aux)
@@ -45,7 +52,7 @@ def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
 
 def scatter(s: Matmul, x, w, bias, scales):
     """Result [..., largest row count, N], or that of all ranks."""
-    run = scatter_rows_of_rank if s.mesh is None else partition_scatter
+    run = scatter_rows_of_rank if s.mesh is None else _partition_scatter
     return run(s, x, w, bias, _pair(scales))
 
 
@@ -57,17 +64,28 @@ def _pair(scales: Scales | None):
 @_with_own_derivative
 def gather_again(s: Matmul, x, w, dy):
     """dx and dw where the gathered x was not kept."""
-    run = gather_rows_again if s.mesh is None else partition_gather_again
+    run = gather_rows_again if s.mesh is None else _partition_gather_again
     return run(s, x, w, dy)
 
 
 def weight_gradient(s: Matmul, x, dy, w):
     """x' dy, summed over rows and everything before them."""
+    if 0 in (*x.shape, *dy.shape):  # XLA fails where all operands of a shard_map are empty
+        return vary_like([jnp.zeros_like(w)], dy)[0]
     lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
     rows = tuple(range(x.ndim - 1))
     wide = sum_dtype(w.dtype)
     dw = jax.lax.dot_general(lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=wide)
+    if s.mesh is not None:
+        dw = constrain_weight(s, dw)
     return dw.astype(w.dtype)
+
+
+def _split_as(s: Matmul, dy, other):
+    """dy, which may be a constant, with batch and tokens split as in the forward pass."""
+    if s.mesh is None or not keeps_token_axes(s, other):
+        return dy
+    return split_like(dy, other, dy.ndim - 1)
 
 
 def bias_gradient(dy, bias):
@@ -96,8 +114,9 @@ def _gathered_forward(s: Matmul, x, w, bias, scales):
 def _gathered_backward(s: Matmul, residuals, dy):
     x, gathered, w, bias, scales, amaxes = residuals
     if gathered is None:
-        dx, dw = gather_again(s, x, w, dy)
+        dx, dw = gather_again(s, x, w, _split_as(s, dy, x))
     else:
+        dy = _split_as(s, dy, gathered)
         dx = scattered_matmul(_adjoint(s, w, gathered.dtype), dy, w, None, _of_adjoint(scales))
         dw = weight_gradient(s, gathered, dy, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)
@@ -134,7 +153,7 @@ def _scattered_forward(s: Matmul, x, w, bias, scales):
 
 def _scattered_backward(s: Matmul, residuals, dy):
     x, w, bias, scales, amaxes = residuals
-    dy = real_rows(s, dy)
+    dy = _split_as(s, real_rows(s, dy), x)
     dx, gathered = _gathered_and_kept(_adjoint(s, w, x.dtype), dy, w, None, _of_adjoint(scales))
     dw = weight_gradient(s, x, gathered, w)
     return dx, dw, bias_gradient(dy, bias), _with_amax(amaxes, dy)

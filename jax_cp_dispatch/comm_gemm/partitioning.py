@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.call import other_axes
+from jax_cp_dispatch.comm_gemm.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.product import (
     Matmul,
     gather_rows_again,
@@ -34,14 +35,18 @@ from jax_cp_dispatch.comm_gemm.token_axes import (
 
 
 def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
-    """Result [*batch, sum of the row counts, p N], and the gathered x or None."""
+    """Result [*batch, sum of the row counts, p N], and the gathered x or None.
+
+    As in the two others below, w may have a first dimension of its own, that of examples: the
+    first of x and of all other arrays is the same then.
+    """
     free, names = _free(x), s.axis_names
     keeps = keeps_token_axes(s, x)
     if keeps:
         x = split_like(x, tokens_of_ranks(s, x), x.ndim - 1)
     elif not other_axes(s.mesh, names):
         x = _constrain(s, x, *free, names, None)
-    w = _constrain(s, w, *_spec_of_w(s, True))
+    w = _constrain(s, w, *_spec_of_w(s, w, True))
     out, *aux = _run(s, True, gathers_to_aux, x, w, bias, scales)
     out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps else None, names)
     if keeps and aux:
@@ -53,7 +58,7 @@ def partition_scatter(s: Matmul, x, w, bias, scales):
     """Result [*batch, p times the largest row count, N]."""
     free, names = _free(x), s.axis_names
     x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
-    w = _constrain(s, w, *_spec_of_w(s, False))
+    w = _constrain(s, w, *_spec_of_w(s, w, False))
     (out,) = _run(s, False, False, x, w, bias, scales)
     if keeps_token_axes(s, x):
         return split_like(out, tokens_of_ranks(s, x), x.ndim - 1)
@@ -62,20 +67,30 @@ def partition_scatter(s: Matmul, x, w, bias, scales):
 
 def partition_gather_again(s: Matmul, x, w, dy):
     """dx [*batch, p times the largest row count, K], and dw like w."""
-    w = _constrain(s, w, *_spec_of_w(s, True))
-    dx, dw = _partitioned_again(s, x.ndim, get_concrete_mesh())(x, w, dy)
+    of_w = _spec_of_w(s, w, True)
+    w = _constrain(s, w, *of_w)
+    dx, dw = _partitioned_again(s, x.ndim, w.ndim == 3, get_concrete_mesh())(x, w, dy)
     if keeps_token_axes(s, x):
         dx = split_like(dx, x, x.ndim - 1)
     else:
         dx = _constrain(s, dx, *_free(x), s.axis_names, None)
-    return dx, _constrain(s, dw, *_spec_of_w(s, True))
+    return dx, _constrain(s, dw, *of_w)
+
+
+def constrain_weight(s: Matmul, dw):
+    """A weight's gradient, split as the weight of the product."""
+    return _constrain(s, dw, *_split_of_w(s, s.overlap.comm_type == CommOverlapType.AG))
 
 
 def _free(x) -> tuple[Any, ...]:
     return (P.UNCONSTRAINED,) * (x.ndim - 2)
 
 
-def _spec_of_w(s: Matmul, gathers: bool) -> P:
+def _spec_of_w(s: Matmul, w, gathers: bool) -> P:
+    return P(*(P.UNCONSTRAINED,) * (w.ndim - 2), *_split_of_w(s, gathers))
+
+
+def _split_of_w(s: Matmul, gathers: bool) -> P:
     spec = (None, s.axis_names) if gathers else (s.axis_names, None)
     return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
 
@@ -92,6 +107,7 @@ class _Form(NamedTuple):
     ndim: int
     has_bias: bool
     has_scales: bool
+    has_examples: bool
 
     def read(self, rest):
         """bias and scales, or None, from the operands behind x and w."""
@@ -100,7 +116,7 @@ class _Form(NamedTuple):
 
 
 def _run(s: Matmul, gathers: bool, to_aux: bool, x, w, bias, scales):
-    form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None)
+    form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None, w.ndim == 3)
     run = _partitioned(s, form, get_concrete_mesh())
     return run(*(a for a in (x, w, bias, scales) if a is not None))
 
@@ -111,17 +127,19 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
 
     @custom_partitioning
     def everywhere(x, w, *rest):
-        return _dense(s, form, x, w, *form.read(rest))
+        dense = lambda x, w, *rest: _dense(s, form, x, w, *form.read(rest))
+        return _each(form.has_examples, dense)(x, w, *rest)
 
     def partition(mesh, arguments, results):
         mesh = _find_mesh(s, mesh, mesh_around)
         batch, tokens, counts = _layout(s, mesh, arguments[0], results[0])
         by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
-        specs = [by_rows if gathers else by_columns, _spec_of_w(s, gathers)]
+        of_example = batch[:1] if form.has_examples else []
+        specs = [by_rows if gathers else by_columns, P(*of_example, *_split_of_w(s, gathers))]
         if form.has_bias:
-            specs.append(P(names) if gathers else P())
+            specs.append(P(*of_example, names if gathers else None))
         if form.has_scales:
-            specs.append(P())
+            specs.append(P(*of_example, None))
         outs = [by_rows]
         if gathers:
             outs = [by_columns, *([P(*batch, tokens or None, None)] if form.to_aux else [])]
@@ -135,32 +153,27 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
             return [out, aux] if form.to_aux else [out]
 
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        return mesh, on_each_device, place(outs), tuple(place(specs))
+        each = _each(form.has_examples, on_each_device)
+        return mesh, each, place(outs), tuple(place(specs))
 
     return _named(everywhere, partition, _sharding_rule(s, form), (form, s))
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned_again(s: Matmul, ndim: int, mesh_around):
+def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
     names = s.axis_names
 
     @custom_partitioning
     def everywhere(x, w, dy):
-        wide = sum_dtype(x.dtype)
-        columns, rows = (w.ndim - 2,) if s.rhs_transposed else (w.ndim - 1,), tuple(range(ndim - 1))
-        dims = (((ndim - 1,), columns), ((), ()))
-        dx = jax.lax.dot_general(dy, w, dims, preferred_element_type=wide).astype(x.dtype)
-        tokens = x[..., : sum(s.row_counts), :]
-        pair = (dy, tokens) if s.rhs_transposed else (tokens, dy)
-        dw = jax.lax.dot_general(*pair, ((rows, rows), ((), ())), preferred_element_type=wide)
-        return [with_rows(dx, x.shape[-2]), dw.astype(w.dtype)]
+        return _each(has_examples, functools.partial(_dense_again, s))(x, w, dy)
 
     def partition(mesh, arguments, results):
         mesh = _find_mesh(s, mesh, mesh_around)
         batch, tokens, counts = _layout(s, mesh, arguments[0], arguments[2])
-        by_rows, of_w = P(*batch, tokens + names, None), _spec_of_w(s, True)
+        of_example, others = (batch[:1], batch[1:]) if has_examples else ([], batch)
+        by_rows, of_w = P(*batch, tokens + names, None), P(*of_example, *_split_of_w(s, True))
         local = s.replace(mesh=None, row_counts=counts, group_axes=other_axes(mesh, names))
-        groups = (*(axis for axes in batch if axes for axis in axes), *tokens)
+        groups = (*(axis for axes in others if axes for axis in axes), *tokens)
 
         def on_each_device(x, w, dy):
             dx, dw = gather_rows_again(local, x, w, dy)
@@ -168,13 +181,31 @@ def _partitioned_again(s: Matmul, ndim: int, mesh_around):
 
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         operands = place([by_rows, of_w, P(*batch, tokens or None, names)])
-        return mesh, on_each_device, place([by_rows, of_w]), tuple(operands)
+        each = _each(has_examples, on_each_device)
+        return mesh, each, place([by_rows, of_w]), tuple(operands)
 
     batch = [f"b{i}" for i in range(ndim - 2)]
-    w = "n k" if s.rhs_transposed else "k n"
+    of_example = batch[:1] if has_examples else []
+    w = " ".join([*of_example, *("nk" if s.rhs_transposed else "kn")])
     tokens = lambda *last: " ".join([*batch, *last])
     rule = f"{tokens('t', 'k')}, {w}, {tokens('m', 'n')} -> {tokens('t', 'k')}, {w}"
-    return _named(everywhere, partition, (rule, ("k",)), ("again", s))
+    return _named(everywhere, partition, (rule, ("k",)), ("again", has_examples, s))
+
+
+def _each(has_examples: bool, run):
+    """Of one example after another."""
+    return jax.vmap(run) if has_examples else run
+
+
+def _dense_again(s: Matmul, x, w, dy):
+    wide = sum_dtype(x.dtype)
+    columns, rows = (0 if s.rhs_transposed else 1,), tuple(range(x.ndim - 1))
+    dims = (((x.ndim - 1,), columns), ((), ()))
+    dx = jax.lax.dot_general(dy, w, dims, preferred_element_type=wide).astype(x.dtype)
+    tokens = x[..., : sum(s.row_counts), :]
+    pair = (dy, tokens) if s.rhs_transposed else (tokens, dy)
+    dw = jax.lax.dot_general(*pair, ((rows, rows), ((), ())), preferred_element_type=wide)
+    return [with_rows(dx, x.shape[-2]), dw.astype(w.dtype)]
 
 
 def _find_mesh(s: Matmul, mesh, mesh_around):
@@ -275,12 +306,13 @@ def _sharding_rule(s: Matmul, form: _Form):
     """
     batch = [f"b{i}" for i in range(form.ndim - 2)]
     keeps = form.gathers and min(s.row_counts) == max(s.row_counts)
+    example = batch[:1] if form.has_examples else []
     of_w = ["n", "k"] if s.rhs_transposed else ["k", "n"]
     operands = [
         [*batch, "m", "k"],
-        of_w,
-        *([["n"]] if form.has_bias else []),
-        *([["q"]] if form.has_scales else []),
+        [*example, *of_w],
+        *([[*example, "n"]] if form.has_bias else []),
+        *([[*example, "q"]] if form.has_scales else []),
     ]
     results = [[*batch, "m" if keeps else "t", "n"], *([[*batch, "a", "k"]] if form.to_aux else [])]
     text = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (operands, results))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src.sharding_impls import parse_flatten_op_sharding  # no public name has it
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -73,7 +74,20 @@ def split_like(array, like, num_dims: int):
     shared = [f"d{i}" for i in range(num_dims)]
     dims = " ".join([*shared, *(f"k{i}" for i in range(num_dims, array.ndim))])
     others = " ".join([*shared, *(f"n{i}" for i in range(num_dims, like.ndim))])
-    return _first_of(array, like, f"{dims}, {others} -> {dims}")
+
+    @custom_vmap
+    def run(array, like):
+        return _first_of(array, like, f"{dims}, {others} -> {dims}")
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):
+        array, like = (
+            a if flag else jnp.broadcast_to(a, (size, *a.shape))
+            for a, flag in zip(arrays, is_mapped, strict=True)
+        )
+        return split_like(array, like, num_dims + 1), True
+
+    return run(array, like)
 
 
 def _first_of(array, other, rule: str):
