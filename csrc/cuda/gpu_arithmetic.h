@@ -9,23 +9,9 @@
 
 #include "gemm/arithmetic.h"
 #include "gpu/cublaslt.h"
+#include "gpu/gemm_scratch.h"
 
 namespace cpd {
-
-// What a rank computes with, in this order: cuBLASLt's workspace, 8-bit operands laid otherwise,
-// and sums whose epilogue a kernel makes.
-struct GemmScratch {
-  static constexpr int64_t kLtBytes = 32 << 20;
-
-  char* lt = nullptr;  // aligned to 256 bytes
-  char* rhs = nullptr;
-  char* lhs = nullptr;
-  char* sums = nullptr;
-
-  // Of the whole product, from anywhere in memory; `data` may be null. jax_cp_dispatch/comm_gemm/
-  // on_gpu.py asks XLA for as many.
-  static int64_t Lay(const OverlapProblem& problem, char* data, GemmScratch* scratch);
-};
 
 // How kernels and copies share a device with products.
 struct GpuShare {

@@ -126,8 +126,8 @@ Transport& TransportFor(const Exchange& exchange) {
 }
 
 bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {
-  return ToDataType(buffer.element_type()) == type &&
-         static_cast<int64_t>(buffer.element_count()) == num_elements;
+  return ToRealType(buffer.element_type()) == type && num_elements >= 0 &&
+         NumElements(buffer) == num_elements;
 }
 
 void PreferHugePages(void* data, int64_t num_bytes) {
@@ -151,7 +151,7 @@ DataType ToDataType(ffi::DataType type) {
     case ffi::F16:
       return DataType::kF16;
     case ffi::F32:
-    case ffi::C64:  // complex numbers sum as twice as many real ones
+    case ffi::C64:
       return DataType::kF32;
     case ffi::F64:
     case ffi::C128:
@@ -175,6 +175,25 @@ DataType ToDataType(ffi::DataType type) {
     default:
       return DataType::kOther;
   }
+}
+
+DataType ToRealType(ffi::DataType type) {
+  return type == ffi::C64 || type == ffi::C128 ? DataType::kOther : ToDataType(type);
+}
+
+int64_t NumElements(const ffi::AnyBuffer& buffer) {
+  int64_t count = 1;
+  for (const int64_t dim : buffer.dimensions()) {
+    if (dim < 0 || __builtin_mul_overflow(count, dim, &count)) return -1;
+  }
+  return count;
+}
+
+int64_t NumBytes(const ffi::AnyBuffer& buffer) {
+  const int64_t count = NumElements(buffer),
+                bytes = ElementBytes(ToRealType(buffer.element_type()));
+  int64_t all = 0;
+  return count < 0 || __builtin_mul_overflow(count, bytes, &all) ? -1 : all;
 }
 
 ffi::Error ToError(const Status& status) {

@@ -40,7 +40,13 @@ XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 
 // None: no integers of 32 or 64 bits.
 std::optional<IntType> ToIntType(xla::ffi::DataType type);
+// Complex numbers as what their parts are: they sum as twice as many real ones.
 DataType ToDataType(xla::ffi::DataType type);
+// kOther for complex numbers.
+DataType ToRealType(xla::ffi::DataType type);
+// -1: more than 63 bits hold, though one dimension may be 0.
+int64_t NumElements(const xla::ffi::AnyBuffer& buffer);
+int64_t NumBytes(const xla::ffi::AnyBuffer& buffer);
 bool IsArray(const xla::ffi::AnyBuffer& buffer, DataType type, int64_t num_elements);
 // For a result before it is written. XLA takes large arrays fresh from the system each time; page
 // by page that takes several times as long as the copy into them.

@@ -57,27 +57,9 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   return share;
 }
 
-// The scratch of each local rank, in what XLA gave for the call.
-Status LayScratch(const std::string& op, const OverlapProblem& problem,
-                  const std::vector<GemmBuffers>& buffers, std::vector<GemmScratch>* scratch) {
-  for (const GemmBuffers& of_rank : buffers) {
-    const auto given = static_cast<int64_t>(of_rank.workspace.size_bytes());
-    auto* data = static_cast<char*>(of_rank.workspace.untyped_data());
-    const int64_t need = GemmScratch::Lay(problem, data, &scratch->emplace_back());
-    if (given >= need) continue;
-    return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
-                           " bytes but the call needs " + std::to_string(need) +
-                           ". Call it through jax_cp_dispatch.");
-  }
-  return Status::Ok();
-}
-
 Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool execute,
                      int device, cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
-                     OverlapProblem problem) {
-  std::vector<GemmScratch> scratch;
-  Status status = LayScratch(op, problem, buffers, &scratch);
-  if (!status.ok()) return status;
+                     const std::vector<GemmScratch>& scratch, OverlapProblem problem) {
   const GpuShare share = ShareOf(options, device);
   GpuArithmetic arithmetic(op, device, share);
   problem.ranks.push_back(MemoryOf(options.call, problem, buffers[0]));
@@ -111,8 +93,8 @@ void SpoilResults(const GemmBuffers& buffers, const device::State* state, int nu
                   cudaStream_t stream, const GpuArithmetic& arithmetic) {
   for (const ffi::AnyBuffer& result :
        {buffers.output, buffers.bias_grad, buffers.pre_gelu_out, buffers.aux_out}) {
-    arithmetic.Check(LaunchSpoil(state, static_cast<char*>(result.untyped_data()),
-                                 static_cast<int64_t>(result.size_bytes()), num_blocks, stream),
+    arithmetic.Check(LaunchSpoil(state, static_cast<char*>(result.untyped_data()), NumBytes(result),
+                                 num_blocks, stream),
                      "launching a check");
   }
 }
@@ -140,13 +122,10 @@ struct Schedule {
 
 Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
                cudaStream_t stream, const int32_t* rank_operand, const Placement& placement,
-               const std::vector<GemmBuffers>& buffers, OverlapProblem problem) {
+               const std::vector<GemmBuffers>& buffers, const std::vector<GemmScratch>& scratch,
+               OverlapProblem problem) {
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
-  if (num_ranks > device::kMaxRanks || problem.scaling == Scaling::kBlocks) {
-    return Status::Invalid(op + ": on GPUs at most " + std::to_string(device::kMaxRanks) +
-                           " ranks overlap, and not with MXFP8. Pass implementation='xla'.");
-  }
   if (options.memory == "slab" && Slab::Get().NeedsNetwork(placement.places)) {
     return Status::Invalid(op +
                            ": some ranks reach each other over the network only, and products "
@@ -173,8 +152,6 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
     status =
         Lanes::Find(op, device, num_local, options.gemm_priority, options.comm_priority, &lanes);
   }
-  std::vector<GemmScratch> scratch;
-  if (status.ok()) status = LayScratch(op, problem, buffers, &scratch);
   if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
@@ -235,32 +212,24 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
         "jax_cp_dispatch: the attributes are not those of this version's "
         "primitives. Call it through jax_cp_dispatch.");
   }
-  std::string op(options.call.op);
-  const bool overlaps = options.call.comm_type != 0;
-  if (overlaps) op += " over axis '" + std::string(options.call.axis) + "'";
+  const std::string op = options.op();
+  const bool overlaps = options.overlaps();
   Placement placement;
-  const int64_t num_ranks = std::max<int64_t>(options.call.num_ranks, 1);
-  Status status = FindPlacement(op, device, num_ranks, options.places, &placement);
+  Status status = CheckRanksOnGpu(op, options);
+  if (status.ok()) {
+    status = FindPlacement(op, device, options.num_ranks(), options.places, &placement);
+  }
   if (!status.ok()) return status;
   const bool has_all_ranks = overlaps && placement.on_one_device;
-  const int64_t num_local = has_all_ranks ? num_ranks : 1;
-  std::vector<BufferView> views;
-  std::vector<GemmBuffers> buffers;
-  if (!ReadGemmBuffers(args, results, num_local, has_all_ranks, &views, &buffers)) {
-    return Status::Invalid(op +
-                           ": the operands are not those of this version's primitives. Call "
-                           "it through jax_cp_dispatch.");
-  }
-  OverlapProblem problem;
-  GemmOptions described = options.call;
-  described.comm_overlap_id = -1;  // the workspace is scratch, not a buffer
-  status = Describe(op, described, buffers[0], &problem);
+  CudaGemmCall call;
+  status = ReadGemmCall(op, options, args, results, has_all_ranks, &call);
   if (!status.ok()) return status;
   if (overlaps) {
     return Overlap(op, options, execute, device, stream, placement.on_one_device ? nullptr : rank,
-                   placement, buffers, std::move(problem));
+                   placement, call.buffers, call.scratch, std::move(call.problem));
   }
-  return MultiplyAlone(op, options, execute, device, stream, buffers, std::move(problem));
+  return MultiplyAlone(op, options, execute, device, stream, call.buffers, call.scratch,
+                       std::move(call.problem));
 }
 
 template <bool kExecute>

@@ -1,13 +1,16 @@
-// One call of the GEMM handler on a GPU: its attributes, and its arrays rank by rank.
+// One call of the GEMM handler on a GPU: its attributes, its arrays rank by rank, and the problem
+// they describe. Needs no CUDA.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "ffi/cuda_call.h"
 #include "ffi/gemm_call.h"
+#include "gpu/gemm_scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
@@ -21,6 +24,10 @@ struct CudaGemmOptions {
   int64_t num_comm_sm;
   bool set_sm_margin;
   bool tf32;
+
+  bool overlaps() const { return call.comm_type != 0; }
+  int64_t num_ranks() const { return overlaps() ? call.num_ranks : 1; }
+  std::string op() const;
 };
 
 // False: an attribute is missing, or of another type.
@@ -38,9 +45,21 @@ class BufferView {
   std::unique_ptr<XLA_FFI_Buffer> raw_;
 };
 
-// The arrays of each local rank; with `has_rank_dim` through views, which they live as long as.
-bool ReadGemmBuffers(const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& results,
-                     int64_t num_local, bool has_rank_dim, std::vector<BufferView>* views,
-                     std::vector<GemmBuffers>* buffers);
+// One call, as it lies in the memory of this device.
+struct CudaGemmCall {
+  std::vector<BufferView> views;     // which the buffers of several ranks live as long as
+  std::vector<GemmBuffers> buffers;  // of each local rank
+  OverlapProblem problem;            // without memory
+  std::vector<GemmScratch> scratch;  // of each local rank, in what XLA gave for the call
+};
+
+// Before anything is made for the ranks: no more than GPUs take.
+Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options);
+
+// The arrays, and what they and the attributes describe. `has_all_ranks`: arrays have a dimension
+// of ranks before theirs. Refuses what does not fit, and what GPUs do not take.
+Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
+                    const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& results,
+                    bool has_all_ranks, CudaGemmCall* call);
 
 }  // namespace cpd

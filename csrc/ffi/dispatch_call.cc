@@ -32,8 +32,6 @@ std::string Text(Dims dims) {
 
 Dims Without(Dims dims, size_t num_leading) { return dims.last(dims.size() - num_leading); }
 
-bool IsComplex(ffi::DataType type) { return type == ffi::C64 || type == ffi::C128; }
-
 // -1: of less than a byte, or no elements at all.
 int64_t BytesOf(ffi::DataType type) {
   switch (type) {
@@ -173,9 +171,13 @@ class Reader {
                      num_held_, " ranks");
       }
       const ffi::DataType type_in = arg->element_type(), type_out = out.element_type();
+      const auto is_complex = [](ffi::DataType type) {
+        return ToRealType(type) != ToDataType(type);
+      };
       const SumTypes types{ToDataType(type_in), ToDataType(type_out)};
       if (is_dispatch ? type_in != type_out
-                      : !SumIsSupported(types) || IsComplex(type_in) != IsComplex(type_out)) {
+                      : !SumIsSupported(types) || (type_in != type_out &&
+                                                   (is_complex(type_in) || is_complex(type_out)))) {
         return wrong(is_dispatch ? "and its result are of different types"
                                  : "has types that cannot be summed");
       }

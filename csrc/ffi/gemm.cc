@@ -36,7 +36,7 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
   }
   const auto num_threads = static_cast<int>(options.num_threads);
   for (const auto& result : {buffers.output, buffers.aux_out, buffers.workspace}) {
-    PreferHugePages(result.untyped_data(), static_cast<int64_t>(result.size_bytes()));
+    PreferHugePages(result.untyped_data(), NumBytes(result));
   }
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);

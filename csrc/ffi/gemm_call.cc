@@ -6,34 +6,47 @@
 
 #include "ffi/common.h"
 #include "gemm/swizzle.h"
+#include "numerics/sum_rows.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
 namespace {
 
+// The BLAS's integers. Products of two collapsed dimensions stay below 2^62.
+constexpr int64_t kMost = std::numeric_limits<int>::max();
+
 struct Shape2D {
   int64_t rows, columns;
+
+  bool is_usable() const { return rows <= kMost && columns <= kMost; }
 };
 
+// A dimension that no integer holds becomes the largest.
 Shape2D Collapse(const ffi::AnyBuffer& buffer, int64_t boundary) {
   Shape2D shape{1, 1};
   const auto dims = buffer.dimensions();
   for (size_t i = 0; i < dims.size(); ++i) {
-    (static_cast<int64_t>(i) < boundary ? shape.rows : shape.columns) *= dims[i];
+    int64_t& size = static_cast<int64_t>(i) < boundary ? shape.rows : shape.columns;
+    if (dims[i] < 0 || __builtin_mul_overflow(size, dims[i], &size)) {
+      size = std::numeric_limits<int64_t>::max();
+      if (dims[i] < 0) break;
+    }
   }
   return shape;
 }
 
 // -1: its elements do not fill rows of that many columns.
 int64_t NumRows(const ffi::AnyBuffer& buffer, int64_t num_columns) {
-  const auto count = static_cast<int64_t>(buffer.element_count());
-  return num_columns > 0 && count % num_columns == 0 ? count / num_columns : -1;
+  const int64_t count = NumElements(buffer);
+  return num_columns > 0 && count >= 0 && count % num_columns == 0 ? count / num_columns : -1;
 }
 
 std::string Text(Shape2D shape) {
   return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
 }
+
+constexpr int64_t kMostSplits = 1 << 20;  // each has signals of its own
 
 // Of what Python never passes; nullptr: all is well.
 const char* WrongAttribute(const GemmOptions& options) {
@@ -42,6 +55,9 @@ const char* WrongAttribute(const GemmOptions& options) {
   if (options.comm_type < 0 || type > CommType::kAllGather || options.comm_overlap_method < 0 ||
       method > CommMethod::kRingExchange || options.scaling_mode < 0 || options.scaling_mode > 3) {
     return "comm_type, comm_overlap_method or scaling_mode is out of range";
+  }
+  if (options.num_threads < 1 || options.num_threads > kMostThreads) {
+    return "num_threads is out of range";
   }
   if (type == CommType::kNone) {
     return method == CommMethod::kNone ? nullptr : "a method needs a comm_type";
@@ -53,11 +69,18 @@ const char* WrongAttribute(const GemmOptions& options) {
       static_cast<int64_t>(options.row_counts.size()) != options.num_ranks) {
     return "row_counts needs one count per rank";
   }
+  int64_t num_rows = 0;
   for (const int64_t count : options.row_counts) {
     if (count < 0) return "a row count is negative";
+    num_rows = std::min(count, kMost) + std::min(num_rows, kMost);
   }
-  if (options.num_splits < 1 || options.num_batches < 1) {
-    return "num_splits and num_batches need to be at least 1";
+  if (num_rows > kMost) return "row counts are above 2**31 - 1 together";
+  if (options.num_splits < 1 || options.num_batches < 1 || options.num_splits > kMostSplits ||
+      options.num_batches > kMost) {
+    return "num_splits and num_batches need to be at least 1, and at most 2**20 and 2**31 - 1";
+  }
+  if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
+    return "deadline_ms is out of range";
   }
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
   if (options.in_ring_order && options.gathers_to_aux)
@@ -138,11 +161,11 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
               options.copies};
   p.lhs_transposed = options.lhs_transposed;
   p.rhs_transposed = options.rhs_transposed;
-  p.lhs_type = ToDataType(buffers.lhs.element_type());
-  p.rhs_type = ToDataType(buffers.rhs.element_type());
-  p.output_type = ToDataType(buffers.output.element_type());
-  p.aux_type = ToDataType(buffers.aux_in.element_type());
-  p.partial_type = ToDataType(buffers.workspace.element_type());
+  p.lhs_type = ToRealType(buffers.lhs.element_type());
+  p.rhs_type = ToRealType(buffers.rhs.element_type());
+  p.output_type = ToRealType(buffers.output.element_type());
+  p.aux_type = ToRealType(buffers.aux_in.element_type());
+  p.partial_type = ToRealType(buffers.workspace.element_type());
   p.scaling = scaling[options.scaling_mode];
   p.fuse_gelu = options.fuse_gelu;
   p.in_ring_order = options.in_ring_order;
@@ -151,6 +174,9 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   p.n = p.rhs_transposed ? rhs.rows : rhs.columns;
   p.m = p.lhs_transposed ? lhs.columns : lhs.rows;
   const int64_t rhs_k = p.rhs_transposed ? rhs.columns : rhs.rows;
+  if (!lhs.is_usable() || !rhs.is_usable() || !aux.is_usable()) {
+    return Status::Invalid(op + ": a collapsed dimension is above 2**31 - 1, the BLAS's integers.");
+  }
   if (rhs_k != p.k) {
     return Status::Invalid(op + ": lhs " + Text(lhs) + " and rhs " + Text(rhs) +
                            " do not have the same contracted size.");
@@ -182,14 +208,21 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
       return Status::Invalid(op + ": aux_out is of another type than aux_in.");
     }
+    if (is_bulk && (gathers ? ElementBytes(p.aux_type) == 0
+                            : !SumIsSupported({p.aux_type, AccumulationType(p.aux_type)}))) {
+      return Status::Invalid(op + ": aux_in is of a type that is not supported.");
+    }
     const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
-    if (p.rows.num_chunks() != options.num_ranks || p.rows.capacity * batches != alone ||
+    if (alone < 0 || alone > kMost || p.rows.capacity * batches != alone ||
         most > p.rows.capacity || together != total) {
       return Status::Invalid(op + ": row counts do not fit the arrays, whose collapsed rows are " +
                              std::to_string(rows_in) + " in and " + std::to_string(rows_out) +
                              " out.");
     }
     if (gathers && !is_bulk) p.m = total;
+    if (p.m > kMost) {
+      return Status::Invalid(op + ": gathered rows are above 2**31 - 1, the BLAS's integers.");
+    }
   }
   if (const char* wrong = WrongEpilogue(options, buffers, p)) {
     return Status::Invalid(op + ": " + wrong + ". Call it through jax_cp_dispatch.");
@@ -201,7 +234,7 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   if (p.config.type == CommType::kAllGather && (p.gathers_to_aux || (is_ring && p.in_ring_order))) {
     const int64_t own = p.rows.num_batches * p.rows.capacity;
     const int64_t need = (p.gathers_to_aux ? p.m : own) * p.k;
-    const auto given = static_cast<int64_t>(buffers.aux_out.element_count());
+    const int64_t given = NumElements(buffers.aux_out);
     if (given != need || buffers.aux_out.element_type() != buffers.lhs.element_type()) {
       return Status::Invalid(op + ": aux_out has " + std::to_string(given) +
                              " elements but the call gives back " + std::to_string(need) +
@@ -213,15 +246,11 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     return Status::Invalid(op + ": partial sums are of a type that is not supported.");
   }
   if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
-    const auto given = static_cast<int64_t>(buffers.workspace.size_bytes());
+    const int64_t given = NumBytes(buffers.workspace);
     if (const int64_t need = BufferBytes(p); given < need) {
       return Status::Invalid(op + ": the workspace has " + std::to_string(given) +
                              " bytes but the call needs " + std::to_string(need) + ".");
     }
-  }
-  constexpr int64_t kMost = std::numeric_limits<int>::max();
-  if (p.m > kMost || p.n > kMost || p.k > kMost) {
-    return Status::Invalid(op + ": a collapsed dimension is above 2**31 - 1, the BLAS's integers.");
   }
   return Status::Ok();
 }

@@ -11,6 +11,8 @@
 
 namespace cpd {
 
+constexpr int64_t kMostThreads = 1 << 16;  // of one rank
+
 // Attributes that are known when the program is made.
 struct GemmOptions {
   std::string_view op;    // for messages

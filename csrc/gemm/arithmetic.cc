@@ -45,6 +45,7 @@ void HostArithmetic::Sum(const SumTask& task) const {
       task.pitch == task.num_columns && task.to_pitch == task.num_columns && task.bias == nullptr;
   const int64_t rows_at_once = is_one ? std::max<int64_t>(task.num_rows, 1) : 1;
   std::vector<const char*> parts(task.sources.size());
+  if (task.num_columns == 0) return;
   for (int64_t row = 0; row < task.num_rows; row += rows_at_once) {
     for (size_t i = 0; i < parts.size(); ++i) {
       parts[i] = task.sources[i] + row * task.pitch * bytes;
@@ -57,6 +58,7 @@ void HostArithmetic::Sum(const SumTask& task) const {
 void HostArithmetic::Copy(const std::vector<RowCopy>& pieces) const { CopyRows(pieces); }
 
 void HostArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const {
+  if (row_bytes == 0) return;
   for (int64_t row = 0; row < num_rows; ++row) std::fill_n(rows + row * pitch, row_bytes, 0);
 }
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Coverage-guided fuzzing of what handlers check, under the sanitizers. Needs clang with libFuzzer.
-# Usage: fuzz.sh plans|gemm [seconds] [corpus folder]; CLANG names the compiler, and PYTHON one that
-# has jaxlib, whose headers `gemm` needs.
+# Usage: fuzz.sh plans|calls|gemm|cuda_gemm|grouped_gemm [seconds] [corpus folder]; CLANG names the
+# compiler, and PYTHON one that has jaxlib, whose headers are needed.
 set -eu
 target=$1
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -10,16 +10,16 @@ trap 'rm -rf "$build"' EXIT
 corpus=${3:-$build/corpus}
 mkdir -p "$corpus"
 csrc=$root/csrc
-sources="$csrc/dispatch/*.cc $csrc/numerics/*.cc"
-headers=$csrc
-if [ "$target" = gemm ]; then
-  sources="$sources $csrc/gemm/*.cc $csrc/transport/*.cc $csrc/ffi/gemm_call.cc $csrc/ffi/common.cc"
-  jaxlib=$("${PYTHON:-python3}" -c 'import jaxlib; print(*jaxlib.__path__)')
-  headers=$jaxlib/include
-fi
-# shellcheck disable=SC2086
-"${CLANG:-clang++}" -std=c++17 -O1 -g1 -fsanitize=fuzzer,address,undefined \
-  -fno-sanitize-recover=all -I"$csrc" -isystem "$headers" $sources \
-  "$root/tests/native/fuzz_$target.cc" -ldl -o "$build/fuzz"
+jaxlib=$("${PYTHON:-python3}" -c 'import jaxlib; print(*jaxlib.__path__)')
+compile="${CLANG:-clang++} -std=c++17 -O1 -g1 -fsanitize=fuzzer-no-link,address,undefined \
+  -fno-sanitize-recover=all -I$csrc -isystem $jaxlib/include"
+# All that checks a call, on CPU or for a GPU, and what runs it on the host.
+for source in "$csrc"/dispatch/*.cc "$csrc"/numerics/*.cc "$csrc"/gemm/*.cc "$csrc"/gpu/*.cc \
+  "$csrc"/transport/*.cc "$csrc"/ffi/common.cc "$csrc"/ffi/*_call.cc \
+  "$root/tests/native/fuzz_$target.cc"; do
+  echo "$source"
+done | xargs -P "$(nproc)" -I '{}' sh -c \
+  "$compile -c '{}' -o $build/\$(echo '{}' | tr / _).o"
+"${CLANG:-clang++}" -fsanitize=fuzzer,address,undefined "$build"/*.o -ldl -lpthread -o "$build/fuzz"
 "$build/fuzz" -max_total_time="${2:-3600}" -max_len=2048 -timeout=60 -print_final_stats=1 \
   -artifact_prefix="$corpus/../crash-" "$corpus"

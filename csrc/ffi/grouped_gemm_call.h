@@ -1,0 +1,39 @@
+// One call of the grouped GEMM's handler: its attributes and buffers, and the product they
+// describe.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "gemm/grouped_gemm.h"
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+struct GroupedGemmOptions {
+  std::string_view op;  // begins every message
+  int64_t num_threads;
+  int64_t scaling_mode;
+  bool contracts_rows;
+  bool rhs_transposed;
+  bool fuse_bias;
+};
+
+// Absent operands are one element, which nobody looks at.
+struct GroupedGemmBuffers {
+  xla::ffi::AnyBuffer lhs;
+  xla::ffi::AnyBuffer lhs_scale_inv;  // [g]
+  xla::ffi::AnyBuffer rhs;
+  xla::ffi::AnyBuffer rhs_scale_inv;  // [g]
+  xla::ffi::AnyBuffer bias;           // [g, n]
+  xla::ffi::AnyBuffer group_sizes;    // [g] of int32
+  xla::ffi::AnyBuffer output;
+};
+
+// Everything but what the sizes of groups say. Python has checked it; here only what could corrupt
+// memory.
+Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffers& buffers,
+                       GroupedProduct* product);
+
+}  // namespace cpd

@@ -1,0 +1,215 @@
+// Coverage-guided fuzzing of how the handlers of dispatch and combine read a call: any attributes,
+// and any number, shapes and types of arrays, are refused, or describe memory that is there. On CPU
+// the ranks' exchange is then planned and run; of a call on a GPU all memory is touched that its
+// kernels may. See fuzz.sh.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/cuda_call.h"
+#include "fuzz_ffi.h"
+
+namespace cpd {
+namespace {
+
+using Numbers = std::vector<int64_t>;
+
+Counts ToCounts(const Numbers& numbers) { return {numbers.data(), numbers.size()}; }
+
+// What a program says of a call, before and after something in it has become wrong.
+struct Program {
+  Direction direction;
+  int64_t num_ranks, deadline_ms;
+  Numbers has_src_offset, num_arrays, num_tokens, capacity, buffer, places;
+  std::vector<Shape> args, results;
+  size_t num_fields = 0;  // of args, which are metadata
+
+  DispatchOptions options() const {
+    return {direction,
+            "cp",
+            num_ranks,
+            deadline_ms,
+            ToCounts(has_src_offset),
+            ToCounts(num_arrays),
+            ToCounts(num_tokens),
+            ToCounts(capacity),
+            ToCounts(buffer)};
+  }
+};
+
+Program Write(Chooser& c, int64_t num_held_of) {
+  constexpr XLA_FFI_DataType kIntegers[] = {XLA_FFI_DataType_S32, XLA_FFI_DataType_U32,
+                                            XLA_FFI_DataType_S64, XLA_FFI_DataType_U64};
+  constexpr XLA_FFI_DataType kTypes[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
+                                         XLA_FFI_DataType_S8, XLA_FFI_DataType_F64,
+                                         XLA_FFI_DataType_C64};
+  Program p;
+  p.direction = c.Flag() ? Direction::kDispatch : Direction::kCombine;
+  const bool is_dispatch = p.direction == Direction::kDispatch;
+  const int64_t num_ranks = c.Number(1, 4), num_held = num_held_of == 0 ? 1 : num_ranks;
+  std::vector<Shape> arrays;
+  for (int64_t part = c.Number(1, 2); part > 0; --part) {
+    const int64_t num_slots = c.Number(0, 4), replicas = c.Number(0, 3);
+    const int64_t views = c.Number(0, 2);  // none, one, or all
+    const bool has_src_offset = c.Flag();
+    p.has_src_offset.push_back(has_src_offset);
+    p.num_arrays.push_back(c.Number(1, 2));
+    p.num_tokens.push_back(c.Number(0, 6));
+    p.capacity.push_back(c.Number(0, 6));
+    p.buffer.push_back(0);
+    const auto field = [&](Numbers tail) {
+      if (views > 0) tail.insert(tail.begin(), views == 1 ? 1 : num_ranks);
+      p.args.push_back({c.Type(kIntegers[c.Number(0, 3)]), c.Dims(std::move(tail))});
+    };
+    field({num_ranks + 1});
+    field({num_slots});
+    for (int i = 0; i < 2; ++i)
+      field(replicas > 0 ? Numbers{num_slots, replicas} : Numbers{num_slots});
+    if (has_src_offset) field({num_slots});
+    for (int64_t a = 0; a < p.num_arrays.back(); ++a) {
+      Numbers in = {num_held * (is_dispatch ? p.num_tokens : p.capacity).back()};
+      Numbers out = {num_held * (is_dispatch ? p.capacity : p.num_tokens).back()};
+      if (in[0] == 0) in[0] = num_held;  // padded
+      for (int64_t n = c.Number(0, 2); n > 0; --n) {
+        in.push_back(c.Number(0, 3));
+        out.push_back(in.back());
+      }
+      const XLA_FFI_DataType type = kTypes[c.Number(0, 4)];
+      const bool widens = !is_dispatch && type == XLA_FFI_DataType_BF16 && c.Flag();
+      arrays.push_back({c.Type(type), c.Dims(std::move(in))});
+      p.results.push_back({c.Type(widens ? XLA_FFI_DataType_F32 : type), c.Dims(std::move(out))});
+    }
+  }
+  p.num_fields = p.args.size();
+  p.args.insert(p.args.end(), arrays.begin(), arrays.end());
+  if (c.Flag() && is_dispatch) p.args.insert(p.args.end(), p.results.begin(), p.results.end());
+
+  p.num_ranks = c.MostlyOrHostile(num_ranks);
+  p.deadline_ms = c.MostlyOrHostile(5000);
+  for (Numbers* list : {&p.has_src_offset, &p.num_arrays, &p.num_tokens, &p.capacity, &p.buffer}) {
+    for (int64_t& number : *list) number = c.MostlyOrHostile(number);
+    if (c.Seldom()) list->resize(c.Number(0, 3));
+  }
+  if (c.Seldom()) p.args.resize(c.Number(0, p.args.size()));
+  if (c.Seldom()) p.args.push_back({XLA_FFI_DataType_F32, {1}});
+  if (c.Seldom()) p.results.resize(c.Number(0, p.results.size()));
+  if (c.Seldom()) p.results.push_back({XLA_FFI_DataType_F32, {1}});
+  p.places = {-1};
+  if (num_held_of == 0) {
+    p.places.clear();
+    for (int64_t i = c.Mostly(2 * num_ranks, 0, 9); i > 0; --i) {
+      p.places.push_back(c.MostlyOrHostile(i));
+    }
+  }
+  return p;
+}
+
+// All operands and results of one rank.
+Frame Make(const Program& program, Chooser& c, Arrays* arrays) {
+  Frame frame;
+  for (size_t i = 0; i < program.args.size(); ++i) {
+    frame.AddArg(arrays->Make(program.args[i]));
+    if (i < program.num_fields) arrays->FillWithIntegers(&c);
+  }
+  for (const Shape& shape : program.results) frame.AddResult(arrays->Make(shape));
+  return frame;
+}
+
+void RunOnCpu(Chooser& c) {
+  const Program program = Write(c, /*num_held_of=*/0);
+  std::vector<Arrays> arrays(4);
+  std::vector<std::unique_ptr<Contribution>> ranks;
+  DispatchCall call;
+  for (int rank = 0; rank == 0 || rank < call.num_ranks; ++rank) {
+    const DispatchOptions options = program.options();
+    call = {};
+    if (IsRefused(ReadAttributes(options, &call), call.op)) return;
+    Frame frame = Make(program, c, &arrays.at(rank % 4));
+    if (IsRefused(ReadOperands(options, frame.args(), frame.results(), 1, &call), call.op)) return;
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->direction = call.direction;
+    mine->num_ranks = call.num_ranks;
+    for (DispatchPart& part : call.parts) part.Select(rank);
+    mine->parts = std::move(call.parts);
+    ranks.push_back(std::move(mine));
+  }
+  WorkList work;
+  const Status status =
+      call.is_dispatch() ? PlanDispatch(call.op, ranks, &work) : PlanCombine(call.op, ranks, &work);
+  if (IsRefused(status, call.op)) return;
+  for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
+}
+
+// Reads what the kernels may read, and writes what they may write.
+void Touch(const device::Call& call) {
+  volatile int64_t seen = 0;
+  for (int p = 0; p < call.num_parts; ++p) {
+    const device::Part& part = call.parts[p];
+    const int64_t views = part.has_all_views ? call.num_ranks : 1;
+    const int64_t targets = part.num_slots * part.num_replicas;
+    const auto read = [&](const IntArray& field, int64_t count) {
+      for (int64_t i = 0; i < views * count; ++i) seen = seen + field[i] % 2;
+    };
+    read(part.num_recv, call.num_ranks + 1);
+    read(part.seq_len, part.num_slots);
+    read(part.dst_rank, targets);
+    read(part.dst_offset, targets);
+    if (part.src_offset) read(part.src_offset, part.num_slots);
+    const int64_t in_rows = call.is_dispatch ? part.num_tokens : part.capacity;
+    const int64_t out_rows = call.is_dispatch ? part.capacity : part.num_tokens;
+    if (part.rows_per_piece < 1) __builtin_trap();
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      const device::Array& array = call.arrays[a];
+      for (int64_t i = 0; i < call.num_local * in_rows * array.in_row_bytes; ++i) {
+        seen = seen + array.in[i];
+      }
+      for (int64_t i = 0; i < call.num_local * out_rows * array.out_row_bytes; ++i) {
+        array.out[i] = 0;
+      }
+    }
+  }
+}
+
+void ReadOnGpu(Chooser& c) {
+  const bool has_all_ranks = c.Flag();
+  const Program program = Write(c, has_all_ranks ? 1 : 0);
+  const DispatchOptions options = program.options();
+  DispatchCall call;
+  if (IsRefused(ReadCudaAttributes(options, &call), call.op)) return;
+  Placement placement;
+  const Counts places = ToCounts(program.places);
+  if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, places, &placement), call.op)) return;
+  if (placement.rank < 0 || placement.rank >= call.num_ranks || placement.group < 0 ||
+      static_cast<int>(placement.places.size()) != call.num_ranks) {
+    __builtin_trap();
+  }
+  const int64_t num_local = placement.on_one_device ? call.num_ranks : 1;
+  Arrays arrays;
+  Frame frame = Make(program, c, &arrays);
+  device::Call on_device{};
+  const auto num_blocks = static_cast<int>(c.Number(1, 200));
+  if (IsRefused(ReadCudaOperands(options, frame.args(), frame.results(), num_local, num_blocks,
+                                 &call, &on_device),
+                call.op)) {
+    return;
+  }
+  on_device.has_network = c.Flag();
+  if (device::LayOutChannel(&on_device) <= 0 || device::LayOutLocal(&on_device) <= 0) {
+    __builtin_trap();
+  }
+  Touch(on_device);
+}
+
+}  // namespace
+}  // namespace cpd
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
+  cpd::Chooser chooser(bytes, num_bytes);
+  if (chooser.Flag()) {
+    cpd::RunOnCpu(chooser);
+  } else {
+    cpd::ReadOnGpu(chooser);
+  }
+  return 0;
+}

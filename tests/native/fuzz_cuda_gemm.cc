@@ -1,0 +1,213 @@
+// Coverage-guided fuzzing of how the GEMM handler for GPUs reads a call, on the host: any
+// dictionary of attributes, and any number, shapes and types of arrays, are refused, or describe
+// memory that is there. What is left is computed as a CPU does. See fuzz.sh.
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/cuda_call.h"
+#include "ffi/cuda_gemm_call.h"
+#include "fuzz_gemm_program.h"
+#include "fuzz_schedule.h"
+#include "gpu/overlap_team.h"
+
+namespace cpd {
+namespace {
+
+// Attributes as XLA hands them over: sorted by name, each of some type.
+class Attributes {
+ public:
+  explicit Attributes(Chooser* chooser) : c_(*chooser) {}
+
+  void Add(const char* name, int64_t value) { AddScalar(name, XLA_FFI_DataType_S64, value); }
+  void Add(const char* name, bool value) { AddScalar(name, XLA_FFI_DataType_PRED, value); }
+  void Add(const char* name, std::string_view value) {
+    spans_.push_back({value.data(), value.size()});
+    Append(name, XLA_FFI_AttrType_STRING, &spans_.back());
+  }
+  void Add(const char* name, Counts value) {
+    arrays_.push_back(
+        {c_.Type(XLA_FFI_DataType_S64), value.size(), const_cast<int64_t*>(value.begin())});
+    Append(name, XLA_FFI_AttrType_ARRAY, &arrays_.back());
+  }
+
+  xla::ffi::Dictionary Finish() {
+    std::sort(all_.begin(), all_.end(),
+              [](const Attribute& a, const Attribute& b) { return a.name < b.name; });
+    if (c_.Seldom()) all_.erase(all_.begin() + c_.Number(0, all_.size() - 1));
+    for (Attribute& attribute : all_) {
+      attribute.span = {attribute.name.data(), attribute.name.size()};
+      names_.push_back(&attribute.span);
+      types_.push_back(attribute.type);
+      values_.push_back(attribute.value);
+    }
+    raw_ = {XLA_FFI_Attrs_STRUCT_SIZE,
+            nullptr,
+            static_cast<int64_t>(all_.size()),
+            types_.data(),
+            names_.data(),
+            values_.data()};
+    return xla::ffi::Dictionary(&raw_);
+  }
+
+ private:
+  struct Attribute {
+    std::string name;
+    XLA_FFI_AttrType type;
+    void* value;
+    XLA_FFI_ByteSpan span;
+  };
+
+  void AddScalar(const char* name, XLA_FFI_DataType type, int64_t value) {
+    numbers_.push_back(value);
+    scalars_.push_back({c_.Type(type), &numbers_.back()});
+    Append(name, XLA_FFI_AttrType_SCALAR, &scalars_.back());
+  }
+  void Append(const char* name, XLA_FFI_AttrType type, void* value) {
+    all_.push_back({name, type, value, {}});
+  }
+
+  Chooser& c_;
+  std::vector<Attribute> all_;
+  std::deque<int64_t> numbers_;
+  std::deque<XLA_FFI_Scalar> scalars_;
+  std::deque<XLA_FFI_Array> arrays_;
+  std::deque<XLA_FFI_ByteSpan> spans_;
+  std::vector<XLA_FFI_ByteSpan*> names_;
+  std::vector<XLA_FFI_AttrType> types_;
+  std::vector<void*> values_;
+  XLA_FFI_Attrs raw_;
+};
+
+void AddAll(const GemmOptions& o, Counts places, Chooser& c, Attributes* attributes) {
+  Attributes& a = *attributes;
+  a.Add("op", o.op);
+  a.Add("axis", o.axis);
+  for (const auto& [name, value] :
+       std::vector<std::pair<const char*, int64_t>>{{"num_ranks", o.num_ranks},
+                                                    {"deadline_ms", o.deadline_ms},
+                                                    {"num_threads", o.num_threads},
+                                                    {"scaling_mode", o.scaling_mode},
+                                                    {"comm_overlap_method", o.comm_overlap_method},
+                                                    {"comm_type", o.comm_type},
+                                                    {"comm_overlap_id", o.comm_overlap_id},
+                                                    {"num_splits", o.num_splits},
+                                                    {"lhs_axis_boundary", o.lhs_axis_boundary},
+                                                    {"rhs_axis_boundary", o.rhs_axis_boundary},
+                                                    {"aux_axis_boundary", o.aux_axis_boundary},
+                                                    {"num_batches", o.num_batches},
+                                                    {"gemm_priority", c.MostlyOrHostile(0)},
+                                                    {"comm_priority", c.MostlyOrHostile(0)},
+                                                    {"num_comm_sm", c.MostlyOrHostile(2)}}) {
+    a.Add(name, value);
+  }
+  for (const auto& [name, value] :
+       std::vector<std::pair<const char*, bool>>{{"atomic", o.atomic},
+                                                 {"overlap_first_gemm", o.overlap_first_gemm},
+                                                 {"aggregate", o.aggregate},
+                                                 {"copies", o.copies},
+                                                 {"lhs_transposed", o.lhs_transposed},
+                                                 {"rhs_transposed", o.rhs_transposed},
+                                                 {"fuse_bias", o.fuse_bias},
+                                                 {"fuse_gelu", o.fuse_gelu},
+                                                 {"grad", o.grad},
+                                                 {"use_split_accumulator", false},
+                                                 {"in_ring_order", o.in_ring_order},
+                                                 {"gathers_to_aux", o.gathers_to_aux},
+                                                 {"set_sm_margin", false},
+                                                 {"tf32", false}}) {
+    a.Add(name, value);
+  }
+  a.Add("row_counts", o.row_counts);
+  a.Add("places", places);
+  a.Add("memory", std::string_view("devices"));
+}
+
+// What a product of this problem may write besides its results.
+void Touch(const GemmScratch& scratch, const OverlapProblem& p) {
+  const bool is_scaled = p.scaling != Scaling::kNone;
+  if (reinterpret_cast<uintptr_t>(scratch.lt) % 256 != 0) __builtin_trap();
+  scratch.lt[0] = scratch.lt[GemmScratch::kLtBytes - 1] = 0;
+  if (is_scaled && !p.rhs_transposed) std::fill_n(scratch.rhs, p.k * p.n, 0);
+  if (is_scaled && p.lhs_transposed) std::fill_n(scratch.lhs, p.k * p.m, 0);
+  if (ElementBytes(p.output_type) == 2 && p.fuse_gelu && (is_scaled || p.n % 8 != 0)) {
+    std::fill_n(scratch.sums, 4 * p.m * p.n, 0);
+  }
+}
+
+void Run(Chooser& c) {
+  GemmProgram program(&c, /*most_ranks=*/2);
+  const bool is_one_device = c.Flag();
+  const bool has_rank_dim = is_one_device && program.options.comm_type != 0;
+  // In place of a workspace for sums GPUs have scratch, of any type.
+  constexpr int64_t kScratch = GemmScratch::kLtBytes + (1 << 16);
+  if (!c.Seldom()) program.shapes.back() = {program.shapes.back().type, {kScratch / 4}};
+  std::vector<int64_t> places = {-1};
+  if (!is_one_device) {
+    places.clear();
+    for (int64_t i = c.Mostly(program.num_ranks, 0, 5); i > 0; --i) {
+      places.push_back(c.MostlyOrHostile(i));
+    }
+  }
+  Attributes attributes(&c);
+  AddAll(program.options, {places.data(), places.size()}, c, &attributes);
+  CudaGemmOptions options;
+  if (!ReadGemmOptions(attributes.Finish(), &options)) return;
+  const std::string op = options.op();
+  if (IsRefused(CheckRanksOnGpu(op, options), op)) return;
+  Placement placement;
+  if (IsRefused(LocateRanks(op, 1, options.num_ranks(), options.places, &placement), op)) return;
+
+  static char* const workspace_end = new char[Arrays::kMostBytes] + Arrays::kMostBytes;
+  Arrays arrays;
+  Frame frame;
+  if (c.Seldom()) program.shapes.erase(program.shapes.begin() + c.Number(0, 13));
+  for (size_t i = 0; i < program.shapes.size(); ++i) {
+    Shape shape = program.shapes[i];
+    if (has_rank_dim && !c.Seldom()) shape.dims.insert(shape.dims.begin(), program.num_ranks);
+    const bool is_workspace = i + 1 == program.shapes.size();
+    XLA_FFI_Buffer* buffer = arrays.Make(std::move(shape), is_workspace ? workspace_end : nullptr);
+    i < GemmProgram::kNumArgs ? frame.AddArg(buffer) : frame.AddResult(buffer);
+  }
+  const bool has_all_ranks = options.overlaps() && placement.on_one_device;
+  CudaGemmCall call;
+  if (IsRefused(ReadGemmCall(op, options, frame.args(), frame.results(), has_all_ranks, &call),
+                op)) {
+    return;
+  }
+  OverlapProblem& problem = call.problem;
+  std::vector<RankMemory> memory;
+  for (size_t rank = 0; rank < call.buffers.size(); ++rank) {
+    memory.push_back(MemoryOf(options.call, problem, call.buffers[rank]));
+    Touch(call.scratch[rank], problem);
+  }
+  if (!options.overlaps()) {
+    RunGemm(WholeProduct(problem, memory[0]), /*num_threads=*/1);
+    FinishProduct(problem, memory[0], memory[0].lhs_scales);
+    return;
+  }
+  if (!has_all_ranks) return;  // the other ranks' memory is elsewhere
+  problem.config = OnGpus(problem.config);
+  problem.shares_only_buffers = true;
+  const int64_t buffer_bytes = BufferBytes(problem);
+  std::vector<std::unique_ptr<char[]>> channels;
+  std::vector<std::unique_ptr<Contribution>> ranks;
+  for (RankMemory& of_rank : memory) {
+    of_rank.buffer = channels.emplace_back(new char[buffer_bytes]).get();
+    ranks.push_back(std::make_unique<OverlapContribution>(problem, of_rank));
+  }
+  RunSchedule(problem, /*buffer_id=*/0, ranks);
+}
+
+}  // namespace
+}  // namespace cpd
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
+  static const bool is_loaded = cpd::LoadPlainBlas();
+  if (!is_loaded) __builtin_trap();
+  cpd::Chooser chooser(bytes, num_bytes);
+  cpd::Run(chooser);
+  return 0;
+}

@@ -1,0 +1,198 @@
+// What the fuzzers of custom calls share: numbers, arrays in memory of exactly their size, and the
+// frame in which XLA hands arrays and attributes to a handler.
+#pragma once
+
+#include <fuzzer/FuzzedDataProvider.h>
+
+#include <cstring>
+#include <deque>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+// At and beside every limit that a check has.
+constexpr int64_t kHostile[] = {-1,
+                                0,
+                                1,
+                                (int64_t{1} << 16) + 1,
+                                (int64_t{1} << 31) - 1,
+                                int64_t{1} << 31,
+                                (int64_t{1} << 32) + 1,
+                                int64_t{1} << 48,
+                                (int64_t{1} << 48) + 1,
+                                int64_t{1} << 62,
+                                std::numeric_limits<int64_t>::max(),
+                                std::numeric_limits<int64_t>::min()};
+
+// Mostly what fits, which the fuzzer's bytes decide: others are refused at the first look. Bytes
+// that are missing are 0, and fit.
+class Chooser {
+ public:
+  Chooser(const uint8_t* bytes, size_t num_bytes) : data_(bytes, num_bytes) {}
+
+  bool Flag() { return data_.ConsumeBool(); }
+  int64_t Number(int64_t least, int64_t most) {
+    return data_.ConsumeIntegralInRange<int64_t>(least, most);
+  }
+  bool Seldom() { return Number(0, 63) == 63; }
+  int64_t Mostly(int64_t fitting, int64_t least, int64_t most) {
+    return Seldom() ? Number(least, most) : fitting;
+  }
+  int64_t Hostile() { return kHostile[Number(0, std::size(kHostile) - 1)]; }
+  int64_t MostlyOrHostile(int64_t fitting) {
+    if (!Seldom()) return fitting;
+    return Flag() ? Hostile() : Number(-1, 9);
+  }
+  // Any type that XLA knows, and one that it does not.
+  XLA_FFI_DataType Type(XLA_FFI_DataType fitting) {
+    return Seldom() ? static_cast<XLA_FFI_DataType>(Number(0, 34)) : fitting;
+  }
+  // Those dimensions, or with another size, one more or one less.
+  std::vector<int64_t> Dims(std::vector<int64_t> fitting) {
+    for (int64_t& dim : fitting) dim = std::max<int64_t>(MostlyOrHostile(dim), 0);
+    if (Seldom()) fitting.insert(fitting.begin(), std::max<int64_t>(MostlyOrHostile(1), 0));
+    if (Seldom() && !fitting.empty()) fitting.pop_back();
+    return fitting;
+  }
+  // An integer of metadata.
+  int64_t Integer() {
+    if (Seldom()) return data_.ConsumeIntegral<int64_t>();
+    const int64_t small = Number(0, 7);
+    return small < 7 ? small : -1;
+  }
+  std::string Text() { return data_.ConsumeRandomLengthString(8); }
+
+ private:
+  FuzzedDataProvider data_;
+};
+
+// A message begins with the call.
+inline bool IsRefused(const Status& status, const std::string& op) {
+  if (status.ok()) return false;
+  if (op.empty() || status.message.rfind(op, 0) != 0) __builtin_trap();
+  return true;
+}
+
+// Type and dimensions of an array; the same on all ranks, as the program is.
+struct Shape {
+  XLA_FFI_DataType type;
+  std::vector<int64_t> dims;
+};
+
+// Bytes of an element as XLA stores it.
+inline int64_t StoredBytes(XLA_FFI_DataType type) {
+  switch (type) {
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 2;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 4;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 8;
+    case XLA_FFI_DataType_C128:
+      return 16;
+    default:
+      return 1;
+  }
+}
+
+// Arrays of one rank, in memory of exactly their size, so that the sanitizer sees every access
+// beside it.
+class Arrays {
+ public:
+  // What no memory could hold has a dimension of 0: XLA has no other such arrays.
+  static constexpr int64_t kMostBytes = 80 << 20;
+  static int64_t Fit(Shape* shape) {
+    int64_t bytes = StoredBytes(shape->type);
+    bool is_empty = false, is_large = false;
+    for (const int64_t dim : shape->dims) {
+      is_empty = is_empty || dim == 0;
+      is_large = is_large || __builtin_mul_overflow(bytes, dim, &bytes) || bytes > kMostBytes;
+      if (is_large) bytes = 1;
+    }
+    if (is_large && !is_empty) shape->dims[shape->dims.size() / 2] = 0;
+    return is_large || is_empty ? 0 : bytes;
+  }
+
+  // `behind`: the end of memory for it that is there already; allocating much takes long.
+  XLA_FFI_Buffer* Make(Shape shape, char* behind = nullptr) {
+    const int64_t num_bytes = Fit(&shape);
+    Array& array = arrays_.emplace_back();
+    array.dims = std::move(shape.dims);
+    array.num_bytes = num_bytes;
+    if (behind == nullptr) {
+      array.bytes.reset(new char[num_bytes]);
+      if (num_bytes <= 4096) std::memset(array.bytes.get(), 0, num_bytes);
+    }
+    array.buffer = {XLA_FFI_Buffer_STRUCT_SIZE,
+                    nullptr,
+                    shape.type,
+                    behind ? behind - num_bytes : array.bytes.get(),
+                    static_cast<int64_t>(array.dims.size()),
+                    array.dims.data()};
+    return &array.buffer;
+  }
+
+  // Small integers mostly, in the bytes of a small array.
+  void FillWithIntegers(Chooser* chooser) {
+    Array& array = arrays_.back();
+    const int64_t width = std::min<int64_t>(StoredBytes(array.buffer.dtype), 8);
+    for (int64_t at = 0; at + width <= std::min<int64_t>(array.num_bytes, 512); at += width) {
+      const int64_t value = chooser->Integer();
+      std::memcpy(array.bytes.get() + at, &value, width);
+    }
+  }
+
+ private:
+  struct Array {
+    XLA_FFI_Buffer buffer;
+    std::vector<int64_t> dims;
+    int64_t num_bytes = 0;
+    std::unique_ptr<char[]> bytes;
+  };
+  std::deque<Array> arrays_;
+};
+
+// Operands and results, in their order.
+class Frame {
+ public:
+  void AddArg(XLA_FFI_Buffer* buffer) { args_.push_back(buffer); }
+  void AddResult(XLA_FFI_Buffer* buffer) { rets_.push_back(buffer); }
+
+  xla::ffi::RemainingArgs args() {
+    arg_types_.assign(args_.size(), XLA_FFI_ArgType_BUFFER);
+    raw_args_ = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args_.size()),
+                 arg_types_.data(), args_.data()};
+    return {&raw_args_, 0};
+  }
+  xla::ffi::RemainingRets results() {
+    ret_types_.assign(rets_.size(), XLA_FFI_RetType_BUFFER);
+    raw_rets_ = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets_.size()),
+                 ret_types_.data(), rets_.data()};
+    return {&raw_rets_, 0};
+  }
+
+ private:
+  std::vector<void*> args_, rets_;
+  std::vector<XLA_FFI_ArgType> arg_types_;
+  std::vector<XLA_FFI_RetType> ret_types_;
+  XLA_FFI_Args raw_args_;
+  XLA_FFI_Rets raw_rets_;
+};
+
+}  // namespace cpd
