@@ -14,7 +14,6 @@
 namespace cpd {
 
 using std::chrono::milliseconds;
-using Seconds = std::chrono::duration<double>;
 
 enum ArrayName { kLhs, kRhs, kBias, kAuxIn };
 using Values = std::function<float(ArrayName name, int rank, int64_t row, int64_t column)>;
@@ -26,16 +25,14 @@ inline float SmallInteger(ArrayName name, int rank, int64_t row, int64_t column)
   return static_cast<float>(static_cast<int>((x ^ x >> 12) % 5) - 2);
 }
 
-// Reading peers without a put takes time, too.
-class SlowReads final : public Stream {
+// Reading peers without a put is seen, too.
+class SeenReads final : public Stream {
  public:
-  SlowReads(Stream* stream, Seconds time, int* num_reads)
-      : stream_(stream), time_(time), num_reads_(num_reads) {}
+  SeenReads(Stream* stream, std::function<void()> see) : stream_(stream), see_(std::move(see)) {}
   void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
     if (kind == SpanKind::kCommunication) {
-      ++*num_reads_;
-      work = [time = time_, work = std::move(work)](Counters& counters) {
-        std::this_thread::sleep_for(time);
+      work = [see = see_, work = std::move(work)](Counters& counters) {
+        see();
         work(counters);
       };
     }
@@ -51,14 +48,14 @@ class SlowReads final : public Stream {
 
  private:
   Stream* const stream_;
-  const Seconds time_;
-  int* const num_reads_;
+  const std::function<void()> see_;
 };
 
 struct StandIns {
   GemmFunction gemm = PlainGemm;
   Link link = CopyRows;
-  Seconds read{0};
+  std::function<void(int rank)> read = {};  // before it reads peers without a put
+  std::function<void()> failed = {};        // a stream has ended, and the call has failed
   milliseconds deadline{60000};
 };
 
@@ -119,22 +116,21 @@ class Call {
     Team team("test", 7, p_.num_ranks(), core->num_signals(), stand_ins.deadline, stand_ins.link);
     for (int rank = 0; rank < p_.num_ranks(); ++rank) {
       const RankStreams streams = team.streams(rank);
-      if (stand_ins.read == Seconds(0)) {
+      if (!stand_ins.read) {
         core->Record(rank, streams);
         continue;
       }
-      int num_reads = 0;
-      SlowReads compute(&streams.compute, stand_ins.read, &num_reads);
-      SlowReads communicate(&streams.communicate, stand_ins.read, &num_reads);
+      const auto see = [&stand_ins, rank] { stand_ins.read(rank); };
+      SeenReads compute(&streams.compute, see), communicate(&streams.communicate, see);
       core->Record(rank, {compute, communicate});
-      CHECK(num_reads == num_reads_expected());
     }
     std::vector<std::future<void>> ends;
     for (const int task : team.Tasks()) {
       auto end = std::make_shared<std::promise<void>>();
       ends.push_back(end->get_future());
-      Pool().Run([&team, task, end] {
+      Pool().Run([&team, &stand_ins, task, end] {
         team.Run(task);
+        if (stand_ins.failed && !team.status().ok()) stand_ins.failed();
         end->set_value();
       });
     }
