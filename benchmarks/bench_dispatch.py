@@ -14,14 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch import combine, compute_metadata, dispatch
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-W, T, FEATURE = 8, 4096, (16, 128)
+W, FEATURE = 8, (16, 128)
 AXIS = "cp"
 
 
-def random_segments(rng):
+def random_segments(rng, num_tokens):
     """Each rank sends one segment of random length to every rank."""
-    cuts = np.sort(rng.integers(0, T + 1, (W, W - 1)), axis=1)
-    return np.diff(cuts, axis=1, prepend=0, append=T).astype(np.int32)
+    cuts = np.sort(rng.integers(0, num_tokens + 1, (W, W - 1)), axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=num_tokens).astype(np.int32)
 
 
 def row_maps(seq_len, capacity, tokens):
@@ -42,10 +42,13 @@ def row_maps(seq_len, capacity, tokens):
 
 
 def main() -> None:
-    arguments = common.options(common.parser(__doc__))
+    parser = common.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
+    arguments = common.options(parser, tokens=256)
+    T = arguments.tokens
     start_cpu_devices(W)
     rng = np.random.default_rng(0)
-    seq_len = random_segments(rng)
+    seq_len = random_segments(rng, T)
     metadata, _ = compute_metadata(seq_len, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
     capacity = int(np.max(metadata.num_total_recv_tokens))
     source, padded, exists = row_maps(seq_len, capacity, T)

@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 
 def main() -> None:
     arguments = common.options(common.parser(__doc__))
-    rows = rows_of_processes(__file__, arguments.repeats)
+    rows = rows_of_processes(__file__, arguments)
     for row in rows:
         print(
             "{processes} processes, {op:<22} {what:<36}{ms:9.2f} ms{times_gloo:8.2f} x gloo".format(
@@ -48,7 +48,7 @@ def main() -> None:
 
 def work() -> None:
     """In each of the processes."""
-    repeats = common.parser(None).parse_args().repeats
+    repeats = common.options(common.parser(None)).repeats
     cp.initialize()
     for op in METHODS:
         seconds = measure(op, repeats)

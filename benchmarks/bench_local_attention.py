@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full"])
     parser.add_argument("--tokens", type=int, default=8192)
-    arguments = common.options(parser, tokens=2048)
+    arguments = common.options(parser, tokens=2048, dtypes=["float32"])
     rows = []
     for dtype in arguments.dtypes:
         for case in arguments.cases:

@@ -4,6 +4,7 @@ Each process has one device and sends one segment of random length to every othe
 make the same result, which is checked first. Starts the processes itself.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -26,14 +27,15 @@ AXIS, FEATURES = "cp", 2048  # rows of 8 kB
 ALL_BYTES = (128 << 20, 2 << 20)
 
 
-def rows_of_processes(program: str, repeats: int) -> list[dict[str, Any]]:
+def rows_of_processes(program: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What the first process of each job of `program` prints, a row a line."""
     rows = []
     for processes in (2, 4):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "jax_cp_dispatch.launch", f"--processes={processes}"),
-                *(program, f"--repeats={repeats}"),
+                *(program, f"--repeats={arguments.repeats}"),
+                *(["--quick"] if arguments.quick else []),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -51,7 +53,7 @@ def is_one_of_a_job() -> bool:
 
 def main() -> None:
     arguments = common.options(common.parser(__doc__))
-    rows = rows_of_processes(__file__, arguments.repeats)
+    rows = rows_of_processes(__file__, arguments)
     for row in rows:
         print(
             "{processes} processes, {MB:4d} MB: {what:<34}{ms:9.2f} ms{of_memcpy:8.3f} of memcpy"
@@ -64,10 +66,10 @@ def main() -> None:
 
 def work() -> None:
     """In each of the processes."""
-    repeats = common.parser(None).parse_args().repeats
+    arguments = common.options(common.parser(None))
     cp.initialize()
-    for num_bytes in ALL_BYTES:
-        seconds = measure(num_bytes, repeats)
+    for num_bytes in ALL_BYTES[arguments.quick :]:
+        seconds = measure(num_bytes, arguments.repeats)
         if jax.process_index() == 0:
             memcpy = seconds["memcpy, one thread"]
             gloo = min(value for name, value in seconds.items() if name.startswith("gloo"))

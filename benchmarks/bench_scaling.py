@@ -28,13 +28,13 @@ from jax_cp_dispatch import (
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 AXIS = "tp"
-TOKENS, MODEL, HIDDEN = 4096, 1024, 2816
+MODEL, HIDDEN = 1024, 2816
 UP, DOWN = "gate or up", "down"
 
 
-def arriving_bytes(mode: ScalingMode, columns: int, num_ranks: int) -> int:
+def arriving_bytes(mode: ScalingMode, tokens: int, columns: int, num_ranks: int) -> int:
     """Of the tokens (or gradients) of the other ranks, and their scales."""
-    own = jnp.zeros((TOKENS // num_ranks, columns), jnp.bfloat16)
+    own = jnp.zeros((tokens // num_ranks, columns), jnp.bfloat16)
     if mode == ScalingMode.NO_SCALING:
         return (num_ranks - 1) * own.nbytes
     is_mxfp8 = mode == ScalingMode.MXFP8_1D_SCALING
@@ -60,7 +60,7 @@ def fitting(state: MatmulScaling, *arrays) -> MatmulScaling:
     return MatmulScaling(x=x, w=w, dy=dy)
 
 
-def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
+def measure(layer: str, mesh: Mesh, tokens: int, repeats: int) -> list[dict]:
     p, gathers = mesh.shape[AXIS], layer == UP
     k, n = (MODEL, HIDDEN) if gathers else (HIDDEN, MODEL)
     by_rows, by_columns = P(AXIS), P(None, AXIS)
@@ -72,8 +72,8 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
         drawn = jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
         return jax.device_put(drawn, NamedSharding(mesh, spec))
 
-    x, w, dy = put(in_specs[0], TOKENS, k), put(in_specs[1], k, n), put(out_spec, TOKENS, n)
-    small = 2.0 ** -random.uniform(0, 20, (TOKENS, 1))
+    x, w, dy = put(in_specs[0], tokens, k), put(in_specs[1], k, n), put(out_spec, tokens, n)
+    small = 2.0 ** -random.uniform(0, 20, (tokens, 1))
     spread = jax.device_put((x * small).astype(x.dtype), x.sharding)
     fn = all_gather_matmul if gathers else matmul_reduce_scatter
 
@@ -110,7 +110,7 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
         time, base = (seconds[repr((m, what))] for m in (mode, ScalingMode.NO_SCALING))
         moves = gathers or what != "forward"  # of a reduce-scatter only the gradient is gathered
         columns = (k if gathers else n) if moves else 0
-        arriving = [arriving_bytes(m, columns, p) for m in (mode, ScalingMode.NO_SCALING)]
+        arriving = [arriving_bytes(m, tokens, columns, p) for m in (mode, ScalingMode.NO_SCALING)]
         row = {
             "devices": p,
             "layer": layer,
@@ -135,11 +135,18 @@ def measure(layer: str, mesh: Mesh, repeats: int) -> list[dict]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, default=4)
-    arguments = common.options(parser, devices=2)
+    parser.add_argument("--tokens", type=int, default=4096)
+    arguments = common.options(parser, devices=2, tokens=256)
     start_cpu_devices(arguments.devices)
     mesh = Mesh(np.array(jax.devices()[: arguments.devices]), (AXIS,))
-    rows = [row for layer in (UP, DOWN) for row in measure(layer, mesh, arguments.repeats)]
-    sizes = f"{TOKENS} tokens, model size {MODEL}, {HIDDEN} hidden, ring, bfloat16 operands"
+    rows = [
+        row
+        for layer in (UP, DOWN)
+        for row in measure(layer, mesh, arguments.tokens, arguments.repeats)
+    ]
+    sizes = (
+        f"{arguments.tokens} tokens, model size {MODEL}, {HIDDEN} hidden, ring, bfloat16 operands"
+    )
     common.write(arguments.output, f"scaling modes of tensor-parallel products ({sizes})", rows)
 
 
