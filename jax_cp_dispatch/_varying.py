@@ -40,6 +40,11 @@ def mapped_axes() -> frozenset[str]:
     return frozenset(get_axis_env().spmd_axis_names)
 
 
+def mapped_explicit_axes() -> frozenset[str]:
+    """The explicit mesh axes over which `jax.vmap` maps the function here."""
+    return frozenset(get_axis_env().explicit_mesh_axis_names)
+
+
 def can_check_varying() -> bool:
     """Whether a `shard_map` of ours may track over which axes its arrays vary (`check_vma`).
 

@@ -149,7 +149,9 @@ def test_automatic_axes_in_a_program_are_warned_of_once():
     messages = [str(x.message) for x in told if issubclass(x.category, UserWarning)]
     assert len(messages) == 2
     batch, heads = messages
-    assert "batch_axis is not given" in batch and "B = 2" in batch and "'data', 'tp'" in batch
+    assert (
+        "batch_axis is not given" in batch and "B = 2" in batch and "axes ('data', 'tp')" in batch
+    )
     assert "Pass as batch_axis the axis over which B is sharded, or batch_axis=()" in batch
     assert "head_axis is not given" in heads and "N = 4" in heads
     assert {"all-gather"} <= set(collectives_over(gathering, mesh, "data"))

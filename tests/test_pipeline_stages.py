@@ -7,15 +7,30 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from attention_oracle import attention, attention_gradients
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, collectives_over, permuted_mesh
 from sequences import QUICKLY, TOLERANCE, Case, dense, draw, relative_errors
 from test_dispatch_places import CAPACITY, F, T, W, check_all_ranks, integers, moves_and_gradients
 
-from jax_cp_dispatch import Metadata, PlanConfig, context_parallel_attention
+from jax_cp_dispatch import (
+    Metadata,
+    PlanConfig,
+    balanced_attention,
+    chunk_exchange,
+    chunk_maps,
+    context_parallel_attention,
+    hamilton_attention,
+    local_attention,
+    plan_attention,
+    ring_attention,
+    ring_exchange,
+    zigzag_ring_attention,
+)
 
 STAGES = 2
 MESH = permuted_mesh((STAGES, W), ("stage", AXIS))
@@ -29,7 +44,7 @@ def stacked(examples) -> Any:
     return jax.tree.map(lambda *x: np.stack(x), *examples)
 
 
-def over_stages(fn, **options):
+def over_stages(fn: Any, **options) -> Any:
     """`fn` of one stage, for all of them."""
     return jax.vmap(fn, spmd_axis_name="stage", **options)
 
@@ -73,6 +88,10 @@ def test_attention_of_each_stage(algorithm, ids):
     results = compiled(*arrays, traced)
     for x in results:
         assert x.sharding.spec[0] == "stage"
+    check_stages(results, examples)
+
+
+def check_stages(results, examples):
     for stage, example in enumerate(examples):
         is_token = (example[4] > 0)[..., None, None]
         got = [np.where(is_token, np.asarray(x)[stage], 0) for x in results]
@@ -119,3 +138,112 @@ def test_movement_of_each_stage(own, where):
         assert all(result.sharding.spec[0] == "stage" for result in results)
     for stage, plan in enumerate(plans):
         check_all_ranks([np.asarray(result)[stage] for result in results], x[stage], y[stage], plan)
+
+
+# ---- Functions of one rank, inside a shard_map that does not check over what arrays vary.
+
+
+PLAN = plan_attention(draw(CASE)[4], world_size=W, config=PlanConfig(block=4))
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        partial(ring_attention, axis_name=AXIS),
+        partial(zigzag_ring_attention, axis_name=AXIS),
+        partial(hamilton_attention, axis_name=AXIS),
+        lambda q, k, v, segment_ids: balanced_attention(q, k, v, PLAN, axis_name=AXIS),
+    ],
+    ids=["ring", "zigzag", "hamilton", "balanced"],
+)
+def test_attention_on_each_rank(attend: Any):
+    examples = [(*draw(CASE, seed)[:4], *draw(CASE)[4:]) for seed in range(STAGES)]
+    *arrays, segment_ids, _ = stacked(examples)
+    arrays = placed(arrays, P("stage", None, AXIS))
+    rows = P(None, AXIS)
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def run(q, k, v, g):
+        on_ranks = jax.shard_map(
+            lambda q, k, v, ids: attend(q, k, v, segment_ids=ids),
+            mesh=MESH,
+            in_specs=rows,
+            out_specs=rows,
+            check_vma=False,
+        )
+        attend_stages = lambda *x: over_stages(on_ranks)(*x, segment_ids)
+        out, pull_back = jax.vjp(attend_stages, q, k, v)
+        return out, *pull_back(g)
+
+    compiled = run.lower(*arrays).compile()
+    assert collectives_over(compiled, MESH, "stage") == []
+    check_stages(compiled(*arrays), examples)
+
+
+def exchanges(x):
+    """One step of a ring; and two chunks on two rings, of which each is the other's reverse."""
+    out_chunk, in_chunk = chunk_maps([list(range(W)), list(range(W))[::-1]])
+    chunks = x.reshape(2, -1, F)
+    return ring_exchange(x, axis_name=AXIS), chunk_exchange(
+        chunks, out_chunk, in_chunk, axis_name=AXIS
+    ).reshape(x.shape)
+
+
+def test_exchanges_of_each_stage():
+    x = integers(STAGES, W * T, F)
+    on_ranks = jax.shard_map(
+        exchanges, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+
+    @jax.jit
+    def run(x):
+        (turned, chunks), pull_back = jax.vjp(over_stages(on_ranks), x)
+        return turned, chunks, pull_back((x, x))[0]
+
+    results = run(placed(x, P("stage", AXIS)))
+    assert all(result.sharding.spec[0] == "stage" for result in results)
+    turned, chunks, pulled = (np.asarray(y).reshape(STAGES, W, T, F) for y in results)
+    rows = x.reshape(STAGES, W, T, F)
+    forth, back = np.roll(rows, 1, axis=1), np.roll(rows, -1, axis=1)
+    half = np.arange(T)[:, None] < T // 2  # the other chunk goes the other way
+    np.testing.assert_array_equal(turned, forth)
+    np.testing.assert_array_equal(chunks, np.where(half, forth, back))
+    np.testing.assert_array_equal(pulled, back + np.where(half, back, forth))
+
+
+def test_local_attention_of_each_stage():
+    """Every device of a stage computes the same, since this needs no ranks."""
+    random = np.random.default_rng(0)
+    q, k, v, g = (random.normal(size=(STAGES, 1, 8, 2, 4)).astype(np.float32) for _ in range(4))
+    start = jnp.zeros((1, 8), jnp.int32)
+    end = jnp.arange(1, 9, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(q, k, v, g):
+        on_each = jax.shard_map(
+            lambda q, k, v: local_attention(q, k, v, start, end)[0],
+            mesh=MESH,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        out, pull_back = jax.vjp(over_stages(on_each), q, k, v)
+        return out, *pull_back(g)
+
+    results = run(*placed([q, k, v, g], P("stage")))
+    assert all(x.sharding.spec[0] == "stage" for x in results)
+    for stage in range(STAGES):
+        want, lse = attention(q[stage], k[stage], v[stage], start, end)
+        gradients = attention_gradients(
+            q[stage], k[stage], v[stage], start, end, g[stage], np.zeros_like(lse)
+        )
+        for x, y in zip(results, (want, *gradients), strict=True):
+            np.testing.assert_allclose(np.asarray(x)[stage], y, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_over_an_explicit_axis_are_refused(unchecked_types):
+    mesh = permuted_mesh((STAGES, W), ("stage", AXIS), AxisType.Explicit)
+    x = jax.device_put(np.ones((STAGES, 1, 8, 2, 4), np.float32), NamedSharding(mesh, P("stage")))
+    attend = partial(context_parallel_attention, axis_name=AXIS, algorithm="ring")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'stage'.*AxisType.Auto.*spmd_axis"):
+        jax.vmap(attend)(x, x, x)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from jax_cp_dispatch._varying import mapped_axes
+from jax_cp_dispatch._varying import mapped_axes, mapped_explicit_axes
 from jax_cp_dispatch.dispatch import find_mesh, is_traced
 
 Names = str | Sequence[str] | None
@@ -91,6 +91,7 @@ def find_axes(
     mesh = _find_mesh(mesh, axis_name, algorithm, arrays)
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(mesh, given)
+    _refuse_mapped_explicit_axes(mesh)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
         batch = _axes_of(arrays, 0, mesh, {axis_name, *heads})
@@ -142,6 +143,17 @@ def _check_names(mesh, given: dict[str, Names]) -> None:
         raise ValueError(
             f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
             "mesh axis can shard one dimension only. Name each once."
+        )
+
+
+def _refuse_mapped_explicit_axes(mesh) -> None:
+    """A `shard_map` cannot make them manual, and its function would see arrays split over them."""
+    mapped = sorted(mapped_explicit_axes() & set(mesh.axis_names))
+    if mapped:
+        raise ValueError(
+            f"{_OP}: jax.vmap maps over arrays that are sharded over the explicit mesh axis "
+            f"{mapped[0]!r}. Make that axis automatic (AxisType.Auto), and map with "
+            f"spmd_axis_name={mapped[0]!r}."
         )
 
 
@@ -204,7 +216,7 @@ def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, tak
         _warn_once(
             keyword,
             f"{keyword} is not given, and in a traced program nothing tells whether {name} = "
-            f"{size} is sharded over the automatic mesh axes {', '.join(map(repr, axes))}. Over an "
+            f"{size} is sharded over the automatic mesh axes {tuple(axes)}. Over an "
             "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
             f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
             f"{keyword}=() if there is none.",
