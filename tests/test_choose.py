@@ -68,7 +68,7 @@ def test_of_times_that_are_close_the_best_balanced_one_is_chosen(monkeypatch):
 
 def test_document_lengths():
     """Padding, also in the middle, counts token by token; positions tell documents apart."""
-    ids = np.array([[1, 1, 2, 0, 0, 2], [3, 3, 3, -1, -1, 5]])
+    ids = np.array([[1, 1, 2, 0, 0, 4], [3, 3, 3, 0, 0, 5]])
     assert document_lengths(ids) == ((2, 1, 1, 1, 1), (3, 1, 1, 1))
     positions = np.array([[0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])
     assert document_lengths(ids, positions) == ((2, 1, 1, 1, 1), (2, 1, 1, 1, 1))

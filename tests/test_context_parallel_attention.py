@@ -52,10 +52,9 @@ def program(mesh, **options):
     ],
 )
 def test_equals_dense_attention(algorithm, options):
-    """Three ranks do not divide the tokens. (A plan wants one run of tokens for each id.)"""
+    """Three ranks do not divide the tokens."""
     told = {name: x for name, x in options.items() if name != "config"}
-    documents = "segments" if algorithm in ("balanced", "auto") else "both"
-    case = Case("ring", 1, T, documents=documents, batch=2, heads=(4, 2), **told)
+    case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2), **told)
     check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
 
 
@@ -110,7 +109,6 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
         ({"nodes": 2}, "got nodes=2 with algorithm='auto'; they are for 'hamilton'"),
         ({"algorithm": "ring", "plan": 1}, "got a plan with algorithm='ring'"),
         ({"plan": 1, "window": 3}, "got both plan and window"),
-        ({"plan": 1, "positions": np.zeros((1, T), np.int32)}, "got both plan and positions"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")

@@ -230,7 +230,7 @@ _balance = jax.jit(balance_blocks, static_argnames="row_limit")
         (dict(world_size=5), ValueError, "96 columns cannot be split over world_size=5"),
         (dict(world_size=0), ValueError, "world_size=0"),
         (dict(segment_ids=np.array([[1, 2, -3, 0]])), ValueError, r"segment_ids\[0, 2\] is -3"),
-        (dict(segment_ids=np.full((1, 96), 2**40)), ValueError, "beyond 32 bits"),
+        (dict(positions=np.full((1, 96), 2**40)), ValueError, "beyond 32 bits"),
         (
             dict(segment_ids=np.array([[1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 2, 3, 3]])),
             ValueError,

@@ -23,6 +23,12 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       text << " runs as rank " << e.seen
            << ". The program was compiled for other devices than it runs on; compile it again.";
       break;
+    case Failure::kBatch:
+      text << ": the plan was made for another batch: the "
+           << (e.slot == 0 ? "segment ids" : "positions") << " of rank " << e.rank
+           << " have checksum " << e.seen << " but the plan expects " << e.expected
+           << ". Pass the plan that plan_attention makes of this batch.";
+      break;
     case Failure::kLength:
       slot() << " has seq_len " << e.seen << " and src_offset " << e.expected
              << "; both must be at least 0. See Metadata.validate().";

@@ -14,6 +14,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that are put over the network at a time
+constexpr int64_t kStampSize = 5;
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
 
@@ -36,6 +37,7 @@ struct Part {
   IntArray dst_rank;    // [S, C]
   IntArray dst_offset;  // [S, C]
   IntArray src_offset;  // [S], or none
+  IntArray stamp;       // [kStampSize] of this rank, or none; see dispatch/dispatch.h
   bool has_all_views;   // fields are [W, ...], of which a rank reads its own
   int64_t num_slots;
   int64_t num_replicas;
@@ -53,10 +55,11 @@ struct Part {
 // `reported` on the host; the first error stays until it has been reported.
 enum class Failure : int64_t {
   kNone,
-  kRank,       // rank: that of the operand, expected: that of the device
-  kLength,     // slot; seen: seq_len, expected: src_offset
-  kDstRank,    // slot, replica; seen: dst_rank
-  kTokens,     // slot; seen: seq_len, expected: src_offset
+  kRank,     // rank: that of the operand, expected: that of the device
+  kBatch,    // slot: 0 segment ids, 1 positions; expected: checksum of the plan, seen: of the rank
+  kLength,   // slot; seen: seq_len, expected: src_offset
+  kDstRank,  // slot, replica; seen: dst_rank
+  kTokens,   // slot; seen: seq_len, expected: src_offset
   kDstOffset,  // slot, replica; seen: dst_offset
   kCapacity,   // peer; seen: rows needed
   kFetched,    // expected: rows that can be fetched, seen: rows to fetch

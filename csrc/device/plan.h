@@ -95,6 +95,26 @@ CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratc
   block.Sync();
 }
 
+// The plan was made for what this rank sees of its batch.
+CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
+  const IntArray& stamp = rank.call.parts[p].stamp;
+  if (!stamp) return true;
+  for (int64_t i = 1; i < kStampSize; i += 2) {
+    if (stamp[i] == stamp[i + 1]) continue;
+    if (block.thread == 0) {
+      ErrorRecord error{};
+      error.failure = Failure::kBatch;
+      error.part = p;
+      error.slot = i / 2;
+      error.expected = stamp[i];
+      error.seen = stamp[i + 1];
+      Raise(rank, error);
+    }
+    return false;
+  }
+  return true;
+}
+
 // Checks every target of a part and counts what each rank gets; the first bad one is raised.
 CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
@@ -193,6 +213,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   }
   for (int p = 0; p < call.num_parts; ++p) {
     CutSlots(block, rank, p, scratch);
+    is_fine = is_fine && CheckStamp(block, rank, p);
     is_fine = is_fine && CheckPart(block, rank, p, scratch);
     if constexpr (Fabric::kHasNetwork) {
       if (!call.is_dispatch) is_fine = is_fine && CutFetches<Fabric>(block, rank, p, scratch);

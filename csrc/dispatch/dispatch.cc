@@ -35,6 +35,29 @@ std::string PartName(const std::string& op, size_t part, size_t num_parts) {
   return op + ", plan " + std::to_string(part) + " of 0.." + std::to_string(num_parts - 1);
 }
 
+// The name of the argument that sets the capacity of a part.
+std::string CapacityName(const std::string& names, size_t part) {
+  size_t begin = 0;
+  for (; part > 0 && begin != std::string::npos; --part) {
+    const size_t comma = names.find(',', begin);
+    begin = comma == std::string::npos ? comma : comma + 1;
+  }
+  const std::string name =
+      begin == std::string::npos ? "" : names.substr(begin, names.find(',', begin) - begin);
+  return name.empty() ? "capacity" : name;
+}
+
+// Names what all of the parts need, so that the next attempt does not fail on another one.
+Status RefuseOverflows(const std::string& op, const std::vector<Ranks>& parts,
+                       const std::string& capacity_names) {
+  std::string message = op + ":";
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const std::string overflow = DescribeOverflow(parts[p], CapacityName(capacity_names, p));
+    if (!overflow.empty()) message += " " + overflow;
+  }
+  return Status::Invalid(message);
+}
+
 // A copy, or with src == nullptr a fill with zeros.
 struct Copy {
   char* dst;
@@ -142,11 +165,12 @@ void AddStaging(const RowArray& array, Ranges ranges, std::vector<StagedCopy>* s
   }
 }
 
-Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy>* tasks,
-                        std::vector<StagedCopy>* staging) {
+Status PlanDispatchPart(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                        TaskList<Copy>* tasks, std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
-  if (Status status = ReadAndCheck(op, ranks, &segments, &received); !status.ok()) return status;
+  Status status = ReadAndCheck(op, ranks, capacity_name, &segments, &received);
+  if (!status.ok()) return status;
   for (size_t a = 0; a < ranks[0]->tokens.size(); ++a) {
     for (size_t dst = 0; dst < ranks.size(); ++dst) {
       const RowArray& out = ranks[dst]->buffers[a];
@@ -180,12 +204,13 @@ Status PlanDispatchPart(const std::string& op, const Ranks& ranks, TaskList<Copy
   return Status::Ok();
 }
 
-Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPiece>* tasks,
-                       std::vector<StagedCopy>* staging) {
+Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                       TaskList<SumPiece>* tasks, std::vector<StagedCopy>* staging) {
   std::vector<Segment> segments;
   std::vector<std::vector<Segment>> received;
-  if (Status status = CheckTypes(op, ranks); !status.ok()) return status;
-  if (Status status = ReadAndCheck(op, ranks, &segments, &received); !status.ok()) return status;
+  Status status = CheckTypes(op, ranks);
+  if (status.ok()) status = ReadAndCheck(op, ranks, capacity_name, &segments, &received);
+  if (!status.ok()) return status;
 
   std::vector<std::vector<const Segment*>> sent(ranks.size());
   for (const Segment& s : segments) sent[s.src_rank].push_back(&s);
@@ -229,15 +254,21 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, TaskList<SumPi
 template <typename Piece>
 Status PlanParts(const std::string& op,
                  const std::vector<std::unique_ptr<Contribution>>& contributions,
-                 Status (*plan_part)(const std::string&, const Ranks&, TaskList<Piece>*,
-                                     std::vector<StagedCopy>*),
+                 const std::string& capacity_names,
+                 Status (*plan_part)(const std::string&, const Ranks&, const std::string&,
+                                     TaskList<Piece>*, std::vector<StagedCopy>*),
                  void (*run)(const Piece&), WorkList* work) {
   std::vector<Ranks> parts;
   Status status = SplitParts(op, contributions, &parts);
+  for (size_t p = 0; p < parts.size() && status.ok(); ++p) status = CheckStamps(op, parts[p]);
   TaskList<Piece> tasks;
   std::vector<StagedCopy> staging;
   for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
-    status = plan_part(PartName(op, p, parts.size()), parts[p], &tasks, &staging);
+    status = plan_part(PartName(op, p, parts.size()), parts[p], CapacityName(capacity_names, p),
+                       &tasks, &staging);
+    if (!status.ok() && !DescribeOverflow(parts[p], "").empty()) {
+      status = RefuseOverflows(op, parts, capacity_names);
+    }
   }
   if (status.ok()) {
     *work = std::move(tasks).Finish(run);
@@ -249,15 +280,15 @@ Status PlanParts(const std::string& op,
 }  // namespace
 
 Status PlanDispatch(const std::string& op,
-                    const std::vector<std::unique_ptr<Contribution>>& contributions,
-                    WorkList* work) {
-  return PlanParts(op, contributions, PlanDispatchPart, RunCopy, work);
+                    const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
+                    const std::string& capacity_names) {
+  return PlanParts(op, contributions, capacity_names, PlanDispatchPart, RunCopy, work);
 }
 
 Status PlanCombine(const std::string& op,
-                   const std::vector<std::unique_ptr<Contribution>>& contributions,
-                   WorkList* work) {
-  return PlanParts(op, contributions, PlanCombinePart, RunSum, work);
+                   const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
+                   const std::string& capacity_names) {
+  return PlanParts(op, contributions, capacity_names, PlanCombinePart, RunSum, work);
 }
 
 }  // namespace cpd

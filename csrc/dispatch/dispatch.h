@@ -41,11 +41,17 @@ struct DispatchPart {
   IntArray seq_len;          // [S]
   IntArray src_offset;       // [S]; none: shards stand one after another
   IntArray num_recv;         // [W + 1], tokens from each rank and their sum
+  IntArray stamp;            // [kStampSize], or none: for which batch the plan was made
 
-  // W: each of the fields is [W, ...], the views of all ranks, until Select keeps that of one.
+  // W: each of the fields but the stamp is [W, ...], the views of all ranks, until Select keeps
+  // that of one.
   int64_t num_views = 1;
   void Select(int64_t rank);
 };
+
+// Checksums: of the whole batch as the plan knows it, equal on all ranks; then in pairs what the
+// plan expects of this rank's columns and what the rank sees, of segment ids and of positions.
+constexpr int64_t kStampSize = 5;
 
 enum class Direction : uint8_t { kDispatch, kCombine };
 
@@ -65,15 +71,16 @@ std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int 
                                                        std::string_view bytes);
 
 // Both check the contributions of all ranks together and refuse before anything moves.
-// `op` begins every message.
+// `op` begins every message; `capacity_names` are the arguments that set the capacities of the
+// parts, separated by commas, for messages about them.
 
 // buffers[d][dst_offset + i] = tokens[s][src_offset + i]; rows that nobody writes become zero.
 Status PlanDispatch(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                    WorkList* work);
+                    WorkList* work, const std::string& capacity_names = "");
 
 // tokens[s][src_offset + i] = sum over slots, then replicas, of buffers[d][dst_offset + i]; in that
 // order, so the result is bitwise repeatable. Rows that nobody names become zero.
 Status PlanCombine(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                   WorkList* work);
+                   WorkList* work, const std::string& capacity_names = "");
 
 }  // namespace cpd

@@ -2,6 +2,7 @@
 #include "dispatch/segments.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace cpd {
 namespace {
@@ -79,25 +80,41 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
   return Status::Ok();
 }
 
+std::vector<int64_t> AnnouncedNeeds(const Ranks& ranks) {
+  std::vector<int64_t> need;
+  for (const DispatchPart* rank : ranks) need.push_back(rank->num_recv[ranks.size()]);
+  return need;
+}
+
+// The largest need that exceeds a rank's receive buffers, in words; nothing if all fit.
+std::string Overflow(const Ranks& ranks, const std::vector<int64_t>& need,
+                     const std::string& capacity_name) {
+  size_t most = 0;
+  int64_t capacity = -1;  // of the rank with the largest need among those that do not fit
+  for (size_t dst = 0; dst < ranks.size(); ++dst) {
+    for (const RowArray& array : ranks[dst]->buffers) {
+      if (need[dst] <= array.num_rows || (capacity >= 0 && need[dst] <= need[most])) continue;
+      most = dst;
+      capacity = array.num_rows;
+    }
+  }
+  if (capacity < 0) return "";
+  std::ostringstream text;
+  text << "rank " << most << " would receive " << need[most] << " tokens but " << capacity_name
+       << " is " << capacity << ". Pass " << capacity_name << ">=" << need[most]
+       << ", or a plan that sends less to one rank.";
+  return text.str();
+}
+
 // The receive buffers are large enough, for what the counts announce and for what the slots name.
-Status CheckCapacity(const std::string& op, const Ranks& ranks,
+Status CheckCapacity(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
                      const std::vector<Segment>& segments) {
-  const size_t num_ranks = ranks.size();
-  std::vector<int64_t> need(num_ranks);
-  for (size_t dst = 0; dst < num_ranks; ++dst) need[dst] = ranks[dst]->num_recv[num_ranks];
+  std::vector<int64_t> need = AnnouncedNeeds(ranks);
   for (const Segment& s : segments) {
     need[s.dst_rank] = std::max(need[s.dst_rank], s.dst_row + s.num_rows);
   }
-  for (size_t dst = 0; dst < num_ranks; ++dst) {
-    for (const RowArray& array : ranks[dst]->buffers) {
-      if (need[dst] > array.num_rows) {
-        return Invalid(op, ": rank ", dst, " would receive ", need[dst], " tokens but capacity is ",
-                       array.num_rows, ". Pass capacity>=", need[dst],
-                       ", or a plan that sends less to one rank.");
-      }
-    }
-  }
-  return Status::Ok();
+  const std::string overflow = Overflow(ranks, need, capacity_name);
+  return overflow.empty() ? Status::Ok() : Invalid(op, ": ", overflow);
 }
 
 // What each pair of ranks announces is what its slots move; less means that slots were cut off.
@@ -147,13 +164,45 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 }  // namespace
 
-Status ReadAndCheck(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments,
-                    std::vector<std::vector<Segment>>* received) {
+Status CheckStamps(const std::string& op, const Ranks& ranks) {
+  constexpr const char* kNames[] = {"segment ids", "positions"};
+  static_assert(kStampSize == 1 + 2 * std::size(kNames));
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const IntArray &stamp = ranks[r]->stamp, &first = ranks[0]->stamp;
+    if (static_cast<bool>(stamp) != static_cast<bool>(first)) {
+      return Invalid(op, ": rank ", r, " brings ", stamp ? "" : "no ",
+                     "checksums of its batch, rank 0 ", first ? "does" : "none",
+                     ". All ranks must run the same program.");
+    }
+    if (!stamp) continue;
+    if (stamp[0] != first[0]) {
+      return Invalid(op, ": rank ", r, " follows the plan of a batch with checksum ", stamp[0],
+                     ", rank 0 that of another batch, with checksum ", first[0],
+                     ". Plan the same segment ids and positions in every process.");
+    }
+    for (int i = 0; i < 2; ++i) {
+      const int64_t expected = stamp[1 + 2 * i], seen = stamp[2 + 2 * i];
+      if (expected == seen) continue;
+      return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of rank ", r,
+                     " have checksum ", seen, " but the plan expects ", expected,
+                     ". Pass the plan that plan_attention makes of this batch.");
+    }
+  }
+  return Status::Ok();
+}
+
+std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name) {
+  if (ranks[0]->buffers.empty()) return "";  // nothing moves
+  return Overflow(ranks, AnnouncedNeeds(ranks), capacity_name);
+}
+
+Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                    std::vector<Segment>* segments, std::vector<std::vector<Segment>>* received) {
   Status status = CheckShapes(op, ranks);
   // Nothing moves, and no array bounds what the slots name.
   if (status.ok() && ranks[0]->tokens.empty()) return status;
   if (status.ok()) status = ReadSegments(op, ranks, segments);
-  if (status.ok()) status = CheckCapacity(op, ranks, *segments);
+  if (status.ok()) status = CheckCapacity(op, ranks, capacity_name, *segments);
   if (status.ok()) status = CheckCounts(op, ranks, *segments);
   if (status.ok()) status = SortByDestination(op, ranks.size(), *segments, received);
   return status;

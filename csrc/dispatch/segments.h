@@ -29,10 +29,17 @@ Status Invalid(const Parts&... parts) {
   return Status::Invalid(message.str());
 }
 
+// All ranks follow the plan of one batch, and it is the batch that each of them sees.
+Status CheckStamps(const std::string& op, const Ranks& ranks);
+
+// The largest need of a rank that its receive buffers, sized by `capacity_name`, are too small for,
+// by the counts that the ranks announce; in words, or nothing.
+std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name);
+
 // Reads the segments of one part and sorts those of each destination by row, or refuses them:
 // arrays that do not fit each other, ranges outside of them, rows written twice, wrong counts.
-Status ReadAndCheck(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments,
-                    std::vector<std::vector<Segment>>* received);
+Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
+                    std::vector<Segment>* segments, std::vector<std::vector<Segment>>* received);
 
 // Every array has a type that can be summed.
 Status CheckTypes(const std::string& op, const Ranks& ranks);

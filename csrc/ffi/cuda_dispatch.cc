@@ -129,11 +129,12 @@ template <Direction kDirection, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   std::string_view axis, int64_t num_ranks, int64_t deadline_ms,
-                  Counts has_src_offset, Counts num_arrays, Counts num_tokens, Counts capacity,
-                  Counts buffer, Counts places, std::string_view memory) {
+                  std::string_view capacity_names, Counts has_src_offset, Counts has_stamp,
+                  Counts num_arrays, Counts num_tokens, Counts capacity, Counts buffer,
+                  Counts places, std::string_view memory) {
   try {
-    const CudaOptions options{{kDirection, axis, num_ranks, deadline_ms, has_src_offset, num_arrays,
-                               num_tokens, capacity, buffer},
+    const CudaOptions options{{kDirection, axis, num_ranks, deadline_ms, capacity_names,
+                               has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer},
                               places,
                               memory};
     return ToError(Move(options, kExecute, device, stream, rank.typed_data(), args, results));
@@ -150,7 +151,9 @@ auto Binding() {
       .template Attr<std::string_view>("axis")
       .template Attr<int64_t>("num_ranks")
       .template Attr<int64_t>("deadline_ms")
+      .template Attr<std::string_view>("capacity_names")
       .template Attr<Counts>("has_src_offset")
+      .template Attr<Counts>("has_stamp")
       .template Attr<Counts>("num_arrays")
       .template Attr<Counts>("num_tokens")
       .template Attr<Counts>("capacity")

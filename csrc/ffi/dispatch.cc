@@ -61,9 +61,10 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
   exchange.op = call.op;
   exchange.num_ranks = call.num_ranks;
   exchange.deadline = call.deadline;
-  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op](const auto& ranks,
-                                                                      WorkList* work) {
-    return is_dispatch ? PlanDispatch(op, ranks, work) : PlanCombine(op, ranks, work);
+  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op,
+                      names = std::string(options.capacity_names)](const auto& ranks,
+                                                                   WorkList* work) {
+    return is_dispatch ? PlanDispatch(op, ranks, work, names) : PlanCombine(op, ranks, work, names);
   };
   exchange.reader = [direction = call.direction,
                      num_ranks = call.num_ranks](std::string_view bytes) {
@@ -108,11 +109,12 @@ ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                    ffi::RemainingArgs args, ffi::RemainingRets results, std::string_view axis,
                    std::string_view, Counts, int64_t num_ranks, int64_t deadline_ms,
-                   Counts has_src_offset, Counts num_arrays, Counts num_tokens, Counts capacity,
-                   Counts buffer) {
+                   std::string_view capacity_names, Counts has_src_offset, Counts has_stamp,
+                   Counts num_arrays, Counts num_tokens, Counts capacity, Counts buffer) {
   try {
-    const DispatchOptions options{kDirection, axis,       num_ranks, deadline_ms, has_src_offset,
-                                  num_arrays, num_tokens, capacity,  buffer};
+    const DispatchOptions options{kDirection,     axis,           num_ranks, deadline_ms,
+                                  capacity_names, has_src_offset, has_stamp, num_arrays,
+                                  num_tokens,     capacity,       buffer};
     return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
                 results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
@@ -134,7 +136,9 @@ auto Binding() {
       .Attr<Counts>("processes")
       .Attr<int64_t>("num_ranks")
       .Attr<int64_t>("deadline_ms")
+      .Attr<std::string_view>("capacity_names")
       .Attr<Counts>("has_src_offset")
+      .Attr<Counts>("has_stamp")
       .Attr<Counts>("num_arrays")
       .Attr<Counts>("num_tokens")
       .Attr<Counts>("capacity")

@@ -73,6 +73,7 @@ class Reader {
     size_t num_arrays = 0;
     for (size_t p = 0; p < call_.parts.size(); ++p) {
       num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
+      if (options_.has_stamp[p] != 0) ++num_fields;
       num_arrays += options_.num_arrays[p];  // checked: positive, and all together few
     }
     const size_t num_args = num_fields + num_arrays;
@@ -83,6 +84,7 @@ class Reader {
     }
     Status status;
     for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Metadata(p);
+    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Stamp(p);
     for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Arrays(p);
     return status;
   }
@@ -137,6 +139,17 @@ class Reader {
                    " and ", Text(offsets), " but seq_len ", Text(slots));
     }
     return Status::Ok();
+  }
+
+  Status Stamp(size_t p) {
+    if (options_.has_stamp[p] == 0) return Status::Ok();
+    Dims dims;
+    has_views_dim_ = false;
+    Status status = Field(p, "stamp", 1, &call_.parts[p].stamp, &dims);
+    if (status.ok() && dims.front() != kStampSize) {
+      status = Wrong(call_, "stamp of plan ", p, " has shape ", Text(dims));
+    }
+    return status;
   }
 
   // Equally many rows of each rank whose rows are held.
@@ -222,8 +235,8 @@ Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
   const size_t num_parts = options.num_arrays.size();
-  for (const Counts& of_parts :
-       {options.has_src_offset, options.num_tokens, options.capacity, options.buffer}) {
+  for (const Counts& of_parts : {options.has_src_offset, options.has_stamp, options.num_tokens,
+                                 options.capacity, options.buffer}) {
     if (num_parts > 0 && num_parts <= kMostArrays && of_parts.size() == num_parts) continue;
     return Wrong(*call, "num_arrays has ", num_parts, " entries, another attribute ",
                  of_parts.size());

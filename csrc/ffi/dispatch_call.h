@@ -22,11 +22,13 @@ struct DispatchOptions {
   std::string_view axis;  // for messages
   int64_t num_ranks;
   int64_t deadline_ms;
-  Counts has_src_offset;  // per part: whether the metadata ends with src_offset
-  Counts num_arrays;      // per part: arrays that move
-  Counts num_tokens;      // per part: rows in the owner's layout, of one rank
-  Counts capacity;        // per part: rows of the receive buffer, of one rank
-  Counts buffer;          // per part: id of the registered buffer whose limits hold, or 0
+  std::string_view capacity_names;  // of all parts, for messages; see dispatch/dispatch.h
+  Counts has_src_offset;            // per part: whether the metadata ends with src_offset
+  Counts has_stamp;                 // per part: whether there is a stamp
+  Counts num_arrays;                // per part: arrays that move
+  Counts num_tokens;                // per part: rows in the owner's layout, of one rank
+  Counts capacity;                  // per part: rows of the receive buffer, of one rank
+  Counts buffer;                    // per part: id of the registered buffer whose limits hold, or 0
 };
 
 // The arrays hold the rows of one rank, or one after another those of all ranks. Of each array the
@@ -49,9 +51,10 @@ Status ReadAttributes(const DispatchOptions& options, DispatchCall* call);
 //
 // Operands: the metadata of all parts, each field as one rank's view [...] or [1, ...], or as the
 // views of all ranks [W, ...]: num_recv [W + 1], seq_len [S], dst_rank [S(, C)], dst_offset [S(,
-// C)], and src_offset [S] if there is one. Then the arrays of all parts: for dispatch x [T,
-// feature...], for combine y [capacity, feature...]. Then, for dispatch, maybe storage to reuse.
-// Results: for dispatch [capacity, feature...], for combine [T, feature...].
+// C)], and src_offset [S] if there is one. Then the stamp [5], of this rank alone, of each part
+// that has one. Then the arrays of all parts: for dispatch x [T, feature...], for combine y
+// [capacity, feature...]. Then, for dispatch, maybe storage to reuse. Results: for dispatch
+// [capacity, feature...], for combine [T, feature...].
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& results, int64_t num_held, DispatchCall* call);
 

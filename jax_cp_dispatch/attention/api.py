@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import can_check_varying
 from jax_cp_dispatch.attention.balanced import balanced_attention
@@ -21,9 +21,10 @@ from jax_cp_dispatch.attention.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
-from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows
+from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows, read_sequences
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
 
@@ -64,8 +65,8 @@ def context_parallel_attention(
     algorithm: str,
     mesh: Mesh | AbstractMesh | None = None,
     causal: bool = True,
-    segment_ids: Int[HostOrDevice, "B T"] | None = None,
-    positions: Int[HostOrDevice, "B T"] | None = None,
+    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
+    positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
     window: int | None = None,
     plan: AttentionPlan | None = None,
@@ -103,12 +104,17 @@ def context_parallel_attention(
         with explicit axes, that their types name.
       causal: a token attends what stands before it in its document, and itself; else all of it.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
+        Integers of any dtype. Those known on the host are checked: an id is not negative, and
+        its tokens stand together in their batch row. Of traced ones, negative is padding, and each
+        run of an id is a document. The same for every algorithm.
       positions: the place of each token in its document; None if the segment ids tell documents
         apart.
       layout: "contiguous": tokens are in order; "zigzag": in that of `zigzag_permutation`, and W
         divides T.
       window: with `causal`, a token attends at most that many tokens of its document.
-      plan: for "balanced", a plan for these documents and the window, instead of them.
+      plan: for "balanced", a plan for these documents and the window. Given together with
+        segment_ids or positions, they are compared with what it was made from, and a plan of
+        another batch is an error on all ranks; given alone, it is followed unseen.
       config: for "balanced", block size and capacities of plans made here.
       nodes: for "hamilton", see there.
       batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
@@ -137,7 +143,7 @@ def context_parallel_attention(
         has_plan=plan is not None,
     )
     check_rows(_OP, q, k, v, segment_ids, positions)
-    _check_plan(q, axes, plan, layout, segment_ids=segment_ids, positions=positions, window=window)
+    _check_plan(q, axes, plan, layout, window)
     options = _Options(
         axes,
         algorithm=algorithm,
@@ -152,6 +158,14 @@ def context_parallel_attention(
         deadline=deadline,
     )
     _check_choice(options, plan)
+    if plan is None:
+        segment_ids, positions = read_sequences(
+            _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
+        )
+    else:
+        segment_ids, positions = (
+            words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
+        )
     if algorithm == "auto":
         options = _choose(options, q, k, segment_ids, positions, plan)
         _check_choice(options, plan)
@@ -163,12 +177,12 @@ def context_parallel_attention(
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
     plans_here = options.algorithm == "balanced" and not is_traced and not axes.batch
-    if plans_here and segment_ids is not None:
+    if plans_here and plan is None and segment_ids is not None:
         plan = plan_attention(
             segment_ids, positions, world_size=options.num_ranks, window=window, config=config
         )
-    documents = (segment_ids, positions) if plan is None else (None, None)
-    out = _attend(q, k, v, plan, documents, options=options)
+        segment_ids = positions = None  # nothing to compare
+    out = _attend(q, k, v, plan, (segment_ids, positions), options=options)
     return out[:, :num_tokens] if missing else out
 
 
@@ -243,7 +257,10 @@ def _local(options: _Options, q, k, v, plan, documents):
     """What one rank does."""
     common = options.keywords("axis_name", "scale", "logit_soft_cap", "implementation", "deadline")
     if options.algorithm == "balanced":
-        if plan is None:
+        if plan is not None:
+            segment_ids, positions = documents
+            common |= {"segment_ids": segment_ids, "positions": positions}
+        else:
             whole = jax.tree.map(
                 lambda x: jax.lax.all_gather(x, options.axis_name, axis=1, tiled=True), documents
             )
@@ -285,7 +302,7 @@ def _check_choice(options: _Options, plan) -> None:
         )
 
 
-def _check_plan(q, axes: MeshAxes, plan, layout, **planned) -> None:
+def _check_plan(q, axes: MeshAxes, plan, layout, window) -> None:
     """What says where every token stands fits the tokens, the ranks, and what else is given."""
     num_ranks = axes.mesh.shape[axes.axis_name]
     if (plan is not None or layout == "zigzag") and q.shape[1] % num_ranks:
@@ -294,12 +311,10 @@ def _check_plan(q, axes: MeshAxes, plan, layout, **planned) -> None:
             "which must divide it with a plan, and with layout='zigzag'. Pad the tokens (segment 0 "
             "is padding) before the plan, or the layout, is made."
         )
-    for name, x in planned.items():
-        if plan is not None and x is not None:
-            raise ValueError(
-                f"{_OP}: got both plan and {name}; pass one of them. A plan is made for documents, "
-                "and for a window."
-            )
+    if plan is not None and window is not None:
+        raise ValueError(
+            f"{_OP}: got both plan and window; pass one of them. A plan is made for a window."
+        )
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(
             f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "

@@ -5,31 +5,25 @@ from functools import partial
 from typing import cast
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local_options import blocks_of_ranks
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
+from jax_cp_dispatch.attention.planned import PlannedExchanges
 from jax_cp_dispatch.attention.sequence import check_rows
-from jax_cp_dispatch.dispatch import (
-    DEFAULT_DEADLINE,
-    AxisName,
-    combine,
-    combine_qkv,
-    dispatch,
-    dispatch_qkv,
-)
+from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
 from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.planner.segment_ids import words
+from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    axis_name: AxisName
+    exchanges: PlannedExchanges
     scale: float | None
     logit_soft_cap: float | None
-    implementation: str | None
-    deadline: float
 
     def attend(self, q, k, *operands):
         return local_attention(q, k, *operands, **self._local(q, k))
@@ -42,14 +36,6 @@ class _Options:
         blocks = blocks_of_ranks(T, S, N, K, rows=128)
         return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap, **blocks}
 
-    @property
-    def exchange(self):
-        return {
-            "axis_name": self.axis_name,
-            "implementation": self.implementation,
-            "deadline": self.deadline,
-        }
-
 
 def balanced_attention(
     q: Float[Array, "B T N H"],
@@ -58,6 +44,8 @@ def balanced_attention(
     plan: AttentionPlan,
     *,
     axis_name: AxisName,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -80,6 +68,9 @@ def balanced_attention(
       plan: from `plan_attention` with the segment ids of all ranks; the global plan, or this
         rank's slice (`in_specs=P(axis_name)`).
       axis_name: the mesh axis of the ranks, or several, the major one first.
+      segment_ids, positions: this rank's columns of what the plan was made from. Attention follows
+        the plan alone; what is given here is compared with it, by a checksum. A plan of another
+        batch is noticed only if one of them is given.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
@@ -88,64 +79,52 @@ def balanced_attention(
       The output in the layout and dtype of q; zero for padding.
     Raises:
       TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
-      jax.errors.JaxRuntimeError: see `dispatch`.
+      jax.errors.JaxRuntimeError: when the program runs, on all ranks: the plan was made for another
+        batch, its capacities are too small, and what `dispatch` raises. With
+        `implementation="xla"` the output is NaN.
     """
     instead = "context_parallel_attention(..., algorithm='balanced')"
     num_ranks_here("balanced_attention", axis_name, instead)
-    check_rows("balanced_attention", q, k, v)
+    check_rows("balanced_attention", q, k, v, segment_ids, positions)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
         raise ValueError(
             f"balanced_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Plan with the segment ids of this batch."
         )
-    options = _Options(axis_name, scale, logit_soft_cap, implementation, deadline)
+    options = _Options(PlannedExchanges(axis_name, implementation, deadline), scale, logit_soft_cap)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    seen = (None if x is None else words(x) for x in (segment_ids, positions))
+    stamp = rank_stamp(plan.local_stamp(jax.lax.axis_index(axis_name)), *seen)
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
-    out = cast(Array, _attend(options, *rows, plan))  # custom_vjp hides its type
+    out = cast(Array, _attend(options, *rows, plan, stamp))  # custom_vjp hides its type
     return out.reshape(*q.shape[:3], v.shape[3])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan):
-    return _forward(options, q, k, v, plan)[0]
+def _attend(options, q, k, v, plan, stamp):
+    return _forward(options, q, k, v, plan, stamp)[0]
 
 
-def _forward(options, q, k, v, plan):
-    received_q, received_kv = dispatch_qkv(
-        q,
-        (k, v),
-        plan.q_metadata,
-        plan.kv_metadata,
-        q_capacity=plan.q_capacity,
-        kv_capacity=plan.kv_capacity,
-        **options.exchange,
-    )
-    ranges = plan.local_ranges(jax.lax.axis_index(options.axis_name))
+def _forward(options, q, k, v, plan, stamp):
+    received_q, received_kv = options.exchanges.send_qkv(plan, q, (k, v), stamp)
+    ranges = plan.local_ranges(jax.lax.axis_index(options.exchanges.axis_name))
     operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
     out, lse = options.attend(*operands)
     out = out.astype(q.dtype)  # final: all keys of a query are on its rank
-    home = combine(out[0], plan.q_metadata, num_tokens=q.shape[0], **options.exchange)
-    return home, (operands, out, lse, plan)
+    return options.exchanges.return_q(plan, out[0], stamp), (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
-    num_tokens, dtype = dhome.shape[0], dhome.dtype
-    dout = dispatch(dhome, plan.q_metadata, capacity=plan.q_capacity, **options.exchange)
+    dout = options.exchanges.send_q(plan, dhome)
     dq, *dkv = options.attend_backward(*operands, out, lse, dout[None])
     # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.
-    dq, (dk, dv) = combine_qkv(
-        dq[0].astype(dtype),
-        tuple(x[0] for x in dkv),
-        plan.q_metadata,
-        plan.kv_metadata,
-        q_num_tokens=num_tokens,
-        kv_num_tokens=num_tokens,
-        preferred_element_type=dtype,
-        **options.exchange,
+    dtype = dhome.dtype
+    dq, (dk, dv) = options.exchanges.return_qkv(
+        plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype
     )
-    return dq, dk, dv, None
+    return dq, dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

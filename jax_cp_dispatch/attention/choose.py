@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.planner.capacities import read_host_documents
 
 ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
 _CLOSE = 1.03
@@ -118,15 +119,18 @@ def default_hardware() -> Hardware:
 
 
 def document_lengths(
-    segment_ids: Int[np.ndarray, "B T"], positions: Int[np.ndarray, "B T"] | None = None
+    segment_ids: Integer[np.ndarray, "B T"], positions: Integer[np.ndarray, "B T"] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the documents of each batch row, in order; padding (0, or less) as documents of 1.
+    """Tokens of the documents of each batch row, in order; padding (0) as documents of 1.
 
     Args:
       segment_ids, positions: on the host; see `context_parallel_attention`.
+    Raises:
+      ValueError: an id is negative, or a document stands in separate runs; see there.
     """
+    segment_ids, positions = read_host_documents("document_lengths", segment_ids, positions)
     new = np.ones(segment_ids.shape, bool)
-    new[:, 1:] = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (segment_ids[:, 1:] <= 0)
+    new[:, 1:] = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (segment_ids[:, 1:] == 0)
     if positions is not None:
         new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
     ends = [np.append(np.flatnonzero(row), row.size) for row in new]

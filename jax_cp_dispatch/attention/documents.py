@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
 
 
 def attended_tokens(
-    segment_ids: Int[Array, "B T"] | None,
-    positions: Int[Array, "B T"] | None,
+    segment_ids: Integer[Array, "B T"] | None,
+    positions: Integer[Array, "B T"] | None,
     *,
     shape: tuple[int, int],
     causal: bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Direct, Transport
@@ -22,8 +22,8 @@ def hamilton_attention(
     causal: bool = True,
     nodes: int | None = None,
     cycles: CycleRows | str | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
     window: int | None = None,
     scale: float | None = None,

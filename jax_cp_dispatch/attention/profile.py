@@ -23,6 +23,7 @@ from jax_cp_dispatch.attention.sequence import (
     attend_sequence,
     check_rows,
     from_placement,
+    read_sequences,
     to_placement,
     token_ranges,
 )
@@ -207,6 +208,13 @@ def _profile(
         **options,
     )
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
+    segment_ids, positions = read_sequences(
+        op,
+        segment_ids,
+        positions,
+        layout=options.get("layout", "contiguous"),
+        num_ranks=num_ranks,
+    )
     operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, segment_ids, positions))
     whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *operands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Transport
@@ -17,8 +17,8 @@ def ring_attention(
     *,
     axis_name: AxisName,
     causal: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
     window: int | None = None,
     scale: float | None = None,
@@ -87,8 +87,8 @@ def zigzag_ring_attention(
     *,
     axis_name: AxisName,
     causal: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
     window: int | None = None,
     scale: float | None = None,

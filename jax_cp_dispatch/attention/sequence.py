@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.chunks import Chunking
@@ -23,6 +23,7 @@ from jax_cp_dispatch.attention.layout import (
 from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check
 from jax_cp_dispatch.attention.rotating import Rotation, rotating_attention
 from jax_cp_dispatch.attention.schedules import Schedule, Transport
+from jax_cp_dispatch.planner.segment_ids import read_documents
 
 HostOrDevice = Array | np.ndarray
 
@@ -100,11 +101,13 @@ def attend_sequence(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segment_ids: Int[Array, "B T"] | None,
-    positions: Int[Array, "B T"] | None,
+    segment_ids: Integer[Array, "B T"] | None,
+    positions: Integer[Array, "B T"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention of this rank's rows; what is common to all schedules."""
-    check_rows(sequence.transport.op, q, k, v, segment_ids, positions)
+    op = sequence.transport.op
+    check_rows(op, q, k, v, segment_ids, positions)
+    segment_ids, positions = read_documents(op, segment_ids, positions)
     B, T, N, _ = q.shape
     if B * T == 0:
         return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
@@ -141,7 +144,7 @@ def token_ranges(sequence: Sequence, rotation: Rotation, segment_ids, positions,
     def whole(x):
         if x is None:
             return None
-        x = lax.all_gather(x.astype(jnp.int32), axis_name, axis=1, tiled=True)
+        x = lax.all_gather(x, axis_name, axis=1, tiled=True)
         if sequence.layout == "zigzag":
             x = x[:, zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)]
         return x
@@ -190,6 +193,15 @@ def _rows(x: Float[Array, "2 B half N H"]) -> Float[Array, "B rows N H"]:
 def _swap_on_odd_ranks(transport: Transport, x: Array) -> Array:
     """Even halves travel in slot 0. An odd rank's front block is odd, so it came in slot 1."""
     return jnp.where(lax.axis_index(transport.axis_name) % 2 == 1, x[::-1], x)
+
+
+def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
+    """`read_documents` of whole sequences, in a layout whose ranks divide the tokens."""
+    known = next((x for x in (segment_ids, positions) if x is not None), None)
+    order = None
+    if layout == "zigzag" and known is not None:
+        order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
+    return read_documents(op, segment_ids, positions, order=order)
 
 
 def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:

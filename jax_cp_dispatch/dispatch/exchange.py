@@ -45,6 +45,8 @@ class Piece(NamedTuple):
       storage: what the results may reuse, or nothing.
       buffer: id of a registered buffer; 0 is none.
       limits: what the buffer allows; None without one.
+      capacity_name: the argument that sets the capacity, for messages.
+      stamp: this rank's, i32 [5], or nothing; see csrc/dispatch/dispatch.h.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Piece(NamedTuple):
     storage: Any = None
     buffer: int = 0
     limits: DispatchBuffer | None = None
+    capacity_name: str = "capacity"
+    stamp: Array | None = None
 
 
 def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
@@ -71,10 +75,12 @@ def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
         )
     if buffer is None:
         num_rows = checks.check_num_rows(op, f"{prefix}capacity", capacity)
-        return Piece(name, arrays, tree, metadata, num_rows, storage=out)
-    limits = buffer_limits(op, buffer)
-    piece = Piece(name, arrays, tree, metadata, limits.capacity, storage=out)
-    return piece._replace(buffer=buffer, limits=limits)
+        piece = Piece(name, arrays, tree, metadata, num_rows, storage=out)
+    else:
+        limits = buffer_limits(op, buffer)
+        piece = Piece(name, arrays, tree, metadata, limits.capacity, storage=out)
+        piece = piece._replace(buffer=buffer, limits=limits)
+    return piece._replace(capacity_name=f"{prefix}capacity")
 
 
 def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece:
@@ -90,6 +96,7 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
     ]
     dtypes, sums = [s.result for s in summations], [s.total for s in summations]
     piece = Piece(name, arrays, tree, metadata, num_rows, dtypes, sums)
+    piece = piece._replace(capacity_name=f"{prefix}capacity")
     if buffer is None:
         return piece
     return piece._replace(buffer=buffer, limits=buffer_limits(op, buffer))
@@ -152,7 +159,7 @@ def move(
     )
     num_ranks = place.num_ranks(names) or pieces[0].metadata.world_size
 
-    parts, fields, arrays, storage, dtypes = [], [], [], [], []
+    parts, fields, stamps, arrays, storage, dtypes = [], [], [], [], [], []
     for piece in pieces:
         metadata = checks.read_metadata(
             op, piece.metadata, names, num_ranks, all_ranks=place.is_global
@@ -168,7 +175,12 @@ def move(
             (num_rows, piece.num_rows) if is_dispatch else (piece.num_rows, num_rows)
         )
         has_src_offset = metadata.src_offset is not None
-        parts.append(Part(len(moving), num_tokens, capacity, has_src_offset, piece.buffer))
+        part = Part(len(moving), num_tokens, capacity, has_src_offset, piece.buffer)
+        part = part._replace(capacity_name=piece.capacity_name)
+        if piece.stamp is not None:
+            part = part._replace(has_stamp=True)
+            stamps.append(piece.stamp)
+        parts.append(part)
         fields += metadata.present()
         if piece.limits is not None and capacity > piece.limits.capacity:
             raise ValueError(
@@ -190,7 +202,7 @@ def move(
         bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
     else:
         bind = functools.partial(combine_p.bind, parts=tuple(parts), dtypes=tuple(dtypes))
-    moved = _run(bind, call, place, fields, arrays, storage) if parts else []
+    moved = _run(bind, call, place, fields + stamps, arrays, storage) if parts else []
     return _results(pieces, moved, num_ranks if place.is_global else 1)
 
 

@@ -14,7 +14,12 @@ from jax.interpreters import mlir
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 from jax_cp_dispatch.dispatch.call_site import call_site_attributes
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
-from jax_cp_dispatch.dispatch.operands import by_part, read_operands
+from jax_cp_dispatch.dispatch.operands import (
+    by_part,
+    num_before_arrays,
+    part_of_each,
+    read_operands,
+)
 from jax_cp_dispatch.dispatch.partitioning import lower_partitioned
 from jax_cp_dispatch.dispatch.placement import on_every_device
 from jax_cp_dispatch.dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
@@ -63,7 +68,7 @@ def _is_for_gpu(primitive, ctx, call):
 def _on_one_gpu(target, avals_out, *operands, call, parts):
     """One device holds the rows of all ranks: the same custom call, with all of them."""
     shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
-    num_storage = len(operands) - sum(part.num_metadata + part.num_arrays for part in parts)
+    num_storage = _num_storage(operands, parts)
     aliases = {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
     move = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
     none = jnp.int32(0)
@@ -76,7 +81,7 @@ def _lower_custom_call(target, ctx, *operands, call, parts, **more):
     )(ctx.replace(avals_in=(), avals_out=None))
     place = jax.typeof(np.int32(0))
     operands = (rank, group, *operands)
-    num_storage = len(ctx.avals_in) - sum(part.num_metadata + part.num_arrays for part in parts)
+    num_storage = _num_storage(ctx.avals_in, parts)
     aliases = {len(operands) - num_storage + i: i for i in range(num_storage)}
     return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
         ctx.replace(avals_in=(place, place, *ctx.avals_in)),
@@ -86,12 +91,18 @@ def _lower_custom_call(target, ctx, *operands, call, parts, **more):
     )
 
 
+def _num_storage(operands, parts):
+    return len(operands) - num_before_arrays(parts) - len(part_of_each(parts))
+
+
 def _attributes(call, parts):
     return {
         "axis": ",".join(call.axis_names),
         "num_ranks": np.int64(call.num_ranks),
         "deadline_ms": np.int64(call.deadline_ms),
+        "capacity_names": ",".join(part.capacity_name for part in parts),
         "has_src_offset": _span(part.has_src_offset for part in parts),
+        "has_stamp": _span(part.has_stamp for part in parts),
         "num_arrays": _span(part.num_arrays for part in parts),
         "num_tokens": _span(part.num_tokens for part in parts),
         "capacity": _span(part.capacity for part in parts),
@@ -119,7 +130,7 @@ def _lower_opened(primitive, ctx, *operands, call, parts, **params):
             names=call.axis_names,
             open_axes=call.open_axes,
             is_global=call.is_global,
-            num_fields=sum(part.num_metadata for part in parts),
+            num_fields=num_before_arrays(parts),
             num_results=sum(part.num_arrays for part in parts),
         )
 
@@ -141,8 +152,8 @@ def dispatch_by_xla(*operands, call, parts):
     """`dispatch_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     outs = []
-    for part, metadata, arrays in zip(
-        parts, split.metadata, by_part(split.arrays, parts), strict=True
+    for part, metadata, stamp, arrays in zip(
+        parts, split.metadata, split.stamps, by_part(split.arrays, parts), strict=True
     ):
         outs += dispatch_with_xla(
             _place_on(_axes_to_gather(call)),
@@ -151,6 +162,7 @@ def dispatch_by_xla(*operands, call, parts):
             axis_names=_axes_to_gather(call),
             num_ranks=call.num_ranks,
             capacity=part.capacity,
+            stamp=stamp,
         )
     return outs
 
@@ -159,8 +171,9 @@ def combine_by_xla(*operands, call, parts, dtypes):
     """`combine_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     outs = []
-    for part, metadata, arrays, of_part in zip(
-        parts, split.metadata, by_part(split.arrays, parts), by_part(dtypes, parts), strict=True
+    of_parts = by_part(split.arrays, parts), by_part(dtypes, parts)
+    for part, metadata, stamp, arrays, dtypes_out in zip(
+        parts, split.metadata, split.stamps, *of_parts, strict=True
     ):
         outs += combine_with_xla(
             _place_on(_axes_to_gather(call)),
@@ -169,7 +182,8 @@ def combine_by_xla(*operands, call, parts, dtypes):
             axis_names=_axes_to_gather(call),
             num_ranks=call.num_ranks,
             num_tokens=part.num_tokens,
-            dtypes=of_part,
+            dtypes=dtypes_out,
+            stamp=stamp,
         )
     return outs
 

@@ -1,7 +1,7 @@
 """What one call of the primitives consists of: its static parts, and how its operands stand.
 
-Operands: the metadata of every part, then the arrays of every part, then for `dispatch`, maybe,
-storage to reuse (one for each array).
+Operands: the metadata of every part, then the stamp of every part that has one, then the arrays of
+every part, then for `dispatch`, maybe, storage to reuse (one for each array).
 """
 
 import functools
@@ -42,10 +42,18 @@ class Part(NamedTuple):
     capacity: int  # rows per rank of the receive buffer
     has_src_offset: bool
     buffer: int = 0  # id of the registered buffer whose limits hold; 0: none
+    capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
+    has_stamp: bool = False
 
     @property
-    def num_metadata(self) -> int:
+    def num_fields(self) -> int:
+        """Of the metadata."""
         return 4 + self.has_src_offset
+
+
+def num_before_arrays(parts: Sequence[Part]) -> int:
+    """Operands of all parts that say what moves where: metadata and stamps."""
+    return sum(part.num_fields + part.has_stamp for part in parts)
 
 
 class Call(NamedTuple):
@@ -74,20 +82,22 @@ class Operands(NamedTuple):
     """The operands of a call, or anything else that stands in their order."""
 
     metadata: list[MetadataOperands]  # per part
+    stamps: list[Any]  # per part, None where there is none: i32 [5], see csrc/dispatch/dispatch.h
     arrays: list[Any]  # of all parts
     storage: list[Any]
 
     def flat(self) -> list[Any]:
         fields = [field for metadata in self.metadata for field in metadata.present()]
-        return [*fields, *self.arrays, *self.storage]
+        return [*fields, *(x for x in self.stamps if x is not None), *self.arrays, *self.storage]
 
 
 def read_operands(operands: Sequence[Any], parts: Sequence[Part]) -> Operands:
     """Puts flat operands, or what stands for them, in order."""
     rest = list(operands)
-    metadata = [MetadataOperands(*_take(rest, part.num_metadata)) for part in parts]
+    metadata = [MetadataOperands(*_take(rest, part.num_fields)) for part in parts]
+    stamps = [_take(rest, 1)[0] if part.has_stamp else None for part in parts]
     arrays = _take(rest, sum(part.num_arrays for part in parts))
-    return Operands(metadata, arrays, rest)
+    return Operands(metadata, stamps, arrays, rest)
 
 
 def by_part(per_array: Sequence[Any], parts: Sequence[Part]) -> list[list[Any]]:
@@ -114,6 +124,7 @@ def select_arrays(
     counts = [sum(flags) for flags in by_part(keep, parts)]
     return operands._replace(
         metadata=[m for m, count in zip(operands.metadata, counts, strict=True) if count],
+        stamps=[x for x, count in zip(operands.stamps, counts, strict=True) if count],
         arrays=[x for x, kept in zip(operands.arrays, keep, strict=True) if kept],
         storage=[],
     ), tuple(

@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch.dispatch.operands import Call, Operands, read_operands
+from jax_cp_dispatch.dispatch.operands import Call, Operands, num_before_arrays, read_operands
 from jax_cp_dispatch.dispatch.placement import row_spec
 
 
@@ -42,7 +42,7 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
         given = read_operands(arguments, parts)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
-        fields = [P(names)] * sum(part.num_metadata for part in parts)
+        fields = [P(names)] * num_before_arrays(parts)
         specs = [*fields, *row_specs, *row_specs[: len(given.storage)]]
 
         def on_each_device(*moved):

@@ -58,13 +58,14 @@ def _num_held(call) -> int:
 
 
 # ---- Batching. A batch axis of an array moves behind its rows: still one call, with wider rows.
-# Metadata that differs per example needs one exchange per example.
+# Metadata that differs per example needs one exchange per example, and so do stamps.
 
 
 def _batch(primitive, operands, dims, *, parts, **params):
     split, dims = read_operands(operands, parts), read_operands(dims, parts)
     split, dims = split._replace(storage=[]), dims._replace(storage=[])
-    if not any(dim is not None for metadata in dims.metadata for dim in metadata):
+    before = [*itertools.chain(*dims.metadata), *dims.stamps]
+    if all(dim is None for dim in before):
         moved = [
             x if dim is None else jnp.moveaxis(x, dim, 1)
             for x, dim in zip(split.arrays, dims.arrays, strict=True)
@@ -97,7 +98,10 @@ def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
         for metadata, places in zip(operands.metadata, dims.metadata, strict=True)
         for dim in places[: len(metadata.present())]
     ]
-    return [*fields, *dims.arrays]
+    stamps = [
+        dim for stamp, dim in zip(operands.stamps, dims.stamps, strict=True) if stamp is not None
+    ]
+    return [*fields, *stamps, *dims.arrays]
 
 
 # ---- Derivatives. Only arrays with a tangent take part in the linear call; integer arrays travel

@@ -30,6 +30,7 @@ def dispatch_with_xla(
     axis_names: tuple[str, ...],
     num_ranks: int,
     capacity: int,
+    stamp: Int32[Array, " 5"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
@@ -43,6 +44,7 @@ def dispatch_with_xla(
       axis_names: the mesh axes whose devices are the ranks, the major one first.
       num_ranks: W.
       capacity: rows per rank of the results.
+      stamp: for which batch the plan was made, and which this rank sees.
     Returns:
       `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows nobody writes are zero.
     """
@@ -54,6 +56,7 @@ def dispatch_with_xla(
         num_ranks=num_ranks,
         num_tokens=everyones[0].shape[1],
         capacity=capacity,
+        stamp=stamp,
     )
 
     def receive(rank):
@@ -73,6 +76,7 @@ def combine_with_xla(
     num_ranks: int,
     num_tokens: int,
     dtypes: Sequence[str],
+    stamp: Int32[Array, " 5"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Brings rows home and sums the replicas of each, by slots, then by replicas 0 ... C-1.
 
@@ -88,6 +92,7 @@ def combine_with_xla(
       num_ranks: W.
       num_tokens: rows per rank T of the results.
       dtypes: of the results.
+      stamp: as of `dispatch_with_xla`.
     Returns:
       `[T, ...]`, or without `axis_names` `[W * T, ...]`; rows that no shard names are zero.
     """
@@ -99,6 +104,7 @@ def combine_with_xla(
         num_ranks=num_ranks,
         num_tokens=num_tokens,
         capacity=everyones[0].shape[1],
+        stamp=stamp,
     )
     sources = [_Sources(*each) for each in zip(everyones, dtypes_in, dtypes_out, strict=True)]
     is_named_once = metadata.src_offset is None

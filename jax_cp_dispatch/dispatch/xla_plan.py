@@ -50,6 +50,7 @@ def read_plan(
     num_ranks: int,
     num_tokens: int,
     capacity: int,
+    stamp: Int32[Array, " 5"] | None = None,
 ) -> Plan:
     """Brings the metadata of all ranks together and checks it.
 
@@ -59,6 +60,7 @@ def read_plan(
       num_ranks: W.
       num_tokens: rows per rank of the sender's arrays.
       capacity: rows per rank of the receive buffers.
+      stamp: for which batch the plan was made, and which this rank sees.
     Returns:
       The plan. Where it is not valid, its other fields may hold anything.
     """
@@ -100,7 +102,16 @@ def read_plan(
         | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
         | _overlap(received)
     )
+    if stamp is not None:
+        is_valid &= _are_stamps_right(stamp, axis_names)
     return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+
+
+def _are_stamps_right(stamp: Int32[Array, " 5"], axis_names: tuple[str, ...]) -> Bool[Array, ""]:
+    """Whether all ranks follow the plan of one batch, and see that batch."""
+    stamps = lax.all_gather(stamp, axis_names)
+    is_right = jnp.all(stamps[:, 1::2] == stamps[:, 2::2])
+    return is_right & jnp.all(stamps[:, 0] == stamps[0, 0])
 
 
 def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:

@@ -1,10 +1,12 @@
 """From packed documents to a balanced plan of attention.
 
 `blocks`: documents on a grid of blocks, and their cost; `balance`: which rank computes which block,
-the one decision to replace for another planner; `stages`: the arrays that say so; `plan`: the
-public call, its checks and capacities.
+the one decision to replace for another planner; `stages`: the arrays that say so; `capacities`: how
+large they may be; `plan`: the public call; `segment_ids`: what ids mean, for all of attention;
+`stamp`: the checksums by which a plan knows its batch.
 """
 
-from jax_cp_dispatch.planner.plan import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.capacities import PlanConfig
+from jax_cp_dispatch.planner.plan import AttentionPlan, plan_attention
 
 __all__ = ["AttentionPlan", "PlanConfig", "plan_attention"]

@@ -71,8 +71,9 @@ def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Arr
     flat = cost.reshape(-1)
     middle = jnp.cumsum(flat, dtype=jnp.int32) - flat + flat // 2
     ends = jnp.cumsum(deficit, dtype=jnp.int32)
-    rank = jnp.searchsorted(ends, middle, side="right", method="compare_all")
-    return rank.astype(jnp.int32).reshape(cost.shape)
+    # Not `jnp.searchsorted`, which JAX 0.10 cannot trace inside a partly manual `shard_map`.
+    rank = (ends <= middle[:, None]).sum(1, dtype=jnp.int32)
+    return rank.reshape(cost.shape)
 
 
 def _repair(

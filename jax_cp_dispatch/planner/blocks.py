@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int32, Integer, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +118,9 @@ def _running(x, combine, reduce, *, fill):
 
 
 def document_starts(
-    segment_ids: Int32[Array, "B T"], positions: Int32[Array, "B T"] | None
+    segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
 ) -> Int32[Array, "B T"]:
-    """The column at which each column's document starts; -1 at padding (segment 0)."""
+    """The column at which each column's document starts; -1 at padding (segment 0, or less)."""
     column = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     new = segment_ids[:, 1:] != segment_ids[:, :-1]
     if positions is not None:

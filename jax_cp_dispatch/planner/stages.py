@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Integer
 
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
@@ -51,6 +51,7 @@ class PlanArrays(NamedTuple):
     kv_metadata: Metadata
     kv_start: Int32[Array, "W q_capacity"]
     kv_end: Int32[Array, "W q_capacity"]
+    needs: Int32[Array, "W 3"]
 
 
 def q_bound(grid: BlockGrid) -> int:
@@ -60,8 +61,8 @@ def q_bound(grid: BlockGrid) -> int:
 
 @partial(jax.jit, static_argnames=("grid", "window"))
 def assign(
-    segment_ids: Int32[Array, "B T"],
-    positions: Int32[Array, "B T"] | None,
+    segment_ids: Integer[Array, "B T"],
+    positions: Integer[Array, "B T"] | None,
     *,
     grid: BlockGrid,
     window: int | None,
@@ -119,11 +120,13 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
     q_offset = jnp.where(plan.rank < 0, 0, q_offset)
     kv_rank, kv_offset = _destinations(plan.kv_offset, capacities.destinations)
     kv_start, kv_end = _key_ranges(plan, q_offset, received, grid, capacities.q)
+    needs = [received.max(), plan.kv_tokens.sum(1, dtype=jnp.int32).max(), plan.destinations]
     return PlanArrays(
         q_metadata=_metadata(plan.rank, q_offset, plan.q_tokens, grid),
         kv_metadata=_metadata(kv_rank, kv_offset, plan.kv_tokens, grid),
         kv_start=kv_start,
         kv_end=kv_end,
+        needs=jnp.broadcast_to(jnp.stack(needs), (grid.world_size, len(needs))),
     )
 
 

@@ -151,6 +151,8 @@ void BadPlansAreRefusedEverywhere() {
   const Case cases[] = {
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[1] = 3; }},
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[0] = -2; }},
+      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, -3, -2, 5, 5}; }},
+      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, -3, -3, 5, 6}; }},
       {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
       {Failure::kTokens,
        [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <numeric>
@@ -279,6 +280,66 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   CHECK(Contains(PlanCombine("bring", contributions, &work), message));
 }
 
+// One part per row of `need`: what each rank announces that it would receive, into buffers of four.
+std::vector<std::unique_ptr<Contribution>> Announcing(
+    std::vector<std::vector<std::array<int64_t, 4>>>* need) {
+  static char rows[4];
+  static const int64_t none = 0;
+  static const int64_t nowhere = -1;
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  for (size_t rank = 0; rank < 3; ++rank) {
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->num_ranks = 3;
+    for (auto& part_need : *need) {
+      DispatchPart part;
+      part.tokens = part.buffers = {{rows, 4, 1}};
+      part.num_slots = part.num_replicas = 1;
+      part.dst_rank = {&nowhere, IntType::kI64};
+      part.dst_offset = part.seq_len = {&none, IntType::kI64};
+      part.num_recv = {part_need[rank].data(), IntType::kI64};
+      mine->parts.push_back(part);
+    }
+    contributions.push_back(std::move(mine));
+  }
+  return contributions;
+}
+
+// The message names the largest need, of every part, and the arguments that set the capacities.
+void OverflowsNameTheLargestNeedOfEveryPart() {
+  std::vector<std::vector<std::array<int64_t, 4>>> need = {
+      {{0, 0, 0, 5}, {0, 0, 0, 9}, {0, 0, 0, 7}}, {{0, 0, 0, 6}, {0, 0, 0, 2}, {0, 0, 0, 8}}};
+  WorkList work;
+  const Status status = PlanDispatch("send", Announcing(&need), &work, "first,second");
+  CHECK(Contains(status, "send: rank 1 would receive 9 tokens but first is 4. Pass first>=9,"));
+  CHECK(Contains(status, "rank 2 would receive 8 tokens but second is 4. Pass second>=8,"));
+}
+
+// A rank whose batch is not that of the plan, and a plan of another batch, are refused.
+void StampsAreCompared() {
+  std::vector<std::vector<std::array<int64_t, 4>>> need(1, {{}, {}, {}});
+  using Stamp = std::array<int32_t, kStampSize>;
+  const auto plan = [&](std::array<Stamp, 3> stamps) {
+    auto contributions = Announcing(&need);
+    for (int rank = 0; rank < 3; ++rank) {
+      auto* mine = static_cast<DispatchContribution*>(contributions[rank].get());
+      mine->parts[0].stamp = {stamps[rank].data(), IntType::kI32};
+      // As the other processes read it.
+      contributions[rank] = ReadDispatchContribution(Direction::kDispatch, 3, mine->Write());
+      CHECK(contributions[rank] != nullptr);
+    }
+    WorkList work;
+    return PlanDispatch("send", contributions, &work);
+  };
+  const Stamp right = {7, -1, -1, 0, 0};
+  CHECK(plan({right, right, right}).ok());
+  CHECK(Contains(plan({right, right, {7, -1, 5, 0, 0}}),
+                 "send: the plan was made for another batch: the segment ids of rank 2 have "
+                 "checksum 5 but the plan expects -1"));
+  CHECK(Contains(plan({right, {7, 4, 4, 0, 2}, right}), "the positions of rank 1 have checksum 2"));
+  CHECK(Contains(plan({right, {8, -1, -1, 0, 0}, right}),
+                 "rank 1 follows the plan of a batch with checksum 8"));
+}
+
 // No array bounds what the slots name, and nothing moves: the numbers are not summed either.
 void HostileNumbersWithoutArrays() {
   const int64_t zeros[] = {0, 0}, lengths[] = {std::numeric_limits<int64_t>::max(), 1};
@@ -293,7 +354,7 @@ void HostileNumbersWithoutArrays() {
     mine->parts.push_back(part);
     contributions.push_back(std::move(mine));
     WorkList work;
-    CHECK(plan("send", contributions, &work).ok());
+    CHECK(plan("send", contributions, &work, "").ok());
     CHECK(work.num_tasks == 0);
   }
 }
@@ -331,6 +392,8 @@ int main() {
   cpd::HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
   cpd::HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
   cpd::HostileNumbersWithoutArrays();
+  cpd::OverflowsNameTheLargestNeedOfEveryPart();
+  cpd::StampsAreCompared();
   cpd::LateRanksFindTheError();
   cpd::OneFailureFailsTheExecution();
   cpd::RanksInAnotherCallAreNamed();

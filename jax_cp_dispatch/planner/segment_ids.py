@@ -1,0 +1,142 @@
+"""The one door for segment ids and positions: what they mean, and which of them are refused.
+
+A document is a run of one segment id in one batch row; 0 is padding. Only equality with the
+neighbours and with 0 counts, so ids may be of any integer dtype. Ids that are known on the host are
+checked; traced ones have a meaning for every value: negative is padding too, and each run of an id
+is a document of its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Integer
+
+Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
+_INT32 = np.iinfo(np.int32)
+
+
+def read_documents(
+    op: str,
+    segment_ids: Ids | None,
+    positions: Ids | None,
+    *,
+    order: Int[np.ndarray, " T"] | None = None,
+) -> tuple[Any, Any]:
+    """Segment ids and positions whose comparisons are exact, in integers of at least 32 bits.
+
+    Those known on the host come back as NumPy, in int32: the rows with ids beyond it renumbered, in
+    order of the ids. Traced ones, and those spread over processes, keep a wide dtype.
+
+    Args:
+      op: begins the messages.
+      segment_ids, positions: integers, of whole batch rows or of one rank's columns of them.
+      order: the columns in the order of the sequence; None: as they are.
+    Raises:
+      ValueError: of those known on the host, an id is negative, a position does not fit 32 bits, or
+        a document stands in separate runs of a batch row and positions do not tell the runs apart.
+    """
+    if positions is not None:
+        positions = _widened(positions)
+        if is_on_host(positions):
+            positions = np.asarray(positions)
+            _check_positions(op, positions)
+            positions = positions.astype(np.int32)
+    if segment_ids is None:
+        return None, positions
+    segment_ids = _widened(segment_ids)
+    if not is_on_host(segment_ids):
+        return segment_ids, positions
+    segment_ids = np.asarray(segment_ids)
+    _check_signs(op, segment_ids)
+    if positions is None or is_on_host(positions):
+        columns = slice(None) if order is None else order
+        places = None if positions is None else np.asarray(positions)[:, columns]
+        _check_runs(op, segment_ids[:, columns], places)
+    return _renumbered(segment_ids), positions
+
+
+def is_on_host(x: Array | np.ndarray) -> bool:
+    """Whether all values are known to this process, also while a program is traced."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def words(x: Ids) -> Any:
+    """One int32 for each integer: itself if it fits, else a mixture of all of its bits.
+
+    NumPy for NumPy, so that no bit is lost to JAX's default of 32.
+    """
+    if x.dtype.itemsize < 4 or x.dtype == np.int32:
+        return x.astype(np.int32)
+    if isinstance(x, jax.Array) and is_on_host(x) and x.dtype.itemsize == 8:
+        x = np.asarray(x)  # outside of `jax.enable_x64` there may be no operations on it
+    low = x.astype(np.uint32)
+    high = (x >> x.dtype.type(31)) >> x.dtype.type(1) if x.dtype.itemsize == 8 else low & ZERO
+    sign = ZERO - (low >> np.uint32(31))
+    mixed = low ^ mix(high.astype(np.uint32) + np.uint32(0x9E3779B9))
+    where = np.where if isinstance(x, np.ndarray) else jnp.where
+    return where(high.astype(np.uint32) == sign, low, mixed).astype(np.int32)
+
+
+ZERO = np.uint32(0)
+
+
+def mix(x):
+    """A bijection of uint32 whose every output bit depends on every input bit (MurmurHash3)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _widened(x: Ids) -> Ids:
+    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+
+
+def _check_positions(op: str, positions: np.ndarray) -> None:
+    if positions.size and (positions.max() > _INT32.max or positions.min() < _INT32.min):
+        raise ValueError(f"{op}: positions has a value beyond 32 bits. Count from 0 per document.")
+
+
+def _check_signs(op: str, segment_ids: np.ndarray) -> None:
+    if segment_ids.size and segment_ids.min() < 0:
+        row, column = np.argwhere(segment_ids < 0)[0]
+        raise ValueError(
+            f"{op}: segment_ids[{row}, {column}] is {segment_ids[row, column]} but must be at "
+            "least 0. Mark padding with 0 and number documents from 1."
+        )
+
+
+def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) -> None:
+    """No document goes on after another one; a run whose positions start again is a new one."""
+    begins = np.ones(segment_ids.shape, bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    ends = np.roll(begins, -1, axis=1)
+    row, first = np.nonzero(begins)
+    last = np.nonzero(ends)[1]
+    segment = segment_ids[row, first]
+    # Runs of one id in one row side by side, in order.
+    order = np.lexsort((first, segment, row))
+    row, first, last, segment = (x[order] for x in (row, first, last, segment))
+    again = (row[1:] == row[:-1]) & (segment[1:] == segment[:-1]) & (segment[1:] != 0)
+    if positions is not None:
+        again &= positions[row[1:], first[1:]] > positions[row[:-1], last[:-1]]
+    if again.any():
+        at = int(np.flatnonzero(again)[0])
+        raise ValueError(
+            f"{op}: segment {segment[at]} stands in separate runs of batch row {row[at]}, but a "
+            "document must be contiguous. Give each run its own segment id, or sort the row by "
+            "document."
+        )
+
+
+def _renumbered(segment_ids: np.ndarray) -> np.ndarray:
+    """In int32; in rows with larger ids the n-th smallest id becomes n, and 0 stays."""
+    ids = segment_ids.astype(np.int32)
+    if segment_ids.dtype.itemsize == 4 and segment_ids.dtype != np.uint32:
+        return ids
+    for row in np.flatnonzero((segment_ids > _INT32.max).any(axis=1)):
+        known, ids[row] = np.unique(segment_ids[row], return_inverse=True)
+        ids[row] += int(known[0] != 0)
+    return ids

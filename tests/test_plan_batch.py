@@ -1,0 +1,173 @@
+"""A plan knows the batch that it was made for: another one fails on all ranks, or is NaN."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from packing import pack
+
+from jax_cp_dispatch import (
+    PlanConfig,
+    balanced_attention,
+    context_parallel_attention,
+    plan_attention,
+)
+
+W, T = 4, 64
+CONFIG = PlanConfig(8, q_capacity=72, kv_capacity=128, max_kv_destinations=4)
+MADE_FOR_ANOTHER = "the plan was made for another batch"
+
+
+def draw(num_batches=1):
+    """Queries, keys and values, then the documents of some batches: segment ids and positions."""
+    rng = np.random.default_rng()
+    qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+    batches = [pack(rng, 2, T, max_length=20) for _ in range(num_batches)]
+    return qkv, *batches
+
+
+def make_plan(segment_ids, positions=None):
+    return plan_attention(segment_ids, positions, world_size=W, config=CONFIG)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
+    return context_parallel_attention(
+        *qkv,
+        mesh=mesh_of(W),
+        axis_name=AXIS,
+        algorithm="balanced",
+        plan=plan,
+        segment_ids=segment_ids,
+        positions=positions,
+        implementation=implementation,
+    )
+
+
+def all_fail(out, match):
+    """Every device has the same error."""
+    errors = set()
+    for shard in out.addressable_shards:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
+            np.asarray(shard.data)
+        errors.add(str(error.value))
+    assert len(out.addressable_shards) == W and len(errors) == 1
+
+
+def test_the_batch_of_the_plan_is_taken():
+    qkv, (segment_ids, positions) = draw()
+    unseen = attend(qkv, make_plan(segment_ids))
+    np.testing.assert_array_equal(attend(qkv, make_plan(segment_ids), segment_ids), unseen)
+    plan = make_plan(segment_ids, positions)
+    for documents in ((segment_ids, positions), (segment_ids, None), (None, positions)):
+        np.testing.assert_array_equal(attend(qkv, plan, *documents), unseen)
+
+
+def test_another_batch_fails_on_all_ranks():
+    """As with a loader that is one batch ahead; and where a single token differs."""
+    qkv, (ours, _), (others, _) = draw(2)
+    all_fail(attend(qkv, make_plan(ours), others), MADE_FOR_ANOTHER + ": the segment ids of rank")
+    rank = int(np.random.default_rng().integers(W))
+    column = rank * T // W + int(np.random.default_rng().integers(T // W))
+    changed = ours.copy()
+    changed[1, column] = ours.max() + 1
+    all_fail(attend(qkv, make_plan(ours), changed), f"the segment ids of rank {rank} have checksum")
+    swapped = ours[::-1]
+    all_fail(attend(qkv, make_plan(ours), swapped), MADE_FOR_ANOTHER)
+    np.asarray(attend(qkv, make_plan(ours), ours))  # the next call is fine
+
+
+def test_other_positions_fail_on_all_ranks():
+    qkv, (segment_ids, positions) = draw()
+    plan = make_plan(segment_ids, positions)
+    all_fail(attend(qkv, plan, segment_ids, positions + 1), "the positions of rank 0 have checksum")
+    all_fail(attend(qkv, make_plan(segment_ids), segment_ids, positions), "the positions of rank")
+
+
+def test_by_xla_another_batch_is_nan():
+    qkv, (ours, _), (others, _) = draw(2)
+    plan = make_plan(ours)
+    right = attend(qkv, plan, ours, implementation="xla")
+    np.testing.assert_array_equal(right, attend(qkv, plan, implementation="xla"))
+    assert np.isnan(attend(qkv, plan, others, implementation="xla")).all()
+
+
+def test_plans_made_inside_the_program():
+    """On each rank, and by whatever dtype the ids have there."""
+    qkv, (ours, _), (others, _) = draw(2)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh_of(W), in_specs=P(None, AXIS), out_specs=P(None, AXIS))
+    def step(q, k, v, planned, segment_ids):
+        whole = jax.lax.all_gather(planned, AXIS, axis=1, tiled=True)
+        plan = make_plan(whole)
+        return balanced_attention(q, k, v, plan, axis_name=AXIS, segment_ids=segment_ids)
+
+    for dtype in (np.int8, np.uint32):
+        planned = ours.astype(dtype)
+        right = attend(qkv, make_plan(ours))
+        np.testing.assert_allclose(step(*qkv, planned, ours), right, rtol=1e-5, atol=1e-6)
+    all_fail(step(*qkv, ours, others), MADE_FOR_ANOTHER)
+
+
+def test_ids_beyond_32_bits_are_those_of_the_plan():
+    qkv, (segment_ids, _) = draw()
+    hashed = np.random.default_rng().permutation(np.arange(1, segment_ids.max() + 1) << 40)
+    wide = np.array([0, *hashed])[segment_ids]
+    plan = make_plan(wide)
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": "balanced", "plan": plan}
+    run = partial(context_parallel_attention, *qkv, **options)
+    np.testing.assert_array_equal(run(segment_ids=wide), run())
+    plan.validate(wide)
+    with jax.enable_x64(True):
+        traced = jax.jit(lambda ids: run(segment_ids=ids))(jnp.asarray(wide))
+    np.testing.assert_allclose(traced, run(), rtol=1e-5, atol=1e-6)
+    all_fail(run(segment_ids=segment_ids), MADE_FOR_ANOTHER)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_ranks_that_follow_plans_of_different_batches(window):
+    """Or of one batch, but of different windows."""
+    qkv, (ours, _), (others, _) = draw(2)
+    others = ours if window else others
+    others = plan_attention(others, world_size=W, window=window, config=CONFIG)
+    ours = make_plan(ours)
+
+    def mixed(mine, theirs):
+        mine = np.array(mine)
+        mine[2] = theirs[2]
+        return mine
+
+    out = attend(qkv, jax.tree.map(mixed, ours, others))
+    all_fail(out, "rank 2 follows the plan of a batch with checksum .*rank 0 that of another")
+
+
+def test_validate_on_the_host():
+    _, (ours, places), (others, _) = draw(2)
+    plan = make_plan(ours, places)
+    plan.validate(ours)
+    plan.validate(ours.astype(np.int64), places)
+    plan.validate(jnp.asarray(ours), jnp.asarray(places))
+    with pytest.raises(ValueError, match="the segment_ids of rank"):
+        plan.validate(others)
+    with pytest.raises(ValueError, match="the positions of rank 0 are not those of the plan"):
+        plan.validate(ours, places + 1)
+    message = "segment_ids has shape (2, 32) but the plan is for 4 ranks of 32 rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.validate(ours[:, :32])
+
+
+def test_gradients_with_the_batch_compared():
+    qkv, (segment_ids, _) = draw()
+    plan = make_plan(segment_ids)
+
+    def loss(qkv, *documents):
+        return (attend(qkv, plan, *documents) ** 2).sum()
+
+    seen, unseen = (jax.grad(loss)(qkv, *x) for x in ((segment_ids,), ()))
+    jax.tree.map(np.testing.assert_array_equal, seen, unseen)

@@ -1,0 +1,166 @@
+"""Segment ids mean the same to every algorithm, in every integer dtype, or are refused alike."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import attention
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from packing import causal_ranges
+from sequences import QUICKLY
+
+from jax_cp_dispatch import (
+    PlanConfig,
+    context_parallel_attention,
+    document_lengths,
+    plan_attention,
+    zigzag_permutation,
+)
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
+T = 24
+# Documents of one batch row each, numbered from 1 in order; 0 is padding.
+DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
+
+
+def attend(segment_ids, positions=None, **options):
+    """The output for queries, keys and values that are always the same, and what it must be."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1))
+    options = {"mesh": mesh_of(3), "axis_name": AXIS, "config": PlanConfig(block=4), **options}
+    return context_parallel_attention(
+        q, k, v, segment_ids=segment_ids, positions=positions, **options
+    )
+
+
+@partial(jax.jit, compiler_options=QUICKLY, static_argnames="algorithm")
+def attend_traced(segment_ids, positions=None, *, algorithm):
+    return attend(segment_ids, positions, algorithm=algorithm)
+
+
+def dense(documents):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(2, T, n, 8)) for n in (2, 1, 1))
+    return attention(q, k, v, *causal_ranges(documents))[0]
+
+
+def equals(out, documents):
+    np.testing.assert_allclose(out, dense(documents), rtol=1e-5, atol=1e-5)
+
+
+def named(documents, ids, dtype):
+    """The same documents under other ids; padding stays 0."""
+    return np.array([0, *ids], object)[documents].astype(dtype)
+
+
+HASHED = np.random.default_rng().integers(2**31, 2**62, 3)
+WIDE = {
+    "equal low words": (np.int64, [1, 1 + 2**32, 1 + 2**33, 2**40, 2**32]),
+    "a low word of zero": (np.int64, [2**32, 2**33, 5, 2**62, 2**63 - 1]),
+    "hashes": (np.int64, [*HASHED, 7, 2**31]),
+    "uint32": (np.uint32, [2**31, 2**31 + 1, 2**32 - 1, 1, 2]),
+    "uint64": (np.uint64, [2**63, 2**63 + 2**32, 2**64 - 1, 1, 2**31]),
+    "int8": (np.int8, [127, 1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize("name", WIDE)
+def test_ids_of_any_integer_dtype(algorithm, name):
+    dtype, ids = WIDE[name]
+    equals(attend(named(DOCUMENTS, ids, dtype), algorithm=algorithm), DOCUMENTS)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_traced_ids_are_compared_in_their_own_dtype(algorithm):
+    dtype, ids = WIDE["uint32"]
+    equals(attend_traced(named(DOCUMENTS, ids, dtype), algorithm=algorithm), DOCUMENTS)
+    with jax.enable_x64(True):
+        dtype, ids = WIDE["equal low words"]
+        segment_ids = jnp.asarray(named(DOCUMENTS, ids, dtype))
+        assert segment_ids.dtype == np.int64
+        equals(attend_traced(segment_ids, algorithm=algorithm), DOCUMENTS)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_traced_ids_that_the_host_would_refuse(algorithm):
+    """Negative is padding, and each run of an id is a document."""
+    segment_ids = np.repeat([[1, 2, -1, 1, 2, 1], [-3, 7, 7, 0, 7, -3]], 4, axis=1)
+    runs = np.repeat([[1, 2, 0, 3, 4, 5], [0, 1, 1, 0, 2, 0]], 4, axis=1)
+    equals(attend_traced(segment_ids.astype(np.int32), algorithm=algorithm), runs)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_positions_tell_runs_of_one_id_apart(algorithm):
+    segment_ids = np.repeat([[5, 6, 0, 5, 5, 6], [1, 1, 1, 0, 0, 1]], 4, axis=1)
+    positions = np.tile(np.arange(4), (2, 6))
+    positions[1, 4:8] += 4  # one document of 8 tokens
+    documents = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
+    equals(attend(segment_ids, positions, algorithm=algorithm), documents)
+    positions[1, 20:] += 100
+    with pytest.raises(ValueError, match="segment 1 stands in separate runs of batch row 1"):
+        attend(segment_ids, positions, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({(1, 3): -1}, r"segment_ids\[1, 3\] is -1 but must be at least 0. Mark padding with 0"),
+        ({(0, 23): 1}, "segment 1 stands in separate runs of batch row 0, but a document must be"),
+    ],
+)
+def test_refused_alike(algorithm, change, message):
+    segment_ids = DOCUMENTS.copy()
+    for place, value in change.items():
+        segment_ids[place] = value
+    with pytest.raises(ValueError, match=f"context_parallel_attention: {message}"):
+        attend(segment_ids, algorithm=algorithm)
+    with pytest.raises(ValueError, match=f"plan_attention: {message}"):
+        plan_attention(segment_ids, world_size=3)
+    with pytest.raises(ValueError, match=f"document_lengths: {message}"):
+        document_lengths(segment_ids)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_positions_beyond_32_bits_are_refused(algorithm):
+    positions = np.full(DOCUMENTS.shape, 2**40)
+    with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
+        attend(DOCUMENTS, positions, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["zigzag", "hamilton"])
+def test_zigzag_layout_keeps_documents_together_in_the_sequence(algorithm):
+    order = zigzag_permutation(T, 3)
+    options = {"algorithm": algorithm, "layout": "zigzag"}
+    stored = named(DOCUMENTS, WIDE["equal low words"][1], np.int64)[:, order]
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32)[:, order] for n in (2, 1, 1))
+    out = context_parallel_attention(
+        q, k, v, mesh=mesh_of(3), axis_name=AXIS, segment_ids=stored, **options
+    )
+    equals(out[:, np.argsort(order)], DOCUMENTS)
+    apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)[:, order]
+    with pytest.raises(ValueError, match="segment 1 stands in separate runs of batch row 0"):
+        attend(apart, **options)
+
+
+def test_ids_that_were_gathered_where_not_all_axes_are_manual():
+    mesh = permuted_mesh((2, 4), ("other", AXIS))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(), axis_names={AXIS})
+    def planned(segment_ids):
+        whole = jax.lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
+        plan = plan_attention(whole, world_size=4, config=PlanConfig(block=4))
+        return jax.tree.map(lambda x: jax.lax.pmax(x, AXIS), plan)
+
+    segment_ids = DOCUMENTS.astype(np.int32)
+    capacities = PlanConfig(4, q_capacity=28, kv_capacity=48, max_kv_destinations=4)
+    assert jax.jit(planned)(segment_ids).q_capacity == capacities.q_capacity
+    plan = plan_attention(segment_ids, world_size=4, config=capacities)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(planned)(segment_ids), plan)
