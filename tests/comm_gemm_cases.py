@@ -26,7 +26,6 @@ SCATTERING: dict[str, Any] = {
     "ring": {"method": "ring"},
     "ring, atomic": {"method": "ring", "atomic": True},
     "ring, no copies": {"method": "ring", "use_ce": False},
-    "ring, atomic, no copies": {"method": "ring", "atomic": True, "use_ce": False},
     "pipeline of 1": {"method": "pipeline", "num_splits": 1},
     "pipeline of 3": {"method": "PIPELINE", "num_splits": 3},
     "pipeline of more than columns": {"method": "pipeline", "num_splits": 100},

@@ -24,13 +24,16 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
         (GATHER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, which moves an array duri"
          r"ng an independent GEMM\. Take CommOverlapMethod\.RING_EXCHANGE, or gemm\("),
         (SCATTER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, .* Take CommOverlapMet"),
-        (GATHER, {"method": "rings"}, r"method is 'rings'; it needs to be one of CommOverlapMetho"),
-        (GATHER, {"method": None}, r"method is None; it needs to be one of CommOverlapMethod"),
         (SCATTER, {"method": "pipeline", "num_splits": 0}, r"num_splits is 0; it needs to be an i"),
         (SCATTER, {"rs_overlap_first_gemm": True}, r"got rs_overlap_first_gemm with CommOverlapMeth"
          r"od\.RING_EXCHANGE; it orders the chunks of CommOverlapMethod\.PIPELINE\. Leave it away"),
         (GATHER, {"aggregate": True, "atomic": True}, r"got aggregate_ag with CommOverlapType\.AG, "
          r"CommOverlapMethod\.RING_EXCHANGE, atomic_gemm=True; .* Leave it away"),
+        (GATHER, {"aggregate": True, "use_ce": False}, r"got aggregate_ag with use_ce=False; pair"),
+        (SCATTER, {"atomic": True, "use_ce": False}, r"got atomic with use_ce=False; there each r"),
+        (GATHER, {"preferred_element_type": "foo"}, r"preferred_element_type is 'foo' for operand"),
+        (GATHER, {"method": "rings"}, r"method is 'rings'; it needs to be 'auto', 'none', 'ring'"),
+        (SCATTER, {"method": None}, r"method is None; it needs to be 'auto', 'none', 'ring', 'pip"),
         (GATHER, {"gathered": "never"}, r"gathered is 'never'; it needs to be 'keep' or 'again'"),
         (GATHER, {"row_counts": (2, 2, 2)}, r"row_counts is \(2, 2, 2\); it needs 4 counts, one p"),
         (GATHER, {"row_counts": (1, 1, 1, 1)}, r"the largest of them 2: the tokens of x, which ha"),

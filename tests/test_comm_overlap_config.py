@@ -163,9 +163,9 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"comm_type": "GATHER"}, ValueError, "comm_type is 'GATHER'; .* CommOverlapType.AG, or"),
-        ({"comm_type": 2}, ValueError, "comm_type is 2; it needs to be one of CommOverlapType"),
-        ({"method": CommOverlapType.AG}, ValueError, "method is .*CommOverlapMethod.BULK"),
+        ({"comm_type": "GATHER"}, ValueError, "comm_type is 'GATHER'; .* 'RS', 'AG', or that"),
+        ({"comm_type": 2}, ValueError, "comm_type is 2; .* or that member of CommOverlapT"),
+        ({"method": CommOverlapType.AG}, ValueError, "method is .* 'BULK', 'PIPELINE', .*, or"),
         ({"method": "PIPELINE"}, ValueError, r"got CommOverlapMethod\.PIPELINE with CommOverlapType"
          r"\.AG; .* Take CommOverlapMethod\.RING_EXCHANGE"),
         ({"method": "NONE"}, ValueError, r"got CommOverlapType\.AG with CommOverlapMethod\.NONE; ei"
@@ -184,8 +184,12 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
         ({"num_splits": "4"}, TypeError, "num_splits is '4'; it needs to be an integer"),
         ({"num_splits": 2**40}, ValueError, "num_splits is 1099511627776; .* at most 1048576"),
         ({"buffer_shape": (2**31, 2**31)}, ValueError, r"buffer_shape is \(2147483648, 2147483648\)"
-         r", 18446744073709551616 bytes for each of 4 ranks; it needs less than 2\*\*62\. Take"),
+         r", 18446744073709551616 bytes for each of 4 ranks; no process addresses 2\*\*47 bytes"),
         ({"gemm_priority": 2**62}, ValueError, "gemm_priority is 4611686018427387904; it needs"),
+        ({"buffer_shape": (2**45, 1)}, ValueError, r"no process addresses 2\*\*47 bytes. Take"),
+        ({"buffer_shape": (2**62, 1)}, ValueError, "4611686018427387904; .* of at least 1 and at"),
+        ({"method": "rings"}, ValueError, "method is 'rings'; it needs to be one of 'NONE', 'BULK',"
+         " 'PIPELINE', 'RING_EXCHANGE', or that member of CommOverlapMethod"),
         ({"use_ce": 1}, TypeError, "use_ce is 1; it needs to be True or False"),
         ({"method": "BULK", "atomic_gemm": True}, ValueError,
          r"got atomic_gemm with CommOverlapMethod\.BULK; chunk counters need chunks: CommOverlapM"),
@@ -194,6 +198,10 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
          r"got aggregate_ag with tp_size=3; pairs need an even one\. Leave it away"),
         ({"aggregate_ag": True, "comm_type": "RS"}, ValueError, "got aggregate_ag with CommOverla"),
         ({"aggregate_ag": True, "method": "BULK"}, ValueError, "got aggregate_ag with .*BULK"),
+        ({"aggregate_ag": True, "use_ce": False}, ValueError,
+         "got aggregate_ag with use_ce=False; pairs of chunks are copied"),
+        ({"rs_overlap_first_gemm": True, "method": "PIPELINE", "comm_type": "RS",
+          "atomic_gemm": True}, ValueError, "got rs_overlap_first_gemm with atomic_gemm; all prod"),
         ({"aggregate_ag": True, "atomic_gemm": True}, ValueError, "aggregate_ag with .*=True; it "),
     ],
 )  # fmt: skip

@@ -173,7 +173,7 @@ class GemmCall:
     def moves_chunks(self) -> bool:
         """Whether chunks or partial sums move; else each rank's GEMM reads those of the others."""
         is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
-        return not is_ring or self.overlap.use_ce or self.overlap.aggregate
+        return not is_ring or self.overlap.use_ce
 
     def result_shapes(self, operands: GemmOperands) -> GemmResults:
         """(shape, dtype) of what is written, None for the rest."""

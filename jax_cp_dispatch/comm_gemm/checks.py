@@ -21,6 +21,7 @@ from jax_cp_dispatch.comm_gemm.config import (
 )
 from jax_cp_dispatch.comm_gemm.mxfp8 import BLOCK
 from jax_cp_dispatch.comm_gemm.registry import find_config
+from jax_cp_dispatch.comm_gemm.scaled_operands import MatmulScaling
 
 
 class Wish(NamedTuple):
@@ -68,6 +69,17 @@ def check_details(wish: Wish) -> None:
     )
 
 
+def read_array(op: str, name: str, value: Any) -> Array:
+    """An array from what the caller says: an array, or nested lists of numbers."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{op}: {name} is {type(value).__name__}; it needs to be an array, or nested lists of "
+            f"numbers that make one. {error}"
+        ) from None
+
+
 def check_arrays(op: str, x: Array, w: Array, bias: Array | None) -> None:
     """Shapes and types of the operands of one product."""
     for name, array in (("x", x), ("w", w), ("bias", bias)):
@@ -98,7 +110,10 @@ def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
     """The name of the type of the result."""
     is_scaled = x.dtype.name in BYTE_FLOATS
     natural = jnp.dtype(jnp.bfloat16) if is_scaled else jnp.promote_types(x.dtype, w.dtype)
-    name = jnp.dtype(natural if preferred is None else preferred).name
+    try:
+        name = jnp.dtype(natural if preferred is None else preferred).name
+    except TypeError:
+        name = repr(preferred)
     if name in BYTE_FLOATS:
         raise TypeError(
             f"{op}: preferred_element_type is {name}; a product of 8 bits would need a scale of "
@@ -118,6 +133,11 @@ def read_scaling(
     """The mode, which goes with the state, the operands and what is kept."""
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
+    if state is not None and not isinstance(state, MatmulScaling):
+        raise TypeError(
+            f"{op}: scaling_state is {type(state).__name__}; it needs to be MatmulScaling, as "
+            "MatmulScaling.init() begins it."
+        )
     if is_delayed != (state is not None):
         raise ValueError(
             f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; the scales of "
@@ -182,6 +202,13 @@ def read_method(op: str, method: Any) -> CommOverlapMethod:
     """A member from what the caller says."""
     if method == "ring":
         method = CommOverlapMethod.RING_EXCHANGE
+    if not isinstance(method, CommOverlapMethod) and (
+        not isinstance(method, str) or method.upper() not in CommOverlapMethod.__members__
+    ):
+        raise ValueError(
+            f"{op}: method is {method!r}; it needs to be 'auto', 'none', 'ring', 'pipeline' (of a "
+            "reduce-scatter), or a member of CommOverlapMethod."
+        )
     return CommOverlapMethod.read(op, "method", method)
 
 
@@ -218,6 +245,12 @@ def overlap_of_wish(
             )
         return Overlap(kind, method, partial_dtype=partial)
     _refuse_what_has_no_meaning(wish, method)
+    is_ring = method == CommOverlapMethod.RING_EXCHANGE
+    if is_ring and kind == CommOverlapType.RS and wish.atomic and wish.use_ce is False:
+        raise ValueError(
+            f"{op}: got atomic with use_ce=False; there each rank multiplies its tokens of all "
+            "ranks at once, and no chunk signals. Leave one of them away."
+        )
     config = make_config(
         op,
         kind,

@@ -24,7 +24,7 @@ class _Named(enum.IntEnum):
             return value
         raise ValueError(
             f"{op}: {name} is {value!r}; it needs to be one of "
-            f"{', '.join(str(member) for member in cls)}, or its name."
+            f"{', '.join(repr(member.name) for member in cls)}, or that member of {cls.__name__}."
         )
 
     def __str__(self) -> str:
@@ -57,6 +57,7 @@ class ScalingMode(_Named):
     MXFP8_1D_SCALING = 3
 
 
+_ADDRESS_SPACE = 2**47
 _MOST_SPLITS = 2**20  # each has signals of its own
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 BYTE_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # with scales
@@ -104,9 +105,7 @@ class CommOverlapConfig:
             return 0
         has_scales = is_ring and self.buffer_dtype in BYTE_FLOATS
         scales = scales_bytes(rows, columns, self.tp_size) if has_scales else 0
-        if is_ring and not (
-            self.use_ce or self.aggregate_ag
-        ):  # each reads where the others have it
+        if is_ring and not self.use_ce:  # each reads where the others have it
             return scales
         if has_scales:
             return gathered_bytes(rows, columns) + scales
@@ -175,10 +174,10 @@ def make_config(
 def _check_combination(op: str, config: CommOverlapConfig) -> None:
     kind, method = config.comm_type, config.method
     check_pair(op, kind, method)
-    if config.rank_bytes >= 2**62:
+    if config.rank_bytes * config.tp_size >= _ADDRESS_SPACE:
         raise ValueError(
             f"{op}: buffer_shape is {config.buffer_shape}, {config.rank_bytes} bytes for each of "
-            f"{config.tp_size} ranks; it needs less than 2**62. Take a smaller one."
+            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Take a smaller one."
         )
     is_ring, is_pipeline = (
         method == m for m in (CommOverlapMethod.RING_EXCHANGE, CommOverlapMethod.PIPELINE)
@@ -187,6 +186,11 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
         raise ValueError(
             f"{op}: got atomic_gemm with {method}; chunk counters need chunks: "
             "CommOverlapMethod.PIPELINE or RING_EXCHANGE."
+        )
+    if config.rs_overlap_first_gemm and config.atomic_gemm and is_pipeline:
+        raise ValueError(
+            f"{op}: got rs_overlap_first_gemm with atomic_gemm; all products are one step there, "
+            "and a chunk's sum does not wait for the next one's. Leave one of them away."
         )
     if config.rs_overlap_first_gemm and not is_pipeline:
         raise ValueError(
@@ -199,6 +203,11 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
                 f"{op}: got aggregate_ag with {kind}, {method}, atomic_gemm={config.atomic_gemm}; "
                 "it moves pairs of chunks in the all-gather of CommOverlapMethod.RING_EXCHANGE, "
                 "without atomic_gemm. Leave it away."
+            )
+        if not config.use_ce:
+            raise ValueError(
+                f"{op}: got aggregate_ag with use_ce=False; pairs of chunks are copied, and a GEMM "
+                "that reads the memory of other ranks has no pairs. Leave one of them away."
             )
         if config.tp_size % 2:
             raise ValueError(
@@ -249,12 +258,12 @@ def _integer(
     op: str, name: str, value: Any, least: int | float = -math.inf, most: int = 2**62 - 1
 ) -> int:
     needs = "an integer" if least == -math.inf else f"an integer of at least {least}"
-    if most < 2**62 - 1:
-        needs += f" and at most {most}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
+    if most < 2**62 - 1 or (number is not None and number > most):
+        needs += f" and at most {most}"
     if number is None:
         raise TypeError(f"{op}: {name} is {value!r}; it needs to be {needs}.")
     if not least <= number <= most:

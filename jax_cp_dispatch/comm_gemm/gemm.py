@@ -1,5 +1,6 @@
 """`gemm`: the engine's layer, one product with everything that a buffer lets it do beside."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmResults, collapse
-from jax_cp_dispatch.comm_gemm.checks import result_dtype
+from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
 from jax_cp_dispatch.comm_gemm.config import CommOverlapType, ScalingMode, read_flag
 from jax_cp_dispatch.comm_gemm.engine_call import Asked, with_overlap, with_ranks
+from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.plain_product import plain_product
 from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.registry import find_config
@@ -99,7 +101,7 @@ def gemm(
       NVIDIA Transformer Engine, `te_gemm` and userbuffers.
     """
     op = "gemm"
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = read_array(op, "lhs", lhs), read_array(op, "rhs", rhs)
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     check_operand_types(op, lhs, rhs, mode)
     flags = {"fuse_gelu": fuse_gelu, "grad": grad, "return_aux": return_aux}
@@ -108,6 +110,7 @@ def gemm(
     for name, flag in flags.items():
         read_flag(op, name, flag)
     check_implementation(op, implementation)
+    _check_dims(op, contracting_dims)
     left, lhs_transposed = _collapse(op, "lhs", lhs, contracting_dims[0], contracted_last=True)
     right, rhs_last = _collapse(op, "rhs", rhs, contracting_dims[1], contracted_last=False)
     n = right.rows if rhs_last else right.columns
@@ -155,7 +158,8 @@ def gemm(
             axis_name=axis_name is not None and comm_overlap is None,
         )
         operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
-        results = plain_product(call, **operands)
+        with reverse_mode_only(op):
+            results = plain_product(call, **operands)
         return _asked_for(results, (*free_lhs, *free_rhs), return_aux=False)
     moved = () if aux_in is None else jnp.shape(aux_in)
     if 0 in (*left, *right, *moved):
@@ -218,6 +222,19 @@ def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
             f"{size} elements. Pass pre_gelu of the forward pass."
         )
     return jnp.asarray(gelu_input, call.out_dtype).reshape(call.out_shape)
+
+
+def _check_dims(op: str, dims: Any) -> None:
+    """Two sequences of integers."""
+    try:
+        lhs, rhs = ([operator.index(d) for d in side] for side in dims)
+    except (TypeError, ValueError):
+        lhs = rhs = ()
+    if not lhs or not rhs:
+        raise ValueError(
+            f"{op}: contracting_dims is {dims!r}; it needs the dimensions of lhs and those of rhs "
+            "that are contracted, as ((-1,), (0,))."
+        )
 
 
 def _collapse(op, name, array, dims, *, contracted_last: bool):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._varying import vary_alike, vary_like
-from jax_cp_dispatch.comm_gemm.checks import result_dtype
+from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
 from jax_cp_dispatch.comm_gemm.config import ScalingMode, read_flag
+from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.grouped_primitive import GroupedCall, grouped_gemm_p
 from jax_cp_dispatch.comm_gemm.scale_checks import check_operand_types, scales_of_mode
 from jax_cp_dispatch.dispatch.implementations import check_implementation
@@ -71,7 +72,8 @@ def grouped_gemm(
       NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
     """
     op = "grouped_gemm"
-    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    lhs, rhs = read_array(op, "lhs", lhs), read_array(op, "rhs", rhs)
+    group_sizes = read_array(op, "group_sizes", group_sizes)
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     check_operand_types(op, lhs, rhs, mode)
     read_flag(op, "use_split_accumulator", use_split_accumulator)
@@ -105,7 +107,8 @@ def grouped_gemm(
     if mode == ScalingMode.NO_SCALING:
         given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
         lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents will
-        return _product(call, lhs, rhs, rest[0] if rest else None, group_sizes)
+        with reverse_mode_only(op):
+            return _product(call, lhs, rhs, rest[0] if rest else None, group_sizes)
     return _bind(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch.comm_gemm import checks
@@ -13,6 +12,7 @@ from jax_cp_dispatch.comm_gemm.call import other_axes
 from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
 from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
+from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.global_arrays import matmul_of_all_ranks, product_on_rank
 from jax_cp_dispatch.comm_gemm.product import Matmul
 from jax_cp_dispatch.comm_gemm.scaled_operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
@@ -65,8 +65,9 @@ def all_gather_matmul(
       bias: of this rank's columns.
       method: NONE (gather, then multiply), RING_EXCHANGE (multiply a rank's tokens while the next
         ones arrive), or "auto": what `choose_comm_gemm` says. The derivative takes the same.
-      atomic: one GEMM that waits for each chunk, instead of a GEMM per chunk.
-      aggregate: chunks move in pairs; an even number of ranks.
+      atomic: all products are one step of the schedule, which waits for each chunk by a counter;
+        else each is a step of its own. On GPUs they stay apart.
+      aggregate: chunks move in pairs; an even number of ranks. Not with use_ce=False.
       use_ce: whether the ring copies chunks beside the GEMM; else the GEMM itself reads the tokens
         of other ranks where they are, and nothing is copied but what the derivative keeps.
       buffer: id of `create_comm_overlap_buffer`, whose parameters then hold; otherwise XLA gives
@@ -158,7 +159,8 @@ def matmul_reduce_scatter(
         RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto":
         what `choose_comm_gemm` says. The derivative takes the same, and the ring for the pipeline.
       num_splits: column chunks of the pipeline; 4 by default.
-      atomic: one GEMM that signals each chunk, instead of a GEMM per chunk.
+      atomic: all products are one step of the schedule, which signals each chunk by a counter;
+        else each is a step of its own. On GPUs they stay apart. Not with use_ce=False.
       rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
       use_ce: whether the ring copies chunks beside the GEMM; else each rank multiplies its tokens
         of all ranks' x by all their w, where they are, and nothing is copied, nor a partial sum
@@ -213,8 +215,8 @@ def _matmul(
     implementation,
     deadline,
 ):
-    x, w = jnp.asarray(operands[0]), jnp.asarray(operands[1])
-    bias = None if operands[2] is None else jnp.asarray(operands[2])
+    x, w = (checks.read_array(op, *pair) for pair in zip("xw", operands[:2], strict=True))
+    bias = None if operands[2] is None else checks.read_array(op, "bias", operands[2])
     checks.check_arrays(op, x, w, bias)
     names = check_axis_name(op, axis_name)
     check_mesh(op, mesh)
@@ -274,9 +276,11 @@ def _matmul(
                 "inside. Leave it away, or call inside jax.shard_map."
             )
         whole = functools.partial(product, mesh=place.mesh)
-        return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias, scaling_state)
+        with reverse_mode_only(op):
+            return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias, scaling_state)
     groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
     counts = checks.read_row_counts(op, kind, x, num_ranks, row_counts)
     s = product(counts, group_axes=groups, open_axes=place.open_axes)
     run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
-    return run(*product_on_rank(s, x, w, bias, scaling_state))
+    with reverse_mode_only(op):
+        return run(*product_on_rank(s, x, w, bias, scaling_state))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm.tuning import TuningTable, method_options
 from jax_cp_dispatch.cost import CommGemmShape, comm_gemm_methods
+from jax_cp_dispatch.dispatch.checks import check_mesh
 
 
 def tune(
@@ -39,16 +40,22 @@ def tune(
     Returns:
       The table, for `use_tuning` and `TuningTable.save`.
     Raises:
+      TypeError: no mesh, or no type.
       ValueError: a shape does not divide among the ranks, or is of no such function.
     """
     if repeats < 1:
         raise ValueError(f"tune: repeats is {repeats}; it needs to be at least 1.")
+    check_mesh("tune", mesh)
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"tune: axis_name {axis_name!r} is not an axis of the mesh, {dict(mesh.shape)}. Name "
             "the axis of the ranks."
         )
-    p, dtype = mesh.shape[axis_name], jnp.dtype(dtype)
+    p = mesh.shape[axis_name]
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"tune: dtype is {dtype!r}; it needs to be a type of floats.") from None
     seconds = {}
     for op, m, k, n in shapes:
         if op not in ("all_gather_matmul", "matmul_reduce_scatter"):

@@ -1,5 +1,6 @@
 """Communication buffers: created, listed and destroyed on the host, named by id in programs."""
 
+import inspect
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,16 +71,22 @@ def create_comm_overlap_buffer(
         or a narrower type that rounds each of them.
       tp_size: ranks of a group.
       num_splits: column chunks of the pipeline.
-      num_max_streams, comm_cga_size, gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of
-        GPUs; CPU ranks have a thread for each of computation and communication. None: 2, 16 and
-        True; of the ring 1, 1 and False.
+      num_max_streams, comm_cga_size: of Transformer Engine's userbuffers. They are part of the id,
+        and change nothing on any platform: a rank has one stream to compute and one to
+        communicate, and its kernels form no clusters of thread blocks.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs, for their streams and
+        multiprocessors; on CPU part of the id and nothing else. None: 16 and True; of the ring 1
+        and False.
       use_ce: whether the ring moves chunks by copies of their own, a copy engine's or on CPU
         memcpy, beside the GEMM; else the GEMM itself reads the memory of the other ranks. None:
         only the ring does.
-      atomic_gemm: one GEMM that signals or waits for each chunk, instead of a GEMM per chunk.
+      atomic_gemm: all products are one step of the schedule, which signals or waits for each chunk
+        by a counter; else each is a step of its own. On GPUs they stay apart. In `gemm` it also
+        says the order in which the ring's chunks stand, and in a reduce-scatter with
+        use_ce=False, which has no chunks, that alone.
       rs_overlap_first_gemm: the pipeline reduces a chunk when the next one's GEMM is over, too; the
         same result.
-      aggregate_ag: the ring's all-gather moves two chunks at a time; an even tp_size.
+      aggregate_ag: the ring's all-gather moves two chunks at a time; an even tp_size, and use_ce.
     Returns:
       The id, a positive int.
     Raises:
@@ -194,6 +201,10 @@ def comm_overlap_buffer_bytes(
       TypeError, ValueError: as there.
     """
     op = "comm_overlap_buffer_bytes"
+    try:
+        inspect.signature(create_comm_overlap_buffer).bind_partial(**parameters)
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}; see create_comm_overlap_buffer.") from None
     config = make_config(op, comm_type, method, buffer_shape, buffer_dtype, tp_size, **parameters)
     return config.rank_bytes
 

@@ -1,0 +1,19 @@
+"""What `jax.jvp` gets of products that have a derivative in reverse mode only."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def reverse_mode_only(op: str) -> Iterator[None]:
+    """Says which operation it is where JAX's own message names none."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode autodiff" not in str(error):
+            raise
+        raise TypeError(
+            f"{op}: got forward mode (jax.jvp, jax.jacfwd, jax.hessian), but it has a derivative "
+            "in reverse mode only, of any order. Take jax.vjp, jax.grad or jax.jacrev: a Hessian "
+            "is jax.jacrev(jax.grad(...))."
+        ) from None
