@@ -21,6 +21,7 @@ from jax_cp_dispatch.attention import (
     local_attention,
     local_attention_backward,
     merge_partials,
+    placed_attention,
     ring_attention,
     ring_attention_profile,
     ring_exchange,
@@ -93,7 +94,15 @@ from jax_cp_dispatch.metadata import (
     compute_metadata,
     compute_metadata_kv,
 )
-from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner import (
+    AttentionPlan,
+    PlacedPlan,
+    Placement,
+    PlacementConfig,
+    PlanConfig,
+    place_tokens,
+    plan_attention,
+)
 from jax_cp_dispatch.processes import TransportChoice, initialize
 from jax_cp_dispatch.scenarios import create_qkv_dispatch, gen_seq_lens, orchestrate_simulate
 
@@ -115,6 +124,9 @@ __all__ = [
     "MatmulScaling",
     "Metadata",
     "OverlapProfile",
+    "PlacedPlan",
+    "Placement",
+    "PlacementConfig",
     "PlanConfig",
     "Quantized",
     "ScalingMode",
@@ -168,6 +180,8 @@ __all__ = [
     "orchestrate_simulate",
     "overlap_profile",
     "pad_scales",
+    "place_tokens",
+    "placed_attention",
     "plan_attention",
     "quantize",
     "ring_attention",

@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 
+import numpy as np
+
 _Buffer = tuple[int, int, int, int, int, int]
 
 def registrations() -> dict[str, dict[str, object]]: ...
@@ -42,3 +44,6 @@ def start_shared_memory(
     process: int, segment_fd: int, segment_bytes: int, others: Sequence[_Neighbour]
 ) -> None: ...
 def end_programs() -> None: ...
+def place_documents(
+    lengths: np.ndarray, num_ranks: int, tokens_per_rank: int, window: int, tolerance_ppm: int
+) -> np.ndarray: ...

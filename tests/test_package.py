@@ -23,7 +23,7 @@ ALLOWED = {
     "runtime": set(),
     "scenarios": {"metadata"},
     "timeline": set(),
-    "planner": {"metadata", "cost"},
+    "planner": {"metadata", "cost", "runtime"},
     "cpu_devices": set(),
     "gpu": {"runtime", "job"},
     "job": set(),

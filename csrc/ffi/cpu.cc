@@ -2,6 +2,7 @@
 #include "ffi/buffers.h"
 #include "ffi/comm_gemm.h"
 #include "ffi/common.h"
+#include "ffi/planner.h"
 #include "ffi/processes.h"
 #include "ffi/targets.h"
 #include "nanobind/nanobind.h"
@@ -38,5 +39,6 @@ NB_MODULE(_cpu, m) {
       "(major, minor) of the XLA FFI headers that this was built with.");
   cpd::BindBuffers(m);
   cpd::BindCommGemm(m);
+  cpd::BindPlanner(m);
   cpd::BindProcesses(m);
 }

@@ -1,10 +1,10 @@
 """Attention over local keys, and over a mesh axis.
 
 Everything rests on the two passes of `local` (one range of keys per query). `balanced` moves
-queries and keys as a plan says. In `ring` and `hamilton` keys rotate: `sequence` brings rows into
-place, `rotating` makes the steps, `schedules`, `layout` and `chunks` say who holds what, and
-`communication` moves it. `choose` and `api` stand around all of them, `profile` beside. `merge` is
-for steps of your own.
+queries and keys as a plan says, `placed` keys alone. In `ring` and `hamilton` keys rotate:
+`sequence` brings rows into place, `rotating` makes the steps, `schedules`, `layout` and `chunks`
+say who holds what, and `communication` moves it. `choose` and `api` stand around all of them,
+`profile` beside. `merge` is for steps of your own.
 """
 
 from jax_cp_dispatch.attention.api import context_parallel_attention
@@ -15,6 +15,7 @@ from jax_cp_dispatch.attention.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.placed import placed_attention
 from jax_cp_dispatch.attention.profile import (
     AttentionProfile,
     StepProfile,
@@ -38,6 +39,7 @@ __all__ = [
     "local_attention",
     "local_attention_backward",
     "merge_partials",
+    "placed_attention",
     "ring_attention",
     "ring_attention_profile",
     "ring_exchange",

@@ -16,17 +16,23 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import can_check_varying
 from jax_cp_dispatch.attention.balanced import balanced_attention
-from jax_cp_dispatch.attention.choose import ALGORITHMS, choose_algorithm, document_lengths
+from jax_cp_dispatch.attention.choose import (
+    ALGORITHMS as PREDICTED,
+    choose_algorithm,
+    document_lengths,
+)
 from jax_cp_dispatch.attention.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
+from jax_cp_dispatch.attention.placed import placed_attention
 from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows, read_sequences
 from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
-from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
+ALGORITHMS = (*PREDICTED, "placed", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ def context_parallel_attention(
     positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
     window: int | None = None,
-    plan: AttentionPlan | None = None,
+    plan: AttentionPlan | PlacedPlan | None = None,
     config: PlanConfig = PlanConfig(),
     nodes: int | None = None,
     batch_axis: str | Sequence[str] | None = None,
@@ -88,6 +94,7 @@ def context_parallel_attention(
     with buffers as large as this batch needs; pass the plan of `plan_attention` in to choose when.
     Traced ids (and those of a batch that is sharded itself) are planned inside the program, with
     the capacities of `config`, whose defaults always fit but give every rank room for all keys.
+    "placed" needs the plan of `place_tokens`, and q, k, v in its order; the output is in it, too.
     The others plan nothing.
 
     Args:
@@ -98,8 +105,9 @@ def context_parallel_attention(
         T, padding is added and taken away.
       algorithm: "balanced": every rank computes an equal share of the query-key pairs of the
         documents, see `balanced_attention`; "ring", "zigzag", "hamilton": keys go round, see
-        `ring_attention`, `zigzag_ring_attention`, `hamilton_attention`; "auto": `choose_algorithm`
-        from concrete segment ids.
+        `ring_attention`, `zigzag_ring_attention`, `hamilton_attention`; "placed": tokens live where
+        `place_tokens` has put them, keys and values travel, see `placed_attention`; "auto": that of
+        the plan, or `choose_algorithm` from concrete segment ids.
       mesh: the mesh; None is the one set by `jax.set_mesh`, or the one on which the arrays lie or,
         with explicit axes, that their types name.
       causal: a token attends what stands before it in its document, and itself; else all of it.
@@ -115,6 +123,7 @@ def context_parallel_attention(
       plan: for "balanced", a plan for these documents and the window. Given together with
         segment_ids or positions, they are compared with what it was made from, and a plan of
         another batch is an error on all ranks; given alone, it is followed unseen.
+        For "placed", that of `place_tokens`, alone.
       config: for "balanced", block size and capacities of plans made here.
       nodes: for "hamilton", see there.
       batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
@@ -158,6 +167,11 @@ def context_parallel_attention(
         deadline=deadline,
     )
     _check_choice(options, plan)
+    if isinstance(plan, PlacedPlan) and not (segment_ids is None and positions is None):
+        raise ValueError(
+            f"{_OP}: got segment_ids or positions with the plan of a placement, which knows its "
+            "documents. Omit them."
+        )
     if plan is None:
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
@@ -189,7 +203,8 @@ def context_parallel_attention(
 def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
     """The options with "auto" replaced."""
     if plan is not None:
-        return dataclasses.replace(options, algorithm="balanced")
+        name = "placed" if isinstance(plan, PlacedPlan) else "balanced"
+        return dataclasses.replace(options, algorithm=name)
     if any(isinstance(x, Tracer) for x in (segment_ids, positions)):
         raise ValueError(
             f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
@@ -256,6 +271,8 @@ def _attend(q, k, v, plan, documents, *, options: _Options):
 def _local(options: _Options, q, k, v, plan, documents):
     """What one rank does."""
     common = options.keywords("axis_name", "scale", "logit_soft_cap", "implementation", "deadline")
+    if options.algorithm == "placed":
+        return placed_attention(q, k, v, plan, **common)
     if options.algorithm == "balanced":
         if plan is not None:
             segment_ids, positions = documents
@@ -281,20 +298,30 @@ def _check_choice(options: _Options, plan) -> None:
     """The algorithm can do what is asked of it."""
     check_implementation(_OP, options.implementation)
     name = options.algorithm
-    if name not in (*ALGORITHMS, "auto"):
+    if name not in ALGORITHMS:
         raise ValueError(
             f"{_OP}: algorithm is {name!r}; it needs to be one of "
-            f"{', '.join(map(repr, (*ALGORITHMS, 'auto')))}."
+            f"{', '.join(map(repr, ALGORITHMS))}."
         )
-    if name == "balanced" and not (options.causal and options.layout == "contiguous"):
+    if name in ("balanced", "placed") and not (options.causal and options.layout == "contiguous"):
         raise ValueError(
-            f"{_OP}: algorithm='balanced' plans causal attention of tokens in order; got "
+            f"{_OP}: algorithm={name!r} plans causal attention of tokens in order; got "
             f"causal={options.causal}, layout={options.layout!r}. Choose another algorithm."
         )
-    if name not in ("balanced", "auto") and plan is not None:
+    if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
-            f"{_OP}: got a plan with algorithm={name!r}; only 'balanced' follows a plan. Pass "
-            "segment_ids instead."
+            f"{_OP}: algorithm='placed' needs the plan of a placement, got "
+            f"{type(plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in placed order."
+        )
+    if name == "balanced" and isinstance(plan, PlacedPlan):
+        raise ValueError(
+            f"{_OP}: got the plan of a placement with algorithm='balanced'. Pass "
+            "algorithm='placed', and q, k, v in placed order."
+        )
+    if name not in ("balanced", "placed", "auto") and plan is not None:
+        raise ValueError(
+            f"{_OP}: got a plan with algorithm={name!r}; only 'balanced' and 'placed' follow a "
+            "plan. Pass segment_ids instead."
         )
     if name != "hamilton" and options.nodes is not None:
         raise ValueError(

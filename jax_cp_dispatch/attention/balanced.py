@@ -20,7 +20,9 @@ from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
+    """How the ranks of a plan exchange rows and attend; static."""
+
     exchanges: PlannedExchanges
     scale: float | None
     logit_soft_cap: float | None
@@ -92,7 +94,7 @@ def balanced_attention(
             f"balanced_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Plan with the segment ids of this batch."
         )
-    options = _Options(PlannedExchanges(axis_name, implementation, deadline), scale, logit_soft_cap)
+    options = Options(PlannedExchanges(axis_name, implementation, deadline), scale, logit_soft_cap)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     seen = (None if x is None else words(x) for x in (segment_ids, positions))
     stamp = rank_stamp(plan.local_stamp(jax.lax.axis_index(axis_name)), *seen)

@@ -1,0 +1,32 @@
+"""The static choices of a placement."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementConfig:
+    """Static choices of `place_tokens`. None stands for what a batch needs, rounded up.
+
+    Attributes:
+      balance_tolerance: how far the work of a rank may exceed the mean, as a share of it. More
+        tolerance moves fewer keys.
+      kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
+      max_transfers: ranges of keys that one rank may send.
+      max_pieces: pieces of documents that one rank may hold.
+    """
+
+    balance_tolerance: float = 0.01
+    kv_capacity: int | None = None
+    max_transfers: int | None = None
+    max_pieces: int | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.balance_tolerance <= 1:
+            raise ValueError(
+                f"PlacementConfig: balance_tolerance is {self.balance_tolerance} but must lie in "
+                "[0, 1]; 0.01 allows 1 % above the mean."
+            )
+        for name in ("kv_capacity", "max_transfers", "max_pieces"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"PlacementConfig: {name} is {value} but must be at least 1.")

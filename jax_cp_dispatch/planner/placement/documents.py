@@ -1,0 +1,106 @@
+"""Where the documents of a packed batch stand: from their lengths, or from segment ids."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_cp_dispatch.planner.segment_ids import read_documents
+
+_OP = "place_tokens"
+
+
+class Documents(NamedTuple):
+    """The documents of a batch `[batch, columns]`; what belongs to none of them is padding.
+
+    Attributes:
+      lengths: tokens of each document.
+      first: its first token, counted over the batch, row by row; ascending.
+      batch, columns: shape of the batch.
+    """
+
+    lengths: Int[np.ndarray, " D"]
+    first: Int[np.ndarray, " D"]
+    batch: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.columns
+
+    def padding(self) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]]:
+        """First token and number of tokens of each gap between documents."""
+        ends = np.concatenate([[0], self.first + self.lengths])
+        tokens = np.append(self.first, self.num_tokens) - ends
+        return ends[tokens > 0], tokens[tokens > 0]
+
+
+def from_lengths(lengths: Any, columns: int | None, world_size: int) -> Documents:
+    """Documents that stand one after another in each batch row, padding behind them."""
+    rows = _rows(lengths)
+    totals = [int(row.sum()) for row in rows]
+    longest = max(totals)
+    if columns is None:
+        columns = max(-(-longest // world_size), 1) * world_size
+    if longest > columns:
+        row = totals.index(longest)
+        raise ValueError(
+            f"{_OP}: the lengths of batch row {row} sum to {longest} but columns is {columns}. "
+            f"Pass columns>={longest}, or shorter rows."
+        )
+    first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
+    return Documents(np.concatenate(rows), np.concatenate(first), len(rows), columns)
+
+
+def _rows(lengths: Any) -> list[Int[np.ndarray, " D"]]:
+    lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
+    is_flat = len(lengths) > 0 and not isinstance(lengths[0], Iterable)
+    rows = [np.asarray(row) for row in ([lengths] if is_flat else lengths)]
+    if not rows:
+        raise ValueError(f"{_OP}: lengths is empty. Pass one list of lengths per batch row.")
+    for b, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise TypeError(
+                f"{_OP}: lengths of batch row {b} are {row.dtype} of shape {row.shape} but must be "
+                "a list of integers. Pass one list of lengths per batch row."
+            )
+        if row.size and row.min() < 0:
+            raise ValueError(
+                f"{_OP}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
+                "needs at least 0 tokens."
+            )
+    return [row.astype(np.int64) for row in rows]
+
+
+def from_segment_ids(segment_ids: Any, positions: Any) -> Documents:
+    """Runs of one segment id, which end where positions do not increase; 0 is padding."""
+    ids = _integers("segment_ids", segment_ids)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(
+            f"{_OP}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
+            "single packed row pass segment_ids[None]."
+        )
+    if positions is not None:
+        positions = _integers("positions", positions)
+        if positions.shape != ids.shape:
+            raise ValueError(
+                f"{_OP}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
+                "Pass equal shapes, or positions=None."
+            )
+    ids, positions = read_documents(_OP, ids, positions)
+    new = np.ones(ids.shape, bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    if positions is not None:
+        new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
+    first = np.flatnonzero(new)
+    lengths = np.diff(np.append(first, ids.size))
+    is_document = ids.reshape(-1)[first] > 0
+    return Documents(lengths[is_document], first[is_document], *ids.shape)
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    values = np.asarray(values)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise TypeError(f"{_OP}: {name} has dtype {values.dtype} but must be integers.")
+    return values

@@ -1,0 +1,224 @@
+"""`place_tokens`: which rank keeps which tokens of a batch, and the way there and back."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree, Shaped
+
+from jax_cp_dispatch.planner.placement.build import Pieces, build_plan, lay_out
+from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.placement.documents import Documents, from_lengths, from_segment_ids
+from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.runtime import native
+
+_OP = "place_tokens"
+
+# Lengths of the documents of a batch row.
+Row: TypeAlias = Iterable[int | np.integer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Which rank keeps which tokens of a batch `[batch, columns]`. Picklable; NumPy only.
+
+    Places count all ranks' rows: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch *
+    columns / world_size`. In an array `[batch, columns, ...]` that is sharded over its columns,
+    those are the rank's columns of each batch row, one batch row after another.
+
+    Attributes:
+      batch, columns: shape of the batch.
+      world_size: ranks.
+      plan: for `context_parallel_attention(algorithm="placed")`.
+      source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
+        batch (counted row by row), first place, number. By place; all tokens, padding included.
+    """
+
+    batch: int
+    columns: int
+    world_size: int
+    plan: PlacedPlan
+    source: Int[np.ndarray, " P"]
+    place: Int[np.ndarray, " P"]
+    tokens: Int[np.ndarray, " P"]
+
+    @functools.cached_property
+    def permutation(self) -> Int[np.ndarray, " BT"]:
+        """The token, counted over the batch row by row, that stands at each place."""
+        return self._map(self.place, self.source)
+
+    @functools.cached_property
+    def inverse(self) -> Int[np.ndarray, " BT"]:
+        """The place of each token."""
+        return self._map(self.source, self.place)
+
+    def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
+        """Puts token arrays `[batch, columns, ...]` into placed order.
+
+        Call on the host with NumPy arrays, as a data loader does, or anywhere with JAX arrays.
+        Tokens, labels, positions and segment ids go together. Shift labels by one token before:
+        neighbours in placed order need not be neighbours in a document.
+
+        Raises:
+          ValueError: an array does not start with `[batch, columns]`.
+        """
+        return jax.tree.map(lambda x: self._move("apply", x), arrays)
+
+    def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
+        """Puts arrays in placed order back into that of the batch; the inverse of `apply`."""
+        return jax.tree.map(lambda x: self._move("restore", x), arrays)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _map(self, first: np.ndarray, value: np.ndarray) -> np.ndarray:
+        total = self.batch * self.columns
+        dtype = np.int32 if total < 2**31 else np.int64
+        order = np.argsort(first)
+        shift = (value - first)[order].astype(dtype)
+        return np.arange(total, dtype=dtype) + np.repeat(shift, self.tokens[order])
+
+    def _move(self, name: str, x: Any) -> Any:
+        if tuple(x.shape[:2]) != (self.batch, self.columns):
+            raise ValueError(
+                f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "
+                f"[{self.batch}, {self.columns}, ...]. Pad the columns as segment 0, or place the "
+                "tokens of this batch."
+            )
+        xp = np if isinstance(x, np.ndarray) else jnp
+        rest = x.shape[2:]
+        rows = self.columns // self.world_size
+        if name == "apply":
+            x = xp.take(x.reshape(-1, *rest), self.permutation, axis=0)
+            x = x.reshape(self.world_size, self.batch, rows, *rest).swapaxes(0, 1)
+        else:
+            x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
+            x = xp.take(x.reshape(-1, *rest), self.inverse, axis=0)
+        return x.reshape(self.batch, self.columns, *rest)
+
+
+def place_tokens(
+    lengths: Iterable[Row] | Row | None = None,
+    *,
+    world_size: int,
+    segment_ids: Int[Any, "B T"] | None = None,
+    positions: Int[Any, "B T"] | None = None,
+    columns: int | None = None,
+    window: int | None = None,
+    config: PlacementConfig = PlacementConfig(),
+) -> Placement:
+    """Decides once for a batch on which rank each token lives, so that few keys move.
+
+    Every rank gets equally many tokens and nearly equal work of causal attention, counted in
+    query-key pairs. In every layer queries then stay at home; keys and values travel, and in the
+    backward pass their gradients. Most documents stay whole on one rank; long ones are cut.
+
+    Call on the host, also in the worker processes of a data loader: JAX is not initialized and no
+    device is touched. Equal inputs give equal placements, on every process and machine. There is
+    nothing to differentiate.
+
+    Args:
+      lengths: tokens of the documents of each batch row, in order, a list per batch row; or one
+        list for a single row. What is left of a row is padding.
+      world_size: number of ranks W.
+      segment_ids: instead of lengths, integers [B, columns]; see `plan_attention`. W divides the
+        columns.
+      positions: with segment ids: a document also ends where they do not increase.
+      columns: with lengths: tokens of a batch row, a multiple of W; None: the longest row's,
+        rounded up.
+      window: a query attends at most that many keys, its own the last; None: all before it.
+      config: tolerance of the balance, and capacities.
+    Returns:
+      The placement. Its plan is for arrays in placed order.
+    Raises:
+      TypeError: lengths or ids are not integers.
+      ValueError: sizes do not fit each other, a document is not contiguous, or a capacity is too
+        small.
+    """
+    documents = _documents(lengths, segment_ids, positions, columns, world_size)
+    if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
+        raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
+    num_tokens = documents.num_tokens // world_size
+    assigned = native.place_documents(
+        np.ascontiguousarray(documents.lengths, np.int64),
+        world_size,
+        num_tokens,
+        min(window or 0, documents.num_tokens),
+        round(1e6 * config.balance_tolerance),
+    )
+    pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
+    plan = build_plan(
+        pieces, spans, world_size=world_size, num_tokens=num_tokens, window=window, config=config
+    )
+    moves = _moves(documents, pieces, num_tokens, world_size)
+    return Placement(
+        batch=documents.batch,
+        columns=documents.columns,
+        world_size=world_size,
+        plan=plan,
+        source=moves[0],
+        place=moves[1],
+        tokens=moves[2],
+    )
+
+
+def _documents(lengths, segment_ids, positions, columns, world_size: int) -> Documents:
+    if world_size < 1:
+        raise ValueError(f"{_OP}: world_size is {world_size} but must be at least 1.")
+    if (lengths is None) == (segment_ids is None):
+        raise ValueError(
+            f"{_OP}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
+            "one of them."
+        )
+    for name, value, partner in (
+        ("positions", positions if segment_ids is None else None, "segment_ids"),
+        ("columns", columns if lengths is None else None, "lengths"),
+    ):
+        if value is not None:
+            raise ValueError(f"{_OP}: got {name} without {partner}. Omit {name}.")
+    if lengths is not None:
+        documents = from_lengths(lengths, columns, world_size)
+    else:
+        documents = from_segment_ids(segment_ids, positions)
+    if documents.columns % world_size:
+        raise ValueError(
+            f"{_OP}: {documents.columns} columns cannot be split over world_size={world_size} "
+            "ranks. Pad the columns with segment 0 to a multiple of world_size."
+        )
+    return documents
+
+
+def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: int):
+    """Source, place and tokens of every range, by place; padding fills the ranks' last rows."""
+    tokens = pieces.end - pieces.start
+    source = documents.first[pieces.document] + pieces.start
+    place = pieces.rank * num_tokens + pieces.row
+    used = np.zeros(world_size, np.int64)
+    np.add.at(used, pieces.rank, tokens)
+    free_first = np.arange(world_size) * num_tokens + used
+    padding = _match(*documents.padding(), free_first, num_tokens - used)
+    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
+    order = np.argsort(moves[1])
+    return [x[order] for x in moves]
+
+
+def _match(source, source_tokens, place, place_tokens):
+    """Ranges that are as long on both sides, from two lists of ranges of equal sum."""
+    source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
+    ends = np.union1d(source_ends, place_ends)
+    ends = ends[ends > 0]
+    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+    i = np.searchsorted(source_ends, starts, side="right")
+    j = np.searchsorted(place_ends, starts, side="right")
+    first = [
+        of[k] + starts - (ends_of[k] - tokens_of[k])
+        for of, ends_of, tokens_of, k in (
+            (source, source_ends, source_tokens, i),
+            (place, place_ends, place_tokens, j),
+        )
+    ]
+    return first[0], first[1], ends - starts

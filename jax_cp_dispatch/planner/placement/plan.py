@@ -1,0 +1,83 @@
+"""`PlacedPlan`: which keys every rank receives, where all queries stay at home."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+# An array or `Metadata`; or whatever a transformation maps over the leaves.
+Leaf: TypeAlias = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedPlan:
+    """Attention over placed tokens: queries stay, keys and values go where they are attended.
+
+    A rank's rows are its places, padding at the end. They are described by runs, the pieces of
+    documents that the rank holds, so that a plan grows with the pieces and not with the tokens.
+
+    Attributes:
+      kv_metadata: forward metadata of the keys; one slot for each range that a rank sends, its own
+        included, and `src_offset` to say which.
+      run_row: i32 `[W, P]`; the first row of each piece, ascending; `num_tokens` for padding.
+      run_position: i32 `[W, P]`; the place of that row's token in its document.
+      run_origin: i32 `[W, P]`; the received row in which the document starts, or would start.
+      num_rows: i32 `[W]`; rows of each rank that are not padding.
+      pairs: f32 `[W]`; query-key pairs of each rank.
+      num_tokens: rows of one rank (static).
+      kv_capacity: rows of the receive buffer (static).
+      window: keys that a query attends at most, or None (static).
+    """
+
+    kv_metadata: Leaf
+    run_row: Leaf
+    run_position: Leaf
+    run_origin: Leaf
+    num_rows: Leaf
+    pairs: Leaf
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    kv_capacity: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def world_size(self) -> int:
+        return self.kv_metadata.world_size
+
+    def local_ranges(
+        self, rank: Any
+    ) -> tuple[Int32[Array | np.ndarray, " T"], Int32[Array | np.ndarray, " T"]]:
+        """First and last + 1 received key of each row of one rank; (0, 0) for padding.
+
+        Call anywhere with a concrete `rank`, where a plan of NumPy arrays gives NumPy; or inside
+        `jax.shard_map` with `lax.axis_index`, from the plan of all ranks or this rank's slice.
+        """
+        runs = [self.run_row, self.run_position, self.run_origin, self.num_rows]
+        on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
+        xp = np if on_host else jnp
+        if jnp.ndim(self.run_row) == 2:
+            rank = 0 if jnp.shape(self.run_row)[0] == 1 else rank
+            runs = [xp.asarray(x)[rank] for x in runs]
+        first, position, origin, num_rows = runs
+        row = xp.arange(self.num_tokens, dtype=xp.int32)
+        run = xp.maximum(xp.searchsorted(first, row, side="right") - 1, 0)
+        place = row - first[run] + position[run]
+        earliest = 0 if self.window is None else xp.maximum(place - (self.window - 1), 0)
+        is_used = row < num_rows
+        start = xp.where(is_used, origin[run] + earliest, 0).astype(xp.int32)
+        return start, xp.where(is_used, origin[run] + place + 1, 0).astype(xp.int32)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean; 1 is perfect, also for no work at all."""
+        mean = float(np.mean(self.pairs))
+        return float(np.max(self.pairs)) / mean if mean > 0 else 1.0
+
+    @property
+    def num_kv_tokens_moved(self) -> int:
+        """Keys that cross from one rank to another, each copy counted; outside `jit`."""
+        received = np.asarray(self.kv_metadata.num_recv_tokens)[:, :-1]
+        return int(received.sum(dtype=np.int64) - received.trace(dtype=np.int64))

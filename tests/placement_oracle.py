@@ -1,0 +1,137 @@
+"""What a placement must be, worked out one token at a time from the documents alone."""
+
+import itertools
+
+import numpy as np
+
+
+def documents_of(lengths, columns):
+    """For each token of the batch, row by row: its document (-1: padding) and its place in it."""
+    document = np.full((len(lengths), columns), -1)
+    position = np.zeros((len(lengths), columns), int)
+    number = 0
+    for b, row in enumerate(lengths):
+        at = 0
+        for length in row:
+            document[b, at : at + length] = number
+            position[b, at : at + length] = np.arange(length)
+            at, number = at + length, number + 1
+    return document.reshape(-1), position.reshape(-1)
+
+
+def deliver(metadata, rows, capacity):
+    """Moves rows `[W, T]` as the metadata says, ranges named by src_offset; -1: nobody wrote."""
+    fields = ("dst_rank", "dst_offset", "seq_len", "src_offset")
+    dst_rank, dst_offset, seq_len, src_offset = (
+        np.asarray(getattr(metadata, name)).astype(np.int64) for name in fields
+    )
+    world_size = metadata.world_size
+    buffer = np.full((world_size, capacity), -1)
+    received = np.zeros((world_size, world_size), np.int64)
+    for source, slot in itertools.product(range(world_size), range(dst_rank.shape[1])):
+        target, length = dst_rank[source, slot], seq_len[source, slot]
+        if target < 0:
+            assert length == 0
+            continue
+        assert length > 0 and dst_offset[source, slot] + length <= capacity
+        into = buffer[target, dst_offset[source, slot] :][:length]
+        assert (into == -1).all(), "two ranges overlap"
+        first = src_offset[source, slot]
+        assert first + length <= rows.shape[1]
+        into[:] = rows[source, first : first + length]
+        received[target, source] += length
+    counts = np.asarray(metadata.num_recv_tokens).astype(np.int64)
+    assert (counts[:, :-1] == received).all()
+    assert (counts[:, -1] == received.sum(1)).all()
+    return buffer
+
+
+def check_placement(placement, lengths, window=None):
+    """Asserts one place for every token, its keys for every query; returns pairs, keys moved."""
+    world_size, columns = placement.world_size, placement.columns
+    document, position = documents_of(lengths, columns)
+    total = len(document)
+    assert np.array_equal(np.sort(placement.permutation), np.arange(total))
+    assert np.array_equal(placement.permutation[placement.inverse], np.arange(total))
+    rows = placement.permutation.reshape(world_size, -1)
+    assert rows.shape[1] == placement.plan.num_tokens
+
+    plan = placement.plan
+    plan.kv_metadata.validate()
+    keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
+    pairs = np.zeros(world_size)
+    for rank in range(world_size):
+        held = keys[rank][keys[rank] >= 0]
+        assert len(np.unique(held)) == len(held), "a key arrives twice"
+        start, end = (np.asarray(x) for x in plan.local_ranges(rank))
+        for row, token in enumerate(rows[rank]):
+            if document[token] < 0:
+                assert start[row] == end[row] == 0
+                continue
+            num_keys = position[token] + 1
+            num_keys = num_keys if window is None else min(num_keys, window)
+            wanted = np.arange(token - num_keys + 1, token + 1)
+            assert np.array_equal(keys[rank, start[row] : end[row]], wanted)
+            pairs[rank] += num_keys
+    np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
+    own = [np.isin(keys[rank], rows[rank]) for rank in range(world_size)]
+    moved = sum(int(((keys[r] >= 0) & ~own[r]).sum()) for r in range(world_size))
+    assert plan.num_kv_tokens_moved == moved
+    return pairs, moved
+
+
+def fewest_keys(lengths, world_size, limit, unit):
+    """Keys moved at least if no rank may have more pairs, of documents of so many units of tokens.
+
+    Tries every placement that cuts at units; None if all of them exceed the limit.
+    """
+    document, position = documents_of([lengths], sum(lengths))
+    end = (position + 1) * unit
+    start = position * unit
+    pairs = (end * (end + 1) - start * (start + 1)) // 2
+    best = None
+    for ranks in _ways(len(document), world_size):
+        if np.bincount(ranks, pairs, minlength=world_size).max() > limit:
+            continue
+        moved = 0
+        for rank in range(world_size):
+            mine = ranks == rank
+            for d in np.unique(document[mine]):
+                own = mine & (document == d)
+                moved += position[own].max() + 1 - own.sum()
+        best = moved if best is None else min(best, moved)
+    return None if best is None else unit * int(best)
+
+
+def keys_if_fillers_were_free(lengths, world_size, tokens, tolerance):
+    """A bound from below: every document alone, its tails as large as tokens and work allow."""
+    work = lambda end: end * (end + 1) // 2
+    limit = int((1 + tolerance) * sum(work(int(n)) for n in lengths) / world_size)
+    keys = 0
+    for end in map(int, lengths):
+        while work(end) > limit or end > tokens:
+            start, high = max(0, end - tokens), end
+            while start < high:
+                middle = (start + high) // 2
+                fits = work(end) - work(middle) <= limit
+                start, high = (start, middle) if fits else (middle + 1, high)
+            keys, end = keys + start, start
+    return keys
+
+
+def _ways(total, world_size):
+    """All ways to give every rank equally many; the first that is free goes to the next rank."""
+    share = total // world_size
+
+    def extend(ranks, left):
+        if not left:
+            yield ranks
+            return
+        free = np.flatnonzero(ranks < 0)
+        rank = world_size - left
+        for rest in itertools.combinations(free[1:], share - 1):
+            chosen = ranks.copy()
+            chosen[[free[0], *rest]] = rank
+            yield from extend(chosen, left - 1)
+
+    yield from extend(np.full(total, -1), world_size)

@@ -1,0 +1,170 @@
+"""Attention over placed tokens equals dense attention, forward and backward, on every mesh."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import attention, attention_gradients
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from packing import causal_ranges, pack
+
+from jax_cp_dispatch import (
+    PlacementConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
+
+
+def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.float32):
+    """q, k, v, a cotangent and the segment ids of random documents, padding among them."""
+    rng = np.random.default_rng(seed)
+    segment_ids, _ = pack(rng, batch, num_tokens, max_length=max_length)
+    heads = (4, num_kv_heads, num_kv_heads, 4)
+    arrays = [rng.normal(size=(batch, num_tokens, n, 8)).astype(dtype) for n in heads]
+    return *arrays, segment_ids
+
+
+def expected(arrays, segment_ids, window=None, **options):
+    """Output and gradients in float64, of the batch as it was before placement."""
+    start, end = causal_ranges(segment_ids)
+    if window is not None:
+        start = np.maximum(start, end - window)
+    q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
+    out, lse = attention(q, k, v, start, end, **options)
+    gradients = attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape), **options)
+    return out, *gradients
+
+
+@partial(jax.jit, static_argnames=("mesh", "options"))
+def out_and_gradients(q, k, v, g, plan, *, mesh, options=()):
+    attend = partial(
+        context_parallel_attention,
+        mesh=mesh,
+        axis_name=AXIS,
+        algorithm="placed",
+        plan=plan,
+        **dict(options),
+    )
+    out, pull_back = jax.vjp(attend, q, k, v)
+    return out, *pull_back(g)
+
+
+def attend_placed(arrays, placement, mesh, **options):
+    """Into placed order, attention there, and back."""
+    options = tuple(options.items())
+    results = out_and_gradients(
+        *placement.apply(arrays), placement.plan, mesh=mesh, options=options
+    )
+    return placement.restore([np.asarray(x) for x in results])
+
+
+def assert_close(results, references, *, relative=1e-5, least=1e-30):
+    assert len(results) == len(references)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, references, strict=False):
+        scale = max(np.abs(want).max(), least)
+        difference = np.abs(np.asarray(got, np.float64) - want).max()
+        assert difference <= relative * scale, f"{name}: {difference / scale:.1e}"
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_equals_dense_attention(world_size):
+    """Documents of any length, in two batch rows, on any number of ranks."""
+    *arrays, segment_ids = draw(world_size, batch=2, num_tokens=world_size * 31)
+    placement = place_tokens(segment_ids=segment_ids, world_size=world_size)
+    results = attend_placed(arrays, placement, mesh_of(world_size))
+    assert_close(results, expected(arrays, segment_ids))
+
+
+@pytest.mark.parametrize("window", [1, 19, 500])
+def test_window(window):
+    *arrays, segment_ids = draw(5, batch=1, num_tokens=4 * 48, max_length=150)
+    placement = place_tokens(segment_ids=segment_ids, world_size=4, window=window)
+    results = attend_placed(arrays, placement, mesh_of(4))
+    # A token that sees itself alone has gradients that are differences of equal numbers.
+    least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if window == 1 else 1e-30
+    assert_close(results, expected(arrays, segment_ids, window=window), least=least)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_grouped_heads_scale_and_soft_cap(num_kv_heads):
+    *arrays, segment_ids = draw(3, batch=1, num_tokens=8 * 24, num_kv_heads=num_kv_heads)
+    placement = place_tokens(segment_ids=segment_ids, world_size=8)
+    options = {"scale": 0.3, "logit_soft_cap": 2.0}
+    results = attend_placed(arrays, placement, mesh_of(8), **options)
+    assert_close(results, expected(arrays, segment_ids, **options))
+
+
+@pytest.mark.parametrize("lengths", [[192], [1] * 192, [24] * 8, [], [100, 3, 5, 60]])
+def test_extreme_documents(lengths):
+    """One huge document, one token each, all equal, only padding: one program serves them all."""
+    *arrays, _ = draw(0, batch=1, num_tokens=192)
+    segment_ids = np.zeros((1, 192), int)
+    segment_ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    config = PlacementConfig(kv_capacity=192, max_transfers=64, max_pieces=24)
+    placement = place_tokens([lengths], columns=192, world_size=8, config=config)
+    results = attend_placed(arrays, placement, mesh_of(8))
+    least = float(np.prod([np.abs(x).max() for x in arrays[1:]]))
+    assert_close(results, expected(arrays, segment_ids), least=least)
+    for result in results:
+        assert not result[segment_ids == 0].any()
+
+
+def test_bfloat16():
+    """Within the rounding of inputs and results; dK and dV of many ranks are rounded once."""
+    *arrays, segment_ids = draw(4, batch=1, num_tokens=8 * 32, dtype=jnp.bfloat16)
+    placement = place_tokens(segment_ids=segment_ids, world_size=8)
+    results = attend_placed(arrays, placement, mesh_of(8))
+    assert {x.dtype for x in results} == {np.dtype(jnp.bfloat16)}
+    assert_close(results, expected(arrays, segment_ids), relative=1e-2)
+
+
+def test_by_xla_collectives():
+    *arrays, segment_ids = draw(6, batch=1, num_tokens=4 * 32)
+    placement = place_tokens(segment_ids=segment_ids, world_size=4)
+    results = attend_placed(arrays, placement, mesh_of(4), implementation="xla")
+    assert_close(results, expected(arrays, segment_ids))
+
+
+def test_repeats_bit_for_bit():
+    *arrays, segment_ids = draw(7, batch=1, num_tokens=8 * 24)
+    placement = place_tokens(segment_ids=segment_ids, world_size=8)
+    first, second = (attend_placed(arrays, placement, mesh_of(8)) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_auto_follows_the_plan_on_an_explicit_mesh():
+    *arrays, segment_ids = draw(8, batch=1, num_tokens=4 * 24)
+    placement = place_tokens(segment_ids=segment_ids, world_size=4)
+    mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,), axis_types=(AxisType.Explicit,))
+    q, k, v, _ = placement.apply(arrays)
+    q, k, v = (jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in (q, k, v))
+    out = context_parallel_attention(
+        q, k, v, mesh=mesh, axis_name=AXIS, algorithm="auto", plan=placement.plan
+    )
+    out = placement.restore(np.asarray(out))
+    assert_close([out], expected(arrays, segment_ids)[:1])
+
+
+def test_plans_are_for_their_own_algorithm():
+    q, k, v, _, segment_ids = draw(9, batch=1, num_tokens=2 * 16)
+    placed = place_tokens(segment_ids=segment_ids, world_size=2).plan
+    moved = plan_attention(segment_ids, world_size=2)
+    attend = partial(context_parallel_attention, q, k, v, mesh=mesh_of(2), axis_name=AXIS)
+    with pytest.raises(ValueError, match="needs the plan of a placement, got NoneType"):
+        attend(algorithm="placed")
+    with pytest.raises(ValueError, match="needs the plan of a placement, got AttentionPlan"):
+        attend(algorithm="placed", plan=moved)
+    with pytest.raises(ValueError, match="plan of a placement with algorithm='balanced'"):
+        attend(algorithm="balanced", plan=placed)
+    with pytest.raises(ValueError, match="only 'balanced' and 'placed' follow a plan"):
+        attend(algorithm="ring", plan=placed)
+    with pytest.raises(ValueError, match="algorithm='placed' plans causal attention"):
+        attend(algorithm="placed", plan=placed, causal=False)
+    with pytest.raises(ValueError, match="16 rows but the plan is for 8"):
+        other = place_tokens(segment_ids=segment_ids[:, :16], world_size=2).plan
+        attend(algorithm="placed", plan=other)
