@@ -301,7 +301,6 @@ SMAPS = pathlib.Path("/proc/self/smaps")
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no transparent huge pages")
 def test_large_results_come_in_huge_pages():
     """Where the system gives them on demand: page by page, fresh memory costs several copies."""
     rows = 16 << 20
@@ -309,6 +308,8 @@ def test_large_results_come_in_huge_pages():
     move = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=rows), mesh_of(1))
     got = move(np.ones((1, rows), np.int8), m)
     assert np.asarray(got).all()
+    if not HUGE_PAGES.exists():
+        return  # this system has none; the result is right all the same
     middle = got.addressable_shards[0].data.unsafe_buffer_pointer() + rows // 2
     for region in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.M)[1:]:
         first, end = (int(x, 16) for x in region.split(" ", 1)[0].split("-"))
