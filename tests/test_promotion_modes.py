@@ -16,6 +16,7 @@ from jax_cp_dispatch import (
     local_attention,
     matmul_reduce_scatter,
     merge_partials,
+    plan_attention,
 )
 
 W = 4
@@ -54,6 +55,21 @@ def test_attention(algorithm):
 
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k):
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+def test_plans_that_know_their_batch():
+    q, k = draw(1, 8 * W, 2, 8), draw(1, 8 * W, 1, 8)
+    ids = np.repeat(np.arange(1, 3, dtype=np.uint32), [10, 8 * W - 10])[None]
+
+    @jax.jit
+    def attend(ids):
+        plan = plan_attention(ids, world_size=W)
+        options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": plan, "segment_ids": ids}
+        return context_parallel_attention(q, k, k, algorithm="balanced", **options), plan.fits
+
+    out, fits = attend(ids)
+    assert np.isfinite(np.asarray(out, np.float32)).all() and fits
+    plan_attention(ids, world_size=W).validate(ids)
 
 
 def test_merged_parts():

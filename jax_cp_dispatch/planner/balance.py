@@ -72,7 +72,7 @@ def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Arr
     middle = jnp.cumsum(flat, dtype=jnp.int32) - flat + flat // 2
     ends = jnp.cumsum(deficit, dtype=jnp.int32)
     # Not `jnp.searchsorted`, which JAX 0.10 cannot trace inside a partly manual `shard_map`.
-    rank = (ends <= middle[:, None]).sum(1, dtype=jnp.int32)
+    rank = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32)
     return rank.reshape(cost.shape)
 
 

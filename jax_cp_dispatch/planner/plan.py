@@ -89,7 +89,8 @@ class AttentionPlan:
         ranks; `lax.cond` on this keeps the state of a training step instead.
         """
         capacities = (self.q_capacity, self.kv_capacity, self.kv_metadata.dst_rank.shape[-1])
-        return (self.needs <= np.array(capacities, np.int32)).all()
+        given = np.broadcast_to(np.array(capacities, np.int32), self.needs.shape)
+        return (self.needs <= given).all()
 
     def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
         """Raises if the plan was made for another batch.
