@@ -219,6 +219,24 @@ def test_donated_storage_is_written_in_place(kind):
         assert (places(got) == before) == bool(donated)
 
 
+def test_donated_storage_is_gone_also_where_the_call_was_refused():
+    mesh = tp_mesh(AxisType.Auto)
+    split = NamedSharding(mesh, P(AXIS, "tp"))
+    x = jax.device_put(X, split)
+    storage = jax.jit(lambda: jnp.zeros(Y.shape), out_shardings=split)()
+    counts = PLAN["num_recv_tokens"].copy()
+    counts[-1, 0] += 1
+
+    def move(x, counts, out):
+        plan = Metadata(**{**PLAN, "num_recv_tokens": counts})
+        return dispatch(x, plan, axis_name=AXIS, capacity=CAPACITY, out=out)
+
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="num_recv_tokens"):
+        jax.block_until_ready(jax.jit(move, donate_argnums=2)(x, counts, storage))
+    with pytest.raises(ValueError, match="dispatch: out is deleted: it was donated to an earlier"):
+        move(x, PLAN["num_recv_tokens"], storage)
+
+
 # ---- Partly manual: some axes inside a shard_map, others outside of it.
 
 

@@ -134,7 +134,7 @@ def context_parallel_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None chooses.
-      deadline: seconds until an exchange gives up on a rank that has not come.
+      deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.
     Raises:

@@ -76,7 +76,7 @@ def balanced_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
-      deadline: seconds until an exchange gives up on a rank that has not come.
+      deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:

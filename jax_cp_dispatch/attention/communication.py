@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,8 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
-from jax_cp_dispatch.dispatch import (
-    DEFAULT_DEADLINE,
-    AxisName,
-    check_implementation,
-    dispatch,
-    transport_serves,
-)
+from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName, check_implementation
+from jax_cp_dispatch.dispatch.exchange import move, outgoing
 from jax_cp_dispatch.metadata import Metadata
 
 # Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it goes nowhere.
@@ -152,38 +147,53 @@ def move_chunks(
 ) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
     check_implementation(op, implementation)
-    by_xla = functools.partial(_by_collectives, routes=routes, axis_name=axis_name)
-    by_dispatch = functools.partial(
-        _by_dispatch, routes=routes, axis_name=axis_name, deadline=deadline
-    )
-    if implementation == "xla" or not transport_serves("cpu"):
+    by_collectives = _ByCollectives(routes, axis_name)
+    by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
+    if implementation == "xla":
         return by_xla(chunks)
+    by_dispatch = functools.partial(
+        _by_dispatch,
+        op=op,
+        by_collectives=by_collectives,
+        implementation=implementation,
+        deadline=deadline,
+    )
     if implementation is not None:
         return by_dispatch(chunks)
     return lax.platform_dependent(chunks, cpu=by_dispatch, default=by_xla)
 
 
-def _by_collectives(chunks, *, routes, axis_name):
+def _of_leaves(move, chunks):
+    leaves, tree = jax.tree.flatten(chunks)
+    return jax.tree.unflatten(tree, move(leaves))
+
+
+class _ByCollectives(NamedTuple):
     """One all-to-all where every rank sends to all others: it uses all links at once.
 
     Elsewhere, in rings and between nodes, one collective-permute for each chunk.
     """
-    num_chunks, num_ranks = len(routes), len(routes[0])
-    peers = np.asarray(routes).T  # [rank, chunk]
-    others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
-    if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
-        return _by_all_to_all(chunks, peers, axis_name)
-    pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in routes]
 
-    def move(x):
-        return jnp.stack(
-            [lax.ppermute(x[chunk], axis_name, arcs) for chunk, arcs in enumerate(pairs)]
-        )
+    routes: Routes
+    axis_name: AxisName
 
-    return jax.tree.map(move, chunks)
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        num_chunks, num_ranks = len(self.routes), len(self.routes[0])
+        peers = np.asarray(self.routes).T  # [rank, chunk]
+        others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
+        if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
+            return _by_all_to_all(arrays, peers, self.axis_name)
+        pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in self.routes]
+        permute = lambda x, arcs: lax.ppermute(x, self.axis_name, arcs)
+        return [
+            jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
+        ]
+
+    def transposed(self) -> _ByCollectives:
+        return self._replace(routes=reverse(self.routes))
 
 
-def _by_all_to_all(chunks, peers, axis_name):
+def _by_all_to_all(arrays, peers, axis_name):
     num_ranks, num_chunks = peers.shape
     chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; to itself: anything
     chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
@@ -192,14 +202,12 @@ def _by_all_to_all(chunks, peers, axis_name):
     rank = lax.axis_index(axis_name)
     outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
 
-    def move(x):
-        return lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming]
-
-    return jax.tree.map(move, chunks)
+    return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
-def _by_dispatch(chunks, *, routes, axis_name, deadline):
+def _by_dispatch(chunks, *, op, by_collectives, implementation, deadline):
     """A chunk is a token, and every token a shard of its own."""
+    routes, axis_name = by_collectives
     num_chunks, num_ranks = len(routes), len(routes[0])
     to = np.asarray(routes, np.int32).T  # [rank, chunk]
     moves = to >= 0
@@ -216,4 +224,5 @@ def _by_dispatch(chunks, *, routes, axis_name, deadline):
         num_total_recv_tokens=received[:, -1],
         world_size=num_ranks,
     )
-    return dispatch(chunks, plan, axis_name=axis_name, capacity=num_chunks, deadline=deadline)
+    piece = outgoing(op, "chunks", "", chunks, plan, num_chunks, None, None)
+    return move(op, [piece], axis_name, None, implementation, deadline, by_collectives)[0]

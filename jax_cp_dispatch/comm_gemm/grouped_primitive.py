@@ -16,7 +16,11 @@ from jax_cp_dispatch import runtime
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch.comm_gemm.blas import load_blas
 from jax_cp_dispatch.comm_gemm.config import ScalingMode
-from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
+from jax_cp_dispatch.dispatch.implementations import (
+    choose_implementation,
+    fall_back_to_xla,
+    num_cpu_devices_here,
+)
 from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS
 
 grouped_gemm_p = Primitive("grouped_gemm")
@@ -71,7 +75,7 @@ def _run_alone(*operands, call):
 
 def _lower(ctx, *operands, call: GroupedCall):
     platforms = ctx.module_context.platforms
-    chosen = choose_implementation("grouped_gemm", call.implementation, platforms)
+    chosen = choose_implementation("grouped_gemm", call.implementation, platforms, groups=())
     if chosen in GPU_IMPLEMENTATIONS:
         missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
         chosen = fall_back_to_xla("grouped_gemm", call.implementation, missing)
@@ -79,7 +83,7 @@ def _lower(ctx, *operands, call: GroupedCall):
         by_xla = functools.partial(grouped_gemm_by_xla, call=call)
         return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
     load_blas()
-    num_threads = max(1, len(os.sched_getaffinity(0)) // jax.local_device_count("cpu"))
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
         *operands,

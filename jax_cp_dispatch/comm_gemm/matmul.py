@@ -18,7 +18,7 @@ from jax_cp_dispatch.comm_gemm.product import Matmul
 from jax_cp_dispatch.comm_gemm.scaled_operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
 from jax_cp_dispatch.dispatch.buffers import DEFAULT_DEADLINE, deadline_milliseconds
 from jax_cp_dispatch.dispatch.checks import check_axis_name, check_mesh
-from jax_cp_dispatch.dispatch.implementations import check_implementation
+from jax_cp_dispatch.dispatch.implementations import check_groups, check_implementation
 from jax_cp_dispatch.dispatch.placement import find_place
 
 AxisName = str | tuple[str, ...]
@@ -89,7 +89,7 @@ def all_gather_matmul(
       implementation: "in_process", "shared_memory" (between processes of one host), a GPU
         transport by its name, "xla" (the same result from XLA's collectives, without overlap), or
         None: the first that can serve.
-      deadline: seconds that a rank waits for another.
+      deadline: seconds that a rank waits for another; not with "xla".
     Returns:
       The product: float32 accumulation (float64 for float64), rounded once. Bitwise repeatable.
     Raises:
@@ -233,6 +233,8 @@ def _matmul(
             f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
             f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
+    if place.is_global and not place.open_axes:  # else the lowering knows
+        check_groups(op, implementation, place.groups(names))
     splits_contracted = place.is_global and kind == CommOverlapType.RS
     contracted = x.shape[-1] // (num_ranks if splits_contracted else 1)
     checks.check_contracted_blocks(op, mode, contracted)

@@ -19,8 +19,12 @@ from jax_cp_dispatch.comm_gemm.by_xla import gemm_by_xla
 from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults, place_on
 from jax_cp_dispatch.comm_gemm.on_gpu import lower_on_gpu, what_gpus_lack
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
-from jax_cp_dispatch.dispatch.call_site import call_site_attributes
-from jax_cp_dispatch.dispatch.implementations import choose_implementation, fall_back_to_xla
+from jax_cp_dispatch.dispatch.call_site import call_site_attributes, groups_of_program
+from jax_cp_dispatch.dispatch.implementations import (
+    choose_implementation,
+    fall_back_to_xla,
+    num_cpu_devices_here,
+)
 from jax_cp_dispatch.gpu import GPU_IMPLEMENTATIONS, remember_mesh, what_pointers_lack
 
 gemm_p = Primitive("gemm")
@@ -70,7 +74,9 @@ def _lower(ctx, *operands, call: GemmCall, names):
                 multiple_results=True,
             )(ctx, *operands)
     platforms = ctx.module_context.platforms
-    transport = choose_implementation(call.op, call.implementation, platforms)
+    num_ranks = call.num_ranks if call.axis_names else 0
+    groups = groups_of_program(ctx, call.axis_names, call.group_axes, num_ranks)
+    transport = choose_implementation(call.op, call.implementation, platforms, groups)
     if transport in GPU_IMPLEMENTATIONS:
         missing = what_gpus_lack(call, _operands(ctx.avals_in, names))
         if missing is None and call.axis_names:
@@ -87,9 +93,15 @@ def _lower(ctx, *operands, call: GemmCall, names):
     if num_devices > 1:
         keep_freed_memory()
     load_blas()
-    if transport == "shared_memory":
-        num_devices = jax.device_count("cpu")  # all of them are on this host
-    return _lower_custom_call(ctx, *operands, call=call, names=names, num_devices=num_devices)
+    site = functools.partial(
+        call_site_attributes,
+        what=_what(call),
+        axis_names=call.axis_names,
+        num_ranks=num_ranks,
+        groups=groups,
+        implementation=transport,
+    )
+    return _lower_custom_call(ctx, *operands, call=call, names=names, site=site)
 
 
 def _written(results: GemmResults) -> list[Any]:
@@ -109,7 +121,7 @@ def _with_all_axes_manual(*operands, call: GemmCall, names):
     )(*operands)
 
 
-def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
+def _lower_custom_call(ctx, *operands, call: GemmCall, names, site):
     place = jax.typeof(np.int32(0))
     absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on what has no element
     rank, group, nothing = mlir.lower_fun(
@@ -121,7 +133,7 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
     shapes = call.result_shapes(avals)
     like = ctx.avals_in[0]
     aval = lambda s: absent if s is None else like.update(shape=s[0], dtype=s[1], weak_type=False)
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
     aux_boundary = 1 if avals.aux_in is None else avals.aux_in.ndim - 1
     results = jax.ffi.ffi_lowering(runtime.GEMM_TARGET)(
         ctx.replace(
@@ -130,13 +142,7 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, num_devices):
         ),
         *(rank, group, *(nothing if x is None else x for x in given)),
         aux_axis_boundary=np.int64(aux_boundary),
-        **call_site_attributes(
-            ctx,
-            _what(call),
-            call.axis_names,
-            call.group_axes,
-            call.num_ranks if call.axis_names else 0,
-        ),
+        **site(ctx),
         **call.attributes(num_threads),
     )
     return [x for x, shape in zip(results, shapes, strict=True) if shape is not None]

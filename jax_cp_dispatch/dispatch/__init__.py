@@ -15,7 +15,6 @@ from jax_cp_dispatch.dispatch.implementations import (
     Implementation,
     available_implementations,
     check_implementation,
-    transport_serves,
 )
 from jax_cp_dispatch.dispatch.placement import find_mesh, is_traced
 
@@ -37,5 +36,4 @@ __all__ = [
     "grow_dispatch_buffer",
     "is_traced",
     "list_dispatch_buffers",
-    "transport_serves",
 ]

@@ -44,7 +44,7 @@ def dispatch(
         and unplaced arguments.
       implementation: None chooses; see `available_implementations`.
       deadline: seconds until the ranks that have arrived give up on those that have not; None
-        means that of `buffer`, or 60.
+        means that of `buffer`, or 60. Not with `implementation="xla"`.
     Returns:
       Received tokens in attention layout, in the structure of `x`; rows nobody writes are zero.
     Raises:

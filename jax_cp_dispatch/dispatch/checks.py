@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import index_dtype
@@ -99,8 +100,13 @@ def check_summable(op: str, dtype: Any) -> None:
 def check_storage(
     op: str, out: Any, tree: Any, wanted: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[Array]:
-    """`out` has the structure, shapes and dtypes of the result."""
+    """`out` has the structure, shapes and dtypes of the result, and is still there."""
     storage, out_tree = jax.tree.flatten(out)
+    if any(_is_deleted(x) for x in storage):
+        raise ValueError(
+            f"{op}: out is deleted: it was donated to an earlier call, which takes it also where "
+            "it is refused. Pass a fresh one, or leave out away."
+        )
     got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
     if out_tree != tree or got != list(wanted):
         shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
@@ -109,6 +115,10 @@ def check_storage(
             "result of the same call, or leave out away."
         )
     return storage
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:

@@ -18,8 +18,8 @@ from jax_cp_dispatch.dispatch.buffers import (
     buffer_limits,
     deadline_milliseconds,
 )
-from jax_cp_dispatch.dispatch.implementations import check_implementation
-from jax_cp_dispatch.dispatch.operands import Call, Part, summable
+from jax_cp_dispatch.dispatch.implementations import check_groups, check_implementation
+from jax_cp_dispatch.dispatch.operands import Call, Collectives, Part, summable
 from jax_cp_dispatch.dispatch.placement import (
     Place,
     find_place,
@@ -146,6 +146,7 @@ def move(
     mesh: Any,
     implementation: str | None,
     deadline: float | None,
+    by_collectives: Collectives | None = None,
 ) -> list[Any]:
     """Makes one exchange of all pieces; returns their results in the structures of the arrays."""
     names = checks.check_axis_name(op, axis_name)
@@ -157,6 +158,8 @@ def move(
     place = find_place(
         op, names, mesh, [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)]
     )
+    if place.is_global and not place.open_axes:  # else the lowering knows
+        check_groups(op, implementation, place.groups(names))
     num_ranks = place.num_ranks(names) or pieces[0].metadata.world_size
 
     parts, fields, stamps, arrays, storage, dtypes = [], [], [], [], [], []
@@ -197,7 +200,7 @@ def move(
         if piece.sums is not None:
             dtypes += [jnp.dtype(piece.sums[i]).name for i in moving]
 
-    call = Call(names, (), num_ranks, implementation, deadline_ms)
+    call = Call(names, (), num_ranks, implementation, deadline_ms, by_collectives=by_collectives)
     if pieces[0].sums is None:
         bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
     else:

@@ -7,20 +7,22 @@ from typing import NamedTuple
 
 import jax
 
+from jax_cp_dispatch.dispatch.call_site import Groups
 from jax_cp_dispatch.fork import refuse_after_fork
 from jax_cp_dispatch.gpu import (
     GPU_IMPLEMENTATIONS,
     choose_gpu_implementation,
     what_gpu_lacks,
 )
-from jax_cp_dispatch.processes import transport_choice
+from jax_cp_dispatch.processes import share_memory, transport_choice
 
 
 class Implementation(NamedTuple):
     """One way to move rows, and whether it can be used here.
 
     Attributes:
-      available: whether `implementation=<its name>` works on the default backend.
+      available: whether `implementation=<its name>` works on the default backend, for ranks on all
+        devices. Groups of ranks inside one process or host may be served where those are not.
       reason: why, or why not.
     """
 
@@ -35,7 +37,7 @@ def available_implementations() -> dict[str, Implementation]:
     backend.
     """
     platforms = [jax.default_backend()]
-    found = {name: lacks(platforms) for name, lacks in _LACKS.items()}
+    found = {name: lacks(platforms, None) for name, lacks in _LACKS.items()}
     choice = transport_choice()
     return {
         "in_process": Implementation(
@@ -55,34 +57,50 @@ def available_implementations() -> dict[str, Implementation]:
     }
 
 
-def choose_implementation(op: str, wanted: str | None, platforms: Sequence[str]) -> str:
-    """The implementation of a program that is lowered for `platforms`.
+def choose_implementation(
+    op: str, wanted: str | None, platforms: Sequence[str], groups: Groups | None = None
+) -> str:
+    """The implementation of a program that is lowered for `platforms`; in all processes the same.
 
     Args:
       op: begins the message of an error.
       wanted: what the caller asked for; None chooses.
+      groups: the processes of the ranks, by group; None: those of all devices are one group.
     Raises:
       ValueError: `wanted` is no implementation.
-      NotImplementedError: `wanted` cannot serve these platforms.
+      NotImplementedError: `wanted` cannot serve these platforms, or groups.
     """
     if wanted in GPU_IMPLEMENTATIONS or (wanted is None and set(platforms) == {"cuda"}):
         return _choose_for_gpus(op, wanted, platforms)
-    lacks = {name: lacks(platforms) for name, lacks in _LACKS.items()}
+    lacks = {name: lacks(platforms, groups) for name, lacks in _LACKS.items()}
     if wanted is None:
         for name, missing in lacks.items():
             if missing is None:
                 return name
-        say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {_why(lacks)}.")
+        say_once(f"moves rows with XLA's collectives (implementation='xla'): {_why(lacks)}.")
         return "xla"
-    missing = lacks.get(wanted)
+    _refuse(op, wanted, lacks.get(wanted))
+    return wanted
+
+
+def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
+    """Refuses a transport between CPU devices that does not reach all ranks, before it is lowered.
+
+    Raises:
+      NotImplementedError: `wanted` cannot serve groups of these processes.
+    """
+    if groups is not None and wanted in _LACKS:
+        _refuse(op, wanted, _LACKS[wanted](["cpu"], groups))
+
+
+def _refuse(op: str, wanted: str, missing: str | None) -> None:
     if missing is not None:
         raise NotImplementedError(
             f"{op}: implementation={wanted!r} cannot serve this program: {missing}. Pass "
             "implementation='xla', or run on CPU devices: JAX_PLATFORMS=cpu, with "
             "jax.config.update('jax_num_cpu_devices', n) for virtual ones of one process, or "
-            "jax_cp_dispatch.initialize() in several."
+            "jax_cp_dispatch.initialize() in several of one host."
         )
-    return wanted
 
 
 def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
@@ -111,19 +129,28 @@ def check_implementation(op: str, wanted: str | None) -> None:
         )
 
 
-def transport_serves(platform: str) -> bool:
-    """Whether programs that are lowered for `platform` can use a transport of this package."""
-    return any(lacks([platform]) is None for lacks in _LACKS.values())
+def num_cpu_devices_here() -> int:
+    """CPU devices that share the cores of this host, as far as `initialize` knows."""
+    own, devices = jax.process_index(), jax.devices("cpu")
+    near = sum(share_memory((own, device.process_index)) for device in devices)
+    return max(near, jax.local_device_count("cpu"))
 
 
-def _what_in_process_lacks(platforms: Sequence[str]) -> str | None:
+def _what_in_process_lacks(platforms: Sequence[str], groups: Groups | None) -> str | None:
     missing = _what_cpu_lacks(platforms)
-    if missing is None and jax.process_count() > 1:
-        return f"there are {jax.process_count()} processes, and it serves the devices of one"
-    return missing
+    if missing is not None or jax.process_count() == 1:
+        return missing
+    for group in _all_groups(groups):
+        if len(set(group)) > 1:
+            processes = ", ".join(map(str, sorted(set(group))[:4]))
+            return (
+                f"ranks of one group are in {len(set(group))} processes ({processes}"
+                f"{', ...' if len(set(group)) > 4 else ''}), and it serves the devices of one"
+            )
+    return None
 
 
-def _what_shared_memory_lacks(platforms: Sequence[str]) -> str | None:
+def _what_shared_memory_lacks(platforms: Sequence[str], groups: Groups | None) -> str | None:
     missing = _what_cpu_lacks(platforms)
     if missing is not None:
         return missing
@@ -132,7 +159,11 @@ def _what_shared_memory_lacks(platforms: Sequence[str]) -> str | None:
     choice = transport_choice()
     if choice is None:
         return "jax_cp_dispatch.initialize() has not been called in this process"
-    return None if choice.implementation == "shared_memory" else choice.reason
+    return None if all(map(share_memory, _all_groups(groups))) else choice.reason
+
+
+def _all_groups(groups: Groups | None) -> Groups:
+    return (tuple(range(jax.process_count())),) if groups is None else groups
 
 
 def _what_cpu_lacks(platforms: Sequence[str]) -> str | None:
@@ -165,7 +196,7 @@ def _choose_for_gpus(op: str, wanted: str | None, platforms: Sequence[str]) -> s
         return wanted
     name, reason = choose_gpu_implementation(platforms)
     if name is None:
-        say_once(f"{op}: moves rows with XLA's collectives (implementation='xla'): {reason}.")
+        say_once(f"moves rows with XLA's collectives (implementation='xla'): {reason}.")
     return name or "xla"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
-from jax_cp_dispatch.dispatch.call_site import call_site_attributes
+from jax_cp_dispatch.dispatch.call_site import call_site_attributes, groups_of_program
 from jax_cp_dispatch.dispatch.implementations import choose_implementation
 from jax_cp_dispatch.dispatch.operands import (
     by_part,
@@ -41,7 +41,9 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
         return lower_partitioned(
             primitive, ctx, *operands, call=call, parts=parts, on_one_device=by_xla, params=params
         )
-    name = choose_implementation(str(primitive), call.implementation, ctx.module_context.platforms)
+    groups = groups_of_program(ctx, call.axis_names, call.group_axes, call.num_ranks)
+    platforms = ctx.module_context.platforms
+    name = choose_implementation(str(primitive), call.implementation, platforms, groups)
     if name == "xla":
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
     if name in GPU_IMPLEMENTATIONS:
@@ -52,7 +54,7 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
     if num_devices > 1:
         keep_freed_memory()
     site = call_site_attributes(
-        ctx, _what(target, parts), call.axis_names, call.group_axes, call.num_ranks
+        ctx, _what(target, parts), call.axis_names, call.num_ranks, groups, name
     )
     return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **site)
 
@@ -151,6 +153,8 @@ def _span(values):
 def dispatch_by_xla(*operands, call, parts):
     """`dispatch_p` from XLA's collectives."""
     split = read_operands(operands, parts)
+    if call.by_collectives is not None:
+        return call.by_collectives(split.arrays)
     outs = []
     for part, metadata, stamp, arrays in zip(
         parts, split.metadata, split.stamps, by_part(split.arrays, parts), strict=True
@@ -170,6 +174,9 @@ def dispatch_by_xla(*operands, call, parts):
 def combine_by_xla(*operands, call, parts, dtypes):
     """`combine_p` from XLA's collectives."""
     split = read_operands(operands, parts)
+    if call.by_collectives is not None:
+        moved = call.by_collectives(split.arrays)
+        return [y.astype(dtype) for y, dtype in zip(moved, dtypes, strict=True)]
     outs = []
     of_parts = by_part(split.arrays, parts), by_part(dtypes, parts)
     for part, metadata, stamp, arrays, dtypes_out in zip(

@@ -6,7 +6,7 @@ every part, then for `dispatch`, maybe, storage to reuse (one for each array).
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -56,6 +56,15 @@ def num_before_arrays(parts: Sequence[Part]) -> int:
     return sum(part.num_fields + part.has_stamp for part in parts)
 
 
+@runtime_checkable
+class Collectives(Protocol):
+    """What a plan does, by collectives of XLA: hashable, and equal where it does the same."""
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]: ...
+
+    def transposed(self) -> "Collectives": ...
+
+
 class Call(NamedTuple):
     """What all parts of a call have in common."""
 
@@ -66,6 +75,7 @@ class Call(NamedTuple):
     deadline_ms: int
     is_global: bool = False  # arrays of all ranks, to be split; else this rank's
     open_axes: tuple[str, ...] = ()  # mesh axes that the lowering has to make manual
+    by_collectives: "Collectives | None" = None  # a shorter way than that of any plan
 
     def on_one_rank(self, mesh: Any) -> "Call":
         """The call inside of what opens all axes of `mesh`."""

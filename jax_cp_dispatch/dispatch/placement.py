@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._varying import vary_alike, varying_axes
+from jax_cp_dispatch.dispatch.call_site import Groups, groups_of_mesh
 
 
 class Place(NamedTuple):
@@ -27,6 +28,13 @@ class Place(NamedTuple):
 
     def num_ranks(self, names: Sequence[str]) -> int | None:
         return self.mesh and math.prod(self.mesh.shape[name] for name in names)
+
+    def groups(self, names: Sequence[str]) -> Groups | None:
+        """In which processes the ranks are, as far as it is known already."""
+        if self.mesh is None:
+            return None
+        others = [name for name in self.mesh.axis_names if name not in names]
+        return groups_of_mesh(self.mesh, names, others)
 
 
 def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> Place:

@@ -138,6 +138,8 @@ def _transpose(adjoint, cotangents, *operands, call, parts, **_):
     if any(keep):
         kept, kept_parts = select_arrays(split._replace(arrays=list(cotangents)), parts, keep)
         dtypes = [x.aval.dtype for x in itertools.compress(split.arrays, keep)]
+        if call.by_collectives is not None:
+            call = call._replace(by_collectives=call.by_collectives.transposed())
         adjoints = iter(adjoint(kept, dtypes, call=call, parts=kept_parts))
         results = [
             next(adjoints) if live else zero for live, zero in zip(keep, results, strict=True)

@@ -10,13 +10,14 @@ import resource
 import sys
 import time
 import warnings
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "processes"))
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from movement_oracle import dispatched
 from places import AXIS, check, draw, mesh_of_all, on_ranks, place, plan_of
 
@@ -79,13 +80,64 @@ def dispatch_inside(options) -> None:
         if options.num_processes == 4:
             for implementation in None, "shared_memory":
                 move_over(mesh_of_groups(by_process, 2), own=implementation)
-    refused = ""
+        ring_inside(mesh_of_groups(by_process, options.num_processes))
+    for refused in (
+        lambda: move_over(mesh_of_all(), own="shared_memory"),
+        lambda: move_over(mesh_of_all(), own="in_process"),
+        lambda: move_global_arrays("shared_memory"),
+        lambda: multiply_global_arrays("shared_memory"),
+    ):
+        expect_refusal(refused)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        move_over(mesh_of_all())
+        move_global_arrays(None)
+        multiply_global_arrays(None)
+        ring_inside(mesh_of_groups(by_process, 1))
+    assert [w.category for w in said if "jax_cp_dispatch" in str(w.message)] == [UserWarning], said
+
+
+def expect_refusal(call) -> None:
     try:
-        move_over(mesh_of_all(), own="shared_memory")
+        call()
     except NotImplementedError as error:
-        refused = str(error)
-    assert "implementation='shared_memory' cannot serve this program" in refused, refused
-    dispatch_over_all(options)
+        assert "implementation='" in str(error), error
+        assert "cannot serve this program: " in str(error), error
+    else:
+        raise AssertionError("nothing was refused")
+
+
+def ring_inside(mesh: Mesh) -> None:
+    """Keys go around in each group; between hosts by collective-permutes."""
+    spec = P(mesh.axis_names)
+    x = draw(6, mesh.size, 2)
+    shift = lambda x: cp.ring_exchange(x, axis_name=AXIS)
+    program = on_ranks(shift, mesh, spec)
+    rows = place(x, mesh, spec)
+    text = program.lower(rows).as_text()
+    assert ("jax_cp_dispatch.dispatch" in text) != spans_hosts(mesh)
+    assert ("collective_permute" in text) == spans_hosts(mesh)
+    groups = x.reshape(-1, mesh.shape[AXIS], *x.shape[1:])
+    check(program(rows), np.roll(groups, 1, axis=1).reshape(x.shape))
+
+
+def move_global_arrays(own: str | None) -> None:
+    mesh = Mesh(mesh_of_all().devices, (AXIS,), axis_types=(AxisType.Auto,))
+    plan, capacity = plan_of(4, mesh.size)
+    x = draw(5, mesh.size, 3)
+    options: Any = {"axis_name": AXIS, "capacity": capacity, "mesh": mesh, "implementation": own}
+    move = jax.jit(lambda x: cp.dispatch(x, cp.Metadata(**plan), **options))
+    got = move(place(x.reshape(-1, 3), mesh))
+    check(got, dispatched(plan, x, capacity).reshape(-1, 3))
+
+
+def multiply_global_arrays(own: str | None) -> None:
+    mesh = Mesh(mesh_of_all().devices, (AXIS,), axis_types=(AxisType.Auto,))
+    x = draw(1, mesh.size, 8).reshape(-1, 8)
+    w = draw(2, mesh.size, 2).reshape(-1, 8)[: mesh.size].T.copy()
+    options: Any = {"axis_name": AXIS, "mesh": mesh, "implementation": own}
+    multiply = jax.jit(lambda x, w: cp.all_gather_matmul(x, w, **options))
+    check(multiply(place(x, mesh), place(w, mesh, P(None, AXIS))), x @ w)
 
 
 def mesh_of_groups(devices, num_groups: int) -> Mesh:
@@ -109,14 +161,50 @@ def move_over(mesh: Mesh, times: int = 1, own: str | None = None, deadline: floa
     program = on_ranks(local, mesh, spec)
     rows = place(x, mesh, spec)
     text = program.lower(rows).as_text()
-    spans = any(len({host_of(d) for d in g}) > 1 for g in mesh.devices.reshape(num_groups, -1))
-    assert ("jax_cp_dispatch.dispatch" in text) != spans, "the other way was chosen"
+    assert ("jax_cp_dispatch.dispatch" in text) != spans_hosts(mesh), "the other way was chosen"
     want = [
         dispatched(plan, x[g * num_ranks : (g + 1) * num_ranks], capacity)
         for g in range(num_groups)
     ]
     for _ in range(times):
         check(program(rows), np.concatenate(want))
+
+
+def costs(options) -> None:
+    """XLA's way against the package's, for groups of two ranks: in a process, a host, over both."""
+    devices = np.array(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
+    near = Mesh(devices.reshape(-1, 2), ("group", AXIS))
+    far = Mesh(devices.reshape(2, -1).T, ("group", AXIS))
+    where = "a process" if options.num_processes < len(devices) else "a host"
+    for megabytes in 1, 32:
+        own = seconds(near, None, megabytes)
+        inside, between = (seconds(mesh, "xla", megabytes) for mesh in (near, far))
+        print(
+            f"{megabytes} MB per rank: {1e3 * own:.1f} ms inside {where}; XLA's way "
+            f"{inside / own:.1f} times that, between hosts {between / own:.1f} times",
+            flush=True,
+        )
+
+
+def seconds(mesh: Mesh, own: str | None, megabytes: int) -> float:
+    """The median of a dispatch of random segments."""
+    spec, num_ranks = P(mesh.axis_names), mesh.shape[AXIS]
+    plan, capacity = plan_of(3, num_ranks)
+    x = draw(5, mesh.size, megabytes << 14)  # of 16 rows in float32
+    options: Any = {"axis_name": AXIS, "capacity": capacity, "implementation": own}
+    program = on_ranks(lambda x: cp.dispatch(x, cp.Metadata(**plan), **options), mesh, spec)
+    rows = place(x, mesh, spec)
+    times = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(rows))
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[2:]))
+
+
+def spans_hosts(mesh: Mesh) -> bool:
+    groups = mesh.devices.reshape(-1, mesh.shape[AXIS])
+    return any(len({host_of(device) for device in group}) > 1 for group in groups)
 
 
 def host_of(device) -> int:
@@ -128,6 +216,7 @@ KINDS = {
     "ends": dispatch_over_all,
     "for ever": dispatch_for_ever,
     "inside": dispatch_inside,
+    "costs": costs,
     "one host": dispatch_over_all,
     "small files": dispatch_over_all,
 }

@@ -149,7 +149,18 @@ def unreachable(hosts: TwoHosts, num_jobs: int) -> str:
     return "refused by all"
 
 
-CASES = ends, checkpoint, inside, alike, missing, unreachable, killed, network
+def costs(hosts: TwoHosts, num_jobs: int) -> str:
+    lines = []
+    for num_processes in 2, 4:
+        all_done = Job(
+            hosts, "costs", num_processes=num_processes, devices=4 // num_processes
+        ).run()
+        expect_success(all_done)
+        lines += [line for line in all_done[0].text.splitlines() if " MB per rank: " in line]
+    return "\n  ".join(["what XLA's way costs, on this machine", *lines])
+
+
+CASES = ends, checkpoint, inside, alike, missing, unreachable, killed, network, costs
 
 
 def main() -> None:
