@@ -313,7 +313,34 @@ def planner(result: Result) -> list[str]:
     )
 
 
+def placement(result: Result) -> list[str]:
+    def cells_of(row: dict) -> list[object]:
+        peers = [row.get(name) for name in ("greedy", "min_heap")]
+        by_peers = [NONE if peer is None else f"{peer['bytes_per_token']:,}" for peer in peers]
+        keys = f"{row['kv_moved_share']:.3f}", f"{row['least_kv_moved_share']:.3f}"
+        mine = f"{row['bytes_per_token']:,}"
+        names = row["lengths"], row["world_size"]
+        return [*names, row["plan_ms"], f"{row['imbalance']:.4f}", *keys, mine, *by_peers]
+
+    fields = ("tokens_per_rank", "num_heads", "num_kv_heads", "head_size")
+    tokens, heads, kv_heads, size = (
+        and_join(row[name] for row in result["rows"]) for name in fields
+    )
+    return section(
+        f"**Placement.** {tokens} tokens per rank; time from the lengths to the plan; work is "
+        "query-key pairs per rank, max/mean; keys moved per token, beside a bound that no plan "
+        f"is below; bytes per token and layer, forward, with {heads} query and {kv_heads} KV heads "
+        f"of {size} in bfloat16, beside two published planners written anew from their "
+        "descriptions, with the same tolerance (`benchmarks/peer_placements.py`). See "
+        "[placement](placement.md).",
+        "<lengths> | ranks | planning ms | work | keys moved | bound | bytes | greedy | min-heap",
+        map(cells_of, result["rows"]),
+        result,
+    )
+
+
 ALL: tuple[Callable[[Result], list[str]], ...] = (
     *(attention, attention_growth, local_attention, comm_gemm, comm_gemm_tokens, gemm_processes),
     *(scaling, exchange, dispatch, processes, latency, growth, metadata, planner),
+    placement,
 )  # each named as its result file

@@ -1,0 +1,102 @@
+"""Placement of packed documents, 64K tokens per rank: balance, keys moved and time, beside peers.
+
+The batches are those of tests/data/packed, of published lengths; beyond 512 ranks documents are
+drawn from a log-normal distribution. Everything is timed on the host, from the lengths to the plan.
+Peers are written anew from their descriptions, see `peer_placements`; their times say nothing.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+
+import common
+import numpy as np
+import packing
+import peer_placements
+
+from jax_cp_dispatch import Placement, place_tokens
+
+TOKENS = 65536
+
+
+def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
+    for path in sorted((common.ROOT / "tests" / "data" / "packed").glob("*.json")):
+        for batch in json.loads(path.read_text()):
+            if batch["ranks"] in world_sizes:
+                yield path.stem, batch["ranks"], batch["lengths"]
+    for world_size in world_sizes:
+        if world_size > 512:
+            ids = packing.drawn(world_size * TOKENS, world_size)
+            yield packing.DRAWN, world_size, np.bincount(ids[0])[1:].tolist()
+
+
+def least_keys(lengths: list[int], world_size: int, tolerance: float = 0.01) -> float:
+    """Per token, if every rank's other tokens had no work: no placement is below."""
+
+    def work(end: int) -> int:
+        return end * (end + 1) // 2
+
+    limit = int((1 + tolerance) * sum(map(work, lengths)) / world_size)
+    keys = 0
+    for end in lengths:
+        while work(end) > limit or end > TOKENS:
+            start, high = max(0, end - TOKENS), end
+            while start < high:
+                middle = (start + high) // 2
+                fits = work(end) - work(middle) <= limit
+                start, high = (start, middle) if fits else (middle + 1, high)
+            keys, end = keys + start, start
+    return keys / (world_size * TOKENS)
+
+
+def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
+    times = []
+    placement: Placement | None = None
+    for _ in range(repeats):
+        start = time.perf_counter()
+        placement = place_tokens(lengths, world_size=world_size)
+        times.append(time.perf_counter() - start)
+    assert placement is not None
+    plan = placement.plan
+    row = {
+        "world_size": world_size,
+        "tokens_per_rank": TOKENS,
+        **peer_placements.HEADS,
+        "documents": len(lengths),
+        "plan_ms": round(1e3 * float(np.median(times)), 2),
+        "imbalance": round(plan.imbalance, 5),
+        "kv_moved_share": round(plan.num_kv_tokens_moved / sum(lengths), 5),
+        "least_kv_moved_share": round(least_keys(lengths, world_size), 5),
+        "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
+        "slots_per_rank": plan.kv_metadata.seq_len.shape[1],
+    }
+    if world_size <= 128:
+        for name in ("min_heap", "greedy"):
+            outcome = getattr(peer_placements, name)(lengths, world_size)
+            row[name] = {
+                "imbalance": round(outcome.imbalance, 4),
+                "q_moved_share": round(outcome.q, 4),
+                "kv_moved_share": round(outcome.kv, 4),
+                "bytes_per_token": round(outcome.bytes_per_token),
+            }
+    row["bytes_per_token"] = round(peer_placements.KV_BYTES * row["kv_moved_share"])
+    return row
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    sizes = [8, 32, 128, 512, 1024, 4096]
+    parser.add_argument("--world-size", nargs="+", type=int, default=sizes)
+    arguments = common.options(parser, world_size=[8, 32])
+    rows = []
+    for name, world_size, lengths in batches(arguments.world_size):
+        row = {"lengths": name} | measure(lengths, world_size, arguments.repeats)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    common.write(arguments.output, "placing packed documents", rows)
+
+
+if __name__ == "__main__":
+    main()
