@@ -254,20 +254,21 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::str
 template <typename Piece>
 Status PlanParts(const std::string& op,
                  const std::vector<std::unique_ptr<Contribution>>& contributions,
-                 const std::string& capacity_names,
+                 const PlanWords& words,
                  Status (*plan_part)(const std::string&, const Ranks&, const std::string&,
                                      TaskList<Piece>*, std::vector<StagedCopy>*),
                  void (*run)(const Piece&), WorkList* work) {
   std::vector<Ranks> parts;
   Status status = SplitParts(op, contributions, &parts);
-  for (size_t p = 0; p < parts.size() && status.ok(); ++p) status = CheckStamps(op, parts[p]);
+  for (size_t p = 0; p < parts.size() && status.ok(); ++p)
+    status = CheckStamps(op, parts[p], words.processes);
   TaskList<Piece> tasks;
   std::vector<StagedCopy> staging;
   for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
-    status = plan_part(PartName(op, p, parts.size()), parts[p], CapacityName(capacity_names, p),
-                       &tasks, &staging);
+    status = plan_part(PartName(op, p, parts.size()), parts[p],
+                       CapacityName(words.capacity_names, p), &tasks, &staging);
     if (!status.ok() && !DescribeOverflow(parts[p], "").empty()) {
-      status = RefuseOverflows(op, parts, capacity_names);
+      status = RefuseOverflows(op, parts, words.capacity_names);
     }
   }
   if (status.ok()) {
@@ -281,14 +282,14 @@ Status PlanParts(const std::string& op,
 
 Status PlanDispatch(const std::string& op,
                     const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
-                    const std::string& capacity_names) {
-  return PlanParts(op, contributions, capacity_names, PlanDispatchPart, RunCopy, work);
+                    const PlanWords& words) {
+  return PlanParts(op, contributions, words, PlanDispatchPart, RunCopy, work);
 }
 
 Status PlanCombine(const std::string& op,
                    const std::vector<std::unique_ptr<Contribution>>& contributions, WorkList* work,
-                   const std::string& capacity_names) {
-  return PlanParts(op, contributions, capacity_names, PlanCombinePart, RunSum, work);
+                   const PlanWords& words) {
+  return PlanParts(op, contributions, words, PlanCombinePart, RunSum, work);
 }
 
 }  // namespace cpd

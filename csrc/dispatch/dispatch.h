@@ -70,17 +70,22 @@ struct DispatchContribution final : Contribution {
 std::unique_ptr<Contribution> ReadDispatchContribution(Direction direction, int num_ranks,
                                                        std::string_view bytes);
 
+// For messages.
+struct PlanWords {
+  std::string capacity_names = {};  // of the parts: the arguments that set them, by commas
+  const std::vector<int>* processes = nullptr;  // of each rank; none: all ranks are here
+};
+
 // Both check the contributions of all ranks together and refuse before anything moves.
-// `op` begins every message; `capacity_names` are the arguments that set the capacities of the
-// parts, separated by commas, for messages about them.
+// `op` begins every message.
 
 // buffers[d][dst_offset + i] = tokens[s][src_offset + i]; rows that nobody writes become zero.
 Status PlanDispatch(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                    WorkList* work, const std::string& capacity_names = "");
+                    WorkList* work, const PlanWords& words = {});
 
 // tokens[s][src_offset + i] = sum over slots, then replicas, of buffers[d][dst_offset + i]; in that
 // order, so the result is bitwise repeatable. Rows that nobody names become zero.
 Status PlanCombine(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
-                   WorkList* work, const std::string& capacity_names = "");
+                   WorkList* work, const PlanWords& words = {});
 
 }  // namespace cpd

@@ -164,26 +164,29 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 }  // namespace
 
-Status CheckStamps(const std::string& op, const Ranks& ranks) {
+Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes) {
   constexpr const char* kNames[] = {"segment ids", "positions"};
   static_assert(kStampSize == 1 + 2 * std::size(kNames));
+  const auto name = [&](size_t rank) {
+    const std::string text = "rank " + std::to_string(rank);
+    return processes ? text + " of process " + std::to_string((*processes)[rank]) : text;
+  };
   for (size_t r = 0; r < ranks.size(); ++r) {
     const IntArray &stamp = ranks[r]->stamp, &first = ranks[0]->stamp;
     if (static_cast<bool>(stamp) != static_cast<bool>(first)) {
-      return Invalid(op, ": rank ", r, " brings ", stamp ? "" : "no ",
-                     "checksums of its batch, rank 0 ", first ? "does" : "none",
-                     ". All ranks must run the same program.");
+      return Invalid(op, ": ", name(r), " brings ", stamp ? "" : "no ", "checksums of its batch, ",
+                     name(0), first ? " does" : " none", ". All ranks must run the same program.");
     }
     if (!stamp) continue;
     if (stamp[0] != first[0]) {
-      return Invalid(op, ": rank ", r, " follows the plan of a batch with checksum ", stamp[0],
-                     ", rank 0 that of another batch, with checksum ", first[0],
+      return Invalid(op, ": ", name(r), " follows the plan of a batch with checksum ", stamp[0],
+                     ", ", name(0), " that of another batch, with checksum ", first[0],
                      ". Plan the same segment ids and positions in every process.");
     }
     for (int i = 0; i < 2; ++i) {
       const int64_t expected = stamp[1 + 2 * i], seen = stamp[2 + 2 * i];
       if (expected == seen) continue;
-      return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of rank ", r,
+      return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
                      " have checksum ", seen, " but the plan expects ", expected,
                      ". Pass the plan that plan_attention makes of this batch.");
     }

@@ -30,7 +30,7 @@ Status Invalid(const Parts&... parts) {
 }
 
 // All ranks follow the plan of one batch, and it is the batch that each of them sees.
-Status CheckStamps(const std::string& op, const Ranks& ranks);
+Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes);
 
 // The largest need of a rank that its receive buffers, sized by `capacity_name`, are too small for,
 // by the counts that the ranks announce; in words, or nothing.

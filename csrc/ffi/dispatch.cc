@@ -61,17 +61,17 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
   exchange.op = call.op;
   exchange.num_ranks = call.num_ranks;
   exchange.deadline = call.deadline;
-  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op,
-                      names = std::string(options.capacity_names)](const auto& ranks,
-                                                                   WorkList* work) {
-    return is_dispatch ? PlanDispatch(op, ranks, work, names) : PlanCombine(op, ranks, work, names);
-  };
   exchange.reader = [direction = call.direction,
                      num_ranks = call.num_ranks](std::string_view bytes) {
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
   status = site->Describe(run_id.run_id, group, &exchange);
   if (!status.ok()) return Failed(status);
+  PlanWords words{std::string(options.capacity_names), exchange.processes};
+  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
+                         const auto& ranks, WorkList* work) {
+    return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
+  };
   Transport& transport = TransportFor(exchange);
 
   auto promise = std::make_shared<ffi::Promise>();

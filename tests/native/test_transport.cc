@@ -309,7 +309,7 @@ void OverflowsNameTheLargestNeedOfEveryPart() {
   std::vector<std::vector<std::array<int64_t, 4>>> need = {
       {{0, 0, 0, 5}, {0, 0, 0, 9}, {0, 0, 0, 7}}, {{0, 0, 0, 6}, {0, 0, 0, 2}, {0, 0, 0, 8}}};
   WorkList work;
-  const Status status = PlanDispatch("send", Announcing(&need), &work, "first,second");
+  const Status status = PlanDispatch("send", Announcing(&need), &work, {"first,second"});
   CHECK(Contains(status, "send: rank 1 would receive 9 tokens but first is 4. Pass first>=9,"));
   CHECK(Contains(status, "rank 2 would receive 8 tokens but second is 4. Pass second>=8,"));
 }
@@ -328,16 +328,20 @@ void StampsAreCompared() {
       CHECK(contributions[rank] != nullptr);
     }
     WorkList work;
-    return PlanDispatch("send", contributions, &work);
+    const std::vector<int> processes = {4, 4, 6};
+    return PlanDispatch("send", contributions, &work, {"", &processes});
   };
   const Stamp right = {7, -1, -1, 0, 0};
   CHECK(plan({right, right, right}).ok());
-  CHECK(Contains(plan({right, right, {7, -1, 5, 0, 0}}),
-                 "send: the plan was made for another batch: the segment ids of rank 2 have "
-                 "checksum 5 but the plan expects -1"));
-  CHECK(Contains(plan({right, {7, 4, 4, 0, 2}, right}), "the positions of rank 1 have checksum 2"));
+  CHECK(
+      Contains(plan({right, right, {7, -1, 5, 0, 0}}),
+               "send: the plan was made for another batch: the segment ids of rank 2 of process 6 "
+               "have checksum 5 but the plan expects -1"));
+  CHECK(Contains(plan({right, {7, 4, 4, 0, 2}, right}),
+                 "the positions of rank 1 of process 4 have checksum 2"));
   CHECK(Contains(plan({right, {8, -1, -1, 0, 0}, right}),
-                 "rank 1 follows the plan of a batch with checksum 8"));
+                 "rank 1 of process 4 follows the plan of a batch with checksum 8, rank 0 of "
+                 "process 4 that of another batch, with checksum 7"));
 }
 
 // No array bounds what the slots name, and nothing moves: the numbers are not summed either.
@@ -354,7 +358,7 @@ void HostileNumbersWithoutArrays() {
     mine->parts.push_back(part);
     contributions.push_back(std::move(mine));
     WorkList work;
-    CHECK(plan("send", contributions, &work, "").ok());
+    CHECK(plan("send", contributions, &work, {}).ok());
     CHECK(work.num_tasks == 0);
   }
 }
