@@ -48,6 +48,6 @@ nvshmem = types.SimpleNamespace(
 runtime.cuda = cuda
 runtime.load_nvshmem = lambda: (nvshmem, "")
 jax.distributed.initialize(ADDRESS, 2, PROCESS)
-world = gpu.connect_gpus(timeout=60)
+world = gpu.connect_gpus(timeout=600)
 assert gpu.connect_gpus() is world
 print(f"chose {world.implementation}: {world.reason}", flush=True)

@@ -19,7 +19,7 @@ NUM_DEVICES = 8
 S, T, C, F = 4, 12, 2, 3  # slots, rows and replicas per rank, features
 NUM_PLANS = 3
 CAPACITY = NUM_DEVICES * T * C
-SHORT_DEADLINE = 0.3
+SHORT_DEADLINE = 2.0
 WEIGHTS = np.array([[1, -2, 0], [2, 1, -1], [-1, 0, 2]])
 TAGS = np.arange(CAPACITY)[:, None] % 5
 
@@ -318,7 +318,10 @@ def spoil(rng, structure: Structure, inputs: Inputs) -> tuple[Inputs, str]:
     group, rank, other = int(rng.integers(G)), int(rng.integers(W)), int(rng.integers(W))
     if ("maybe", 1) in structure.ops and rng.random() < 0.7:
         inputs.is_here[group, rank] = False
-        return inputs, rf"deadline of 300 ms passed: {W - 1}/{W} ranks .*missing ranks \[{rank}\]"
+        return inputs, (
+            rf"deadline of {1000 * SHORT_DEADLINE:.0f} ms passed: {W - 1}/{W} ranks "
+            rf".*missing ranks \[{rank}\]"
+        )
     counts = inputs.plans[0][group]["num_recv_tokens"]
     if rng.random() < 0.5:
         counts[rank, W] = CAPACITY + 1

@@ -106,7 +106,7 @@ def test_the_time_is_told_when_every_result_knows_its_own(pages):
 def run_all(*arguments):
     return subprocess.run(
         [sys.executable, BENCHMARKS / "run_all.py", *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def test_tune_measures_every_method_and_the_table_survives_a_file(tmp_path):
         | {"PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     here = [choose_comm_gemm(shape, table=measured).label for shape in measured.seconds]

@@ -18,7 +18,7 @@ def run(program, **environment):
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

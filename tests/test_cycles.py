@@ -103,7 +103,7 @@ def test_the_same_in_every_process():
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=1200,
     ).stdout
     here = repr((hamiltonian_cycles(62), two_level_maps(7, 3))).encode()
     assert there.strip() == hashlib.sha256(here).hexdigest()

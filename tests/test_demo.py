@@ -22,7 +22,7 @@ def run_demo(*arguments, cwd):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 

@@ -259,37 +259,36 @@ def test_slots_cut_off_by_a_static_bound(plan):
 
 def test_rank_that_never_comes_is_named(plan):
     def local(x, m):
-        here = lambda x: dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=0.5)
+        here = lambda x: dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=2.0)
         away = lambda x: jnp.zeros_like(jax.eval_shape(here, x)) + 0 * jnp.sum(x)
         return jax.lax.cond(jax.lax.axis_index(AXIS) == 3, away, here, x)
 
-    start = time.monotonic()
     expect_on_every_rank(
         lambda: jax.block_until_ready(on_ranks(local, mesh_of(W))(rows(2), Metadata(**plan))),
-        r"deadline of 500 ms passed: 7/8 ranks arrived.*missing ranks \[3\]",
+        r"deadline of 2000 ms passed: 7/8 ranks arrived.*missing ranks \[3\]",
     )
-    assert time.monotonic() - start < 20
 
 
 def test_ranks_that_come_late_find_the_error_at_once(plan):
-    """The group failed without them; they do not wait for another deadline."""
+    """The group failed without them; they do not meet, and wait, anew."""
+
+    def late(x, rank):
+        if rank == 2:
+            time.sleep(3.0)  # the others have given up, and have not forgotten why
+        return x
 
     def local(x, m):
-        def work(x):  # some seconds of arithmetic that the result depends on
-            busy = jax.lax.fori_loop(0, 2000, lambda _, a: jnp.sin(a), jnp.ones((512, 512)))
-            return x + jnp.sum(busy)
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = jax.pure_callback(late, like, x, jax.lax.axis_index(AXIS))
+        return dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=2.0)
 
-        x = jax.lax.cond(jax.lax.axis_index(AXIS) == 2, work, lambda x: x, x)
-        return dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=0.2)
-
-    start = time.monotonic()
-    expect_on_every_rank(
-        lambda: jax.block_until_ready(
-            on_ranks(local, mesh_of(W), check_vma=False)(rows(2), Metadata(**plan))
-        ),
-        r"deadline of 200 ms passed.*missing ranks \[2\]",
-    )
-    assert time.monotonic() - start < 20
+    result = on_ranks(local, mesh_of(W), check_vma=False)(rows(2), Metadata(**plan))
+    for shard in result.addressable_shards:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"deadline of 2000 ms passed: 7/8 ranks arrived.*missing ranks \[2\]",
+        ):
+            np.asarray(shard.data)
 
 
 def test_error_in_one_of_two_groups():

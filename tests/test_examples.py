@@ -11,7 +11,7 @@ EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout
 

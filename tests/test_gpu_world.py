@@ -57,7 +57,7 @@ def test_all_processes_choose_alike(scene, chosen, reason, slabs):
         for process in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=100) for process in processes]
+        outputs = [process.communicate(timeout=1200) for process in processes]
     finally:
         for process in processes:
             process.kill()

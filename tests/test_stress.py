@@ -11,10 +11,10 @@ STRESS = pathlib.Path(__file__).with_name("stress.py")
 def test_random_programs():
     """In a process of its own, which a hang or a crash cannot take along."""
     done = subprocess.run(
-        [sys.executable, str(STRESS), "--programs=40", "--structures=6", "--hang=60"],
+        [sys.executable, str(STRESS), "--programs=40", "--structures=6", "--hang=600"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     numbers = re.search(r"(\d+) failures provoked, (\d+) seen, (\d+) mismatches", done.stdout)

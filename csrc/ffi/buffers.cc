@@ -31,8 +31,11 @@ void BindBuffers(nb::module_& m) {
   m.def(
       "create_buffer",
       [](int64_t capacity, int64_t row_bytes, int64_t deadline_ms, int64_t num_groups) {
-        return BufferRegistry::Get().Create(
-            {capacity, row_bytes, num_groups, std::chrono::milliseconds(deadline_ms)});
+        int64_t id = 0;
+        Check(BufferRegistry::Get().Create(
+            "create_dispatch_buffer",
+            {capacity, row_bytes, num_groups, std::chrono::milliseconds(deadline_ms)}, &id));
+        return id;
       },
       arg("capacity"), arg("row_bytes"), arg("deadline_ms"), arg("num_groups"));
   m.def(

@@ -220,8 +220,7 @@ class Reader {
 }  // namespace
 
 Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
-  // Far more than any call has; sums and products of a few of them stay far from 2^63.
-  constexpr int64_t kMostArrays = 1 << 16, kMostRows = int64_t{1} << 48;
+  constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
   call->direction = options.direction;
   call->op = std::string(call->is_dispatch() ? "dispatch" : "combine") + " over axis '" +
              std::string(options.axis) + "'";
@@ -246,7 +245,7 @@ Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
       return Wrong(*call, "num_arrays is ", options.num_arrays[p], " for plan ", p);
     }
     for (const int64_t rows : {options.num_tokens[p], options.capacity[p]}) {
-      if (rows < 0 || rows > kMostRows) return Wrong(*call, "plan ", p, " is for ", rows, " rows");
+      if (rows < 0 || rows >= kMostRows) return Wrong(*call, "plan ", p, " is for ", rows, " rows");
     }
   }
   call->parts.resize(num_parts);

@@ -72,9 +72,9 @@ const char* WrongAttribute(const GemmOptions& options) {
   int64_t num_rows = 0;
   for (const int64_t count : options.row_counts) {
     if (count < 0) return "a row count is negative";
-    num_rows = std::min(count, kMost) + std::min(num_rows, kMost);
+    if (count > kMost - num_rows) return "row counts are above 2**31 - 1 together";
+    num_rows += count;
   }
-  if (num_rows > kMost) return "row counts are above 2**31 - 1 together";
   if (options.num_splits < 1 || options.num_batches < 1 || options.num_splits > kMostSplits ||
       options.num_batches > kMost) {
     return "num_splits and num_batches need to be at least 1, and at most 2**20 and 2**31 - 1";

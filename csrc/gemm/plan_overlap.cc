@@ -30,6 +30,10 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
                            spec.parameters + ".");
   }
   problem->config = spec.config;
+  if (spec.config.aggregate && problem->num_ranks() % 2 != 0) {
+    return Status::Invalid(op + ": " + buffer + " is for pairs of ranks, but there are " +
+                           std::to_string(problem->num_ranks()) + ".");
+  }
   if (const int64_t need = BufferBytes(*problem); need > spec.rank_bytes) {
     return Status::Invalid(op + ": " + buffer + " has " + std::to_string(spec.rank_bytes) +
                            " bytes per rank but the call needs " + std::to_string(need) +

@@ -11,6 +11,12 @@ std::string Calls(int64_t count) {
   return std::to_string(count) + (count == 1 ? " call" : " calls");
 }
 
+Status CheckCapacity(const std::string& op, int64_t capacity) {
+  if (capacity < kMostRows) return Status::Ok();
+  return Status::Invalid(op + ": capacity is " + std::to_string(capacity) +
+                         "; it needs to be below 2**48 rows.");
+}
+
 }  // namespace
 
 BufferRegistry& BufferRegistry::Get() {
@@ -18,14 +24,23 @@ BufferRegistry& BufferRegistry::Get() {
   return *registry;
 }
 
-int64_t BufferRegistry::Create(const BufferLimits& limits) {
+Status BufferRegistry::Create(const std::string& op, const BufferLimits& limits, int64_t* id) {
+  if (Status status = CheckCapacity(op, limits.capacity); !status.ok()) return status;
+  if (limits.capacity < 1 || limits.row_bytes < 1 || limits.num_groups < 1 ||
+      limits.deadline.count() < 1 || limits.deadline > kLongestDeadline) {
+    return Status::Invalid(op + ": capacity, row_bytes, deadline and groups need to be positive, " +
+                           "and the deadline at most " + std::to_string(kLongestDeadline.count()) +
+                           " ms.");
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  entries_.emplace(next_id_, BufferEntry{limits});
-  return next_id_++;
+  *id = next_id_++;
+  entries_.emplace(*id, BufferEntry{limits});
+  return Status::Ok();
 }
 
 Status BufferRegistry::Grow(const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,
                             int64_t num_groups) {
+  if (Status status = CheckCapacity(op, capacity); !status.ok()) return status;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end()) return NoSuchBuffer(op, id);

@@ -33,7 +33,8 @@ class BufferRegistry {
   // The one registry of this process. Never destroyed: completions may release during exit().
   static BufferRegistry& Get();
 
-  int64_t Create(const BufferLimits& limits);
+  // Refuses limits that no call could have.
+  Status Create(const std::string& op, const BufferLimits& limits, int64_t* id);
 
   // No limit shrinks: each becomes the larger of what it is and what is asked for.
   Status Grow(const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,

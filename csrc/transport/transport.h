@@ -14,6 +14,9 @@ namespace cpd {
 // Three years, the longest that Python lets through: clocks count nanoseconds in 64 bits.
 constexpr std::chrono::milliseconds kLongestDeadline{100'000'000'000};
 
+// More rows than any array has: sums and products of a few such numbers stay far from 2^63.
+constexpr int64_t kMostRows = int64_t{1} << 48;
+
 enum class StatusCode { kOk, kInvalidArgument, kDeadlineExceeded, kInternal };
 
 struct Status {

@@ -29,7 +29,7 @@ class Attributes {
   }
   void Add(const char* name, Counts value) {
     arrays_.push_back(
-        {c_.Type(XLA_FFI_DataType_S64), value.size(), const_cast<int64_t*>(value.begin())});
+        {Type(XLA_FFI_DataType_S64), value.size(), const_cast<int64_t*>(value.begin())});
     Append(name, XLA_FFI_AttrType_ARRAY, &arrays_.back());
   }
 
@@ -60,9 +60,15 @@ class Attributes {
     XLA_FFI_ByteSpan span;
   };
 
+  XLA_FFI_DataType Type(XLA_FFI_DataType fitting) {
+    constexpr XLA_FFI_DataType kOthers[] = {XLA_FFI_DataType_PRED, XLA_FFI_DataType_S32,
+                                            XLA_FFI_DataType_S64, XLA_FFI_DataType_F32,
+                                            XLA_FFI_DataType_F64};
+    return c_.Seldom() ? kOthers[c_.Number(0, std::size(kOthers) - 1)] : fitting;
+  }
   void AddScalar(const char* name, XLA_FFI_DataType type, int64_t value) {
     numbers_.push_back(value);
-    scalars_.push_back({c_.Type(type), &numbers_.back()});
+    scalars_.push_back({Type(type), &numbers_.back()});
     Append(name, XLA_FFI_AttrType_SCALAR, &scalars_.back());
   }
   void Append(const char* name, XLA_FFI_AttrType type, void* value) {

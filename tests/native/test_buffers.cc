@@ -40,6 +40,12 @@ Status Acquire(BufferRegistry& registry, int64_t id, const Call& call = {}) {
   return registry.Acquire(id, "move", call.group, call.num_rows, call.row_bytes);
 }
 
+int64_t Create(BufferRegistry& registry) {
+  int64_t id = 0;
+  CHECK(registry.Create("create", kLimits, &id).ok());
+  return id;
+}
+
 BufferEntry Find(BufferRegistry& registry, int64_t id) {
   BufferEntry entry;
   CHECK(registry.Find("find", id, &entry).ok());
@@ -51,8 +57,8 @@ void OneRegistryPerProcess() { CHECK(&BufferRegistry::Get() == &BufferRegistry::
 void UnknownIsNotDestroyed() {
   BufferRegistry registry;
   CHECK(Refused(Acquire(registry, 1), "move: there is no buffer 1; none has been created"));
-  CHECK(registry.Create(kLimits) == 1);
-  CHECK(registry.Create(kLimits) == 2);
+  CHECK(Create(registry) == 1);
+  CHECK(Create(registry) == 2);
   for (const int64_t id : {int64_t{0}, int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
     const std::string text = "no buffer " + std::to_string(id) + "; ids given so far are 1 to 2";
     CHECK(Refused(Acquire(registry, id), text.c_str()));
@@ -66,12 +72,30 @@ void UnknownIsNotDestroyed() {
   CHECK(Refused(registry.Grow("grow", 2, 1, 1, 1), "grow: buffer 2 has been destroyed"));
   CHECK(Refused(registry.Destroy("destroy", 2), "destroy: buffer 2 has been destroyed"));
   CHECK(Refused(registry.Find("find", 2, &entry), "find: buffer 2 has been destroyed"));
-  CHECK(registry.Create(kLimits) == 3);
+  CHECK(Create(registry) == 3);
+}
+
+void LimitsThatNoCallHasAreRefused() {
+  BufferRegistry registry;
+  const auto refused = [&](const BufferLimits& limits, const char* text) {
+    int64_t id = 0;
+    return Refused(registry.Create("create", limits, &id), text) && registry.List().empty();
+  };
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  const std::string text = "create: capacity is " + std::to_string(kHuge) + "; it needs to be bel";
+  CHECK(refused({kHuge, 1, 1, milliseconds(1)}, text.c_str()));
+  for (const BufferLimits& limits :
+       {BufferLimits{0, 1, 1, milliseconds(1)}, BufferLimits{-1, 1, 1, milliseconds(1)},
+        BufferLimits{1, 0, 1, milliseconds(1)}, BufferLimits{1, 1, 0, milliseconds(1)},
+        BufferLimits{1, 1, 1, milliseconds(0)}, BufferLimits{1, 1, 1, milliseconds(kHuge)}}) {
+    CHECK(refused(limits, "create: capacity, row_bytes, deadline and groups need to be positive"));
+  }
+  CHECK(Refused(registry.Grow("grow", Create(registry), kHuge, 1, 1), "grow: capacity is 4611"));
 }
 
 void LimitsHoldAndGrow() {
   BufferRegistry registry;
-  const int64_t id = registry.Create(kLimits);
+  const int64_t id = Create(registry);
   CHECK(Refused(Acquire(registry, id, {0, 9}), "9 rows do not fit buffer 1, whose capacity is 8"));
   CHECK(Refused(Acquire(registry, id, {2}), "in group 2 but buffer 1 is for groups=2"));
   CHECK(Refused(Acquire(registry, id, {-1}), "in group -1"));
@@ -93,7 +117,7 @@ void LimitsHoldAndGrow() {
 
 void WhatIsInUseStays() {
   BufferRegistry registry;
-  const int64_t idle = registry.Create(kLimits), id = registry.Create(kLimits);
+  const int64_t idle = Create(registry), id = Create(registry);
   CHECK(Acquire(registry, id).ok());
   CHECK(Refused(registry.Destroy("destroy", id), "destroy: buffer 2 is in use by 1 call in"));
   CHECK(Acquire(registry, id).ok());
@@ -120,7 +144,7 @@ void WhatIsInUseStays() {
 void CallsAgainstDestruction() {
   constexpr int kCallers = 4, kBuffers = 50;
   BufferRegistry registry;
-  std::atomic<int64_t> current{registry.Create(kLimits)};
+  std::atomic<int64_t> current{Create(registry)};
   std::vector<std::atomic<int>> inside(kBuffers + 1);
   std::atomic<bool> over{false};
   std::atomic<int64_t> num_entered{0};
@@ -156,7 +180,7 @@ void CallsAgainstDestruction() {
     }
     CHECK(inside[id] == 0);
     CHECK(Refused(Acquire(registry, id), "has been destroyed"));
-    if (id < kBuffers) current = registry.Create(kLimits);
+    if (id < kBuffers) current = Create(registry);
   }
   over = true;
   for (std::thread& caller : callers) caller.join();
@@ -169,6 +193,7 @@ void CallsAgainstDestruction() {
 int main() {
   cpd::OneRegistryPerProcess();
   cpd::UnknownIsNotDestroyed();
+  cpd::LimitsThatNoCallHasAreRefused();
   cpd::LimitsHoldAndGrow();
   cpd::WhatIsInUseStays();
   cpd::CallsAgainstDestruction();

@@ -234,8 +234,9 @@ void ALateRankIsNamed() {
 }
 
 void AMissingSignalIsNamed() {
-  Ranks ranks(2, /*deadline_ms=*/30);
+  Ranks ranks(2);
   OnThreads(2, [&](int r) { ranks.Begin(r); });
+  for (Meeting& m : ranks.meetings) m.deadline_ns = 30'000'000;
   WaitFor(ranks.meetings[0], 1, 0);
   CHECK(Contains(Status::Invalid(ranks.Error(0)), "rank 0 waited for rank 1 until the deadline"));
   CHECK(ranks.states[0].failed == kGivenUp && ranks.states[1].failed == kFine);

@@ -17,17 +17,8 @@ using Processes = std::vector<int>;  // of each rank; kept for good
 
 constexpr int64_t kFewBytes = 16 << 20;  // of a segment: sanitizers have few addresses
 
-// Who is told at once does not wait for this.
-constexpr milliseconds kLong{60000};
-
-// Ends a test that waits as long.
-class Limit {
- public:
-  ~Limit() { CHECK(std::chrono::steady_clock::now() - begin_ < kLong / 2); }
-
- private:
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
+// Who is told at once does not wait for this: a test that does never ends.
+constexpr milliseconds kLong = std::chrono::hours(24);
 
 Exchange MakeExchange(int64_t run_id, const Processes& processes, const OverlapProblem& call,
                       milliseconds deadline, GemmFunction gemm, int64_t buffer = 0) {
@@ -154,7 +145,6 @@ void NoRoomIsAnError() {
 // At any moment: the others are told at once, and no rank of theirs waits for the deadline.
 void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after) {
   static const Processes processes = {0, 1, 2};
-  const Limit limit;
   Job& job = NewJob(3, kFewBytes);
   std::thread killer([&] {
     std::this_thread::sleep_for(after);
@@ -183,7 +173,6 @@ void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after
 // wait longer, too; what it does later harms nobody.
 void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
   static const Processes processes = {0, 1, 0, 2};
-  const Limit limit;
   Job& job = NewJob(3, kFewBytes);
   const Call call(problem);
   std::atomic<bool> is_over{false};
@@ -196,7 +185,7 @@ void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
   std::vector<std::future<Status>> ranks;
   for (const int rank : {0, 1, 2, 3}) {
     const Exchange exchange = MakeExchange(
-        1, processes, call.problem(), rank == 0 || rank == 2 ? milliseconds(500) : kLong, gemm);
+        1, processes, call.problem(), rank == 0 || rank == 2 ? milliseconds(1500) : kLong, gemm);
     ranks.push_back(
         JoinIn(job, exchange, rank,
                std::make_unique<OverlapContribution>(call.problem(), call.problem().ranks[rank])));
@@ -213,7 +202,6 @@ void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
 // Of one rank: all are told at once.
 void AGemmThatThrows() {
   static const Processes processes = {0, 1, 2, 1};
-  const Limit limit;
   Job& job = NewJob(3, kFewBytes);
   int64_t run_id = 0;
   for (const OverlapProblem& problem : AllProblems({1, 2, 1, 1})) {
