@@ -171,6 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.cases) - set(names):
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
     failed = False
     with TwoHosts() as hosts:
         for case in CASES:
