@@ -64,7 +64,8 @@ def test_every_failure():
     done = launch(PROGRAMS / "failures.py", processes=4)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
     for process in range(4):
-        for kind in "late", "raises", "shapes", "operation", "version", "metadata", "stop":
+        kinds = "late", "raises", "shapes", "operation", "version", "metadata", "batch", "stop"
+        for kind in kinds:
             assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
     for process in range(3):
         for kind in "kill", "gemm late", "gemm shapes", "gemm method", "gemm stop":

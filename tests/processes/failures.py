@@ -44,6 +44,8 @@ TOLD = {
     "version": r"Expected rank {rank} in: dispatch .*"
     r"Seen: it came to another call: dispatch of .*; 16 tokens",
     "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
+    "batch": r"rank {rank} of process {process} follows the plan of a batch with checksum \S+, "
+    r"rank 0 of process 0 that of another batch",
     "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
     r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
     "kill": r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended",
@@ -93,7 +95,31 @@ class Job:
         self.call(self.product, *self.matrices)
 
     def on_mesh(self, fields):
-        return jax.tree.map(lambda a: place(a, self.mesh), cp.Metadata(**fields))
+        return self.on_mesh_of(cp.Metadata(**fields))
+
+    def on_mesh_of(self, plan):
+        return jax.tree.map(lambda a: place(a, self.mesh), plan)
+
+    def plan_batches(self):
+        """Of the documents of two steps: who leaves one out comes with those of the other."""
+        tokens = self.num_ranks * T
+        capacities = (4 * T, tokens, self.num_ranks)
+        self.plans = [
+            self.on_mesh_of(
+                cp.plan_attention(
+                    np.repeat([[1, 2]], [at, tokens - at], axis=1),
+                    world_size=self.num_ranks,
+                    config=cp.PlanConfig(4, *capacities),
+                )
+            )
+            for at in (T, T + 5)
+        ]
+        self.attention = on_ranks(self.attend, self.mesh)
+        self.call(self.attention, self.here, self.plans[0])
+
+    def attend(self, x, plan):
+        x = x[None, :, None]
+        return cp.balanced_attention(x, x, x, plan, axis_name=AXIS, deadline=60.0)
 
     def dispatch(self, capacity, deadline=DEADLINE):
         options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
@@ -120,6 +146,8 @@ class Job:
             self.call(self.product, *self.matrices)
         elif kind == "metadata":
             self.call(lambda x, m: self.checked(x, self.bad_metadata))
+        elif kind == "batch":
+            self.call(self.attention, self.here, self.plans[0])
         else:
             self.call(self.program)
 
@@ -175,6 +203,9 @@ def fail(kind, job, pid):
         )
     elif kind == "metadata":
         job.call_of(kind)
+    elif kind == "batch":
+        job.num_calls += 1
+        job.call(job.attention, job.here, job.plans[1])
     else:
         number = signal.SIGSTOP if kind.endswith("stop") else signal.SIGKILL
         threading.Timer(random.uniform(0, 0.05), os.kill, (pid, number)).start()
@@ -230,6 +261,8 @@ def main():
         trials = options.trials
         if kind.endswith("kill"):
             trials = min(trials, len(job.processes) - 2)
+        if kind == "batch":
+            job.plan_batches()
         num_right, longest = 0, 0.0
         for _ in range(trials):
             is_right, seconds, job = trial(kind, job, pids)
