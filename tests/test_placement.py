@@ -247,3 +247,27 @@ def test_arrays_of_another_batch_are_refused():
 def test_config_out_of_its_domain_is_refused(options):
     with pytest.raises(ValueError, match="PlacementConfig: "):
         PlacementConfig(**options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_is_above_the_tolerance(seed):
+    """With some hundred tokens per rank, also where most of them are padding."""
+    rng = np.random.default_rng(seed)
+    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
+    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
+    longest = int(rng.integers(1, left + 1))
+    lengths = []
+    while left > 0:
+        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
+        lengths.append(min(int(rng.integers(1, most + 1)), left))
+        left -= lengths[-1]
+    window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
+    tolerance = float(rng.choice([0.01, 0.1]))
+    placement = place_tokens(
+        lengths,
+        world_size=world_size,
+        columns=world_size * tokens,
+        window=window,
+        config=PlacementConfig(balance_tolerance=tolerance),
+    )
+    assert placement.plan.imbalance <= 1 + tolerance + 1e-5

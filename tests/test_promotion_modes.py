@@ -16,6 +16,7 @@ from jax_cp_dispatch import (
     local_attention,
     matmul_reduce_scatter,
     merge_partials,
+    place_tokens,
     plan_attention,
 )
 
@@ -54,6 +55,20 @@ def test_attention(algorithm):
         return context_parallel_attention(q, k, v, **options).astype(jnp.float32).sum()
 
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k):
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+def test_placed_attention():
+    q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
+    placement = place_tokens([[10, 8 * W - 10]], world_size=W, window=9)
+    q, k = placement.apply((q, k))
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "logit_soft_cap": 3.0}
+
+    def loss(q, k, v, plan):
+        out = context_parallel_attention(q, k, v, algorithm="placed", plan=plan, **options)
+        return out.astype(jnp.float32).sum()
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k, placement.plan):
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 

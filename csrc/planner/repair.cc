@@ -12,8 +12,9 @@ constexpr int64_t kPieces = 14;     // of a rank, that are considered
 constexpr int64_t kRanks = 96;      // below the limit, that are considered
 constexpr int64_t kShiftRanks = 8;  // the same, where a tail has to be cut
 constexpr size_t kShiftPieces = 8;
-constexpr int64_t kSteps = 4;  // for each rank above it, at most
-constexpr int64_t kCut = 32;   // keys that a cut is worth beside those that it moves
+constexpr int64_t kSteps = 8;       // for each rank above it, at most, and
+constexpr int64_t kMoreSteps = 24;  // for all of them
+constexpr int64_t kCut = 32;        // keys that a cut is worth beside those that it moves
 
 __extension__ typedef __int128 Wide;  // products of tokens and pairs
 
@@ -49,7 +50,7 @@ class Repair {
   void Run() {
     const int64_t above =
         std::count_if(work_.begin(), work_.end(), [this](int64_t work) { return work > limit_; });
-    for (int64_t step = 0; step < kSteps * above; ++step) {
+    for (int64_t step = 0; step < kSteps * above + kMoreSteps; ++step) {
       const int64_t heavy = std::max_element(work_.begin(), work_.end()) - work_.begin();
       if (work_[heavy] <= limit_) return;
       const Exchange best = Find(heavy);
@@ -151,8 +152,8 @@ class Repair {
     for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.pairs(piece.start, piece.end);
   }
 
-  // Cuts the tail off a piece for as many tokens from the head of another: fewest keys for the work
-  // that goes away. False if nothing helps.
+  // Cuts the tail off a piece for as many tokens from the head of another, or of padding: fewest
+  // keys for the work that goes away. False if nothing helps.
   bool ShiftTail(int64_t heavy) {
     const int64_t need = work_[heavy] - limit_;
     Exchange best;
@@ -161,39 +162,49 @@ class Repair {
       const int64_t room = limit_ - work_[other];
       if (other == heavy || room <= 0) continue;
       const int64_t before = Keys(ranks_[heavy]) + Keys(ranks_[other]);
+      int64_t free = problem_.tokens_per_rank;
+      for (const Piece& piece : ranks_[other]) free -= piece.num_tokens();
       for (size_t p : Largest(ranks_[heavy])) {
-        for (size_t s : Largest(ranks_[other])) {
-          const Piece& piece = ranks_[heavy][p];
-          const Piece& source = ranks_[other][s];
+        const Piece& piece = ranks_[heavy][p];
+        const auto consider = [&](size_t s, const Piece& source, int64_t most) {
+          // Grows with the tokens until the two cuts stand at the same place of their documents.
           const auto gain = [&](int64_t num) {
-            return problem_.pairs(piece.end - num, piece.end) -
-                   problem_.pairs(source.start, source.start + num);
+            const int64_t comes = problem_.pairs(source.start, source.start + num);
+            return problem_.pairs(piece.end - num, piece.end) - (source.document < 0 ? 0 : comes);
           };
-          // It grows until the two cuts stand at the same place of their documents.
-          int64_t low = 1, high = std::min({piece.num_tokens(), source.num_tokens(),
-                                            (piece.end - source.start) / 2});
-          if (high < 1 || gain(1) > room) continue;
+          int64_t low = 1, high = most;
+          if (high < 1 || gain(1) > room) return;
           const int64_t wanted = std::min(need, room);
           while (low < high) {
             const int64_t middle = low + (high - low) / 2;
-            (gain(middle) >= wanted ? high : low) = gain(middle) >= wanted ? middle : middle + 1;
+            if (gain(middle) >= wanted) {
+              high = middle;
+            } else {
+              low = middle + 1;
+            }
           }
           if (gain(low) > room) --low;
           const int64_t change = gain(low);
-          if (change <= 0) continue;
+          if (change <= 0) return;
           std::vector<Piece> mine = ranks_[heavy], others = ranks_[other];
           others.push_back({piece.end - low, piece.end, piece.document});
-          mine.push_back({source.start, source.start + low, source.document});
-          mine[p].end -= low;
-          others[s].start += low;
-          for (auto [pieces, i] : {std::pair(&mine, p), std::pair(&others, s)}) {
-            if ((*pieces)[i].num_tokens() == 0) pieces->erase(pieces->begin() + i);
+          CutOff(&mine, p, {piece.start, piece.end - low, piece.document});
+          if (source.document >= 0) {
+            mine.push_back({source.start, source.start + low, source.document});
+            CutOff(&others, s, {source.start + low, source.end, source.document});
           }
           const int64_t cost = std::max<int64_t>(0, Keys(mine) + Keys(others) - before) + kCut;
           const Exchange found{cost, std::min(change, need), other, {}, {}};
-          if (!(found < best)) continue;
+          if (!(found < best)) return;
           best = found;
           best_mine = std::move(mine), best_others = std::move(others);
+        };
+        consider(0, {0, 0, -1}, std::min(piece.num_tokens(), free));  // for padding
+        for (size_t s : Largest(ranks_[other])) {
+          const Piece& source = ranks_[other][s];
+          consider(
+              s, source,
+              std::min({piece.num_tokens(), source.num_tokens(), (piece.end - source.start) / 2}));
         }
       }
     }
@@ -202,6 +213,11 @@ class Repair {
     CountWork(heavy);
     CountWork(best.other);
     return true;
+  }
+
+  static void CutOff(std::vector<Piece>* pieces, size_t i, const Piece& rest) {
+    (*pieces)[i] = rest;
+    if (rest.num_tokens() == 0) pieces->erase(pieces->begin() + i);
   }
 
   int64_t Keys(std::vector<Piece> pieces) const { return ReceivedKeys(problem_.pairs, &pieces); }

@@ -1,0 +1,156 @@
+// What is left while ranks are closed one after the other, and the ways to take of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "planner/close_ranks.h"
+#include "planner/item_pool.h"
+#include "planner/placement.h"
+
+namespace cpd {
+
+// Documents that join or leave a rank together.
+struct Sum {
+  int64_t tokens = 0;
+  int64_t work = 0;
+  int64_t first = -1;
+  int64_t second = -1;
+
+  bool operator<(const Sum& other) const {
+    if (tokens != other.tokens) return tokens < other.tokens;
+    if (work != other.work) return work < other.work;
+    return first != other.first ? first < other.first : second < other.second;
+  }
+};
+
+// The least x in [low, high) for which `holds`, which is true from some x on; `high` if for none.
+template <typename Predicate>
+int64_t FirstThat(int64_t low, int64_t high, const Predicate& holds) {
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (holds(middle)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+class ClosingState {
+ protected:
+  ClosingState(const PlacementProblem& problem, const std::vector<Piece>& sorted,
+               const Closing& closing)
+      : pairs_(problem.pairs),
+        closing_(closing),
+        tokens_per_rank_(problem.tokens_per_rank),
+        limit_(WorkLimit(problem)),
+        pool_(sorted) {
+    padding_ = problem.num_ranks * problem.tokens_per_rank;
+    for (const Piece& item : sorted) {
+      padding_ -= item.num_tokens();
+      work_left_ += Work(item);
+    }
+    ranks_.resize(problem.num_ranks);
+    random_ = closing.seed;
+    KeepBack(closing.reserve_percent * problem.num_ranks / 100);
+  }
+
+  int64_t Work(const Piece& piece) const { return pairs_(piece.start, piece.end); }
+
+  // Tokens by which a slice, or a document kept back, needs to be better. This and the next vary
+  // from rank to rank with a seed: 0, 1, 4 or 16 times what is given.
+  int64_t SliceGain() const { return closing_.slice_gain * factor_; }
+
+  // The work of so many mean tokens too much or too little is as bad as one key.
+  int64_t Leniency() const { return 8 * (factor_ > 0 ? factor_ : 1); }
+
+  void Vary() {
+    if (closing_.seed == 0) return;
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX
+    constexpr int64_t kFactors[] = {0, 1, 4, 16};
+    factor_ = kFactors[random_ >> 62];
+  }
+
+  void Give(const Piece& piece) { pieces_->push_back(piece); }
+
+  // Short documents of all lengths, with which later ranks are filled to the token.
+  void KeepBack(int64_t num) {
+    const int64_t among = pool_.size() * 3 / 4;
+    num = std::min(num, among / 3);
+    for (int64_t i = num - 1; i >= 0; --i) reserve_.push_back(pool_.Take(i * among / num));
+    std::reverse(reserve_.begin(), reserve_.end());
+  }
+
+  void Release() {
+    for (const Piece& item : reserve_) pool_.Insert(item);
+    reserve_.clear();
+  }
+
+  // One or two of the items [begin, end), ascending.
+  void ListSums(int64_t begin, int64_t end, std::vector<Sum>* sums) const {
+    sums->clear();
+    for (int64_t i = begin; i < end; ++i) {
+      const Sum one{pool_[i].num_tokens(), Work(pool_[i]), i, -1};
+      sums->push_back(one);
+      for (int64_t j = i + 1; j < end; ++j) {
+        sums->push_back({one.tokens + pool_[j].num_tokens(), one.work + Work(pool_[j]), i, j});
+      }
+    }
+    std::sort(sums->begin(), sums->end());
+  }
+
+  // The k shortest without `leaves`, and `joins`.
+  void TakeShortest(int64_t k, const Sum& joins, const Sum& leaves) {
+    for (int64_t i : {joins.second, joins.first}) {
+      if (i >= 0) Give(pool_.Take(i));
+    }
+    std::vector<Piece> stay;
+    for (int64_t i = 0; i < k; ++i) {
+      const Piece item = pool_.Take(0);
+      if (i == leaves.first || i == leaves.second) {
+        stay.push_back(item);
+      } else {
+        Give(item);
+      }
+    }
+    for (const Piece& item : stay) pool_.Insert(item);
+  }
+
+  void TakeTail(const Piece& longest, int64_t from) {
+    Give({from, longest.end, longest.document});
+    if (from > longest.start) pool_.Insert({longest.start, from, longest.document});
+  }
+
+  // So many tokens from the head of a document: the shortest uncut one that has more.
+  void TakeHead(int64_t num) {
+    while (num > 0) {
+      int64_t i = FirstThat(0, pool_.size(), [&](int64_t i) { return pool_[i].end > num; });
+      i = std::min(i, pool_.size() - 1);
+      while (i + 1 < pool_.size() && (pool_[i].start > 0 || pool_[i].num_tokens() <= num)) ++i;
+      while (i > 0 && pool_[i].num_tokens() <= num) --i;
+      Piece item = pool_.Take(i);
+      const int64_t head = std::min(num, item.num_tokens());
+      Give({item.start, item.start + head, item.document});
+      item.start += head;
+      if (item.num_tokens() > 0) pool_.Insert(item);
+      num -= head;
+    }
+  }
+
+  const PairCount pairs_;
+  const Closing closing_;
+  const int64_t tokens_per_rank_, limit_;
+  ItemPool pool_;
+  std::vector<Piece> reserve_;
+  int64_t padding_ = 0, work_left_ = 0, ranks_left_ = 0;
+  int64_t factor_ = 1;
+  uint64_t random_ = 0;
+  RankPieces ranks_;
+  std::vector<Piece>* pieces_ = nullptr;  // of the rank that is being closed
+  std::vector<Sum> sums_, removals_;
+};
+
+}  // namespace cpd

@@ -1,0 +1,184 @@
+// Closes a rank with the tail of a document that is cut, beside the shortest documents.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "planner/closing_state.h"
+
+namespace cpd {
+
+class TailCloser : protected ClosingState {
+ protected:
+  using ClosingState::ClosingState;
+
+  // Beside the cheapest tokens there are.
+  bool FitsWhole(const Piece& item) const {
+    int64_t room = tokens_per_rank_ - item.num_tokens();
+    if (room < 0) return false;
+    int64_t work = Work(item);
+    room -= std::min(room, padding_);
+    for (int64_t i = 0; room > 0 && i < pool_.size() && work <= limit_; ++i) {
+      const int64_t used = std::min(room, pool_[i].num_tokens());
+      work += pairs_(pool_[i].start, pool_[i].start + used);
+      room -= used;
+    }
+    return work <= limit_;
+  }
+
+  // A document gives its tail, beside as few other tokens as the limit allows.
+  bool CloseWithTail(int64_t index) {
+    const Piece longest = pool_.Take(index);
+    if (CloseWithTailOf(longest)) return true;
+    pool_.Insert(longest);
+    return false;
+  }
+
+  bool CloseWithTailOf(Piece longest) {
+    const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens());
+    // Where the tail starts that leaves room for so many other tokens.
+    const auto start = [&](int64_t fill) { return longest.end - (tokens_per_rank_ - fill); };
+    const auto fits = [&](int64_t fill, int64_t work) {
+      const int64_t from = start(fill);
+      return fill >= first_fill &&
+             (from >= longest.end || pairs_(from, longest.end) + work <= limit_);
+    };
+    const int64_t most = tokens_per_rank_;  // the tail has at least one token
+    const int64_t pad =
+        FirstThat(0, std::min(padding_, most - 1) + 1, [&](int64_t x) { return fits(x, 0); });
+    if (pad <= std::min(padding_, most - 1)) {
+      TakeTail(longest, start(pad));
+      padding_ -= pad;
+      return true;
+    }
+    const int64_t used_padding = std::min(padding_, most - 1);
+
+    // The shortest documents, up to the first with which the rest fits.
+    const int64_t num = pool_.size();
+    int64_t k = 0, tokens = used_padding, work = 0;
+    bool is_closed = false;
+    while (k < num && tokens + pool_[k].num_tokens() < most) {
+      const int64_t next = tokens + pool_[k].num_tokens(), next_work = work + Work(pool_[k]);
+      if (fits(next, next_work)) {
+        is_closed = true;
+        break;
+      }
+      tokens = next, work = next_work, ++k;
+    }
+    int64_t best = is_closed ? tokens + pool_[k].num_tokens() : most;
+    Sum joins{0, 0, is_closed ? k : -1, -1}, leaves;
+    FindExchange(k, num, tokens, work, fits, &best, &joins, &leaves);
+
+    // Or a slice from the head of the same document, whose keys come here anyhow.
+    int64_t slice = 0, dropped = 0, kept = -1;
+    {
+      int64_t fill = tokens, fill_work = work;
+      for (int64_t drop = 0; drop <= std::min<int64_t>(k, 3); ++drop) {
+        if (drop > 0) {
+          fill -= pool_[k - drop].num_tokens();
+          fill_work -= Work(pool_[k - drop]);
+        }
+        const int64_t wanted = best - (slice > 0 || kept >= 0 ? 0 : SliceGain());
+        for (int64_t i = FirstThat(0, reserve_.size(),
+                                   [&](int64_t i) {
+                                     return fits(fill + reserve_[i].num_tokens(),
+                                                 fill_work + Work(reserve_[i]));
+                                   });
+             i < static_cast<int64_t>(reserve_.size()) &&
+             fill + reserve_[i].num_tokens() < wanted;) {
+          best = fill + reserve_[i].num_tokens();
+          kept = i, slice = 0, dropped = drop;
+          break;
+        }
+      }
+      fill = tokens, fill_work = work;
+      for (int64_t drop = 0; drop <= std::min<int64_t>(k, 3); ++drop) {
+        if (drop > 0) {
+          fill -= pool_[k - drop].num_tokens();
+          fill_work -= Work(pool_[k - drop]);
+        }
+        const int64_t wanted = best - (slice > 0 ? 0 : SliceGain());
+        const int64_t longest_slice = std::max<int64_t>(0, std::min(wanted, most) - 1 - fill);
+        const int64_t x = FirstThat(1, longest_slice + 1, [&](int64_t x) {
+          return fits(fill + x, fill_work + pairs_(longest.start, longest.start + x));
+        });
+        if (x <= longest_slice && longest.start + x <= start(fill + x)) {
+          best = fill + x;
+          slice = x, kept = -1, dropped = drop;
+        }
+      }
+    }
+    if (best >= most) return false;
+
+    padding_ -= used_padding;
+    if (kept >= 0) {
+      Give(reserve_[kept]);
+      reserve_.erase(reserve_.begin() + kept);
+    }
+    if (slice > 0) {
+      Give({longest.start, longest.start + slice, longest.document});
+      longest.start += slice;
+    }
+    if (slice > 0 || kept >= 0) {
+      for (int64_t i = 0; i < k - dropped; ++i) Give(pool_.Take(0));
+    } else {
+      TakeShortest(k, joins, leaves);
+    }
+    TakeTail(longest, start(best));
+    return true;
+  }
+
+  // Up to two of the last documents that fit for one or two longer ones: fewest tokens that do.
+  template <typename Fits>
+  void FindExchange(int64_t k, int64_t num, int64_t tokens, int64_t work, const Fits& fits,
+                    int64_t* best, Sum* joins, Sum* leaves) {
+    ListSums(k, std::min(num, k + kWindow), &sums_);
+    const auto attempt = [&](const Sum& out) {
+      const int64_t fill = tokens - out.tokens, fill_work = work - out.work;
+      const auto take = [&](const Sum& in) {
+        if (fill + in.tokens >= *best) return;
+        *best = fill + in.tokens;
+        *joins = in, *leaves = out;
+      };
+      const int64_t i = FirstThat(0, sums_.size(), [&](int64_t i) {
+        return fits(fill + sums_[i].tokens, fill_work + sums_[i].work);
+      });
+      if (i < static_cast<int64_t>(sums_.size())) take(sums_[i]);
+      if (out.second >= 0) return;
+      const int64_t j = FirstThat(k, num, [&](int64_t j) {
+        return fits(fill + pool_[j].num_tokens(), fill_work + Work(pool_[j]));
+      });
+      if (j < num) take({pool_[j].num_tokens(), Work(pool_[j]), j, -1});
+    };
+    attempt({});
+    ListSums(std::max<int64_t>(0, k - kWindow), k, &removals_);
+    for (const Sum& out : removals_) attempt(out);
+  }
+
+  // No tail keeps the limit: tokens alone decide.
+  void CloseByTokens() {
+    const Piece longest = pool_.Take(pool_.size() - 1);
+    TakeTail(longest, std::max(longest.start, longest.end - tokens_per_rank_));
+    FillShortest(tokens_per_rank_ - pieces_->back().num_tokens());
+  }
+
+  void FillShortest(int64_t room) {
+    const int64_t pad = std::min(room, padding_);
+    padding_ -= pad, room -= pad;
+    while (room > 0) {
+      if (pool_[0].num_tokens() <= room) {
+        Give(pool_.Take(0));
+        room -= pieces_->back().num_tokens();
+      } else {
+        TakeHead(room);
+        room = 0;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kWindow = 16;  // documents around the last that fits, to exchange
+};
+
+}  // namespace cpd

@@ -1,0 +1,126 @@
+// Closes a rank with whole documents, to the token and near a wanted work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <vector>
+
+#include "planner/tail_closer.h"
+
+namespace cpd {
+
+class WholeCloser : protected TailCloser {
+ protected:
+  using TailCloser::TailCloser;
+
+  // The longest that leave room for the shortest, then these, to the token.
+  void CloseWithWhole(int64_t mean, int64_t used_tokens, int64_t used_work) {
+    const int64_t target = std::min(limit_, mean);
+    // So much less leaves the other ranks a mean well below the limit.
+    const int64_t less = (limit_ - target) * (ranks_left_ - 1) / 8;
+    int64_t room = tokens_per_rank_ - used_tokens, work = target - used_work;
+    ListCheapest();
+    while (room > 0 && pool_.size() > 0) {
+      const int64_t num = FirstThat(0, pool_.size(), [&](int64_t i) {
+        const int64_t tokens = pool_[i].num_tokens();
+        return tokens > room || Work(pool_[i]) + Cheapest(room - tokens) > work;
+      });
+      if (num == 0) break;
+      const Piece item = pool_.Take(num - 1);
+      Give(item);
+      room -= item.num_tokens(), work -= Work(item);
+    }
+    if (room > 0) FillExactly(room, work - less, work + limit_ - target, work);
+  }
+
+  void ListCheapest() {
+    cheapest_.assign(1, {});
+    Sum sum;
+    for (int64_t i = 0; i < pool_.size() && sum.tokens < tokens_per_rank_; ++i) {
+      sum.tokens += pool_[i].num_tokens();
+      sum.work += Work(pool_[i]);
+      cheapest_.push_back(sum);
+    }
+  }
+
+  // Work of the so many cheapest tokens: padding, the shortest documents, the head of the next.
+  int64_t Cheapest(int64_t tokens) const {
+    tokens -= std::min(tokens, padding_);
+    const auto above =
+        std::upper_bound(cheapest_.begin() + 1, cheapest_.end(), tokens,
+                         [](int64_t tokens, const Sum& sum) { return tokens < sum.tokens; });
+    const Sum& sum = *(above - 1);
+    return sum.work + pairs_(tokens - sum.tokens);
+  }
+
+  // The shortest documents into the room; then, for the tokens that are still missing, one document
+  // of the rank for one or two others, near the wanted work; at last a head.
+  void FillExactly(int64_t room, int64_t least_work, int64_t most_work, int64_t wanted_work) {
+    const int64_t pad = std::min(room, padding_);
+    padding_ -= pad, room -= pad;
+    while (room > 0) {
+      if (pool_.size() == 0) Release();
+      if (pool_[0].num_tokens() > room) break;
+      Give(pool_.Take(0));
+      room -= pieces_->back().num_tokens();
+      const int64_t given = Work(pieces_->back());
+      least_work -= given, wanted_work -= given, most_work -= given;
+    }
+    if (room == 0) return;
+
+    struct Exchange {
+      int64_t score = std::numeric_limits<int64_t>::max();
+      int64_t out = -1, first = -1, second = -1, rest = 0;
+    } best;
+    best.rest = room;
+    const int64_t work_per_token = std::max<int64_t>(1, limit_ / tokens_per_rank_);
+    const auto num_pieces = static_cast<int64_t>(pieces_->size());
+    for (int64_t out = -1; out < num_pieces && best.score > 0; ++out) {
+      if (out >= 0 && (*pieces_)[out].start > 0) continue;
+      const int64_t gap = room + (out < 0 ? 0 : (*pieces_)[out].num_tokens());
+      const int64_t freed = out < 0 ? 0 : Work((*pieces_)[out]);
+      const auto last_within = [&](int64_t tokens) {
+        return FirstThat(0, pool_.size(), [&](int64_t i) { return pool_[i].end > tokens; }) - 1;
+      };
+      const auto consider = [&](int64_t first, int64_t second) {
+        int64_t rest = gap, work = -freed;
+        for (int64_t i : {first, second}) {
+          if (i < 0) continue;
+          if (pool_[i].start > 0) return;
+          rest -= pool_[i].num_tokens(), work += Work(pool_[i]);
+        }
+        if (rest < 0 || (work > most_work && out >= 0)) return;
+        const int64_t off = std::abs(work - wanted_work) / work_per_token;
+        const int64_t lacks = std::max<int64_t>(0, least_work - work) / work_per_token;
+        const int64_t score = rest + off / Leniency() + lacks;
+        if (score < best.score) best = {score, out, first, second, rest};
+      };
+      if (out < 0) consider(-1, -1);
+      const int64_t num = last_within(gap) + 1;
+      for (int64_t i = num - 1; i >= std::max<int64_t>(0, num - 2); --i) consider(i, -1);
+      const int64_t stride = std::max<int64_t>(1, num / kTried);
+      for (int64_t i = 0; i < num; i += stride) {
+        const int64_t j = last_within(gap - pool_[i].num_tokens());
+        for (int64_t other = j; other > std::max<int64_t>(i, j - 2); --other) consider(i, other);
+      }
+    }
+    if (best.out >= 0 || best.first >= 0) {
+      for (int64_t i : {best.second, best.first}) {  // the second stands behind the first
+        if (i >= 0) Give(pool_.Take(i));
+      }
+      if (best.out >= 0) {
+        pool_.Insert((*pieces_)[best.out]);
+        pieces_->erase(pieces_->begin() + best.out);
+      }
+    }
+    TakeHead(best.rest);
+  }
+
+ private:
+  static constexpr int64_t kTried = 64;  // documents tried as the first of two
+  std::vector<Sum> cheapest_;
+};
+
+}  // namespace cpd
