@@ -163,6 +163,11 @@ class Reader {
     const int64_t num_tokens = options_.num_tokens[p], capacity = options_.capacity[p];
     const int64_t rows_in = is_dispatch ? num_tokens : capacity;
     const int64_t rows_out = is_dispatch ? capacity : num_tokens;
+    const auto num_arrays =
+        static_cast<size_t>(options_.num_arrays[p]);  // at most as many as given
+    part.tokens.reserve(num_arrays);
+    part.buffers.reserve(num_arrays);
+    part.types.reserve(num_arrays);
     for (int64_t a = 0; a < options_.num_arrays[p]; ++a) {
       const auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
       auto result = results_.get<ffi::AnyBuffer>(next_result_++);

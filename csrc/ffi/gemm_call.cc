@@ -46,7 +46,8 @@ std::string Text(Shape2D shape) {
   return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
 }
 
-constexpr int64_t kMostSplits = 1 << 20;  // each has signals of its own
+constexpr int64_t kMostSplits = 1 << 20;   // each has signals of its own
+constexpr int64_t kMostBatches = 1 << 20;  // each has copies of its own
 
 // Of what Python never passes; nullptr: all is well.
 const char* WrongAttribute(const GemmOptions& options) {
@@ -75,9 +76,9 @@ const char* WrongAttribute(const GemmOptions& options) {
     if (count > kMost - num_rows) return "row counts are above 2**31 - 1 together";
     num_rows += count;
   }
-  if (options.num_splits < 1 || options.num_batches < 1 || options.num_splits > kMostSplits ||
-      options.num_batches > kMost) {
-    return "num_splits and num_batches need to be at least 1, and at most 2**20 and 2**31 - 1";
+  if (options.num_splits < 1 || options.num_splits > kMostSplits || options.num_batches < 1 ||
+      options.num_batches > kMostBatches) {
+    return "num_splits and num_batches need to be at least 1, and at most 2**20";
   }
   if (options.deadline_ms < 1 || options.deadline_ms > kLongestDeadline.count()) {
     return "deadline_ms is out of range";
