@@ -1,17 +1,18 @@
-"""Custom calls of dispatch and combine as a user may write them, one thing wrong in each.
+"""Custom calls as a user may write them, one thing wrong in each. See handmade_gemms for a GEMM.
 
 As a program, `python handmade_calls.py TARGET FIRST` makes the calls from number FIRST on, on one
 device, and prints a JSON line with what came of each; a call that kills the process has none.
 """
 
 import dataclasses
+import importlib
 import json
 import sys
 from typing import Any
 
 import numpy as np
 
-TARGETS = ("dispatch", "combine")
+TARGETS = ("dispatch", "combine", "gemm")
 NUM_TOKENS, CAPACITY, NUM_SLOTS, WIDTH = 4, 5, 2, 3
 HUGE = 2**62
 
@@ -60,6 +61,8 @@ def array(target) -> np.ndarray:
 
 def right_call(target) -> Call:
     """Three rows from row 0 to row 1, then one from row 3 to row 0: a rank sends to itself."""
+    if target == "gemm":
+        return handmade_gemms().right_gemm()
     num_rows = CAPACITY if target == "dispatch" else NUM_TOKENS
     return Call(
         attributes={
@@ -82,7 +85,13 @@ def right_call(target) -> Call:
     )
 
 
+def handmade_gemms():
+    return importlib.import_module("handmade_gemms")  # which builds on this module
+
+
 def right_result(target) -> np.ndarray:
+    if target == "gemm":
+        return handmade_gemms().right_product()
     x = array(target)
     if target == "dispatch":
         return np.stack([x[3], x[0], x[1], x[2], np.zeros(WIDTH, np.float32)])
@@ -92,6 +101,8 @@ def right_result(target) -> np.ndarray:
 def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     """By name: the call, and what its error says."""
     call = right_call(target)
+    if target == "gemm":
+        return handmade_gemms().wrong_gemms()
     x = array(target)
     rows_out = call.results[0][1][0]
     # Of the attributes and operands as the handlers name them.
@@ -266,7 +277,9 @@ def main(target, first) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
-    import jax_cp_dispatch  # noqa: F401  registers the targets
+    from jax_cp_dispatch.comm_gemm.blas import load_blas  # the package registers the targets
+
+    load_blas()
 
     calls = [right_call(target), *(call for call, _ in wrong_calls(target).values())]
     for number in range(first, len(calls)):

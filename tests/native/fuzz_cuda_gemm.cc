@@ -166,7 +166,7 @@ void Run(Chooser& c) {
   Placement placement;
   if (IsRefused(LocateRanks(op, 1, options.num_ranks(), options.places, &placement), op)) return;
 
-  static char* const workspace_end = new char[Arrays::kMostBytes] + Arrays::kMostBytes;
+  static char* const of_workspaces = new char[Arrays::kMostBytes];
   Arrays arrays;
   Frame frame;
   if (c.Seldom()) program.shapes.erase(program.shapes.begin() + c.Number(0, 13));
@@ -174,7 +174,8 @@ void Run(Chooser& c) {
     Shape shape = program.shapes[i];
     if (has_rank_dim && !c.Seldom()) shape.dims.insert(shape.dims.begin(), program.num_ranks);
     const bool is_workspace = i + 1 == program.shapes.size();
-    XLA_FFI_Buffer* buffer = arrays.Make(std::move(shape), is_workspace ? workspace_end : nullptr);
+    XLA_FFI_Buffer* buffer =
+        arrays.Make(std::move(shape), is_workspace ? of_workspaces + Arrays::kMostBytes : nullptr);
     i < GemmProgram::kNumArgs ? frame.AddArg(buffer) : frame.AddResult(buffer);
   }
   const bool has_all_ranks = options.overlaps() && placement.on_one_device;

@@ -348,7 +348,7 @@ void Run(Program& program, uint32_t seed, Counts& counts) {
     }
   }
   for (auto& rank : ranks) {
-    if (rank.wait_for(std::chrono::seconds(100)) == std::future_status::ready) continue;
+    if (rank.wait_for(std::chrono::seconds(1000)) == std::future_status::ready) continue;
     std::fprintf(stderr, "program %lld hangs\n", static_cast<long long>(program.run_id));
     std::_Exit(1);
   }
