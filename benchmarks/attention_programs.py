@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
+from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.attention.documents import attended_tokens
 from jax_cp_dispatch.cost import attention_flops
 
@@ -53,7 +54,9 @@ class Case:
     def ranges(self) -> tuple[jax.Array, jax.Array]:
         shape = (1, self.num_tokens)
         ids = None if self.segment_ids is None else jnp.asarray(self.segment_ids)
-        return attended_tokens(ids, None, shape=shape, causal=self.causal, window=None)
+        return attended_tokens(
+            ids, None, shape=shape, reach=Reach(None, 0 if self.causal else None)
+        )
 
     @property
     def flops(self) -> float:

@@ -1,7 +1,8 @@
 """Random scenarios, and what a perfect network would do with them: for tests and benchmarks."""
 
+import operator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +40,35 @@ def gen_seq_lens(
     Call anywhere; `key` may be traced, the sizes are static.
 
     Raises:
+      TypeError: a size is no integer.
       ValueError: `total_len` is too short for `num_seqs` lengths, or a size is not positive.
     """
-    if world_size < 1 or num_seqs < 1:
-        raise ValueError(
-            f"gen_seq_lens: world_size is {world_size} and num_seqs is {num_seqs}, needs at least "
-            f"1 of each."
-        )
+    world_size = _positive("gen_seq_lens", "world_size", world_size)
+    num_seqs = _positive("gen_seq_lens", "num_seqs", num_seqs)
+    total_len = _integer("gen_seq_lens", "total_len", total_len)
     if total_len < num_seqs:
         raise ValueError(
             f"gen_seq_lens: total_len {total_len} is less than num_seqs {num_seqs}, but each "
             f"length is at least 1. Pass total_len>={num_seqs}."
         )
     return _gen_seq_lens(key, world_size, num_seqs, total_len)
+
+
+def _integer(op: str, name: str, value: Any) -> int:
+    """A bool is no count, though it has an index."""
+    try:
+        if not isinstance(value, bool | np.bool_):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{op}: {name} is {value!r}, needs an integer.")
+
+
+def _positive(op: str, name: str, value: Any) -> int:
+    number = _integer(op, name, value)
+    if number < 1:
+        raise ValueError(f"{op}: {name} is {number}, needs at least 1.")
+    return number
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -66,10 +83,11 @@ def draw_qkv_dispatch(
     key: Array, world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int
 ) -> QkvDispatchInputs:
     """Draws what `create_qkv_dispatch` plans. Call outside `jit`."""
-    if max_cp_degree < 1:
-        raise ValueError(
-            f"create_qkv_dispatch: max_cp_degree is {max_cp_degree}, needs at least 1."
-        )
+    op = "create_qkv_dispatch"
+    world_size = _positive(op, "world_size", world_size)
+    num_seqs = _positive(op, "num_seqs", num_seqs)
+    max_cp_degree = _positive(op, "max_cp_degree", max_cp_degree)
+    total_seq_len = _integer(op, "total_seq_len", total_seq_len)
     if total_seq_len % max_cp_degree:
         raise ValueError(
             f"create_qkv_dispatch: total_seq_len {total_seq_len} is not divisible by max_cp_degree "
@@ -166,6 +184,11 @@ def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadat
     Raises:
       ValueError: shapes that do not belong together.
     """
+    if not isinstance(metadata, Metadata):
+        raise TypeError(
+            f"orchestrate_simulate: metadata is {type(metadata).__name__}; it needs to be "
+            "Metadata, as compute_metadata returns it."
+        )
     tensor, output = jnp.asarray(tensor), jnp.asarray(output)
     world_size = metadata.world_size
     for name, x in (("tensor", tensor), ("output", output), ("metadata", metadata.seq_len)):

@@ -4,10 +4,19 @@ import numpy as np
 
 
 def allowed_keys(kv_start, kv_end, num_keys, window=None):
-    """`[B, T, S]`: which keys each query attends, with a window only the last of its range."""
+    """`[B, T, S]`: which keys each query attends, with a window only the last of its range.
+
+    A window (left, right) reaches from so many before to so many behind the query, of which the
+    last stands at the last key.
+    """
     position = np.arange(num_keys)
     start, end = np.asarray(kv_start, np.int64)[..., None], np.asarray(kv_end, np.int64)[..., None]
     allowed = (position >= start) & (position < end)
+    if isinstance(window, tuple):
+        num_queries = start.shape[-2]
+        ahead = position - (np.arange(num_queries)[:, None] + num_keys - num_queries)
+        left, right = (np.inf if x is None else x for x in window)
+        return allowed & (-left <= ahead) & (ahead <= right)
     return allowed if window is None else allowed & (position >= end - window)
 
 

@@ -66,6 +66,7 @@ def right_call(target) -> Call:
     num_rows = CAPACITY if target == "dispatch" else NUM_TOKENS
     return Call(
         attributes={
+            "op": target,
             "axis": "cp",
             "signature": "",
             "processes": int64(),

@@ -38,9 +38,10 @@ class Case:
     rows: int  # of one rank
     nodes: int | None = None
     cycles: Any = None
+    maps: Any = None  # what each rank sends to each, instead of cycles
     documents: str = "none"  # "none", "segments", "positions", "both"
     causal: bool = True
-    window: int | None = None
+    window: int | tuple[int | None, int | None] | None = None
     layout: str = "contiguous"
     batch: int = 1
     heads: tuple[int, int] = (2, 2)  # of queries, of keys
@@ -53,7 +54,7 @@ class Case:
     @property
     def function(self):
         """The attention function of one rank."""
-        options = {"nodes": self.nodes, "cycles": self.cycles}
+        options = {"nodes": self.nodes, "cycles": self.cycles, "maps": self.maps}
         return partial(
             FUNCTIONS[self.algorithm],
             axis_name=AXIS,
@@ -154,7 +155,10 @@ def attended(shape, segment_ids, positions, causal, window):
         start[b, t], end[b, t] = first, last
         if causal:
             end[b, t] = t + 1
-        if window is not None:
+        if isinstance(window, tuple):
+            left, right = (shape[1] if x is None else x for x in window)
+            start[b, t], end[b, t] = max(first, t - left), min(last, t + right + 1)
+        elif window is not None:
             start[b, t] = max(first, t + 1 - window)
     return start, end
 

@@ -25,7 +25,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 NUM_RANKS = (*range(1, 10), 16)
 SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles")
 LAYOUTS = ("contiguous", "zigzag")
-MASKS = ("causal", "full", "window")
+MASKS = ("causal", "full", "window", "two-sided")
 
 
 def schedule(rng, name, num_ranks) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def draw_case(rng, num_ranks, name, layout, mask):
         rows=choose(1, few, 2 * num_chunks, many),
         **schedule(rng, name, num_ranks),
         documents=choose("none", "segments", "segments", "positions", "both"),
-        causal=mask != "full",
-        window=int(rng.integers(1, 20)) if mask == "window" else None,
+        causal=mask in ("causal", "window"),
+        window=window(rng, mask),
         layout=layout,
         batch=choose(1, 2),
         heads=choose((2, 2), (4, 2), (3, 1)),
@@ -65,6 +65,13 @@ def draw_case(rng, num_ranks, name, layout, mask):
         check_vma=choose(True, False),
         dtype=choose("float32", "float32", "bfloat16"),
     )
+
+
+def window(rng, mask):
+    if mask == "window":
+        return int(rng.integers(1, 20))
+    draw = lambda: None if rng.integers(4) == 0 else int(rng.integers(0, 15))
+    return (draw(), draw()) if mask == "two-sided" else None
 
 
 def blocks(rng):

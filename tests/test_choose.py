@@ -30,6 +30,7 @@ def choose(lengths, num_ranks=8, hardware="h100", **options):
         (None, {"layout": "zigzag"}, ("zigzag", None)),
         (None, {"layout": "zigzag", "hardware": "mi300x"}, ("hamilton", None)),
         (None, {"causal": False}, ("ring", None)),
+        (None, {"causal": False, "window": (256, 0)}, ("ring", None)),
         ([[65536]], {"causal": False, "hardware": "cpu"}, ("ring", None)),
         (None, {"hardware": "cpu"}, ("zigzag", None)),
     ],
@@ -38,6 +39,15 @@ def test_choices(lengths, options, expected):
     choice = choose(lengths, **options)
     assert (choice.algorithm, choice.nodes) == expected, choice.reason
     assert choice.reason.startswith(f"{choice.algorithm}: predicted forward and backward: ")
+
+
+def test_a_two_sided_window_is_counted():
+    """(w - 1, 0) is what a causal window of w means: the same pairs, so the same computation."""
+    one_sided = choose(None, window=256)
+    two_sided = choose(None, window=(255, 0), causal=False)
+    whole = choose(None, causal=False)
+    assert two_sided.predictions["ring"].compute == one_sided.predictions["ring"].compute
+    assert two_sided.predictions["ring"].compute < whole.predictions["ring"].compute / 50
 
 
 def test_rows_in_another_order_change_nothing():

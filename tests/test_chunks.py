@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from packing import pack
 from sequences import QUICKLY, attended
 
+from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.attention.chunks import Chunking
 from jax_cp_dispatch.attention.documents import attended_tokens
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
@@ -27,7 +28,7 @@ from jax_cp_dispatch.attention.ring import ring_schedule
 PLACEMENTS = [contiguous_placement, zigzag_placement, halves_in_zigzag]
 few_examples = settings(max_examples=25, deadline=None)
 quick_attended_tokens = jax.jit(
-    attended_tokens, static_argnames=("shape", "causal", "window"), compiler_options=QUICKLY
+    attended_tokens, static_argnames=("shape", "reach"), compiler_options=QUICKLY
 )
 
 
@@ -114,27 +115,34 @@ def test_tokens_that_cannot_be_split_are_refused(num_tokens, num_ranks):
     seed=st.integers(0, 2**32 - 1),
     longest=st.sampled_from([1, 4, 30]),
     told_by=st.sampled_from(["segments", "positions", "both"]),
-    window=st.sampled_from([None, 5]),
-    causal=st.booleans(),
+    mask=st.sampled_from(
+        [
+            (True, None),
+            (True, 5),
+            (False, None),
+            (False, (3, 0)),
+            (False, (None, 2)),
+            (False, (1, 99)),
+        ]
+    ),
 )
 @few_examples
-def test_attended_tokens_are_those_of_the_definition(seed, longest, told_by, window, causal):
+def test_attended_tokens_are_those_of_the_definition(seed, longest, told_by, mask):
     shape = (2, 24)
     segment_ids, positions = pack(np.random.default_rng(seed), *shape, max_length=longest)
     if told_by != "segments":
         segment_ids = np.minimum(segment_ids, 1)
     positions = None if told_by == "segments" else positions
     segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
-    options = {"causal": causal, "window": window if causal else None}
     documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
-    got = quick_attended_tokens(*documents, shape=shape, **options)
-    want = attended(shape, segment_ids, positions, **options)
+    got = quick_attended_tokens(*documents, shape=shape, reach=reach("test", *mask))
+    want = attended(shape, segment_ids, positions, *mask)
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_without_segment_ids_each_row_is_one_document(causal):
-    got = attended_tokens(None, None, shape=(2, 6), causal=causal, window=None)
+    got = attended_tokens(None, None, shape=(2, 6), reach=reach("test", causal, None))
     np.testing.assert_array_equal(got, attended((2, 6), None, None, causal, None))
 
 

@@ -47,8 +47,9 @@ def program(mesh, **options):
         ("balanced", {"window": 5, "config": PlanConfig(block=2)}),
         ("ring", {"window": 5, "scale": 0.3}),
         ("zigzag", {"logit_soft_cap": 2.0}),
-        ("hamilton", {"causal": False}),
+        ("hamilton", {"causal": False, "window": (3, 4)}),
         ("auto", {"window": 3}),
+        ("auto", {"window": (2, 5), "causal": False}),
     ],
 )
 def test_equals_dense_attention(algorithm, options):

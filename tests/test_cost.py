@@ -42,7 +42,11 @@ def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag, window=None
     seen = (document[:, None] == document) & (document >= 0)
     if causal:
         seen = np.tril(seen)
-    if window is not None:
+    if isinstance(window, tuple):
+        ahead = np.arange(total) - np.arange(total)[:, None]
+        left, right = (total if x is None else x for x in window)
+        seen = seen & (-left <= ahead) & (ahead <= right)
+    elif window is not None:
         seen = np.triu(seen, 1 - window)
     owner = np.arange(total) // tokens_per_rank
     if zigzag:
@@ -52,7 +56,13 @@ def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag, window=None
     return one_hot.T @ seen @ one_hot
 
 
-@pytest.mark.parametrize("causal, window", [(True, None), (True, 1), (True, 7), (False, None)])
+@pytest.mark.parametrize(
+    "causal, window",
+    [
+        *((True, None), (True, 1), (True, 7), (False, None)),
+        *((False, x) for x in ((0, 0), (3, 2), (0, 9), (5, None), (None, 4), (99, 99))),
+    ],
+)
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_pairs_of_ranks(causal, window, zigzag):
     rng = np.random.default_rng(0)

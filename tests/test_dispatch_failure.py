@@ -228,8 +228,8 @@ def test_attention_plan_made_under_jit_that_needs_more_rows_than_its_bound():
         run,
         X,
         copies(np.ones_like(one_each)),  # one document over all ranks
-        match=r"dispatch over axis 'cp': rank \d would receive \d+ tokens but kv_capacity is 12\. "
-        r"Pass kv_capacity>=",
+        match=r"dispatch_qkv over axis 'cp': rank \d would receive \d+ tokens but "
+        r"kv_capacity is 12\. Pass kv_capacity>=",
     )
 
 

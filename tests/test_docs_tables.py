@@ -1,4 +1,6 @@
-"""The pages' code blocks run, and every cell of their tables is what the code computes."""
+"""The pages' code blocks run and print what stands below them; every cell of their tables of ranks
+is what the code computes.
+"""
 
 import pathlib
 import re
@@ -7,20 +9,24 @@ import numpy as np
 import pytest
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+CODE = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
 CELL = re.compile(r"`(\w+)`")
 
 
-@pytest.mark.parametrize("page, num_cells", [("metadata.md", 60), ("movement.md", 21)])
-def test_page(page, num_cells):
+@pytest.mark.parametrize("page, num_cells", [("metadata.md", 66), ("movement.md", 21)])
+def test_page(page, num_cells, capsys):
     text = (DOCS / page).read_text()
     names: dict = {}
-    for block in CODE.findall(text):
-        exec(block, names)
+    for code, printed in CODE.findall(text):
+        exec(code, names)
+        assert capsys.readouterr().out == printed
     compared = 0
-    owner = None
+    owner, is_of_ranks, line_before = None, False, ""
     for line in text.splitlines():
-        if not line.startswith("|") or line.startswith("|---"):
+        if line.startswith("|") and not line_before.startswith("|"):
+            is_of_ranks = "| rank 0 |" in line
+        line_before = line
+        if not line.startswith("|") or line.startswith("|---") or not is_of_ranks:
             continue
         head, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         name = CELL.fullmatch(head)

@@ -123,6 +123,9 @@ def test_query_heads_share_kv_heads(K, block_heads):
     [
         ALL_OPTIONS,
         {"window": 1, "block_q": 7, "block_kv": 1},
+        {"window": (6, 3), "logit_soft_cap": 0.7},
+        {"window": (None, 0), "block_q": 7},
+        {"window": (2**40, 11), "block_kv": 5},
         {"block_q": None, "block_kv": None, "block_heads": 1},
     ],
     ids=str,

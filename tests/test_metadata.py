@@ -201,6 +201,31 @@ def test_get_slice_outside_jit_and_in_shard_map():
     one.validate()
 
 
+def test_get_slice_has_the_numbers_of_one_rank_without_padding():
+    rng = np.random.default_rng(3)
+    for num_replicas in (1, 3):
+        plan, reverse = compute_metadata(*oracle.random_shards(rng, 4, 6, num_replicas))
+        for metadata in (plan, reverse):
+            for rank, end in enumerate(np.asarray(metadata.num_seqs)):
+                view = metadata.get_slice(rank)
+                view.validate()
+                for name in ("dst_rank", "dst_offset", "seq_len"):
+                    whole = np.asarray(getattr(metadata, name))[rank]
+                    np.testing.assert_array_equal(getattr(view, name), whole[:end])
+                    assert end == len(whole) or not (whole[end:] > 0).any()
+                assert view.num_recv_tokens.shape == (5,)  # one count for each rank, and the sum
+    starts = dataclasses.replace(plan, src_offset=np.zeros(plan.seq_len.shape, np.uint32))
+    assert starts.get_slice(1).src_offset.shape == starts.get_slice(1).seq_len.shape
+    # What the compiler has to know does not depend on values: padding stays.
+    assert jax.jit(lambda m: m.get_slice(0))(plan).seq_len.shape == plan.seq_len.shape[1:]
+
+
+def test_a_slice_of_an_idle_rank_is_empty():
+    plan, _ = compute_metadata(np.array([[0, 0], [2, 0]]), np.array([[-1, -1], [0, -1]]))
+    assert plan.get_slice(0).dst_rank.shape == (0,)
+    assert plan.get_slice(1).dst_rank.shape == (1,)
+
+
 def test_views_refuse_what_is_no_plan_of_all_ranks():
     plan, _ = compute_metadata(SEQ_LEN, DISPATCH)
     with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 2\)"):
@@ -248,6 +273,40 @@ def test_normalize_dtype_checks_the_range():
     big = np.array([2**32, 5])
     with pytest.raises(ValueError, match=r"num_total_recv_tokens\[0\] is 4294967296.*enable x64"):
         numpy_plan(num_total_recv_tokens=big).normalize_dtype()
+
+
+# --- what the constructor derives -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_totals_that_are_left_out_are_derived(as_array):
+    rng = np.random.default_rng(5)
+    for num_replicas in (1, 2):
+        plan, _ = compute_metadata(*oracle.random_shards(rng, 3, 4, num_replicas))
+        given = {
+            name: as_array(getattr(plan, name))
+            for name in ("dst_rank", "dst_offset", "seq_len", "num_recv_tokens")
+        }
+        derived = Metadata(**given, world_size=3)
+        derived.validate()
+        np.testing.assert_array_equal(derived.num_seqs, plan.num_seqs)
+        np.testing.assert_array_equal(derived.num_total_recv_tokens, plan.num_total_recv_tokens)
+        traced = jax.jit(lambda fields: Metadata(**fields, world_size=3))(given)
+        jax.tree.map(np.testing.assert_array_equal, traced, derived)
+
+
+def test_a_plan_of_placeholders_stays_one():
+    specs = Metadata(dst_rank=0, dst_offset=0, seq_len=0, num_recv_tokens=0, world_size=2)
+    assert specs.num_seqs is None and specs.num_total_recv_tokens is None
+    none = Metadata(
+        dst_rank=np.zeros((2, 0), int),
+        dst_offset=np.zeros((2, 0), int),
+        seq_len=np.zeros((2, 0), int),
+        num_recv_tokens=np.zeros((2, 3), int),
+        world_size=2,
+    )
+    none.validate()
+    np.testing.assert_array_equal(none.num_seqs, [0, 0])
 
 
 # --- validate -------------------------------------------------------------------------------

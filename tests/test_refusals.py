@@ -5,6 +5,7 @@ only values can show is refused while the program runs: see test_dispatch_errors
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from comm_gemm_refusals import trace
 from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -28,6 +30,7 @@ HEADS = np.ones((W, 1, 4, 2, 8), np.float32)
 RANGES = np.zeros((1, 4), np.int32)
 LHS, RHS = np.ones((W, 2, 3), np.float32), np.ones((W, 3, 5), np.float32)
 KEY = jax.random.key(0)
+NO_PLAN: Any = WHERE
 
 
 def plan_of(**fields: Any) -> cp.Metadata:
@@ -35,8 +38,8 @@ def plan_of(**fields: Any) -> cp.Metadata:
 
 
 def dispatch(x: Any = X, plan: Any = PLAN, **options: Any):
-    options = {"capacity": W * T, **options}
-    return trace(lambda x, m: cp.dispatch(x, m, axis_name=AXIS, **options), x, plan)
+    options = {"capacity": W * T, "axis_name": AXIS, **options}
+    return trace(lambda x, m: cp.dispatch(x, m, **options), x, plan)
 
 
 def combine(y: Any = X, plan: Any = PLAN, **options: Any):
@@ -52,6 +55,31 @@ def dispatch_qkv(**options: Any):
 def combine_qkv(**options: Any):
     options = {"q_num_tokens": T, "kv_num_tokens": T, **options}
     return trace(lambda x, m: cp.combine_qkv(x, x, m, m, axis_name=AXIS, **options), X, PLAN)
+
+
+def gen_seq_lens(num_seqs: Any = 4, total_len: Any = 8):
+    return cp.gen_seq_lens(KEY, 2, num_seqs, total_len)
+
+
+def ring_exchange(**options: Any):
+    return trace(lambda x: cp.ring_exchange(x, **{"axis_name": AXIS, **options}), X)
+
+
+def chunk_exchange(**options: Any):
+    maps = cp.chunk_maps([[0, 1, 2, 3]])
+    options = {"axis_name": AXIS, **options}
+    return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
+
+
+def profile(**options: Any):
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
+    return cp.hamilton_attention_profile(Q, Q, Q, **options)
+
+
+def choose(lengths: Any = None, **options: Any):
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
+    options = {"num_ranks": W, "tokens_per_rank": 8, **sizes, **options}
+    return cp.choose_algorithm(lengths, hardware=HARDWARE["cpu"], **options)
 
 
 def plan(segment_ids: Any = IDS, positions: Any = None, world_size=W, **options: Any):
@@ -133,6 +161,15 @@ CASES = [
         r"kv_capacity is 1. Pass kv_capacity>=\d+",
     ),
     ("PlanConfig", lambda: cp.PlanConfig(block=0), "block is 0 but must be at least 1"),
+    ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 0, 4, 8), "world_size is 0, needs at least 1"),
+    ("gen_seq_lens", lambda: gen_seq_lens(total_len=10.5), "total_len is 10.5, needs an int"),
+    ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, True, 4, 8), "world_size is True, needs an int"),
+    ("gen_seq_lens", lambda: gen_seq_lens(num_seqs=2.0), "num_seqs is 2.0, needs an integer"),
+    (
+        "create_qkv_dispatch",
+        lambda: cp.create_qkv_dispatch(KEY, 0, 8, 1, 4),
+        "world_size is 0, needs at least 1",
+    ),
     ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 2, 4, 3), "total_len 3.*Pass total_len>=4"),
     (
         "create_qkv_dispatch",
@@ -144,10 +181,23 @@ CASES = [
         lambda: cp.orchestrate_simulate(X, X[:1], PLAN),
         r"shape \(1, 6, 2\), needs all 4 ranks",
     ),
+    (
+        "orchestrate_simulate",
+        lambda: cp.orchestrate_simulate(X, X, NO_PLAN),
+        "is ndarray; it needs",
+    ),
     # Movement.
     ("dispatch", lambda: dispatch(capacity=None), "got neither of capacity and buffer"),
     ("dispatch", lambda: dispatch(capacity=1.5), "capacity is 1.5; it needs to be a static int"),
     ("dispatch", lambda: dispatch(capacity=-1), "capacity is -1; it needs to be at least 0"),
+    ("dispatch", lambda: dispatch(capacity=2**62), "4611686018427387904.*any memory. Pass"),
+    ("combine", lambda: combine(num_tokens=2**62), "more than any memory. Pass no more rows"),
+    ("dispatch", lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
+    ("dispatch", lambda: dispatch(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
+    ("ring_exchange", lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
+    ("ring_exchange", lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
+    ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
+    ("chunk_exchange", lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs"),
     ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
     ("dispatch", lambda: dispatch(plan=(PLAN, PLAN)), "metadata is.*needs to be Metadata"),
     ("dispatch", lambda: dispatch(implementation="a"), "implementation is 'a'; there are"),
@@ -168,6 +218,11 @@ CASES = [
         lambda: cp.create_dispatch_buffer(capacity=-1),
         "capacity is -1; it needs",
     ),
+    (
+        "create_dispatch_buffer",
+        lambda: cp.create_dispatch_buffer(capacity=2**62),
+        "capacity is 4611686018427387904; it needs to be below",
+    ),
     ("grow_dispatch_buffer", lambda: cp.grow_dispatch_buffer(77, capacity=9), "no buffer 77.*Pass"),
     # Attention.
     ("context_parallel_attention", lambda: attend(algorithm="no"), "'no'; it needs to be one of"),
@@ -178,6 +233,70 @@ CASES = [
         lambda: attend(segment_ids=IDS[:, :3]),
         r"shape \(1, 3\) but q has.*need to",
     ),
+    *(
+        ("context_parallel_attention", call, says)
+        for call, says in (
+            (lambda: attend(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
+            (lambda: attend(axis_name=(AXIS,)), r"axis_name is \('cp',\); it needs to be the name"),
+            (
+                lambda: attend(axis_name=3),
+                "axis_name is 3; it needs to be the name of one mesh",
+            ),
+            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
+            (lambda: attend(config=None), "config is None; it needs to be a PlanConfig"),
+            (
+                lambda: attend(segment_ids=IDS.tolist()),
+                "segment_ids is of type list; it needs",
+            ),
+            (lambda: attend(causal="no"), "causal is 'no'; it needs to be True or False"),
+            (lambda: attend(window=True), "window is True; it needs to be an int, a pair"),
+            (lambda: attend(window=(2, 3)), r"window is \(2, 3\) with causal=True.*Pass an int"),
+            (lambda: attend(window=3, causal=False), "window is 3 with causal=False.*a pair"),
+            (
+                lambda: attend(window=(-1, 3), causal=False),
+                r"window is \(-1, 3\); it needs two",
+            ),
+            (
+                lambda: attend(deadline="soon"),
+                "deadline is 'soon'; it needs to be a positive",
+            ),
+            (lambda: attend(scale=True), "scale is True, but must be a number"),
+            (
+                lambda: attend(nodes="2", algorithm="hamilton"),
+                "nodes is '2'; it needs to be an",
+            ),
+            (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
+            (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
+        )
+    ),
+    (
+        "context_parallel_attention",
+        lambda: cp.context_parallel_attention(
+            *(Q.tolist(), Q, Q), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
+        ),
+        "q is of type list; it needs to be an array. Pass",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: cp.context_parallel_attention(
+            *(Q, Q, Q[..., :0]), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
+        ),
+        "heads of v have size 0; they need one feature",
+    ),
+    (
+        "balanced_attention",
+        lambda: on_heads(partial(cp.balanced_attention, plan=NO_PLAN)),
+        "plan is of type .*needs to be an AttentionPlan",
+    ),
+    ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
+    ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
+    ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
+    ("choose_algorithm", lambda: choose([3]), r"lengths is \[3\]; it needs.*See document_lengths"),
+    ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
+    ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
+    ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
+    ("choose_algorithm", lambda: choose(causal="no"), "causal is 'no'; it needs"),
+    ("choose_algorithm", lambda: choose(window=(1, 2)), r"window is \(1, 2\) with causal=True"),
     (
         "ring_attention",
         lambda: on_heads(cp.ring_attention, layout="no"),
@@ -195,6 +314,18 @@ CASES = [
         "nodes is 3.*needs to",
     ),
     ("local_attention", lambda: local(k=Q[:, :4, :, :3]), "4, 2, 3.*needs"),
+    ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
+    (
+        "local_attention",
+        lambda: local(window=True),
+        "window is True; it needs to be an int, a pair",
+    ),
+    (
+        "local_attention",
+        lambda: local(window=(1, -2)),
+        r"window is \(1, -2\); it needs two",
+    ),
+    ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
     ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
     ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
     ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),

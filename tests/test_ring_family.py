@@ -14,9 +14,13 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw, out_and_gradients, run
 
+from jax_cp_dispatch import chunk_maps
 from jax_cp_dispatch.attention import sequence
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 
+MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
+# Ranks 0 and 1, and 2 and 3, exchange their chunk: it never gets to the others.
+TWO_PAIRS = 2 * ([[-1, 0, -1, -1], [0, -1, -1, -1], [-1, -1, -1, 0], [-1, -1, 0, -1]],)
 # Other rows than 2 * chunks leave blocks and chunks uneven, some of them empty.
 CASES = [
     Case("ring", 5, 6, causal=True, window=7, layout="zigzag", heads=(3, 1), check_vma=False,
@@ -36,6 +40,14 @@ CASES = [
     Case("hamilton", 6, 7, nodes=3, documents="positions", causal=False, layout="zigzag",
          logit_soft_cap=2.0, check_vma=False),
     Case("hamilton", 8, 13, nodes=2),
+    Case("ring", 4, 7, documents="segments", causal=False, window=(5, 3), batch=2, heads=(4, 2)),
+    Case("zigzag", 3, 5, documents="both", causal=False, window=(None, 2), layout="zigzag"),
+    Case("hamilton", 5, 3, documents="segments", causal=False, window=(2, 6), heads=(3, 1),
+         logit_soft_cap=2.0),
+    Case("hamilton", 2, 9, causal=False, window=(4, None), implementation="xla"),
+    Case("ring", 1, 6, documents="segments", causal=False, window=(1, 1)),
+    Case("hamilton", 5, 4, maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))),
+         documents="segments"),
     Case("hamilton", 5, 2, cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)), documents="segments",
          batch=2, heads=(4, 2), logit_soft_cap=2.0, check_vma=False),
 ]  # fmt: skip
@@ -147,7 +159,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
     [
         ("ring", {"layout": "spiral"}, "layout is 'spiral'; it needs to be one of 'contiguous'"),
         ("zigzag", {"causal": False, "window": 3}, "window is 3 with causal=False"),
-        ("ring", {"window": 0}, "window is 0 with causal=True; a window counts .* at least 1"),
+        ("ring", {"window": 0}, "window is 0; it needs to be at least 1"),
         ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; there are 'in_process'"),
         ("ring", {"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, but must be > 0"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks; it needs to divide them"),
@@ -161,13 +173,21 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         ),
         ("hamilton", {"cycles": ((0, 1, 2), (1, 2, 0))}, ONE_LINK_TWICE),
         ("hamilton", {"cycles": ()}, "got 0 cycles for 3 ranks"),
+        ("hamilton", {"maps": MAPS, "cycles": "direct"}, "got both cycles and maps"),
+        ("hamilton", {"maps": (MAPS[0], MAPS[0])}, "must be each other's transpose"),
+        ("hamilton", {"maps": MAPS[:1]}, r"it needs to be \(out_chunk, in_chunk\)"),
+        (
+            "hamilton",
+            {"num_ranks": 4, "maps": TWO_PAIRS},
+            r"chunk 0 goes from rank 0 along \[0, 1\] and is back where it began",
+        ),
         ("hamilton", {"num_ranks": 1, "cycles": ((0, 1),)}, "cycles"),
-        ("ring", {"window": 2.5}, "window is 2.5 with causal=True"),
+        ("ring", {"window": 2.5}, "window is 2.5; it needs to be an int, a pair"),
     ],
 )
 def test_options_refused(algorithm, options, message):
     case = dataclasses.replace(SMALL, algorithm=algorithm, **options)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         out_and_gradients(case)(*draw(SMALL))
 
 

@@ -128,12 +128,12 @@ Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream
 template <Direction kDirection, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
-                  std::string_view axis, int64_t num_ranks, int64_t deadline_ms,
-                  std::string_view capacity_names, Counts has_src_offset, Counts has_stamp,
-                  Counts num_arrays, Counts num_tokens, Counts capacity, Counts buffer,
-                  Counts places, std::string_view memory) {
+                  std::string_view op, std::string_view axis, int64_t num_ranks,
+                  int64_t deadline_ms, std::string_view capacity_names, Counts has_src_offset,
+                  Counts has_stamp, Counts num_arrays, Counts num_tokens, Counts capacity,
+                  Counts buffer, Counts places, std::string_view memory) {
   try {
-    const CudaOptions options{{kDirection, axis, num_ranks, deadline_ms, capacity_names,
+    const CudaOptions options{{kDirection, op, axis, num_ranks, deadline_ms, capacity_names,
                                has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer},
                               places,
                               memory};
@@ -148,6 +148,7 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
 template <ffi::ExecutionStage kStage>
 auto Binding() {
   return BindOperands<kStage>()
+      .template Attr<std::string_view>("op")
       .template Attr<std::string_view>("axis")
       .template Attr<int64_t>("num_ranks")
       .template Attr<int64_t>("deadline_ms")

@@ -227,8 +227,7 @@ class Reader {
 Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
   constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
   call->direction = options.direction;
-  call->op = std::string(call->is_dispatch() ? "dispatch" : "combine") + " over axis '" +
-             std::string(options.axis) + "'";
+  call->op = std::string(options.op) + " over axis '" + std::string(options.axis) + "'";
   if (options.num_ranks < 1 || options.num_ranks >= std::numeric_limits<int>::max()) {
     return Wrong(*call, "num_ranks is ", options.num_ranks);
   }

@@ -19,7 +19,8 @@ using Counts = xla::ffi::Span<const int64_t>;
 // Attributes that are known when the program is made; those with an entry per part are spans.
 struct DispatchOptions {
   Direction direction;
-  std::string_view axis;  // for messages
+  std::string_view op;    // the function that was called, for messages
+  std::string_view axis;  // likewise
   int64_t num_ranks;
   int64_t deadline_ms;
   std::string_view capacity_names;  // of all parts, for messages; see dispatch/dispatch.h

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence as Names
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,29 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import can_check_varying
-from jax_cp_dispatch.attention.balanced import balanced_attention
+from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.attention.arguments import check_arrays, check_global, check_layout
+from jax_cp_dispatch.attention.balanced import attend_balanced
 from jax_cp_dispatch.attention.choose import (
     ALGORITHMS as PREDICTED,
     choose_algorithm,
     document_lengths,
 )
-from jax_cp_dispatch.attention.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.layout import zigzag_permutation
+from jax_cp_dispatch.attention.local_options import check_softmax
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
 from jax_cp_dispatch.attention.placed import placed_attention
-from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
-from jax_cp_dispatch.attention.sequence import HostOrDevice, check_rows, read_sequences
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, check_implementation
+from jax_cp_dispatch.attention.ring import ring_schedule
+from jax_cp_dispatch.attention.schedules import Transport
+from jax_cp_dispatch.attention.sequence import (
+    HostOrDevice,
+    Sequence,
+    attend_sequence,
+    check_rows,
+    read_sequences,
+)
+from jax_cp_dispatch.dispatch import check_deadline, check_implementation
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
@@ -40,14 +50,14 @@ class _Options:
     axes: MeshAxes
     algorithm: str
     causal: bool
-    window: int | None
+    window: Window | None
     layout: str
     nodes: int | None
     config: PlanConfig
     scale: float | None
     logit_soft_cap: float | None
     implementation: str | None
-    deadline: float
+    deadline: float | None
 
     @property
     def axis_name(self) -> str:
@@ -74,16 +84,16 @@ def context_parallel_attention(
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
-    window: int | None = None,
+    window: Window | None = None,
     plan: AttentionPlan | PlacedPlan | None = None,
     config: PlanConfig = PlanConfig(),
     nodes: int | None = None,
-    batch_axis: str | Sequence[str] | None = None,
-    head_axis: str | Sequence[str] | None = None,
+    batch_axis: str | Names[str] | None = None,
+    head_axis: str | Names[str] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention over packed documents, the sequence sharded over a mesh axis.
 
@@ -119,7 +129,8 @@ def context_parallel_attention(
         apart.
       layout: "contiguous": tokens are in order; "zigzag": in that of `zigzag_permutation`, and W
         divides T.
-      window: with `causal`, a token attends at most that many tokens of its document.
+      window: with `causal`, an int: a token attends at most that many tokens of its document,
+        itself the last. Without, a pair (left, right), see `ring_attention`.
       plan: for "balanced", a plan for these documents and the window. Given together with
         segment_ids or positions, they are compared with what it was made from, and a plan of
         another batch is an error on all ranks; given alone, it is followed unseen.
@@ -134,13 +145,16 @@ def context_parallel_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None chooses.
-      deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
+      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+        "xla".
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.
     Raises:
       TypeError, ValueError: an axis, a size or a choice does not fit; what, and what to do.
       jax.errors.JaxRuntimeError: when the program runs, see `dispatch`.
     """
+    check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan, config=config)
+    check_arrays(_OP, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
     check_rows(_OP, q, k, v)
     axes = find_axes(
         *(q, k, v),
@@ -193,7 +207,11 @@ def context_parallel_attention(
     plans_here = options.algorithm == "balanced" and not is_traced and not axes.batch
     if plans_here and plan is None and segment_ids is not None:
         plan = plan_attention(
-            segment_ids, positions, world_size=options.num_ranks, window=window, config=config
+            segment_ids,
+            positions,
+            world_size=options.num_ranks,
+            window=cast(int | None, window),
+            config=config,
         )
         segment_ids = positions = None  # nothing to compare
     out = _attend(q, k, v, plan, (segment_ids, positions), options=options)
@@ -211,7 +229,7 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
             "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
         )
     # The rows of the first group stand for all.
-    rows = q.shape[0] // options.axes.num_groups
+    rows = max(q.shape[0] // options.axes.num_groups, 1)
     lengths = ((q.shape[1],),) * rows
     if segment_ids is not None or positions is not None:
         ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
@@ -270,33 +288,41 @@ def _attend(q, k, v, plan, documents, *, options: _Options):
 
 def _local(options: _Options, q, k, v, plan, documents):
     """What one rank does."""
-    common = options.keywords("axis_name", "scale", "logit_soft_cap", "implementation", "deadline")
+    exchange = options.keywords("axis_name", "implementation", "deadline")
+    softmax = options.keywords("scale", "logit_soft_cap")
     if options.algorithm == "placed":
-        return placed_attention(q, k, v, plan, **common)
+        return placed_attention(q, k, v, plan, **exchange, **softmax)
     if options.algorithm == "balanced":
-        if plan is not None:
-            segment_ids, positions = documents
-            common |= {"segment_ids": segment_ids, "positions": positions}
-        else:
+        if plan is None:
             whole = jax.tree.map(
                 lambda x: jax.lax.all_gather(x, options.axis_name, axis=1, tiled=True), documents
             )
             plan = plan_attention(
                 *whole, world_size=options.num_ranks, **options.keywords("window", "config")
             )
-        return balanced_attention(q, k, v, plan, **common)
-    segment_ids, positions = documents
-    common |= options.keywords("causal", "window", "layout")
-    common |= {"segment_ids": segment_ids, "positions": positions}
+            documents = None, None  # nothing to compare
+        return attend_balanced(_OP, q, k, v, plan, *documents, **exchange, **softmax)
     if options.algorithm == "hamilton":
-        return hamilton_attention(q, k, v, nodes=options.nodes, **common)
-    attention = ring_attention if options.algorithm == "ring" else zigzag_ring_attention
-    return attention(q, k, v, **common)
+        schedule = hamilton_schedule(options.num_ranks, options.nodes, None, _OP)
+    else:
+        schedule = ring_schedule(options.num_ranks)
+    sequence = Sequence(
+        transport=Transport(_OP, **exchange),
+        schedule=schedule,
+        zigzag=options.causal and options.algorithm != "ring",
+        **softmax,
+        **options.keywords("causal", "window", "layout"),
+    )
+    return attend_sequence(sequence, q, k, v, *documents)
 
 
 def _check_choice(options: _Options, plan) -> None:
     """The algorithm can do what is asked of it."""
     check_implementation(_OP, options.implementation)
+    check_deadline(_OP, options.deadline)
+    check_layout(_OP, options.layout)
+    check_softmax(_OP, options.scale, options.logit_soft_cap)
+    reach(_OP, options.causal, options.window)
     name = options.algorithm
     if name not in ALGORITHMS:
         raise ValueError(

@@ -8,12 +8,19 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch.attention.arguments import check_plan
+from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
 from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.local_options import blocks_of_ranks
+from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check_softmax
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.planned import PlannedExchanges
 from jax_cp_dispatch.attention.sequence import check_rows
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
+from jax_cp_dispatch.dispatch import (
+    AxisName,
+    check_axis_name,
+    check_deadline,
+    check_implementation,
+)
 from jax_cp_dispatch.planner import AttentionPlan
 from jax_cp_dispatch.planner.segment_ids import words
 from jax_cp_dispatch.planner.stamp import rank_stamp
@@ -51,7 +58,7 @@ def balanced_attention(
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Causal attention over packed documents with equal work on every rank.
 
@@ -76,7 +83,8 @@ def balanced_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
-      deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
+      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+        "xla".
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -87,17 +95,37 @@ def balanced_attention(
     """
     instead = "context_parallel_attention(..., algorithm='balanced')"
     num_ranks_here("balanced_attention", axis_name, instead)
-    check_rows("balanced_attention", q, k, v, segment_ids, positions)
+    return attend_balanced(
+        *("balanced_attention", q, k, v, plan, segment_ids, positions),
+        axis_name=axis_name,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        implementation=implementation,
+        deadline=deadline,
+    )
+
+
+def attend_balanced(
+    op, q, k, v, plan, segment_ids, positions, *, axis_name, scale, logit_soft_cap, **exchange
+):
+    """`balanced_attention` for a caller of its own name, `op`."""
+    names = check_axis_name(op, axis_name)
+    check_implementation(op, exchange["implementation"])
+    check_deadline(op, exchange["deadline"])
+    check_plan(op, plan)
+    check_rows(op, q, k, v, segment_ids, positions)
+    check_softmax(op, scale, logit_soft_cap)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
         raise ValueError(
-            f"balanced_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
+            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Plan with the segment ids of this batch."
         )
-    options = Options(PlannedExchanges(axis_name, implementation, deadline), scale, logit_soft_cap)
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    exchanges = PlannedExchanges(op, axis_name, **exchange)
+    options = Options(exchanges, scale, logit_soft_cap)
     seen = (None if x is None else words(x) for x in (segment_ids, positions))
     stamp = rank_stamp(plan.local_stamp(jax.lax.axis_index(axis_name)), *seen)
+    q, k, v = in_reverse_only(op, [q, k, v])
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
     out = cast(Array, _attend(options, *rows, plan, stamp))  # custom_vjp hides its type
     return out.reshape(*q.shape[:3], v.shape[3])
@@ -109,6 +137,7 @@ def _attend(options, q, k, v, plan, stamp):
 
 
 def _forward(options, q, k, v, plan, stamp):
+    q, k, v = not_again(options.exchanges.op, [q, k, v])
     received_q, received_kv = options.exchanges.send_qkv(plan, q, (k, v), stamp)
     ranges = plan.local_ranges(jax.lax.axis_index(options.exchanges.axis_name))
     operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
@@ -119,6 +148,7 @@ def _forward(options, q, k, v, plan, stamp):
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
+    (dhome,) = not_again(options.exchanges.op, [dhome])
     dout = options.exchanges.send_q(plan, dhome)
     dq, *dkv = options.attend_backward(*operands, out, lse, dout[None])
     # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Integer
 
+from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.attention.arguments import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.cost.work import check_sizes
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
@@ -43,7 +46,7 @@ def choose_algorithm(
     head_size: int,
     itemsize: int,
     causal: bool = True,
-    window: int | None = None,
+    window: Window | None = None,
     layout: str = "contiguous",
     with_backward: bool = True,
     hardware: Hardware | None = None,
@@ -72,17 +75,21 @@ def choose_algorithm(
     Raises:
       ValueError: sizes that do not fit, or no entry for the default backend.
     """
+    op = "choose_algorithm"
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    check_sizes(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
+    reach(op, causal, window)
+    check_layout(op, layout)
+    rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware
     workload = Workload(
         num_ranks=num_ranks,
         tokens_per_rank=tokens_per_rank,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
+        **sizes,
         itemsize=itemsize,
         causal=causal,
         window=window,
-        lengths=None if lengths is None else tuple(tuple(map(int, row)) for row in lengths),
+        lengths=rows,
     )
     predictions = predict(workload, hardware=hardware, with_backward=with_backward)
     del predictions["all_gather"]
@@ -101,6 +108,21 @@ def choose_algorithm(
     nodes = num_ranks // hardware.node_size(num_ranks) if best == "hamilton_nodes" else None
     reason = _reason(best, seconds, predictions, with_backward)
     return Choice("hamilton" if nodes else best, nodes, predictions, reason)
+
+
+def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
+    if lengths is None:
+        return None
+    try:
+        rows = tuple(tuple(map(int, row)) for row in lengths)
+    except TypeError:
+        raise TypeError(
+            f"{op}: lengths is {lengths!r}; it needs the lengths of each batch row's documents, "
+            "[[4, 2], [6]] say, or None. See document_lengths."
+        ) from None
+    if not rows:
+        raise ValueError(f"{op}: lengths has no batch row. Pass at least one, or None.")
+    return rows
 
 
 def default_hardware() -> Hardware:

@@ -14,8 +14,13 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName, check_implementation
-from jax_cp_dispatch.dispatch.exchange import move, outgoing
+from jax_cp_dispatch.dispatch import (
+    AxisName,
+    check_deadline,
+    check_implementation,
+    move,
+    outgoing,
+)
 from jax_cp_dispatch.metadata import Metadata
 
 # Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it goes nowhere.
@@ -28,7 +33,7 @@ def ring_exchange(
     axis_name: AxisName,
     shift: int = 1,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> PyTree[Shaped[Array, "..."]]:
     """Sends `x` to rank + shift and returns what rank - shift sent, all arrays in one exchange.
 
@@ -42,13 +47,16 @@ def ring_exchange(
       implementation: "in_process" or "shared_memory", this package's transports between CPU
         devices of one process and of several; "xla", a collective-permute of each array; None
         chooses one of the first where there is one.
-      deadline: seconds until an exchange gives up on a rank that has not come; not with "xla".
+      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+        "xla".
     Returns:
       Arrays in the structure of `x`.
     Raises:
       ValueError, NotImplementedError: an implementation that is none, or cannot serve here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
+    if isinstance(shift, bool) or not isinstance(shift, int | np.integer):
+        raise TypeError(f"ring_exchange: shift is {shift!r}; it needs to be an integer.")
     num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
@@ -70,7 +78,7 @@ def chunk_exchange(
     *,
     axis_name: AxisName,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> PyTree[Shaped[Array, "C ..."]]:
     """Sends at most one chunk over each link, all in one exchange: a step of Hamilton attention.
 
@@ -143,10 +151,11 @@ def move_chunks(
     *,
     axis_name: AxisName,
     implementation: str | None,
-    deadline: float,
+    deadline: float | None,
 ) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
     check_implementation(op, implementation)
+    check_deadline(op, deadline)
     by_collectives = _ByCollectives(routes, axis_name)
     by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
     if implementation == "xla":
@@ -220,8 +229,6 @@ def _by_dispatch(chunks, *, op, by_collectives, implementation, deadline):
         dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
         seq_len=np.ones(to.shape, np.uint32),
         num_recv_tokens=received,
-        num_seqs=np.full(num_ranks, num_chunks, np.int32),
-        num_total_recv_tokens=received[:, -1],
         world_size=num_ranks,
     )
     piece = outgoing(op, "chunks", "", chunks, plan, num_chunks, None, None)

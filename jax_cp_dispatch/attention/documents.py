@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
+from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
 
 
@@ -13,16 +14,14 @@ def attended_tokens(
     positions: Integer[Array, "B T"] | None,
     *,
     shape: tuple[int, int],
-    causal: bool,
-    window: int | None,
+    reach: Reach,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """For each token the range of tokens [start, end) of its batch row; empty at padding.
 
     Args:
       segment_ids, positions: of the whole sequence, in order; None: each row is one document.
       shape: B and T.
-      causal: a token attends what stands before it, and itself.
-      window: with `causal`, at most that many of them.
+      reach: how far before and behind itself a token attends.
     """
     num_tokens = shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -35,8 +34,9 @@ def attended_tokens(
         is_last = jnp.pad(start[:, 1:] != start[:, :-1], ((0, 0), (0, 1)), constant_values=True)
         last = jnp.where(is_last, token, num_tokens)
         end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
-    if causal:
-        end = jnp.broadcast_to(token + 1, shape)
-        if window is not None:
-            start = jnp.maximum(start, end - min(window, num_tokens))
+    left, right = reach.clipped(num_tokens)
+    if left is not None:
+        start = jnp.maximum(start, token - left)
+    if right is not None:
+        end = jnp.minimum(end, token + right + 1)
     return jnp.where(live, start, 0), jnp.where(live, end, 0)

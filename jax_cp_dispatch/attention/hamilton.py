@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Direct, Transport
 from jax_cp_dispatch.attention.sequence import Sequence, attend_sequence
-from jax_cp_dispatch.cycles import CycleRows, check_cycles, hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
+from jax_cp_dispatch.cycles import (
+    CycleRows,
+    check_cycles,
+    cycles_of_maps,
+    hamiltonian_cycles,
+    two_level_cycles,
+)
+from jax_cp_dispatch.dispatch import AxisName
 
 
 def hamilton_attention(
@@ -22,14 +31,15 @@ def hamilton_attention(
     causal: bool = True,
     nodes: int | None = None,
     cycles: CycleRows | str | None = None,
+    maps: tuple[CycleRows, CycleRows] | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: int | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention over a sharded sequence that uses the links between all ranks at once.
 
@@ -47,14 +57,17 @@ def hamilton_attention(
         for each chunk; or "direct": each chunk comes straight from its rank, a different one at
         each step, which needs memory for a third set of chunks. None is "direct" for 4 and 6
         ranks, which have no such cycles, otherwise cycles.
+      maps: instead of cycles, the pair (out_chunk, in_chunk) that says which chunk each rank sends
+        to and receives from each other one, in every exchange: what `chunk_maps` returns, or your
+        own. The maps have to be each other's transpose, and take every chunk to every rank.
       q, k, v, axis_name, causal, segment_ids, positions, layout, window, scale, logit_soft_cap,
         implementation, deadline: as `ring_attention`. Gradients of keys and values travel with
         them, or with "direct" straight home.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
-      ValueError: `nodes` does not divide the ranks; `cycles` are none, or share a link; else as
-        `ring_attention`.
+      ValueError: `nodes` does not divide the ranks; `cycles` are none, or share a link; `maps`
+        contradict each other, or miss a rank; else as `ring_attention`.
     References:
       TASP (arXiv:2509.26541); Tillson, JCTB 29 (1980), 68-74.
     """
@@ -63,7 +76,7 @@ def hamilton_attention(
     )
     sequence = Sequence(
         transport=Transport("hamilton_attention", axis_name, implementation, deadline),
-        schedule=hamilton_schedule(num_ranks, nodes, cycles),
+        schedule=hamilton_schedule(num_ranks, nodes, cycles, maps=maps),
         zigzag=causal,
         causal=causal,
         window=window,
@@ -79,8 +92,12 @@ def hamilton_schedule(
     nodes: int | None,
     cycles: CycleRows | str | None,
     op: str = "hamilton_attention",
+    *,
+    maps: tuple[CycleRows, CycleRows] | None = None,
 ) -> Cycles | Direct:
     """The schedule that the arguments of `hamilton_attention`, or of its profile, name."""
+    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int | np.integer)):
+        raise TypeError(f"{op}: nodes is {nodes!r}; it needs to be an integer, or None.")
     if nodes is not None and (nodes < 1 or num_ranks % nodes):
         raise ValueError(
             f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
@@ -90,11 +107,17 @@ def hamilton_schedule(
         raise ValueError(
             f"{op}: cycles is {cycles!r}; it needs to be rows of ranks, 'direct', or None."
         )
-    if cycles is not None and nodes is not None:
-        raise ValueError(f"{op}: got both nodes and cycles; pass one of them.")
+    given = {"nodes": nodes, "cycles": cycles, "maps": maps}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{op}: got both {' and '.join(named)}; pass one of them.")
+    if maps is not None:
+        if not isinstance(maps, tuple | list) or len(maps) != 2:
+            raise TypeError(f"{op}: maps is {maps!r}; it needs to be (out_chunk, in_chunk).")
+        is_direct, cycles = False, cycles_of_maps(*maps, num_ranks, op=op)
     if num_ranks == 1:
         if cycles is not None and not is_direct:
-            check_cycles(cycles, num_ranks, op=op)
+            check_cycles(cast(CycleRows, cycles), num_ranks, op=op)
         return Cycles(((0,),))
     if nodes not in (None, 1):
         return _two_level(num_ranks // nodes, nodes)
@@ -102,7 +125,7 @@ def hamilton_schedule(
         return Direct(num_ranks)
     if cycles is None:
         return _flat(num_ranks)
-    return Cycles(check_cycles(cycles, num_ranks, op=op))
+    return Cycles(check_cycles(cast(CycleRows, cycles), num_ranks, op=op))
 
 
 @functools.cache

@@ -10,7 +10,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._varying import vary_alike, vary_like
+from jax_cp_dispatch._window import Window
+from jax_cp_dispatch.attention.arguments import check_arrays
 from jax_cp_dispatch.attention.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
 from jax_cp_dispatch.attention.local_backward import begin_dq, cut_outcome, finish_dq
 from jax_cp_dispatch.attention.local_options import check, check_ranges
 from jax_cp_dispatch.attention.passes import attend_blocks, gradients_of_blocks
@@ -25,7 +28,7 @@ def local_attention(
     *,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -54,8 +57,10 @@ def local_attention(
       kv_end: one past the last key row; a range that ends where or before it starts is empty.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
-      window: a query attends only the last `window` keys of its range, counted before the range
-        is clipped; None attends all.
+      window: an int: a query attends only the last `window` keys of its range, counted before the
+        range is clipped. A pair (left, right): query row i stands at key row p = i + S - T, and
+        attends the key rows p - left, ..., p + right of its range; None is no limit on that side.
+        None attends all.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
       block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
@@ -82,6 +87,7 @@ def local_attention(
         block_heads=block_heads,
     )
     check_ranges("local_attention", q, kv_start, kv_end)
+    q, k, v = in_reverse_only("local_attention", [q, k, v])
     return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
 
 
@@ -98,7 +104,7 @@ def local_attention_backward(
     *,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -135,6 +141,8 @@ def local_attention_backward(
     )
     check_ranges(name, q, kv_start, kv_end)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    check_arrays(name, **arrays)
     for what, x, shape in (
         ("out", out, out_shape),
         ("lse", lse, lse_shape),
@@ -144,6 +152,8 @@ def local_attention_backward(
         if x is not None and x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
     outcome = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
+    q, k, v = not_again(name, [q, k, v])
+    outcome = not_again(name, outcome)
     return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
 
 
@@ -153,7 +163,8 @@ def _attention(options, q, k, v, kv_start, kv_end):
 
 
 def _attention_fwd(options, *primals):
-    operands = tuple(primal.value for primal in primals)
+    q, k, v, *ranges = (primal.value for primal in primals)
+    operands = (*not_again("local_attention", [q, k, v]), *ranges)
     out, lse = _forward(options, *operands)
     return (out, lse), (*operands, out, lse)
 
@@ -163,7 +174,7 @@ def _attention_bwd(options, residuals, cotangents):
     if isinstance(dout, SymbolicZero):
         (dout,) = vary_like([jnp.zeros_like(residuals[-2])], residuals[0])
     dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
-    grads = _backward(options, *residuals, dout, *dlse)
+    grads = _backward(options, *residuals, *not_again("local_attention", [dout, *dlse]))
     return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
 
 

@@ -7,6 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cp_dispatch._window import Reach, check_window
+from jax_cp_dispatch.attention.arguments import check_arrays
+
 _VECTOR = 8  # rows
 # Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread
 # (65 of 125 GFLOP/s on 2 cores), 512 x 512 on all; larger blocks compute more in vain.
@@ -23,7 +26,7 @@ class Options:
 
     scale: float
     logit_soft_cap: float | None
-    window: int | None
+    window: int | Reach | None
     block_q: int
     block_kv: int
     block_heads: int  # KV heads of a batch row whose blocks are computed together
@@ -45,35 +48,13 @@ def check(
     block_heads=None,
 ) -> Options:
     """Raises what `local_attention` documents; `name` is the function that the user called."""
-    if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise TypeError(
-            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must all be "
-            "bfloat16, float16, float32 or float64, the same. Cast them."
-        )
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"{name}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}, but need four axes "
-            "each: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."
-        )
-    B, T, N, H = q.shape
-    S, K = k.shape[1:3]
-    if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K):
-        raise ValueError(
-            f"{name}: k and v have shapes {k.shape} and {v.shape}, but q of shape {q.shape} needs "
-            f"[{B}, S, K, {H}] and [{B}, S, K, Hv]."
-        )
-    if K == 0 or N == 0 or N % K:
-        raise ValueError(
-            f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."
-        )
-    if H == 0:
-        raise ValueError(f"{name}: heads of q and k have size 0; they need one feature at least.")
-    scale = _number(name, "scale", scale)
-    logit_soft_cap = _number(name, "logit_soft_cap", logit_soft_cap)
-    if logit_soft_cap is not None and not logit_soft_cap > 0:
-        raise ValueError(f"{name}: logit_soft_cap is {logit_soft_cap}, but must be > 0, or None.")
-    for what, number in (("window", window), ("block_q", block_q), ("block_kv", block_kv)):
-        if number is not None and not (isinstance(number, (int, np.integer)) and number >= 1):
+    check_operands(name, q, k, v)
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+    scale, logit_soft_cap = check_softmax(name, scale, logit_soft_cap)
+    window = check_window(name, window)
+    for what, number in (("block_q", block_q), ("block_kv", block_kv)):
+        is_integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+        if number is not None and not (is_integer and number >= 1):
             raise ValueError(f"{name}: {what} is {number}, but must be an integer >= 1, or None.")
     is_integer = isinstance(block_heads, (int, np.integer))
     if block_heads is not None and not (is_integer and block_heads in _divisors(K)):
@@ -86,15 +67,56 @@ def check(
     return Options(
         scale=H**-0.5 if scale is None else scale,
         logit_soft_cap=logit_soft_cap,
-        window=None if window is None else min(int(window), 2**31 - 1),
+        window=min(window, 2**31 - 1) if isinstance(window, int) else window,
         block_q=block_q,
         block_kv=block_kv,
         block_heads=int(block_heads or _heads_together(K, N // K * block_q * block_kv)),
     )
 
 
+def check_operands(name, q, k, v) -> None:
+    """Of the arrays: dtypes, and shapes that belong together."""
+    check_arrays(name, q=q, k=k, v=v)
+    if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"{name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, but must all be "
+            "bfloat16, float16, float32 or float64, the same. Cast them."
+        )
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"{name}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}, but need four axes "
+            "each: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."
+        )
+    B, _, N, H = q.shape
+    S, K = k.shape[1:3]
+    if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K):
+        raise ValueError(
+            f"{name}: k and v have shapes {k.shape} and {v.shape}, but q of shape {q.shape} needs "
+            f"[{B}, S, K, {H}] and [{B}, S, K, Hv]."
+        )
+    if K == 0 or N == 0 or N % K:
+        raise ValueError(
+            f"{name}: {N} query heads cannot share {K} KV heads; N must be a multiple of K."
+        )
+    for heads, size in (("q and k", H), ("v", v.shape[3])):
+        if size == 0:
+            raise ValueError(
+                f"{name}: heads of {heads} have size 0; they need one feature at least."
+            )
+
+
+def check_softmax(name, scale, logit_soft_cap) -> tuple[float | None, float | None]:
+    """The numbers as floats."""
+    scale = _number(name, "scale", scale)
+    logit_soft_cap = _number(name, "logit_soft_cap", logit_soft_cap)
+    if logit_soft_cap is not None and not logit_soft_cap > 0:
+        raise ValueError(f"{name}: logit_soft_cap is {logit_soft_cap}, but must be > 0, or None.")
+    return scale, logit_soft_cap
+
+
 def check_ranges(name, q, kv_start, kv_end) -> None:
     """Likewise of the ranges."""
+    check_arrays(name, kv_start=kv_start, kv_end=kv_end)
     for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
@@ -108,12 +130,14 @@ def check_ranges(name, q, kv_start, kv_end) -> None:
 
 def _number(name, what, value) -> float | None:
     try:
-        return None if value is None else float(value)
+        if not isinstance(value, bool | np.bool_):
+            return None if value is None else float(value)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{name}: {what} is {value!r}, but must be a number that is known when the program is "
-            "traced, or None."
-        ) from None
+        pass
+    raise TypeError(
+        f"{name}: {what} is {value!r}, but must be a number that is known when the program is "
+        "traced, or None."
+    )
 
 
 def _divisors(number: int) -> list[int]:

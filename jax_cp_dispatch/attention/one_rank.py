@@ -2,11 +2,12 @@
 
 from jax import lax
 
-from jax_cp_dispatch.dispatch import AxisName
+from jax_cp_dispatch.dispatch import AxisName, check_axis_name
 
 
 def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
     """The size of the axis; outside of `shard_map` an error that names what to call instead."""
+    check_axis_name(op, axis_name)
     try:
         return lax.axis_size(axis_name)
     except NameError:

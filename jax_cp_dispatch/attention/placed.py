@@ -11,7 +11,7 @@ from jax_cp_dispatch.attention.balanced import Options
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.planned import PlannedExchanges
 from jax_cp_dispatch.attention.sequence import check_rows
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName, combine, dispatch
+from jax_cp_dispatch.dispatch import AxisName, combine, dispatch
 from jax_cp_dispatch.planner import PlacedPlan
 
 
@@ -25,7 +25,7 @@ def placed_attention(
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Causal attention over packed documents whose tokens `place_tokens` has placed.
 
@@ -57,7 +57,11 @@ def placed_attention(
             f"placed_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Place the tokens of this batch."
         )
-    options = Options(PlannedExchanges(axis_name, implementation, deadline), scale, logit_soft_cap)
+    options = Options(
+        PlannedExchanges("placed_attention", axis_name, implementation, deadline),
+        scale,
+        logit_soft_cap,
+    )
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
     out = cast(Array, _attend(options, *rows, plan))  # custom_vjp hides its type

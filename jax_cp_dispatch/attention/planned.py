@@ -14,9 +14,10 @@ from jax_cp_dispatch.planner import AttentionPlan
 class PlannedExchanges(NamedTuple):
     """Options of all exchanges of one attention; static."""
 
+    op: str
     axis_name: AxisName
     implementation: str | None
-    deadline: float
+    deadline: float | None
 
     def send_qkv(
         self, plan: AttentionPlan, q, kv, stamp: Int32[Array, " 5"]
@@ -24,7 +25,7 @@ class PlannedExchanges(NamedTuple):
         """Queries, and keys with values, go where they are computed; if the stamps are right."""
         queries = self._outgoing("q", q, plan.q_metadata, plan.q_capacity)
         keys = self._outgoing("kv", kv, plan.kv_metadata, plan.kv_capacity)
-        q, kv = self._move("dispatch_qkv", queries._replace(stamp=stamp), keys)
+        q, kv = self._move(queries._replace(stamp=stamp), keys)
         return q, kv
 
     def return_q(
@@ -32,29 +33,25 @@ class PlannedExchanges(NamedTuple):
     ) -> Float[Array, "T N H"]:
         """The output comes home; the stamp makes all of it NaN where nothing can be refused."""
         out = self._returning("q", out, plan.q_metadata, plan)
-        return self._move("combine", out._replace(stamp=stamp))[0]
+        return self._move(out._replace(stamp=stamp))[0]
 
     def send_q(self, plan: AttentionPlan, dout) -> Float[Array, "q_capacity N Hv"]:
         """The output's gradients follow the queries."""
-        return self._move("dispatch", self._outgoing("q", dout, plan.q_metadata, plan.q_capacity))[
-            0
-        ]
+        return self._move(self._outgoing("q", dout, plan.q_metadata, plan.q_capacity))[0]
 
     def return_qkv(self, plan: AttentionPlan, dq, dkv, dtype: DTypeLike):
         """The gradients come home, rounded to `dtype` when they have been summed."""
         queries = self._returning("q", dq, plan.q_metadata, plan, dtype)
         keys = self._returning("kv", dkv, plan.kv_metadata, plan, dtype)
-        return self._move("combine_qkv", queries, keys)
+        return self._move(queries, keys)
 
     def _outgoing(self, name, arrays, metadata, capacity):
-        piece = outgoing("dispatch", name, f"{name}_", arrays, metadata, capacity, None, None)
+        piece = outgoing(self.op, name, f"{name}_", arrays, metadata, capacity, None, None)
         return piece._replace(capacity_name=f"PlanConfig.{name}_capacity")
 
     def _returning(self, name, arrays, metadata, plan, dtype=None):
-        piece = returning(
-            "combine", name, f"{name}_", arrays, metadata, plan.num_tokens, None, dtype
-        )
+        piece = returning(self.op, name, f"{name}_", arrays, metadata, plan.num_tokens, None, dtype)
         return piece._replace(capacity_name=f"PlanConfig.{name}_capacity")
 
-    def _move(self, op, *pieces):
-        return move(op, pieces, self.axis_name, None, self.implementation, self.deadline)
+    def _move(self, *pieces):
+        return move(self.op, pieces, self.axis_name, None, self.implementation, self.deadline)

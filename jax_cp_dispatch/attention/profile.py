@@ -29,7 +29,7 @@ from jax_cp_dispatch.attention.sequence import (
 )
 from jax_cp_dispatch.attention.stopwatch import Stopwatch
 from jax_cp_dispatch.cycles import CycleRows
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
+from jax_cp_dispatch.dispatch import check_axis_name, check_mesh
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
 
 
@@ -149,25 +149,32 @@ def hamilton_attention_profile(
     axis_name: str,
     nodes: int | None = None,
     cycles: CycleRows | str | None = None,
+    maps: tuple[CycleRows, CycleRows] | None = None,
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `hamilton_attention`, forward, with its `nodes` and `cycles`.
+    """Times `hamilton_attention`, forward, with its `nodes`, `cycles` and `maps`.
 
     All else as `ring_attention_profile`.
     """
     op = "hamilton_attention_profile"
     stopwatch = _stopwatch(op, mesh, axis_name, repeats)
-    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles, op)
+    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles, op, maps=maps)
     return _profile("hamilton_attention", schedule, True, stopwatch, (q, k, v), **options)
 
 
 def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
+    if mesh is None:
+        raise TypeError(f"{op}: mesh is None; it needs to be a jax.sharding.Mesh.")
+    check_mesh(op, mesh)
+    check_axis_name(op, axis_name)
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
             "Name one of these."
         )
+    if isinstance(repeats, bool) or not isinstance(repeats, int | np.integer):
+        raise TypeError(f"{op}: repeats is {repeats!r}; it needs to be an integer.")
     if repeats < 1:
         raise ValueError(f"{op}: repeats is {repeats}; it needs to be at least 1.")
     return Stopwatch(mesh, axis_name, repeats)
@@ -184,7 +191,7 @@ def _profile(
     positions=None,
     causal=True,
     implementation=None,
-    deadline=DEFAULT_DEADLINE,
+    deadline=None,
     **options,
 ) -> AttentionProfile:
     op, num_ranks, axis_name = f"{algorithm}_profile", schedule.num_ranks, stopwatch.axis_name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Transport
 from jax_cp_dispatch.attention.sequence import Sequence, attend_sequence
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE, AxisName
+from jax_cp_dispatch.dispatch import AxisName
 
 
 def ring_attention(
@@ -20,11 +21,11 @@ def ring_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: int | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention over a sequence that is sharded over a mesh axis; queries stay where they are.
 
@@ -52,7 +53,9 @@ def ring_attention(
         apart. They are gathered from all ranks, 4 bytes a token.
       layout: how the rows of the sequence stand on the ranks: "contiguous" or "zigzag", see
         `zigzag_permutation`.
-      window: with `causal`, a token attends at most that many tokens of its document.
+      window: with `causal`, an int: a token attends at most that many tokens of its document,
+        itself the last. Without, a pair (left, right): a token at p attends the tokens p - left,
+        ..., p + right of its document; None is no limit on that side.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation, deadline: see `ring_exchange`.
@@ -90,11 +93,11 @@ def zigzag_ring_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: int | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Ring attention in zigzag layout: equal causal work for every rank at every step.
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_cp_dispatch.attention.blocks import cut_queries, cut_ranges
 from jax_cp_dispatch.attention.chunks import Chunking, Holding
+from jax_cp_dispatch.attention.derivative_order import not_again
 from jax_cp_dispatch.attention.layout import Placement
 from jax_cp_dispatch.attention.local_backward import Outcome, begin_dq, cut_outcome, finish_dq
 from jax_cp_dispatch.attention.local_forward import Softmax
@@ -107,6 +108,7 @@ def rotating_attention(rotation: Rotation, q, k, v, start, end):
 
 
 def _forward(rotation, q, k, v, start, end):
+    q, k, v = not_again(rotation.transport.op, [q, k, v])
     queries, own = rotation.cut(q, k, v, start, end)
     last = rotation.last_step
 
@@ -124,6 +126,7 @@ def _forward(rotation, q, k, v, start, end):
 
 def _backward(rotation, residuals, dout):
     q, k, v, start, end, out, lse = residuals
+    (dout,) = not_again(rotation.transport.op, [dout])
     queries, own = rotation.cut(q, k, v, start, end)
     outcome = rotation.cut_outcome(start, end, out, lse, dout)
     last = rotation.last_step

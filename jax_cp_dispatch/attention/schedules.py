@@ -29,7 +29,7 @@ class Transport(NamedTuple):
     op: str
     axis_name: Any
     implementation: str | None
-    deadline: float
+    deadline: float | None
 
     def move(self, chunks: Any, routes: Routes) -> Any:
         return move_chunks(chunks=chunks, routes=routes, **self._asdict())

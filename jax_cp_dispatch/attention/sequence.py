@@ -10,19 +10,27 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.attention.arguments import check_arrays, check_layout
 from jax_cp_dispatch.attention.chunks import Chunking
 from jax_cp_dispatch.attention.communication import move_chunks, reverse
+from jax_cp_dispatch.attention.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.documents import attended_tokens
 from jax_cp_dispatch.attention.layout import (
-    LAYOUTS,
     contiguous_placement,
     halves_in_zigzag,
     zigzag_permutation,
     zigzag_placement,
 )
-from jax_cp_dispatch.attention.local_options import blocks_of_ranks, check
+from jax_cp_dispatch.attention.local_options import (
+    blocks_of_ranks,
+    check,
+    check_operands,
+    check_softmax,
+)
 from jax_cp_dispatch.attention.rotating import Rotation, rotating_attention
 from jax_cp_dispatch.attention.schedules import Schedule, Transport
+from jax_cp_dispatch.dispatch import check_axis_name, check_deadline, check_implementation
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 HostOrDevice = Array | np.ndarray
@@ -43,24 +51,23 @@ class Sequence:
     schedule: Schedule
     zigzag: bool
     causal: bool = True
-    window: int | None = None
+    window: Window | None = None
     layout: str = "contiguous"
     scale: float | None = None
     logit_soft_cap: float | None = None
 
     def __post_init__(self):
         op = self.transport.op
-        if self.layout not in LAYOUTS:
-            raise ValueError(
-                f"{op}: layout is {self.layout!r}; it needs to be one of "
-                f"{', '.join(map(repr, LAYOUTS))}."
-            )
-        is_count = isinstance(self.window, (int, np.integer)) and self.window >= 1
-        if self.window is not None and not (self.causal and is_count):
-            raise ValueError(
-                f"{op}: window is {self.window} with causal={self.causal}; a window counts the "
-                "tokens up to the query, at least 1, and needs causal=True."
-            )
+        check_layout(op, self.layout)
+        check_axis_name(op, self.transport.axis_name)
+        check_implementation(op, self.transport.implementation)
+        check_deadline(op, self.transport.deadline)
+        check_softmax(op, self.scale, self.logit_soft_cap)
+        reach(op, self.causal, self.window)
+
+    @property
+    def reach(self) -> Reach:
+        return reach(self.transport.op, self.causal, self.window)
 
     @property
     def num_ranks(self) -> int:
@@ -112,6 +119,7 @@ def attend_sequence(
     if B * T == 0:
         return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
     rotation = sequence.rotation(q, k, v)
+    q, k, v = in_reverse_only(sequence.transport.op, [q, k, v])
     q, k, v = vary_alike([q, k, v], also=sequence.axis_names)
     q, k, v = to_placement(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, segment_ids, positions, (B, T))
@@ -153,8 +161,7 @@ def token_ranges(sequence: Sequence, rotation: Rotation, segment_ids, positions,
         whole(segment_ids),
         whole(positions),
         shape=(B, num_tokens),
-        causal=sequence.causal,
-        window=sequence.window,
+        reach=sequence.reach,
     )
     token = rotation.placement.positions(lax.axis_index(axis_name))
     ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
@@ -206,11 +213,13 @@ def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: i
 
 def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
     """One rank's arrays, or those of all, belong together."""
+    check_arrays(op, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(
             f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
             "[B, T, heads, features] with equal B and T."
         )
+    check_operands(op, q, k, v)
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is None:
             continue

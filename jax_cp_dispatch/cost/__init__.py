@@ -8,7 +8,12 @@ from jax_cp_dispatch.cost.comm_gemm import (
 )
 from jax_cp_dispatch.cost.hardware import HARDWARE, Hardware
 from jax_cp_dispatch.cost.predict import ALGORITHMS, Prediction, StepCost, predict, step_costs
-from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs, rows_bytes
+from jax_cp_dispatch.cost.work import (
+    Workload,
+    attention_flops,
+    rank_pairs,
+    rows_bytes,
+)
 
 __all__ = [
     "ALGORITHMS",

@@ -193,7 +193,7 @@ def _exchange_seconds(
 ) -> float:
     """Seconds until each rank has sent `num_bytes`, the way that the algorithm sends them."""
     n, m = workload.num_ranks, hardware.node_size(workload.num_ranks)
-    if not num_bytes:
+    if not num_bytes or n == 1:  # one rank sends to nobody
         return 0.0
     if algorithm in ("ring", "zigzag"):  # the last rank of a node sends to the next node
         return max(
@@ -250,7 +250,7 @@ def _estimated_moves(workload: Workload) -> tuple[float, float]:
         lengths = np.array(row, float)
         starts = np.concatenate([[0], lengths.cumsum()])
         cuts = np.arange(n) * tokens
-        seen = np.inf if workload.window is None else workload.window
+        seen = np.inf if workload.reach.num_keys is None else workload.reach.num_keys
         kv += np.minimum(cuts - starts[np.searchsorted(starts, cuts, "right") - 1], seen).sum()
         reach = np.minimum(lengths, seen)
         shares = lengths * reach / (2 if workload.causal else 1) / max(work.mean(), 1)

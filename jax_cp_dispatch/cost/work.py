@@ -2,9 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
+
+from jax_cp_dispatch._window import Reach, Window, reach
+
+
+def check_sizes(op: str, **sizes: Any) -> None:
+    """Integers of at least 1."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
+        if value < 1:
+            raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +33,11 @@ class Workload:
       causal: a query sees the keys up to its own position, else all keys of its document.
       lengths: tokens of the documents of each batch row, in order; what is missing to the end is
         padding. None: one batch row that is one document.
-      window: with `causal`, a query sees at most that many keys, its own the last; None: all.
+      window: with `causal`, a query sees at most that many keys, its own the last; without, a pair
+        (left, right): so many before and behind it, None all of that side. None: all.
     Raises:
-      ValueError: the documents of a batch row are longer than the row.
+      TypeError, ValueError: the documents of a batch row are longer than the row; a number is not
+        one; the window does not go with `causal`.
     """
 
     num_ranks: int
@@ -34,9 +48,12 @@ class Workload:
     itemsize: int
     causal: bool = True
     lengths: tuple[tuple[int, ...], ...] | None = None
-    window: int | None = None
+    window: Window | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
+        check_sizes("Workload", **{name: getattr(self, name) for name in sizes})
+        reach("Workload", self.causal, self.window)
         num_tokens = self.num_ranks * self.tokens_per_rank
         longest = max(map(sum, self.rows), default=0)
         if longest > num_tokens:
@@ -45,6 +62,11 @@ class Workload:
                 f"{self.num_ranks} x {self.tokens_per_rank} = {num_tokens}. Pass "
                 f"tokens_per_rank>={-(-longest // self.num_ranks)}, or fewer documents."
             )
+
+    @property
+    def reach(self) -> Reach:
+        """How far before and behind itself a query sees."""
+        return reach("Workload", self.causal, self.window)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +95,7 @@ def rank_pairs(
     tokens_per_rank: int,
     causal: bool,
     zigzag: bool,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> Int64[np.ndarray, "num_ranks num_ranks"]:
     """Query-key pairs of each rank's queries (rows) with each rank's keys (columns).
 
@@ -86,7 +108,8 @@ def rank_pairs(
       tokens_per_rank: tokens of one rank.
       causal: count the pairs with k <= q, else all pairs of a document.
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
-      window: with `causal`, count only the pairs with q - k < window.
+      window: with `causal`, count only the pairs with q - k < window; without, of a pair (left,
+        right), those with q - left <= k <= q + right.
     Returns:
       Pairs that the mask lets through.
     """
@@ -98,17 +121,24 @@ def rank_pairs(
     blocks = np.zeros((2 * num_ranks, 2 * num_ranks), np.int64)
     inside = last == first + 1  # documents in one block, usually most of them
 
+    left, right = reach("rank_pairs", causal, window)
+
     def triangle(q, k):
         """Pairs with query < q and key < k, and key <= query: a triangle, then rows of k."""
+        q = np.maximum(q, 0)
         both = np.minimum(q, k)
         return both * (both + 1) // 2 + (q - both) * both
 
+    def pairs_up_to(ahead, q, k):
+        """With query < q and key < k, and key <= query + ahead: a triangle that begins so many
+        queries earlier, without what stands before the first query.
+        """
+        return triangle(q + ahead, k) - triangle(ahead, k)
+
     def pairs(q, k):
         """With query < q and key < k, of one document."""
-        if not causal:
-            return q * k
-        # What the window leaves out is a triangle that begins so many queries later.
-        return triangle(q, k) - (0 if window is None else triangle(np.maximum(q - window, 0), k))
+        seen = q * k if right is None else pairs_up_to(right, q, k)
+        return seen if left is None else seen - pairs_up_to(-left - 1, q, k)
 
     whole = pairs(sizes, sizes)
     np.add.at(blocks, (first[inside], first[inside]), whole[inside])

@@ -10,7 +10,8 @@ from jax_cp_dispatch.dispatch.buffers import (
     grow_dispatch_buffer,
     list_dispatch_buffers,
 )
-from jax_cp_dispatch.dispatch.exchange import AxisName
+from jax_cp_dispatch.dispatch.checks import check_axis_name, check_mesh
+from jax_cp_dispatch.dispatch.exchange import AxisName, check_deadline, move, outgoing, returning
 from jax_cp_dispatch.dispatch.implementations import (
     Implementation,
     available_implementations,
@@ -24,7 +25,10 @@ __all__ = [
     "DispatchBuffer",
     "Implementation",
     "available_implementations",
+    "check_axis_name",
+    "check_deadline",
     "check_implementation",
+    "check_mesh",
     "combine",
     "combine_qkv",
     "create_dispatch_buffer",
@@ -36,4 +40,7 @@ __all__ = [
     "grow_dispatch_buffer",
     "is_traced",
     "list_dispatch_buffers",
+    "move",
+    "outgoing",
+    "returning",
 ]

@@ -10,6 +10,7 @@ from jax_cp_dispatch import runtime
 DEFAULT_DEADLINE = 60.0
 """Seconds that the ranks of one call wait for the last of them."""
 
+MOST_BYTES = 2**48  # of one array; processors address no more
 _MOST = 2**63 - 1  # the registry counts in 64 bits
 _LONGEST_DEADLINE = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 
@@ -64,7 +65,7 @@ def create_dispatch_buffer(
     """
     op = "create_dispatch_buffer"
     return runtime.native.create_buffer(
-        capacity=_at_least_one(op, "capacity", capacity),
+        capacity=_limit(op, "capacity", capacity),
         row_bytes=_at_least_one(op, "row_bytes", row_bytes),
         deadline_ms=deadline_milliseconds(op, deadline),
         num_groups=_at_least_one(op, "groups", groups),
@@ -93,8 +94,7 @@ def grow_dispatch_buffer(
     op = "grow_dispatch_buffer"
     asked = {"capacity": capacity, "row_bytes": row_bytes, "groups": groups}
     asked = {  # every limit is at least 1, so that 1 leaves it as it is
-        name: 1 if limit is None else _at_least_one(op, name, limit)
-        for name, limit in asked.items()
+        name: 1 if limit is None else _limit(op, name, limit) for name, limit in asked.items()
     }
     runtime.native.grow_buffer(
         op,
@@ -177,6 +177,13 @@ def _id(op: str, buffer: SupportsIndex) -> int:
     if not 0 < value <= _MOST:
         raise ValueError(f"{op}: buffer is {value}; it needs to be {needs}, which is positive.")
     return value
+
+
+def _limit(op: str, name: str, value: SupportsIndex) -> int:
+    number = _at_least_one(op, name, value)
+    if name == "capacity" and number >= MOST_BYTES:
+        raise ValueError(f"{op}: capacity is {number}; it needs to be below 2**48 rows.")
+    return number
 
 
 def _at_least_one(op: str, name: str, value: SupportsIndex) -> int:

@@ -1,6 +1,7 @@
 """What Python can see of bad input, refused before anything is traced."""
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +12,20 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import index_dtype
+from jax_cp_dispatch.dispatch.buffers import MOST_BYTES
 from jax_cp_dispatch.dispatch.operands import COMBINE_DTYPES, MetadataOperands
 from jax_cp_dispatch.metadata import Metadata
 
 
 def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
     """One mesh axis, or several different ones."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
+        raise TypeError(
+            f"{op}: axis_name is {axis_name!r}; it needs the name of one mesh axis, or a tuple of "
+            "several."
+        )
+    names = tuple(names)
     if not names or len(set(names)) < len(names):
         raise ValueError(
             f"{op}: axis_name is {axis_name!r}; it needs one mesh axis, or several different ones."
@@ -55,6 +63,16 @@ def check_num_rows(op: str, name: str, value: Any) -> int:
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
     return num_rows
+
+
+def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
+    """A result that fits an address space. XLA ends the process on sizes beyond 64 bits."""
+    num_bytes = num_rows * math.prod(array.shape[1:]) * array.dtype.itemsize
+    if num_bytes >= MOST_BYTES:
+        raise ValueError(
+            f"{op}: {what}, so an array of the result would have {num_bytes} bytes, more than any "
+            "memory. Pass no more rows than the largest num_total_recv_tokens."
+        )
 
 
 def check_arrays(op: str, name: str, arrays: Sequence[Array]) -> None:

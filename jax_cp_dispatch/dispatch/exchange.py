@@ -139,6 +139,13 @@ def _accumulation_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
+def check_deadline(op: str, deadline: float | None) -> float:
+    """Seconds; None is the default."""
+    deadline = DEFAULT_DEADLINE if deadline is None else deadline
+    deadline_milliseconds(op, deadline)
+    return deadline
+
+
 def move(
     op: str,
     pieces: Sequence[Piece],
@@ -192,6 +199,9 @@ def move(
                 f"grow_dispatch_buffer({piece.buffer}, capacity={capacity})."
             )
         factor = num_ranks if place.is_global else 1
+        for i in moving:
+            what = f"{piece.name} goes to {piece.num_rows} rows per rank"
+            checks.check_size(op, what, factor * piece.num_rows, piece.arrays[i])
         arrays += [_with_rows(piece.arrays[i], factor) for i in moving]
         if piece.storage is not None:
             shapes = [((factor * capacity, *x.shape[1:]), x.dtype) for x in piece.arrays]
@@ -200,7 +210,9 @@ def move(
         if piece.sums is not None:
             dtypes += [jnp.dtype(piece.sums[i]).name for i in moving]
 
-    call = Call(names, (), num_ranks, implementation, deadline_ms, by_collectives=by_collectives)
+    call = Call(
+        op, names, (), num_ranks, implementation, deadline_ms, by_collectives=by_collectives
+    )
     if pieces[0].sums is None:
         bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
     else:

@@ -43,7 +43,7 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
         )
     groups = groups_of_program(ctx, call.axis_names, call.group_axes, call.num_ranks)
     platforms = ctx.module_context.platforms
-    name = choose_implementation(str(primitive), call.implementation, platforms, groups)
+    name = choose_implementation(call.op, call.implementation, platforms, groups)
     if name == "xla":
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
     if name in GPU_IMPLEMENTATIONS:
@@ -63,7 +63,7 @@ def _is_for_gpu(primitive, ctx, call):
     platforms = ctx.module_context.platforms
     if set(platforms) != {"cuda"} or call.implementation not in (None, *GPU_IMPLEMENTATIONS):
         return False
-    name = choose_implementation(str(primitive), call.implementation, platforms)
+    name = choose_implementation(call.op, call.implementation, platforms)
     return name in GPU_IMPLEMENTATIONS
 
 
@@ -99,6 +99,7 @@ def _num_storage(operands, parts):
 
 def _attributes(call, parts):
     return {
+        "op": call.op,
         "axis": ",".join(call.axis_names),
         "num_ranks": np.int64(call.num_ranks),
         "deadline_ms": np.int64(call.deadline_ms),

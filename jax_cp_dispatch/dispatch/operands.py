@@ -68,6 +68,7 @@ class Collectives(Protocol):
 class Call(NamedTuple):
     """What all parts of a call have in common."""
 
+    op: str  # the function that was called, for messages
     axis_names: tuple[str, ...]  # a device's place on them is its rank; the major axis first
     group_axes: tuple[str, ...]  # and on them its group: every group is on its own
     num_ranks: int

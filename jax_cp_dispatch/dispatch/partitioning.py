@@ -23,7 +23,7 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
     """Lowers a global call; `on_one_device` is the whole of it where there is nothing to split."""
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would end the process
         raise NotImplementedError(
-            f"{primitive}: arrays of all ranks are split by a Shardy rule, but "
+            f"{call.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Leave it on, or call inside jax.shard_map."
         )
     avals = read_operands(ctx.avals_in, parts)
@@ -38,7 +38,7 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
     def partition(mesh, arguments, results):
         if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
             mesh = mesh_around
-        _check_mesh(str(primitive), mesh, call)
+        _check_mesh(call.op, mesh, call)
         given = read_operands(arguments, parts)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]

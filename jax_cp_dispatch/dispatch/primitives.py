@@ -138,6 +138,7 @@ def _transpose(adjoint, cotangents, *operands, call, parts, **_):
     if any(keep):
         kept, kept_parts = select_arrays(split._replace(arrays=list(cotangents)), parts, keep)
         dtypes = [x.aval.dtype for x in itertools.compress(split.arrays, keep)]
+        call = call._replace(op=_transposed(call.op))
         if call.by_collectives is not None:
             call = call._replace(by_collectives=call.by_collectives.transposed())
         adjoints = iter(adjoint(kept, dtypes, call=call, parts=kept_parts))
@@ -146,6 +147,11 @@ def _transpose(adjoint, cotangents, *operands, call, parts, **_):
         ]
     num_before = len(operands) - len(results) - len(split.storage)
     return [None] * num_before + results + [None] * len(split.storage)
+
+
+def _transposed(op: str) -> str:
+    prefix = "the transpose of "
+    return op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
 
 
 def _dispatch_adjoint(linear, dtypes, **params):

@@ -16,6 +16,7 @@ Leaf: TypeAlias = Any
 
 _INT32 = ("dst_rank", "num_seqs")
 _UINT32 = ("dst_offset", "seq_len", "recv_seq_lens", "src_offset")
+_PER_SLOT = ("dst_rank", "dst_offset", "seq_len", "src_offset")
 _COUNTS = ("num_recv_tokens", "num_total_recv_tokens")
 
 
@@ -36,7 +37,9 @@ class Metadata:
       seq_len: u32 `[W, S]`; tokens in the shard.
       num_recv_tokens: u32 `[W, W + 1]`; row i: what rank i receives from each rank, then the sum.
       num_seqs: i32 `[W]`; slots in use: the last slot with a destination or a length, plus one.
-      num_total_recv_tokens: u32 `[W]`; the last column of `num_recv_tokens`.
+        Left out, it is derived.
+      num_total_recv_tokens: u32 `[W]`; the last column of `num_recv_tokens`. Left out, it is
+        derived.
       seq_recv_mask: bool `[W, S, C]` or None; in a reverse plan: which replicas come back.
       recv_seq_lens: u32 `[W, S]` or None; in a reverse plan: lengths of the shards they come
         back to, whose rows are a buffer of layout `(C, sum of the rank's lengths)`.
@@ -50,27 +53,34 @@ class Metadata:
     dst_offset: Leaf
     seq_len: Leaf
     num_recv_tokens: Leaf
-    num_seqs: Leaf
-    num_total_recv_tokens: Leaf
+    num_seqs: Leaf = None
+    num_total_recv_tokens: Leaf = None
     seq_recv_mask: Leaf = None
     recv_seq_lens: Leaf = None
     src_offset: Leaf = None
     world_size: int = dataclasses.field(metadata={"static": True})
     normalized: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def get_slice(self, rank: Any) -> "Metadata":
-        """Returns the view of one rank; padding stays, so every rank's view has the same shapes.
+    def __post_init__(self):
+        if self.num_total_recv_tokens is None and _are_arrays(self.num_recv_tokens):
+            object.__setattr__(self, "num_total_recv_tokens", self.num_recv_tokens[..., -1])
+        if self.num_seqs is None and _are_arrays(self.dst_rank, self.seq_len):
+            object.__setattr__(self, "num_seqs", _slots_in_use(self.dst_rank, self.seq_len))
 
-        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`. What
-        `in_specs=P(axis_name)` leaves of a plan, a leading 1 although W > 1, is the view of the
-        rank that runs, whatever `rank` says.
+    def get_slice(self, rank: Any) -> "Metadata":
+        """Returns the view of one rank: its own numbers, without the slots behind `num_seqs`.
+
+        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`. A
+        traced `rank`, or a plan whose values are not known, keeps the padding, so that every
+        rank's view has the same shapes. What `in_specs=P(axis_name)` leaves of a plan, a leading 1
+        although W > 1, is the view of the rank that runs, whatever `rank` says.
 
         Raises:
           ValueError: this is a view already, or a concrete `rank` is not in `[0, W)`.
         """
         shape = jnp.shape(self.seq_len)
         if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
-            return jax.tree.map(lambda x: x[0], self)
+            return self._row(0)
         if len(shape) != 2 or shape[0] != self.world_size:
             raise ValueError(
                 f"Metadata.get_slice: needs the plan of all {self.world_size} ranks, seq_len "
@@ -87,7 +97,18 @@ class Metadata:
                 f"Metadata.get_slice: rank {rank} is not in [0, {self.world_size}), the ranks of "
                 f"this plan."
             )
-        return jax.tree.map(lambda x: x[rank], self)
+        return self._row(rank)
+
+    def _row(self, rank: int) -> "Metadata":
+        view = jax.tree.map(lambda x: x[rank], self)
+        in_use = None if self.num_seqs is None else host_value(self.num_seqs)
+        if in_use is None:
+            return view
+        end = int(in_use[rank])
+        fields = {name: getattr(view, name) for name in _PER_SLOT}
+        return dataclasses.replace(
+            view, **{name: x[:end] for name, x in fields.items() if x is not None}
+        )
 
     def local_view(self, rank: Any) -> "Metadata":
         """Returns `get_slice(rank)`, or this plan where it is one rank's view already."""
@@ -119,20 +140,39 @@ class Metadata:
         return jax.device_put(self, sharding)
 
     def validate(self) -> None:
-        """Checks that the plan is one which a transport can carry out; for the host, outside `jit`.
+        """Checks that a transport can carry the plan out, and that it is complete.
 
-        Checked: shapes and integer dtypes; ranks in `[-1, W)`; 32-bit ranges; `num_seqs` covers
-        the slots in use; received counts sum to their totals; tokens sent equal tokens received
-        for every pair of ranks; destination ranges lie inside the receiver's buffer, do not
-        overlap and leave no gap. In a reverse plan (`recv_seq_lens` given) the gaps are exactly
-        the shards and replicas that were never sent. A view of one rank is checked as far as one
-        rank can tell.
+        For the host, outside `jit`. What passes here, movement carries out, given enough rows and
+        capacity. Both refuse: wrong shapes and dtypes; ranks outside of `[-1, W)`; negative
+        lengths; destination ranges that overlap; and, for any pair of ranks, tokens sent that are
+        not the tokens received.
+
+        Only `validate` refuses what movement does not read or need: rows between destination
+        ranges that nobody writes (in a reverse plan, `recv_seq_lens` given, these must be exactly
+        the shards and replicas that were never sent); ranges behind the last row received;
+        values beyond 32 bits; and summaries that disagree with the slots: the last column of
+        `num_recv_tokens`, `num_total_recv_tokens`, `num_seqs`. A view of one rank is checked as
+        far as one rank can tell.
 
         Raises:
           ValueError: names rank, slot and field.
           TypeError: the values are traced.
         """
         check_plan(self)
+
+
+def _are_arrays(*leaves: Leaf) -> bool:
+    return all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
+
+
+def _slots_in_use(dst_rank: Any, seq_len: Any) -> Any:
+    """The last slot with a destination or a length, plus one; None where the shapes do not fit."""
+    if seq_len.ndim == 0 or dst_rank.shape[: seq_len.ndim] != seq_len.shape:
+        return None
+    xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp
+    sent = (dst_rank >= 0).any(axis=tuple(range(seq_len.ndim, dst_rank.ndim)))
+    slot = xp.arange(1, seq_len.shape[-1] + 1, dtype=xp.int32)
+    return xp.max(xp.where(sent | (seq_len > 0), slot, 0), axis=-1, initial=0)
 
 
 def _cast(name: str, value: Leaf, dtype: Any) -> Leaf:

@@ -29,7 +29,8 @@ def check_plan(plan: Any) -> None:
         fields = {name: x[None] for name, x in fields.items()}
     _check_shapes(fields, world_size, is_view)
     _check_ranges(fields, world_size)
-    _check_slots_in_use(fields)
+    if "num_seqs" in fields:
+        _check_slots_in_use(fields)
     _check_counts(fields, world_size)
     if is_view:
         return
@@ -143,26 +144,31 @@ def _per_replica(fields: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _check_slots_in_use(fields: dict[str, np.ndarray]) -> None:
-    lead, num_slots = fields["seq_len"].shape
-    sent = (fields["dst_rank"] >= 0).reshape(lead, num_slots, -1).any(-1)
+    num_slots = fields["seq_len"].shape[1]
+    dst_rank = fields["dst_rank"]
+    sent = (dst_rank >= 0).any(axis=tuple(range(2, dst_rank.ndim)))
     used = sent | (fields["seq_len"] > 0)
-    last = np.max(np.where(used, np.arange(1, num_slots + 1), 0), axis=1, initial=0)
+    last: np.ndarray = np.max(np.where(used, np.arange(1, num_slots + 1), 0), axis=1, initial=0)
     at = _first((fields["num_seqs"] < last) | (fields["num_seqs"] > num_slots))
     if at is not None:
         _fail(
             f"{_at(at)}: num_seqs is {fields['num_seqs'][at]}, needs to lie in "
-            f"[{last[at]}, {num_slots}]: from the last slot in use to the slots there are"
+            f"[{last[at]}, {num_slots}]: from the last slot in use to the slots there are. Left "
+            f"out, it is derived"
         )
 
 
 def _check_counts(fields: dict[str, np.ndarray], world_size: int) -> None:
-    per_rank, totals = fields["num_recv_tokens"], fields["num_total_recv_tokens"]
-    sums = per_rank[:, :world_size].sum(1)
-    for name, got in (("num_recv_tokens' last column", per_rank[:, -1]),
-                      ("num_total_recv_tokens", totals)):  # fmt: skip
+    per_rank = fields["num_recv_tokens"]
+    sums: np.ndarray = per_rank[:, :world_size].sum(1)
+    totals = fields.get("num_total_recv_tokens", sums)
+    for name, got, remedy in (
+        ("num_recv_tokens' last column", per_rank[:, -1], ""),
+        ("num_total_recv_tokens", totals, ". Left out, it is derived"),
+    ):
         at = _first(got != sums)
         if at is not None:
-            _fail(f"{_at(at)}: {name} is {got[at]}, but num_recv_tokens sums to {sums[at]}")
+            _fail(f"{_at(at)}: {name} is {got[at]}, but num_recv_tokens sums to {sums[at]}{remedy}")
 
 
 def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
@@ -217,7 +223,7 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
 
 def _buffer_rows(fields: dict[str, np.ndarray]) -> np.ndarray:
     if "recv_seq_lens" not in fields:
-        return fields["num_total_recv_tokens"]
+        return fields["num_recv_tokens"][:, -1]
     mask = fields.get("seq_recv_mask")
     return fields["recv_seq_lens"].sum(1) * (1 if mask is None else mask.shape[2])
 

@@ -7,6 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
 from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, q_bound
@@ -140,8 +141,7 @@ def check_shapes(
             f"{op}: positions has shape {positions.shape} but segment_ids has "
             f"{segment_ids.shape}. Pass equal shapes, or positions=None."
         )
-    if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
-        raise ValueError(f"{op}: window is {window}; it needs to be at least 1, or None.")
+    reach(op, True, window)
     batch, columns = segment_ids.shape
     if world_size < 1 or columns % world_size:
         raise ValueError(

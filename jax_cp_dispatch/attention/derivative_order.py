@@ -1,0 +1,77 @@
+"""Attention is differentiable once, in reverse mode: other derivatives are refused by name.
+
+Without these marks JAX would name primitives or `custom_vjp`, not the function that was called.
+They are identities, and nothing of them is left in a compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
+    """The arrays; tangents of them can be transposed, but not computed."""
+    return reverse_only_p.bind(*arrays, op=op)
+
+
+def not_again(op: str, arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, as the rules of a derivative get them, which has no derivative itself."""
+    return not_again_p.bind(*arrays, op=op)
+
+
+def _refuse_forward_mode(*_, op, **__):
+    raise NotImplementedError(
+        f"{op}: has no forward mode (jvp, linearize, jacfwd). It is differentiable in reverse "
+        "mode: use jax.vjp, jax.grad or jax.jacrev."
+    )
+
+
+def _refuse_second_derivative(*_, op, **__):
+    raise NotImplementedError(
+        f"{op}: is differentiable once; it has no second derivative. For the value of a gradient "
+        "alone, differentiate with respect to jax.lax.stop_gradient(x)."
+    )
+
+
+reverse_only_p = Primitive("in_reverse_only")
+not_again_p = Primitive("not_again")
+tangents_p = Primitive("tangents_to_transpose")
+
+
+def _jvp(primals, tangents, *, op):
+    outs = in_reverse_only(op, primals)
+    moving = [t for t in tangents if type(t) is not ad.Zero]
+    moved = iter(tangents_p.bind(*moving, op=op) if moving else ())
+    return outs, [t if type(t) is ad.Zero else next(moved) for t in tangents]
+
+
+def _transpose(cotangents, *_, op):
+    return list(cotangents)
+
+
+def _batch(primitive, operands, dims, *, op):
+    return primitive.bind(*operands, op=op), list(dims)
+
+
+def _complete(primitive: Primitive) -> None:
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *avals, op: list(avals))
+    primitive.def_impl(lambda *arrays, op: list(arrays))
+    batching.primitive_batchers[primitive] = lambda *args, **kwargs: _batch(
+        primitive, *args, **kwargs
+    )
+    mlir.register_lowering(primitive, lambda ctx, *arrays, op: list(arrays))
+
+
+for _primitive in (reverse_only_p, not_again_p, tangents_p):
+    _complete(_primitive)
+ad.primitive_jvps[reverse_only_p] = _jvp
+ad.primitive_jvps[not_again_p] = _refuse_second_derivative
+tangents_p.def_impl(_refuse_forward_mode)
+mlir.register_lowering(tangents_p, _refuse_forward_mode)
+ad.primitive_jvps[tangents_p] = _refuse_second_derivative
+ad.primitive_transposes[tangents_p] = _transpose

@@ -1,0 +1,97 @@
+"""Attention has one derivative, in reverse mode, and says so; what is linear has them all."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from moving import capacity_of
+from on_mesh import AXIS, mesh_of, on_ranks
+
+import jax_cp_dispatch as cp
+
+W, T = 2, 4
+Q = np.random.default_rng(0).normal(size=(1, W * T, 1, 4)).astype(np.float32)
+PLAN = cp.plan_attention(np.ones((1, W * T), np.int32), world_size=W)
+
+
+def inside(function, **options: Any):
+    rows = P(None, AXIS)
+    attend = partial(function, axis_name=AXIS, **options)
+    return jax.shard_map(lambda x: attend(x, x, x), mesh=mesh_of(W), in_specs=rows, out_specs=rows)
+
+
+def outside(algorithm):
+    return lambda x: cp.context_parallel_attention(
+        x, x, x, mesh=mesh_of(W), axis_name=AXIS, algorithm=algorithm
+    )
+
+
+def local(x):
+    start = jnp.zeros(x.shape[:2], jnp.int32)
+    return cp.local_attention(x, x, x, start, start + 3)[0]
+
+
+FUNCTIONS = {
+    "ring_attention": inside(cp.ring_attention),
+    "zigzag_ring_attention": inside(cp.zigzag_ring_attention),
+    "hamilton_attention": inside(cp.hamilton_attention),
+    "balanced_attention": inside(cp.balanced_attention, plan=PLAN),
+    "context_parallel_attention": outside("ring"),
+    "context_parallel_attention, balanced": outside("balanced"),
+    "local_attention": local,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("jit", [False, True])
+def test_other_derivatives_of_attention_are_refused_by_name(name, jit):
+    attend = FUNCTIONS[name]
+    loss = lambda x: (attend(x) ** 2).sum()
+    compiled = jax.jit if jit else (lambda f: f)
+    op = name.partition(",")[0]
+    forward = rf"^{op}: has no forward mode .* use jax.vjp, jax.grad or jax.jacrev"
+    for derivative in (
+        lambda x: jax.jvp(attend, (x,), (x,)),
+        lambda x: jax.linearize(attend, x)[1](x),
+    ):
+        with pytest.raises(NotImplementedError, match=forward):
+            compiled(derivative)(Q)
+    second = rf"^{op}: is differentiable once; .*stop_gradient"
+    for derivative in (
+        jax.grad(lambda x: jax.grad(loss)(x).sum()),
+        lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=second):
+            compiled(derivative)(Q)
+
+
+def test_the_value_of_a_gradient_may_stand_in_a_loss():
+    loss = lambda x: (local(x) ** 2).sum()
+    with_gradient = lambda x: loss(x) + jax.grad(loss)(jax.lax.stop_gradient(x)).sum()
+    np.testing.assert_allclose(jax.grad(with_gradient)(Q), jax.grad(loss)(Q), rtol=1e-6)
+
+
+def test_dispatch_and_combine_have_all_derivatives():
+    """They are linear: their tangent is the same movement, also of a gradient."""
+    rng = np.random.default_rng(1)
+    plan = random_plan(rng, W, 3, T, num_replicas=2)
+    capacity = capacity_of(plan)
+    x, dx = rng.normal(size=(2, W, T, 2)).astype(np.float32)
+    metadata = cp.Metadata(**plan)
+    send = on_ranks(lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=capacity), mesh_of(W))
+    bring = on_ranks(lambda y, m: cp.combine(y, m, axis_name=AXIS, num_tokens=T), mesh_of(W))
+    _, sent = jax.jvp(lambda x: send(x, metadata), (x,), (dx,))
+    np.testing.assert_array_equal(sent, dispatched(plan, dx, capacity))
+    _, brought = jax.jvp(lambda y: bring(y, metadata), (sent,), (sent,))
+    np.testing.assert_allclose(brought, combined(plan, np.asarray(sent), T), rtol=1e-5, atol=1e-6)
+    # The gradient of half the square of what is sent is combine(dispatch(x)), linear in x.
+    square = jax.grad(lambda x: 0.5 * (send(x, metadata) ** 2).sum())
+    _, product = jax.jvp(square, (x,), (dx,))
+    np.testing.assert_allclose(
+        product, combined(plan, dispatched(plan, dx, capacity), T), rtol=1e-5, atol=1e-6
+    )
