@@ -27,6 +27,7 @@ struct Program {
 
   DispatchOptions options() const {
     return {direction,
+            "dispatch",
             "cp",
             num_ranks,
             deadline_ms,
