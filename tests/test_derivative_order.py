@@ -47,8 +47,10 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("jit", [False, True])
+# Without jit, shard_map does not take the derivative of local attention in balanced attention.
+@pytest.mark.parametrize(
+    "name, jit", [*((name, True) for name in FUNCTIONS), ("ring_attention", False)]
+)
 def test_other_derivatives_of_attention_are_refused_by_name(name, jit):
     attend = FUNCTIONS[name]
     loss = lambda x: (attend(x) ** 2).sum()
@@ -62,12 +64,11 @@ def test_other_derivatives_of_attention_are_refused_by_name(name, jit):
         with pytest.raises(NotImplementedError, match=forward):
             compiled(derivative)(Q)
     second = rf"^{op}: is differentiable once; .*stop_gradient"
-    for derivative in (
-        jax.grad(lambda x: jax.grad(loss)(x).sum()),
-        lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
-    ):
-        with pytest.raises(NotImplementedError, match=second):
-            compiled(derivative)(Q)
+    with pytest.raises(NotImplementedError, match=second):
+        compiled(jax.grad(lambda x: jax.grad(loss)(x).sum()))(Q)
+    # Forward over reverse is both.
+    with pytest.raises(NotImplementedError, match=rf"{second}|{forward}"):
+        compiled(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)))(Q)
 
 
 def test_the_value_of_a_gradient_may_stand_in_a_loss():
