@@ -27,7 +27,7 @@ from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.layout import zigzag_permutation
 from jax_cp_dispatch.attention.local_options import check_softmax
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
-from jax_cp_dispatch.attention.placed import placed_attention
+from jax_cp_dispatch.attention.placed import attend_placed
 from jax_cp_dispatch.attention.ring import ring_schedule
 from jax_cp_dispatch.attention.schedules import Transport
 from jax_cp_dispatch.attention.sequence import (
@@ -291,7 +291,7 @@ def _local(options: _Options, q, k, v, plan, documents):
     exchange = options.keywords("axis_name", "implementation", "deadline")
     softmax = options.keywords("scale", "logit_soft_cap")
     if options.algorithm == "placed":
-        return placed_attention(q, k, v, plan, **exchange, **softmax)
+        return attend_placed(_OP, q, k, v, plan, **exchange, **softmax)
     if options.algorithm == "balanced":
         if plan is None:
             whole = jax.tree.map(

@@ -8,10 +8,17 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._varying import vary_alike
 from jax_cp_dispatch.attention.balanced import Options
+from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
+from jax_cp_dispatch.attention.local_options import check_softmax
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.planned import PlannedExchanges
 from jax_cp_dispatch.attention.sequence import check_rows
-from jax_cp_dispatch.dispatch import AxisName, combine, dispatch
+from jax_cp_dispatch.dispatch import (
+    AxisName,
+    check_axis_name,
+    check_deadline,
+    check_implementation,
+)
 from jax_cp_dispatch.planner import PlacedPlan
 
 
@@ -48,21 +55,34 @@ def placed_attention(
       TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
+    op = "placed_attention"
     instead = "context_parallel_attention(..., algorithm='placed')"
-    num_ranks_here("placed_attention", axis_name, instead)
-    check_rows("placed_attention", q, k, v)
+    num_ranks_here(op, axis_name, instead)
+    return attend_placed(
+        *(op, q, k, v, plan),
+        axis_name=axis_name,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        implementation=implementation,
+        deadline=deadline,
+    )
+
+
+def attend_placed(op, q, k, v, plan, *, axis_name, scale, logit_soft_cap, **exchange):
+    """`placed_attention` for a caller of its own name, `op`."""
+    names = check_axis_name(op, axis_name)
+    check_implementation(op, exchange["implementation"])
+    check_deadline(op, exchange["deadline"])
+    check_rows(op, q, k, v)
+    check_softmax(op, scale, logit_soft_cap)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
         raise ValueError(
-            f"placed_attention: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
+            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. Place the tokens of this batch."
         )
-    options = Options(
-        PlannedExchanges("placed_attention", axis_name, implementation, deadline),
-        scale,
-        logit_soft_cap,
-    )
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    options = Options(PlannedExchanges(op, axis_name, **exchange), scale, logit_soft_cap)
+    q, k, v = in_reverse_only(op, [q, k, v])
     rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
     out = cast(Array, _attend(options, *rows, plan))  # custom_vjp hides its type
     return out.reshape(*q.shape[:3], v.shape[3])
@@ -74,9 +94,8 @@ def _attend(options, q, k, v, plan):
 
 
 def _forward(options, q, k, v, plan):
-    received = dispatch(
-        (k, v), plan.kv_metadata, capacity=plan.kv_capacity, **options.exchanges._asdict()
-    )
+    q, k, v = not_again(options.exchanges.op, [q, k, v])
+    received = options.exchanges.send_kv(plan, (k, v))
     ranges = plan.local_ranges(jax.lax.axis_index(options.exchanges.axis_name))
     operands = tuple(x[None] for x in (q, *received, *ranges))
     out, lse = options.attend(*operands)
@@ -86,15 +105,9 @@ def _forward(options, q, k, v, plan):
 
 def _backward(options, residuals, dout):
     operands, out, lse, plan = residuals
-    num_tokens, dtype = dout.shape[0], dout.dtype
+    (dout,), dtype = not_again(options.exchanges.op, [dout]), dout.dtype
     dq, *dkv = options.attend_backward(*operands, out, lse, dout[None])
-    dk, dv = combine(
-        tuple(x[0] for x in dkv),
-        plan.kv_metadata,
-        num_tokens=num_tokens,
-        preferred_element_type=dtype,
-        **options.exchanges._asdict(),
-    )
+    dk, dv = options.exchanges.return_kv(plan, tuple(x[0] for x in dkv), dtype)
     return dq[0].astype(dtype), dk, dv, None
 
 

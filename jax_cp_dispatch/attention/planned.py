@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jax_cp_dispatch.dispatch import AxisName
 from jax_cp_dispatch.dispatch.exchange import move, outgoing, returning
-from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 
 class PlannedExchanges(NamedTuple):
@@ -27,6 +27,14 @@ class PlannedExchanges(NamedTuple):
         keys = self._outgoing("kv", kv, plan.kv_metadata, plan.kv_capacity)
         q, kv = self._move(queries._replace(stamp=stamp), keys)
         return q, kv
+
+    def send_kv(self, plan: PlacedPlan, kv) -> tuple[Float[Array, "kv_capacity K _"], ...]:
+        """Keys with values, where queries stay at home."""
+        return self._move(self._outgoing("kv", kv, plan.kv_metadata, plan.kv_capacity))[0]
+
+    def return_kv(self, plan: PlacedPlan, dkv, dtype: DTypeLike):
+        """Their gradients."""
+        return self._move(self._returning("kv", dkv, plan.kv_metadata, plan, dtype))[0]
 
     def return_q(
         self, plan: AttentionPlan, out, stamp: Int32[Array, " 5"]
