@@ -192,6 +192,29 @@ def test_a_plan_is_for_the_whole_batch():
     np.testing.assert_allclose(out, dense(CASE, operands)[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_plan_in_a_program_whose_batch_may_be_sharded():
+    """Types do not tell automatic axes: a warning tells the cost, until the caller says `()`."""
+    mesh = mesh_of_kind(AxisType.Auto)
+    plan = plan_attention(draw(CASE)[4], world_size=2)
+    x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
+    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh, "plan": plan}
+    attend = partial(context_parallel_attention, head_axis="tp", **options)
+    with pytest.warns(UserWarning, match=r"the plan is for all rows.*\('data',\).*batch_axis=\(\)"):
+        jax.eval_shape(attend, x, x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        mesh_axes._warned.clear()
+        jax.eval_shape(partial(attend, batch_axis=()), x, x, x)
+
+
+def test_a_plan_of_the_whole_batch_for_its_groups():
+    operands = draw(CASE)
+    plan = plan_attention(operands[4], world_size=2)
+    options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
+    with pytest.raises(ValueError, match=r"all 2 rows.*\('data',\) splits them into 2 groups"):
+        context_parallel_attention(*operands[:3], plan=plan, batch_axis="data", **options)
+
+
 # ---- Fewer KV heads than devices.
 
 

@@ -373,3 +373,10 @@ def _check_plan(q, axes: MeshAxes, plan, layout, window) -> None:
             f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "
             f"{axes.axis_name!r} has {num_ranks} devices. Plan again with that world_size."
         )
+    of_all = q.shape[0] * (q.shape[1] // num_ranks)
+    if axes.num_groups > 1 and isinstance(plan, AttentionPlan) and plan.num_tokens == of_all:
+        raise ValueError(
+            f"{_OP}: the plan is for all {q.shape[0]} rows of the batch, but batch_axis "
+            f"{axes.batch!r} splits them into {axes.num_groups} groups, and each attends for "
+            "itself. Pass segment_ids instead of the plan, or batch_axis=()."
+        )

@@ -98,7 +98,9 @@ def find_axes(
         if batch and has_plan:
             _warn_of_plan(batch)
             batch = ()
-        elif not batch and not has_plan:
+        elif not batch and has_plan:
+            _warn_of_plan_if_traced(arrays, mesh, {axis_name, *heads})
+        elif not batch:
             _warn_of_automatic_axes("batch_axis", "B", 0, arrays, mesh, {axis_name, *heads})
     if head_axis is None:
         heads = _axes_of(arrays, 2, mesh, {axis_name, *batch})
@@ -204,22 +206,42 @@ def _sharding_of(array: Any) -> NamedSharding | None:
 
 def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, taken) -> None:
     """Where a dimension may be split over an axis, and nothing tells."""
-    taken = taken | _hidden_axes(mesh)
-    size = arrays[0].shape[dim]
-    axes = [
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and axis not in taken and mesh.shape[axis] > 1
-        if size and size % mesh.shape[axis] == 0
-    ]
-    if axes and is_traced(arrays):
+    axes = _untold_axes(dim, arrays, mesh, taken)
+    if axes:
         _warn_once(
             keyword,
             f"{keyword} is not given, and in a traced program nothing tells whether {name} = "
-            f"{size} is sharded over the automatic mesh axes {tuple(axes)}. Over an "
+            f"{arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over an "
             "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
             f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
             f"{keyword}=() if there is none.",
+        )
+
+
+def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
+    """Automatic axes over which a dimension of traced arrays may be split."""
+    taken = taken | _hidden_axes(mesh)
+    size = arrays[0].shape[dim]
+    if not size or not is_traced(arrays):
+        return ()
+    return tuple(
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and axis not in taken and mesh.shape[axis] > 1
+        if size % mesh.shape[axis] == 0
+    )
+
+
+def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
+    axes = _untold_axes(0, arrays, mesh, taken)
+    if axes:
+        _warn_once(
+            "plan",
+            "the plan is for all rows of the batch, and in a traced program nothing tells whether "
+            f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. Over those "
+            "it is, q, k and v are gathered, and each of their devices repeats the work of all. "
+            "Pass segment_ids instead of the plan: each group of the batch is then planned by "
+            "itself. Or pass batch_axis=() if the batch is not sharded.",
         )
 
 
