@@ -6,7 +6,7 @@ only values can show is refused while the program runs: see test_dispatch_errors
 
 import re
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -82,7 +82,7 @@ def choose(lengths: Any = None, **options: Any):
     return cp.choose_algorithm(lengths, hardware=HARDWARE["cpu"], **options)
 
 
-def plan(segment_ids: Any = IDS, positions: Any = None, world_size=W, **options: Any):
+def plan(segment_ids: Any = IDS, positions: Any = None, world_size: Any = W, **options: Any):
     return cp.plan_attention(segment_ids, positions, world_size=world_size, **options)
 
 
@@ -160,6 +160,16 @@ CASES = [
         lambda: plan(config=cp.PlanConfig(block=2, kv_capacity=1)),
         r"kv_capacity is 1. Pass kv_capacity>=\d+",
     ),
+    ("plan_attention", lambda: plan([[1, 2]]), r"type list.*Pass numpy.asarray\(segment_ids\)"),
+    ("plan_attention", lambda: plan(positions=[0]), "positions is of type list"),
+    ("plan_attention", lambda: plan(config=None), "config is None; it needs to be a PlanConfig"),
+    ("plan_attention", lambda: plan(world_size=2.0), "world_size is 2.0; it needs to be an int"),
+    (
+        "PlanConfig",
+        lambda: cp.PlanConfig(block=cast(Any, 1.5)),
+        "block is 1.5; it needs to be an integer",
+    ),
+    ("PlanConfig", lambda: cp.PlanConfig(kv_capacity=True), "kv_capacity is True; it needs"),
     ("PlanConfig", lambda: cp.PlanConfig(block=0), "block is 0 but must be at least 1"),
     ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 0, 4, 8), "world_size is 0, needs at least 1"),
     ("gen_seq_lens", lambda: gen_seq_lens(total_len=10.5), "total_len is 10.5, needs an int"),

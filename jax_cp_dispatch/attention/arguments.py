@@ -21,7 +21,7 @@ def check_arrays(op: str, **arrays: Any) -> None:
         if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             raise TypeError(
                 f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
-                f"jax.numpy.asarray({name})."
+                f"numpy.asarray({name})."
             )
 
 

@@ -31,7 +31,11 @@ class PlanConfig:
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if value is not None and value < 1:
+            if value is None and name != "block":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"PlanConfig: {name} is {value!r}; it needs to be an integer.")
+            if value < 1:
                 raise ValueError(f"PlanConfig: {name} is {value} but must be at least 1.")
 
     def needs(
@@ -128,8 +132,21 @@ def check_shapes(
     op: str, segment_ids, positions, world_size: int, window: int | None, config: PlanConfig
 ) -> BlockGrid:
     """Checks what Python sees of a plan's arguments; returns the blocks of the batch."""
+    if not isinstance(config, PlanConfig):
+        raise TypeError(
+            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int | np.integer):
+        raise TypeError(f"{op}: world_size is {world_size!r}; it needs to be an integer.")
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+        if x is None and name == "positions":
+            continue
+        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
+                f"numpy.asarray({name})."
+            )
+        if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {x.dtype} but must be integers.")
     if segment_ids.ndim != 2 or 0 in segment_ids.shape:
         raise ValueError(
