@@ -206,7 +206,7 @@ def test_places_of_the_engine():
          r"side, first or last, in their order\. Transpose it"),
         ((3, 4, 2), (3, 2, 5), {"contracting_dims": ((0, 2), (0, 1))}, ValueError, "dims of lhs a"),
         ((4, 3), (3, 5), {"contracting_dims": ((1,), (2,))}, ValueError, r"dims of rhs are \(2,\)"),
-        ((4, 3), (3, 5), {"contracting_dims": ((), ())}, ValueError, r"dims of lhs are \(\) for s"),
+        ((4, 3), (3, 5), {"contracting_dims": ((), ())}, ValueError, r"dims is \(\(\), \(\)\); i"),
         ((4, 3), (3, 5), {"contracting_dims": ((1, 1), (0,))}, ValueError, r"dims of lhs are \(1,"),
         ((4, 2, 3), (3, 2, 5), {"contracting_dims": ((1, 2), (1, 0))}, ValueError,
          r"contracting_dims of rhs are \(1, 0\)"),

@@ -271,4 +271,5 @@ def test_gradients():
     np.testing.assert_array_equal(pull(Y)[0], combined(PLAN, Y, T))
     assert list_dispatch_buffers()[buffer].num_calls == 2 * W
     destroy_dispatch_buffer(buffer)
-    refuses(lambda: pull(Y), rf"combine over axis 'cp': buffer {buffer} has been destroyed")
+    op = "the transpose of dispatch over axis 'cp'"
+    refuses(lambda: pull(Y), f"{op}: buffer {buffer} has been destroyed")

@@ -49,8 +49,8 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     if isinstance(options.window, Reach):
         left, right = options.window.clipped(S + T)
         row = jnp.arange(T, dtype=kv_start.dtype) + (S - T)
-        kv_start = kv_start if left is None else jnp.maximum(kv_start, row - left)
-        kv_end = kv_end if right is None else jnp.minimum(kv_end, row + right + 1)
+        kv_start = kv_start if left is None else jnp.maximum(kv_start, (row - left)[None])
+        kv_end = kv_end if right is None else jnp.minimum(kv_end, (row + right + 1)[None])
     elif options.window is not None:
         kv_end = jnp.maximum(kv_end, 0)
         kv_start = jnp.maximum(kv_start, kv_end - options.window)

@@ -36,7 +36,7 @@ def attended_tokens(
         end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
     left, right = reach.clipped(num_tokens)
     if left is not None:
-        start = jnp.maximum(start, token - left)
+        start = jnp.maximum(start, (token - left)[None])
     if right is not None:
-        end = jnp.minimum(end, token + right + 1)
+        end = jnp.minimum(end, (token + right + 1)[None])
     return jnp.where(live, start, 0), jnp.where(live, end, 0)

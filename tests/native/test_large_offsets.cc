@@ -37,15 +37,13 @@ float* Row(const RowArray& rows, int64_t row) {
   return reinterpret_cast<float*>(rows.data + row * rows.row_bytes);
 }
 
-void Run(Status (*plan)(const std::string&, const std::vector<std::unique_ptr<Contribution>>&,
-                        WorkList*),
-         const DispatchPart& part) {
+void Run(decltype(PlanDispatch) plan, const DispatchPart& part) {
   std::vector<std::unique_ptr<Contribution>> ranks;
   auto mine = std::make_unique<DispatchContribution>();
   mine->parts.push_back(part);
   ranks.push_back(std::move(mine));
   WorkList work;
-  CHECK(plan("large", ranks, &work).ok());
+  CHECK(plan("large", ranks, &work, PlanWords{}).ok());
   for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
 }
 
