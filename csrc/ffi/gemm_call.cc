@@ -49,7 +49,7 @@ std::string Text(Shape2D shape) {
 constexpr int64_t kMostSplits = 1 << 20;   // each has signals of its own
 constexpr int64_t kMostBatches = 1 << 20;  // each has copies of its own
 
-// Of what Python never passes; nullptr: all is well.
+// Returns the first violated invariant of a call, or nullptr.
 const char* WrongAttribute(const GemmOptions& options) {
   const auto type = static_cast<CommType>(options.comm_type);
   const auto method = static_cast<CommMethod>(options.comm_overlap_method);

@@ -21,7 +21,7 @@ bool HasDims(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> wanted
   return std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end());
 }
 
-// Of what Python never passes; nullptr: all is well.
+// Returns the first violated invariant of a call, or nullptr.
 const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b,
                   GroupedProduct* product) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
