@@ -1,6 +1,5 @@
 """A rank that does not come to a product: all others get one error in time, and life goes on."""
 
-import time
 from functools import partial
 
 import comm_gemm_oracle as oracle
@@ -43,14 +42,12 @@ def test_rank_that_never_comes(op, options):
         return jax.lax.cond(jax.lax.axis_index(AXIS) == 3, away, here, x)
 
     program = on_ranks(local, mesh_of(W), check_vma=False).lower(x, w).compile()
-    start = time.monotonic()
     expect_everywhere(
         program(x, w),
         rf"{op.func.__name__} over axis 'cp': deadline of 2000 ms passed: 3/4 ranks arrived, ranks "
         r"\[0, 1, 2\] wait for missing ranks \[3\]",
         but=(3,),  # it has nothing to fail by
     )
-    assert time.monotonic() - start >= DEADLINE
 
 
 def test_rank_that_fails_before_the_call():

@@ -12,12 +12,12 @@ from jax_cp_dispatch import runtime
 
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
-# Rooms of the package, and the rooms that each may import; everybody may import
-# `_dtypes`, `_varying` and `_window`.
+# What everybody may import, and it nothing.
+SHARED = {"_arguments", "_dtypes", "_varying", "_window"}
+
+# Rooms of the package, and the rooms that each may import besides.
 ALLOWED = {
-    "_dtypes": set(),
-    "_varying": set(),
-    "_window": set(),
+    **{name: set() for name in SHARED},
     "cost": set(),
     "cycles": set(),
     "fork": set(),
@@ -62,7 +62,7 @@ def test_imports_follow_the_architecture():
         room = room_of(path)
         if room in ("__init__", "__main__"):
             continue
-        allowed = ALLOWED[room] | {room, "_dtypes", "_varying", "_window"}
+        allowed = ALLOWED[room] | {room} | SHARED
         if room == "runtime":
             allowed |= {"_cpu", "_cuda", "_nvshmem"}  # only runtime sees the extensions
         assert set(imported_rooms(path)) <= allowed, path

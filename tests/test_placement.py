@@ -219,7 +219,7 @@ def test_capacities_of_the_config_are_kept_or_refused():
         ({"lengths": [[4, -1]]}, "document 1 of batch row 0 has length -1"),
         ({"lengths": [[4], [9]], "columns": 8}, "batch row 1 sum to 9 but columns is 8"),
         ({"lengths": [[4]], "columns": 7}, "7 columns cannot be split over world_size=2"),
-        ({"lengths": [[4]], "world_size": 0}, "world_size is 0 but must be at least 1"),
+        ({"lengths": [[4]], "world_size": 0}, "world_size is 0; it needs to be at least 1"),
         ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
         ({"segment_ids": np.ones(4, int)}, r"shape \(4,\) but must be \[B, columns\]"),
         ({"segment_ids": np.array([[1, -1]])}, r"segment_ids\[0, 1\] is -1"),

@@ -239,7 +239,7 @@ _balance = jax.jit(balance_blocks, static_argnames="row_limit")
         (dict(q_capacity=3), ValueError, "rank 0 would receive 32 rows but q_capacity is 3"),
         (dict(kv_capacity=1), ValueError, r"Pass kv_capacity>=\d+ or None in PlanConfig"),
         (dict(max_kv_destinations=1), ValueError, "goes to 4 ranks but max_kv_destinations is 1"),
-        (dict(block=0), ValueError, "block is 0 but must be at least 1"),
+        (dict(block=0), ValueError, "block is 0; it needs to be at least 1"),
     ],
 )
 def test_errors_name_the_cause_and_the_remedy(change, error, message):

@@ -170,7 +170,7 @@ CASES = [
         "block is 1.5; it needs to be an integer",
     ),
     ("PlanConfig", lambda: cp.PlanConfig(kv_capacity=True), "kv_capacity is True; it needs"),
-    ("PlanConfig", lambda: cp.PlanConfig(block=0), "block is 0 but must be at least 1"),
+    ("PlanConfig", lambda: cp.PlanConfig(block=0), "block is 0; it needs to be at least 1"),
     ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 0, 4, 8), "world_size is 0, needs at least 1"),
     ("gen_seq_lens", lambda: gen_seq_lens(total_len=10.5), "total_len is 10.5, needs an int"),
     ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, True, 4, 8), "world_size is True, needs an int"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import numpy as np
-
+from jax_cp_dispatch._arguments import check_array
 from jax_cp_dispatch.attention.layout import LAYOUTS
 from jax_cp_dispatch.dispatch import check_mesh
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig
@@ -18,11 +16,7 @@ def check_arrays(op: str, **arrays: Any) -> None:
     for name, x in arrays.items():
         if x is None and name in optional:
             continue
-        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
-                f"numpy.asarray({name})."
-            )
+        check_array(op, name, x)
 
 
 def check_plan(op: str, plan: Any) -> None:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Integer
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.arguments import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
-from jax_cp_dispatch.cost.work import check_sizes
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
@@ -77,7 +77,7 @@ def choose_algorithm(
     """
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
-    check_sizes(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
+    check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
     reach(op, causal, window)
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
 from jax_cp_dispatch.dispatch import (
@@ -55,8 +56,7 @@ def ring_exchange(
       ValueError, NotImplementedError: an implementation that is none, or cannot serve here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
-    if isinstance(shift, bool) or not isinstance(shift, int | np.integer):
-        raise TypeError(f"ring_exchange: shift is {shift!r}; it needs to be an integer.")
+    check_integer("ring_exchange", "shift", shift)
     num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import cast
 
-import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.schedules import Cycles, Direct, Transport
@@ -96,8 +96,8 @@ def hamilton_schedule(
     maps: tuple[CycleRows, CycleRows] | None = None,
 ) -> Cycles | Direct:
     """The schedule that the arguments of `hamilton_attention`, or of its profile, name."""
-    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int | np.integer)):
-        raise TypeError(f"{op}: nodes is {nodes!r}; it needs to be an integer, or None.")
+    if nodes is not None:
+        check_integer(op, "nodes", nodes)
     if nodes is not None and (nodes < 1 or num_ranks % nodes):
         raise ValueError(
             f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.attention.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.local_forward import Softmax
 from jax_cp_dispatch.attention.ring import ring_schedule
@@ -173,10 +174,7 @@ def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
             f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
             "Name one of these."
         )
-    if isinstance(repeats, bool) or not isinstance(repeats, int | np.integer):
-        raise TypeError(f"{op}: repeats is {repeats!r}; it needs to be an integer.")
-    if repeats < 1:
-        raise ValueError(f"{op}: repeats is {repeats}; it needs to be at least 1.")
+    check_positive(op, repeats=repeats)
     return Stopwatch(mesh, axis_name, repeats)
 
 

@@ -2,21 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Reach, Window, reach
-
-
-def check_sizes(op: str, **sizes: Any) -> None:
-    """Integers of at least 1."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
-        if value < 1:
-            raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
-        check_sizes("Workload", **{name: getattr(self, name) for name in sizes})
+        check_positive("Workload", **{name: getattr(self, name) for name in sizes})
         reach("Workload", self.causal, self.window)
         num_tokens = self.num_ranks * self.tokens_per_rank
         longest = max(map(sum, self.rows), default=0)

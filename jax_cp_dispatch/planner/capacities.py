@@ -7,6 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cp_dispatch._arguments import check_array, check_integer, check_positive
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
@@ -33,10 +34,7 @@ class PlanConfig:
         for name, value in dataclasses.asdict(self).items():
             if value is None and name != "block":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"PlanConfig: {name} is {value!r}; it needs to be an integer.")
-            if value < 1:
-                raise ValueError(f"PlanConfig: {name} is {value} but must be at least 1.")
+            check_positive("PlanConfig", **{name: value})
 
     def needs(
         self,
@@ -136,16 +134,12 @@ def check_shapes(
         raise TypeError(
             f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
         )
-    if isinstance(world_size, bool) or not isinstance(world_size, int | np.integer):
-        raise TypeError(f"{op}: world_size is {world_size!r}; it needs to be an integer.")
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None and name == "positions":
-            continue
-        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
-                f"numpy.asarray({name})."
-            )
+    check_integer(op, "world_size", world_size)
+    arrays = {"segment_ids": segment_ids}
+    if positions is not None:
+        arrays["positions"] = positions
+    for name, x in arrays.items():
+        check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {x.dtype} but must be integers.")
     if segment_ids.ndim != 2 or 0 in segment_ids.shape:

@@ -143,6 +143,8 @@ void Touch(const GemmScratch& scratch, const OverlapProblem& p) {
   }
 }
 
+}  // namespace
+
 void Run(Chooser& c) {
   GemmProgram program(&c, /*most_ranks=*/2);
   const bool is_one_device = c.Flag();
@@ -208,13 +210,4 @@ void Run(Chooser& c) {
   RunSchedule(problem, /*buffer_id=*/0, ranks);
 }
 
-}  // namespace
 }  // namespace cpd
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
-  static const bool is_loaded = cpd::LoadPlainBlas();
-  if (!is_loaded) __builtin_trap();
-  cpd::Chooser chooser(bytes, num_bytes);
-  cpd::Run(chooser);
-  return 0;
-}

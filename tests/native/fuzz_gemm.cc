@@ -45,6 +45,8 @@ class Buffer {
   }
 };
 
+}  // namespace
+
 void Run(Chooser& c) {
   GemmProgram program(&c, /*most_ranks=*/4);
   GemmOptions& options = program.options;
@@ -74,13 +76,4 @@ void Run(Chooser& c) {
   RunSchedule(problem, options.comm_overlap_id, ranks);
 }
 
-}  // namespace
 }  // namespace cpd
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
-  static const bool is_loaded = cpd::LoadPlainBlas();
-  if (!is_loaded) __builtin_trap();
-  cpd::Chooser chooser(bytes, num_bytes);
-  cpd::Run(chooser);
-  return 0;
-}

@@ -158,4 +158,15 @@ class GemmProgram {
   std::vector<int64_t> row_counts_;
 };
 
+// What a target does with one input; each defines it.
+void Run(Chooser& chooser);
+
 }  // namespace cpd
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
+  static const bool is_loaded = cpd::LoadPlainBlas();
+  if (!is_loaded) __builtin_trap();
+  cpd::Chooser chooser(bytes, num_bytes);
+  cpd::Run(chooser);
+  return 0;
+}

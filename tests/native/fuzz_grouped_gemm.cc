@@ -7,7 +7,7 @@
 #include "fuzz_gemm_program.h"
 
 namespace cpd {
-namespace {
+namespace {}  // namespace
 
 void Run(Chooser& c) {
   constexpr XLA_FFI_DataType kWide[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
@@ -45,13 +45,4 @@ void Run(Chooser& c) {
   IsRefused(RunGroupedGemm("fuzz", product, static_cast<int>(options.num_threads)), "fuzz");
 }
 
-}  // namespace
 }  // namespace cpd
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t num_bytes) {
-  static const bool is_loaded = cpd::LoadPlainBlas();
-  if (!is_loaded) __builtin_trap();
-  cpd::Chooser chooser(bytes, num_bytes);
-  cpd::Run(chooser);
-  return 0;
-}

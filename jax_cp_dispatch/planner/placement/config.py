@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax_cp_dispatch._arguments import check_positive
+
 
 @dataclasses.dataclass(frozen=True)
 class PlacementConfig:
@@ -28,5 +30,5 @@ class PlacementConfig:
             )
         for name in ("kv_capacity", "max_transfers", "max_pieces"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"PlacementConfig: {name} is {value} but must be at least 1.")
+            if value is not None:
+                check_positive("PlacementConfig", **{name: value})

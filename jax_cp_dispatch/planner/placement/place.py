@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree, Shaped
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.placement.build import Pieces, build_plan, lay_out
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.documents import Documents, from_lengths, from_segment_ids
@@ -167,8 +168,7 @@ def place_tokens(
 
 
 def _documents(lengths, segment_ids, positions, columns, world_size: int) -> Documents:
-    if world_size < 1:
-        raise ValueError(f"{_OP}: world_size is {world_size} but must be at least 1.")
+    check_positive(_OP, world_size=world_size)
     if (lengths is None) == (segment_ids is None):
         raise ValueError(
             f"{_OP}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
