@@ -1,6 +1,6 @@
 """Each result file as a section of docs/benchmarks.md: a text, a table, where it was measured.
 
-All numbers come from the result files. Rows may be missing: what needs them is then left out.
+All numbers come from the result files. Rows may be missing; texts that need them are then omitted.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ def origin(result: Result) -> str:
 
 
 def section(text: str, columns: str, rows: Iterable[Iterable[object]], result: Result) -> list[str]:
-    """A text, a table, and where its numbers come from; columns apart by `|`, words in <>."""
+    """A text, a table and its origin; `|` separates columns, <> marks columns of words."""
     names = [name.strip() for name in columns.split("|")]
     return [
         text,
@@ -63,16 +63,17 @@ def attention(result: Result) -> list[str]:
     published = f" `ringattention` is the PyPI package {package}." if package else ""
     tokens = and_join(row["tokens"] for row in rows)
     table = section(
-        f"**{result['title'].capitalize()}**, {tokens} tokens: ms, and the rate, counted on the "
-        "pairs that the mask lets through, as a share of a matrix product's. Interleaved medians; "
-        f"**bold**: what `choose_algorithm` says.{published}",
+        f"**{result['title'].capitalize()}**, {tokens} tokens. Each cell gives the time in ms, and "
+        "in parentheses the rate of FLOPs as a fraction of a matrix product's rate. FLOPs count "
+        "only unmasked pairs. Times are interleaved medians. **Bold** marks the choice of "
+        f"`choose_algorithm`.{published}",
         " | ".join(["<>", *(f"{case}, {dtype}" for case, dtype in columns)]),
         ([method, *(cell(method, column) for column in columns)] for method in methods),
         result,
     )
     times = []
     for other, name in (
-        ("jax.nn sharded", "the sharded dense way"),
+        ("jax.nn sharded", "sharded dense attention"),
         ("ringattention", "`ringattention`"),
     ):
         ratios = {
@@ -99,7 +100,8 @@ def attention_growth(result: Result, images: str = "images") -> list[str]:
         peak = peaks[max(both)]
         share = (
             f" At {max(both)} tokens `zigzag` needs "
-            f"{peak['zigzag'] / peak['jax.nn sharded']:.3f} of the sharded dense way's memory."
+            f"{peak['zigzag'] / peak['jax.nn sharded']:.3f} of the memory of "
+            "sharded dense attention."
         )
     title = result["title"]
     picture = f"![Time and memory of attention]({images}/attention_growth.svg)"
@@ -114,10 +116,10 @@ def local_attention(result: Result) -> list[str]:
 
     title = result["title"].capitalize()
     return section(
-        f"**{title}**: one causal document, packed documents, and all keys for all queries. "
-        "Counted FLOPs as a share of the rate of a float32 matrix product; and how many times "
-        "faster than `jax.nn.dot_product_attention` with a mask.",
-        "<> | <> | seconds | of matmul | of the dense way",
+        f'**{title}**: one causal document, packed documents, and full attention. "Of matmul" is '
+        "the rate of counted FLOPs as a fraction of a float32 matrix product's rate. The last "
+        "column is the speedup over `jax.nn.dot_product_attention` with a mask.",
+        "<> | <> | seconds | of matmul | speedup over dense",
         map(cells_of, result["rows"]),
         result,
     )
@@ -143,13 +145,14 @@ def comm_gemm(result: Result) -> list[str]:
         ]
 
     return section(
-        f"**Overlapped GEMMs**, {result['title']} of a Llama-like layer, M × K × N. XLA's way is "
-        "`all_gather`, then the product, or the product, then `psum_scatter`; the bound is the "
-        "longer of its two parts, and their share is that of communication. Speed of each method "
-        'over XLA\'s way (more than one is faster); "auto" follows a table that `tune` measured '
-        "before. The copies of ring, pairs and pipeline, and their float32 partial sums, cost the "
-        "cores that multiply; a direct ring has neither.",
-        "devices | <dtype> | <> | XLA's ms | bound | communication | none | ring direct | ring "
+        f"**Overlapped GEMMs**, {result['title']} of a Llama-like layer, M × K × N. The XLA "
+        "baseline is `all_gather` then a GEMM, or a GEMM then `psum_scatter`. The bound is the "
+        'longer of its two parts; "communication" is the share of communication in its time. The '
+        'method columns give the speedup over the baseline (more than one is faster). "auto" '
+        "follows a table that `tune` measured before. On CPU, the copies and float32 partial sums "
+        "of ring, pairs and pipeline take time from the cores that multiply; a direct ring has "
+        "neither.",
+        "devices | <dtype> | <> | XLA ms | bound | communication | none | ring direct | ring "
         "| pairs | pipeline 2 | <auto>",
         (cells_of(key, rows) for key, rows in products.items()),
         result,
@@ -158,10 +161,10 @@ def comm_gemm(result: Result) -> list[str]:
 
 def comm_gemm_tokens(result: Result) -> list[str]:
     return section(
-        f"**Overlapped GEMMs, {result['title']}**, on global arrays as they are, inside "
-        "`shard_map`, with tokens reshaped to [B, cp, T/cp, D], and by XLA's own partitioner; the "
-        "last column counts the all-gathers of XLA in the compiled program.",
-        "<> | <> | ms | speed over XLA's | all-gathers",
+        f"**Overlapped GEMMs, {result['title']}**: on global arrays, inside `shard_map`, with "
+        "tokens reshaped to [B, cp, T/cp, D], and by XLA's own partitioner. The last column counts "
+        "XLA's all-gathers in the compiled program.",
+        "<> | <> | ms | speedup over XLA | all-gathers",
         in_columns(result, "what", "way", "ms", "of_xla", "all_gathers"),
         result,
     )
@@ -169,9 +172,9 @@ def comm_gemm_tokens(result: Result) -> list[str]:
 
 def gemm_processes(result: Result) -> list[str]:
     return section(
-        f"**Overlapped GEMMs between processes**: {result['title']}; a device each. XLA's way "
-        "goes through gloo's collectives; the last column is the speed over it.",
-        "processes | <> | <> | ms | of gloo",
+        f"**Overlapped GEMMs between processes**: {result['title']}; one device per process. The "
+        "baseline is XLA with gloo collectives; the last column is the speedup over it.",
+        "processes | <> | <> | ms | speedup over gloo",
         in_columns(result, "processes", "op", "what", "ms", "times_gloo"),
         result,
     )
@@ -191,12 +194,12 @@ def scaling(result: Result) -> list[str]:
     devices = and_join(row["devices"] for row in result["rows"])
     return section(
         f"**{result['title'].capitalize()}** on {devices} virtual devices. The CPU widens narrow "
-        "operands before it multiplies, so fewer bytes move, and the product is no faster. Error "
-        "of the result, relative to float64's, of a token; and where tokens differ widely in "
-        "magnitude. A reduce-scatter's sums are float32 whatever the mode: what arrives is its "
-        "gradient.",
-        "<layer> | <> | <mode> | ms | speed over bfloat16 | MiB arriving | of bfloat16's | error "
-        "| of spread tokens",
+        "operands before it multiplies, so fewer bytes move but the product is no faster. Errors "
+        "are relative to a float64 result, per token; the last column is for tokens of widely "
+        "different magnitudes. A reduce-scatter sends float32 sums in every mode; its received "
+        "bytes are those of the gradient.",
+        "<layer> | <> | <mode> | ms | speedup over bfloat16 | MiB received | of bfloat16's bytes "
+        "| error | error, spread tokens",
         map(cells_of, result["rows"]),
         result,
     )
@@ -215,8 +218,8 @@ def exchange(result: Result) -> list[str]:
 
     return section(
         f"**Exchanges of ring and Hamilton attention**, {result['title']}: this package's "
-        "transport (`in_process`) and XLA's collectives, GB/s of all ranks together and share of "
-        "memcpy.",
+        "transport (`in_process`) and XLA's collectives. GB/s counts all ranks together; \"of "
+        "memcpy\" is that rate as a fraction of memcpy's.",
         "devices | KiB per rank | <> | in_process µs | GB/s | of memcpy | xla µs | GB/s",
         (cells_of(*item) for item in places.items()),
         result,
@@ -225,7 +228,7 @@ def exchange(result: Result) -> list[str]:
 
 def dispatch(result: Result) -> list[str]:
     return section(
-        f"**Movement.** One {result['title']}, interleaved medians.",
+        f"**Movement.** One {result['title']}. Times are interleaved medians.",
         "<> | ms | GB/s | of memcpy",
         in_columns(result, "what", "ms", "GB_per_s", "of_memcpy"),
         result,
@@ -234,10 +237,10 @@ def dispatch(result: Result) -> list[str]:
 
 def processes(result: Result) -> list[str]:
     return section(
-        f"**Between processes of one host**: {result['title']}; a device each, through shared "
-        "memory and with gloo's collectives. The last column is the speed over the faster of "
-        "gloo's two ways.",
-        "processes | MB | <> | ms | of memcpy | of gloo",
+        f"**Between processes of one host**: {result['title']}; one device per process, through "
+        "shared memory and with gloo collectives. The last column is the speedup over the faster "
+        "of two gloo collectives.",
+        "processes | MB | <> | ms | of memcpy | speedup over gloo",
         in_columns(result, "processes", "MB", "what", "ms", "of_memcpy", "times_gloo"),
         result,
     )
@@ -246,10 +249,11 @@ def processes(result: Result) -> list[str]:
 def latency(result: Result) -> list[str]:
     names = ("devices", "what", "loop_us", "trace_ms", "call_returns_us", "call_done_us")
     return section(
-        f"**Latency.** {result['title']}, medians: one operation inside `lax.scan`; tracing a new "
-        "function that holds one; and one call of a compiled program that holds one, until it "
-        "returns and until its result is there. The last operation adds one and moves nothing.",
-        "devices | <> | in a loop µs | tracing ms | call returns µs | result µs",
+        f"**Latency.** {result['title']}, medians. The columns give the time of one operation "
+        "inside `lax.scan`, of tracing a new function with one operation, and of calling a "
+        "compiled program with one operation: until the call returns, and until its result is "
+        "ready. The last operation adds one and moves nothing.",
+        "devices | <> | in a loop µs | tracing ms | call returns µs | result ready µs",
         in_columns(result, *names),
         result,
     )
@@ -265,9 +269,9 @@ def growth(result: Result) -> list[str]:
         return [row["bytes_per_rank"] // 1024, row["devices"], *timed, f"{row['memcpy_ms']:.2f}"]
 
     return section(
-        "**Growth.** A fixed payload per rank, an equal part of it to every rank, in one program; "
-        "`ppermute` moves as much to one neighbour. GB/s of all ranks together, interleaved "
-        "medians.",
+        "**Growth.** Each rank sends a fixed payload, an equal part to every rank, in one program. "
+        "`ppermute` sends the same amount to one neighbour. GB/s counts all ranks together; times "
+        "are interleaved medians.",
         "KiB per rank | devices | donated window ms | GB/s | fresh window ms | GB/s | ppermute ms "
         "| GB/s | memcpy ms",
         map(cells_of, result["rows"]),
@@ -285,8 +289,8 @@ def metadata(result: Result) -> list[str]:
     replicas = and_join(row["num_replicas"] for row in result["rows"])
     return section(
         "**Planning metadata.** `compute_metadata`, `compute_metadata_kv` and "
-        f"`compute_attn_layout_seqlens` in one program, {replicas} replicas, against the same in "
-        "vectorised NumPy, interleaved medians.",
+        f"`compute_attn_layout_seqlens` in one program with {replicas} replicas, compared with "
+        "vectorised NumPy. Times are interleaved medians.",
         "<ranks × slots> | ms | NumPy ms | compile s | extra memory MB",
         map(cells_of, result["rows"]),
         result,
@@ -303,10 +307,10 @@ def planner(result: Result) -> list[str]:
         and_join(row[name] for row in result["rows"]) for name in ("tokens_per_rank", "block")
     )
     return section(
-        f"**Balanced attention plans.** {tokens} tokens per rank, blocks of {block}; work is "
-        "query-key pairs per rank, max/mean; moved tokens as a share of all tokens (an all-gather "
-        "of keys moves all but one rank's to each). Lengths are drawn from a log-normal "
-        "distribution and from [published ones](../tests/data/README.md).",
+        f"**Balanced attention plans.** {tokens} tokens per rank, blocks of {block} rows. Work is "
+        "max/mean of the query-key pairs per rank. Moved tokens are a fraction of all tokens; an "
+        "all-gather of keys sends every rank the keys of all others. Lengths come from a "
+        "log-normal distribution and from [published data](../tests/data/README.md).",
         "<lengths> | ranks | work before | after | q moved | kv moved | planning ms",
         map(cells_of, result["rows"]),
         result,
@@ -327,12 +331,12 @@ def placement(result: Result) -> list[str]:
         and_join(row[name] for row in result["rows"]) for name in fields
     )
     return section(
-        f"**Placement.** {tokens} tokens per rank; time from the lengths to the plan; work is "
-        "query-key pairs per rank, max/mean; keys moved per token, beside a bound that no plan "
-        f"is below; bytes per token and layer, forward, with {heads} query and {kv_heads} KV heads "
-        f"of {size} in bfloat16, beside two published planners written anew from their "
-        "descriptions, with the same tolerance (`benchmarks/peer_placements.py`). See "
-        "[placement](placement.md).",
+        f"**Placement.** {tokens} tokens per rank. Planning time is measured from the lengths to "
+        "the plan. Work is max/mean of the query-key pairs per rank. Keys moved are per token; the "
+        "bound is a lower bound for every plan. Bytes are per token and layer, forward, with "
+        f"{heads} query and {kv_heads} KV heads of {size} in bfloat16. The last two columns are "
+        "two published planners, reimplemented from their descriptions, with the same tolerance "
+        "(`benchmarks/peer_placements.py`). See [placement](placement.md).",
         "<lengths> | ranks | planning ms | work | keys moved | bound | bytes | greedy | min-heap",
         map(cells_of, result["rows"]),
         result,

@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md, and what the README shows of it, from the result files.
+"""Writes docs/benchmarks.md and the results in the README from the result files.
 
-python benchmarks/table.py          `./run bench` does it at its end
+Run `python benchmarks/table.py`; `./run bench` runs it at its end.
 """
 
 import json
@@ -29,7 +29,7 @@ def only(result: Result, **wanted: object) -> dict | None:
     return rows[0] if rows else None
 
 
-Line = tuple[str, str, str]  # what, the measured value, what stands beside it
+Line = tuple[str, str, str]  # what, the measured value, the baseline
 
 
 def dispatch(result: Result) -> Iterator[Line]:
@@ -39,7 +39,7 @@ def dispatch(result: Result) -> Iterator[Line]:
         yield (
             f"`dispatch`{result['title'].removeprefix('dispatch').split(' (')[0]}",
             f"{window['GB_per_s']} GB/s, {window['of_memcpy']} of memcpy",
-            f"{min(others) / window['ms']:.0f} times the faster of XLA's two ways",
+            f"{min(others) / window['ms']:.0f} times as fast as the faster of two XLA collectives",
         )
 
 
@@ -68,9 +68,9 @@ def processes(result: Result) -> Iterator[Line]:
         numbers = and_join(row["processes"] for row in donated)
         yield (
             f"`dispatch` between {numbers} processes, {most} MB, "
-            "into a donated window; a fresh one",
+            "into a donated window; into a fresh one",
             f"{of_memcpy[0]} of memcpy; {of_memcpy[1]}",
-            f"{times_gloo[0]} times gloo's faster way; {times_gloo[1]}",
+            f"{times_gloo[0]} times as fast as the faster gloo collective; {times_gloo[1]}",
         )
 
 
@@ -79,7 +79,7 @@ def comm_gemm(result: Result) -> Iterator[Line]:
     if auto:
         yield (
             '`all_gather_matmul`, `matmul_reduce_scatter`, method="auto"',
-            f"{span(row['of_xla'] for row in auto)} of the speed of XLA's way",
+            f"{span(row['of_xla'] for row in auto)} times the speed of XLA's collectives and GEMM",
             f"{len(auto)} shapes on {and_join(row['devices'] for row in auto)} devices",
         )
 
@@ -91,7 +91,7 @@ def scaling(result: Result) -> Iterator[Line]:
         yield (
             "the same with MXFP8 operands",
             f"{min(shares):.3f} of bfloat16's bytes",
-            f"{span(row['of_bfloat16'] for row in narrow)} of its speed on CPU",
+            f"{span(row['of_bfloat16'] for row in narrow)} times bfloat16's speed on CPU",
         )
 
 
@@ -105,7 +105,7 @@ def local_attention(result: Result) -> Iterator[Line]:
         yield (
             f"`local_attention`, {tokens}, forward and backward",
             f"{causal['share_of_float32_matmul']} of a matrix product's rate",
-            f"packed: {packed['times_faster']} times `jax.nn`'s with a mask",
+            f"packed: {packed['times_faster']} times as fast as `jax.nn` with a mask",
         )
 
 
@@ -116,8 +116,8 @@ def planner(result: Result) -> Iterator[Line]:
     yield (
         f"`plan_attention`, {ranks} ranks of {tokens} tokens",
         f"{span(row['plan_ms'] for row in plans)} ms",
-        f"work max/mean {span(row['imbalance_before'] for row in plans)} before, "
-        f"{max(row['imbalance'] for row in plans):.3f} at most after",
+        f"work max/mean {span(row['imbalance_before'] for row in plans)} before planning, "
+        f"at most {max(row['imbalance'] for row in plans):.3f} after",
     )
 
 
@@ -131,28 +131,47 @@ def load(results: pathlib.Path) -> dict[str, Result]:
 
 
 def summary(found: dict[str, Result]) -> list[str]:
-    """One line per result, beside what a user would take instead."""
+    """One line per result, beside the alternative that a user would take."""
     lines = [line for of in LINES if of.__name__ in found for line in of(found[of.__name__])]
     return [
-        "**The other results** in a line each; [all tables](docs/benchmarks.md), with machine and "
+        "**Other results**, one line each. See [all tables](docs/benchmarks.md), with machine and "
         "versions.",
         "",
-        cells("", "measured", "beside it"),
+        cells("", "measured", "baseline or note"),
         "|---|---|---|",
         *(cells(*line) for line in lines),
     ]
 
 
+def highlights(found: dict[str, Result]) -> list[str]:
+    """Three results as sentences: attention, movement, balance."""
+    lines = []
+    if "attention" in found:
+        by_method = {row["method"]: row for row in rows_of(found["attention"], case="causal",
+                                                           dtype="float32")}  # fmt: skip
+        ms = [by_method.get(name, {}).get("ms") for name in ("zigzag", "jax.nn sharded")]
+        if all(ms):
+            lines.append(
+                f"**Attention**: causal `zigzag` attention over virtual CPU devices is "
+                f"{ms[1] / ms[0]:.1f} times as fast as `jax.nn.dot_product_attention` "
+                "sharded by XLA."
+            )
+    for what, of in (("Movement", dispatch), ("Balance", planner)):
+        for name, measured, baseline in of(found[of.__name__]) if of.__name__ in found else ():
+            lines.append(f"**{what}**: {name}: {measured}; {baseline}.")
+    return [f"- {line}" for line in lines]
+
+
 def introduction(found: dict[str, Result]) -> list[str]:
     took = [result.get("took_s") for result in found.values()]
     seconds = sum(x for x in took if x)
-    time = "" if None in took else f" All of it takes {seconds / 60:.0f} minutes."
+    time = "" if None in took else f" All benchmarks together take {seconds / 60:.0f} minutes."
     return [
         "# Benchmarks",
         "",
-        "Written by `benchmarks/table.py` from `benchmarks/results`, which `./run bench` writes "
-        "anew. Each is measured in one run, interleaved with what a user would take instead."
-        + time,
+        "`benchmarks/table.py` generates this page from `benchmarks/results`; `./run bench` "
+        "regenerates both. Each benchmark is one run, interleaved with the alternative that a user "
+        "would take." + time,
     ]
 
 
@@ -169,7 +188,7 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     first = [sections.attention(found[name]) for name in ("attention",) if name in found]
     if "attention_growth" in found:
         first.append(sections.attention_growth(found["attention_growth"], "docs/images"))
-    shown = text_of([*first, summary(found)])
+    shown = text_of([highlights(found), *first, summary(found)])
     tables = [of(found[of.__name__]) for of in sections.ALL if of.__name__ in found]
     every = text_of([introduction(found), *tables])
     return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}

@@ -88,17 +88,17 @@ def test_a_method_that_did_not_run_says_why(pages):
     _, page = pages({"attention": result})
     assert "| ringattention | not installed |" in page
     assert "PyPI" not in page and "as fast as `ringattention`" not in page
-    assert "times as fast as the sharded dense way" in page and page.count("\n|") == 11
+    assert "times as fast as sharded dense attention" in page and page.count("\n|") == 11
     growth = copy.deepcopy(RESULTS["attention_growth"])
     growth["rows"] = [row | {"why_not": "not installed"} for row in growth["rows"]]
     for row in growth["rows"]:
         row.pop("peak_MB", None)
-    assert "of the sharded dense way's memory" not in pages({"attention_growth": growth})[1]
+    assert "of the memory of sharded dense attention" not in pages({"attention_growth": growth})[1]
 
 
 def test_the_time_is_told_when_every_result_knows_its_own(pages):
     results = {name: result | {"took_s": 60} for name, result in RESULTS.items()}
-    assert f"All of it takes {len(results)} minutes." in pages(results)[1]
+    assert f"All benchmarks together take {len(results)} minutes." in pages(results)[1]
     del results["growth"]["took_s"]
     assert "minutes" not in pages(results)[1]
 
