@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_first_example_of_the_readme(tmp_path):
@@ -21,11 +21,20 @@ def test_first_example_of_the_readme(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_paths_that_contributors_are_told_of_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = r"(?:benchmarks|csrc|docs|examples|jax_cp_dispatch|tests)"
+    paths = set(re.findall(rf"(?:^|[\s`])({folders}(?:/[\w.]+)*)(?=[\s`,])", text, flags=re.M))
+    assert {"csrc", "tests/native/fuzz.sh", "benchmarks/results"} <= paths
+    absent = [path for path in paths if not (ROOT / path).exists()]
+    assert not absent
 
 
 def test_benchmark_tables_are_those_of_the_result_files(monkeypatch):
