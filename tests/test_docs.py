@@ -37,6 +37,25 @@ def test_paths_that_contributors_are_told_of_are_there():
     assert not absent
 
 
+def anchors(page):
+    """The names under which GitHub links to a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    titles = re.findall(r"^#+ (.*)", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert anchor in anchors(page.parent / target if target else page), (target, anchor)
+
+
+def test_readme_comes_to_its_results_within_700_words():
+    before, _ = (ROOT / "README.md").read_text().split("\n<!-- benchmarks:begin -->")
+    assert len(before.split()) <= 700
+
+
 def test_benchmark_tables_are_those_of_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     pages = importlib.import_module("table").pages()
