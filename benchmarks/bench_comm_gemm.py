@@ -17,17 +17,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import (
-    all_gather_matmul,
-    choose_comm_gemm,
-    current_tuning,
-    matmul_reduce_scatter,
-    overlap_profile,
-    tune,
-    use_tuning,
-)
+from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.profiling import current_tuning, overlap_profile, tune, use_tuning
 
 AXIS = "tp"
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import chunk_exchange, chunk_maps, hamiltonian_cycles, ring_exchange
+from jax_cp_dispatch import chunk_exchange, ring_exchange
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles
 
 AXIS, STEPS = "cp", 10
 IMPLEMENTATIONS = ("in_process", "xla")

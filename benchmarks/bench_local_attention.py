@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.attention import local_attention
+from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.cost import attention_flops
 
 NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024

@@ -11,11 +11,8 @@ import common
 import jax
 import numpy as np
 
-from jax_cp_dispatch.metadata import (
-    compute_attn_layout_seqlens,
-    compute_metadata,
-    compute_metadata_kv,
-)
+from jax_cp_dispatch import compute_metadata
+from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 from jax_cp_dispatch.scenarios import QkvDispatchInputs, draw_qkv_dispatch
 
 GRID = [(8, 16), (8, 64), (32, 16), (32, 64), (128, 16), (128, 64), (512, 16), (512, 64)]

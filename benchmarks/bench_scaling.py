@@ -18,14 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import (
-    MatmulScaling,
-    ScalingMode,
-    all_gather_matmul,
-    matmul_reduce_scatter,
-    quantize,
-)
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.scaling import MatmulScaling, ScalingMode, quantize
 
 AXIS = "tp"
 MODEL, HIDDEN = 1024, 2816

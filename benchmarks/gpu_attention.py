@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.attention import local_attention
+from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.cost import attention_flops
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128

@@ -12,11 +12,13 @@ import common
 import jax
 import jax.numpy as jnp
 
-from jax_cp_dispatch.comm_gemm import ScalingMode, gemm, overlap_profile, quantize
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.profiling import overlap_profile
+from jax_cp_dispatch.scaling import ScalingMode, quantize
 
 SIZE, CHUNKS = 8192, 8
 OVERLAPS = (

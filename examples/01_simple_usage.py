@@ -37,7 +37,7 @@ def main() -> None:
     x = np.arange(W * T * 2, dtype=np.float32).reshape(W, T, 2)
 
     # What a perfect network would do; rows that nobody writes keep their value, here zero.
-    perfect = cpd.orchestrate_simulate(x, np.zeros((W, capacity, 2), np.float32), forward)
+    perfect = cpd.scenarios.orchestrate_simulate(x, np.zeros((W, capacity, 2), np.float32), forward)
 
     def there_and_back(x, forward, reverse):
         received = cpd.dispatch(x[0], forward, axis_name=AXIS, capacity=capacity)

@@ -104,7 +104,9 @@ def main() -> None:
 
     q, k, v = jax.jit(project)(parameters, stored)
     ids = stored["segment_ids"]
-    profile = cpd.hamilton_attention_profile(q, k, v, mesh=MESH, segment_ids=ids, **OPTIONS)
+    profile = cpd.profiling.hamilton_attention_profile(
+        q, k, v, mesh=MESH, segment_ids=ids, **OPTIONS
+    )
     print(profile)
     in_order = profile.out[:, cpd.zigzag_permutation(T, W, inverse=True)]
     expected = jax.jit(dense)(*jax.jit(project)(parameters, batch), batch["segment_ids"])

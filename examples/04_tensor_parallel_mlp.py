@@ -85,7 +85,7 @@ def main(folder: pathlib.Path) -> None:
 
     # 1. Inside shard_map: as chosen, in a ring with a buffer for its chunks, and without copies.
     verify("four ranks, auto", inside_shard_map(four), weights, x)
-    buffer = cpd.create_comm_overlap_buffer("RS", "RING_EXCHANGE", (B * T, D), "float32", 4)
+    buffer = cpd.buffers.create_comm_overlap_buffer("RS", "RING_EXCHANGE", (B * T, D), "float32", 4)
     ring = inside_shard_map(four, up={"method": "ring"}, down={"buffer": buffer})
     verify("four ranks, a ring and a registered buffer", ring, weights, x)
     direct = {"method": "ring", "use_ce": False}
@@ -100,7 +100,10 @@ def main(folder: pathlib.Path) -> None:
     # 3. Who did what when: a trace for ui.perfetto.dev, and a picture.
     one_by_one = inside_shard_map(four, up={"method": "none"}, down={"method": "none"})
     programs = {"one after the other": one_by_one, "ring": ring}
-    profiles = {title: cpd.overlap_profile(jax.jit(f), weights, x) for title, f in programs.items()}
+    profiles = {
+        title: cpd.profiling.overlap_profile(jax.jit(f), weights, x)
+        for title, f in programs.items()
+    }
     for title, run in profiles.items():
         times = run.total, run.computation, run.communication, run.exposed_communication
         print(f"{title}: ms in all, computing, communicating, of that exposed:", end=" ")
@@ -108,7 +111,7 @@ def main(folder: pathlib.Path) -> None:
     assert len(profiles["ring"].spans) == 4 * (4 + 3 + 4 + 3 + 1)  # GEMMs, sends; a sum
     profiles["ring"].write_trace(folder / "trace.json")
     plot_overlap(profiles, folder / "overlap.svg")
-    cpd.destroy_comm_overlap_buffer(buffer)
+    cpd.buffers.destroy_comm_overlap_buffer(buffer)
 
     # 4. What to expect of linked hardware: predicted, not measured.
     shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)

@@ -85,7 +85,7 @@ def train(mode: str, weights, data) -> np.ndarray:
 
 def main() -> None:
     weights, data = parameters(), batches()
-    state = {name: cpd.MatmulScaling.init() for name in ("up", "down")}
+    state = {name: cpd.scaling.MatmulScaling.init() for name in ("up", "down")}
     losses = {
         "NO_SCALING": train("NO_SCALING", weights, data),
         "MXFP8_1D_SCALING": train("MXFP8_1D_SCALING", weights, data),

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.comm_gemm import CommOverlapMethod, all_gather_matmul
+from jax_cp_dispatch import all_gather_matmul
+from jax_cp_dispatch.buffers import CommOverlapMethod
 
 GATHERING: dict[str, Any] = {
     "none": {"method": "none"},

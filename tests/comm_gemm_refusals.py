@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import (
-    all_gather_matmul,
-    create_comm_overlap_buffer,
-    gemm,
-    matmul_reduce_scatter,
-)
+from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 W, T, K, N = 4, 2, 3, 5
 M = W * T

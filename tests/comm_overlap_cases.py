@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jax_cp_dispatch.comm_gemm import create_comm_overlap_buffer, destroy_all_comm_overlap_buffers
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_all_comm_overlap_buffers
 
 BASE: dict[str, Any] = {
     "comm_type": "AG",

@@ -32,7 +32,7 @@ def unchecked_types():
 @pytest.fixture
 def no_buffers():
     """Begins and ends without dispatch buffers."""
-    from jax_cp_dispatch import destroy_all_dispatch_buffers
+    from jax_cp_dispatch.buffers import destroy_all_dispatch_buffers
 
     destroy_all_dispatch_buffers()
     yield

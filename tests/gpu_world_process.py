@@ -5,7 +5,8 @@ import types
 
 import jax
 
-from jax_cp_dispatch import gpu, runtime
+from jax_cp_dispatch import gpu
+from jax_cp_dispatch._ranks import runtime
 
 ADDRESS, PROCESS, SCENE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 

@@ -12,12 +12,8 @@ from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, on_ranks
 from scaled_gemm_cases import E4M3, E5M2, MODES, near
 
-from jax_cp_dispatch.comm_gemm import (
-    DelayedScaling,
-    MatmulScaling,
-    all_gather_matmul,
-    matmul_reduce_scatter,
-)
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling
 
 DELAYED, CURRENT, _ = MODES
 GATHER, SCATTER = all_gather_matmul, matmul_reduce_scatter

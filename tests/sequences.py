@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from packing import pack
 
-from jax_cp_dispatch.attention.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.layout import zigzag_permutation
-from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 
 FUNCTIONS: dict[str, Any] = {
     "ring": ring_attention,

@@ -43,7 +43,7 @@ class Stress:
         self.lock, self.counts, self.running = threading.Lock(), collections.Counter(), {}
         self.wrong: list[str] = []
         rng = np.random.default_rng(seed)
-        self.buffer = cp.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1, groups=4)
+        self.buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1, groups=4)
         structures = [random_structure(rng, index) for index in range(num_structures)]
         self.programs = [Program(structure, self.buffer) for structure in structures]
 
@@ -101,12 +101,12 @@ class Stress:
 
     def destroy_a_buffer(self, number):
         """A compiled program whose buffer goes away."""
-        buffer = cp.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1)
+        buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1)
         devices = tuple(range(NUM_DEVICES))
         program = Program(Structure(1, devices, "int32", False, True, (("buffer", 0),)), buffer)
         inputs = random_inputs(np.random.default_rng((self.seed, number, 1)), program.structure)
         good = self.attempt(lambda: program.finish(program.start(inputs)))
-        cp.destroy_dispatch_buffer(buffer)
+        cp.buffers.destroy_dispatch_buffer(buffer)
         outcome = self.attempt(lambda: program.finish(program.start(inputs)))
         is_right = f"buffer {buffer} has been destroyed" in str(outcome)
         with self.lock:

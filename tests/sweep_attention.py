@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
 
-from jax_cp_dispatch.attention import sequence
+from jax_cp_dispatch.attention.rotating import sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 NUM_RANKS = (*range(1, 10), 16)

@@ -12,11 +12,8 @@ import time
 import metadata_oracle as oracle
 import numpy as np
 
-from jax_cp_dispatch.metadata import (
-    compute_attn_layout_seqlens,
-    compute_metadata,
-    compute_metadata_kv,
-)
+from jax_cp_dispatch import compute_metadata
+from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 
 # (W, S, C); all plans of one shape share a program.
 SHAPES = [(1, 3, None), (3, 4, None), (8, 5, None), (4, 3, 3), (2, 1, 5), (2, 4, 8), (6, 4, 2)]

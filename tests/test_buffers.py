@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import (
+from jax_cp_dispatch._dispatch import buffers
+from jax_cp_dispatch.buffers import (
     DispatchBuffer,
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
@@ -20,7 +21,6 @@ from jax_cp_dispatch import (
     grow_dispatch_buffer,
     list_dispatch_buffers,
 )
-from jax_cp_dispatch.dispatch import buffers
 
 pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
 

@@ -14,16 +14,16 @@ from packing import pack
 from sequences import QUICKLY, attended
 
 from jax_cp_dispatch._window import reach
-from jax_cp_dispatch.attention.chunks import Chunking
 from jax_cp_dispatch.attention.documents import attended_tokens
-from jax_cp_dispatch.attention.hamilton import hamilton_schedule
-from jax_cp_dispatch.attention.layout import (
+from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_placement,
     halves_in_zigzag,
     zigzag_permutation,
     zigzag_placement,
 )
-from jax_cp_dispatch.attention.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.ring import ring_schedule
 
 PLACEMENTS = [contiguous_placement, zigzag_placement, halves_in_zigzag]
 few_examples = settings(max_examples=25, deadline=None)

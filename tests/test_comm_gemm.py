@@ -27,7 +27,7 @@ from comm_gemm_cases import (
 from jax.sharding import AxisType, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
-from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 
 
 def bits(tree):

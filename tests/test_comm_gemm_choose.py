@@ -12,20 +12,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_cp_dispatch import (
-    CommOverlapMethod,
-    CommOverlapType,
-    TuningTable,
-    all_gather_matmul,
-    choose_comm_gemm,
-    current_tuning,
-    matmul_reduce_scatter,
-    tune,
-    use_tuning,
-)
+from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.checks import Wish
-from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
+from jax_cp_dispatch.comm_gemm.choice.choose import choose_overlaps
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape, comm_gemm_methods, predict_comm_gemm
+from jax_cp_dispatch.profiling import TuningTable, current_tuning, tune, use_tuning
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 SHAPE = CommGemmShape(AG, 4096, 1024, 128, 8, 4)

@@ -13,13 +13,8 @@ from comm_gemm_cases import K, N, equal, integers
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import (
-    all_gather_matmul,
-    create_comm_overlap_buffer,
-    gemm,
-    list_comm_overlap_buffers,
-    matmul_reduce_scatter,
-)
+from jax_cp_dispatch import all_gather_matmul, gemm, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer, list_comm_overlap_buffers
 
 P_, T = 4, 3
 M = P_ * T

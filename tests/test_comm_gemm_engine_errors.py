@@ -12,11 +12,8 @@ from comm_gemm_refusals import ENGINE, PLAIN, SCATTER, K, M, N, T, W, create, on
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch.comm_gemm import (
-    all_gather_matmul,
-    destroy_comm_overlap_buffer,
-    gemm,
-)
+from jax_cp_dispatch import all_gather_matmul, gemm
+from jax_cp_dispatch.buffers import destroy_comm_overlap_buffer
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

@@ -11,7 +11,9 @@ from comm_gemm_refusals import GATHER, SCATTER, K, M, N, T, W, ones, refused, tr
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import MatmulScaling, create_comm_overlap_buffer, gemm
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
+from jax_cp_dispatch.scaling import MatmulScaling
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import (
-    all_gather_matmul,
-    comm_overlap_buffer_bytes,
-    gemm,
-    grouped_gemm,
-    matmul_reduce_scatter,
-    tune,
-)
+from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes
+from jax_cp_dispatch.profiling import tune
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 X, W, SIZES = jnp.ones((8, 4)), jnp.ones((4, 8)), jnp.array([3, 5])

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch.dispatch import implementations
+from jax_cp_dispatch._ranks import implementations
 
 B, T, D, F = 4, 64, 8, 16
 AXES = ("data", "cp", "tp")

@@ -13,16 +13,15 @@ import pytest
 from comm_overlap_cases import create, no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, Gate, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm import (
+from jax_cp_dispatch import gemm, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import (
     CommOverlapBuffer,
     CommOverlapMethod,
     CommOverlapType,
     comm_overlap_buffer_bytes,
     destroy_all_comm_overlap_buffers,
     destroy_comm_overlap_buffer,
-    gemm,
     list_comm_overlap_buffers,
-    matmul_reduce_scatter,
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")

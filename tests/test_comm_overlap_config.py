@@ -11,7 +11,7 @@ import pytest
 from comm_overlap_cases import BASE, create, no_comm_overlap_buffers  # noqa: F401
 from hypothesis import given, settings, strategies as st
 
-from jax_cp_dispatch.comm_gemm import (
+from jax_cp_dispatch.buffers import (
     CommOverlapMethod,
     CommOverlapType,
     comm_overlap_buffer_bytes,
@@ -115,7 +115,7 @@ def test_defaults_are_those_of_the_method():
 
 
 IDS = """
-from jax_cp_dispatch.comm_gemm import create_comm_overlap_buffer
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 print(create_comm_overlap_buffer("AG", "RING_EXCHANGE", (64, 32), "float32", 4))
 print(create_comm_overlap_buffer("RS", "PIPELINE", (8, 2), "bfloat16", 2, num_splits=7))
 """

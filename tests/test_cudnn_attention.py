@@ -15,9 +15,10 @@ from cudnn_emulation import Backward, Forward
 from sequences import Case, check, draw
 from test_local_attention import RANGES, assert_close, inputs, quick_jit, rows
 
-from jax_cp_dispatch.attention import cudnn, local, rotating, tiles
-from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local import api as local, cudnn, tiles
+from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.rotating import attend as rotating
 
 BLOCKS: Any = {"block_q": 8, "block_kv": 16}
 DENSE = {

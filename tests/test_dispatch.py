@@ -15,14 +15,8 @@ from movement_oracle import combined, dispatched, random_plan
 from moving import bits, capacity_of, run_combine, run_dispatch
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch import (
-    Metadata,
-    combine,
-    compute_metadata,
-    create_qkv_dispatch,
-    dispatch,
-    orchestrate_simulate,
-)
+from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch
+from jax_cp_dispatch.scenarios import create_qkv_dispatch, orchestrate_simulate
 
 W, S, T = 8, 6, 32
 

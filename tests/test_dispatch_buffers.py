@@ -10,14 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, Gate, mesh_of, on_ranks
 
-from jax_cp_dispatch import (
-    Metadata,
-    combine,
+from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
-    dispatch,
-    dispatch_qkv,
     grow_dispatch_buffer,
     list_dispatch_buffers,
 )

@@ -21,7 +21,7 @@ from jax_cp_dispatch import (
     dispatch_qkv,
     plan_attention,
 )
-from jax_cp_dispatch.dispatch import DEFAULT_DEADLINE
+from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

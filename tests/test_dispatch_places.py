@@ -11,7 +11,7 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch.dispatch import AxisName
+from jax_cp_dispatch._ranks.axis import AxisName
 
 W, S, T, F = 4, 5, 8, 6
 PLAN = random_plan(np.random.default_rng(0), W, S, T, 2)

@@ -16,16 +16,16 @@ PAGE = (ROOT / "docs" / "comm_gemm.md").read_text()
 
 @pytest.fixture
 def no_table():
-    before = cpd.current_tuning()
-    cpd.use_tuning(None)
+    before = cpd.profiling.current_tuning()
+    cpd.profiling.use_tuning(None)
     yield
-    cpd.use_tuning(before)
+    cpd.profiling.use_tuning(before)
 
 
 def test_code_blocks_run(capsys, tmp_path, monkeypatch, no_table):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    buffers = set(cpd.list_comm_overlap_buffers())
+    buffers = set(cpd.buffers.list_comm_overlap_buffers())
     blocks = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", PAGE, flags=re.S)
     for code, printed in blocks:
         exec(code, names)
@@ -41,7 +41,7 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch, no_table):
     assert all("none" in times for times in names["table"].seconds.values())
     assert names["profile"].bound <= names["profile"].total
     assert {path.name for path in tmp_path.iterdir()} >= {"overlap.json", "overlap.svg"}
-    assert set(cpd.list_comm_overlap_buffers()) == buffers
+    assert set(cpd.buffers.list_comm_overlap_buffers()) == buffers
 
 
 def drawing_script():
@@ -84,6 +84,6 @@ def test_picture_follows_the_cost_model():
 def test_empty_pictures_are_refused(tmp_path):
     from jax_cp_dispatch.plots import plot_overlap
 
-    for profiles in ({}, {"nothing": cpd.OverlapProfile(None, ())}):
+    for profiles in ({}, {"nothing": cpd.profiling.OverlapProfile(None, ())}):
         with pytest.raises(ValueError, match="plot_overlap: the profiles hold no span"):
             plot_overlap(profiles, tmp_path / "no.svg")

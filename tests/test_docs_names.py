@@ -6,10 +6,15 @@ import re
 import pytest
 
 import jax_cp_dispatch
-from jax_cp_dispatch import cost, plots
+from jax_cp_dispatch import plots
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-MODULES = {"jax_cp_dispatch": jax_cp_dispatch, "cost": cost, "plots": plots}
+NAMESPACES = ["buffers", "cost", "cycles", "gpu", "metadata", "profiling", "scaling", "scenarios"]
+MODULES = {
+    "jax_cp_dispatch": jax_cp_dispatch,
+    **{name: getattr(jax_cp_dispatch, name) for name in NAMESPACES},
+    "plots": plots,
+}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from jax_cp_dispatch.dispatch import Implementation, available_implementations
+from jax_cp_dispatch import Implementation, available_implementations
 from jax_cp_dispatch.doctor import machine, run, self_test
 from jax_cp_dispatch.doctor.finding import Finding
 

@@ -26,7 +26,8 @@ from scaled_gemm_cases import (
     near,
 )
 
-from jax_cp_dispatch.comm_gemm import create_comm_overlap_buffer, gemm
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 K, N, T = 64, 6, 3
 WIDE, CURRENT = "NO_SCALING", MODES[1]

@@ -13,19 +13,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
-from jax_cp_dispatch import runtime
-from jax_cp_dispatch.comm_gemm import (
-    all_gather_matmul,
-    create_comm_overlap_buffer,
-    destroy_comm_overlap_buffer,
-    gemm,
-    grouped_gemm,
-    matmul_reduce_scatter,
-)
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
-from jax_cp_dispatch.gpu import places
+from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import places
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 
 W, ORDER = 4, [3, 1, 0, 2]
 SCRATCH = 255 + (32 << 20)
@@ -161,7 +155,7 @@ def test_what_a_buffer_says_reaches_the_gpu(cuda):
 
 def fallen(fn, *arguments):
     """Why a program falls to XLA."""
-    from jax_cp_dispatch.dispatch import implementations
+    from jax_cp_dispatch._ranks import implementations
 
     implementations.say_once.cache_clear()
     with pytest.warns(UserWarning) as said:

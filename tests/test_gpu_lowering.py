@@ -10,8 +10,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of, permuted_mesh
 
-from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv, runtime
-from jax_cp_dispatch.gpu import places, raise_gpu_errors
+from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import places
+from jax_cp_dispatch.gpu import raise_gpu_errors
 
 W, S, T, CAPACITY = 4, 5, 8, 64
 ORDER = [3, 1, 0, 2]

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from jax_cp_dispatch.gpu.islands import describe_islands, find_islands
-from jax_cp_dispatch.gpu.world import what_hosts_lack
-from jax_cp_dispatch.job import tell_and_hear
+from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch._ranks.gpu.world import what_hosts_lack
+from jax_cp_dispatch._ranks.job import tell_and_hear
 
 PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
 SLABS = {

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from sequences import QUICKLY
 
-from jax_cp_dispatch.attention.chunks import Chunking
-from jax_cp_dispatch.attention.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.layout import zigzag_permutation, zigzag_placement
 from jax_cp_dispatch.attention.merge import merge_partials
-from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation, zigzag_placement
+from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 
 
 def by_rank(name):

@@ -12,7 +12,7 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, available_implementations, combine, dispatch
-from jax_cp_dispatch.dispatch import implementations
+from jax_cp_dispatch._ranks import implementations
 
 W, S, T = 4, 5, 8
 MESH_ORDER = [2, 0, 3, 1]

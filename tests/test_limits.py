@@ -275,14 +275,14 @@ def test_columns_and_rows_of_weights_divide_among_the_ranks():
 def test_scaled_operands_are_not_gathered_again_and_grouped_products_take_no_mxfp8(
     unchecked_types,
 ):
-    mode = cpd.ScalingMode.MXFP8_1D_SCALING
+    mode = cpd.scaling.ScalingMode.MXFP8_1D_SCALING
     x, w = (jnp.ones((64, 64), jnp.bfloat16) for _ in range(2))
     with pytest.raises(ValueError, match="gathered"):
         cpd.all_gather_matmul(
             x, w, axis_name=AXIS, mesh=mesh_of(W), method="ring", scaling_mode=mode,
             gathered="again",
         )  # fmt: skip
-    q = cpd.quantize(x, mode)
+    q = cpd.scaling.quantize(x, mode)
     with pytest.raises(ValueError, match="MXFP8"):
         cpd.grouped_gemm(
             q.data, q.data[None], jnp.array([64], jnp.int32), scaling_mode=mode,

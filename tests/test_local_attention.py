@@ -10,7 +10,7 @@ from attention_oracle import attention, attention_gradients
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
 
 # Blocks smaller than the arrays, which they do not divide: every test crosses block borders.

@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch.metadata import (
-    Metadata,
-    compute_attn_layout_seqlens,
-    compute_metadata,
-    compute_metadata_kv,
-)
+from jax_cp_dispatch import Metadata, compute_metadata
+from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 
 SEQ_LEN = np.array([[4, 0, 6], [3, 5, 0]])
 DISPATCH = np.array([[1, 0, 0], [0, 1, -1]])

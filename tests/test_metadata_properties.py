@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jax_cp_dispatch.metadata import (
-    compute_attn_layout_seqlens,
-    compute_metadata,
-    compute_metadata_kv,
-)
+from jax_cp_dispatch import compute_metadata
+from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 from jax_cp_dispatch.scenarios import orchestrate_simulate
 
 SHAPES = [(1, 3, None), (3, 4, None), (4, 3, 3), (2, 1, 2)]

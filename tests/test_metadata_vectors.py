@@ -7,11 +7,8 @@ import metadata_oracle as oracle
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.metadata import (
-    compute_attn_layout_seqlens,
-    compute_metadata,
-    compute_metadata_kv,
-)
+from jax_cp_dispatch import compute_metadata
+from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
 
 VECTORS = pathlib.Path(__file__).parent / "data" / "metadata"
 HAND_CASES = VECTORS / "compute_metadata_hand_cases.json"

@@ -31,7 +31,7 @@ def said(run, *operands):
         (
             "chunk_exchange",
             lambda x: cp.chunk_exchange(
-                x[None], *cp.chunk_maps([[0, 1]]), axis_name=AXIS, deadline=0.2
+                x[None], *cp.cycles.chunk_maps([[0, 1]]), axis_name=AXIS, deadline=0.2
             )[0],
         ),
         (

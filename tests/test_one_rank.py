@@ -101,9 +101,9 @@ def test_placed_attention():
 @pytest.mark.parametrize(
     "function",
     [
-        cpd.ring_attention_profile,
-        cpd.zigzag_ring_attention_profile,
-        cpd.hamilton_attention_profile,
+        cpd.profiling.ring_attention_profile,
+        cpd.profiling.zigzag_ring_attention_profile,
+        cpd.profiling.hamilton_attention_profile,
     ],
 )
 def test_profiles(function):
@@ -163,17 +163,17 @@ def test_exchanges():
 
 
 def test_dispatch_buffers():
-    buffer = cpd.create_dispatch_buffer(capacity=8, row_bytes=12)
+    buffer = cpd.buffers.create_dispatch_buffer(capacity=8, row_bytes=12)
     try:
-        cpd.grow_dispatch_buffer(buffer, capacity=16)
+        cpd.buffers.grow_dispatch_buffer(buffer, capacity=16)
         forward, _ = one_shard()
         x = normal(8, 3)
         send = lambda x: cpd.dispatch(x, forward, axis_name=AXIS, buffer=buffer)
         np.testing.assert_array_equal(on_rank(send, x)[:8], x)
-        assert buffer in cpd.list_dispatch_buffers()
+        assert buffer in cpd.buffers.list_dispatch_buffers()
     finally:
-        cpd.destroy_dispatch_buffer(buffer)
-    cpd.destroy_all_dispatch_buffers()
+        cpd.buffers.destroy_dispatch_buffer(buffer)
+    cpd.buffers.destroy_all_dispatch_buffers()
 
 
 # ---- Plans and cycles.
@@ -184,8 +184,10 @@ def test_metadata():
     forward.validate()
     reverse.validate()
     x = normal(1, 8, 3)
-    np.testing.assert_array_equal(cpd.orchestrate_simulate(x, np.zeros_like(x), forward), x)
-    layout = cpd.compute_attn_layout_seqlens(
+    np.testing.assert_array_equal(
+        cpd.scenarios.orchestrate_simulate(x, np.zeros_like(x), forward), x
+    )
+    layout = cpd.metadata.compute_attn_layout_seqlens(
         np.array([[5, 3]]), np.array([[5, 8]]), np.zeros((1, 2), np.int32)
     )
     np.testing.assert_array_equal(layout.cu_seqlens_q[0, :3], [0, 5, 8])
@@ -193,7 +195,7 @@ def test_metadata():
 
 def test_key_metadata():
     """Two queries of one document: the second one reads the keys of both."""
-    forward, reverse = cpd.compute_metadata_kv(
+    forward, reverse = cpd.metadata.compute_metadata_kv(
         kv_to_q_mapping=np.array([[[[0, 0], [0, 1]], [[0, 1], [-1, -1]]]]),
         kv_to_q_rank=np.array([[[0, 0], [1, -1]]]),
         kv_context_size=np.array([[0, 5]]),
@@ -210,21 +212,21 @@ def test_key_metadata():
 
 
 def test_scenarios():
-    lengths = cpd.gen_seq_lens(jax.random.key(0), 1, 3, 10)
+    lengths = cpd.scenarios.gen_seq_lens(jax.random.key(0), 1, 3, 10)
     assert int(lengths.sum()) == 10
-    *plans, _ = cpd.create_qkv_dispatch(jax.random.key(1), 1, 16, 2, 2)
+    *plans, _ = cpd.scenarios.create_qkv_dispatch(jax.random.key(1), 1, 16, 2, 2)
     for plan in plans:
         plan.validate()
 
 
 def test_cycles():
-    assert cpd.hamiltonian_cycles(1) == []
-    assert cpd.two_level_cycles(1, 1) == []
-    assert cpd.direct_sources(1) == [[[]]]
-    assert cpd.cycle_sources([]) == [[[]]]  # one rank, one step, no chunks
-    assert cpd.chunk_maps([]) == ([[-1]], [[-1]])
-    assert cpd.two_level_maps(1, 1).cycles == []
-    assert cpd.source_is_earlier([]) == [[[]]]
+    assert cpd.cycles.hamiltonian_cycles(1) == []
+    assert cpd.cycles.two_level_cycles(1, 1) == []
+    assert cpd.cycles.direct_sources(1) == [[[]]]
+    assert cpd.cycles.cycle_sources([]) == [[[]]]  # one rank, one step, no chunks
+    assert cpd.cycles.chunk_maps([]) == ([[-1]], [[-1]])
+    assert cpd.cycles.two_level_maps(1, 1).cycles == []
+    assert cpd.cycles.source_is_earlier([]) == [[[]]]
     np.testing.assert_array_equal(cpd.zigzag_permutation(8, 1), np.arange(8))
 
 
@@ -244,22 +246,22 @@ def test_overlapped_gemms(function, method):
 def test_gemm_with_a_buffer():
     x, w = normal(6, 8), normal(8, 4, seed=1)
     arguments = ("AG", "RING_EXCHANGE", (6, 8), np.float32, 1)
-    assert cpd.comm_overlap_buffer_bytes(*arguments) >= 0
-    buffer = cpd.create_comm_overlap_buffer(*arguments)
+    assert cpd.buffers.comm_overlap_buffer_bytes(*arguments) >= 0
+    buffer = cpd.buffers.create_comm_overlap_buffer(*arguments)
     try:
-        assert buffer in cpd.list_comm_overlap_buffers()
+        assert buffer in cpd.buffers.list_comm_overlap_buffers()
         close(
             on_rank(lambda x, w: cpd.gemm(x, w, comm_overlap=buffer, axis_name=AXIS), x, w),
             x.astype(np.float64) @ w,
         )
     finally:
-        cpd.destroy_comm_overlap_buffer(buffer)
-    cpd.destroy_all_comm_overlap_buffers()
+        cpd.buffers.destroy_comm_overlap_buffer(buffer)
+    cpd.buffers.destroy_all_comm_overlap_buffers()
 
 
 def test_choice_and_tuning_of_gemms():
     op = "all_gather_matmul"
-    table = cpd.tune([(op, 8, 8, 8)], mesh=mesh_of(1), axis_name=AXIS, repeats=1)
+    table = cpd.profiling.tune([(op, 8, 8, 8)], mesh=mesh_of(1), axis_name=AXIS, repeats=1)
     choice = cpd.choose_comm_gemm(CommGemmShape(op, 8, 8, 8, 1, 4), table=table)
     assert choice.label in choice.seconds
 
@@ -273,7 +275,7 @@ def test_profile_of_a_gemm():
         out_specs=P(),
         check_vma=False,
     )
-    profile = cpd.overlap_profile(jax.jit(product), x, w)
+    profile = cpd.profiling.overlap_profile(jax.jit(product), x, w)
     assert profile.total >= 0
 
 

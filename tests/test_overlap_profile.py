@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter, overlap_profile
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.profiling import overlap_profile
 from jax_cp_dispatch.timeline import (
     COMMUNICATION,
     COMPUTATION,

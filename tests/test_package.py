@@ -8,35 +8,35 @@ import pathlib
 import pytest
 
 import jax_cp_dispatch
-from jax_cp_dispatch import runtime
+from jax_cp_dispatch._ranks import runtime
 
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # What everybody may import, and it nothing.
-SHARED = {"_arguments", "_dtypes", "_varying", "_window"}
+SHARED = {"_arguments", "_dtypes", "_window"}
 
-# Rooms of the package, and the rooms that each may import besides.
+# Rooms of the package, from the ground up, and the rooms that each may import besides.
 ALLOWED = {
     **{name: set() for name in SHARED},
-    "cost": set(),
-    "cycles": set(),
-    "fork": set(),
-    "metadata": set(),
-    "runtime": set(),
-    "scenarios": {"metadata"},
-    "timeline": set(),
-    "planner": {"metadata", "cost", "runtime"},
     "cpu_devices": set(),
-    "gpu": {"runtime", "job"},
-    "job": set(),
-    "processes": {"runtime", "cpu_devices", "gpu", "job"},
-    "launch": {"processes"},
-    "dispatch": {"metadata", "runtime", "cpu_devices", "fork", "gpu", "processes"},
-    "attention": {"dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
-    "comm_gemm": {"dispatch", "runtime", "timeline", "cost", "cpu_devices", "gpu"},
+    "_ranks": {"cpu_devices"},
+    "launch": {"_ranks"},
+    "gpu": {"_ranks"},
+    "metadata": set(),
+    "scenarios": {"metadata"},
+    "cycles": set(),
+    "cost": set(),
+    "timeline": set(),
+    "planner": {"_ranks", "metadata", "cost"},
+    "_dispatch": {"_ranks", "metadata", "cpu_devices"},
+    "attention": {"_ranks", "_dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
+    "comm_gemm": {"_ranks", "timeline", "cost", "cpu_devices"},
+    "buffers": {"_dispatch", "comm_gemm"},
+    "scaling": {"comm_gemm"},
+    "profiling": {"attention", "comm_gemm"},
     "plots": {"attention", "comm_gemm", "cycles", "planner", "timeline"},
-    "doctor": {"cpu_devices", "dispatch", "metadata", "processes", "scenarios"},
-    "demo": {"attention", "cost", "cpu_devices", "dispatch", "planner", "plots"},
+    "doctor": {"_ranks", "_dispatch", "cpu_devices", "metadata", "scenarios"},
+    "demo": {"_dispatch", "attention", "cost", "cpu_devices", "planner", "plots"},
 }
 
 
@@ -63,8 +63,8 @@ def test_imports_follow_the_architecture():
         if room in ("__init__", "__main__"):
             continue
         allowed = ALLOWED[room] | {room} | SHARED
-        if room == "runtime":
-            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # only runtime sees the extensions
+        if path.name == "runtime.py":
+            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # nothing else sees the extensions
         assert set(imported_rooms(path)) <= allowed, path
 
 

@@ -22,7 +22,6 @@ from jax_cp_dispatch import (
     PlanConfig,
     balanced_attention,
     chunk_exchange,
-    chunk_maps,
     context_parallel_attention,
     hamilton_attention,
     local_attention,
@@ -31,6 +30,7 @@ from jax_cp_dispatch import (
     ring_exchange,
     zigzag_ring_attention,
 )
+from jax_cp_dispatch.cycles import chunk_maps
 
 STAGES = 2
 MESH = permuted_mesh((STAGES, W), ("stage", AXIS))

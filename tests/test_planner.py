@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_oracle import check_plan
 
+from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
-from jax_cp_dispatch.planner import PlanConfig, plan_attention
 from jax_cp_dispatch.planner.balance import balance_blocks
 
 # (B, W, T, block); blocks divide T or not, a block may be longer than T.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.planner import PlanConfig, plan_attention
+from jax_cp_dispatch import PlanConfig, plan_attention
 
 FILES = sorted((Path(__file__).parent / "data" / "lengths").glob("*.json"))
 TOKENS = 65536

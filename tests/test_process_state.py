@@ -27,7 +27,7 @@ def compiled(move):
 def check(fn):
     np.testing.assert_array_equal(
         np.asarray(fn(x, plan)).reshape(4, 6, 2),
-        cpd.orchestrate_simulate(x.reshape(4, 6, 2), np.zeros((4, 6, 2), "f"), plan),
+        cpd.scenarios.orchestrate_simulate(x.reshape(4, 6, 2), np.zeros((4, 6, 2), "f"), plan),
     )
 
 fn = compiled(move)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from on_mesh import mesh_of
 
-from jax_cp_dispatch.processes import segment
-from jax_cp_dispatch.processes.connect import Card, connect_all, new_token
-from jax_cp_dispatch.processes.meeting import Place, meet
+from jax_cp_dispatch._ranks.processes import segment
+from jax_cp_dispatch._ranks.processes.connect import Card, connect_all, new_token
+from jax_cp_dispatch._ranks.processes.meeting import Place, meet
 
 PROGRAMS = pathlib.Path(__file__).parent / "processes"
 sys.path.insert(0, str(PROGRAMS))

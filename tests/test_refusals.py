@@ -58,7 +58,7 @@ def combine_qkv(**options: Any):
 
 
 def gen_seq_lens(num_seqs: Any = 4, total_len: Any = 8):
-    return cp.gen_seq_lens(KEY, 2, num_seqs, total_len)
+    return cp.scenarios.gen_seq_lens(KEY, 2, num_seqs, total_len)
 
 
 def ring_exchange(**options: Any):
@@ -66,14 +66,14 @@ def ring_exchange(**options: Any):
 
 
 def chunk_exchange(**options: Any):
-    maps = cp.chunk_maps([[0, 1, 2, 3]])
+    maps = cp.cycles.chunk_maps([[0, 1, 2, 3]])
     options = {"axis_name": AXIS, **options}
     return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
 
 
 def profile(**options: Any):
     options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
-    return cp.hamilton_attention_profile(Q, Q, Q, **options)
+    return cp.profiling.hamilton_attention_profile(Q, Q, Q, **options)
 
 
 def choose(lengths: Any = None, **options: Any):
@@ -112,7 +112,7 @@ def scatter(x: Any = LHS, w: Any = RHS, **options: Any):
 def overlap_buffer(
     comm_type="AG", method="ring_exchange", shape=(8, 4), dtype="float32", **options
 ):
-    return cp.create_comm_overlap_buffer(comm_type, method, shape, dtype, W, **options)
+    return cp.buffers.create_comm_overlap_buffer(comm_type, method, shape, dtype, W, **options)
 
 
 # Name, call, and what the message says after "<operation>: ".
@@ -135,7 +135,7 @@ CASES = [
     ),
     (
         "compute_attn_layout_seqlens",
-        lambda: cp.compute_attn_layout_seqlens(LENGTHS, LENGTHS[:, :1], WHERE),
+        lambda: cp.metadata.compute_attn_layout_seqlens(LENGTHS, LENGTHS[:, :1], WHERE),
         r"shape \(4, 1\), needs",
     ),
     (
@@ -171,29 +171,41 @@ CASES = [
     ),
     ("PlanConfig", lambda: cp.PlanConfig(kv_capacity=True), "kv_capacity is True; it needs"),
     ("PlanConfig", lambda: cp.PlanConfig(block=0), "block is 0; it needs to be at least 1"),
-    ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 0, 4, 8), "world_size is 0, needs at least 1"),
+    (
+        "gen_seq_lens",
+        lambda: cp.scenarios.gen_seq_lens(KEY, 0, 4, 8),
+        "world_size is 0, needs at least 1",
+    ),
     ("gen_seq_lens", lambda: gen_seq_lens(total_len=10.5), "total_len is 10.5, needs an int"),
-    ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, True, 4, 8), "world_size is True, needs an int"),
+    (
+        "gen_seq_lens",
+        lambda: cp.scenarios.gen_seq_lens(KEY, True, 4, 8),
+        "world_size is True, needs an int",
+    ),
     ("gen_seq_lens", lambda: gen_seq_lens(num_seqs=2.0), "num_seqs is 2.0, needs an integer"),
     (
         "create_qkv_dispatch",
-        lambda: cp.create_qkv_dispatch(KEY, 0, 8, 1, 4),
+        lambda: cp.scenarios.create_qkv_dispatch(KEY, 0, 8, 1, 4),
         "world_size is 0, needs at least 1",
     ),
-    ("gen_seq_lens", lambda: cp.gen_seq_lens(KEY, 2, 4, 3), "total_len 3.*Pass total_len>=4"),
+    (
+        "gen_seq_lens",
+        lambda: cp.scenarios.gen_seq_lens(KEY, 2, 4, 3),
+        "total_len 3.*Pass total_len>=4",
+    ),
     (
         "create_qkv_dispatch",
-        lambda: cp.create_qkv_dispatch(KEY, 2, 10, 1, 4),
+        lambda: cp.scenarios.create_qkv_dispatch(KEY, 2, 10, 1, 4),
         "10 is not divisible.*Pass a multiple of 4",
     ),
     (
         "orchestrate_simulate",
-        lambda: cp.orchestrate_simulate(X, X[:1], PLAN),
+        lambda: cp.scenarios.orchestrate_simulate(X, X[:1], PLAN),
         r"shape \(1, 6, 2\), needs all 4 ranks",
     ),
     (
         "orchestrate_simulate",
-        lambda: cp.orchestrate_simulate(X, X, NO_PLAN),
+        lambda: cp.scenarios.orchestrate_simulate(X, X, NO_PLAN),
         "is ndarray; it needs",
     ),
     # Movement.
@@ -225,15 +237,19 @@ CASES = [
     ("combine_qkv", lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
     (
         "create_dispatch_buffer",
-        lambda: cp.create_dispatch_buffer(capacity=-1),
+        lambda: cp.buffers.create_dispatch_buffer(capacity=-1),
         "capacity is -1; it needs",
     ),
     (
         "create_dispatch_buffer",
-        lambda: cp.create_dispatch_buffer(capacity=2**62),
+        lambda: cp.buffers.create_dispatch_buffer(capacity=2**62),
         "capacity is 4611686018427387904; it needs to be below",
     ),
-    ("grow_dispatch_buffer", lambda: cp.grow_dispatch_buffer(77, capacity=9), "no buffer 77.*Pass"),
+    (
+        "grow_dispatch_buffer",
+        lambda: cp.buffers.grow_dispatch_buffer(77, capacity=9),
+        "no buffer 77.*Pass",
+    ),
     # Attention.
     ("context_parallel_attention", lambda: attend(algorithm="no"), "'no'; it needs to be one of"),
     ("context_parallel_attention", lambda: attend(axis_name="no"), "'no' but the mesh has axes"),
@@ -339,9 +355,17 @@ CASES = [
     ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
     ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
     ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),
-    ("hamiltonian_cycles", lambda: cp.hamiltonian_cycles(0), "n is 0, needs to be at least 1"),
-    ("chunk_maps", lambda: cp.chunk_maps([[0, 1, 1]]), "no permutation.*visits each"),
-    ("two_level_cycles", lambda: cp.two_level_cycles(2, 0), "u is 0, needs to be at least 1"),
+    (
+        "hamiltonian_cycles",
+        lambda: cp.cycles.hamiltonian_cycles(0),
+        "n is 0, needs to be at least 1",
+    ),
+    ("chunk_maps", lambda: cp.cycles.chunk_maps([[0, 1, 1]]), "no permutation.*visits each"),
+    (
+        "two_level_cycles",
+        lambda: cp.cycles.two_level_cycles(2, 0),
+        "u is 0, needs to be at least 1",
+    ),
     # Overlapped products.
     ("all_gather_matmul", lambda: gather(LHS[..., :2]), "2 columns but w has 3 rows.*Transpose"),
     ("all_gather_matmul", lambda: gather(LHS.astype(int)), "int.*needs to be one of"),
@@ -352,7 +376,11 @@ CASES = [
     ("create_comm_overlap_buffer", lambda: overlap_buffer("no"), "comm_type is 'no'; it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(shape=(8,)), r"is \(8,\); it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(num_splits=0), "is 0; it needs"),
-    ("destroy_comm_overlap_buffer", lambda: cp.destroy_comm_overlap_buffer(-3), "is -3; it needs"),
+    (
+        "destroy_comm_overlap_buffer",
+        lambda: cp.buffers.destroy_comm_overlap_buffer(-3),
+        "is -3; it needs",
+    ),
 ]
 
 
@@ -364,15 +392,15 @@ def test_the_list_spans_the_public_api():
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
 def test_refused(index):
     name, call, says = CASES[index]
-    buffer = cp.create_dispatch_buffer(capacity=5)
-    before = cp.list_dispatch_buffers(), cp.list_comm_overlap_buffers()
+    buffer = cp.buffers.create_dispatch_buffer(capacity=5)
+    before = cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     message = str(caught.value)
     assert re.match(rf"{re.escape(name)}: ", message), message
     assert re.search(says, message, flags=re.S), message
     # Nothing was created, counted, or written over.
-    assert (cp.list_dispatch_buffers(), cp.list_comm_overlap_buffers()) == before
-    cp.destroy_dispatch_buffer(buffer)
+    assert (cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()) == before
+    cp.buffers.destroy_dispatch_buffer(buffer)
     for array in (X, Q, HEADS, LHS, RHS):
         assert (array == 1).all()

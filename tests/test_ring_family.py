@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw, out_and_gradients, run
 
-from jax_cp_dispatch import chunk_maps
-from jax_cp_dispatch.attention import sequence
-from jax_cp_dispatch.attention.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating import sequence
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.cycles import chunk_maps
 
 MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
 # Ranks 0 and 1, and 2 and 3, exchange their chunk: it never gets to the others.

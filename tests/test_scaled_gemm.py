@@ -28,9 +28,11 @@ from scaled_gemm_cases import (
     padded,
 )
 
-from jax_cp_dispatch.comm_gemm import ScalingMode, create_comm_overlap_buffer, gemm
-from jax_cp_dispatch.comm_gemm.call import GemmCall
-from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
+from jax_cp_dispatch.scaling import ScalingMode
 
 TYPES = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SCALED = "lhs", "lhs_scale_inv", "rhs", "rhs_scale_inv"
@@ -284,7 +286,7 @@ def test_scales_that_moved_as_tensor_cores_read_them(monkeypatch):
         seen.append(bind_gemm(call, **operands))
         return seen[-1]
 
-    module = importlib.import_module("jax_cp_dispatch.comm_gemm.gemm")
+    module = importlib.import_module("jax_cp_dispatch.comm_gemm._gemm")
     monkeypatch.setattr(module, "bind_gemm", spy)  # what is public does not return them
     lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
     rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")

@@ -29,9 +29,7 @@ from scaled_matmul_cases import (
     value_and_gradients,
 )
 
-from jax_cp_dispatch.comm_gemm import (
-    MatmulScaling,
-)
+from jax_cp_dispatch.scaling import MatmulScaling
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -29,11 +29,8 @@ from scaled_matmul_cases import (
     value_and_gradients,
 )
 
-from jax_cp_dispatch.comm_gemm import (
-    all_gather_matmul,
-    create_comm_overlap_buffer,
-    matmul_reduce_scatter,
-)
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 
 @pytest.mark.parametrize("op, mode", [(GATHER, CURRENT), (SCATTER, DELAYED)])

@@ -6,14 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.comm_gemm.config import ScalingMode
-from jax_cp_dispatch.comm_gemm.mxfp8 import (
+from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
     swizzle_scales,
     unpad_scales,
     unswizzle_scales,
 )
-from jax_cp_dispatch.comm_gemm.scaling import DelayedScaling, Quantized, dequantize, quantize
+from jax_cp_dispatch.comm_gemm.scaled.quantize import (
+    DelayedScaling,
+    Quantized,
+    dequantize,
+    quantize,
+)
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

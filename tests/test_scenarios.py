@@ -8,7 +8,7 @@ import metadata_oracle as oracle
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.metadata import compute_metadata
+from jax_cp_dispatch import compute_metadata
 from jax_cp_dispatch.scenarios import (
     create_qkv_dispatch,
     draw_qkv_dispatch,

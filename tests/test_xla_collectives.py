@@ -13,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.dispatch.operands import MetadataOperands
-from jax_cp_dispatch.dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = W * T  # enough for every plan here, so that one program serves many plans

@@ -7,10 +7,10 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-from jax_cp_dispatch import OverlapProfile
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
 from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_overlap, plot_schedules
+from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
 # Two products of an attention layer with 64 query and 2 x 8 key and value heads of 128 in bfloat16,

@@ -6,8 +6,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch import swizzle_scales
 from jax_cp_dispatch.plots.svg import LINE, color, document, text
+from jax_cp_dispatch.scaling import swizzle_scales
 
 ROWS, BLOCKS, BAND = 128, 4, 32  # of a tile; rows of one colour
 CELL, TALL = 26, 9  # pixels of a scale, left and right

@@ -10,10 +10,7 @@ say who holds what, and `communication` moves it. `choose` and `api` stand aroun
 from jax_cp_dispatch.attention.api import context_parallel_attention
 from jax_cp_dispatch.attention.balanced import balanced_attention
 from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
-from jax_cp_dispatch.attention.communication import chunk_exchange, ring_exchange
-from jax_cp_dispatch.attention.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.layout import zigzag_permutation
-from jax_cp_dispatch.attention.local import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.merge import merge_partials
 from jax_cp_dispatch.attention.placed import placed_attention
 from jax_cp_dispatch.attention.profile import (
@@ -23,7 +20,10 @@ from jax_cp_dispatch.attention.profile import (
     ring_attention_profile,
     zigzag_ring_attention_profile,
 )
-from jax_cp_dispatch.attention.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 
 __all__ = [
     "AttentionProfile",

@@ -14,7 +14,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._varying import can_check_varying
+from jax_cp_dispatch._ranks.deadline import check_deadline
+from jax_cp_dispatch._ranks.implementations import check_implementation
+from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.arguments import check_arrays, check_global, check_layout
 from jax_cp_dispatch.attention.balanced import attend_balanced
@@ -23,21 +25,20 @@ from jax_cp_dispatch.attention.choose import (
     choose_algorithm,
     document_lengths,
 )
-from jax_cp_dispatch.attention.hamilton import hamilton_schedule
-from jax_cp_dispatch.attention.layout import zigzag_permutation
-from jax_cp_dispatch.attention.local_options import check_softmax
+from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
 from jax_cp_dispatch.attention.placed import attend_placed
-from jax_cp_dispatch.attention.ring import ring_schedule
-from jax_cp_dispatch.attention.schedules import Transport
-from jax_cp_dispatch.attention.sequence import (
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.schedules import Transport
+from jax_cp_dispatch.attention.rotating.sequence import (
     HostOrDevice,
     Sequence,
     attend_sequence,
     check_rows,
     read_sequences,
 )
-from jax_cp_dispatch.dispatch import check_deadline, check_implementation
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 

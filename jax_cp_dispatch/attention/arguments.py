@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_array
-from jax_cp_dispatch.attention.layout import LAYOUTS
-from jax_cp_dispatch.dispatch import check_mesh
+from jax_cp_dispatch._ranks.axis import check_mesh
+from jax_cp_dispatch.attention.rotating.layout import LAYOUTS
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig
 
 

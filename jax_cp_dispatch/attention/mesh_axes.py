@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from jax_cp_dispatch._varying import mapped_axes, mapped_explicit_axes
-from jax_cp_dispatch.dispatch import find_mesh, is_traced
+from jax_cp_dispatch._ranks.placement import find_mesh, is_traced
+from jax_cp_dispatch._ranks.varying import mapped_axes, mapped_explicit_axes
 
 Names = str | Sequence[str] | None
 _OP = "context_parallel_attention"

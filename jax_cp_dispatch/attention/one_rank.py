@@ -2,7 +2,7 @@
 
 from jax import lax
 
-from jax_cp_dispatch.dispatch import AxisName, check_axis_name
+from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name
 
 
 def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, DTypeLike, Float, Int32
 
-from jax_cp_dispatch.dispatch import AxisName
-from jax_cp_dispatch.dispatch.exchange import move, outgoing, returning
+from jax_cp_dispatch._dispatch.exchange import move, outgoing, returning
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 

@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.attention.hamilton import hamilton_schedule
-from jax_cp_dispatch.attention.local_forward import Softmax
-from jax_cp_dispatch.attention.ring import ring_schedule
-from jax_cp_dispatch.attention.schedules import Schedule, Transport
-from jax_cp_dispatch.attention.sequence import (
+from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
+from jax_cp_dispatch.attention.local.forward import Softmax
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.schedules import Schedule, Transport
+from jax_cp_dispatch.attention.rotating.sequence import (
     HostOrDevice,
     Sequence,
     attend_sequence,
@@ -30,7 +31,6 @@ from jax_cp_dispatch.attention.sequence import (
 )
 from jax_cp_dispatch.attention.stopwatch import Stopwatch
 from jax_cp_dispatch.cycles import CycleRows
-from jax_cp_dispatch.dispatch import check_axis_name, check_mesh
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
 
 

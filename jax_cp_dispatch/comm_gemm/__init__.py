@@ -1,24 +1,15 @@
 """Tensor-parallel GEMMs that overlap with the communication of their operands or results."""
 
-from jax_cp_dispatch.comm_gemm.choose import CommGemmChoice, choose_comm_gemm
-from jax_cp_dispatch.comm_gemm.config import (
+from jax_cp_dispatch.comm_gemm._gemm import gemm
+from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
+from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
+from jax_cp_dispatch.comm_gemm.buffers.config import (
     CommOverlapConfig,
     CommOverlapMethod,
     CommOverlapType,
     ScalingMode,
 )
-from jax_cp_dispatch.comm_gemm.gemm import gemm
-from jax_cp_dispatch.comm_gemm.grouped_gemm import grouped_gemm
-from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch.comm_gemm.measure import tune
-from jax_cp_dispatch.comm_gemm.mxfp8 import (
-    pad_scales,
-    swizzle_scales,
-    unpad_scales,
-    unswizzle_scales,
-)
-from jax_cp_dispatch.comm_gemm.overlap_profile import OverlapProfile, overlap_profile
-from jax_cp_dispatch.comm_gemm.registry import (
+from jax_cp_dispatch.comm_gemm.buffers.registry import (
     CommOverlapBuffer,
     comm_overlap_buffer_bytes,
     create_comm_overlap_buffer,
@@ -26,9 +17,23 @@ from jax_cp_dispatch.comm_gemm.registry import (
     destroy_comm_overlap_buffer,
     list_comm_overlap_buffers,
 )
-from jax_cp_dispatch.comm_gemm.scaled_operands import MatmulScaling
-from jax_cp_dispatch.comm_gemm.scaling import DelayedScaling, Quantized, dequantize, quantize
-from jax_cp_dispatch.comm_gemm.tuning import TuningTable, current_tuning, use_tuning
+from jax_cp_dispatch.comm_gemm.choice.choose import CommGemmChoice, choose_comm_gemm
+from jax_cp_dispatch.comm_gemm.choice.measure import tune
+from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, current_tuning, use_tuning
+from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
+    pad_scales,
+    swizzle_scales,
+    unpad_scales,
+    unswizzle_scales,
+)
+from jax_cp_dispatch.comm_gemm.scaled.operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.scaled.quantize import (
+    DelayedScaling,
+    Quantized,
+    dequantize,
+    quantize,
+)
 
 __all__ = [
     "CommGemmChoice",

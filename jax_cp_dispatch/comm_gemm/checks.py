@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_cp_dispatch.comm_gemm.call import Overlap
-from jax_cp_dispatch.comm_gemm.config import (
+from jax_cp_dispatch.comm_gemm.buffers.config import (
     BYTE_FLOATS,
     FLOATS,
     CommOverlapConfig,
@@ -19,9 +18,10 @@ from jax_cp_dispatch.comm_gemm.config import (
     check_pair,
     make_config,
 )
-from jax_cp_dispatch.comm_gemm.mxfp8 import BLOCK
-from jax_cp_dispatch.comm_gemm.registry import find_config
-from jax_cp_dispatch.comm_gemm.scaled_operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
+from jax_cp_dispatch.comm_gemm.engine.call import Overlap
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import BLOCK
+from jax_cp_dispatch.comm_gemm.scaled.operands import MatmulScaling
 
 
 class Wish(NamedTuple):

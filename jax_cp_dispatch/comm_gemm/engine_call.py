@@ -3,12 +3,16 @@
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch.comm_gemm.call import GemmCall, other_axes
+from jax_cp_dispatch._ranks.axis import check_axis_name
+from jax_cp_dispatch._ranks.placement import find_place
+from jax_cp_dispatch.comm_gemm.buffers.config import (
+    CommOverlapConfig,
+    CommOverlapMethod,
+    CommOverlapType,
+)
+from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
 from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config
-from jax_cp_dispatch.comm_gemm.config import CommOverlapConfig, CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.registry import find_config
-from jax_cp_dispatch.dispatch.checks import check_axis_name
-from jax_cp_dispatch.dispatch.placement import find_place
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, other_axes
 
 
 class Asked(NamedTuple):

@@ -7,21 +7,20 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh
+from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
+from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation
+from jax_cp_dispatch._ranks.placement import find_place
 from jax_cp_dispatch.comm_gemm import checks
-from jax_cp_dispatch.comm_gemm.call import other_axes
-from jax_cp_dispatch.comm_gemm.choose import choose_overlaps
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType, ScalingMode
-from jax_cp_dispatch.comm_gemm.derivatives import gathered_matmul, scattered_matmul
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.choice.choose import choose_overlaps
+from jax_cp_dispatch.comm_gemm.engine.call import other_axes
 from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.global_arrays import matmul_of_all_ranks, product_on_rank
-from jax_cp_dispatch.comm_gemm.product import Matmul
-from jax_cp_dispatch.comm_gemm.scaled_operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
-from jax_cp_dispatch.dispatch.buffers import DEFAULT_DEADLINE, deadline_milliseconds
-from jax_cp_dispatch.dispatch.checks import check_axis_name, check_mesh
-from jax_cp_dispatch.dispatch.implementations import check_groups, check_implementation
-from jax_cp_dispatch.dispatch.placement import find_place
+from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
+from jax_cp_dispatch.comm_gemm.layers.global_arrays import matmul_of_all_ranks, product_on_rank
+from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
+from jax_cp_dispatch.comm_gemm.scaled.operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
 
-AxisName = str | tuple[str, ...]
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
 

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._varying import vary_alike
-from jax_cp_dispatch.comm_gemm.by_xla import values_of_operands
-from jax_cp_dispatch.comm_gemm.call import GemmCall, GemmOperands, GemmResults
-from jax_cp_dispatch.comm_gemm.config import ScalingMode
-from jax_cp_dispatch.comm_gemm.derivatives import bias_gradient
-from jax_cp_dispatch.comm_gemm.primitive import bind_gemm
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
+from jax_cp_dispatch.comm_gemm.engine.by_xla import values_of_operands
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults
+from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
+from jax_cp_dispatch.comm_gemm.layers.derivatives import bias_gradient
 
 
 def plain_product(call: GemmCall, **operands: Any) -> GemmResults:

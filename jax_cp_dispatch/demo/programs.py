@@ -7,13 +7,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch.attention import (
     context_parallel_attention,
     local_attention,
     local_attention_backward,
 )
 from jax_cp_dispatch.demo.documents import PackedDocuments
-from jax_cp_dispatch.dispatch import combine, dispatch
 from jax_cp_dispatch.planner import AttentionPlan
 
 AXIS = "cp"

@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 
+from jax_cp_dispatch._ranks.processes import initialize
 from jax_cp_dispatch.doctor.finding import Finding
 from jax_cp_dispatch.doctor.self_test import move
-from jax_cp_dispatch.processes import initialize
 
 _PROCESSES, _LIMIT = 2, 60  # seconds
 _RIGHT = "right"

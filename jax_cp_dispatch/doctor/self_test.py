@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch.dispatch import available_implementations, combine, dispatch
+from jax_cp_dispatch._dispatch import combine, dispatch
+from jax_cp_dispatch._ranks.implementations import available_implementations
 from jax_cp_dispatch.doctor.finding import Finding
 from jax_cp_dispatch.metadata import compute_metadata
 from jax_cp_dispatch.scenarios import orchestrate_simulate

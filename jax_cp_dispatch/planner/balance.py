@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._varying import vary_alike
+from jax_cp_dispatch._ranks.varying import vary_alike
 
 # The repair stops when no rank has more than this times the mean cost, or after this many moves.
 _TARGET_IMBALANCE = 1.02

@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from jax_cp_dispatch.attention.chunks import Chunking
-from jax_cp_dispatch.attention.hamilton import hamilton_schedule
-from jax_cp_dispatch.attention.layout import Placement, contiguous_placement, zigzag_placement
-from jax_cp_dispatch.attention.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.layout import (
+    Placement,
+    contiguous_placement,
+    zigzag_placement,
+)
+from jax_cp_dispatch.attention.rotating.ring import ring_schedule
 from jax_cp_dispatch.plots.svg import LINE, color, document, text
 
 # Pixels.

@@ -9,7 +9,7 @@ import os
 import jax
 import pytest
 
-from jax_cp_dispatch import runtime
+from jax_cp_dispatch._ranks import runtime
 
 
 def why_no_gpu():

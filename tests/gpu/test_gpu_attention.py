@@ -9,7 +9,7 @@ import pytest
 from attention_oracle import attention, attention_gradients
 from test_local_attention import RANGES, assert_close, inputs
 
-from jax_cp_dispatch.attention import local_attention, local_attention_backward, merge_partials
+from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
 
 SHAPES = {"B": 2, "T": 384, "S": 384, "N": 4, "K": 2, "H": 64, "Hv": 64}
 # Probabilities and gradients are rounded to 8 bits; relative to the largest magnitude.

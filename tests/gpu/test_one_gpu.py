@@ -9,15 +9,8 @@ import pytest
 from movement_oracle import combined, dispatched, random_plan
 from moving import bits, capacity_of
 
-from jax_cp_dispatch import (
-    Metadata,
-    combine,
-    compute_metadata,
-    create_dispatch_buffer,
-    destroy_dispatch_buffer,
-    dispatch,
-    dispatch_qkv,
-)
+from jax_cp_dispatch import Metadata, combine, compute_metadata, dispatch, dispatch_qkv
+from jax_cp_dispatch.buffers import create_dispatch_buffer, destroy_dispatch_buffer
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 S, T = 6, 40

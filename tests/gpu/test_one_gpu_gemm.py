@@ -10,11 +10,12 @@ import pytest
 from comm_gemm_cases import close, equal, integers, normal
 from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
-from jax_cp_dispatch.comm_gemm import ScalingMode, gemm, quantize
-from jax_cp_dispatch.comm_gemm.call import GemmCall, Overlap
-from jax_cp_dispatch.comm_gemm.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.on_gpu import run_all_ranks
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
 from jax_cp_dispatch.gpu import raise_gpu_errors
+from jax_cp_dispatch.scaling import ScalingMode, quantize
 
 AG, RS = CommOverlapType.AG, CommOverlapType.RS
 NONE, BULK = CommOverlapMethod.NONE, CommOverlapMethod.BULK

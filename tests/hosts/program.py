@@ -48,7 +48,7 @@ def _parse() -> argparse.Namespace:
 
 def _before(options) -> None:
     """What is wrong with this process, before it is joined to the others."""
-    module = importlib.import_module("jax_cp_dispatch.processes.initialize")
+    module = importlib.import_module("jax_cp_dispatch._ranks.processes.initialize")
     if options.kind == "one host":  # as clones of a snapshot may look
         setattr(module, "_host", lambda: "the same")  # noqa: B010
     if options.kind == "small files" and options.process == 1:

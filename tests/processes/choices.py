@@ -16,9 +16,9 @@ from movement_oracle import dispatched
 from places import AXIS, check, draw, mesh_of_all, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.processes import coordination
+from jax_cp_dispatch._ranks.processes import coordination
 
-module = importlib.import_module("jax_cp_dispatch.processes.initialize")
+module = importlib.import_module("jax_cp_dispatch._ranks.processes.initialize")
 wrong = sys.argv[1]
 process = int(coordination.os.environ["JAX_PROCESS_ID"])
 if process == 1:  # as if it were another one's

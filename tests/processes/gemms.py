@@ -35,7 +35,8 @@ from places import AXIS, IS_SHORT, all_devices, check, mesh_of_all, on_ranks, pl
 from scaled_matmul_cases import CURRENT, DELAYED, ORACLES, SCALES, of, state_of, value_and_gradients
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.comm_gemm import create_comm_overlap_buffer, gemm, list_comm_overlap_buffers
+from jax_cp_dispatch import gemm
+from jax_cp_dispatch.buffers import create_comm_overlap_buffer, list_comm_overlap_buffers
 
 GATHER, SCATTER = cp.all_gather_matmul, cp.matmul_reduce_scatter
 MXFP8 = "MXFP8_1D_SCALING"
@@ -243,7 +244,7 @@ def test_profile():
     mesh, p = mesh_of_all(), jax.device_count()
     fn = on_ranks(lambda x, w: GATHER(x, w, axis_name=AXIS, method="ring"), mesh)
     operands = place(integers(0, p, 2, K), mesh), place(integers(1, p, K, N), mesh)
-    profile = cp.overlap_profile(fn, *operands)
+    profile = cp.profiling.overlap_profile(fn, *operands)
     here = {i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()}
     assert {span.rank for span in profile.spans} == here
     for rank in here:
@@ -262,7 +263,7 @@ def test_a_buffer_that_one_process_has_destroyed():
     want = oracle.engine_scatter(x, w).astype(np.float32)
     check(program(*operands), want)
     if jax.process_index() == jax.process_count() - 1:
-        cp.destroy_comm_overlap_buffer(buffer)
+        cp.buffers.destroy_comm_overlap_buffer(buffer)
     try:
         jax.block_until_ready(program(*operands))
         raise AssertionError("the call succeeded")

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Int, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.planner.placement.build import Pieces, build_plan, lay_out
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.documents import Documents, from_lengths, from_segment_ids
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
-from jax_cp_dispatch.runtime import native
 
 _OP = "place_tokens"
 

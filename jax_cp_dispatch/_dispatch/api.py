@@ -1,0 +1,191 @@
+"""`dispatch` and `combine`: move tokens between the ranks of a mesh axis as metadata says."""
+
+from typing import Any
+
+from jaxtyping import DTypeLike, Num, PyTree, Shaped
+
+from jax_cp_dispatch._dispatch.exchange import Rows, move, outgoing, returning
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch.metadata import Metadata
+
+
+def dispatch(
+    x: PyTree[Shaped[Rows, "T ..."]],
+    metadata: Metadata,
+    *,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    buffer: int | None = None,
+    out: PyTree[Shaped[Rows, "capacity ..."]] | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> PyTree[Shaped[Rows, "capacity ..."]]:
+    """Sends each shard of `x` to the ranks that `metadata` names, bit for bit.
+
+    The arrays of `x` travel in one exchange, each in its own dtype and feature shape. Call inside
+    `jax.shard_map` over `axis_name`, on every rank of the axis: then `x` holds this rank's T rows
+    and the result its `capacity` rows. Or call under plain `jit` on arrays of all ranks,
+    `[W * T, ...] -> [W * capacity, ...]`: they are split over `axis_name` by a sharding rule, and
+    their other dimensions stay sharded as they are.
+
+    Linear in `x`; its transpose is `combine`. Metadata has no tangent.
+
+    Args:
+      x: tokens in MLP layout; every array has the same number of rows.
+      metadata: forward (or reverse) metadata, this rank's slice or the global one; offsets and
+        lengths count tokens.
+      axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
+      capacity: rows of the receive buffer; at least the largest `num_total_recv_tokens`.
+      buffer: instead of `capacity`, the id of a registered buffer, whose capacity and deadline
+        hold; see `create_dispatch_buffer`.
+      out: storage to reuse, with the shapes and dtypes of the result; what it holds does not
+        matter. Donate it to the program, and the result is written in place.
+      mesh: the mesh of `axis_name`, where arrays of all ranks do not tell it: with automatic axes
+        and unplaced arguments.
+      implementation: None chooses; see `available_implementations`.
+      deadline: seconds until the ranks that have arrived give up on those that have not; None
+        means that of `buffer`, or 60. Not with `implementation="xla"`.
+    Returns:
+      Received tokens in attention layout, in the structure of `x`; rows nobody writes are zero.
+    Raises:
+      TypeError: an array has a dtype of less than a byte.
+      ValueError: shapes, `axis_name`, the size of the axis, `buffer` or `out` do not fit.
+      jax.errors.JaxRuntimeError: when the program runs, on every rank of the group, and nothing
+        has moved: the plan does not fit `capacity` or the rows of `x`, its ranges overlap, the
+        buffer was destroyed, or a rank missed the deadline. All later calls of that execution
+        then fail too, in every group. What cannot be caught: a group whose exchanges were over
+        before, and that goes on to a collective of XLA with the failed group, waits there until
+        XLA ends the process; on CPU `ppermute` over the ranks' own axis is such a collective.
+        Not with `implementation="xla"`, nor where one device holds all ranks: there a plan that
+        does not fit fills floating results with NaN. A plan is not looked at where the result has
+        no elements.
+    """
+    pieces = [outgoing("dispatch", "x", "", x, metadata, capacity, buffer, out)]
+    return move("dispatch", pieces, axis_name, mesh, implementation, deadline)[0]
+
+
+def dispatch_qkv(
+    q: PyTree[Shaped[Rows, "Tq ..."]],
+    kv: PyTree[Shaped[Rows, "Tkv ..."]],
+    q_metadata: Metadata,
+    kv_metadata: Metadata,
+    *,
+    axis_name: AxisName,
+    q_capacity: int | None = None,
+    kv_capacity: int | None = None,
+    q_buffer: int | None = None,
+    kv_buffer: int | None = None,
+    q_out: PyTree[Shaped[Rows, "q_capacity ..."]] | None = None,
+    kv_out: PyTree[Shaped[Rows, "kv_capacity ..."]] | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> tuple[PyTree[Shaped[Rows, "q_capacity ..."]], PyTree[Shaped[Rows, "kv_capacity ..."]]]:
+    """Sends queries by one plan and keys and values by another, in one exchange.
+
+    The same as two calls of `dispatch`, for one meeting of the ranks: nothing moves unless both
+    plans fit. Linear in `q` and `kv`; its transpose is `combine_qkv`.
+
+    Args:
+      q, kv: tokens in MLP layout; `kv` is usually the pair (k, v).
+      q_metadata, kv_metadata: what moves where; see `dispatch`.
+      axis_name, mesh, implementation, deadline: see `dispatch`.
+      q_capacity, kv_capacity: rows of the two receive buffers.
+      q_buffer, kv_buffer: instead of a capacity, ids of registered buffers.
+      q_out, kv_out: storage to reuse.
+    Returns:
+      What `dispatch` would return for `q`, and for `kv`.
+    Raises:
+      As `dispatch`; errors of the running program call q plan 0 and kv plan 1, if both move.
+    """
+    op = "dispatch_qkv"
+    pieces = [
+        outgoing(op, "q", "q_", q, q_metadata, q_capacity, q_buffer, q_out),
+        outgoing(op, "kv", "kv_", kv, kv_metadata, kv_capacity, kv_buffer, kv_out),
+    ]
+    if (q_out is None) != (kv_out is None):
+        raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
+    received = move(op, pieces, axis_name, mesh, implementation, deadline)
+    return received[0], received[1]
+
+
+def combine(
+    y: PyTree[Num[Rows, "capacity ..."]],
+    metadata: Metadata,
+    *,
+    axis_name: AxisName,
+    num_tokens: int,
+    preferred_element_type: DTypeLike | None = None,
+    buffer: int | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> PyTree[Num[Rows, "T ..."]]:
+    """Brings tokens home from attention layout and sums the replicas of each.
+
+    The adjoint of `dispatch` with the same, forward, metadata. Sums in a fixed order (slots, then
+    replicas 0 ... C-1), so that results are bitwise repeatable; accumulates float64 in float64,
+    narrower floats in float32, integers in their own width, and each in the dtype of the result
+    where that is wider; rounds once.
+
+    Call where `dispatch` can be called; arrays of all ranks go `[W * capacity, ...] -> [W * T,
+    ...]`. Linear in `y`; its transpose is `dispatch`. Metadata has no tangent.
+
+    Args:
+      y: rows in attention layout; every array has the same number of rows.
+      metadata: the forward metadata, this rank's slice or the global one.
+      axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
+      num_tokens: rows T of the result, per rank.
+      preferred_element_type: dtype of the result; None means the dtype of `y`.
+      buffer: the id of a registered buffer, whose limits and deadline hold.
+      mesh, implementation, deadline: see `dispatch`.
+    Returns:
+      Tokens in MLP layout, in the structure of `y`; rows that no shard names are zero.
+    Raises:
+      TypeError: an array has a dtype that cannot be summed.
+      ValueError, jax.errors.JaxRuntimeError: as `dispatch`.
+    """
+    dtype = preferred_element_type
+    pieces = [returning("combine", "y", "", y, metadata, num_tokens, buffer, dtype)]
+    return move("combine", pieces, axis_name, mesh, implementation, deadline)[0]
+
+
+def combine_qkv(
+    q: PyTree[Num[Rows, "q_capacity ..."]],
+    kv: PyTree[Num[Rows, "kv_capacity ..."]],
+    q_metadata: Metadata,
+    kv_metadata: Metadata,
+    *,
+    axis_name: AxisName,
+    q_num_tokens: int,
+    kv_num_tokens: int,
+    preferred_element_type: DTypeLike | None = None,
+    q_buffer: int | None = None,
+    kv_buffer: int | None = None,
+    mesh: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> tuple[PyTree[Num[Rows, "Tq ..."]], PyTree[Num[Rows, "Tkv ..."]]]:
+    """Brings queries' rows home by one plan and keys' and values' by another, in one exchange.
+
+    The same as two calls of `combine`; the adjoint of `dispatch_qkv`, which is its transpose.
+
+    Args:
+      q, kv: rows in attention layout.
+      q_metadata, kv_metadata: the forward metadata.
+      q_num_tokens, kv_num_tokens: rows of the two results, per rank.
+      axis_name, preferred_element_type, mesh, implementation, deadline: see `combine`.
+      q_buffer, kv_buffer: ids of registered buffers, whose limits hold.
+    Returns:
+      What `combine` would return for `q`, and for `kv`.
+    Raises:
+      As `combine`; errors of the running program call q plan 0 and kv plan 1, if both move.
+    """
+    op, dtype = "combine_qkv", preferred_element_type
+    pieces = [
+        returning(op, "q", "q_", q, q_metadata, q_num_tokens, q_buffer, dtype),
+        returning(op, "kv", "kv_", kv, kv_metadata, kv_num_tokens, kv_buffer, dtype),
+    ]
+    home = move(op, pieces, axis_name, mesh, implementation, deadline)
+    return home[0], home[1]

@@ -1,0 +1,179 @@
+"""Dispatch buffers: limits that many calls share, under an id that compiled programs can name."""
+
+import operator
+from typing import NamedTuple, SupportsIndex
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
+
+MOST_BYTES = 2**48  # of one array; processors address no more
+_MOST = 2**63 - 1  # the registry counts in 64 bits
+
+
+class DispatchBuffer(NamedTuple):
+    """The limits of one buffer, and its use so far.
+
+    Attributes:
+      capacity: rows of the result of a call, on each rank.
+      row_bytes: bytes of one row, over all arrays that travel in one call: of the widest so far.
+      deadline: seconds until the ranks that have arrived give up on those that have not.
+      groups: independent groups of ranks of one call.
+      num_in_use: calls in flight, each rank's its own.
+      num_calls: calls so far, each rank's its own.
+    """
+
+    capacity: int
+    row_bytes: int
+    deadline: float
+    groups: int
+    num_in_use: int
+    num_calls: int
+
+
+def create_dispatch_buffer(
+    *,
+    capacity: SupportsIndex,
+    row_bytes: SupportsIndex = 1,
+    deadline: float = DEFAULT_DEADLINE,
+    groups: SupportsIndex = 1,
+) -> int:
+    """Creates a buffer, whose limits every call with `dispatch(..., buffer=id)` obeys.
+
+    Between the devices of one process rows go from the sender's array straight into the
+    receiver's. A buffer then owns no memory: it is a set of limits and counters, and costs about a
+    hundred bytes. A transport that needs registered memory owns it through the same id.
+
+    Call on the host, from any thread; inside a traced function it runs once per trace.
+
+    Args:
+      capacity: rows of the result of a call, on each rank, at least 1.
+      row_bytes: bytes of one row, over all arrays that travel in one call, at least 1. Grows by
+        itself when a call brings wider rows, so it may be left away.
+      deadline: seconds until the ranks that have arrived give up on those that have not; rounded
+        to milliseconds.
+      groups: independent groups of ranks of one call: the product of the sizes of the other mesh
+        axes.
+    Returns:
+      The id, a positive int. It is never used again in this process, and means nothing in another.
+    Raises:
+      TypeError, ValueError: an argument is not a number, or not in its range.
+    """
+    op = "create_dispatch_buffer"
+    return runtime.native.create_buffer(
+        capacity=_limit(op, "capacity", capacity),
+        row_bytes=_at_least_one(op, "row_bytes", row_bytes),
+        deadline_ms=deadline_milliseconds(op, deadline),
+        num_groups=_at_least_one(op, "groups", groups),
+    )
+
+
+def grow_dispatch_buffer(
+    buffer: SupportsIndex,
+    *,
+    capacity: SupportsIndex | None = None,
+    row_bytes: SupportsIndex | None = None,
+    groups: SupportsIndex | None = None,
+) -> None:
+    """Raises limits of a buffer; a limit that is large enough already stays as it is.
+
+    Its id stays valid in programs that are compiled already, which keep the capacity that they
+    were compiled with. Calls in flight do not matter. Call on the host, from any thread.
+
+    Args:
+      buffer: the id.
+      capacity, row_bytes, groups: as in `create_dispatch_buffer`; None means as it is.
+    Raises:
+      TypeError, ValueError: an argument is not an integer, or not in its range; the buffer has
+        been destroyed, or never existed.
+    """
+    op = "grow_dispatch_buffer"
+    asked = {"capacity": capacity, "row_bytes": row_bytes, "groups": groups}
+    asked = {  # every limit is at least 1, so that 1 leaves it as it is
+        name: 1 if limit is None else _limit(op, name, limit) for name, limit in asked.items()
+    }
+    runtime.native.grow_buffer(
+        op,
+        _id(op, buffer),
+        capacity=asked["capacity"],
+        row_bytes=asked["row_bytes"],
+        num_groups=asked["groups"],
+    )
+
+
+def destroy_dispatch_buffer(buffer: SupportsIndex) -> None:
+    """Destroys a buffer; programs that name it fail from then on, on every rank.
+
+    Call on the host, from any thread, when the calls that use the buffer are over.
+
+    Args:
+      buffer: the id.
+    Raises:
+      TypeError: `buffer` is not an integer.
+      ValueError: calls in flight use the buffer; it has been destroyed, or never existed.
+    """
+    op = "destroy_dispatch_buffer"
+    runtime.native.destroy_buffer(op, _id(op, buffer))
+    runtime.release_buffer(_id(op, buffer))
+
+
+def destroy_all_dispatch_buffers() -> None:
+    """Destroys every buffer of this process, or none if a call in flight uses one of them.
+
+    Call on the host, from any thread.
+
+    Raises:
+      ValueError: calls in flight use buffers; the message names them.
+    """
+    ids = list(runtime.native.list_buffers())
+    runtime.native.destroy_all_buffers("destroy_all_dispatch_buffers")
+    for id in ids:
+        runtime.release_buffer(id)
+
+
+def list_dispatch_buffers() -> dict[int, DispatchBuffer]:
+    """The buffers of this process at one moment, by id, the oldest first."""
+    return {id: _from_native(entry) for id, entry in runtime.native.list_buffers().items()}
+
+
+def buffer_limits(op: str, buffer: SupportsIndex) -> DispatchBuffer:
+    """What `buffer` allows when a call with it is traced; `op` begins the message of an error."""
+    return _from_native(runtime.native.find_buffer(op, _id(op, buffer)))
+
+
+def _from_native(entry: tuple[int, int, int, int, int, int]) -> DispatchBuffer:
+    capacity, row_bytes, deadline_ms, *rest = entry
+    return DispatchBuffer(capacity, row_bytes, deadline_ms / 1000, *rest)
+
+
+def _integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
+    """`value` in Python's own integers. A bool counts nothing, though it has an index."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{op}: {name} is {value!r}; it needs to be {needs}.") from None
+
+
+def _id(op: str, buffer: SupportsIndex) -> int:
+    """An id that fits the registry, which knows whether it exists."""
+    needs = "the int that create_dispatch_buffer returned"
+    value = _integer(op, "buffer", buffer, needs)
+    if not 0 < value <= _MOST:
+        raise ValueError(f"{op}: buffer is {value}; it needs to be {needs}, which is positive.")
+    return value
+
+
+def _limit(op: str, name: str, value: SupportsIndex) -> int:
+    number = _at_least_one(op, name, value)
+    if name == "capacity" and number >= MOST_BYTES:
+        raise ValueError(f"{op}: capacity is {number}; it needs to be below 2**48 rows.")
+    return number
+
+
+def _at_least_one(op: str, name: str, value: SupportsIndex) -> int:
+    needs = "an integer of at least 1"
+    number = _integer(op, name, value, needs)
+    if not 1 <= number <= _MOST:
+        raise ValueError(f"{op}: {name} is {number}; it needs to be {needs} and below 2**63.")
+    return number

@@ -1,0 +1,193 @@
+"""What Python can see of bad input, refused before anything is traced."""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array
+
+from jax_cp_dispatch._dispatch.buffers import MOST_BYTES
+from jax_cp_dispatch._dispatch.operands import COMBINE_DTYPES, MetadataOperands
+from jax_cp_dispatch._dtypes import index_dtype
+from jax_cp_dispatch.metadata import Metadata
+
+
+def check_is_metadata(op: str, name: str, metadata: Any) -> None:
+    """A plan."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(
+            f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata, as "
+            "compute_metadata returns it."
+        )
+
+
+def check_num_rows(op: str, name: str, value: Any) -> int:
+    """A static number of rows."""
+    try:
+        num_rows = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        num_rows = None
+    if num_rows is None:
+        raise TypeError(
+            f"{op}: {name} is {value!r}; it needs to be a static int, as the shape of the result."
+        )
+    if num_rows < 0:
+        raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
+    return num_rows
+
+
+def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
+    """A result that fits an address space. XLA ends the process on sizes beyond 64 bits."""
+    num_bytes = num_rows * math.prod(array.shape[1:]) * array.dtype.itemsize
+    if num_bytes >= MOST_BYTES:
+        raise ValueError(
+            f"{op}: {what}, so an array of the result would have {num_bytes} bytes, more than any "
+            "memory. Pass no more rows than the largest num_total_recv_tokens."
+        )
+
+
+def check_arrays(op: str, name: str, arrays: Sequence[Array]) -> None:
+    """Every array has rows, the same number of them, of whole bytes."""
+    _check_shapes(op, name, *((x.shape, x.dtype) for x in arrays))
+
+
+@functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
+def _check_shapes(op: str, name: str, *arrays: tuple[tuple[int, ...], Any]) -> None:
+    if not arrays:
+        raise ValueError(f"{op}: {name} holds no array. Pass at least one array [rows, ...].")
+    for shape, dtype in arrays:
+        if not shape:
+            raise ValueError(f"{op}: {name} holds a scalar; every array needs rows: [rows, ...].")
+        if shape[0] != arrays[0][0][0]:
+            raise ValueError(
+                f"{op}: the arrays of {name} have {[s[0] for s, _ in arrays]} rows; arrays that "
+                "travel together need the same number. Make one call for each number of rows."
+            )
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise TypeError(f"{op}: {name} has dtype {dtype}; move its data, not the keys.")
+        if not jnp.issubdtype(dtype, jnp.bool_) and _num_bits(dtype) % 8:
+            raise TypeError(
+                f"{op}: {name} has dtype {dtype.name}, less than a byte per element, which "
+                "cannot be addressed. Cast to int8, or pack two elements into one byte."
+            )
+
+
+def _num_bits(dtype: Any) -> int:
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return info(dtype).bits
+
+
+def check_summable(op: str, dtype: Any) -> None:
+    """A dtype that the native summation knows."""
+    if dtype.name not in COMBINE_DTYPES:
+        raise TypeError(
+            f"{op}: cannot sum {dtype.name}; it sums {', '.join(COMBINE_DTYPES)} and float8. Cast "
+            "the rows to one of these first."
+        )
+
+
+def check_storage(
+    op: str, out: Any, tree: Any, wanted: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[Array]:
+    """`out` has the structure, shapes and dtypes of the result, and is still there."""
+    storage, out_tree = jax.tree.flatten(out)
+    if any(_is_deleted(x) for x in storage):
+        raise ValueError(
+            f"{op}: out is deleted: it was donated to an earlier call, which takes it also where "
+            "it is refused. Pass a fresh one, or leave out away."
+        )
+    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
+    if out_tree != tree or got != list(wanted):
+        shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
+        raise ValueError(
+            f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
+            "result of the same call, or leave out away."
+        )
+    return storage
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
+def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:
+    """Of the arrays of all ranks."""
+    if num_rows % num_ranks:
+        raise ValueError(
+            f"{op}: {name} has {num_rows} rows, which do not divide among {num_ranks} ranks. "
+            f"Outside of shard_map the arrays hold the rows of all ranks, equally many of each: "
+            f"pad them, or call {op} inside jax.shard_map."
+        )
+    return num_rows // num_ranks
+
+
+def read_metadata(
+    op: str, metadata: Metadata, names: tuple[str, ...], num_ranks: int, *, all_ranks: bool
+) -> MetadataOperands:
+    """The fields that movement reads; their shapes and dtypes fit each other and the axis.
+
+    `all_ranks`: one rank's view will not do.
+    """
+    if metadata.world_size != num_ranks:
+        raise ValueError(
+            f"{op}: metadata is for world_size={metadata.world_size} but axis {','.join(names)!r} "
+            f"has {num_ranks} devices. Plan with world_size={num_ranks}."
+        )
+    fields = MetadataOperands(*(getattr(metadata, name) for name in MetadataOperands._fields))
+    shapes = tuple(field if field is None else (field.shape, field.dtype) for field in fields)
+    leading, is_empty, is_narrow = _check_fields(op, num_ranks, all_ranks, *shapes)
+    if is_narrow:
+        fields = jax.tree.map(lambda x: x.astype(index_dtype(x.dtype)), fields)
+    if not is_empty:
+        return fields
+    # One slot of padding: an operand without elements crashes jaxlib 0.11.
+    none = jnp.zeros((*leading, 1), jnp.int32)
+    return MetadataOperands(fields.num_recv_tokens, none, none - 1, none)
+
+
+@functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
+def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> tuple[Any, bool, bool]:
+    fields = {
+        name: field
+        for name, field in zip(MetadataOperands._fields, given, strict=True)
+        if field is not None
+    }
+    slots = fields["seq_len"][0]
+    leading = slots[:-1]
+    if not slots or leading not in ((num_ranks,), *(() if all_ranks else ((), (1,)))):
+        needs = (
+            f"[{num_ranks}, S], the plan of all ranks, where the arrays are those of all ranks"
+            if all_ranks
+            else f"[S] of this rank or [{num_ranks}, S] of all ranks"
+        )
+        raise ValueError(
+            f"{op}: metadata.seq_len has shape {list(slots)}; it needs {needs}. See "
+            "Metadata.get_slice()."
+        )
+    dst_rank = fields["dst_rank"][0]
+    wanted = {
+        "num_recv_tokens": (*leading, num_ranks + 1),
+        "seq_len": slots,
+        "dst_rank": (*slots, *dst_rank[len(slots) : len(slots) + 1]),
+        "dst_offset": dst_rank,
+        "src_offset": slots,
+    }
+    for name, (shape, dtype) in fields.items():
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(
+                f"{op}: metadata.{name} has dtype {dtype.name}; ranks, rows and lengths are "
+                "integers. See Metadata.normalize_dtype()."
+            )
+        if shape != wanted[name]:
+            raise ValueError(
+                f"{op}: metadata.{name} has shape {list(shape)} but seq_len {list(slots)} and the "
+                f"axis {num_ranks} ranks, so it needs {list(wanted[name])}. See "
+                "Metadata.validate()."
+            )
+    is_narrow = any(dtype.itemsize < 4 for _, dtype in fields.values())
+    return leading, 0 in dst_rank, is_narrow

@@ -1,0 +1,268 @@
+"""Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
+
+Every rank gathers the rows of all ranks and picks from them, so a rank holds W blocks of rows for
+a moment. Nothing can be refused while a program runs: a plan that the native handlers would refuse
+fills the results of all ranks, floating ones with NaN, others with zeros.
+
+Rows move as unsigned integers where a float is narrower than 32 bits, because XLA may compute with
+such types in float32, which changes the bits of a NaN.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.xla_plan import Plan, find_sources, of_all_ranks, read_plan
+from jax_cp_dispatch._ranks.varying import vary_alike
+
+
+def dispatch_with_xla(
+    rank: Any,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    axis_names: tuple[str, ...],
+    num_ranks: int,
+    capacity: int,
+    stamp: Int32[Array, " 5"] | None = None,
+) -> list[Shaped[Array, "out_rows ..."]]:
+    """Sends each shard to the ranks that `metadata` names, bit for bit.
+
+    Call where `axis_names` are manual, on every rank; or, with `axis_names=()`, where one device
+    holds the rows and the metadata of all ranks, in order of rank.
+
+    Args:
+      rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
+      metadata: one rank's view, or that of all ranks.
+      arrays: `[T, ...]`, or without `axis_names` `[W * T, ...]`.
+      axis_names: the mesh axes whose devices are the ranks, the major one first.
+      num_ranks: W.
+      capacity: rows per rank of the results.
+      stamp: for which batch the plan was made, and which this rank sees.
+    Returns:
+      `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows nobody writes are zero.
+    """
+    dtypes = [x.dtype for x in arrays]
+    everyones = [of_all_ranks(_to_bits(x), axis_names, num_ranks) for x in arrays]
+    plan = read_plan(
+        metadata,
+        axis_names,
+        num_ranks=num_ranks,
+        num_tokens=everyones[0].shape[1],
+        capacity=capacity,
+        stamp=stamp,
+    )
+
+    def receive(rank):
+        src_rank, src_row = find_sources(plan, rank, capacity)
+        return [_take_rows(x, src_rank, src_row) for x in everyones]
+
+    received = _on_each(receive, rank, axis_names, num_ranks)
+    return [_finish(x, dtype, plan) for x, dtype in zip(received, dtypes, strict=True)]
+
+
+def combine_with_xla(
+    rank: Any,
+    metadata: MetadataOperands,
+    arrays: Sequence[Shaped[Array, "rows ..."]],
+    *,
+    axis_names: tuple[str, ...],
+    num_ranks: int,
+    num_tokens: int,
+    dtypes: Sequence[str],
+    stamp: Int32[Array, " 5"] | None = None,
+) -> list[Shaped[Array, "out_rows ..."]]:
+    """Brings rows home and sums the replicas of each, by slots, then by replicas 0 ... C-1.
+
+    The adjoint of `dispatch_with_xla`, and called like it. Floats narrower than 32 bits accumulate
+    in float32, everything else in its own type; rounds once. A row with one source keeps its bits;
+    which NaN the sum of several is, is left to XLA.
+
+    Args:
+      rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
+      metadata: the forward metadata, one rank's view or that of all ranks.
+      arrays: `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`.
+      axis_names: the mesh axes whose devices are the ranks, the major one first.
+      num_ranks: W.
+      num_tokens: rows per rank T of the results.
+      dtypes: of the results.
+      stamp: as of `dispatch_with_xla`.
+    Returns:
+      `[T, ...]`, or without `axis_names` `[W * T, ...]`; rows that no shard names are zero.
+    """
+    dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
+    everyones = [of_all_ranks(_to_bits(y), axis_names, num_ranks) for y in arrays]
+    plan = read_plan(
+        metadata,
+        axis_names,
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        capacity=everyones[0].shape[1],
+        stamp=stamp,
+    )
+    sources = [_Sources(*each) for each in zip(everyones, dtypes_in, dtypes_out, strict=True)]
+    is_named_once = metadata.src_offset is None
+
+    def bring_home(rank):
+        sender = _Sender(*(field[rank] for field in plan[:4]))
+        sum_shards = _sum_one_shard if is_named_once else _sum_every_shard
+        sums = sum_shards(sender, sources, _no_sums(sources, num_tokens))
+        return _round(sums, sources)
+
+    totals = _on_each(bring_home, rank, axis_names, num_ranks)
+    return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
+
+
+def _on_each(
+    one_rank: Callable[..., Any], rank: Any, axis_names: tuple[str, ...], num_ranks: int
+) -> list[Array]:
+    """Results of the rank that runs, or of all ranks one after another."""
+    if axis_names:
+        return one_rank(rank)
+    results = jax.vmap(one_rank)(jnp.arange(num_ranks, dtype=jnp.int32))
+    return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in results]
+
+
+# ---- Sums.
+
+
+class _Sender(NamedTuple):
+    """One rank's part of the plan."""
+
+    dst_rank: Int32[Array, "S C"]
+    dst_row: Int32[Array, "S C"]
+    src_row: Int32[Array, " S"]
+    num_rows: Int32[Array, " S"]
+
+
+class _Sources(NamedTuple):
+    """The rows `[W, capacity, ...]` of all ranks that one result is summed from."""
+
+    bits: Array
+    dtype: Any
+    dtype_out: Any
+
+    @property
+    def accumulator(self) -> Any:
+        return self.dtype if self.bits.dtype == self.dtype else np.dtype(np.float32)
+
+    @property
+    def keeps_first(self) -> bool:
+        """Whether rounding the accumulator could change a row with one source: the bits of NaN."""
+        return self.dtype == self.dtype_out != self.accumulator
+
+
+class _Sums(NamedTuple):
+    """What has been added so far."""
+
+    num_sources: Int32[Array, " T"]
+    totals: list[Array]
+    firsts: list[Array | None]  # the bits of the first source, where they are kept
+
+
+def _no_sums(sources: list[_Sources], num_tokens: int) -> _Sums:
+    zeros = lambda y, dtype: jnp.zeros((num_tokens, *y.bits.shape[2:]), dtype)
+    return _Sums(
+        jnp.zeros(num_tokens, jnp.int32),
+        [zeros(y, y.accumulator) for y in sources],
+        [zeros(y, y.bits.dtype) if y.keeps_first else None for y in sources],
+    )
+
+
+def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Sums where shards stand one after another, so that a row is in one of them at most."""
+    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)
+    slot = jnp.searchsorted(sender.src_row, rows, side="right") - 1
+    is_named = rows < (sender.src_row + sender.num_rows)[slot]
+    return _add_shards(jnp.where(is_named, slot, -1), sender, sources, sums)
+
+
+def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Sums where a row may be in any number of shards: each turn adds the next one of every row."""
+    num_slots = sender.src_row.size
+    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)[None]
+    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    ends = sender.src_row + sender.num_rows
+    is_named = (sender.src_row[:, None] <= rows) & (rows < ends[:, None])
+
+    def next_slot(slot):
+        return jnp.min(jnp.where(is_named & (slots > slot), slots, num_slots), axis=0)
+
+    def turn(carry):
+        slot, sums = carry
+        return next_slot(slot), _add_shards(slot, sender, sources, sums)
+
+    flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows, -1)), sums))
+    everything = [*flat, *sender, *(y.bits for y in sources)]
+    carry = jax.tree.unflatten(tree, vary_alike(everything)[: len(flat)])
+    return lax.while_loop(lambda carry: jnp.any(carry[0] < num_slots), turn, carry)[1]
+
+
+def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
+    """Adds to every row the replicas of its shard `slot`; nothing where that is not in [0, S)."""
+    rows = jnp.arange(slot.size, dtype=jnp.int32)
+    for c in range(sender.dst_rank.shape[1]):
+        to = sender.dst_rank.at[slot, c]
+        rank = to.get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+        row = sender.dst_row[slot, c] + rows - sender.src_row[slot]
+        is_source = rank >= 0
+        is_first = is_source & (sums.num_sources == 0)
+        totals, firsts = [], []
+        for y, total, first in zip(sources, sums.totals, sums.firsts, strict=True):
+            bits = _take_rows(y.bits, rank, row)
+            value = _from_bits(bits, y.dtype).astype(y.accumulator)
+            added = _where_row(is_source, total + value, total)
+            totals.append(_where_row(is_first, value, added))
+            firsts.append(None if first is None else _where_row(is_first, bits, first))
+        sums = _Sums(sums.num_sources + is_source.astype(jnp.int32), totals, firsts)
+    return sums
+
+
+def _round(sums: _Sums, sources: list[_Sources]) -> list[Array]:
+    """The results, as bits."""
+    results = [_to_bits(x.astype(y.dtype_out)) for x, y in zip(sums.totals, sources, strict=True)]
+    return [
+        x if first is None else _where_row(sums.num_sources == 1, first, x)
+        for x, first in zip(results, sums.firsts, strict=True)
+    ]
+
+
+# ---- Rows and bits.
+
+
+def _take_rows(x: Array, rank: Array, row: Array) -> Array:
+    """`x[rank, row]`, zero where there is none."""
+    if x.size == 0:
+        return jnp.zeros((row.size, *x.shape[2:]), x.dtype)
+    return x.at[rank, row].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _where_row(flags: Array, x: Array, y: Array) -> Array:
+    return jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+
+def _to_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, _carrier(x.dtype)) if x.dtype != _carrier(x.dtype) else x
+
+
+def _from_bits(bits: Array, dtype: Any) -> Array:
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
+def _carrier(dtype: Any) -> Any:
+    """The type that elements of `dtype` travel as."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
+
+
+def _finish(bits: Array, dtype: Any, plan: Plan) -> Array:
+    """The result, or where the plan is invalid what says so."""
+    nan = complex(np.nan, np.nan) if jnp.issubdtype(dtype, jnp.complexfloating) else np.nan
+    says_invalid = np.array(nan if jnp.issubdtype(dtype, jnp.inexact) else 0).astype(dtype)
+    return _from_bits(jnp.where(plan.is_valid, bits, says_invalid.view(bits.dtype)), dtype)

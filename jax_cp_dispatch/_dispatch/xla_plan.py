@@ -1,0 +1,169 @@
+"""The plan of all ranks as XLA's operations read it, with the checks of the native handlers.
+
+The conditions are those of csrc/dispatch/dispatch.cc. Rows are counted in int32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Int32
+
+from jax_cp_dispatch._dispatch.operands import MetadataOperands
+
+_MAX_INT32 = 2**31 - 1
+
+
+class Received(NamedTuple):
+    """The replicas of all shards, by the rank and the row that they are sent to."""
+
+    rank: Int32[Array, " WSC"]
+    begin: Int32[Array, " WSC"]
+    end: Int32[Array, " WSC"]
+    replica: Int32[Array, " WSC"]  # its index in [W, S, C]
+
+
+class Plan(NamedTuple):
+    """What all ranks send, and whether the native handlers would accept it."""
+
+    dst_rank: Int32[Array, "W S C"]  # -1 where nothing moves
+    dst_row: Int32[Array, "W S C"]
+    src_row: Int32[Array, "W S"]
+    num_rows: Int32[Array, "W S"]  # 0 where nothing moves
+    received: Received
+    is_valid: Bool[Array, ""]
+
+
+def of_all_ranks(x: Array, axis_names: tuple[str, ...], num_ranks: int) -> Array:
+    """`[W, rows, ...]`: gathered, or without `axis_names` the rows of all ranks taken apart."""
+    if axis_names:
+        return lax.all_gather(x, axis_names)
+    return x.reshape(num_ranks, x.shape[0] // num_ranks, *x.shape[1:])
+
+
+def read_plan(
+    metadata: MetadataOperands,
+    axis_names: tuple[str, ...],
+    *,
+    num_ranks: int,
+    num_tokens: int,
+    capacity: int,
+    stamp: Int32[Array, " 5"] | None = None,
+) -> Plan:
+    """Brings the metadata of all ranks together and checks it.
+
+    Args:
+      metadata: one rank's view, or that of all ranks.
+      axis_names: the mesh axes whose devices are the ranks; () where one device holds all of them.
+      num_ranks: W.
+      num_tokens: rows per rank of the sender's arrays.
+      capacity: rows per rank of the receive buffers.
+      stamp: for which batch the plan was made, and which this rank sees.
+    Returns:
+      The plan. Where it is not valid, its other fields may hold anything.
+    """
+    metadata = _metadata_of_all_ranks(metadata, axis_names, num_ranks)
+    seq_len, src_row = metadata.seq_len, metadata.src_offset
+    dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
+    if dst_rank.ndim == 2:
+        dst_rank, dst_row = dst_rank[..., None], dst_row[..., None]
+    if dst_rank.size == 0:  # one slot of padding, so that there is one to look up
+        seq_len, src_row = jnp.zeros((num_ranks, 1), jnp.int32), None
+        dst_row = jnp.zeros((num_ranks, 1, 1), jnp.int32)
+        dst_rank = dst_row - 1
+
+    # Nothing below overflows: `num_rows` is at most T + 1, which is as bad as anything longer.
+    num_rows = jnp.minimum(seq_len, num_tokens + 1)
+    is_negative = seq_len < 0
+    if src_row is None:
+        src_row = _saturating_starts(num_rows, num_tokens + 1)
+    else:
+        is_negative |= src_row < 0
+    moves = (dst_rank != -1) & (num_rows > 0)[..., None]
+    is_misplaced = (
+        (dst_rank < -1)
+        | (dst_rank >= num_ranks)
+        | (src_row > num_tokens - num_rows)[..., None]
+        | (dst_row < 0)
+        | (dst_row > capacity - num_rows[..., None])
+    )
+    dst_rank = jnp.where(moves, dst_rank, -1)
+    num_moved = jnp.where(moves, num_rows[..., None], 0)
+    senders = jnp.arange(num_ranks)[:, None, None]
+    moved_from = jnp.zeros((num_ranks, num_ranks), jnp.int32)
+    moved_from = moved_from.at[dst_rank, senders].add(num_moved)
+    received = _sort_received(dst_rank, dst_row, num_moved)
+    is_valid = ~(
+        jnp.any(is_negative)
+        | jnp.any(moves & is_misplaced)
+        | jnp.any(metadata.num_recv_tokens[:, -1] > capacity)
+        | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
+        | _overlap(received)
+    )
+    if stamp is not None:
+        is_valid &= _are_stamps_right(stamp, axis_names)
+    return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+
+
+def _are_stamps_right(stamp: Int32[Array, " 5"], axis_names: tuple[str, ...]) -> Bool[Array, ""]:
+    """Whether all ranks follow the plan of one batch, and see that batch."""
+    stamps = lax.all_gather(stamp, axis_names)
+    is_right = jnp.all(stamps[:, 1::2] == stamps[:, 2::2])
+    return is_right & jnp.all(stamps[:, 0] == stamps[0, 0])
+
+
+def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
+    """For every row of the rank's receive buffer: whose it is (-1: nobody's) and which."""
+    _, num_slots, num_replicas = plan.dst_rank.shape
+    received = plan.received
+    begin = jnp.where(received.rank == rank, received.begin, _MAX_INT32)
+    begin = jnp.where(received.rank < rank, -1, begin)
+    rows = jnp.arange(capacity, dtype=jnp.int32)
+    place = jnp.searchsorted(begin, rows, side="right") - 1
+    is_covered = (place >= 0) & (received.rank[place] == rank) & (rows < received.end[place])
+    shard = received.replica[place] // num_replicas
+    src_rank = jnp.where(is_covered, shard // num_slots, -1)
+    return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
+
+
+def _metadata_of_all_ranks(
+    metadata: MetadataOperands, axis_names: tuple[str, ...], num_ranks: int
+) -> MetadataOperands:
+    """Every field with a leading W, in int32; all of them in one collective."""
+    metadata = jax.tree.map(_to_int32, metadata)
+    shape = metadata.seq_len.shape
+    if len(shape) == 2 and shape[0] == num_ranks:
+        return metadata
+    if len(shape) == 2:
+        metadata = jax.tree.map(lambda field: field[0], metadata)
+    flat, unravel = ravel_pytree(metadata)
+    return jax.vmap(unravel)(of_all_ranks(flat, axis_names, num_ranks))
+
+
+def _to_int32(field: Array) -> Array:
+    """Values out of range become the nearest that is refused like them."""
+    limits = jnp.iinfo(field.dtype)
+    return jnp.clip(field, max(limits.min, -2), min(limits.max, _MAX_INT32)).astype(jnp.int32)
+
+
+def _saturating_starts(lengths: Array, limit: int) -> Array:
+    """The exclusive sum along axis 1 of lengths of at most `limit`, itself at most `limit`."""
+    lengths = lengths.astype(jnp.uint32)
+    ends = lax.cumsum(lengths, axis=1)
+    has_wrapped = lax.cummax((ends < lengths).astype(jnp.int32), axis=1) > 0
+    ends = jnp.where(has_wrapped, limit, jnp.minimum(ends, limit)).astype(jnp.int32)
+    return jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+
+
+def _sort_received(dst_rank: Array, dst_row: Array, num_rows: Array) -> Received:
+    index = jnp.arange(dst_rank.size, dtype=jnp.int32)
+    rank, begin, end = (x.ravel() for x in (dst_rank, dst_row, dst_row + num_rows))
+    return Received(*lax.sort((rank, begin, end, index), num_keys=2))
+
+
+def _overlap(received: Received) -> Array:
+    """Whether two replicas are sent to the same row."""
+    rank, begin, end, _ = received
+    return jnp.any((rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1]))

@@ -1,0 +1,31 @@
+"""The mesh axes whose devices are the ranks of a call, and the mesh they belong to."""
+
+from typing import Any
+
+import jax
+
+AxisName = str | tuple[str, ...]
+
+
+def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
+    """One mesh axis, or several different ones."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
+        raise TypeError(
+            f"{op}: axis_name is {axis_name!r}; it needs the name of one mesh axis, or a tuple of "
+            "several."
+        )
+    names = tuple(names)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}; it needs one mesh axis, or several different ones."
+        )
+    return names
+
+
+def check_mesh(op: str, mesh: Any) -> None:
+    """A mesh, or nothing."""
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or left away."
+        )

@@ -1,0 +1,85 @@
+"""What tells a custom call apart between processes, and in which of them its ranks are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.mesh import get_concrete_mesh  # private, but get_mesh refuses to tell while tracing
+
+from jax_cp_dispatch._ranks.processes import program_begins
+
+Groups = tuple[tuple[int, ...], ...]  # the process of each rank, group by group
+
+
+def call_site_attributes(
+    ctx: Any,
+    what: str,
+    axis_names: Sequence[str],
+    num_ranks: int,
+    groups: Groups | None,
+    implementation: str,
+) -> dict[str, Any]:
+    """The attributes `signature` and `processes` of a custom call.
+
+    Args:
+      ctx: of the lowering rule, with the operands and results of one rank.
+      what: the operation with its static parameters; arrays are added.
+      axis_names: mesh axes on which a device's place is its rank.
+      num_ranks: of one group.
+      groups: see `groups_of_program`.
+      implementation: that was chosen.
+    """
+    arrays = " -> ".join(
+        ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
+        for avals in (ctx.avals_in, ctx.avals_out)
+    )
+    signature = f"{what} over axis '{','.join(axis_names)}' of {num_ranks} ranks: {arrays}"
+    processes: list[int] = []  # of which none is told where no group spans several
+    if implementation == "shared_memory":
+        if groups is None:
+            raise NotImplementedError(
+                "a program over several processes needs a mesh of devices. Make it with "
+                "jax.make_mesh, or set it with jax.set_mesh."
+            )
+        program_begins()
+        processes = [process for group in groups for process in group]
+    return {"signature": signature, "processes": np.array(processes, np.int64)}
+
+
+def groups_of_program(
+    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
+) -> Groups | None:
+    """In which processes the ranks of a program are that is being lowered.
+
+    Args:
+      ctx: of the lowering rule.
+      axis_names, group_axes: mesh axes on which a device's place is its rank, and its group.
+      num_ranks: of one group; 0: the call has none.
+    Returns:
+      None where there is one process, or nothing tells the devices of the mesh.
+    """
+    if jax.process_count() == 1:
+        return None
+    if num_ranks == 0:
+        return ()
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return groups_of_mesh(mesh, axis_names, group_axes)
+
+
+def groups_of_mesh(
+    mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]
+) -> Groups | None:
+    """The same, of a mesh."""
+    if jax.process_count() == 1:
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh):
+        found = get_concrete_mesh()
+        if found.empty or (mesh is not None and found.shape_tuple != mesh.shape_tuple):
+            return None
+        mesh = found
+    order = [*group_axes, *axis_names]
+    order += [name for name in mesh.axis_names if name not in order]  # of one device each
+    devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in order])
+    num_groups = int(np.prod([mesh.shape[name] for name in group_axes], dtype=int))
+    return tuple(tuple(d.process_index for d in row) for row in devices.reshape(num_groups, -1))

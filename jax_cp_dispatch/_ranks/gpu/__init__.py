@@ -1,0 +1,29 @@
+"""Ranks on NVIDIA GPUs: which transports reach them, where they are, and memory among processes."""
+
+from jax_cp_dispatch._ranks.gpu.choice import (
+    GPU_IMPLEMENTATIONS,
+    choose_gpu_implementation,
+    what_gpu_lacks,
+)
+from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
+from jax_cp_dispatch._ranks.gpu.places import (
+    all_ranks_here,
+    gpu_attributes,
+    remember_mesh,
+    what_pointers_lack,
+)
+from jax_cp_dispatch._ranks.gpu.world import GpuWorld, connect_gpus, connected_gpus
+
+__all__ = [
+    "GPU_IMPLEMENTATIONS",
+    "GpuWorld",
+    "all_ranks_here",
+    "choose_gpu_implementation",
+    "connect_gpus",
+    "connected_gpus",
+    "gpu_attributes",
+    "raise_gpu_errors",
+    "remember_mesh",
+    "what_gpu_lacks",
+    "what_pointers_lack",
+]

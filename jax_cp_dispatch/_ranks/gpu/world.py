@@ -1,0 +1,246 @@
+"""Connects the GPUs of several processes: one slab of memory each, which all of them reach."""
+
+import os
+import pathlib
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch._ranks.job import tell_and_hear
+
+_SLAB_BYTES = 1 << 30
+_SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
+_TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
+_POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
+
+# (name, value) -> the values of all processes
+_Tell = Callable[[str, Any], list[Any]]
+
+
+class GpuWorld(NamedTuple):
+    """What programs over the GPUs of several processes get.
+
+    Attributes:
+      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla".
+      reason: why this one.
+    """
+
+    implementation: str
+    reason: str
+
+
+_world: GpuWorld | None = None
+_islands: list[int] = []
+
+
+def connected_gpus() -> GpuWorld | None:
+    """What `connect_gpus` chose; None before it has been called."""
+    return _world
+
+
+def connected_islands() -> list[int]:
+    """By process, the first one of those that map each other's memory; [] before that is known."""
+    return _islands
+
+
+def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
+    """Joins this process's GPU to those of the other processes, so that exchanges reach them.
+
+    Call in every process, after `jax.distributed.initialize` and before a program is compiled.
+    Takes NVSHMEM where it is installed, else CUDA's IPC on one host, else XLA's collectives;
+    `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one. With NVSHMEM a GPU reaches
+    those whose memory it can map through pointers, and others, on other hosts, over the network
+    (with `JAX_CP_DISPATCH_GPU_POINTERS=0` all others). Every process sets
+    `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
+
+    Args:
+      timeout: seconds to wait for each of the other processes.
+    Returns:
+      What was chosen, the same in all processes, and why.
+    Raises:
+      RuntimeError: another process did not come.
+      ValueError: an environment variable does not fit.
+    """
+    global _world
+    if _world is not None and _world.implementation != "cuda_peer":
+        return _world
+    if jax.process_count() == 1:
+        _world = GpuWorld("cuda_peer", "there is one process")
+        return _world
+    wanted = os.environ.get(_TRANSPORT_VARIABLE)
+    if wanted not in (None, "nvshmem", "cuda_ipc"):
+        raise ValueError(
+            f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
+            "it needs to be nvshmem or cuda_ipc."
+        )
+    tell = partial(tell_and_hear, "connect_gpus", timeout=timeout)
+    failed = tell("ready", _why_not_ready())
+    reasons = [f"process {p}: {why}" for p, why in enumerate(failed) if why]
+    if not reasons:
+        for name, connect in (("nvshmem", _connect_nvshmem), ("cuda_ipc", _connect_ipc)):
+            if wanted in (None, name):
+                reason = connect(tell)
+                if reason is None:
+                    chosen = f"{jax.process_count()} processes, one GPU each"
+                    if len(set(_islands)) > 1:
+                        chosen += f": {describe_islands(_islands)}"
+                    _world = GpuWorld(name, "; ".join([chosen, *reasons]))
+                    return _world
+                reasons.append(f"{name}: {reason}")
+    _world = GpuWorld("xla", "; ".join(reasons))
+    return _world
+
+
+def _slab_bytes() -> int:
+    text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
+    if not text.isdecimal() or int(text) < 1 << 20:
+        raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
+    return int(text)
+
+
+def _why_not_ready() -> str:
+    """Everything that one process can find out alone."""
+    if runtime.cuda is None:
+        return runtime.cuda_reason
+    num_gpus, reason = runtime.cuda.device_count()
+    if num_gpus == 0:
+        return f"no GPU is here: {reason}"
+    if jax.local_device_count() != 1:
+        return f"{jax.local_device_count()} GPUs, where one per process is needed"
+    return ""
+
+
+def _device() -> int:
+    return jax.local_devices()[0].local_hardware_id
+
+
+def _host() -> str:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _may_network() -> bool:
+    """Whether NVSHMEM may find a network here. Where it finds none that it needs, it exits."""
+    adapters = pathlib.Path("/sys/class/infiniband")
+    is_named = os.environ.get(_TRANSPORT_VARIABLE) == "nvshmem" or (
+        "NVSHMEM_REMOTE_TRANSPORT" in os.environ
+    )
+    return is_named or (adapters.is_dir() and any(adapters.iterdir()))
+
+
+def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
+    """Which process of several hosts has no network for NVSHMEM; None: it may be started.
+
+    Args:
+      hosts: of each process its host, and whether NVSHMEM may find a network there.
+    """
+    if len({host for host, _ in hosts}) == 1 or all(found for _, found in hosts):
+        return None
+    process, (host, _) = next((p, h) for p, h in enumerate(hosts) if not h[1])
+    return (
+        f"process {process} of several hosts, on {host}, has no InfiniBand adapter "
+        "(/sys/class/infiniband); where another network or NVLink joins the hosts, say so with "
+        f"NVSHMEM_REMOTE_TRANSPORT or {_TRANSPORT_VARIABLE}=nvshmem"
+    )
+
+
+def _first_reason(reasons: list[str]) -> str | None:
+    found = [f"process {process}: {reason}" for process, reason in enumerate(reasons) if reason]
+    return found[0] if found else None
+
+
+def _connect_nvshmem(tell: _Tell) -> str | None:
+    """None: connected; else why not, the same in all processes."""
+    module, why = runtime.load_nvshmem()
+    for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        os.environ.setdefault(name, value)
+    # The heap holds the slab, and what NVSHMEM itself needs.
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
+    version = module.version() if module else ""
+    told = tell("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
+    facts = [fact for fact, _ in told]
+    missing = _first_reason([fact[0] for fact in facts])
+    if missing is not None:
+        return missing
+    if module is None or any(fact != facts[0] for fact in facts):
+        return f"versions or {_SLAB_VARIABLE} differ: {facts}"
+    missing = what_hosts_lack([host for _, host in told])
+    if missing is not None:
+        return missing
+    process = jax.process_index()
+    try:
+        first = list(module.unique_id()) if process == 0 else []
+        unique_id = bytes(tell("unique_id", first)[0])
+        module.start(process, jax.process_count(), unique_id, _device())
+        slabs, failed = module.make_slab(_slab_bytes()), ""
+    except RuntimeError as error:
+        slabs, failed = [], str(error)
+    if slabs and not all(slabs) and os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "none":
+        failed = (
+            f"cannot map the memory of process {slabs.index(0)} (no NVLink or PCIe between), and "
+            "NVSHMEM_REMOTE_TRANSPORT is none"
+        )
+    uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
+    mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]
+    found = tell("nvshmem_slab", [failed, mapped])
+    missing = _first_reason([reason for reason, _ in found])
+    if missing is not None:
+        return missing
+    return _use_slabs(tell, module, slabs, find_islands([mapped for _, mapped in found]))
+
+
+def _use_slabs(tell: _Tell, module: Any, slabs: list[int], islands: list[int]) -> str | None:
+    """Hands the slabs over, and who launches what the network does."""
+    process, failed = jax.process_index(), ""
+    if len(set(islands)) > 1:
+        try:
+            runtime.cuda.set_network_launcher(module.launcher(_device()))
+        except RuntimeError as error:
+            failed = str(error)
+        missing = _first_reason(tell("nvshmem_launcher", failed))
+        if missing is not None:
+            return missing
+    # NVSHMEM takes the own address for that of another process.
+    bases = [slabs[p if islands[p] == islands[process] else process] for p in range(len(slabs))]
+    _remember_slabs(bases, islands)
+    return None
+
+
+def _remember_slabs(bases: list[int], islands: list[int]) -> None:
+    global _islands
+    runtime.cuda.set_slab(bases, _slab_bytes(), islands)
+    _islands = islands
+
+
+def _connect_ipc(tell: _Tell) -> str | None:
+    """None: connected; else why not, the same in all processes."""
+    hosts = tell("host", [_host(), _slab_bytes()])
+    if any(other != hosts[0] for other in hosts):
+        return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"
+    process, failed, address, handle = jax.process_index(), "", 0, b""
+    try:
+        address, handle = runtime.cuda.make_slab(_device(), _slab_bytes())
+    except RuntimeError as error:
+        failed = str(error)
+    handles = tell("ipc_handle", [failed, list(handle)])
+    missing = _first_reason([other[0] for other in handles])
+    if missing is not None:
+        return missing
+    try:
+        slabs = [
+            address
+            if other == process
+            else runtime.cuda.open_slab(_device(), bytes(handles[other][1]))
+            for other in range(jax.process_count())
+        ]
+    except RuntimeError as error:
+        slabs, failed = [], str(error)
+    missing = _first_reason(tell("ipc_slab", failed))
+    if missing is None:
+        _remember_slabs(slabs, [0] * len(slabs))
+    return missing

@@ -1,0 +1,135 @@
+"""Sockets between all processes of a job on one host, each checked, and their segments."""
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jax_cp_dispatch._ranks.processes.segment import check_segment, user_and_pid
+
+_HELLO = struct.Struct("<i32s")  # process, the token of whom it greets
+_SEGMENT = struct.Struct("<q")  # bytes
+_SLICE_SECONDS = 0.2  # between two looks at whether another one has given up
+
+
+class Card(NamedTuple):
+    """How a process can be reached, for those of its job."""
+
+    socket_name: str
+    token: str  # of 32 bytes, as hexadecimal digits
+
+
+class Neighbour(NamedTuple):
+    """Another process, connected: in the order in which the extension takes it."""
+
+    process: int
+    pid: int
+    socket_fd: int
+    pid_fd: int  # -1: the system has none for it
+    segment_fd: int
+    segment_bytes: int
+
+
+def new_token() -> str:
+    return secrets.token_hex(32)
+
+
+def connect_all(
+    listener: socket.socket,
+    process: int,
+    cards: Mapping[int, Card],
+    segment: tuple[int, int],
+    timeout: float,
+    check_others: Callable[[], None] = lambda: None,
+) -> list[Neighbour]:
+    """Connects to the processes before this one, and waits for those after it.
+
+    Args:
+      cards: of all processes that are to be connected, this one among them.
+      check_others: raises an OSError when another process has given up; called while waiting.
+    Raises:
+      OSError: one cannot be reached in `timeout` seconds, or is not of this user.
+    """
+    end = time.monotonic() + timeout
+    connections: dict[int, socket.socket] = {}
+    try:
+        for other in sorted(other for other in cards if other < process):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connections[other] = connection
+            connection.settimeout(_left(end))
+            connection.connect("\0" + cards[other].socket_name)
+            _check_user(connection, other)
+            connection.sendall(_HELLO.pack(process, bytes.fromhex(cards[other].token)))
+        while len(connections) < len(cards) - 1:
+            check_others()
+            listener.settimeout(min(_SLICE_SECONDS, _left(end)))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if time.monotonic() < end:
+                    continue
+                missing = sorted(cards.keys() - connections.keys() - {process})
+                raise TimeoutError(
+                    f"processes {missing} did not connect in {timeout:g} s"
+                ) from None
+            other = _greeted_by(connection, process, cards[process].token, end)
+            if other is None or other in connections or other not in cards or other <= process:
+                connection.close()  # not one of the job
+            else:
+                connections[other] = connection
+        return [
+            _exchange_segments(connections[other], other, segment, end)
+            for other in sorted(connections)
+        ]
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)
+
+
+def _check_user(connection: socket.socket, other: int | str) -> None:
+    user, _ = user_and_pid(connection)
+    if user != os.getuid():
+        raise PermissionError(f"process {other} belongs to user {user}, this one to {os.getuid()}")
+
+
+def _greeted_by(connection: socket.socket, process: int, token: str, end: float) -> int | None:
+    """Which process it is, if it is of this user and knows the token."""
+    connection.settimeout(min(5.0, _left(end)))
+    try:
+        _check_user(connection, "?")
+        hello = connection.recv(_HELLO.size + 1)
+    except OSError:
+        return None
+    if len(hello) != _HELLO.size:
+        return None
+    other, shown = _HELLO.unpack(hello)
+    return other if secrets.compare_digest(shown, bytes.fromhex(token)) else None
+
+
+def _exchange_segments(
+    connection: socket.socket, other: int, segment: tuple[int, int], end: float
+) -> Neighbour:
+    connection.settimeout(_left(end))
+    fd, num_bytes = segment
+    socket.send_fds(connection, [_SEGMENT.pack(num_bytes)], [fd])
+    message, fds, _, _ = socket.recv_fds(connection, _SEGMENT.size + 1, 1)
+    if len(message) != _SEGMENT.size or len(fds) != 1:
+        raise ConnectionError(f"process {other} closed the connection before its segment came")
+    os.set_inheritable(fds[0], False)
+    (other_bytes,) = _SEGMENT.unpack(message)
+    check_segment(other, fds[0], other_bytes)
+    _, pid = user_and_pid(connection)
+    try:
+        pid_fd = os.pidfd_open(pid)
+    except OSError:  # an old kernel, or another namespace: the end of the socket tells it too
+        pid_fd = -1
+    connection.setblocking(False)
+    return Neighbour(other, pid, connection.detach(), pid_fd, fds[0], other_bytes)

@@ -1,0 +1,99 @@
+"""JAX's own coordination of a job, started so that it ends well, and fails by name."""
+
+import os
+import socket
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+from jax_cp_dispatch._ranks.processes.ending import end_in_order
+from jax_cp_dispatch._ranks.processes.meeting import Place, meet
+
+# Set by the launcher, which hosts the coordination service itself: a service in process 0 would
+# take all other processes with it, since JAX ends a process whose service is gone. Its value is
+# the address at which the processes meet first.
+HOSTED_BY_LAUNCHER = "JAX_CP_DISPATCH_HOSTED_COORDINATION"
+_NUM_PROCESSES = "JAX_NUM_PROCESSES"
+_PROCESS_ID = "JAX_PROCESS_ID"
+
+
+def job_environment(
+    address: str, meeting: str, num_processes: int, process_id: int
+) -> dict[str, str]:
+    """What tells `start` in a process of the launcher where it belongs."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        _NUM_PROCESSES: str(num_processes),
+        _PROCESS_ID: str(process_id),
+        HOSTED_BY_LAUNCHER: meeting,
+    }
+
+
+def host_service(address: str, num_processes: int) -> Any:
+    """The coordination service of a job, in a process that is none of its own."""
+    return _jax.get_distributed_runtime_service(
+        address, num_processes, shutdown_timeout=5, recoverable=True
+    )
+
+
+def start(
+    address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    host: str,
+    timeout: float,
+) -> bool:
+    """Joins the job that arguments or environment name; False if neither names one.
+
+    On one host JAX ends no process for another one's end: this package tells of it. Over several
+    hosts JAX's own watchdog does.
+
+    Args:
+      host: equal for processes of one host.
+      timeout: seconds to wait for the other processes.
+    Raises:
+      RuntimeError: one did not come, in all that did.
+    """
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if num_processes is None and _NUM_PROCESSES in os.environ:
+        num_processes = int(os.environ[_NUM_PROCESSES])
+    if process_id is None and _PROCESS_ID in os.environ:
+        process_id = int(os.environ[_PROCESS_ID])
+    if address is None and num_processes is None and process_id is None:
+        return False
+    is_one_host = False  # where only JAX knows the others
+    meeting = os.environ.get(HOSTED_BY_LAUNCHER)
+    if address is not None and num_processes is not None and process_id is not None:
+        own = Place(process_id, num_processes, host, socket.gethostname())
+        is_one_host = meet(meeting or address, own, timeout)
+    if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if meeting and address is not None and process_id is not None:
+        _start_client(address, num_processes or 1, process_id, timeout)
+        return True
+    jax.config.update("jax_enable_recoverability", is_one_host)
+    jax.distributed.initialize(
+        address,
+        num_processes,
+        process_id,
+        initialization_timeout=max(1, round(timeout)),
+        shutdown_timeout_seconds=0,  # each process leaves by itself
+    )
+    end_in_order()
+    return True
+
+
+def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:
+    """What `jax.distributed.initialize` does in every process but the first one."""
+    state = distributed.global_state
+    state.coordinator_address = address
+    state.num_processes = num_processes
+    state.process_id = process_id
+    client = _jax.get_distributed_runtime_client(
+        address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
+    )
+    client.connect()
+    state.client = client
+    state.initialize_preemption_sync_manager()

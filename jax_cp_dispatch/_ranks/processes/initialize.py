@@ -1,0 +1,164 @@
+"""Brings up the transport between the processes of a job, and says what it chose and why."""
+
+import hashlib
+import os
+import pathlib
+import socket
+
+import jax
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import connect_gpus
+from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, tell_and_hear
+from jax_cp_dispatch._ranks.processes import coordination
+from jax_cp_dispatch._ranks.processes.choice import TransportChoice, remember, transport_choice
+from jax_cp_dispatch._ranks.processes.connect import new_token
+from jax_cp_dispatch._ranks.processes.islands import (
+    Introduction,
+    check_addresses,
+    connect_islands,
+    find_islands,
+    own_address,
+)
+from jax_cp_dispatch._ranks.processes.programs import watch_programs
+from jax_cp_dispatch._ranks.processes.segment import Segment, listen, make_segment
+from jax_cp_dispatch.cpu_devices import keep_freed_memory
+
+_BY_XLA = "XLA's collectives move rows between them"
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float = 120.0,
+) -> TransportChoice:
+    """Joins this process to the others of its job, so that exchanges reach their ranks.
+
+    Call once in every process, before JAX is used: instead of `jax.distributed.initialize`, or
+    after it. Without arguments it takes what `python -m jax_cp_dispatch.launch` has set; where
+    there is no job it does nothing. Processes of one host and one user get shared memory. In a job
+    of several hosts groups of ranks inside one of them share memory too; between hosts rows move
+    by XLA's collectives (`implementation="xla"`). Processes with GPUs get what `gpu.connect_gpus`
+    chooses.
+
+    Where it starts JAX's coordination itself, it also chooses gloo for collectives on CPU, process
+    0 waits at its end for those that are still running, and on one host it sets
+    `jax_enable_recoverability`, so that JAX does not end this process when another one is lost.
+    Over several hosts JAX's watchdog does end it. With shared memory JAX's compilation cache on
+    disk is turned off, since programs that came from it would not meet those that another process
+    compiled.
+
+    Args:
+      coordinator_address, num_processes, process_id: as of `jax.distributed.initialize`.
+      timeout: seconds to wait for each of the other processes.
+    Returns:
+      The implementation that programs with ranks on all devices get, and why.
+    Raises:
+      RuntimeError: another process did not come, or is of another version; or a host's name stands
+        for no address that others reach. Then in all processes.
+      ValueError: the environment variable `JAX_CP_DISPATCH_SEGMENT_BYTES` is no number of bytes.
+    """
+    known = transport_choice()
+    if known is not None and known.implementation != "in_process":
+        return known
+    if not is_in_job() and not coordination.start(
+        coordinator_address, num_processes, process_id, _host(), timeout
+    ):
+        return remember(TransportChoice("in_process", "this process belongs to no job of several"))
+    process, count = place_in_job()
+    if count == 1:
+        return remember(TransportChoice("in_process", "the job has one process"))
+    if _is_on_gpus():
+        return remember(TransportChoice(*connect_gpus(timeout=timeout)))
+    return _choose(process, timeout)
+
+
+def _is_on_gpus() -> bool:
+    if getattr(jax.config, "jax_platforms", None) == "cpu":  # known before JAX has started
+        return False
+    return jax.default_backend() == "gpu"
+
+
+def _choose(process: int, timeout: float) -> TransportChoice:
+    listener, socket_name = listen()
+    with listener:
+        segment, failure = _make_segment(process)
+        own = Introduction(
+            _version(), _host(), socket.gethostname(), own_address(), os.getuid(), os.getpid(),
+            socket_name, new_token(), failure,
+        )  # fmt: skip
+        heard = tell_and_hear("initialize", "introduction", own, timeout)
+        others = [Introduction(*fields) for fields in heard]
+        _check_versions(others)
+        check_addresses(others)
+        islands = find_islands(others)
+        failure = next((other.failure for other in others if other.failure), "")
+        is_connected = not failure and len(set(islands)) < len(others)
+        if segment is not None and is_connected:
+            failure = connect_islands(process, others, islands, listener, segment, timeout)
+        elif segment is not None:
+            os.close(segment.fd)
+    reason = "; ".join(filter(None, (_why_several(others), failure)))
+    if failure or not is_connected:
+        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
+    watch_programs()
+    keep_freed_memory()  # else what arrives comes into fresh pages, at several times the price
+    if reason:
+        inside = "groups of ranks inside one host share memory"
+        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), islands)
+    reason = (
+        f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}"
+    )
+    return remember(TransportChoice("shared_memory", reason), islands)
+
+
+def _make_segment(process: int) -> tuple[Segment | None, str]:
+    """The segment, or None and why there is none."""
+    try:
+        return make_segment(), ""
+    except OSError as error:
+        return None, f"process {process} cannot share memory with the others: {error}"
+
+
+def _version() -> str:
+    extension = pathlib.Path(str(runtime.native.__file__)).read_bytes()
+    return (
+        f"jax_cp_dispatch, build {hashlib.sha256(extension).hexdigest()[:12]}; "
+        f"jax {jax.__version__}"
+    )
+
+
+def _host() -> str:
+    """Equal for processes that can share memory: the running system, and its network as we see it,
+    of which the names of sockets are a part."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def _check_versions(others: list[Introduction]) -> None:
+    for other, introduction in enumerate(others):
+        if introduction.version != others[0].version:
+            raise RuntimeError(
+                f"initialize: process {other} (pid {introduction.pid} on {introduction.host_name}) "
+                f"is another program version. Expected, as in process 0: {others[0].version}. "
+                f"Seen: {introduction.version}. Install the same versions for all processes."
+            )
+
+
+def _why_several(others: list[Introduction]) -> str | None:
+    first = others[0]
+    for other, introduction in enumerate(others):
+        if introduction.host != first.host:
+            return (
+                f"process {other} runs on host {introduction.host_name}, process 0 on host "
+                f"{first.host_name} (or in another container), and memory is shared on one host"
+            )
+        if introduction.user != first.user:
+            return (
+                f"process {other} runs as user {introduction.user}, process 0 as user "
+                f"{first.user}, and memory is shared by one user"
+            )
+    return None

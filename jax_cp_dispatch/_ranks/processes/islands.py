@@ -1,0 +1,135 @@
+"""Which processes of a job share memory: those of one host and user, if all of them can."""
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.job import coordinator_host, tell, tell_and_hear, told
+from jax_cp_dispatch._ranks.processes.connect import Card, connect_all
+from jax_cp_dispatch._ranks.processes.ending import watch_process
+from jax_cp_dispatch._ranks.processes.segment import Segment
+
+_OP, _FAILURE = "initialize", "failure"
+_MARGIN_SECONDS = 30.0  # for the last one to hear that connecting took too long
+
+
+class Introduction(NamedTuple):
+    """What every process tells all others first."""
+
+    version: str  # of all that has to agree
+    host: str
+    host_name: str  # for people
+    address: str  # that its host's name stands for there; "": none
+    user: int
+    pid: int
+    socket_name: str
+    token: str
+    failure: str  # why it cannot share memory; ""
+
+
+class _GaveUp(ConnectionError):
+    """Another process has said why it cannot share memory."""
+
+
+def find_islands(others: Sequence[Introduction]) -> list[int]:
+    """A number for each process, equal for those of one host and user."""
+    places = [(other.host, other.user) for other in others]
+    return [places.index(place) for place in places]
+
+
+def connect_islands(
+    process: int,
+    others: Sequence[Introduction],
+    islands: Sequence[int],
+    listener: socket.socket,
+    segment: Segment,
+    timeout: float,
+) -> str:
+    """Starts shared memory between the processes of each island; all of the job or none.
+
+    A choice that differs between processes would leave some waiting. Who fails says so at once, and
+    nobody waits longer.
+
+    Returns:
+      Why there is none, the same in all processes, or "".
+    """
+    cards = {
+        other: Card(introduction.socket_name, introduction.token)
+        for other, introduction in enumerate(others)
+        if islands[other] == islands[process]
+    }
+    failure = ""
+    try:
+        _start(process, cards, listener, segment, timeout)
+    except _GaveUp as error:
+        failure = str(error)
+    except (OSError, ValueError) as error:
+        failure = f"process {process} cannot share memory with the others: {error}"
+        tell(_OP, _FAILURE, failure)
+    failures = tell_and_hear(_OP, "shared_memory", failure, timeout + _MARGIN_SECONDS)
+    return next(filter(None, failures), "")
+
+
+def _start(
+    process: int,
+    cards: Mapping[int, Card],
+    listener: socket.socket,
+    segment: Segment,
+    timeout: float,
+) -> None:
+    def check_others():
+        for text in told(_OP, _FAILURE).values():
+            raise _GaveUp(text)
+
+    neighbours = connect_all(listener, process, cards, segment, timeout, check_others)
+    for neighbour in neighbours:
+        watch_process(neighbour.process, neighbour.pid_fd)
+    runtime.native.start_shared_memory(process, *segment, neighbours)
+
+
+def own_address() -> str:
+    """The address at which gloo, XLA's collectives on CPU, is going to listen; "" if none."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return str(address[0])
+    return ""
+
+
+def check_addresses(others: Sequence[Introduction]) -> None:
+    """Refuses hosts whose names stand for no address that other hosts reach.
+
+    Raises:
+      RuntimeError: gloo would fail in the first collective.
+    """
+    collectives = jax.config.values["jax_cpu_collectives_implementation"]
+    if collectives != "gloo" or len({other.host for other in others}) == 1:
+        return
+    if _is_loopback(coordinator_host()):  # they are not that far from each other
+        return
+    for process, other in enumerate(others):
+        if not other.address or _is_loopback(other.address):
+            stands_for = other.address or "no address of its own"
+            raise RuntimeError(
+                f"initialize: process {process} runs on host {other.host_name}, and this name "
+                f"stands for {stands_for} there; XLA's collectives (gloo) need one that the other "
+                "hosts reach. Map the name to it on that host, in /etc/hosts or DNS."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

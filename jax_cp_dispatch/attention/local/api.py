@@ -1,0 +1,207 @@
+"""Exact attention of local queries over one contiguous range of local keys each."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._window import Window
+from jax_cp_dispatch.attention.arguments import check_arrays
+from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
+from jax_cp_dispatch.attention.local.backward import begin_dq, cut_outcome, finish_dq
+from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.local.options import check, check_ranges
+from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
+
+
+def local_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    kv_start: Int[Array, "B T"],
+    kv_end: Int[Array, "B T"],
+    *,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    window: Window | None = None,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_heads: int | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Attends query row i of a batch row to its key rows `[kv_start[i], kv_end[i])`.
+
+    Call anywhere: under `jit`, inside or outside `jax.shard_map` (both values of `check_vma`),
+    under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever held, and key blocks that no
+    row of a query block names are skipped at run time. Bitwise repeatable, except on GPUs where
+    cuDNN computes it: see docs/gpu_attention.md. It has no sharding rule: outside of `shard_map`,
+    XLA gathers arrays that are sharded, and JAX refuses those over explicit axes.
+    `context_parallel_attention` takes these (`batch_axis`, `head_axis`).
+
+    Query head n reads KV head `n // (N / K)`. Rows that nobody uses are not read: neither key rows
+    outside every range nor query rows with an empty range influence a result or a gradient, even
+    if they hold NaN. A NaN in a key row that somebody attends may reach other queries.
+
+    Differentiable once, in reverse mode, in `out` and `lse` with respect to `q`, `k`, `v`;
+    accumulated in float32 and rounded once to their dtype.
+
+    Args:
+      q: queries; bfloat16, float16, float32 or float64, as `k` and `v`.
+      k: keys; N must be a multiple of K.
+      v: values.
+      kv_start: first key row of each query. Ranges are clipped to `[0, S]`.
+      kv_end: one past the last key row; a range that ends where or before it starts is empty.
+      scale: factor on the logits, `1 / sqrt(H)` if None.
+      logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
+      window: an int: a query attends only the last `window` keys of its range, counted before the
+        range is clipped. A pair (left, right): query row i stands at key row p = i + S - T, and
+        attends the key rows p - left, ..., p + right of its range; None is no limit on that side.
+        None attends all.
+      block_q: query rows per block; None chooses from the shapes.
+      block_kv: key rows per block; None chooses from the shapes.
+      block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
+        the shapes.
+    Returns:
+      out: float32 (float64 for float64 inputs), zero where the range is empty.
+      lse: logarithm of the sum of the exponentials of the logits; `-inf` where the range is empty.
+    Raises:
+      TypeError: dtypes that are not as above, or ranges that are not integers.
+      ValueError: shapes that do not belong together, or an option out of its domain.
+    References:
+      Dao, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
+    """
+    options = check(
+        "local_attention",
+        q,
+        k,
+        v,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        window=window,
+        block_q=block_q,
+        block_kv=block_kv,
+        block_heads=block_heads,
+    )
+    check_ranges("local_attention", q, kv_start, kv_end)
+    q, k, v = in_reverse_only("local_attention", [q, k, v])
+    return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
+
+
+def local_attention_backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    kv_start: Int[Array, "B T"],
+    kv_end: Int[Array, "B T"],
+    out: Float[Array, "B T N Hv"],
+    lse: Float[Array, "B N T"],
+    dout: Float[Array, "B T N Hv"],
+    dlse: Float[Array, "B N T"] | None = None,
+    *,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    window: Window | None = None,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_heads: int | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
+    """Gradients of merged attention with respect to one set of held keys.
+
+    `out` and `lse` are those of the whole softmax, `k`, `v` and the ranges any part of its keys:
+    the parts' `dq` add up, `dk` and `dv` are final. With only one part this is the derivative of
+    `local_attention`. Call where `local_attention` may be called. Not differentiable.
+
+    Args:
+      q, k, v, kv_start, kv_end: as `local_attention`, and so all the options.
+      out: merged output.
+      lse: merged logarithm of the sum of exponentials; `-inf` gives zero gradients.
+      dout: cotangent of `out`.
+      dlse: cotangent of `lse`; None is zero.
+    Returns:
+      dq, dk, dv: in float32 (float64 for float64 inputs), not yet rounded to the inputs' dtype.
+    Raises:
+      TypeError, ValueError: as `local_attention`.
+    """
+    name = "local_attention_backward"
+    options = check(
+        name,
+        q,
+        k,
+        v,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        window=window,
+        block_q=block_q,
+        block_kv=block_kv,
+        block_heads=block_heads,
+    )
+    check_ranges(name, q, kv_start, kv_end)
+    out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    check_arrays(name, **arrays)
+    for what, x, shape in (
+        ("out", out, out_shape),
+        ("lse", lse, lse_shape),
+        ("dout", dout, out_shape),
+        ("dlse", dlse, lse_shape),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
+    outcome = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
+    q, k, v = not_again(name, [q, k, v])
+    outcome = not_again(name, outcome)
+    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options, q, k, v, kv_start, kv_end):
+    return _forward(options, q, k, v, kv_start, kv_end)
+
+
+def _attention_fwd(options, *primals):
+    q, k, v, *ranges = (primal.value for primal in primals)
+    operands = (*not_again("local_attention", [q, k, v]), *ranges)
+    out, lse = _forward(options, *operands)
+    return (out, lse), (*operands, out, lse)
+
+
+def _attention_bwd(options, residuals, cotangents):
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        (dout,) = vary_like([jnp.zeros_like(residuals[-2])], residuals[0])
+    dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
+    grads = _backward(options, *residuals, *not_again("local_attention", [dout, *dlse]))
+    return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(options, q, k, v, kv_start, kv_end):
+    B, T, N, _ = q.shape
+    S, K, Hv = v.shape[1:]
+    if B * T * S == 0:
+        dtype = accumulator(q)
+        empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        return tuple(vary_like(empty, q))
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    return attend_blocks(options, of.q, of.ranges, of.k, of.v, None).result(q.shape, K)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
+    B, T = q.shape[:2]
+    S, K = k.shape[1:3]
+    if B * T * S == 0:
+        dtype = accumulator(q)
+        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
+    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    outcome = cut_outcome(options, of.used, out, lse, dout, dlse, K)
+    dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
+    dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
+    return finish_dq(dq, q.shape, K), dk, dv

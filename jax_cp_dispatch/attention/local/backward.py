@@ -1,0 +1,102 @@
+"""Backward pass of local attention, blockwise: the probabilities are computed again.
+
+Logits are held transposed, `[matrices, block_kv, G * block_q]`: four of the five products then read
+and write them without a transposition; `dq` alone is accumulated transposed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch.attention.local.blocks import (
+    Ranges,
+    accumulator,
+    block_of,
+    each_query_block,
+    from_rows,
+    matmul,
+    positions,
+    set_block,
+    soft_capped,
+    to_rows,
+    widen,
+)
+
+
+class Outcome(NamedTuple):
+    """Of the whole softmax, and its cotangents, for each row of the query blocks.
+
+    dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, since dlse/dlogit_j = p_j.
+    """
+
+    dout: Array  # [B*K, nq, G*block_q, Hv]
+    lse: Array  # [B*K, nq, G*block_q]; inf, and so p = 0, where there is nothing
+    delta: Array  # [B*K, nq, G*block_q]
+    out: Array | None  # [B*K, nq, G*block_q, Hv]; None where delta is not dout . out
+
+
+def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
+    """Of arguments of `local_attention_backward`; no gradients where `used`, `[B, T]`, is not."""
+    dtype = accumulator(lse)
+    dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
+    used = used[:, :, None] & (lse > -jnp.inf)
+    delta = jnp.sum(dout * out.astype(dtype), axis=-1)
+    if dlse is not None:
+        delta = delta - jnp.swapaxes(dlse, 1, 2).astype(dtype)
+        out = None
+    else:
+        out = to_rows(jnp.where(used[..., None], out, 0), num_groups, options.block_q)
+
+    def rows(x, fill: float = 0):
+        return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
+
+    return Outcome(
+        to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
+        rows(jnp.where(used, lse, jnp.inf), jnp.inf),
+        rows(jnp.where(used, delta, 0)),
+        out,
+    )
+
+
+def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+    """`gradients_of_blocks` of `passes.py`."""
+    q, k, v = options.scale * widen(q), widen(k), widen(v)
+    k_columns = options.scale * jnp.swapaxes(k, 2, 3)
+
+    def one_query_block(carry, place, q, dout, lse, delta, start, end, first, last):
+        def add_block(j, carry):
+            dq_block, dk, dv = carry
+            there = place.at(j)
+            k_block, v_block = block_of(k, there), block_of(v, there)
+            position = positions(options, j)[None, :, None]
+            logits, slope = soft_capped(options, matmul(k_block, q, (2, 2)))
+            allowed = (position >= start[:, None]) & (position < end[:, None])
+            p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
+            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
+            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
+            return dq_block, dk, dv
+
+        dq, *dkv = carry
+        row = block_of(dq, place), *dkv
+        dq_block, *dkv = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        return set_block(dq, place, dq_block), *dkv
+
+    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    return each_query_block(options, one_query_block, (dq, *zeros), (q, *outcome[:3], *ranges))
+
+
+def begin_dq(q):
+    """Nothing, for query blocks q."""
+    return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
+
+
+def finish_dq(dq, shape, num_groups):
+    """`[B, T, N, H]`."""
+    return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)

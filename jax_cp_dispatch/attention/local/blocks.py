@@ -1,0 +1,184 @@
+"""Local attention cut in blocks: the layout that its two passes share.
+
+A block is a plain matrix `[rows, features]` of one batch row and one KV head, and a pass computes
+those of several KV heads together: small enough for the caches, enough work for several threads.
+The G query heads of a KV head lie one after another along the rows of a query block, so K and V are
+never repeated, and all seven products (two forward, five backward) are matmuls. Blocked arrays have
+axes [B*K, blocks, rows, ...]: q, k and v in their own dtype, which a pass widens if it needs to,
+all else in the accumulator's. Rows that nobody uses are zero in them, since 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
+from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.attention.local.options import Options
+
+
+class Ranges(NamedTuple):
+    """The key rows [start, end) of each row of the query blocks, and the key blocks they touch."""
+
+    start: Array  # [B*K, nq, G*block_q]
+    end: Array
+    first: Array  # [B*K, nq] first key block to visit
+    last: Array  # one past the last
+
+
+class Operands(NamedTuple):
+    """Of one call of local attention."""
+
+    q: Array  # [B*K, nq, G*block_q, H]
+    k: Array  # [B*K, nk, block_kv, H]
+    v: Array  # [B*K, nk, block_kv, Hv]
+    ranges: Ranges
+    used: Array  # [B, T] queries with a non-empty range
+
+
+def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
+    """Blocks of checked operands of `local_attention`."""
+    (B, T), (S, K) = q.shape[:2], k.shape[1:3]
+    # Constant ranges are common, and XLA takes seconds to fold what follows from them.
+    kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
+    kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
+    if isinstance(options.window, Reach):
+        left, right = options.window.clipped(S + T)
+        row = jnp.arange(T, dtype=kv_start.dtype) + (S - T)
+        kv_start = kv_start if left is None else jnp.maximum(kv_start, (row - left)[None])
+        kv_end = kv_end if right is None else jnp.minimum(kv_end, (row + right + 1)[None])
+    elif options.window is not None:
+        kv_end = jnp.maximum(kv_end, 0)
+        kv_start = jnp.maximum(kv_start, kv_end - options.window)
+    start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
+    end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
+    used = start < end
+
+    row = jnp.arange(B)[:, None]
+    step = used.astype(jnp.int32)
+    edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
+    attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
+    k, v = (jnp.where(attended, x, 0) for x in (k, v))
+    return Operands(
+        q=cut_queries(options, q, used, K),
+        k=to_rows(k, K, options.block_kv),
+        v=to_rows(v, K, options.block_kv),
+        ranges=cut_ranges(options, start, end, q.shape, K, S),
+        used=used,
+    )
+
+
+def cut_ranges(options: Options, kv_start, kv_end, q_shape, num_groups, num_keys) -> Ranges:
+    """Of `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
+    used = kv_start < kv_end
+    of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
+    start = of_heads(jnp.where(used, kv_start, num_keys))
+    end = of_heads(jnp.where(used, kv_end, 0))
+    start = to_rows(start, num_groups, options.block_q, num_keys)[..., 0]
+    end = to_rows(end, num_groups, options.block_q)[..., 0]
+    first = jnp.min(start, axis=-1) // options.block_kv
+    last = -(-jnp.max(end, axis=-1) // options.block_kv)
+    return Ranges(start, end, first, last)
+
+
+def cut_queries(options: Options, q, used, num_groups):
+    """Query blocks; zero where `used`, `[B, T]`, is not."""
+    return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
+
+
+def to_rows(x, num_groups, block, fill: int | float = 0):
+    """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`, the last block filled up."""
+    B, L, N, F = x.shape
+    num_blocks = -(-L // block)
+    widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
+    x = jnp.pad(x, widths, constant_values=fill)
+    x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
+    x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
+    return x.reshape(B * num_groups, num_blocks, -1, F)
+
+
+def from_rows(x, shape, num_groups):
+    """`[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
+    B, L, N, _ = shape
+    _, num_blocks, rows, F = x.shape
+    heads = N // num_groups
+    x = x.reshape(B, num_groups, num_blocks, heads, rows // heads, F)
+    return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
+
+
+class Place(NamedTuple):
+    """Of one block of several matrices, which are computed together."""
+
+    matrix: Array  # the first of them
+    num_matrices: int
+    block: Array
+
+    def at(self, block) -> Place:
+        """Another block of the same matrices."""
+        return self._replace(block=block)
+
+
+def each_query_block(options: Options, one_block, carry, xs):
+    """Over the query blocks of all matrices: `carry = one_block(carry, place, *blocks)`.
+
+    A carry that is written in place costs no copy; results of a `lax.scan` would be copied.
+    """
+    num_matrices, num_blocks = xs[0].shape[:2]
+    together = options.block_heads
+
+    def body(number, carry):
+        place = Place(number // num_blocks * together, together, number % num_blocks)
+        return one_block(carry, place, *(block_of(x, place) for x in xs))
+
+    return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
+
+
+def block_of(x, place: Place):
+    """`x[matrices, block]`, `[matrices, ...]`."""
+    sizes = (place.num_matrices, 1, *x.shape[2:])
+    x = lax.dynamic_slice(x, _corner(x, place), sizes, allow_negative_indices=False)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def set_block(x, place: Place, block):
+    """`x` with `block` there."""
+    block = block.reshape(place.num_matrices, 1, *block.shape[1:])
+    return lax.dynamic_update_slice(x, block, _corner(x, place), allow_negative_indices=False)
+
+
+def _corner(x, place: Place):
+    return [jnp.int32(index) for index in (place.matrix, place.block, *[0] * (x.ndim - 2))]
+
+
+def positions(options: Options, j):
+    """Key rows of block j."""
+    return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
+
+
+def soft_capped(options: Options, logits):
+    """Soft-capped logits, and their derivative by those given."""
+    cap = options.logit_soft_cap
+    if cap is None:
+        return logits, 1
+    ratio = jnp.tanh(logits / cap)
+    return cap * ratio, 1 - ratio * ratio
+
+
+def matmul(x, y, contract):
+    """Product per matrix, over axis `contract[0]` of x and `contract[1]` of y; full precision."""
+    dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
+    return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
+
+
+def widen(x):
+    """`x` in the accumulator's dtype: on CPU products of small floats are slower than float32's."""
+    return x.astype(accumulator(x))
+
+
+def accumulator(x):
+    """The dtype of all sums."""
+    return sum_dtype(x.dtype)

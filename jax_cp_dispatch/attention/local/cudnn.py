@@ -1,0 +1,219 @@
+"""The passes of local attention for CUDA: by cuDNN, where it can express the ranges.
+
+cuDNN's flash attention knows no key range per query, but what a rank attends at one step of dense
+attention is nothing, causal, or, for each contiguous piece of its queries, all keys up to some
+length. Which of these the ranges are is seen when the program runs. Where they are none of these,
+as with packed documents, most tiles of them are; the others are masked. The derivative takes the
+logarithm of the sum and the output of the whole softmax, so that it serves merged results.
+
+jax.nn.dot_product_attention stops that logarithm's gradient and takes none from outside, so the
+primitives below it are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+
+import jax.numpy as jnp
+from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jaxtyping import Array, Bool, Int
+
+from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch.attention.local.backward import Outcome, gradients_blockwise
+from jax_cp_dispatch.attention.local.blocks import Ranges, widen
+from jax_cp_dispatch.attention.local.forward import Softmax
+from jax_cp_dispatch.attention.local.options import Options
+from jax_cp_dispatch.attention.local.tiles import (
+    attend_in_tiles,
+    gradients_in_tiles,
+    masked_attention,
+    masked_gradients,
+)
+
+_LARGEST_HEAD = 128  # 256 from Hopper on, which is not known when a program is lowered
+_CALL = {
+    "seed": 42,
+    "dropout_rate": 0.0,
+    "variadic_args": (False, False),  # no bias, no gradient of one
+    "layout": fused.AttentionLayout.BNTH.value,
+    "sliding_window_length": None,
+}
+if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # since jax 0.12
+    _CALL |= {"score_mod_name": None, "score_mod_jaxpr": None}
+
+
+def takes(options: Options, q, k, v) -> bool:
+    """Whether cuDNN knows such blocks, whatever their ranges; else all is blockwise."""
+    H, Hv = k.shape[-1], v.shape[-1]
+    return (
+        q.dtype in (jnp.bfloat16, jnp.float16)
+        and H == Hv <= _LARGEST_HEAD
+        and H % 8 == 0
+        and options.logit_soft_cap is None
+    )
+
+
+def attend(options: Options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+    """`attend_blocks` of `passes.py`, for blocks that cuDNN `takes`."""
+    tile = functools.partial(_attend, dataclasses.replace(options, piece_rows=None), None)
+    tiles = functools.partial(attend_in_tiles, tile, options)
+    return _attend(options, tiles, q, ranges, k, v, seen)
+
+
+def _attend(options, in_tiles, q, ranges, k, v, seen):
+    """Masked where there is no way to have it `in_tiles`."""
+    rows = _Rows(options, q, ranges)
+
+    def calls_of(parts):
+        outs, lses = zip(*(call(*part) for part in parts()), strict=True)
+        lse = jnp.where(rows.used[:, None], jnp.concatenate(lses, axis=2), -jnp.inf)
+        out = jnp.where(rows.used[:, None, :, None], jnp.concatenate(outs, axis=2), 0)
+        lse, out = rows.blocks(lse[..., None])[..., 0], rows.blocks(widen(out))
+        if seen is None:  # one pass over the output less
+            peak = jnp.maximum(lse, jnp.finfo(lse.dtype).min)
+            return Softmax(peak, jnp.exp(lse - peak), out)
+        peak = jnp.maximum(seen.peak, lse)
+        keep, add = jnp.exp(seen.peak - peak), jnp.exp(lse - peak)
+        acc = seen.acc * keep[..., None] + out * add[..., None]
+        return Softmax(peak, seen.total * keep + add, acc)
+
+    def call(mask, piece, k, v, lengths):
+        if mask is None:
+            return masked_attention(rows.q, k, v, rows.start, rows.end, options.scale)
+        operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
+        return fused._dot_product_attention_fwd_p.bind(
+            *operands, mask_type=mask, scale=options.scale, is_training=True, **_CALL
+        )
+
+    before = lambda: seen or Softmax.of_nothing(q, v.shape[3])
+    other = in_tiles and (lambda: in_tiles(q, ranges, k, v, before()))
+    return rows.switch(before, calls_of, k, v, other)
+
+
+def gradients(options: Options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+    """`gradients_of_blocks` of `passes.py`, for blocks that cuDNN `takes`.
+
+    Gradients of one set of keys are rounded to their dtype before they are added to others.
+    """
+    if outcome.out is None:  # cuDNN takes the product of out and dout, no cotangent of the lse
+        return gradients_blockwise(options, q, outcome, ranges, k, v, dq)
+    tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
+    tiles = functools.partial(gradients_in_tiles, tile, options)
+    return _gradients(options, tiles, q, outcome, ranges, k, v, dq)
+
+
+def _gradients(options, in_tiles, q, outcome, ranges, k, v, dq):
+    rows = _Rows(options, q, ranges)
+    out, dout = (rows.of(x).astype(q.dtype) for x in (outcome.out, outcome.dout))
+    lse, delta = (rows.of(x[..., None])[..., 0] for x in (outcome.lse, outcome.delta))
+    # Who attends nothing here gets no part of the softmax: exp(logit - lse) is 0.
+    lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
+    nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in (k, v)), dq)
+
+    def calls_of(parts):
+        dqs, dks, dvs = zip(*(call(*part) for part in parts()), strict=True)
+        added = jnp.swapaxes(rows.blocks(widen(jnp.concatenate(dqs, axis=2))), 2, 3)
+        return dq + added, *(_key_blocks(dx, x) for dx, x in ((dks, k), (dvs, v)))
+
+    def call(mask, piece, k, v, lengths):
+        if mask is None:
+            ranges = rows.start, rows.end
+            return masked_gradients(rows.q, k, v, *ranges, options.scale, lse, delta, dout)
+        operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
+        of_piece = (x[:, :, piece] for x in (lse, out, dout))
+        dq, *dkv = fused._dot_product_attention_bwd_p.bind(
+            *operands, *of_piece, mask_type=mask, scale=options.scale, **_CALL
+        )
+        attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
+        return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
+
+    other = in_tiles and (lambda: in_tiles(q, outcome, ranges, k, v, nothing))
+    return rows.switch(lambda: nothing, calls_of, k, v, other)
+
+
+class _Rows:
+    """Query blocks as cuDNN reads them, `[B*K, G, rows, ...]`, and what their ranges are."""
+
+    def __init__(self, options: Options, q, ranges: Ranges):
+        self.block_q = options.block_q
+        self.q = self.of(q)
+        num_rows = self.q.shape[2]
+        self.start, self.end = (self.of(x[..., None])[:, 0, :, 0] for x in ranges[:2])
+        self.used: Bool[Array, "M rows"] = self.start < self.end
+        size = options.piece_rows or num_rows
+        edges = [*range(0, num_rows - size + 1, size), num_rows]
+        self.pieces = [slice(*edge) for edge in itertools.pairwise(edges)]
+
+    def of(self, x):
+        M, nq, rows, F = x.shape
+        x = x.reshape(M, nq, rows // self.block_q, self.block_q, F)
+        return jnp.swapaxes(x, 1, 2).reshape(M, rows // self.block_q, nq * self.block_q, F)
+
+    def blocks(self, x):
+        """The inverse of `of`."""
+        M, G, rows, F = x.shape
+        x = x.reshape(M, G, rows // self.block_q, self.block_q, F)
+        return jnp.swapaxes(x, 1, 2).reshape(M, rows // self.block_q, G * self.block_q, F)
+
+    def switch(self, nothing, calls_of, k, v, other):
+        """What the ranges ask for; `calls_of` gets a list of calls' operands.
+
+        If they are not dense, that is `other`, or without it one call with no mask of cuDNN's.
+        """
+        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (k, v))
+        lengths = [self._length(piece) for piece in self.pieces]
+        longest = functools.reduce(jnp.maximum, lengths)
+        num_rows = self.q.shape[2]
+
+        def causal():
+            keys = (_resized(x, num_rows) for x in (k, v))
+            return [(fused.MaskType.CAUSAL, slice(None), *keys, longest)]
+
+        def prefixes():
+            parts = zip(self.pieces, lengths, strict=True)
+            return [(fused.MaskType.PADDING, piece, k, v, length) for piece, length in parts]
+
+        def masked():
+            return [(None, slice(None), k, v, longest)]
+
+        is_causal = self._all_end_at(jnp.arange(1, num_rows + 1)[None])
+        ends = [
+            jnp.broadcast_to(x[:, None], self.end[:, p].shape)
+            for x, p in zip(lengths, self.pieces, strict=True)
+        ]
+        is_prefix = self._all_end_at(jnp.concatenate(ends, axis=1))
+        case = jnp.where(is_causal, 1, jnp.where(is_prefix, 2, 3))
+        case = jnp.where(jnp.any(self.used), case, 0)
+        calls = [functools.partial(calls_of, parts) for parts in (causal, prefixes, masked)]
+        return lax.switch(case, [nothing, *calls[:2], other or calls[2]])
+
+    def _length(self, piece) -> Int[Array, " M"]:
+        return jnp.max(jnp.where(self.used[:, piece], self.end[:, piece], 0), axis=1)
+
+    def _all_end_at(self, end) -> Bool[Array, ""]:
+        return jnp.all(~self.used | (self.start == 0) & (self.end == end))
+
+
+def _operands(mask, q, k, v, lengths):
+    none = jnp.zeros(0, q.dtype)
+    counts = none, none
+    if mask is fused.MaskType.PADDING:
+        # One key at least; who attends none gets nothing of it.
+        counts = jnp.full(q.shape[0], q.shape[2], jnp.int32), jnp.maximum(lengths, 1)
+    return q, k, v, none, *counts, none, none, none, none
+
+
+def _resized(x, num_rows):
+    missing = max(0, num_rows - x.shape[2])
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))[:, :, :num_rows]
+
+
+def _key_blocks(parts, x):
+    """The sum of the pieces' gradients of x, `[M, blocks, rows, F]`, in the accumulator's dtype."""
+    total = sum(map(widen, parts[1:]), widen(parts[0]))
+    total = _resized(total, x.shape[1] * x.shape[2])
+    return total.reshape(x.shape)

@@ -1,0 +1,93 @@
+"""Forward pass of local attention, blockwise: an online softmax over each query block's keys.
+
+Logits are held `[matrices, G * block_q, block_kv]`: both products then read them, and write them,
+without a transposition.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch.attention.local.blocks import (
+    Ranges,
+    accumulator,
+    block_of,
+    each_query_block,
+    from_rows,
+    matmul,
+    positions,
+    set_block,
+    soft_capped,
+    widen,
+)
+
+
+class Softmax(NamedTuple):
+    """Of each row of the query blocks, over the keys seen so far."""
+
+    peak: Array  # [B*K, nq, G*block_q] largest logit
+    total: Array  # [B*K, nq, G*block_q] sum of exp(logit - peak)
+    acc: Array  # [B*K, nq, G*block_q, Hv] likewise of the values
+
+    @classmethod
+    def of_nothing(cls, q, num_features) -> Softmax:
+        # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
+        dtype = accumulator(q)
+        peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
+        acc = jnp.zeros((*q.shape[:3], num_features), dtype)
+        return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
+
+    def result(self, shape, num_groups):
+        """`(out, lse)` as `local_attention` returns them, for queries of this shape."""
+        empty = self.total == 0
+        total = jnp.where(empty, 1, self.total)
+        lse = jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))
+        out = from_rows(self.acc / total[..., None], shape, num_groups)
+        return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
+
+
+def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+    """`attend_blocks` of `passes.py`."""
+    seen = seen or Softmax.of_nothing(q, v.shape[3])
+    q, k, v = options.scale * widen(q), widen(k), widen(v)
+
+    def one_query_block(seen, place, q, start, end, first, last):
+        start_of_all, end_of_all = jnp.max(start), jnp.min(end)
+
+        def exponentials(masked, position, logits, peak):
+            logits, _ = soft_capped(options, logits)
+            if masked:
+                column = position[None, None]
+                allowed = (column >= start[..., None]) & (column < end[..., None])
+                logits = jnp.where(allowed, logits, -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
+            return jnp.exp(logits - new_peak[..., None]), new_peak
+
+        def add_block(j, row):
+            peak, total, acc = row
+            position = positions(options, j)
+            # Most blocks lie inside all ranges; a mask would cost them a pass over the logits.
+            p, new_peak = lax.cond(
+                (position[0] >= start_of_all) & (position[-1] < end_of_all),
+                functools.partial(exponentials, False),
+                functools.partial(exponentials, True),
+                position,
+                matmul(q, block_of(k, place.at(j)), (2, 2)),
+                peak,
+            )
+            keep = jnp.exp(peak - new_peak)
+            total = total * keep + jnp.sum(p, axis=2)
+            acc = acc * keep[..., None] + matmul(p, block_of(v, place.at(j)), (2, 1))
+            return new_peak, total, acc
+
+        row = tuple(block_of(x, place) for x in seen)
+        row = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        return Softmax(*(set_block(x, place, y) for x, y in zip(seen, row, strict=True)))
+
+    return each_query_block(options, one_query_block, seen, (q, *ranges))

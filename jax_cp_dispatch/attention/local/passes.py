@@ -1,0 +1,94 @@
+"""The two passes of local attention over blocks, as primitives: what computes them is chosen when
+a program is lowered. Blockwise code of ours everywhere, and for CUDA cuDNN where it can.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_cp_dispatch.attention.local import cudnn
+from jax_cp_dispatch.attention.local.backward import Outcome, gradients_blockwise
+from jax_cp_dispatch.attention.local.blocks import Ranges, accumulator
+from jax_cp_dispatch.attention.local.forward import Softmax, attend_blockwise
+
+
+def attend_blocks(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+    """Adds key blocks to the softmax of the query blocks; None where they are the first ones."""
+    return Softmax(*attend_p.bind(q, *ranges, k, v, *(seen or ()), options=options))
+
+
+def gradients_of_blocks(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+    """Adds to `dq`, `[B*K, nq, H, G*block_q]`, what one set of keys gives; and their dk and dv."""
+    outcome_arrays = [x for x in outcome if x is not None]
+    return gradients_p.bind(q, *ranges, k, v, dq, *outcome_arrays, options=options)
+
+
+attend_p = Primitive("attend_blocks")
+gradients_p = Primitive("gradients_of_blocks")
+attend_p.multiple_results = gradients_p.multiple_results = True
+
+
+def _attend(pass_, *operands, options):
+    q, start, end, first, last, k, v, *seen = operands
+    seen = Softmax(*seen) if seen else None
+    return pass_(options, q, Ranges(start, end, first, last), k, v, seen)
+
+
+def _gradients(pass_, *operands, options):
+    q, start, end, first, last, k, v, dq, *outcome = operands
+    outcome = Outcome(*outcome) if len(outcome) == 4 else Outcome(*outcome, out=None)
+    return pass_(options, q, outcome, Ranges(start, end, first, last), k, v, dq)
+
+
+# ---- Shapes; `update` keeps the mesh axes over which an array varies.
+
+
+def _attend_shapes(*operands, options):
+    q, start, *_, v = operands[:7]
+    row = start.update(dtype=accumulator(q), weak_type=False)
+    acc = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=row.dtype, weak_type=False)
+    return [row, row, acc]
+
+
+def _gradients_shapes(*operands, options):
+    _, _, _, _, _, k, v, dq, *_ = operands
+    return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
+
+
+# ---- Batching. Every operand has an axis of matrices in front, which takes the examples in: none
+# waits for another.
+
+
+def _batch(primitive, operands, dims, *, options):
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    moved = (batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True))
+    outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), options=options)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
+
+
+# ---- Lowering.
+
+
+def _define(primitive, shapes, call, blockwise, by_cudnn):
+    blockwise, by_cudnn = (functools.partial(call, pass_) for pass_ in (blockwise, by_cudnn))
+
+    def lower_for_cuda(ctx, *operands, options):
+        takes = cudnn.takes(options, *operator.itemgetter(0, 5, 6)(ctx.avals_in))
+        chosen = by_cudnn if takes else blockwise
+        return mlir.lower_fun(chosen, multiple_results=True)(ctx, *operands, options=options)
+
+    primitive.def_abstract_eval(shapes)
+    compiled = jax.jit(primitive.bind, static_argnames="options")
+    primitive.def_impl(compiled)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(blockwise, multiple_results=True))
+    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+
+
+_define(attend_p, _attend_shapes, _attend, attend_blockwise, cudnn.attend)
+_define(gradients_p, _gradients_shapes, _gradients, gradients_blockwise, cudnn.gradients)

@@ -1,0 +1,127 @@
+"""Keys cut in chunks, and the order and ranges of those that a rank holds at one step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_cp_dispatch.attention.rotating.layout import Placement
+
+
+class Chunking(NamedTuple):
+    """A rank's keys in C chunks; each chunk has a piece of every block, of equally many rows.
+
+    What does not divide fills up the last pieces of a block.
+    """
+
+    placement: Placement
+    num_chunks: int
+
+    @property
+    def piece_rows(self) -> int:
+        return -(-self.placement.block_rows // self.num_chunks)
+
+    @property
+    def is_in_order(self) -> bool:
+        """One chunk without filling: its rows stand in the order of the sequence already."""
+        return self.num_chunks == 1 and bool(
+            (self.placement.lengths == self.placement.block_rows).all()
+        )
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.placement.num_blocks * self.piece_rows
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one chunk of each number, whichever ranks they are from: what is held at a step."""
+        first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
+        lengths = np.clip(self.placement.lengths - first, 0, self.piece_rows)  # chunk, rank, block
+        return int(lengths.sum(2).max(1).sum())
+
+    def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C B*K chunk_rows H"]:
+        C, P = self.num_chunks, self.placement.num_blocks
+        B, _, K, H = x.shape
+        x = x.reshape(B, P, self.placement.block_rows, K, H)
+        short = C * self.piece_rows - self.placement.block_rows
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0), (0, 0)))
+        x = x.reshape(B, P, C, self.piece_rows, K, H)
+        return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
+
+    def uncut(self, x: Float[Array, "C M chunk_rows H"], batch: int) -> Float[Array, "B rows K H"]:
+        C, P = self.num_chunks, self.placement.num_blocks
+        H = x.shape[3]
+        x = x.reshape(C, batch, -1, P, self.piece_rows, H)
+        x = jnp.transpose(x, (1, 3, 0, 4, 2, 5)).reshape(batch, P, C * self.piece_rows, -1, H)
+        return x[:, :, : self.placement.block_rows].reshape(batch, -1, *x.shape[3:])
+
+    def holding(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> Holding:
+        """Chunk `chunk[slot]` of rank `source[slot]` in each slot."""
+        first = chunk[:, None] * self.piece_rows
+        start = jnp.asarray(self.placement.starts)[source] + first
+        length = jnp.asarray(self.placement.lengths)[source] - first
+        return Holding(self, start.reshape(-1), jnp.clip(length, 0, self.piece_rows).reshape(-1))
+
+
+class Holding(NamedTuple):
+    """The C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
+
+    Attention reads them in the order of the sequence, the tokens of all pieces one after another:
+    there, the keys of a query are contiguous. Arrays have an axis of M = B * K matrices, as blocks
+    have, so that nothing is transposed at a step.
+    """
+
+    chunking: Chunking
+    start: Int[Array, " pieces"]  # first token of each piece
+    length: Int[Array, " pieces"]  # its tokens
+
+    def ranges(
+        self, start: Int[Array, "B T"], end: Int[Array, "B T"]
+    ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+        """The rows, in order, that hold the tokens [start, end) of the sequence."""
+
+        def tokens_before(token):
+            inside = jnp.clip(token[..., None] - self.start[None, None], 0, self.length[None, None])
+            return jnp.sum(inside, axis=-1, dtype=jnp.int32)
+
+        return tokens_before(start), tokens_before(end)
+
+    def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
+        """In S = `num_rows` rows, those behind the last token hold what some token does."""
+        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+        if self.chunking.is_in_order:
+            return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
+        return x[:, self._slot_rows(num_rows)]
+
+    def in_slots(self, x: Float[Array, "M S H"]) -> Float[Array, "C M chunk_rows H"]:
+        """The way back; rows that only fill up a piece become zero."""
+        if self.chunking.is_in_order:
+            x = x[:, : self.chunking.chunk_rows]
+        else:
+            row, is_token = self._ordered_rows()
+            x = jnp.where(is_token[:, None], x[:, row], 0)
+        x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
+        return jnp.swapaxes(x, 0, 1)
+
+    def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
+        """For each row in order the row in slots that holds it; any for rows behind the last."""
+        rows, num_pieces = self.chunking.piece_rows, self.start.size
+        order = jnp.argsort(self.start).astype(jnp.int32)
+        length = self.length[order]
+        end = jnp.cumsum(length, dtype=jnp.int32)
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        piece = jnp.searchsorted(end, row, side="right", method="compare_all")
+        piece = jnp.minimum(piece, num_pieces - 1)
+        within = jnp.minimum(row - (end - length)[piece], rows - 1)
+        return order[piece] * rows + within
+
+    def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
+        """For each row in slots its row in order, and whether it holds a token."""
+        rows = self.chunking.piece_rows
+        earlier = self.start[None, :] < self.start[:, None]
+        first = jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)
+        inside = jnp.arange(rows, dtype=jnp.int32)[None]
+        return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)

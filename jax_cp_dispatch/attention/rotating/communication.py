@@ -1,0 +1,232 @@
+"""Exchanges in which every rank sends each of its chunks to one other rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree, Shaped
+
+from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.deadline import check_deadline
+from jax_cp_dispatch._ranks.implementations import check_implementation
+from jax_cp_dispatch.attention.one_rank import num_ranks_here
+from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
+from jax_cp_dispatch.metadata import Metadata
+
+# Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it goes nowhere.
+Routes = tuple[tuple[int, ...], ...]
+
+
+def ring_exchange(
+    x: PyTree[Shaped[Array, "..."]],
+    *,
+    axis_name: AxisName,
+    shift: int = 1,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> PyTree[Shaped[Array, "..."]]:
+    """Sends `x` to rank + shift and returns what rank - shift sent, all arrays in one exchange.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Linear; its transpose
+    is the exchange with `-shift`.
+
+    Args:
+      x: any arrays, of the same shapes on all ranks.
+      axis_name: the mesh axis of the ranks, or several, the major one first.
+      shift: ranks to move by, modulo the size of the axis.
+      implementation: "in_process" or "shared_memory", this package's transports between CPU
+        devices of one process and of several; "xla", a collective-permute of each array; None
+        chooses one of the first where there is one.
+      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+        "xla".
+    Returns:
+      Arrays in the structure of `x`.
+    Raises:
+      ValueError, NotImplementedError: an implementation that is none, or cannot serve here.
+      jax.errors.JaxRuntimeError: see `dispatch`.
+    """
+    check_integer("ring_exchange", "shift", shift)
+    num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
+    route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
+    chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
+    moved = move_chunks(
+        "ring_exchange",
+        chunks,
+        (route,),
+        axis_name=axis_name,
+        implementation=implementation,
+        deadline=deadline,
+    )
+    return jax.tree.map(lambda leaf: leaf[0], moved)
+
+
+def chunk_exchange(
+    chunks: PyTree[Shaped[Array, "C ..."]],
+    out_chunk: CycleRows,
+    in_chunk: CycleRows,
+    *,
+    axis_name: AxisName,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> PyTree[Shaped[Array, "C ..."]]:
+    """Sends at most one chunk over each link, all in one exchange: a step of Hamilton attention.
+
+    Call where `ring_exchange` may be called. Linear; its transpose is the exchange with both maps
+    transposed.
+
+    Args:
+      chunks: arrays of C chunks each.
+      out_chunk: for ranks a, b the chunk that a sends to b, or -1; see `chunk_maps`.
+      in_chunk: for ranks a, b the slot in which a receives from b, or -1: the transpose of
+        `out_chunk`, because a chunk keeps its number on its way.
+      axis_name, implementation, deadline: see `ring_exchange`; "xla" makes an all-to-all of
+        each array if all links are used, else a collective-permute of each chunk.
+    Returns:
+      The received chunks in the structure of `chunks`; a slot that nobody fills is zero.
+    Raises:
+      ValueError: the maps contradict each other, or do not fit the axis or the chunks.
+      NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
+    """
+    num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
+    num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
+    for leaf in jax.tree.leaves(chunks):
+        if jnp.shape(leaf)[:1] != (num_chunks,):
+            raise ValueError(
+                f"chunk_exchange: an array has shape {jnp.shape(leaf)} but the maps name "
+                f"{num_chunks} chunks, which its first axis must count."
+            )
+    if num_chunks == 0:
+        return chunks
+    return move_chunks(
+        "chunk_exchange",
+        chunks,
+        routes_of_maps(out_chunk, num_chunks),
+        axis_name=axis_name,
+        implementation=implementation,
+        deadline=deadline,
+    )
+
+
+def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
+    """Where each rank sends each chunk, from what each rank sends to each."""
+    routes = np.full((num_chunks, len(out_chunk)), -1)
+    for rank, row in enumerate(out_chunk):
+        for peer, chunk in enumerate(row):
+            if chunk >= 0:
+                routes[chunk, rank] = peer
+    return tuple(map(tuple, routes.tolist()))
+
+
+def routes_of_cycles(cycles: Sequence[Sequence[int]]) -> Routes:
+    """Chunk c goes to its rank's successor on cycle c."""
+    successors = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in cycles]
+    return tuple(tuple(successor[rank] for rank in sorted(successor)) for successor in successors)
+
+
+def reverse(routes: Routes) -> Routes:
+    """The way back."""
+    back = np.full((len(routes), len(routes[0]) if routes else 0), -1)
+    for chunk, route in enumerate(routes):
+        for rank, peer in enumerate(route):
+            if peer >= 0:
+                back[chunk, peer] = rank
+    return tuple(map(tuple, back.tolist()))
+
+
+def move_chunks(
+    op: str,
+    chunks: Any,
+    routes: Routes,
+    *,
+    axis_name: AxisName,
+    implementation: str | None,
+    deadline: float | None,
+) -> Any:
+    """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
+    check_implementation(op, implementation)
+    check_deadline(op, deadline)
+    by_collectives = _ByCollectives(routes, axis_name)
+    by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
+    if implementation == "xla":
+        return by_xla(chunks)
+    by_dispatch = functools.partial(
+        _by_dispatch,
+        op=op,
+        by_collectives=by_collectives,
+        implementation=implementation,
+        deadline=deadline,
+    )
+    if implementation is not None:
+        return by_dispatch(chunks)
+    return lax.platform_dependent(chunks, cpu=by_dispatch, default=by_xla)
+
+
+def _of_leaves(move, chunks):
+    leaves, tree = jax.tree.flatten(chunks)
+    return jax.tree.unflatten(tree, move(leaves))
+
+
+class _ByCollectives(NamedTuple):
+    """One all-to-all where every rank sends to all others: it uses all links at once.
+
+    Elsewhere, in rings and between nodes, one collective-permute for each chunk.
+    """
+
+    routes: Routes
+    axis_name: AxisName
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        num_chunks, num_ranks = len(self.routes), len(self.routes[0])
+        peers = np.asarray(self.routes).T  # [rank, chunk]
+        others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
+        if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
+            return _by_all_to_all(arrays, peers, self.axis_name)
+        pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in self.routes]
+        permute = lambda x, arcs: lax.ppermute(x, self.axis_name, arcs)
+        return [
+            jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
+        ]
+
+    def transposed(self) -> _ByCollectives:
+        return self._replace(routes=reverse(self.routes))
+
+
+def _by_all_to_all(arrays, peers, axis_name):
+    num_ranks, num_chunks = peers.shape
+    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; to itself: anything
+    chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
+    sender = np.zeros_like(peers)  # [rank, chunk]
+    sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]
+    rank = lax.axis_index(axis_name)
+    outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
+
+    return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
+
+
+def _by_dispatch(chunks, *, op, by_collectives, implementation, deadline):
+    """A chunk is a token, and every token a shard of its own."""
+    routes, axis_name = by_collectives
+    num_chunks, num_ranks = len(routes), len(routes[0])
+    to = np.asarray(routes, np.int32).T  # [rank, chunk]
+    moves = to >= 0
+    received = np.zeros((num_ranks, num_ranks + 1), np.uint32)
+    sender = np.broadcast_to(np.arange(num_ranks)[:, None], to.shape)
+    np.add.at(received, (to[moves], sender[moves]), 1)
+    received[:, -1] = received.sum(1)
+    plan = Metadata(
+        dst_rank=to,
+        dst_offset=np.where(moves, np.arange(num_chunks), 0).astype(np.uint32),
+        seq_len=np.ones(to.shape, np.uint32),
+        num_recv_tokens=received,
+        world_size=num_ranks,
+    )
+    piece = outgoing(op, "chunks", "", chunks, plan, num_chunks, None, None)
+    return move(op, [piece], axis_name, None, implementation, deadline, by_collectives)[0]

@@ -1,0 +1,144 @@
+"""Who holds which chunks of keys and values at each step, and how they get there.
+
+Every rank cuts its keys and values in C chunks. At step 0 it holds its own; after n - 1 exchanges
+it has held every chunk of every rank once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jax_cp_dispatch.attention.rotating.communication import (
+    Routes,
+    move_chunks,
+    reverse,
+    routes_of_cycles,
+)
+
+
+class Held(NamedTuple):
+    """What stands in the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
+
+    source: Int[Array, " C"]
+    chunk: Int[Array, " C"]
+
+
+class Transport(NamedTuple):
+    """What all exchanges of one call have in common."""
+
+    op: str
+    axis_name: Any
+    implementation: str | None
+    deadline: float | None
+
+    def move(self, chunks: Any, routes: Routes) -> Any:
+        return move_chunks(chunks=chunks, routes=routes, **self._asdict())
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """`num_ranks` steps; all methods trace, with `step` and `rank` integers or traced ones."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_chunks(self) -> int: ...
+
+    def held(self, rank, step) -> Held:
+        """What `rank` holds at `step`."""
+        ...
+
+    def bring(self, transport: Transport, own, held, step):
+        """The chunks of step + 1, from a rank's own and those that it holds at `step`."""
+        ...
+
+    def begin(self, gradients) -> tuple[Any, Any]:
+        """`travelling` and `home` after step 0, which gives gradients of a rank's own chunks."""
+        ...
+
+    def settle(self, transport: Transport, travelling, home, step) -> tuple[Any, Any]:
+        """Moves the gradients that left step - 1, while those of `step` are computed.
+
+        Returns what has to be added to these before they travel on, or None, and `home`. After
+        the last step the one that is not None, or else `home`, is complete.
+        """
+        ...
+
+
+class Cycles(NamedTuple):
+    """Chunk c travels along cycle c, and its gradient with it, one step behind. One cycle: a ring.
+
+    Rows are arc-disjoint Hamiltonian cycles, so that a link carries one chunk per step.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.rows)
+
+    def held(self, rank, step):
+        rows = np.array(self.rows, np.int32)
+        place = jnp.asarray(np.argsort(rows, axis=1).astype(np.int32))[:, rank]
+        chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        return Held(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
+
+    def bring(self, transport, own, held, step):
+        return transport.move(held, routes_of_cycles(self.rows))
+
+    def begin(self, gradients):
+        return gradients, ()
+
+    def settle(self, transport, travelling, home, step):
+        return transport.move(travelling, routes_of_cycles(self.rows)), home
+
+
+class Direct(NamedTuple):
+    """At step t slot s gets a chunk straight from rank r - 1 - s, and its gradient straight home.
+
+    Chunk c comes through slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks:
+    each rank keeps its own to send from.
+    """
+
+    num_ranks: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_ranks - 1
+
+    @property
+    def _routes(self) -> Routes:
+        n = self.num_ranks
+        return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
+
+    def _chunks(self, step):
+        """The chunk that goes through each slot on its way to `step` >= 1."""
+        return (jnp.arange(self.num_chunks, dtype=jnp.int32) + 1 - step) % self.num_chunks
+
+    def held(self, rank, step):
+        slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        is_own = jnp.asarray(step) == 0
+        source = jnp.where(is_own, rank, (rank - 1 - slot) % self.num_ranks)
+        return Held(source, jnp.where(is_own, slot, self._chunks(step)))
+
+    def bring(self, transport, own, held, step):
+        chunks = self._chunks(step + 1)
+        return transport.move(jax.tree.map(lambda x: x[chunks], own), self._routes)
+
+    def begin(self, gradients):
+        return jax.tree.map(jnp.zeros_like, gradients), gradients
+
+    def settle(self, transport, travelling, home, step):
+        back = transport.move(travelling, reverse(self._routes))
+        slots = jnp.argsort(self._chunks(step - 1))
+        return None, jax.tree.map(lambda h, x: h + x[slots], home, back)

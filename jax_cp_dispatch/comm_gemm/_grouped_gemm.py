@@ -1,0 +1,223 @@
+"""`grouped_gemm`: rows that belong to different matrices, as those of experts."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jax_cp_dispatch._ranks.implementations import check_implementation
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode, read_flag
+from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
+from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall, grouped_gemm_p
+from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
+from jax_cp_dispatch.comm_gemm.scaled.checks import check_operand_types, scales_of_mode
+
+_FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
+    ((1,), (1,)): (False, False),
+    ((1,), (2,)): (False, True),
+    ((0,), (0,)): (True, False),
+}
+
+
+def grouped_gemm(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "..."],
+    group_sizes: Int32[Array, " G"],
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Float[Array, "G N"] | None = None,
+    scaling_mode: ScalingMode | str = ScalingMode.NO_SCALING,
+    lhs_scale_inv: Float32[Array, " G"] | None = None,
+    rhs_scale_inv: Float32[Array, " G"] | None = None,
+    use_split_accumulator: bool = True,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "..."]:
+    """A product for each group of consecutive rows.
+
+    | contracting_dims | rhs | output |
+    |---|---|---|
+    | ((1,), (1,)) | [G, K, N] | [M, N]: the rows of group g times matrix g |
+    | ((1,), (2,)) | [G, N, K] | the same |
+    | ((0,), (0,)) | [M, N] | [G, K, N]: the gradient of the matrices, lhs' rhs group by group |
+
+    Groups may be empty. Rows behind the last group become zero, and count for nothing. The sizes
+    are read where it runs, not on the host. Call anywhere on arrays of one device; inside
+    `jax.shard_map` on this rank's. Differentiable in lhs, rhs and bias without scales, in reverse
+    mode, any number of times.
+
+    Args:
+      lhs: rows, group after group.
+      rhs: a matrix per group, or more rows.
+      group_sizes: rows of each group; their sum is at most M.
+      contracting_dims: of lhs and of rhs.
+      bias: of each group; not where rows are contracted.
+      scaling_mode: NO_SCALING, or one of tensor scaling, with a scale per group, of 8-bit operands.
+      lhs_scale_inv, rhs_scale_inv: of each group: output = (lhs scale) (rhs scale).
+      use_split_accumulator, preferred_element_type: see `gemm`.
+      implementation: "in_process", "xla" (`jax.lax.ragged_dot_general`), or None: the first where
+        it can serve.
+    Returns:
+      The products: float32 accumulation (float64 for float64), rounded once, bitwise repeatable.
+    Raises:
+      TypeError, ValueError: an argument is not what it needs to be.
+      NotImplementedError: the derivative of scaled operands.
+      jax.errors.JaxRuntimeError: a group size is negative, or their sum is above M; with "xla" such
+        sizes are not noticed.
+    References:
+      NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
+    """
+    op = "grouped_gemm"
+    lhs, rhs = read_array(op, "lhs", lhs), read_array(op, "rhs", rhs)
+    group_sizes = read_array(op, "group_sizes", group_sizes)
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    check_operand_types(op, lhs, rhs, mode)
+    read_flag(op, "use_split_accumulator", use_split_accumulator)
+    check_implementation(op, implementation)
+    dims = tuple(contracting_dims[0]), tuple(contracting_dims[1])
+    if dims not in _FORMS:
+        raise ValueError(
+            f"{op}: contracting_dims is {contracting_dims!r}; it needs to be one of "
+            f"{', '.join(map(str, _FORMS))}. Transpose an operand."
+        )
+    contracts_rows, rhs_transposed = _FORMS[dims]
+    _check_shapes(op, lhs, rhs, group_sizes, dims)
+    call = GroupedCall(
+        out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
+        contracts_rows=contracts_rows,
+        rhs_transposed=rhs_transposed,
+        scaling_mode=mode,
+        fuse_bias=bias is not None,
+        use_split_accumulator=use_split_accumulator,
+        implementation=implementation,
+    )
+    num_groups = group_sizes.shape[0]
+    if bias is not None:
+        bias = _read_bias(
+            op,
+            call,
+            jnp.asarray(bias, call.out_dtype),
+            (num_groups, call.out_shape(lhs, rhs, group_sizes)[-1]),
+        )
+    _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
+    if mode == ScalingMode.NO_SCALING:
+        given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
+        lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents will
+        with reverse_mode_only(op):
+            return _product(call, lhs, rhs, rest[0] if rest else None, group_sizes)
+    return _bind(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
+
+
+def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
+    contracts_rows, _ = _FORMS[dims]
+    if lhs.ndim != 2 or rhs.ndim != (2 if contracts_rows else 3):
+        raise ValueError(
+            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}; with contracting_dims={dims} "
+            f"they need {'two dimensions each' if contracts_rows else 'two and three dimensions'}. "
+            "Collapse the others."
+        )
+    if lhs.shape[dims[0][0]] != rhs.shape[dims[1][0]]:
+        raise ValueError(
+            f"{op}: lhs has shape {lhs.shape} and rhs {rhs.shape}, which differ in what is "
+            f"contracted. See contracting_dims, which is {dims}."
+        )
+    if group_sizes.ndim != 1 or group_sizes.dtype.name != "int32":
+        raise ValueError(
+            f"{op}: group_sizes is {group_sizes.dtype.name}{list(group_sizes.shape)}; it needs "
+            "int32 [G]. Convert it with astype(jnp.int32)."
+        )
+    if not contracts_rows and rhs.shape[0] != group_sizes.shape[0]:
+        raise ValueError(
+            f"{op}: rhs has {rhs.shape[0]} matrices but there are {group_sizes.shape[0]} groups. "
+            "Pass one for each."
+        )
+
+
+def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
+    if call.contracts_rows:
+        raise ValueError(
+            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Leave it "
+            "away."
+        )
+    if bias.shape != shape:
+        raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one of each group.")
+    return bias
+
+
+def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
+    if mode == ScalingMode.MXFP8_1D_SCALING:
+        raise ValueError(
+            f"{op}: got {mode}; groups have one scale each. Take CURRENT_TENSOR_SCALING or "
+            "DELAYED_TENSOR_SCALING, or dequantize."
+        )
+    for name, scale in scales_of_mode(op, mode, scales).items():
+        if (jnp.shape(scale), jnp.result_type(scale).name) != ((num_groups,), "float32"):
+            raise ValueError(
+                f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
+                f"it needs float32 [{num_groups}], one of each group."
+            )
+
+
+# ---- The product and its derivative.
+
+
+def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, lhs_scale_inv=None, rhs_scale_inv=None):
+    nothing = jnp.zeros(1, jnp.float32)
+    bias = nothing if bias is None else bias.astype(call.out_dtype)
+    scales = (nothing if x is None else jnp.asarray(x) for x in (lhs_scale_inv, rhs_scale_inv))
+    of_lhs, of_rhs = scales
+    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
+        return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
+    operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
+    return grouped_gemm_p.bind(*operands, call=call)
+
+
+def _of_nothing(call: GroupedCall, lhs, rhs, bias, group_sizes):
+    """Sums of nothing, and the bias of what rows there are."""
+    shape = call.out_shape(lhs, rhs, group_sizes)
+    if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
+        return jnp.zeros(shape, call.out_dtype)
+    of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=shape[0])
+    return jnp.where(jnp.arange(shape[0])[:, None] < group_sizes.sum(), of_rows, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
+    return _bind(call, lhs, rhs, bias, group_sizes)
+
+
+def _forward(call, lhs, rhs, bias, group_sizes):
+    return _product(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
+
+
+def _backward(call: GroupedCall, residuals, dy):
+    lhs, rhs, bias, sizes = residuals
+
+    def product(a, b, like, *, contracts_rows=False, rhs_transposed=False) -> Any:
+        form = call.replace(
+            contracts_rows=contracts_rows,
+            rhs_transposed=rhs_transposed,
+            out_dtype=like.dtype.name,
+            fuse_bias=False,
+        )
+        return _product(form, a, b, None, sizes)
+
+    if call.contracts_rows:  # dy [G, K, N]
+        dlhs = product(rhs, dy, lhs, rhs_transposed=True)
+        drhs = product(lhs, dy, rhs)
+        return dlhs, drhs, None, None
+    dlhs = product(dy, rhs, lhs, rhs_transposed=not call.rhs_transposed)
+    of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
+    drhs = product(*of_rhs, rhs, contracts_rows=True)
+    dbias = None
+    if bias is not None:
+        ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
+        dbias = product(ones, dy, bias, contracts_rows=True)[:, 0]
+    return dlhs, drhs, dbias, None
+
+
+_product.defvjp(_forward, _backward)

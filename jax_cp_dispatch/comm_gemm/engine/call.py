@@ -1,0 +1,277 @@
+"""One call of the GEMM primitive: its static parts, its operands and results, and their shapes."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_cp_dispatch.comm_gemm.buffers.config import (
+    CommOverlapMethod,
+    CommOverlapType,
+    ScalingMode,
+    gathered_bytes,
+    scales_bytes,
+)
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import Layout, tiles_shape
+
+
+class GemmOperands(NamedTuple):
+    """What the handler reads; what a call has no use for is None, and one element for XLA."""
+
+    lhs: Any
+    lhs_scale_inv: Any
+    rhs: Any
+    rhs_scale_inv: Any
+    bias: Any
+    gelu_input: Any
+    aux_in: Any
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "GemmOperands":
+        """Those that are given by name."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})
+
+
+class GemmResults(NamedTuple):
+    """What the handler writes; the same holds."""
+
+    output: Any
+    bias_grad: Any
+    pre_gelu_out: Any
+    aux_out: Any
+    lhs_swizzled: Any
+    rhs_swizzled: Any
+    workspace: Any
+
+
+class Shape2D(NamedTuple):
+    """An array with its dimensions collapsed to two."""
+
+    rows: int
+    columns: int
+
+
+def collapse(shape: tuple[int, ...], boundary: int) -> Shape2D:
+    """The dimensions before `boundary` are rows."""
+    return Shape2D(math.prod(shape[:boundary]), math.prod(shape[boundary:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How a call communicates.
+
+    Attributes:
+      comm_type, method: with a type, method NONE does one after the other.
+      num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
+      buffer: id of the registered buffer; 0: XLA gives memory for each call.
+      partial_dtype: name of the type in which partial sums are stored and moved.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs; see there, too.
+    """
+
+    comm_type: CommOverlapType = CommOverlapType.NONE
+    method: CommOverlapMethod = CommOverlapMethod.NONE
+    num_splits: int = 4
+    atomic: bool = False
+    overlap_first_gemm: bool = False
+    aggregate: bool = False
+    use_ce: bool = True
+    buffer: int = 0
+    partial_dtype: str = "float32"
+    gemm_priority: int = 0
+    comm_priority: int = 0
+    num_comm_sm: int = 1
+    set_sm_margin: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmCall:
+    """The static parts of a call on one rank.
+
+    Attributes:
+      op: the public function, for messages.
+      axis_names: mesh axes on which a device's place is its rank; none without communication.
+      group_axes: and on them its group.
+      num_ranks: ranks of a group.
+      overlap: how it communicates.
+      lhs_boundary, rhs_boundary: leading dimensions that are rows.
+      lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
+      rhs_transposed: the contracted dimensions of rhs are its columns, not its rows.
+      out_shape, out_dtype: of the output; of a call with communication its columns are the last
+        dimension.
+      row_counts: rows of each rank's chunk, per batch.
+      num_batches: leading part of the rows that every rank has.
+      in_ring_order: chunks stand as the atomic ring meets them.
+      gathers_to_aux: the gathered lhs is a result.
+      scaling_mode: how operands are scaled.
+      fuse_bias: a bias is added; with `grad` its gradient is a result instead: the sum of the
+        output's rows with `fuse_gelu`, else of those of rhs.
+      fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
+        product times GELU's derivative at `gelu_input`.
+      use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
+      implementation: None, "in_process", "shared_memory", "xla", or one of GPUs.
+      deadline_ms: milliseconds that a rank waits for another.
+      open_axes: mesh axes that the lowering has to make manual.
+    """
+
+    op: str
+    lhs_boundary: int
+    rhs_boundary: int
+    out_shape: tuple[int, ...]
+    out_dtype: str
+    axis_names: tuple[str, ...] = ()
+    group_axes: tuple[str, ...] = ()
+    num_ranks: int = 1
+    overlap: Overlap = Overlap()
+    lhs_transposed: bool = False
+    rhs_transposed: bool = False
+    row_counts: tuple[int, ...] = ()
+    num_batches: int = 1
+    in_ring_order: bool = False
+    gathers_to_aux: bool = False
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    fuse_bias: bool = False
+    fuse_gelu: bool = False
+    grad: bool = False
+    use_split_accumulator: bool = True
+    implementation: str | None = None
+    deadline_ms: int = 60_000
+    open_axes: tuple[str, ...] = ()
+
+    def replace(self, **changes: Any) -> "GemmCall":
+        return dataclasses.replace(self, **changes)
+
+    def without_open_axes(self) -> "GemmCall":
+        """The call where all axes are manual."""
+        return self.replace(group_axes=self.group_axes + self.open_axes, open_axes=())
+
+    @property
+    def is_bulk(self) -> bool:
+        return self.overlap.method == CommOverlapMethod.BULK
+
+    @property
+    def is_mxfp8(self) -> bool:
+        return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
+
+    @property
+    def scale_layouts(self) -> tuple[Layout, Layout]:
+        """Of lhs and rhs: along which dimension the blocks of 32 lie, that which is contracted."""
+        return (
+            "column" if self.lhs_transposed else "row",
+            "row" if self.rhs_transposed else "column",
+        )
+
+    @property
+    def gathers(self) -> bool:
+        return self.overlap.comm_type == CommOverlapType.AG
+
+    @property
+    def moves_chunks(self) -> bool:
+        """Whether chunks or partial sums move; else each rank's GEMM reads those of the others."""
+        is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
+        return not is_ring or self.overlap.use_ce
+
+    def result_shapes(self, operands: GemmOperands) -> GemmResults:
+        """(shape, dtype) of what is written, None for the rest."""
+        dtype = jnp.dtype(self.out_dtype)
+        output = self.out_shape, dtype
+        bias_grad = ((self.out_shape[-1],), dtype) if self.fuse_bias and self.grad else None
+        pre_gelu = output if self.fuse_gelu and not self.grad else None
+        lhs_swizzled = rhs_swizzled = None
+        if self.is_mxfp8:
+            lhs = collapse(operands.lhs.shape, self.lhs_boundary)
+            rhs = collapse(operands.rhs.shape, self.rhs_boundary)
+            k, m = lhs if self.lhs_transposed else lhs[::-1]
+            n = rhs.rows if self.rhs_transposed else rhs.columns
+            tiles = lambda lines: (tiles_shape(lines, k), np.dtype(np.uint8))
+            rhs_swizzled = tiles(n)
+            if self.gathers_to_aux or not self.gathers or self.is_bulk:
+                gathers = self.gathers and not self.is_bulk
+                lhs_swizzled = tiles(self.num_batches * sum(self.row_counts) if gathers else m)
+        aux, workspace = self._aux(operands), self._workspace(operands)
+        return GemmResults(output, bias_grad, pre_gelu, aux, lhs_swizzled, rhs_swizzled, workspace)
+
+    def _aux(self, operands: GemmOperands):
+        lhs = operands.lhs
+        if self.is_bulk:
+            x = operands.aux_in
+            rows = sum(self.row_counts) if self.gathers else max(self.row_counts)
+            return (*x.shape[:-2], rows, x.shape[-1]), x.dtype
+        if self.gathers and self.in_ring_order:  # asked for or not: it is written
+            return lhs.shape, lhs.dtype
+        return self._gathered(lhs) if self.gathers_to_aux else None
+
+    def _gathered(self, lhs):
+        return (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
+
+    def _workspace(self, operands: GemmOperands):
+        """Memory for chunks, where no buffer is registered."""
+        overlap, lhs, width = self.overlap, operands.lhs, self.out_shape[-1]
+        if self.is_bulk:
+            return None
+        total = self.num_batches * sum(self.row_counts)
+        if self.gathers:
+            if overlap.buffer or not (self.moves_chunks or self.gathers_to_aux):
+                return None
+            if self.scaling_mode == ScalingMode.NO_SCALING:
+                return None if self.gathers_to_aux else self._gathered(lhs)
+            rows = 0 if self.gathers_to_aux else gathered_bytes(total, lhs.shape[-1])
+            scales = scales_bytes(total, lhs.shape[-1], self.num_ranks)
+            return (rows + scales,), np.dtype(np.uint8)
+        if overlap.comm_type != CommOverlapType.RS:
+            return None
+        rows = total
+        if overlap.method == CommOverlapMethod.RING_EXCHANGE:
+            rows = (2 * self.num_ranks - 1) * self.num_batches * max(self.row_counts)
+        if overlap.buffer or not self.moves_chunks:  # its type alone is told
+            rows = width = 1
+        return (rows, width), jnp.dtype(overlap.partial_dtype)
+
+    def attributes(self, num_threads: int) -> dict[str, Any]:
+        """As the handler takes them."""
+        overlap = self.overlap
+        return {
+            "op": self.op,
+            "axis": ",".join(self.axis_names),
+            "num_ranks": np.int64(self.num_ranks if self.axis_names else 0),
+            "deadline_ms": np.int64(self.deadline_ms),
+            "num_threads": np.int64(num_threads),
+            "scaling_mode": np.int64(self.scaling_mode),
+            "comm_overlap_method": np.int64(overlap.method),
+            "comm_type": np.int64(overlap.comm_type),
+            "comm_overlap_id": np.int64(overlap.buffer),
+            "num_splits": np.int64(overlap.num_splits),
+            "atomic": overlap.atomic,
+            "overlap_first_gemm": overlap.overlap_first_gemm,
+            "aggregate": overlap.aggregate,
+            "copies": overlap.use_ce,
+            "lhs_axis_boundary": np.int64(self.lhs_boundary),
+            "rhs_axis_boundary": np.int64(self.rhs_boundary),
+            "lhs_transposed": self.lhs_transposed,
+            "rhs_transposed": self.rhs_transposed,
+            "fuse_bias": self.fuse_bias,
+            "fuse_gelu": self.fuse_gelu,
+            "grad": self.grad,
+            "use_split_accumulator": self.use_split_accumulator,
+            "row_counts": np.array(self.row_counts, np.int64),
+            "num_batches": np.int64(self.num_batches),
+            "in_ring_order": self.in_ring_order,
+            "gathers_to_aux": self.gathers_to_aux,
+        }
+
+
+def place_on(axes: tuple[str, ...]) -> Any:
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    return lax.axis_index(axes if len(axes) > 1 else next(iter(axes)))
+
+
+@functools.lru_cache(maxsize=256)
+def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes on which a device's place is its group."""
+    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)

@@ -1,0 +1,158 @@
+"""`grouped_gemm_p`: a product per group of rows, whose sizes are known only when it runs."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS
+from jax_cp_dispatch._ranks.implementations import (
+    choose_implementation,
+    fall_back_to_xla,
+    num_cpu_devices_here,
+)
+from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
+from jax_cp_dispatch.comm_gemm.engine.blas import load_blas
+
+grouped_gemm_p = Primitive("grouped_gemm")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCall:
+    """The static parts of a grouped product.
+
+    Attributes:
+      out_dtype: of the output.
+      contracts_rows: lhs [M, K] and rhs [M, N] give [G, K, N]; else lhs [M, K] and a matrix per
+        group give [M, N].
+      rhs_transposed: the matrices are [G, N, K], not [G, K, N].
+      scaling_mode: how operands are scaled.
+      fuse_bias: a bias is added.
+      use_split_accumulator: see `gemm`.
+      implementation: None, "in_process" or "xla".
+    """
+
+    out_dtype: str
+    contracts_rows: bool = False
+    rhs_transposed: bool = False
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    fuse_bias: bool = False
+    use_split_accumulator: bool = True
+    implementation: str | None = None
+
+    def replace(self, **changes: Any) -> "GroupedCall":
+        return dataclasses.replace(self, **changes)
+
+    def out_shape(self, lhs, rhs, group_sizes) -> tuple[int, ...]:
+        if self.contracts_rows:
+            return (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+        return (lhs.shape[0], rhs.shape[1 if self.rhs_transposed else 2])
+
+
+def _shape(lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall):
+    shape = call.out_shape(lhs, rhs, group_sizes)
+    return lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(call):
+    return jax.jit(lambda *operands: grouped_gemm_p.bind(*operands, call=call))
+
+
+def _run_alone(*operands, call):
+    with jax.disable_jit(False):  # else `bind` comes back here
+        return _compiled(call)(*operands)
+
+
+def _lower(ctx, *operands, call: GroupedCall):
+    platforms = ctx.module_context.platforms
+    chosen = choose_implementation("grouped_gemm", call.implementation, platforms, groups=())
+    if chosen in GPU_IMPLEMENTATIONS:
+        missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
+        chosen = fall_back_to_xla("grouped_gemm", call.implementation, missing)
+    if chosen == "xla":
+        by_xla = functools.partial(grouped_gemm_by_xla, call=call)
+        return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
+    load_blas()
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
+    return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
+        ctx,
+        *operands,
+        op="grouped_gemm",
+        num_threads=np.int64(num_threads),
+        scaling_mode=np.int64(call.scaling_mode),
+        contracts_rows=call.contracts_rows,
+        rhs_transposed=call.rhs_transposed,
+        fuse_bias=call.fuse_bias,
+        use_split_accumulator=call.use_split_accumulator,
+    )
+
+
+def grouped_gemm_by_xla(
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall
+):
+    """The same from `jax.lax.ragged_dot_general`."""
+    wide = sum_dtype(call.out_dtype)
+    num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
+    is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()
+    of_rows = lambda x: jnp.repeat(x, group_sizes, axis=0, total_repeat_length=num_rows)
+    if call.scaling_mode != ScalingMode.NO_SCALING:
+        lhs = lhs.astype(wide) * of_rows(lhs_scale_inv)[:, None]
+        rhs_scale = of_rows(rhs_scale_inv) if call.contracts_rows else rhs_scale_inv
+        rhs = rhs.astype(wide) * rhs_scale.reshape(-1, *[1] * (rhs.ndim - 1))
+    contracted = ((0,), (0,)) if call.contracts_rows else ((1,), (2 if call.rhs_transposed else 1,))
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[] if call.contracts_rows else [0],
+    )
+    product = lax.ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )
+    if call.contracts_rows:
+        return product.reshape(num_groups, lhs.shape[1], rhs.shape[1]).astype(call.out_dtype)
+    if call.fuse_bias:
+        product = product + of_rows(bias.astype(wide))
+    return jnp.where(is_row, product, 0).astype(call.out_dtype)
+
+
+def _batch(operands, dims, *, call: GroupedCall):
+    """Examples one after another."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(example):
+        rest = iter(example)
+        each = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
+        return grouped_gemm_p.bind(*each, call=call)
+
+    return lax.map(one, mapped), 0
+
+
+grouped_gemm_p.def_abstract_eval(_shape)
+grouped_gemm_p.def_impl(_run_alone)
+mlir.register_lowering(grouped_gemm_p, _lower)
+batching.primitive_batchers[grouped_gemm_p] = _batch
+
+
+def _no_derivative(primals, tangents, *, call: GroupedCall):
+    raise NotImplementedError(
+        f"grouped_gemm: with {call.scaling_mode} it has no derivative: quantize inside a function "
+        "whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
+    )
+
+
+ad.primitive_jvps[grouped_gemm_p] = _no_derivative

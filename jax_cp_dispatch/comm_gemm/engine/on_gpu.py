@@ -1,0 +1,194 @@
+"""The GEMM primitive on NVIDIA GPUs: the same custom call, with scratch memory and places."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_cp_dispatch._ranks.gpu import all_ranks_here, gpu_attributes
+from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
+from jax_cp_dispatch._ranks.runtime import GEMM_TARGET
+from jax_cp_dispatch.comm_gemm.buffers.config import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.comm_gemm.engine.call import (
+    GemmCall,
+    GemmOperands,
+    GemmResults,
+    collapse,
+    place_on,
+)
+
+_MAX_RANKS = 64
+_WIDE = ("float32", "bfloat16", "float16")
+_LIBRARY_BYTES = 32 << 20
+_BLACKWELL = 10.0  # the first compute capability that multiplies MXFP8
+
+
+def _sizes(call: GemmCall, operands: GemmOperands) -> tuple[int, int, int]:
+    """M of the whole product on a rank, N and K."""
+    lhs = collapse(operands.lhs.shape, call.lhs_boundary)
+    rhs = collapse(operands.rhs.shape, call.rhs_boundary)
+    k, m = lhs if call.lhs_transposed else lhs[::-1]
+    if call.gathers and not call.is_bulk:
+        m = call.num_batches * sum(call.row_counts)
+    return m, rhs.rows if call.rhs_transposed else rhs.columns, k
+
+
+def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
+    """Why a call cannot run on GPUs but by XLA, whatever the transport; None: it can."""
+    _, n, k = _sizes(call, operands)
+    types = lhs, rhs, out = (
+        jnp.dtype(operands.lhs.dtype).name,
+        jnp.dtype(operands.rhs.dtype).name,
+        call.out_dtype,
+    )
+    is_sum = call.overlap.comm_type == CommOverlapType.RS and not call.is_bulk
+    results = {out, call.overlap.partial_dtype} if is_sum else {out}
+    is_narrow = lhs in BYTE_FLOATS
+    if is_narrow:
+        fits = rhs in BYTE_FLOATS and results <= set(_WIDE)
+    else:
+        fits = lhs == rhs and lhs in _WIDE and results <= {lhs, "float32"}
+    if not fits:
+        return f"cuBLASLt does not multiply {types[0]} with {types[1]} to {types[2]}"
+    chunks = 1
+    if call.overlap.method == CommOverlapMethod.PIPELINE:
+        chunks = max(1, min(call.overlap.num_splits, n))
+    if is_narrow and (k % 16 or n % (16 * chunks)):
+        return (
+            f"8-bit operands need K in multiples of 16 and N of {16 * chunks}, not K={k} and N={n}"
+        )
+    if call.num_ranks > _MAX_RANKS:
+        return f"there are {call.num_ranks} ranks, and at most {_MAX_RANKS} overlap"
+    if call.is_bulk and not call.gathers and operands.aux_in.dtype.name not in _WIDE:
+        return f"{operands.aux_in.dtype.name} is not summed on GPUs"
+    if call.is_mxfp8:
+        if call.axis_names:
+            return "MXFP8 products do not overlap with communication on GPUs"
+        if call.fuse_bias and call.grad and not call.fuse_gelu:
+            return "the sums of MXFP8 operands that give a bias's gradient are XLA's"
+        found = _compute_capability()
+        if found is not None and found < _BLACKWELL:
+            return f"MXFP8 needs a GPU of compute capability {_BLACKWELL}, this one has {found}"
+    return None
+
+
+@functools.cache
+def _compute_capability() -> float | None:
+    """Of the GPU that is here; None: programs are lowered for another machine."""
+    if jax.default_backend() != "gpu":
+        return None
+    return float(getattr(jax.local_devices()[0], "compute_capability", _BLACKWELL))
+
+
+def scratch_bytes(call: GemmCall, operands: GemmOperands) -> int:
+    """What a rank computes with; laid by csrc/cuda/gpu_arithmetic.cc, wherever it begins."""
+    m, n, k = _sizes(call, operands)
+    up = lambda count: -(-count // 256) * 256
+    is_scaled = operands.lhs_scale_inv is not None
+    is_apart = jnp.dtype(call.out_dtype).itemsize == 2 and call.fuse_gelu and (is_scaled or n % 8)
+    return (
+        255
+        + _LIBRARY_BYTES
+        + up(k * n if is_scaled and not call.rhs_transposed else 0)
+        + up(k * m if is_scaled and call.lhs_transposed else 0)
+        + up(4 * m * n if is_apart else 0)
+    )
+
+
+def _scratch(call: GemmCall, operands: GemmOperands, workspace) -> tuple[tuple[int], Any]:
+    """(shape, dtype) in place of the workspace's, of the type in which partial sums are stored."""
+    dtype = np.dtype(np.uint8) if workspace is None else jnp.dtype(workspace[1])
+    return (-(-scratch_bytes(call, operands) // dtype.itemsize),), dtype
+
+
+def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
+    overlap = call.overlap
+    config: Any = jax.config  # its options are not declared
+    precision = str(config.jax_default_matmul_precision).lower()
+    return {
+        **call.attributes(1),
+        "aux_axis_boundary": np.int64(max(1, aux_ndim - 1)),
+        "gemm_priority": np.int64(overlap.gemm_priority),
+        "comm_priority": np.int64(overlap.comm_priority),
+        "num_comm_sm": np.int64(overlap.num_comm_sm),
+        "set_sm_margin": overlap.set_sm_margin,
+        "tf32": precision in ("tensorfloat32", "high", "tf32_tf32_f32"),
+    }
+
+
+def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
+    """The custom call of one rank: `names` tells which operands the values are."""
+    open_cublaslt()
+    operands = GemmOperands.of(dict(zip(names, values, strict=True)))
+    avals = GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True)))
+    shapes = call.result_shapes(avals)
+    all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
+    like, none = ctx.avals_in[0], ((1,), np.dtype(np.float32))
+    aval = lambda s: like.update(shape=s[0], dtype=s[1], weak_type=False)
+    place, nothing = jax.typeof(np.int32(0)), jax.typeof(np.zeros((1,), np.float32))
+    rank, group, empty = mlir.lower_fun(
+        lambda: (place_on(call.axis_names), place_on(call.group_axes), jnp.zeros((1,))),
+        multiple_results=True,
+    )(ctx.replace(avals_in=(), avals_out=None))
+    where = all_ranks_here()
+    if call.axis_names:
+        where = gpu_attributes(
+            ctx, implementation, call.axis_names, call.group_axes, call.num_ranks
+        )
+    results = jax.ffi.ffi_lowering(GEMM_TARGET)(
+        ctx.replace(
+            avals_in=(place, place, *(nothing if x is None else x for x in avals)),
+            avals_out=[aval(none if s is None else s) for s in all_shapes],
+        ),
+        *(rank, group, *(empty if x is None else x for x in operands)),
+        **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim),
+        **where,
+    )
+    # The program's own shape of a workspace, which nobody looks at.
+    written = dict(zip(GemmResults._fields, results, strict=True))
+    if shapes.workspace is not None:
+        (written["workspace"],) = mlir.lower_fun(
+            lambda: [jnp.zeros(*shapes.workspace)], multiple_results=True
+        )(ctx.replace(avals_in=(), avals_out=None))
+    return [written[name] for name, s in shapes._asdict().items() if s is not None]
+
+
+def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
+    """A call with communication where one GPU holds all ranks, as tests and benchmarks have them.
+
+    Call under `jax.jit` for the GPU. No derivative.
+
+    Args:
+      call: of one rank.
+      operands: by name, with a dimension of ranks before those of one rank's.
+    Returns:
+      Results with that dimension; those that the call does not have are None.
+    """
+    open_cublaslt()
+    p = call.num_ranks
+    of_rank = {
+        name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        for name, x in operands.items()
+        if x is not None
+    }
+    avals = GemmOperands.of(of_rank)
+    missing = what_gpus_lack(call, avals)
+    if missing is not None:
+        raise NotImplementedError(f"{call.op}: {missing}. Take implementation='xla'.")
+    shapes = call.result_shapes(avals)
+    all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
+    none = jax.ShapeDtypeStruct((1,), np.float32)
+    outs = [none if s is None else jax.ShapeDtypeStruct((p, *s[0]), s[1]) for s in all_shapes]
+    given = GemmOperands.of(operands)
+    arrays = [jnp.zeros((1,), jnp.float32) if x is None else x for x in given]
+    written = jax.ffi.ffi_call(GEMM_TARGET, outs)(
+        *(jnp.int32(0), jnp.int32(0), *arrays),
+        **_attributes(call, 0 if avals.aux_in is None else len(avals.aux_in.shape)),
+        **all_ranks_here(),
+    )
+    results = GemmResults(*written)
+    absent = {name: None for name, s in shapes._asdict().items() if s is None}
+    return results._replace(**{**absent, "workspace": None})

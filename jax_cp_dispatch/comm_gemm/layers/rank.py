@@ -1,0 +1,190 @@
+"""A tensor-parallel product on one rank: its static parts, and the call that computes it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
+from jax_cp_dispatch.comm_gemm.scaled.operands import (
+    FORWARD_DTYPE,
+    ScaledProduct,
+    dequantize_gathered,
+    quantize_operands,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The static parts of a differentiable product on one rank.
+
+    Attributes:
+      op: the public function, for messages.
+      axis_names, group_axes, open_axes, num_ranks, row_counts, implementation, deadline_ms: see
+        `GemmCall`.
+      overlap, backward: how the product communicates, and the one in its derivative.
+      out_dtype: of the result.
+      keeps_gathered: the gathered lhs is kept for the derivative, rather than gathered again.
+      rhs_transposed: w is [N, K].
+      scaling_mode: how x and w become 8 bits; then they have types as follows.
+      x_dtype, dy_dtype: 8-bit type of x, and of the result's gradient.
+      mesh: of global arrays, which hold the rows of all ranks; None: arrays are one rank's.
+    """
+
+    op: str
+    axis_names: tuple[str, ...]
+    num_ranks: int
+    row_counts: tuple[int, ...]
+    overlap: Overlap
+    backward: Overlap
+    out_dtype: str
+    group_axes: tuple[str, ...] = ()
+    open_axes: tuple[str, ...] = ()
+    keeps_gathered: bool = True
+    rhs_transposed: bool = False
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    x_dtype: str = FORWARD_DTYPE
+    dy_dtype: str = FORWARD_DTYPE
+    implementation: str | None = None
+    deadline_ms: int = 60_000
+    mesh: Any = None
+
+    def replace(self, **changes: Any) -> "Matmul":
+        return dataclasses.replace(self, **changes)
+
+    def call(self, x, out_shape, out_dtype, **changes) -> GemmCall:
+        call = GemmCall(
+            op=self.op,
+            lhs_boundary=x.ndim - 1,
+            rhs_boundary=1,
+            out_shape=out_shape,
+            out_dtype=jnp.dtype(out_dtype).name,
+            axis_names=self.axis_names,
+            group_axes=self.group_axes,
+            open_axes=self.open_axes,
+            num_ranks=self.num_ranks,
+            overlap=self.overlap,
+            rhs_transposed=self.rhs_transposed,
+            scaling_mode=self.scaling_mode,
+            row_counts=self.row_counts,
+            num_batches=math.prod(x.shape[:-2]),
+            implementation=self.implementation,
+            deadline_ms=self.deadline_ms,
+        )
+        return call.replace(**changes)
+
+    def adjoint(self, out_dtype) -> "Matmul":
+        """The product that gives dx: with w transposed, and the other communication."""
+        return self.replace(
+            overlap=self.backward,
+            backward=self.overlap,
+            out_dtype=jnp.dtype(out_dtype).name,
+            rhs_transposed=not self.rhs_transposed,
+            x_dtype=self.dy_dtype,
+            dy_dtype=self.x_dtype,
+        )
+
+    def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledProduct:
+        """Both operands as 8 bits; `scales` of x and w, f32 [2], are those of delayed scaling."""
+        return quantize_operands(
+            self.scaling_mode,
+            x,
+            w,
+            dtype=self.x_dtype,
+            w_transposed=self.rhs_transposed,
+            scales=None if scales is None else (scales[:1], scales[1:2]),
+            axis_name=axis_name,
+        )
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scaling_mode != ScalingMode.NO_SCALING
+
+    def varying_axes(self) -> frozenset[str]:
+        """The axes of the ranks where JAX tracks over which ones an array varies."""
+        places = (jax.lax.axis_index(name) for name in self.axis_names)
+        return frozenset().union(*map(varying_axes, places))
+
+    def num_columns(self, w) -> int:
+        return w.shape[0 if self.rhs_transposed else 1]
+
+
+def gather_rows_of_rank(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
+    """Result [..., sum of the row counts, N], and the gathered x, as it is multiplied, or None."""
+    shape = (*x.shape[:-2], sum(s.row_counts), s.num_columns(w))
+    call = s.call(x, shape, s.out_dtype, gathers_to_aux=gathers_to_aux, fuse_bias=bias is not None)
+    if 0 in (*x.shape, *w.shape, *shape):
+        shape = (*x.shape[:-2], sum(s.row_counts), x.shape[-1])
+        (gathered,) = vary_like([jnp.zeros(shape, x.dtype)], x)
+        return _of_nothing(call, x, bias), gathered if gathers_to_aux else None
+    if not s.is_scaled:
+        results = bind_gemm(call, lhs=x, rhs=w, bias=bias)
+        return results.output, results.aux_out
+    scaled = s.quantize(x, w, scales, axis_name=s.axis_names)
+    results = bind_gemm(call, **scaled.operands(), bias=bias)
+    aux = results.aux_out
+    if aux is not None:
+        aux = dequantize_gathered(aux, results.lhs_swizzled, scaled.x, x.dtype)
+    return results.output, aux
+
+
+def scatter_rows_of_rank(s: Matmul, x, w, bias, scales):
+    """Result [..., largest row count, N]."""
+    shape = (*x.shape[:-2], max(s.row_counts), s.num_columns(w))
+    call = s.call(x, shape, s.out_dtype, fuse_bias=bias is not None)
+    if 0 in (*x.shape, *w.shape):
+        return real_rows(s, _of_nothing(call, x, bias))
+    operands = s.quantize(x, w, scales).operands() if s.is_scaled else {"lhs": x, "rhs": w}
+    return bind_gemm(call, **operands, bias=bias).output
+
+
+def gather_rows_again(s: Matmul, x, w, dy):
+    """dx and dw of a gathered product whose gathered x was not kept: each GEMM hides a transfer.
+
+    x is gathered during dy w', and that is reduce-scattered during x' dy.
+    """
+    if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
+        return jnp.zeros_like(x), jnp.zeros_like(w)
+    bulk = lambda kind: Overlap(kind, CommOverlapMethod.BULK)
+    wide = sum_dtype(x.dtype)
+    call = s.call(
+        dy,
+        (*dy.shape[:-1], x.shape[-1]),
+        wide,
+        overlap=bulk(CommOverlapType.AG),
+        rhs_transposed=not s.rhs_transposed,
+    )
+    first = bind_gemm(call, lhs=dy, rhs=w, aux_in=x)
+    gathered, partial = first.aux_out, first.output
+    lhs, rhs = (dy, gathered) if s.rhs_transposed else (gathered, dy)
+    call = s.call(
+        lhs,
+        w.shape,
+        w.dtype,
+        overlap=bulk(CommOverlapType.RS),
+        rhs_boundary=rhs.ndim - 1,
+        lhs_transposed=True,
+        rhs_transposed=False,
+    )
+    second = bind_gemm(call, lhs=lhs, rhs=rhs, aux_in=partial)
+    return second.aux_out.astype(x.dtype), second.output
+
+
+def _of_nothing(call: GemmCall, x, bias):
+    """An empty sum: jaxlib 0.11 crashes on what has no element."""
+    zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
+    return zeros if bias is None else jnp.broadcast_to(bias.astype(zeros.dtype), zeros.shape)
+
+
+def real_rows(s: Matmul, dy):
+    """Without what stands in the room of a rank with fewer rows."""
+    if s.mesh is not None or min(s.row_counts) == max(s.row_counts):
+        return dy
+    count = jnp.array(s.row_counts)[jax.lax.axis_index(s.axis_names)]
+    return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)

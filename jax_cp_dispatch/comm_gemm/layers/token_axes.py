@@ -1,0 +1,112 @@
+"""Tokens of global arrays that are split over more mesh axes than that of the ranks.
+
+A Shardy rule says which dimensions are split alike; it cannot say "as x, and also over the ranks",
+because only the compiler knows how many devices x is split over. So small arrays that nobody reads
+tell it: one for every number of devices that the other mesh axes make, each split over the ranks
+only behind that many. All of them begin alike, and the longest is the one that fits.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.sharding_impls import parse_flatten_op_sharding  # no public name has it
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch._ranks.implementations import say_once
+from jax_cp_dispatch.comm_gemm.engine.call import other_axes
+from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
+
+
+def keeps_token_axes(s: Matmul, x) -> bool:
+    """Whether tokens of x may be split over other mesh axes, too, and stay so."""
+    is_even = min(s.row_counts) == max(s.row_counts) > 0
+    return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.axis_names))
+
+
+def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
+    """The mesh axes over which each dimension is split, the major one first.
+
+    What no mesh axes describe, as half of one, counts as not split.
+    """
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(num_dims), mesh)
+    except (ValueError, NotImplementedError, StopIteration):
+        spec = ()
+    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return axes + [()] * (num_dims - len(axes))
+
+
+def tokens_of_ranks(s: Matmul, x):
+    """An array [*batch, M] that is split as x is, and behind that over the ranks."""
+    *batch, rows, _ = x.shape
+    p = s.num_ranks
+    sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.axis_names)]
+    subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
+    thin = (x[..., 0] != 0).astype(jnp.int8)
+    ranks = _ranks_behind(s, x)[:, None]
+    total = jnp.zeros_like(thin)
+    for devices in sorted({math.prod(subset) for subset in subsets}):
+        if rows % (devices * p) == 0:
+            # Where x is split over more devices, the third dimension has an axis already, and
+            # Shardy leaves it at that; where over fewer, the second is not full.
+            parts = thin.reshape(*batch, devices, p, rows // (devices * p))
+            ranks_of = jnp.broadcast_to(ranks, parts.shape)
+            total = total + (parts + ranks_of).reshape(thin.shape)
+    return total
+
+
+def _ranks_behind(s: Matmul, x):
+    """An array [p] that is split over the ranks, as the compiler learns after it has seen x."""
+    dims = " ".join(f"d{i}" for i in range(x.ndim))
+    ranks = jnp.zeros(s.num_ranks, jnp.int8)
+    of_ranks = NamedSharding(s.mesh, P(s.axis_names))
+    ranks = jax.lax.with_sharding_constraint(ranks, of_ranks)
+    return _first_of(ranks, x, f"r, {dims} -> r")
+
+
+def split_like(array, like, num_dims: int):
+    """The array as it is, its first dimensions split as those of another one."""
+    shared = [f"d{i}" for i in range(num_dims)]
+    dims = " ".join([*shared, *(f"k{i}" for i in range(num_dims, array.ndim))])
+    others = " ".join([*shared, *(f"n{i}" for i in range(num_dims, like.ndim))])
+
+    @custom_vmap
+    def run(array, like):
+        return _first_of(array, like, f"{dims}, {others} -> {dims}")
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):
+        array, like = (
+            a if flag else jnp.broadcast_to(a, (size, *a.shape))
+            for a, flag in zip(arrays, is_mapped, strict=True)
+        )
+        return split_like(array, like, num_dims + 1), True
+
+    return run(array, like)
+
+
+def _first_of(array, other, rule: str):
+    first = lambda array, other: [array]
+    everywhere = custom_partitioning(first)
+
+    def partition(mesh, arguments, results):
+        to = results[0].sharding
+        return mesh, first, [to], (to, arguments[1].sharding)
+
+    everywhere.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
+    return everywhere(array, other)[0]
+
+
+def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
+    """Says once which of the tokens' axes XLA gathers."""
+    say_once(
+        f"{s.op}: tokens are split over {axes} beside axis_name {s.axis_names}, and XLA gathers "
+        f"them over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of "
+        f"{axes} and one of {s.axis_names}, or split them over {(*axes, *s.axis_names)}, and "
+        "constrain the result with jax.lax.with_sharding_constraint."
+    )

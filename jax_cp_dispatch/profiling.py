@@ -1,0 +1,35 @@
+"""Predicted and measured times: of each step of attention, of overlapped GEMMs, and of choices."""
+
+from jax_cp_dispatch.attention import (
+    AttentionProfile,
+    Choice,
+    StepProfile,
+    hamilton_attention_profile,
+    ring_attention_profile,
+    zigzag_ring_attention_profile,
+)
+from jax_cp_dispatch.comm_gemm import (
+    CommGemmChoice,
+    OverlapProfile,
+    TuningTable,
+    current_tuning,
+    overlap_profile,
+    tune,
+    use_tuning,
+)
+
+__all__ = [
+    "AttentionProfile",
+    "Choice",
+    "CommGemmChoice",
+    "OverlapProfile",
+    "StepProfile",
+    "TuningTable",
+    "current_tuning",
+    "hamilton_attention_profile",
+    "overlap_profile",
+    "ring_attention_profile",
+    "tune",
+    "use_tuning",
+    "zigzag_ring_attention_profile",
+]
