@@ -30,7 +30,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.attention.stopwatch import Stopwatch
-from jax_cp_dispatch.cycles import CycleRows
+from jax_cp_dispatch.cycles.checks import CycleRows
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
 
 

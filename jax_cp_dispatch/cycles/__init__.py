@@ -6,21 +6,16 @@ rank sends to each; `checks`: of cycles and maps that callers bring. Plain integ
 nothing traces, equal arguments give equal results in every process, and lists are always fresh.
 """
 
-from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps, check_cycles
 from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles
-from jax_cp_dispatch.cycles.maps import chunk_maps, cycles_of_maps
+from jax_cp_dispatch.cycles.maps import chunk_maps
 from jax_cp_dispatch.cycles.paths import hamiltonian_paths
 from jax_cp_dispatch.cycles.sources import cycle_sources, direct_sources, source_is_earlier
 from jax_cp_dispatch.cycles.two_level import TwoLevelMaps, two_level_cycles, two_level_maps
 
 __all__ = [
-    "CycleRows",
     "TwoLevelMaps",
-    "check_chunk_maps",
-    "check_cycles",
     "chunk_maps",
     "cycle_sources",
-    "cycles_of_maps",
     "direct_sources",
     "hamiltonian_cycles",
     "hamiltonian_paths",

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_cp_dispatch.cycles import CycleRows, check_cycles
+from jax_cp_dispatch.cycles.checks import CycleRows, check_cycles
 from jax_cp_dispatch.plots.svg import LINE, color, document, text
 
 # Pixels; a diagram stands in a square of `_SIZE`.

@@ -18,7 +18,7 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
-from jax_cp_dispatch.cycles import CycleRows, check_chunk_maps
+from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 
 # Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it goes nowhere.

@@ -13,13 +13,9 @@ from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.rotating.schedules import Cycles, Direct, Transport
 from jax_cp_dispatch.attention.rotating.sequence import Sequence, attend_sequence
-from jax_cp_dispatch.cycles import (
-    CycleRows,
-    check_cycles,
-    cycles_of_maps,
-    hamiltonian_cycles,
-    two_level_cycles,
-)
+from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
+from jax_cp_dispatch.cycles.checks import CycleRows, check_cycles
+from jax_cp_dispatch.cycles.maps import cycles_of_maps
 
 
 def hamilton_attention(
