@@ -1,5 +1,5 @@
 """GPUs in several processes: connected to one transport, and errors that a GPU reports late."""
 
-from jax_cp_dispatch._ranks.gpu import GpuWorld, connect_gpus, connected_gpus, raise_gpu_errors
+from jax_cp_dispatch._ranks.gpu import GpuWorld, connect_gpus, raise_gpu_errors
 
-__all__ = ["GpuWorld", "connect_gpus", "connected_gpus", "raise_gpu_errors"]
+__all__ = ["GpuWorld", "connect_gpus", "raise_gpu_errors"]
