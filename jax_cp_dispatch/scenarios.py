@@ -18,6 +18,8 @@ from jax_cp_dispatch.metadata import (
     compute_metadata_kv,
 )
 
+__all__ = ["create_qkv_dispatch", "gen_seq_lens", "orchestrate_simulate"]
+
 
 class QkvDispatchInputs(NamedTuple):
     """Arguments of `compute_metadata_kv`, in its order and with its shapes; NumPy, int32."""
