@@ -52,14 +52,18 @@ def gemm(
     lhs, and a rank's chunk is a contiguous block of them. For layers with batches, and for
     derivatives, see `all_gather_matmul` and `matmul_reduce_scatter`, which are made of this.
 
-    | buffer | lhs -> output | aux_in -> aux |
-    |---|---|---|
-    | RING_EXCHANGE, AG | [M/p, K] -> [M, N] | nothing -> gathered lhs [M, K] |
-    | RING_EXCHANGE, AG, atomic | [M/p, K] -> [M, N], chunks r-1, r-2, ..., r | -> own lhs |
-    | PIPELINE or RING_EXCHANGE, RS | [M, K] -> [M/p, N] | |
-    | RING_EXCHANGE, RS, atomic | [M, K], chunks r-1, r-2, ..., r -> [M/p, N] | |
-    | BULK, AG | any -> any | [m/p, k] -> gathered [m, k] |
-    | BULK, RS | any -> any | [m, k] -> rows of this rank, summed, [m/p, k] |
+    =============================  ==============================  ===============================
+    buffer                         lhs -> output                   aux_in -> aux
+    =============================  ==============================  ===============================
+    RING_EXCHANGE, AG              [M/p, K] -> [M, N]              nothing -> gathered lhs [M, K]
+    RING_EXCHANGE, AG, atomic      [M/p, K] -> [M, N] (1)          nothing -> own lhs
+    PIPELINE or RING_EXCHANGE, RS  [M, K] -> [M/p, N]
+    RING_EXCHANGE, RS, atomic      [M, K] (1) -> [M/p, N]
+    BULK, AG                       any -> any                      [m/p, k] -> gathered [m, k]
+    BULK, RS                       any -> any                      [m, k] -> summed, own [m/p, k]
+    =============================  ==============================  ===============================
+
+    (1) Chunks stand in the order r-1, r-2, ..., r.
 
     Args:
       lhs, rhs: operands. Contracted dimensions stand side by side, first or last.

@@ -39,11 +39,13 @@ def grouped_gemm(
 ) -> Float[Array, "..."]:
     """A product for each group of consecutive rows.
 
-    | contracting_dims | rhs | output |
-    |---|---|---|
-    | ((1,), (1,)) | [G, K, N] | [M, N]: the rows of group g times matrix g |
-    | ((1,), (2,)) | [G, N, K] | the same |
-    | ((0,), (0,)) | [M, N] | [G, K, N]: the gradient of the matrices, lhs' rhs group by group |
+    ================  =========  ================================================================
+    contracting_dims  rhs        output
+    ================  =========  ================================================================
+    ((1,), (1,))      [G, K, N]  [M, N]: the rows of group g times matrix g
+    ((1,), (2,))      [G, N, K]  the same
+    ((0,), (0,))      [M, N]     [G, K, N]: the gradient of the matrices, lhs' rhs group by group
+    ================  =========  ================================================================
 
     Groups may be empty. Rows behind the last group become zero, and count for nothing. The sizes
     are read where it runs, not on the host. Call anywhere on arrays of one device; inside

@@ -48,11 +48,11 @@ def all_gather_matmul(
     """The product of all ranks' tokens with this rank's columns of a weight.
 
     The first half of a tensor-parallel layer with sequence parallelism: x is split by tokens, w by
-    columns. The gathered tokens of a batch stand as one sequence, [*batch, M, K].
+    columns. The gathered tokens of a batch stand as one sequence, `[*batch, M, K]`.
 
     Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays, x split by
-    tokens and w by columns over `axis_name`: then x is [*batch, M, K], w [K, p N], the result
-    [*batch, M, p N] with its columns split, and batch dimensions keep their sharding.
+    tokens and w by columns over `axis_name`: then x is `[*batch, M, K]`, w `[K, p N]`, the result
+    `[*batch, M, p N]` with its columns split, and batch dimensions keep their sharding.
 
     Its derivative in x is `matmul_reduce_scatter` with the transposed weight; that in w needs the
     gathered tokens. Reverse mode, any number of times; forward mode is not there.
@@ -143,8 +143,8 @@ def matmul_reduce_scatter(
     by rows, the result by tokens.
 
     Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays: then x is
-    [*batch, M, p K] and w [p K, N], both split over `axis_name` in what is contracted, and the
-    result [*batch, M, N], split by tokens.
+    `[*batch, M, p K]` and w `[p K, N]`, both split over `axis_name` in what is contracted, and the
+    result `[*batch, M, N]`, split by tokens.
 
     Its derivative in x is `all_gather_matmul` with the transposed weight, which also gathers what
     that in w needs. Reverse mode, any number of times; forward mode is not there.

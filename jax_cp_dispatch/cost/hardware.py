@@ -15,12 +15,11 @@ class Hardware:
       matmul_flops: FLOP/s that attention reaches on one rank; "shared_memory": on all together.
       link_bandwidth: bytes/s, see `topology`.
       link_latency: seconds before the first byte of an exchange in a node arrives.
-      topology: how the ranks of a node are linked.
-        "full_mesh": every two by a link of `link_bandwidth`; who sends to one rank uses one link.
-        "nvswitch": each by a port of `link_bandwidth`, which one receiver is enough to fill.
-        "shared_memory": virtual devices of one machine. They share its cores, so that a rank
-          without work leaves them to the others, and copies, at `link_bandwidth` for all ranks
-          together, hide behind nothing.
+      topology: how the ranks of a node are linked. "full_mesh": every two by a link of
+        `link_bandwidth`; a rank that sends to one other uses one link. "nvswitch": each by a port
+        of `link_bandwidth`, which one receiver is enough to fill. "shared_memory": virtual devices
+        of one machine. They share its cores, so that a rank without work leaves them to the
+        others, and copies, at `link_bandwidth` for all ranks together, hide behind nothing.
       ranks_per_node: None: all ranks are in one node.
       rails: NICs of a node; its ranks share them.
       rail_bandwidth: bytes/s of one NIC.
@@ -116,19 +115,26 @@ HARDWARE = {
 }
 """Machines to start from; change them with `dataclasses.replace`.
 
-| | FLOP/s | link | latency | between nodes |
-|---|---|---|---|---|
-| h100, nodes of 8 | [1] | port of 450 GB/s, 376 measured [2] | [3] | 8 NICs of 400 Gbit/s [4] |
-| mi300x, nodes of 8 | assumed | 7 links of 64 GB/s, 48 usable [5] | as h100 | as h100 |
-| cpu, 2 cores | [6] | [6] | [6] | |
+==================  =======  ==================================  =======  =========================
+machine             FLOP/s   link                                latency  between nodes
+==================  =======  ==================================  =======  =========================
+h100, nodes of 8    [1]      port of 450 GB/s, 376 measured [2]  [3]      8 NICs of 400 Gbit/s [4]
+mi300x, nodes of 8  assumed  7 links of 64 GB/s, 48 usable [5]   as h100  as h100
+cpu, 2 cores        [6]      [6]                                 [6]
+==================  =======  ==================================  =======  =========================
 
 [1] FlashAttention-3, bfloat16, forward (arXiv:2407.08608; measured again in
 pytorch/benchmark#2391: 614 TFLOP/s at 8K tokens, 621 at 16K).
+
 [2] One direction between two GPUs: NVIDIA/nccl#1264.
+
 [3] NCCL's own model, `src/graph/tuning.cc` at 01afd20, ring, protocol Simple: 8.4 µs for a call,
 and 3.4 µs for a step over NVLink or 9.6 µs over the network.
+
 [4] DGX H100 user guide: eight ConnectX-7, one per GPU.
+
 [5] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
+
 [6] 8 virtual devices, float32: `benchmarks/results`, latency (dispatch), exchange (ring, 1 MB) and
 attention (zigzag, one document, forward and backward).
 """

@@ -11,8 +11,8 @@ from jaxtyping import Float64, Int64
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs
 
-# In the order of their simplicity, so that `min` takes the simplest of equals.
 ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "all_gather")
+"""What `predict` knows, in the order of simplicity, so that `min` takes the simplest of equals."""
 
 
 class StepCost(NamedTuple):

@@ -56,9 +56,10 @@ def hamilton_attention(
       maps: instead of cycles, the pair (out_chunk, in_chunk) that says which chunk each rank sends
         to and receives from each other one, in every exchange: what `chunk_maps` returns, or your
         own. The maps have to be each other's transpose, and take every chunk to every rank.
-      q, k, v, axis_name, causal, segment_ids, positions, layout, window, scale, logit_soft_cap,
-        implementation, deadline: as `ring_attention`. Gradients of keys and values travel with
+      q, k, v, axis_name, causal: as `ring_attention`. Gradients of keys and values travel with
         them, or with "direct" straight home.
+      segment_ids, positions, layout, window: as `ring_attention`.
+      scale, logit_soft_cap, implementation, deadline: as `ring_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
