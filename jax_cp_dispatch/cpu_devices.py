@@ -12,6 +12,8 @@ import warnings
 import jax
 import jaxlib.version
 
+__all__ = ["keep_freed_memory", "start_cpu_devices"]
+
 # A chain of small psum programs in flight: stuck on 0.10.2 and 0.11.2, right on 0.12.0.1. Stuck
 # with 2 * devices - 1 threads, right with 2 * devices, for 2, 4, 8 and 32 devices.
 _FIRST_SAFE_JAXLIB = (0, 12)
