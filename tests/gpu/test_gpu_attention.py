@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
-from test_local_attention import RANGES, assert_close, inputs
+from local_cases import RANGES, assert_close, inputs
 
 from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
 

@@ -12,8 +12,9 @@ import time
 import warnings
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "processes"))
+sys.path.extend(
+    str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support", "processes")
+)
 
 import jax
 import numpy as np

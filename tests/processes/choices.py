@@ -8,7 +8,7 @@ import pathlib
 import sys
 import warnings
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 
 import jax
 import numpy as np

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 
 import jax
 import numpy as np

@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
 
 import comm_gemm_oracle as oracle
 import jax

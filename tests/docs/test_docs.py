@@ -1,0 +1,64 @@
+"""What the README shows runs, and what the pages link to is there."""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_first_example_of_the_readme(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    checks = "\nassert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape\n"
+    program = tmp_path / "first.py"
+    program.write_text(code + checks)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_paths_that_contributors_are_told_of_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = r"(?:benchmarks|csrc|docs|examples|jax_cp_dispatch|tests)"
+    paths = set(re.findall(rf"(?:^|[\s`])({folders}(?:/[\w.]+)*)(?=[\s`,])", text, flags=re.M))
+    assert {"csrc", "tests/native/fuzz.sh", "benchmarks/results"} <= paths
+    absent = [path for path in paths if not (ROOT / path).exists()]
+    assert not absent
+
+
+def anchors(page):
+    """The names under which GitHub links to a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    titles = re.findall(r"^#+ (.*)", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert anchor in anchors(page.parent / target if target else page), (target, anchor)
+
+
+def test_readme_comes_to_its_results_within_700_words():
+    before, _ = (ROOT / "README.md").read_text().split("\n<!-- benchmarks:begin -->")
+    assert len(before.split()) <= 700
+
+
+def test_benchmark_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pages = importlib.import_module("table").pages()
+    assert [path.name for path in pages] == ["README.md", "benchmarks.md"]
+    for path, text in pages.items():
+        assert path.read_text() == text, f"{path.name}: run python benchmarks/table.py"

@@ -1,0 +1,82 @@
+"""docs/choose_an_algorithm.md: its code runs, its numbers and messages hold, its pictures are new.
+
+The code is run block by block in one process; what it prints stands below it on the page.
+"""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from test_docs_errors import GAP, sources
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "choose_an_algorithm.md").read_text()
+
+
+def test_code_blocks_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", PAGE, flags=re.S)
+    for code, printed in blocks:
+        exec(code, names)
+        out = capsys.readouterr().out
+        assert not printed or out == printed
+    assert len(blocks) == 5
+    # Other cycles, the same attention.
+    profile = names["profile"].out[:, names["in_order"]]
+    np.testing.assert_allclose(profile, names["out"], rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "trace.json").is_file()
+
+
+def test_quoted_messages_are_raised():
+    messages = re.findall(r"^\| `([^`]*)` \| [^|]* \|$", PAGE, flags=re.M)
+    assert len(messages) == 12
+    text = sources()
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.strip("… ").split("…")]
+        assert re.search(GAP.join(parts), text, flags=re.S), message
+
+
+@pytest.mark.parametrize(
+    "hardware, ranks, tokens, algorithm, quoted",
+    [
+        ("mi300x", 8, 1024, "hamilton", "5.6 times as fast"),
+        ("mi300x", 8, 4096, "hamilton", "3.7 times at 4K"),
+        ("mi300x", 8, 16384, "hamilton", "1.02 times at 16K"),
+        *(("h100", 8, 2**x, "hamilton", "switch: 1.00;") for x in range(9, 17)),
+        *(("h100", 16, 2**x, "hamilton", "1.8 times with the cycles") for x in (10, 11, 12)),
+        ("h100", 16, 2048, "hamilton_nodes", "to 6.6 times with"),
+        ("h100", 16, 4096, "hamilton_nodes", "5.6 to"),
+    ],
+)
+def test_quoted_gains_are_predicted(hardware, ranks, tokens, algorithm, quoted):
+    rows = json.loads((ROOT / "benchmarks/results/predicted_attention.json").read_text())["rows"]
+    key = (hardware, ranks, tokens, "causal forward")
+    (row,) = [x for x in rows if (*list(x.values())[:3], x["mode"]) == key]
+    (number,) = re.findall(r"\d+\.\d+", quoted)
+    assert quoted in PAGE
+    decimals = len(number.split(".")[1])
+    assert f"{row['ms']['zigzag'] / row['ms'][algorithm]:.{decimals}f}" == number
+
+
+def test_pictures_are_those_that_the_script_draws(tmp_path):
+    images = ROOT / "docs" / "images"
+    spec = importlib.util.spec_from_file_location("draw", images / "draw.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.draw(tmp_path)
+    for name in ("cycles.svg", "schedules.svg"):
+        assert (tmp_path / name).read_text() == (images / name).read_text(), name
+
+
+def test_refused_pictures(tmp_path):
+    from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_schedules
+
+    with pytest.raises(ValueError, match="plot_cycles: nodes is 2 but there are 3 ranks"):
+        plot_cycles([CyclesRow("three", [[0, 1, 2]], nodes=2)], tmp_path / "no.svg")
+    with pytest.raises(ValueError, match="plot_schedules: num_ranks is 1"):
+        plot_schedules(1, tmp_path / "no.svg")

@@ -1,0 +1,23 @@
+"""Every message that docs/errors.md quotes is one that the sources can raise."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[2]
+GAP = ".{0,200}?"  # names and numbers, and the code that puts them in
+
+
+def sources():
+    """All sources as one text, in which adjacent string literals are one."""
+    files = [*(ROOT / "jax_cp_dispatch").rglob("*.py"), *(ROOT / "csrc").rglob("*.cc")]
+    return re.sub(r'"\s*f?"', "", "\n".join(path.read_text() for path in files))
+
+
+def test_quoted_messages_are_raised():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    messages = re.findall(r"^\| `([^`]*)` \|", page, flags=re.M)
+    assert len(messages) > 40
+    text = sources()
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.strip("… ").split("…")]
+        assert re.search(GAP.join(parts), text, flags=re.S), message

@@ -1,0 +1,75 @@
+"""The check of compiled kernels finds spills, stacks and kernels that are missing."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
+KERNELS = [
+    *("Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull"),
+    *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
+]
+NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"
+LINES = f"""\
+ptxas info    : Compiling entry function '{NAME}' for 'sm_90'
+    {{stack}} bytes stack frame, {{spills}} bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers
+"""
+
+
+OVER_NVSHMEM = [*KERNELS[:7], "StageToPut", "Put", "Fetch", "Quiet"]
+NVSHMEM_NAME = "__nv_static_45__18_nvshmem_kernels_cu_9d{n}{kernel}KernelINS0_7NvshmemEEEvNS4_CallE"
+LINKED = f"""\
+nvlink info    : Function properties for '{NVSHMEM_NAME}': (target: sm_90)
+nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes smem
+"""
+
+
+def lines_of(kernel, stack=0, spills=0):
+    return LINES.format(n=len(kernel) + 6, kernel=kernel, stack=stack, spills=spills)
+
+
+def check(tmp_path, log):
+    path = tmp_path / "build.log"
+    path.write_text(log)
+    ran = subprocess.run([sys.executable, CHECK, path, "90"], capture_output=True, text=True)
+    assert ran.stdout.count("<-") == ran.returncode, ran.stderr
+    return ran.returncode, ran.stdout
+
+
+@pytest.mark.parametrize(
+    "name, stack, spills, code",
+    [("none", 0, 0, 0), ("Pull", 16, 0, 1), ("Push", 0, 8, 1), ("missing", 0, 0, 1)],
+)
+def test_what_is_refused(tmp_path, name, stack, spills, code):
+    log = "".join(
+        lines_of(kernel, stack, spills) if kernel == name else lines_of(kernel)
+        for kernel in KERNELS[: -1 if name == "missing" else None]
+    )
+    # A kernel of several types: the last of them is no better than the worst.
+    log += lines_of("Pull") * (name == "Pull")
+    assert check(tmp_path, log)[0] == code
+
+
+@pytest.mark.parametrize(
+    "name, stack, spills, code",
+    [("Put", 216, 0, 0), ("Pull", 16, 0, 1), ("Fetch", 216, 8, 1), ("missing", 0, 0, 1)],
+)
+def test_kernels_over_nvshmem_have_the_stack_of_its_functions(tmp_path, name, stack, spills, code):
+    log = "".join(lines_of(kernel) for kernel in KERNELS)
+    for kernel in OVER_NVSHMEM[: -1 if name == "missing" else None]:
+        mine = kernel == name
+        log += lines_of(kernel, spills=spills * mine).replace(
+            NAME.format(n=len(kernel) + 6, kernel=kernel),
+            NVSHMEM_NAME.format(n=len(kernel) + 6, kernel=kernel),
+        )
+        # A function of NVSHMEM's, which is no kernel.
+        log += "ptxas info    : Function properties for _Z14nvshmemi_quietIL13threadgroup_t3EEvv\n"
+        log += "    512 bytes stack frame, 64 bytes spill stores, 64 bytes spill loads\n"
+        log += LINKED.format(n=len(kernel) + 6, kernel=kernel, stack=stack * mine)
+    found, table = check(tmp_path, log)
+    assert found == code
+    if name == "Put":
+        assert "NvshmemPut        sm_90   {'stack': 216, 'spills': 0, 'registers': 64}" in table

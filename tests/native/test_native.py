@@ -1,0 +1,120 @@
+"""The native core, without XLA and Python, on its own and under the compiler's sanitizers."""
+
+import concurrent.futures
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+# Seconds. Only a deadlock takes as long, however busy the machine is.
+LIMIT = 1200
+# Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
+NUM_PROGRAMS = 25
+
+# The sanitizers check more than the plain build does, but their own memory is a multiple of the
+# addresses.
+LARGE = ("test_large_offsets",)
+TESTS = (
+    "test_transport",
+    "test_shared_memory",
+    "test_shared_overlap",
+    "test_buffers",
+    "test_comm_overlap",
+    "test_overlap_buffers",
+    "test_overlap_timing",
+    "test_device",
+    "test_network",
+    "stress",
+)
+ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt")
+BUILDS = {
+    "thread": (*TESTS, "test_product_kernels"),
+    "address,undefined": TESTS + ON_ONE_THREAD,
+    "": LARGE,
+}
+# Everything without XLA and Python.
+FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu")
+# What a test opens as a library, or has besides of the rooms that see CUDA.
+LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
+SOURCES = (ROOT / "csrc/cuda/errors.cc",)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def compile_(folder, *arguments):
+    command = [COMPILER, "-std=c++17", "-g1", f"-I{ROOT / 'csrc'}", *arguments]
+    subprocess.run(command, check=True, timeout=LIMIT, cwd=folder)
+
+
+def run(program, *arguments):
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT)
+
+
+def require_sanitizer(option, folder):
+    (folder / "empty.cc").write_text("int main() {}\n")
+    try:
+        compile_(folder, option, "empty.cc", "-o", "empty")
+        works = run(folder / "empty").returncode == 0
+    except subprocess.CalledProcessError:
+        works = False
+    if not works:
+        pytest.skip(f"{COMPILER} or this system does not support {option}")
+
+
+def unit_of(name, folder):
+    """The sources of a folder as one: reading the standard headers takes most of the time."""
+    unit = folder / f"all_of_{name}.cc"
+    sources = sorted((ROOT / "csrc" / name).glob("*.cc"))
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    return unit
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """From a sanitizer to the folder where its programs of tests/native are, each built once."""
+
+    @functools.cache
+    def build(sanitizer):
+        folder = tmp_path_factory.mktemp("native")
+        options = []
+        if sanitizer:
+            options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+            require_sanitizer(options[0], folder)
+        core = [*(unit_of(name, folder) for name in FOLDERS), *SOURCES]
+        tests = [ROOT / f"tests/native/{name}.cc" for name in BUILDS[sanitizer]]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda source: compile_(folder, *options, "-c", source), core + tests))
+        objects = [source.with_suffix(".o").name for source in core]
+        for test in tests:
+            arguments = [test.with_suffix(".o").name, *objects, "-pthread", "-ldl", "-o", test.stem]
+            compile_(folder, *options, *arguments)
+            if library := LIBRARIES.get(test.stem):
+                source = ROOT / f"tests/native/{library}.cc"
+                compile_(folder, "-shared", "-fPIC", source, "-o", f"lib{library}.so")
+        return folder
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "sanitizer, name",
+    [(build, name) for build, names in BUILDS.items() for name in names if name != "stress"],
+)
+def test_core(programs, sanitizer, name):
+    ran = run(programs(sanitizer) / name)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "ok\n"
+
+
+@pytest.mark.parametrize("sanitizer", [build for build in BUILDS if build])
+def test_random_programs(programs, sanitizer):
+    ran = run(programs(sanitizer) / "stress", str(NUM_PROGRAMS))
+    assert ran.returncode == 0, ran.stderr
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) ([^,;:]+)", ran.stdout)}
+    assert counts["programs"] == NUM_PROGRAMS
+    assert min(counts.values()) > 0, counts  # every kind of fault came up

@@ -1,0 +1,137 @@
+"""The tables of the benchmarks: from results alone, whatever rows these have; `run_all` runs all.
+
+What they say of the committed results is compared in `test_docs.py`.
+"""
+
+import ast
+import copy
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
+sys.path.insert(0, str(BENCHMARKS))
+
+import sections  # noqa: E402  # pyright: ignore[reportMissingImports]
+import table  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A function of results by name: the README and docs/benchmarks.md that follow from them."""
+
+    def of(results):
+        for name, result in results.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        readme, page = table.pages(tmp_path).values()
+        return readme.split(table.BEGIN)[1].split(table.END)[0], page
+
+    return of
+
+
+def test_each_program_writes_the_result_file_of_its_name_and_nothing_else_is_there():
+    programs = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+    assert set(RESULTS) == programs
+    shown = {of.__name__ for of in sections.ALL}
+    assert shown == programs - {"predicted_attention"}  # docs/choose_an_algorithm.md has that one
+    assert {of.__name__ for of in table.LINES} <= shown
+
+
+@pytest.mark.parametrize("module", [sections, table], ids=lambda module: module.__name__)
+def test_no_number_is_typed_into_the_texts(module):
+    """Names such as float32 aside: every number on the pages is computed from the results."""
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    specs = {spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)
+             for spec in ast.walk(node.format_spec or ast.Pass())}  # fmt: skip
+    formats = {node.value for node in specs if isinstance(node, ast.Constant)}
+    for text in texts:
+        if isinstance(text, str) and text not in formats:
+            words = re.sub(r"float(16|32|64)|MXFP8(_1D)?|pipeline 2", "", text)
+            assert not re.search(r"\d", words), text
+
+
+@pytest.mark.parametrize("name", sorted(RESULTS))
+def test_results_may_lack_rows(pages, name):
+    """Every second row, or all but one, or all."""
+    for rows in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(0, 0)):
+        result = copy.deepcopy(RESULTS[name])
+        result["rows"] = result["rows"][rows]
+        readme, page = pages(RESULTS | {name: result})
+        assert page.startswith("# Benchmarks\n") and "all tables" in readme
+
+
+def test_results_may_lack_files(pages, tmp_path):
+    assert "|" not in pages({})[1]
+    for of in sections.ALL:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        _, page = pages({of.__name__: RESULTS[of.__name__]})
+        assert page.count("jax ") == 1  # one section, with machine and versions
+
+
+def test_a_method_that_did_not_run_says_why(pages):
+    """As where the package `ringattention` is not installed."""
+    result = copy.deepcopy(RESULTS["attention"])
+    del result["versions"]["ringattention"]
+    for row in result["rows"]:
+        if row["method"] == "ringattention":
+            for key in ("ms", "GFLOP_per_s", "of_matmul"):
+                del row[key]
+            row["why_not"] = "not installed"
+    _, page = pages({"attention": result})
+    assert "| ringattention | not installed |" in page
+    assert "PyPI" not in page and "as fast as `ringattention`" not in page
+    assert "times as fast as sharded dense attention" in page and page.count("\n|") == 11
+    growth = copy.deepcopy(RESULTS["attention_growth"])
+    growth["rows"] = [row | {"why_not": "not installed"} for row in growth["rows"]]
+    for row in growth["rows"]:
+        row.pop("peak_MB", None)
+    assert "of the memory of sharded dense attention" not in pages({"attention_growth": growth})[1]
+
+
+def test_the_time_is_told_when_every_result_knows_its_own(pages):
+    results = {name: result | {"took_s": 60} for name, result in RESULTS.items()}
+    assert f"All benchmarks together take {len(results)} minutes." in pages(results)[1]
+    del results["growth"]["took_s"]
+    assert "minutes" not in pages(results)[1]
+
+
+def run_all(*arguments):
+    return subprocess.run(
+        [sys.executable, BENCHMARKS / "run_all.py", *arguments],
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+
+
+def test_a_quick_run_writes_results_and_pages_elsewhere(tmp_path):
+    committed = (BENCHMARKS / "results" / "growth.json").read_bytes()
+    done = run_all("--quick", "--folder", tmp_path, "growth", "exchange")
+    assert done.returncode == 0, done.stderr
+    assert "== 1 of 2: growth" in done.stdout and "== 2 of 2: exchange" in done.stdout
+    written = {path.name for path in (tmp_path / "results").iterdir()}
+    assert written == {"growth.json", "exchange.json"}
+    assert "**Growth.**" in (tmp_path / "benchmarks.md").read_text()
+    assert (BENCHMARKS / "results" / "growth.json").read_bytes() == committed
+
+
+def test_an_unknown_name_is_refused():
+    done = run_all("grwth")
+    assert done.returncode == 2 and "no benchmark is called grwth" in done.stderr
+
+
+def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    import run_all as module  # pyright: ignore[reportMissingImports]
+
+    ran = []
+    monkeypatch.setattr(module, "run", lambda name, *_: ran.append(name) or name != "growth")
+    monkeypatch.setattr(sys, "argv", ["run_all", "--quick", "--folder", str(tmp_path)])
+    assert module.main() == 1
+    assert ran == module.NAMES
+    assert "failed: growth\n" in capsys.readouterr().err

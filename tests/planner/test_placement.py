@@ -1,0 +1,273 @@
+"""Tokens placed once per batch: every token, every key, equal tokens, nearly equal work."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from placement_oracle import check_placement, fewest_keys, keys_if_fillers_were_free
+
+from jax_cp_dispatch import PlacementConfig, place_tokens
+
+TOKENS = 65536
+
+EXTREMES = {
+    "one huge document": [[96]],
+    "all tiny": [[2] * 48],
+    "all equal": [[12] * 8],
+    "one token each": [[1] * 96],
+    "two lengths": [[50, 1, 1, 1, 40, 1, 1, 1]],
+    "nothing": [[0]],
+    "padding almost everywhere": [[5], [0]],
+    "several rows": [[90, 6], [1, 30, 2, 63], [96]],
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_batches(name, world_size, window):
+    placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, window=window)
+    check_placement(placement, EXTREMES[name], window)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_batch(data):
+    """Of any lengths on any ranks, with padding and a window."""
+    world_size = data.draw(st.integers(1, 8))
+    columns = world_size * data.draw(st.integers(1, 24))
+    window = data.draw(st.none() | st.integers(1, columns + 1))
+    lengths = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        row, left = [], columns
+        while left > 0 and len(row) < 40:
+            row.append(data.draw(st.integers(0, left)))
+            left -= row[-1]
+        lengths.append(row)
+    tolerance = data.draw(st.sampled_from([0.0, 0.01, 0.3]))
+    config = PlacementConfig(balance_tolerance=tolerance)
+    placement = place_tokens(
+        lengths, world_size=world_size, columns=columns, window=window, config=config
+    )
+    check_placement(placement, lengths, window)
+
+
+UNIT = 64  # tokens; cuts of the placement may stand anywhere, those of the exact search at these
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_near_the_optimum_of_small_cases(seed):
+    """Never above the limit where some placement is below it, and few more keys than the least."""
+    rng = np.random.default_rng(seed)
+    world_size = int(rng.integers(2, 4))
+    total = world_size * int(rng.integers(3, 7 if world_size == 2 else 5))
+    num_cuts = int(rng.integers(0, 5))
+    cuts = np.sort(rng.choice(np.arange(1, total), num_cuts, replace=False))
+    lengths = UNIT * np.diff([0, *cuts, total])
+    mean = (lengths * (lengths + 1) / 2).sum() / world_size
+    for tolerance in (0.01, 0.05, 0.25, 1.0):
+        config = PlacementConfig(balance_tolerance=tolerance)
+        placement = place_tokens([lengths], world_size=world_size, config=config)
+        pairs, moved = check_placement(placement, [lengths])
+        least = fewest_keys(lengths // UNIT, world_size, (1 + tolerance) * mean, unit=UNIT)
+        if least is not None:
+            assert pairs.max() <= (1 + tolerance) * mean
+            assert moved <= 1.25 * least + 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 32])
+def test_one_document_is_spread_with_equal_work(world_size):
+    """Tails beside slices of the same document's head: less moves than with zigzag."""
+    tokens = 4096
+    placement = place_tokens([world_size * tokens], world_size=world_size)
+    assert placement.plan.imbalance <= 1.01
+    zigzag = 0.75 * (world_size - 1)
+    assert placement.plan.num_kv_tokens_moved <= zigzag * world_size * tokens
+
+
+def real_batches():
+    return [
+        pytest.param(batch["lengths"], batch["tokens"] // TOKENS, id=f"{path.stem}-{i}")
+        for path in sorted((Path(__file__).parents[1] / "data" / "lengths").glob("*.json"))
+        for i, batch in enumerate(json.loads(path.read_text()))
+        if batch["tokens"] >= 8 * TOKENS
+    ]
+
+
+@pytest.mark.parametrize("lengths, world_size", real_batches())
+def test_real_lengths(lengths, world_size):
+    """Balanced to a hundredth, with keys near what no placement can do without."""
+    placement = place_tokens(lengths, world_size=world_size)
+    plan = placement.plan
+    plan.kv_metadata.validate()
+    assert plan.imbalance <= 1.0101
+    lengths = np.array(lengths, np.int64)
+    assert plan.pairs.sum() == pytest.approx((lengths * (lengths + 1) // 2).sum(), rel=1e-6)
+    assert (np.asarray(plan.num_rows) == TOKENS).all()
+    least = keys_if_fillers_were_free(lengths, world_size, TOKENS, tolerance=0.01)
+    assert least <= plan.num_kv_tokens_moved <= 1.5 * least + 0.02 * lengths.sum()
+
+
+def test_more_tolerance_moves_fewer_keys():
+    lengths = [40_000, 20_000, 10_000] + [500] * 60
+    moved = [
+        place_tokens(
+            lengths, world_size=4, columns=100_000, config=PlacementConfig(balance_tolerance=x)
+        ).plan.num_kv_tokens_moved
+        for x in (0.01, 0.1, 0.5)
+    ]
+    assert moved[0] > moved[1] > moved[2]
+
+
+def test_lengths_and_segment_ids_give_the_same_placement():
+    rng = np.random.default_rng(3)
+    lengths = [[5, 30, 1, 12], [60, 1, 1]]
+    segment_ids = np.zeros((2, 64), int)
+    for b, row in enumerate(lengths):
+        numbers = rng.permutation(np.arange(1, 10))[: len(row)]
+        segment_ids[b, : sum(row)] = np.repeat(numbers, row)
+    by_lengths = place_tokens(lengths, world_size=4, columns=64)
+    by_ids = place_tokens(segment_ids=segment_ids, world_size=4)
+    assert np.array_equal(by_lengths.permutation, by_ids.permutation)
+
+
+def test_documents_of_one_segment_end_where_positions_do_not_increase():
+    segment_ids = np.ones((1, 64), int)
+    positions = np.concatenate([np.arange(40), np.arange(24)])[None]
+    placement = place_tokens(segment_ids=segment_ids, positions=positions, world_size=4)
+    check_placement(placement, [[40, 24]])
+
+
+def test_apply_and_restore():
+    """Arrays of any shape in any pytree; rank r of the columns holds its places."""
+    lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
+    placement = place_tokens(lengths, world_size=world_size, columns=columns)
+    rng = np.random.default_rng(0)
+    arrays = {
+        "tokens": rng.integers(0, 9, (2, columns)),
+        "features": (rng.normal(size=(2, columns, 3, 2)),),
+    }
+    placed = placement.apply(arrays)
+    by_rank = placed["tokens"].reshape(2, world_size, -1).swapaxes(0, 1).reshape(-1)
+    assert np.array_equal(by_rank, arrays["tokens"].reshape(-1)[placement.permutation])
+    jax.tree.map(np.testing.assert_array_equal, placement.restore(placed), arrays)
+    on_device = jax.jit(lambda x: placement.restore(placement.apply(x)))(arrays["tokens"])
+    np.testing.assert_array_equal(on_device, arrays["tokens"])
+
+
+def test_labels_stay_those_of_their_tokens():
+    """Shifted before they are placed, each is still the next token of its document."""
+    lengths = [[20, 40, 4]]
+    tokens = np.random.default_rng(1).integers(0, 1000, (1, 64))
+    labels = np.roll(tokens, -1, axis=1)
+    placement = place_tokens(lengths, world_size=4)
+    placed_tokens, placed_labels = placement.apply((tokens, labels))
+    for place, token in enumerate(placement.permutation):
+        assert placed_tokens[0, place] == tokens[0, token]
+        assert placed_labels[0, place] == tokens[0, (token + 1) % 64]
+
+
+def test_a_loader_starts_no_backend_and_sends_the_placement():
+    """In a process of its own; the same bits arrive as are made here."""
+    program = """
+import pickle, sys
+import jax_cp_dispatch, jax._src.xla_bridge as bridge
+placement = jax_cp_dispatch.place_tokens([[700, 200, 90, 34]], world_size=8)
+batch = placement.apply(__import__("numpy").arange(1024)[None])
+assert not bridge.backends_are_initialized()
+sys.stdout.buffer.write(pickle.dumps((placement, batch)))
+"""
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout
+    sent, batch = pickle.loads(output)
+    here = place_tokens([[700, 200, 90, 34]], world_size=8)
+    assert np.array_equal(sent.permutation, here.permutation)
+    assert np.array_equal(batch[0], here.permutation)
+    jax.tree.map(np.testing.assert_array_equal, sent.plan, here.plan)
+
+
+def test_capacities_of_the_config_are_kept_or_refused():
+    lengths = [[600, 300, 100, 24]]
+    config = PlacementConfig(kv_capacity=2000, max_transfers=32, max_pieces=16)
+    plan = place_tokens(lengths, world_size=4, config=config).plan
+    assert plan.kv_capacity == 2000
+    assert plan.kv_metadata.dst_rank.shape == (4, 32)
+    assert plan.run_row.shape == (4, 16)
+    need = int(np.max(plan.kv_metadata.num_total_recv_tokens))
+    for small, message in (
+        ({"kv_capacity": need - 1}, rf"rank \d would receive {need} rows .* kv_capacity>={need}"),
+        ({"max_transfers": 1}, r"rank \d would send \d+ ranges of keys but max_transfers is 1"),
+        ({"max_pieces": 1}, r"rank \d would hold \d+ pieces but max_pieces is 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            place_tokens(lengths, world_size=4, config=PlacementConfig(**small))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "got neither lengths and segment_ids"),
+        ({"lengths": [[4]], "segment_ids": np.ones((1, 4), int)}, "got both lengths"),
+        ({"lengths": [[4]], "positions": np.ones((1, 4), int)}, "positions without segment_ids"),
+        ({"segment_ids": np.ones((1, 4), int), "columns": 4}, "columns without lengths"),
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [[4, -1]]}, "document 1 of batch row 0 has length -1"),
+        ({"lengths": [[4], [9]], "columns": 8}, "batch row 1 sum to 9 but columns is 8"),
+        ({"lengths": [[4]], "columns": 7}, "7 columns cannot be split over world_size=2"),
+        ({"lengths": [[4]], "world_size": 0}, "world_size is 0; it needs to be at least 1"),
+        ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
+        ({"segment_ids": np.ones(4, int)}, r"shape \(4,\) but must be \[B, columns\]"),
+        ({"segment_ids": np.array([[1, -1]])}, r"segment_ids\[0, 1\] is -1"),
+        ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 stands in separate runs"),
+    ],
+)
+def test_refusals(arguments, message, unchecked_types):
+    with pytest.raises(ValueError, match=message):
+        place_tokens(**{"world_size": 2, **arguments})
+
+
+@pytest.mark.parametrize("arguments", [{"lengths": [[1.5]]}, {"segment_ids": np.ones((1, 4))}])
+def test_lengths_and_ids_are_integers(arguments, unchecked_types):
+    with pytest.raises(TypeError, match="integers"):
+        place_tokens(world_size=2, **arguments)
+
+
+def test_arrays_of_another_batch_are_refused():
+    placement = place_tokens([[8]], world_size=2)
+    with pytest.raises(ValueError, match=r"shape \[1, 9\] but the placement is for \[1, 8, ...\]"):
+        placement.apply(np.zeros((1, 9)))
+
+
+@pytest.mark.parametrize("options", [{"balance_tolerance": -0.1}, {"kv_capacity": 0}])
+def test_config_out_of_its_domain_is_refused(options):
+    with pytest.raises(ValueError, match="PlacementConfig: "):
+        PlacementConfig(**options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_is_above_the_tolerance(seed):
+    """With some hundred tokens per rank, also where most of them are padding."""
+    rng = np.random.default_rng(seed)
+    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
+    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
+    longest = int(rng.integers(1, left + 1))
+    lengths = []
+    while left > 0:
+        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
+        lengths.append(min(int(rng.integers(1, most + 1)), left))
+        left -= lengths[-1]
+    window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
+    tolerance = float(rng.choice([0.01, 0.1]))
+    placement = place_tokens(
+        lengths,
+        world_size=world_size,
+        columns=world_size * tokens,
+        window=window,
+        config=PlacementConfig(balance_tolerance=tolerance),
+    )
+    assert placement.plan.imbalance <= 1 + tolerance + 1e-5

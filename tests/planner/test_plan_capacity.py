@@ -1,0 +1,102 @@
+"""Whether a batch fits given capacities: known before a step, inside it, and from its error."""
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of
+from packing import pack
+
+from jax_cp_dispatch import PlanConfig, context_parallel_attention, plan_attention
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balanced_attention.md"
+W, T, BLOCK = 8, 128, 4
+NAMES = ("q_capacity", "kv_capacity", "max_kv_destinations")
+# Short documents fit, a long one does not.
+SMALL = PlanConfig(BLOCK, q_capacity=24, kv_capacity=40, max_kv_destinations=3)
+SHORT = np.repeat(np.arange(1, 1 + T // 8, dtype=np.int32), 8)[None]
+LONG = np.ones((1, T), np.int32)
+
+
+def needs_of(plan):
+    """Counted from a plan that was given all the room there is."""
+    q, kv = plan.q_metadata, plan.kv_metadata
+    received = [np.asarray(x.num_total_recv_tokens).max() for x in (q, kv)]
+    return *received, (np.asarray(kv.dst_rank) >= 0).sum(-1).max()
+
+
+def test_needs_are_those_of_the_plan():
+    rng = np.random.default_rng()
+    for _ in range(10):
+        segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))
+        config = PlanConfig(BLOCK, 2 * T * W, 2 * T * W, max_kv_destinations=W)
+        plan = plan_attention(segment_ids, positions, world_size=W, config=config)
+        needs = config.needs(segment_ids, positions, world_size=W)
+        assert tuple(getattr(needs, name) for name in NAMES) == needs_of(plan)
+        assert tuple(plan.needs[0]) == needs_of(plan)
+        assert needs.fits(segment_ids, positions, world_size=W)
+        assert PlanConfig(BLOCK).fits(segment_ids, positions, world_size=W)
+        for name in NAMES:
+            if getattr(needs, name) > 1:
+                less = dataclasses.replace(needs, **{name: getattr(needs, name) - 1})
+                assert not less.fits(segment_ids, positions, world_size=W)
+
+
+def test_fits_is_known_inside_a_program():
+    fits = jax.jit(lambda ids: plan_attention(ids, world_size=W, config=SMALL).fits)
+    assert fits(SHORT) and not fits(LONG)
+    assert SMALL.fits(SHORT, world_size=W) and not SMALL.fits(LONG, world_size=W)
+    assert plan_attention(LONG, world_size=W).fits
+
+
+def attend(x, segment_ids, config):
+    x = x[..., None, :]
+    return context_parallel_attention(
+        *(x, x, x),
+        mesh=mesh_of(W),
+        axis_name=AXIS,
+        algorithm="balanced",
+        segment_ids=segment_ids,
+        config=config,
+    )
+
+
+def test_the_step_of_the_docs_keeps_its_donated_state_where_the_batch_does_not_fit():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    train_step = names["train_step"]
+    rng = np.random.default_rng()
+    before = rng.normal(size=(8, 8)).astype(np.float32)
+    x = rng.normal(size=(1, T, 8)).astype(np.float32)
+    state = jnp.array(before)
+    kept, fits = train_step(state, x, LONG)
+    assert not fits and state.is_deleted()
+    assert np.asarray(kept).tobytes() == before.tobytes()
+    changed, fits = train_step(kept, x, SHORT)
+    assert fits and np.isfinite(changed).all()
+    assert not np.array_equal(changed, before)
+
+
+def test_the_error_names_what_makes_the_batch_fit():
+    """All ranks' largest needs, and the arguments: who follows it has no second error."""
+    x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
+    # Most work at home is on the last ranks, so the first rank's needs are not the largest.
+    segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
+    config = PlanConfig(BLOCK, q_capacity=17, kv_capacity=20)
+    run = jax.jit(lambda ids, config: attend(x, ids, config), static_argnames="config")
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(run(segment_ids, config))
+    assert "plan 1" not in str(error.value)
+    asked = re.findall(r"Pass PlanConfig\.(\w+)>=(\d+)", str(error.value))
+    needs = config.needs(segment_ids, world_size=W)
+    asked = {name: int(value) for name, value in asked}
+    needed = {name: getattr(needs, name) for name in NAMES[:2]}
+    assert asked == {name: need for name, need in needed.items() if need > getattr(config, name)}
+    config = dataclasses.replace(config, **asked)
+    jax.block_until_ready(run(segment_ids, config))

@@ -1,0 +1,243 @@
+"""Several processes: every operation, every failure, the launcher, and what is left behind."""
+
+import concurrent.futures
+import fcntl
+import os
+import pathlib
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from on_mesh import mesh_of
+
+from jax_cp_dispatch._ranks.processes import segment
+from jax_cp_dispatch._ranks.processes.connect import Card, connect_all, new_token
+from jax_cp_dispatch._ranks.processes.meeting import Place, meet
+
+PROGRAMS = pathlib.Path(__file__).parents[1] / "processes"
+sys.path.insert(0, str(PROGRAMS))
+
+import gemms  # noqa: E402
+
+
+def command(program, *arguments, processes=2, devices=1, grace=30.0):
+    options = [f"--processes={processes}", f"--devices={devices}", f"--grace={grace}"]
+    module = ["-m", "jax_cp_dispatch.launch"]
+    return [sys.executable, *module, *options, str(program), *arguments]
+
+
+def launch(*arguments, **options):
+    return subprocess.run(
+        command(*arguments, **options), capture_output=True, text=True, timeout=1200
+    )
+
+
+def in_shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    "devices, asked, number", [(1, ["test_every_method_of_the_products"], 1), (2, [], 15)]
+)
+def test_every_operation(tmp_path, monkeypatch, devices, asked, number):
+    """GEMMs have the same bits as here, in one process. Programs from a cache would not meet."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    path = str(tmp_path / "gemms.npz")
+    gemms.write(
+        path, mesh_of(2 * devices), [] if asked else gemms.scaled_programs(4, is_short=True)
+    )
+    done = launch(PROGRAMS / "suite.py", "--short", path, *asked, devices=devices)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    for process in range(2):
+        assert f"[{process}] all {number} ok\n" in done.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_failure():
+    """One trial of each kind, the last of which kill a process each; the others live on."""
+    before = in_shared_memory()
+    done = launch(PROGRAMS / "failures.py", processes=4)
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
+    for process in range(4):
+        kinds = "late", "raises", "shapes", "operation", "version", "metadata", "batch", "stop"
+        for kind in kinds:
+            assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
+    for process in range(3):
+        for kind in "kill", "gemm late", "gemm shapes", "gemm method", "gemm stop":
+            assert f"[{process}] {kind}: 1 of 1" in done.stdout, done.stdout
+    for process in range(2):
+        assert f"[{process}] gemm kill: 1 of 1" in done.stdout, done.stdout
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("wrong", ["host", "version"])
+def test_processes_that_cannot_share_memory(wrong):
+    done = launch(PROGRAMS / "choices.py", wrong)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert f"[0] {wrong} ok\n" in done.stdout
+    assert f"[1] {wrong} ok\n" in done.stdout
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", [[], ["explicitly"]])
+def test_process_0_leaves_last(tmp_path, how):
+    """Without the launcher, whatever the others still have to do: JAX's service lives in it."""
+    address = free_address()
+    job = [
+        subprocess.Popen(
+            [sys.executable, PROGRAMS / "ends.py", address, "2", str(process), tmp_path, *how],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    said = [process.communicate(timeout=1200) for process in job]
+    assert [process.returncode for process in job] == [0, 0], said
+    assert said[1][0] == "done\n"
+
+
+def meet_all(places, timeout):
+    """What the meeting returns to each, or the message of its error."""
+    address = free_address()
+
+    def meet_one(place) -> Any:
+        try:
+            return meet(address, place, timeout)
+        except RuntimeError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(meet_one, places))
+
+
+def test_processes_meet():
+    places = [Place(process, 3, "a", "name of a") for process in range(3)]
+    assert meet_all(places, 30.0) == [True] * 3
+    places[1] = places[1]._replace(host="b")
+    assert meet_all(places, 30.0) == [False] * 3
+    assert meet_all([Place(0, 1, "a", "name of a")], 30.0) == [True]
+
+
+def test_who_does_not_come_is_named():
+    places = [Place(process, 4, "a", "name of a") for process in range(4)]
+    for told in meet_all(places[:2], 1.0):
+        assert "waited 1 s at 127.0.0.1:" in told
+        assert "for process 2, process 3 of 4, which did not come" in told
+    for process, told in enumerate(meet_all(places[1:], 1.0)):
+        assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
+
+
+def test_who_is_of_another_job_is_named():
+    places = [Place(0, 2, "a", "name of a"), Place(1, 3, "b", "name of b")]
+    for told in meet_all(places, 30.0):
+        assert "process 1 of 3 on host name of b came to a job of 2 processes" in told
+    places = [Place(0, 3, "a", "name of a"), *[Place(1, 3, "b", "name of b")] * 2]
+    for told in meet_all(places, 30.0):
+        assert "two processes, on hosts name of b and name of b, came as process 1" in told
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])
+def test_an_address_has_a_port(address):
+    with pytest.raises(RuntimeError, match="it needs to be host:port of process 0"):
+        meet(address, Place(1, 2, "a", "name of a"), 1.0)
+
+
+def test_the_launcher_tells_and_ends(tmp_path):
+    """Output of each process, the first code that is not 0, and an end for what is stuck."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, sys, time\n"
+        "print(os.environ['JAX_PROCESS_ID'], sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES'])\n"
+        "sys.stdout.flush()\n"
+        f"told = pathlib.Path({str(tmp_path / 'told')!r})\n"
+        "if os.environ['JAX_PROCESS_ID'] == '0':\n"
+        "    told.touch()\n"
+        "    time.sleep(1000)\n"
+        "while not told.exists():\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(7)\n"
+    )
+    done = launch(program, "--an", "argument", devices=3, grace=0.5)
+    assert done.returncode == 7
+    assert "[0] 0 ['--an', 'argument'] 3\n" in done.stdout
+    assert "[1] 1 ['--an', 'argument'] 3\n" in done.stdout
+
+
+def test_the_launcher_passes_signals_on(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told')))\n"
+        "print('up')\ntime.sleep(1000)\n"
+    )
+    job = subprocess.Popen(command(program), stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert sorted(job.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
+    job.send_signal(signal.SIGTERM)
+    assert sorted(job.communicate(timeout=1200)[0].splitlines()) == ["[0] told", "[1] told"]
+    assert job.returncode == 128 + signal.SIGTERM
+
+
+def test_a_segment_is_private_nameless_and_of_a_fixed_size(monkeypatch):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, str(1 << 20))
+    before = in_shared_memory()
+    fd, num_bytes = segment.make_segment()
+    status = os.fstat(fd)
+    assert num_bytes == status.st_size == 1 << 20
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert not os.get_inheritable(fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
+    assert in_shared_memory() == before
+    segment.check_segment(1, fd, num_bytes)
+    with pytest.raises(PermissionError, match="process 1 sent a segment with"):
+        segment.check_segment(1, fd, num_bytes + 1)
+    os.fchmod(fd, 0o644)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, fd, num_bytes)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.fchmod(unsealed, 0o600)
+    os.ftruncate(unsealed, 10)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, unsealed, 10)
+    assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
+    os.close(fd)
+    os.close(unsealed)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
+def test_segment_bytes_have_to_be_a_number(monkeypatch, text):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, text)
+    with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
+        segment.segment_bytes()
+
+
+def test_strangers_are_not_let_in():
+    """Whoever connects without the token, or says nothing, is left out; the wait has an end."""
+    listener, name = segment.listen()
+    cards = {0: Card(name, new_token()), 1: Card("nobody", new_token())}
+    strangers = []
+    for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + name)
+        if greeting:
+            stranger.send(greeting)
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+        strangers.append(stranger)
+    with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
+        connect_all(listener, 0, cards, segment.make_segment(), timeout=1.0)
+    assert segment.listen()[1] != name

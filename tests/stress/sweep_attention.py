@@ -1,0 +1,125 @@
+"""Compares ring, zigzag and Hamilton attention with dense attention in many more programs.
+
+    python tests/stress/sweep_attention.py --programs 60 --seed 1
+
+Every number of ranks (1 to 9 and 16) with every algorithm, layout and mask, in random order;
+documents, lengths, heads, dtype, implementation and the rest are drawn for each, for half of them
+blocks of few rows, so that there are many. Prints the worst errors, relative to the largest entry;
+exits with 1 if one exceeds the tolerance or does not run.
+"""
+
+import argparse
+import itertools
+import pathlib
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("oracles", "support"))
+
+import jax
+import numpy as np
+from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
+
+from jax_cp_dispatch.attention.rotating import sequence
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+
+NUM_RANKS = (*range(1, 10), 16)
+SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles")
+LAYOUTS = ("contiguous", "zigzag")
+MASKS = ("causal", "full", "window", "two-sided")
+
+
+def schedule(rng, name, num_ranks) -> dict[str, Any]:
+    """Algorithm, nodes and cycles."""
+    if name in ("ring", "zigzag"):
+        return {"algorithm": name}
+    options: dict[str, Any] = {"algorithm": "hamilton"}
+    if name == "two levels":
+        nodes = [u for u in range(1, num_ranks + 1) if num_ranks % u == 0]
+        return options | {"nodes": int(rng.choice(nodes[1:] or nodes))}
+    if name == "direct":
+        return options | {"cycles": "direct"}
+    if name == "own cycles":
+        there = tuple(rng.permutation(num_ranks).tolist())
+        both = (there, there[::-1])
+        return options | {"cycles": both[: min(2, num_ranks - 1)]}
+    return options
+
+
+def draw_case(rng, num_ranks, name, layout, mask):
+    choose = lambda *values: values[rng.integers(len(values))]
+    num_chunks = max(1, num_ranks - 1)
+    few, many = int(rng.integers(2, num_chunks + 2)), int(rng.integers(9, 30))
+    return Case(
+        num_ranks=num_ranks,
+        rows=choose(1, few, 2 * num_chunks, many),
+        **schedule(rng, name, num_ranks),
+        documents=choose("none", "segments", "segments", "positions", "both"),
+        causal=mask in ("causal", "window"),
+        window=window(rng, mask),
+        layout=layout,
+        batch=choose(1, 2),
+        heads=choose((2, 2), (4, 2), (3, 1)),
+        scale=choose(None, 0.2),
+        logit_soft_cap=choose(None, 2.0),
+        implementation=choose(None, "in_process", "xla"),
+        check_vma=choose(True, False),
+        dtype=choose("float32", "float32", "bfloat16"),
+    )
+
+
+def window(rng, mask):
+    if mask == "window":
+        return int(rng.integers(1, 20))
+    draw = lambda: None if rng.integers(4) == 0 else int(rng.integers(0, 15))
+    return (draw(), draw()) if mask == "two-sided" else None
+
+
+def blocks(rng):
+    """Those that are chosen for the rows, or small ones."""
+    if rng.integers(2):
+        return mock.patch.object(sequence, "blocks_of_ranks", sequence.blocks_of_ranks)
+    sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}
+    return mock.patch.object(sequence, "blocks_of_ranks", lambda *_, **__: sizes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Many more programs; see above.")
+    parser.add_argument("--programs", type=int, help="of 360; all if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start_cpu_devices(max(NUM_RANKS))
+    rng = np.random.default_rng(options.seed)
+    combinations = list(itertools.product(NUM_RANKS, SCHEDULES, LAYOUTS, MASKS))
+    rng.shuffle(combinations)
+    cases = [draw_case(rng, int(n), *rest) for n, *rest in combinations][: options.programs]
+    worst = {dtype: dict.fromkeys(NAMES, 0.0) for dtype in TOLERANCE}
+    failures, begin = [], time.monotonic()
+    for number, case in enumerate(cases, 1):
+        try:
+            operands = draw(case, number)
+            with blocks(rng):
+                got = run(case, operands)
+            errors = relative_errors(got, dense(case, operands))
+        except Exception as error:
+            failures.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
+            print(failures[-1], flush=True)
+            continue
+        for name, error in errors.items():
+            worst[case.dtype][name] = max(worst[case.dtype][name], error)
+        if not max(errors.values()) <= TOLERANCE[case.dtype]:  # NaN, too
+            failures.append(f"{case}: {errors}")
+            print(failures[-1], flush=True)
+        if number % 10 == 0 or number == len(cases):
+            print(f"{time.monotonic() - begin:6.0f} s  {number}/{len(cases)} programs", flush=True)
+            jax.clear_caches()
+    for dtype, errors in worst.items():
+        print(dtype, ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    print(f"{len(cases)} programs, {len(failures)} failures, seed {options.seed}")
+    return 1 if failures or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

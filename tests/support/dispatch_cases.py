@@ -1,0 +1,42 @@
+"""One plan, and what `dispatch`, `combine` and their derivatives make of it wherever they stand."""
+
+import jax
+import numpy as np
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS
+
+from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch._ranks.axis import AxisName
+
+W, S, T, F = 4, 5, 8, 6
+PLAN = random_plan(np.random.default_rng(0), W, S, T, 2)
+METADATA = Metadata(**PLAN)
+CAPACITY = int(PLAN["num_total_recv_tokens"].max()) + 2
+
+
+def integers(*shape, seed=0):
+    """Small integers as floats: their sums are exact, so results compare without tolerance."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
+
+
+X, Y = integers(W * T, F, seed=1), integers(W * CAPACITY, F, seed=2)
+
+
+def moves_and_gradients(x, y, metadata, *, axis_name: AxisName = AXIS, **where):
+    """dispatch, combine and the vector-Jacobian product of each, on any number of rows."""
+    send = lambda x: dispatch(x, metadata, axis_name=axis_name, capacity=CAPACITY, **where)
+    bring = lambda y: combine(y, metadata, axis_name=axis_name, num_tokens=T, **where)
+    sent, pull_sent = jax.vjp(send, x)
+    home, pull_home = jax.vjp(bring, y)
+    return sent, home, pull_sent(2 * y)[0], pull_home(2 * x)[0]
+
+
+def check_all_ranks(results, x=X, y=Y, plan=PLAN):
+    """The results of `moves_and_gradients` on arrays of all ranks."""
+    num_ranks = plan["world_size"]
+    per_rank = lambda a: a.reshape(num_ranks, -1, *a.shape[1:])
+    sent, home, pulled, pushed = (per_rank(np.asarray(a)) for a in results)
+    np.testing.assert_array_equal(sent, dispatched(plan, per_rank(x), CAPACITY))
+    np.testing.assert_array_equal(home, combined(plan, per_rank(y), T))
+    np.testing.assert_array_equal(pulled, combined(plan, 2 * per_rank(y), T))
+    np.testing.assert_array_equal(pushed, dispatched(plan, 2 * per_rank(x), CAPACITY))
