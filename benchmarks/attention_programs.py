@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
 from jax_cp_dispatch._window import Reach
-from jax_cp_dispatch.attention.documents import attended_tokens
+from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.cost import attention_flops
 
 NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64

@@ -29,3 +29,16 @@ def check_mesh(op: str, mesh: Any) -> None:
         raise TypeError(
             f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or left away."
         )
+
+
+def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
+    """The size of the axis inside `jax.shard_map`; outside, an error names what to call instead."""
+    check_axis_name(op, axis_name)
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"{op}: axis_name {axis_name!r} is not manual here, and {op} takes the arrays of one "
+            f"rank. Call it inside jax.shard_map over {axis_name!r}; for the arrays of all ranks "
+            f"use {instead}."
+        ) from None

@@ -1,28 +1,28 @@
-"""Attention over local keys, and over a mesh axis.
+"""Attention to local keys, and over a mesh axis.
 
-Everything rests on the two passes of `local` (one range of keys per query). `balanced` moves
-queries and keys as a plan says, `placed` keys alone. In `ring` and `hamilton` keys rotate:
-`sequence` brings rows into place, `rotating` makes the steps, `schedules`, `layout` and `chunks`
-say who holds what, and `communication` moves it. `choose` and `api` stand around all of them,
-`profile` beside. `merge` is for steps of your own.
+Everything rests on the two passes of `local` (one range of keys per query); `local/merge` is for
+your own steps. In `planned`, rows move as a plan says: queries and keys in `balanced`, keys alone in
+`placed`. In `rotating`, keys go round the ranks: `sequence` brings rows into place, `attend` makes
+the steps, `schedules`, `layout` and `chunks` say who holds what, `communication` moves it, and
+`profile` times it. `choose` and `api` use all of them.
 """
 
 from jax_cp_dispatch.attention.api import context_parallel_attention
-from jax_cp_dispatch.attention.balanced import balanced_attention
 from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.merge import merge_partials
-from jax_cp_dispatch.attention.placed import placed_attention
-from jax_cp_dispatch.attention.profile import (
+from jax_cp_dispatch.attention.local.merge import merge_partials
+from jax_cp_dispatch.attention.planned.balanced import balanced_attention
+from jax_cp_dispatch.attention.planned.placed import placed_attention
+from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.profile import (
     AttentionProfile,
     StepProfile,
     hamilton_attention_profile,
     ring_attention_profile,
     zigzag_ring_attention_profile,
 )
-from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 
 __all__ = [

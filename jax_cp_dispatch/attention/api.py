@@ -18,8 +18,7 @@ from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._window import Window, reach
-from jax_cp_dispatch.attention.arguments import check_arrays, check_global, check_layout
-from jax_cp_dispatch.attention.balanced import attend_balanced
+from jax_cp_dispatch.attention.checks import check_arrays, check_global, check_layout
 from jax_cp_dispatch.attention.choose import (
     ALGORITHMS as PREDICTED,
     choose_algorithm,
@@ -27,7 +26,8 @@ from jax_cp_dispatch.attention.choose import (
 )
 from jax_cp_dispatch.attention.local.options import check_softmax
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
-from jax_cp_dispatch.attention.placed import attend_placed
+from jax_cp_dispatch.attention.planned.balanced import attend_balanced
+from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_schedule

@@ -12,7 +12,7 @@ from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Window, reach
-from jax_cp_dispatch.attention.arguments import check_layout
+from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.planner.capacities import read_host_documents
 

@@ -8,7 +8,7 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from sequences import Case, dense, draw
 
-from jax_cp_dispatch.attention.profile import (
+from jax_cp_dispatch.attention.rotating.profile import (
     hamilton_attention_profile,
     ring_attention_profile,
     zigzag_ring_attention_profile,

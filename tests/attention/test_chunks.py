@@ -14,8 +14,8 @@ from packing import pack
 from sequences import QUICKLY, attended
 
 from jax_cp_dispatch._window import reach
-from jax_cp_dispatch.attention.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
+from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_placement,

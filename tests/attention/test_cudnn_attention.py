@@ -17,7 +17,7 @@ from sequences import Case, check, draw
 
 from jax_cp_dispatch.attention.local import api as local, cudnn, tiles
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating import attend as rotating
 
 BLOCKS: Any = {"block_q": 8, "block_kv": 16}

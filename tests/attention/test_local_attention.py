@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from local_cases import BLOCKS, RANGES, assert_close, inputs, quick_jit, random_ranges, rows
 
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.local.merge import merge_partials
 
 
 def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.test_util import check_grads
 
-from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.local.merge import merge_partials
 
 SHAPE = B, T, N, HV = 2, 3, 4, 5
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from sequences import QUICKLY
 
-from jax_cp_dispatch.attention.merge import merge_partials
+from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation, zigzag_placement

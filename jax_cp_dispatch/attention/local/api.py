@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.arguments import check_arrays
-from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
+from jax_cp_dispatch.attention.checks import check_arrays
 from jax_cp_dispatch.attention.local.backward import begin_dq, cut_outcome, finish_dq
 from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only, not_again
 from jax_cp_dispatch.attention.local.options import check, check_ranges
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 

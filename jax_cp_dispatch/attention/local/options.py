@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._window import Reach, check_window
-from jax_cp_dispatch.attention.arguments import check_arrays
+from jax_cp_dispatch.attention.checks import check_arrays
 
 _VECTOR = 8  # rows
 # Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread

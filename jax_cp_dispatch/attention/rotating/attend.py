@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_cp_dispatch.attention.derivative_order import not_again
 from jax_cp_dispatch.attention.local.backward import Outcome, begin_dq, cut_outcome, finish_dq
 from jax_cp_dispatch.attention.local.blocks import cut_queries, cut_ranges
+from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.local.forward import Softmax
 from jax_cp_dispatch.attention.local.options import Options
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks

@@ -14,10 +14,9 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 

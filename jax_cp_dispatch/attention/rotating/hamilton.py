@@ -8,9 +8,8 @@ from typing import cast
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.rotating.schedules import Cycles, Direct, Transport
 from jax_cp_dispatch.attention.rotating.sequence import Sequence, attend_sequence
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles

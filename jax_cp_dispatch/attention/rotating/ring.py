@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.one_rank import num_ranks_here
 from jax_cp_dispatch.attention.rotating.schedules import Cycles, Transport
 from jax_cp_dispatch.attention.rotating.sequence import Sequence, attend_sequence
 

@@ -14,9 +14,8 @@ from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.attention.arguments import check_arrays, check_layout
-from jax_cp_dispatch.attention.derivative_order import in_reverse_only
-from jax_cp_dispatch.attention.documents import attended_tokens
+from jax_cp_dispatch.attention.checks import check_arrays, check_layout
+from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import (
     blocks_of_ranks,
     check,
@@ -26,6 +25,7 @@ from jax_cp_dispatch.attention.local.options import (
 from jax_cp_dispatch.attention.rotating.attend import Rotation, rotating_attention
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
+from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_placement,
     halves_in_zigzag,

@@ -7,16 +7,15 @@ from typing import cast
 import jax
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name
+from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, num_ranks_here
 from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.arguments import check_plan
-from jax_cp_dispatch.attention.derivative_order import in_reverse_only, not_again
+from jax_cp_dispatch.attention.checks import check_plan
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only, not_again
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks, check_softmax
-from jax_cp_dispatch.attention.one_rank import num_ranks_here
-from jax_cp_dispatch.attention.planned import PlannedExchanges
+from jax_cp_dispatch.attention.planned.exchanges import PlannedExchanges
 from jax_cp_dispatch.attention.rotating.sequence import check_rows
 from jax_cp_dispatch.planner import AttentionPlan
 from jax_cp_dispatch.planner.segment_ids import words

@@ -29,7 +29,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_placement,
     token_ranges,
 )
-from jax_cp_dispatch.attention.stopwatch import Stopwatch
+from jax_cp_dispatch.attention.rotating.stopwatch import Stopwatch
 from jax_cp_dispatch.cycles.checks import CycleRows
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
 
