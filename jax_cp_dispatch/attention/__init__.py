@@ -1,7 +1,7 @@
 """Attention to local keys, and over a mesh axis.
 
 Everything rests on the two passes of `local` (one range of keys per query); `local/merge` is for
-your own steps. In `planned`, rows move as a plan says: queries and keys in `balanced`, keys alone in
+your own steps. In `planned`, rows move as a plan says: queries and keys in `balanced`, only keys in
 `placed`. In `rotating`, keys go round the ranks: `sequence` brings rows into place, `attend` makes
 the steps, `schedules`, `layout` and `chunks` say who holds what, `communication` moves it, and
 `profile` times it. `choose` and `api` use all of them.
