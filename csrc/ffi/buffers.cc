@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "dispatch/dispatch_buffers.h"
 #include "nanobind/stl/string.h"
-#include "transport/buffers.h"
 
 namespace nb = nanobind;
 
@@ -18,7 +18,7 @@ void Check(const Status& status) {
 }
 
 // In the order of the fields of DispatchBuffer, the deadline in milliseconds.
-nb::tuple ToTuple(const BufferEntry& entry) {
+nb::tuple ToTuple(const DispatchBufferEntry& entry) {
   return nb::make_tuple(entry.limits.capacity, entry.limits.row_bytes,
                         static_cast<int64_t>(entry.limits.deadline.count()),
                         entry.limits.num_groups, entry.num_in_use, entry.num_calls);
@@ -32,7 +32,7 @@ void BindBuffers(nb::module_& m) {
       "create_buffer",
       [](int64_t capacity, int64_t row_bytes, int64_t deadline_ms, int64_t num_groups) {
         int64_t id = 0;
-        Check(BufferRegistry::Get().Create(
+        Check(DispatchBuffers::Get().Create(
             "create_dispatch_buffer",
             {capacity, row_bytes, num_groups, std::chrono::milliseconds(deadline_ms)}, &id));
         return id;
@@ -42,27 +42,27 @@ void BindBuffers(nb::module_& m) {
       "grow_buffer",
       [](const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,
          int64_t num_groups) {
-        Check(BufferRegistry::Get().Grow(op, id, capacity, row_bytes, num_groups));
+        Check(DispatchBuffers::Get().Grow(op, id, capacity, row_bytes, num_groups));
       },
       arg("op"), arg("id"), arg("capacity"), arg("row_bytes"), arg("num_groups"));
   m.def(
       "destroy_buffer",
-      [](const std::string& op, int64_t id) { Check(BufferRegistry::Get().Destroy(op, id)); },
+      [](const std::string& op, int64_t id) { Check(DispatchBuffers::Get().Destroy(op, id)); },
       arg("op"), arg("id"));
   m.def(
       "destroy_all_buffers",
-      [](const std::string& op) { Check(BufferRegistry::Get().DestroyAll(op)); }, arg("op"));
+      [](const std::string& op) { Check(DispatchBuffers::Get().DestroyAll(op)); }, arg("op"));
   m.def(
       "find_buffer",
       [](const std::string& op, int64_t id) {
-        BufferEntry entry;
-        Check(BufferRegistry::Get().Find(op, id, &entry));
+        DispatchBufferEntry entry;
+        Check(DispatchBuffers::Get().Find(op, id, &entry));
         return ToTuple(entry);
       },
       arg("op"), arg("id"));
   m.def("list_buffers", [] {
     nb::dict buffers;
-    for (const auto& [id, entry] : BufferRegistry::Get().List()) {
+    for (const auto& [id, entry] : DispatchBuffers::Get().List()) {
       buffers[nb::int_(id)] = ToTuple(entry);
     }
     return buffers;

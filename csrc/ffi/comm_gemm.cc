@@ -77,8 +77,8 @@ void BindCommGemm(nb::module_& m) {
   m.def(
       "find_overlap_buffer",
       [](const std::string& op, int64_t id) {
-        OverlapBufferSpec spec;
-        Check(OverlapBuffers::Get().Find(op, id, &spec));
+        OverlapBufferEntry entry;
+        Check(OverlapBuffers::Get().Find(op, id, &entry));
       },
       arg("op"), arg("id"));
   m.def("list_overlap_buffers", &List);

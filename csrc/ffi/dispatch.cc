@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch/dispatch_buffers.h"
 #include "ffi/common.h"
 #include "ffi/dispatch_call.h"
 #include "ffi/targets.h"
-#include "transport/buffers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -29,7 +29,7 @@ class BufferUse {
   BufferUse(const BufferUse&) = delete;
   BufferUse& operator=(const BufferUse&) = delete;
   ~BufferUse() {
-    for (const int64_t id : ids_) BufferRegistry::Get().Release(id);
+    for (const int64_t id : ids_) DispatchBuffers::Get().Release(id);
   }
 
   Status Acquire(int64_t id, const Exchange& exchange, const DispatchPart& part) {
@@ -40,7 +40,7 @@ class BufferUse {
     }
     ids_.reserve(ids_.size() + 1);
     Status status =
-        BufferRegistry::Get().Acquire(id, exchange.op, exchange.key.group, num_rows, row_bytes);
+        DispatchBuffers::Get().Acquire(id, exchange.op, exchange.key.group, num_rows, row_bytes);
     if (status.ok()) ids_.push_back(id);
     return status;
   }

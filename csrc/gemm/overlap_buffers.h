@@ -1,5 +1,5 @@
-// The registry of communication buffers of overlapped GEMMs: what an id stands for, its memory, and
-// who is using it.
+// The registry of communication buffers of overlapped GEMMs: the description under an id, the
+// memory, and the calls that use it.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "gemm/comm_overlap.h"
+#include "transport/buffer_registry.h"
 #include "transport/transport.h"
 
 namespace cpd {
@@ -26,56 +26,42 @@ struct OverlapBufferSpec {
   std::string parameters;  // all of them, as text: equal texts share one buffer
 };
 
-struct OverlapBufferEntry {
+struct OverlapBufferEntry : BufferUsage {
   OverlapBufferSpec spec;
-  int64_t num_created = 0;  // and not yet destroyed
-  int64_t num_in_use = 0;   // calls in flight
-  int64_t num_calls = 0;    // so far
-  int64_t num_groups = 0;   // that have memory
+  int64_t num_groups = 0;  // that have memory
+};
+
+struct OverlapBuffer : OverlapBufferEntry {
+  struct Group {
+    std::vector<std::unique_ptr<char[]>> memory;  // by rank
+    bool is_busy = false;
+    std::deque<std::function<void()>> waiting;  // calls that have met, in that order
+  };
+  std::map<int64_t, Group> groups;
 };
 
 class OverlapBufferLease;
 
-// All functions may be called from any thread. `op` begins every message.
-class OverlapBuffers {
+class OverlapBuffers : public BufferRegistry<OverlapBufferEntry, OverlapBuffer> {
  public:
+  OverlapBuffers() : BufferRegistry(/*counts_ranks=*/false) {}
+
   static OverlapBuffers& Get();  // never destroyed: schedules may end during exit()
 
-  // Takes no memory. An id that stands for something else is refused.
+  // Allocates no memory. An id already in use for a different description is refused.
   Status Create(const std::string& op, int64_t id, const OverlapBufferSpec& spec);
 
-  // As often as it was created. Refused the last time while a call uses it.
-  Status Destroy(const std::string& op, int64_t id);
-
-  // Destroys every buffer, or none if one of them is in use.
-  Status DestroyAll(const std::string& op);
-
-  Status Find(const std::string& op, int64_t id, OverlapBufferSpec* spec);
-
-  std::vector<std::pair<int64_t, OverlapBufferEntry>> List();
-
-  // One call of one group of ranks: the buffer stays until the lease is gone. The first of a group
-  // takes the memory. A call that has memory of its own can do without.
+  // One call of one group of ranks: the buffer stays until the lease is gone. The first call of a
+  // group allocates the memory. A call that has its own memory passes `has_memory` false.
   Status Lease(const std::string& op, int64_t id, int64_t group, bool has_memory,
                std::shared_ptr<OverlapBufferLease>* lease);
 
  private:
   friend class OverlapBufferLease;
 
-  struct Group {
-    std::vector<std::unique_ptr<char[]>> memory;  // by rank
-    bool is_busy = false;
-    std::deque<std::function<void()>> waiting;  // calls that have met, in that order
-  };
-  struct Buffer {
-    OverlapBufferEntry entry;
-    std::map<int64_t, Group> groups;
-  };
+  Status NoSuchBuffer(const std::string& op, int64_t id) const override;
+  void Destroyed(int64_t id) override { destroyed_.insert(id); }
 
-  Status NoSuchBuffer(const std::string& op, int64_t id) const;  // with the lock held
-
-  std::mutex mutex_;
-  std::map<int64_t, Buffer> buffers_;
   std::set<int64_t> destroyed_;
 };
 
@@ -89,7 +75,7 @@ class OverlapBufferLease {
 
   char* memory(int rank) const { return memory_[rank]; }
 
-  // Calls `begin` as soon as no other call uses the memory: now, or when that call's lease ends.
+  // Calls `begin` once no other call uses the memory: now, or when that call's lease ends.
   void Enter(std::function<void()> begin);
 
  private:

@@ -12,9 +12,10 @@
 namespace cpd {
 
 Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* problem) {
-  OverlapBufferSpec spec;
-  Status status = OverlapBuffers::Get().Find(op, id, &spec);
+  OverlapBufferEntry entry;
+  Status status = OverlapBuffers::Get().Find(op, id, &entry);
   if (!status.ok()) return status;
+  const OverlapBufferSpec& spec = entry.spec;
   const std::string buffer = "buffer " + std::to_string(id);
   if (spec.config.type != problem->config.type || spec.config.method != problem->config.method ||
       spec.num_ranks != problem->num_ranks()) {

@@ -23,7 +23,7 @@ TESTS = (
     "test_transport",
     "test_shared_memory",
     "test_shared_overlap",
-    "test_buffers",
+    "test_dispatch_buffers",
     "test_comm_overlap",
     "test_overlap_buffers",
     "test_overlap_timing",

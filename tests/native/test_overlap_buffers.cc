@@ -47,11 +47,11 @@ void DestroyedAsOftenAsCreated() {
                  "create: id 1 stands for (a) already, not for (b)"));
   CHECK(Registry().List().size() == 1 && Registry().List()[0].second.num_created == 2);
   CHECK(Registry().Destroy("destroy", 1).ok());
-  OverlapBufferSpec spec;
-  CHECK(Registry().Find("find", 1, &spec).ok() && spec.parameters == "a");
+  OverlapBufferEntry entry;
+  CHECK(Registry().Find("find", 1, &entry).ok() && entry.spec.parameters == "a");
   CHECK(Registry().Destroy("destroy", 1).ok());
   CHECK(Contains(Registry().Destroy("destroy", 1), "destroy: buffer 1 has been destroyed."));
-  CHECK(Contains(Registry().Find("find", 1, &spec), "find: buffer 1 has been destroyed."));
+  CHECK(Contains(Registry().Find("find", 1, &entry), "find: buffer 1 has been destroyed."));
   std::shared_ptr<OverlapBufferLease> lease;
   CHECK(
       Contains(Registry().Lease("call", 1, 0, true, &lease), "call: buffer 1 has been destroyed."));

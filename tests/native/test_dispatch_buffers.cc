@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <thread>
 
-#include "transport/buffers.h"
+#include "dispatch/dispatch_buffers.h"
 
 namespace cpd {
 namespace {
@@ -27,8 +27,8 @@ bool Refused(const Status& status, const char* text) {
   return false;
 }
 
-constexpr BufferLimits kLimits{/*capacity=*/8, /*row_bytes=*/32, /*num_groups=*/2,
-                               milliseconds(1500)};
+constexpr DispatchBufferLimits kLimits{/*capacity=*/8, /*row_bytes=*/32, /*num_groups=*/2,
+                                       milliseconds(1500)};
 
 struct Call {
   int64_t group = 0;
@@ -36,26 +36,26 @@ struct Call {
   int64_t row_bytes = 32;
 };
 
-Status Acquire(BufferRegistry& registry, int64_t id, const Call& call = {}) {
+Status Acquire(DispatchBuffers& registry, int64_t id, const Call& call = {}) {
   return registry.Acquire(id, "move", call.group, call.num_rows, call.row_bytes);
 }
 
-int64_t Create(BufferRegistry& registry) {
+int64_t Create(DispatchBuffers& registry) {
   int64_t id = 0;
   CHECK(registry.Create("create", kLimits, &id).ok());
   return id;
 }
 
-BufferEntry Find(BufferRegistry& registry, int64_t id) {
-  BufferEntry entry;
+DispatchBufferEntry Find(DispatchBuffers& registry, int64_t id) {
+  DispatchBufferEntry entry;
   CHECK(registry.Find("find", id, &entry).ok());
   return entry;
 }
 
-void OneRegistryPerProcess() { CHECK(&BufferRegistry::Get() == &BufferRegistry::Get()); }
+void OneRegistryPerProcess() { CHECK(&DispatchBuffers::Get() == &DispatchBuffers::Get()); }
 
 void UnknownIsNotDestroyed() {
-  BufferRegistry registry;
+  DispatchBuffers registry;
   CHECK(Refused(Acquire(registry, 1), "move: there is no buffer 1; none has been created"));
   CHECK(Create(registry) == 1);
   CHECK(Create(registry) == 2);
@@ -67,7 +67,7 @@ void UnknownIsNotDestroyed() {
     registry.Release(id);
   }
   CHECK(registry.Destroy("destroy", 2).ok());
-  BufferEntry entry;
+  DispatchBufferEntry entry;
   CHECK(Refused(Acquire(registry, 2), "move: buffer 2 has been destroyed"));
   CHECK(Refused(registry.Grow("grow", 2, 1, 1, 1), "grow: buffer 2 has been destroyed"));
   CHECK(Refused(registry.Destroy("destroy", 2), "destroy: buffer 2 has been destroyed"));
@@ -76,25 +76,27 @@ void UnknownIsNotDestroyed() {
 }
 
 void LimitsThatNoCallHasAreRefused() {
-  BufferRegistry registry;
-  const auto refused = [&](const BufferLimits& limits, const char* text) {
+  DispatchBuffers registry;
+  const auto refused = [&](const DispatchBufferLimits& limits, const char* text) {
     int64_t id = 0;
     return Refused(registry.Create("create", limits, &id), text) && registry.List().empty();
   };
   constexpr int64_t kHuge = int64_t{1} << 62;
   const std::string text = "create: capacity is " + std::to_string(kHuge) + "; it needs to be bel";
   CHECK(refused({kHuge, 1, 1, milliseconds(1)}, text.c_str()));
-  for (const BufferLimits& limits :
-       {BufferLimits{0, 1, 1, milliseconds(1)}, BufferLimits{-1, 1, 1, milliseconds(1)},
-        BufferLimits{1, 0, 1, milliseconds(1)}, BufferLimits{1, 1, 0, milliseconds(1)},
-        BufferLimits{1, 1, 1, milliseconds(0)}, BufferLimits{1, 1, 1, milliseconds(kHuge)}}) {
+  for (const DispatchBufferLimits& limits : {DispatchBufferLimits{0, 1, 1, milliseconds(1)},
+                                             DispatchBufferLimits{-1, 1, 1, milliseconds(1)},
+                                             DispatchBufferLimits{1, 0, 1, milliseconds(1)},
+                                             DispatchBufferLimits{1, 1, 0, milliseconds(1)},
+                                             DispatchBufferLimits{1, 1, 1, milliseconds(0)},
+                                             DispatchBufferLimits{1, 1, 1, milliseconds(kHuge)}}) {
     CHECK(refused(limits, "create: capacity, row_bytes, deadline and groups need to be positive"));
   }
   CHECK(Refused(registry.Grow("grow", Create(registry), kHuge, 1, 1), "grow: capacity is 4611"));
 }
 
 void LimitsHoldAndGrow() {
-  BufferRegistry registry;
+  DispatchBuffers registry;
   const int64_t id = Create(registry);
   CHECK(Refused(Acquire(registry, id, {0, 9}), "9 rows do not fit buffer 1, whose capacity is 8"));
   CHECK(Refused(Acquire(registry, id, {2}), "in group 2 but buffer 1 is for groups=2"));
@@ -107,7 +109,7 @@ void LimitsHoldAndGrow() {
   CHECK(Acquire(registry, id, {0, 1}).ok());  // compiled with less than there is
   CHECK(registry.Grow("grow", id, 1, 1, 1).ok());
   CHECK(Acquire(registry, id, {1, 9, 64}).ok());  // wider rows
-  const BufferEntry entry = Find(registry, id);
+  const DispatchBufferEntry entry = Find(registry, id);
   CHECK(entry.limits.capacity == 9);
   CHECK(entry.limits.num_groups == 3);
   CHECK(entry.limits.row_bytes == 64);
@@ -116,7 +118,7 @@ void LimitsHoldAndGrow() {
 }
 
 void WhatIsInUseStays() {
-  BufferRegistry registry;
+  DispatchBuffers registry;
   const int64_t idle = Create(registry), id = Create(registry);
   CHECK(Acquire(registry, id).ok());
   CHECK(Refused(registry.Destroy("destroy", id), "destroy: buffer 2 is in use by 1 call in"));
@@ -143,7 +145,7 @@ void WhatIsInUseStays() {
 // all the while: nobody is inside one that is destroyed, and nobody enters it any more.
 void CallsAgainstDestruction() {
   constexpr int kCallers = 4, kBuffers = 50;
-  BufferRegistry registry;
+  DispatchBuffers registry;
   std::atomic<int64_t> current{Create(registry)};
   std::vector<std::atomic<int>> inside(kBuffers + 1);
   std::atomic<bool> over{false};

@@ -1,0 +1,91 @@
+// What the registries of buffers share: buffers under ids, counts of their uses, and errors.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace cpd {
+
+struct BufferUsage {
+  int64_t num_created = 0;  // references that have not been destroyed
+  int64_t num_in_use = 0;   // calls in flight
+  int64_t num_calls = 0;    // so far
+};
+
+// Errors that name the buffers and the calls in flight that use them, by id.
+Status BufferIsInUse(const std::string& op, int64_t id, int64_t num_calls, bool counts_ranks);
+Status BuffersAreInUse(const std::string& op, const std::map<int64_t, int64_t>& num_calls,
+                       bool counts_ranks);
+
+// `Entry` is a BufferUsage with the description of a buffer; `Buffer` is an Entry with whatever
+// only the registry sees. All functions may be called from any thread. `op` begins every message.
+template <typename Entry, typename Buffer = Entry>
+class BufferRegistry {
+ public:
+  // Releases one reference. Refused for the last one while a call uses the buffer.
+  Status Destroy(const std::string& op, int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = buffers_.find(id);
+    if (found == buffers_.end()) return NoSuchBuffer(op, id);
+    BufferUsage& usage = found->second;
+    if (usage.num_created > 1) {
+      --usage.num_created;
+      return Status::Ok();
+    }
+    if (usage.num_in_use > 0) {
+      return BufferIsInUse(op, id, usage.num_in_use, counts_ranks_);
+    }
+    buffers_.erase(found);
+    Destroyed(id);
+    return Status::Ok();
+  }
+
+  // Destroys every buffer, or none if one of them is in use.
+  Status DestroyAll(const std::string& op) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::map<int64_t, int64_t> in_use;
+    for (const auto& [id, buffer] : buffers_) {
+      if (buffer.num_in_use > 0) in_use[id] = buffer.num_in_use;
+    }
+    if (!in_use.empty()) return BuffersAreInUse(op, in_use, counts_ranks_);
+    for (const auto& [id, buffer] : buffers_) Destroyed(id);
+    buffers_.clear();
+    return Status::Ok();
+  }
+
+  Status Find(const std::string& op, int64_t id, Entry* entry) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = buffers_.find(id);
+    if (found == buffers_.end()) return NoSuchBuffer(op, id);
+    *entry = found->second;
+    return Status::Ok();
+  }
+
+  std::vector<std::pair<int64_t, Entry>> List() {  // in the order of ids
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {buffers_.begin(), buffers_.end()};
+  }
+
+ protected:
+  // `counts_ranks`: a call is counted once per rank.
+  explicit BufferRegistry(bool counts_ranks) : counts_ranks_(counts_ranks) {}
+  ~BufferRegistry() = default;
+
+  // These two are called with the lock held.
+  virtual Status NoSuchBuffer(const std::string& op, int64_t id) const = 0;
+  virtual void Destroyed(int64_t /*id*/) {}
+
+  std::mutex mutex_;
+  std::map<int64_t, Buffer> buffers_;
+
+ private:
+  const bool counts_ranks_;
+};
+
+}  // namespace cpd
