@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch import gemm
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
@@ -93,8 +94,7 @@ def hidden(size, num_ranks, method, kind):
         rhs_boundary=1,
         out_shape=(size if gathers else own, n),
         out_dtype="bfloat16",
-        axis_names=("tp",),
-        num_ranks=num_ranks,
+        comm=Communicator(axis_names=("tp",), num_ranks=num_ranks),
         overlap=Overlap(kind, method, use_ce=True),
         row_counts=(own,) * num_ranks,
     )

@@ -1,5 +1,6 @@
 """From the arguments of one public call to one call of a primitive, wherever it stands."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -13,16 +14,12 @@ from jaxtyping import Array
 from jax_cp_dispatch._dispatch import checks
 from jax_cp_dispatch._dispatch.buffers import DispatchBuffer, buffer_limits
 from jax_cp_dispatch._dispatch.operands import Call, Collectives, Part, summable
+from jax_cp_dispatch._dispatch.placement import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
-from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation
-from jax_cp_dispatch._ranks.placement import (
-    Place,
-    find_place,
-    place_arrays,
-    vary_with,
-)
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE
+from jax_cp_dispatch._ranks.entry import find_ranks
+from jax_cp_dispatch._ranks.placement import Place
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
 
@@ -145,23 +142,23 @@ def move(
     by_collectives: Collectives | None = None,
 ) -> list[Any]:
     """Makes one exchange of all pieces; returns their results in the structures of the arrays."""
-    names = check_axis_name(op, axis_name)
-    check_mesh(op, mesh)
-    check_implementation(op, implementation)
     if deadline is None:
         deadline = max((p.limits.deadline for p in pieces if p.limits), default=DEFAULT_DEADLINE)
-    deadline_ms = deadline_milliseconds(op, deadline)
-    place = find_place(
-        op, names, mesh, [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)]
+    comm, place = find_ranks(
+        op,
+        axis_name,
+        [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)],
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
     )
-    if place.is_global and not place.open_axes:  # else the lowering knows
-        check_groups(op, implementation, place.groups(names))
-    num_ranks = place.num_ranks(names) or pieces[0].metadata.world_size
+    num_ranks = comm.num_ranks or pieces[0].metadata.world_size
+    comm = dataclasses.replace(comm, num_ranks=num_ranks)
 
     parts, fields, stamps, arrays, storage, dtypes = [], [], [], [], [], []
     for piece in pieces:
         metadata = checks.read_metadata(
-            op, piece.metadata, names, num_ranks, all_ranks=place.is_global
+            op, piece.metadata, comm.axis_names, num_ranks, all_ranks=place.is_global
         )
         moving = _moving(piece)
         if not moving:
@@ -199,9 +196,7 @@ def move(
         if piece.sums is not None:
             dtypes += [jnp.dtype(piece.sums[i]).name for i in moving]
 
-    call = Call(
-        op, names, (), num_ranks, implementation, deadline_ms, by_collectives=by_collectives
-    )
+    call = Call(op, comm, is_global=place.is_global, by_collectives=by_collectives)
     if pieces[0].sums is None:
         bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
     else:
@@ -228,14 +223,11 @@ def _with_rows(array: Array, num_rows: int) -> Array:
 
 
 def _run(bind, call: Call, place: Place, fields, arrays, storage) -> list[Array]:
-    arrays = arrays + storage
+    arrays, names = arrays + storage, call.comm.axis_names
     if place.is_global or place.open_axes:
-        arrays = place_arrays(place, call.axis_names, arrays, len(storage))
-        call = call._replace(is_global=place.is_global, open_axes=place.open_axes)
-    else:
-        call = call.on_one_rank(place.mesh)
+        arrays = place_arrays(place, names, arrays, len(storage))
     if not place.is_global:
-        arrays = vary_with(fields, call.axis_names, arrays)
+        arrays = vary_with(fields, names, arrays)
     return bind(*fields, *arrays, call=call)
 
 

@@ -18,17 +18,18 @@ from jax_cp_dispatch._dispatch.operands import (
     read_operands,
 )
 from jax_cp_dispatch._dispatch.partitioning import lower_partitioned
+from jax_cp_dispatch._dispatch.placement import on_every_device
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
-from jax_cp_dispatch._ranks.call_site import call_site_attributes, groups_of_program
-from jax_cp_dispatch._ranks.gpu import (
-    GPU_IMPLEMENTATIONS,
-    all_ranks_here,
-    gpu_attributes,
-    remember_mesh,
-)
+from jax_cp_dispatch._ranks.axis import place_on
+from jax_cp_dispatch._ranks.call_site import call_site_attributes
+from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS, all_ranks_here, gpu_attributes
 from jax_cp_dispatch._ranks.implementations import choose_implementation
-from jax_cp_dispatch._ranks.placement import on_every_device
-from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
+from jax_cp_dispatch._ranks.lowering import (
+    choose_transport,
+    lower_opened,
+    lower_places,
+    prepare_cpu_devices,
+)
 
 
 def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
@@ -37,39 +38,32 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
     `by_xla` computes one from operands and parameters, `target` names the other's custom call.
     """
     by_xla = functools.partial(by_xla, call=call, parts=parts, **params)
-    if call.open_axes:
-        with remember_mesh(ctx):
-            return _lower_opened(primitive, ctx, *operands, call=call, parts=parts, **params)
+    if call.comm.open_axes:
+        opened = functools.partial(_opened, primitive, call=call, parts=parts, **params)
+        return lower_opened(opened, ctx, *operands)
     if call.is_global:
-        if _is_for_gpu(primitive, ctx, call):
+        if _is_for_gpu(ctx, call):
             by_xla = functools.partial(_on_one_gpu, target, ctx.avals_out, call=call, parts=parts)
         return lower_partitioned(
             primitive, ctx, *operands, call=call, parts=parts, on_one_device=by_xla, params=params
         )
-    groups = groups_of_program(ctx, call.axis_names, call.group_axes, call.num_ranks)
-    platforms = ctx.module_context.platforms
-    name = choose_implementation(call.op, call.implementation, platforms, groups)
-    if name == "xla":
+    transport = choose_transport(ctx, call.op, call.comm)
+    if transport.name == "xla":
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
-    if name in GPU_IMPLEMENTATIONS:
-        places = gpu_attributes(ctx, name, call.axis_names, call.group_axes, call.num_ranks)
-        return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **places)
-    num_devices = jax.local_device_count("cpu")
-    warn_of_deadlock(num_devices)
-    if num_devices > 1:
-        keep_freed_memory()
-    site = call_site_attributes(
-        ctx, _what(target, parts), call.axis_names, call.num_ranks, groups, name
-    )
-    return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **site)
+    if transport.name in GPU_IMPLEMENTATIONS:
+        where = gpu_attributes(ctx, transport.name, call.comm)
+    else:
+        prepare_cpu_devices()
+        what = _what(target, parts)
+        where = call_site_attributes(ctx, what, call.comm, transport.groups, transport.name)
+    return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **where)
 
 
-def _is_for_gpu(primitive, ctx, call):
-    platforms = ctx.module_context.platforms
-    if set(platforms) != {"cuda"} or call.implementation not in (None, *GPU_IMPLEMENTATIONS):
+def _is_for_gpu(ctx, call):
+    platforms, wanted = ctx.module_context.platforms, call.comm.implementation
+    if set(platforms) != {"cuda"} or wanted not in (None, *GPU_IMPLEMENTATIONS):
         return False
-    name = choose_implementation(call.op, call.implementation, platforms)
-    return name in GPU_IMPLEMENTATIONS
+    return choose_implementation(call.op, wanted, platforms) in GPU_IMPLEMENTATIONS
 
 
 def _on_one_gpu(target, avals_out, *operands, call, parts):
@@ -82,19 +76,16 @@ def _on_one_gpu(target, avals_out, *operands, call, parts):
     return move(none, none, *operands, **_attributes(call, parts), **all_ranks_here())
 
 
-def _lower_custom_call(target, ctx, *operands, call, parts, **more):
-    rank, group = mlir.lower_fun(
-        lambda: (_place_on(call.axis_names), _place_on(call.group_axes)), multiple_results=True
-    )(ctx.replace(avals_in=(), avals_out=None))
-    place = jax.typeof(np.int32(0))
-    operands = (rank, group, *operands)
+def _lower_custom_call(target, ctx, *operands, call, parts, **where):
+    places, types = lower_places(ctx, call.comm)
+    operands = (*places, *operands)
     num_storage = _num_storage(ctx.avals_in, parts)
     aliases = {len(operands) - num_storage + i: i for i in range(num_storage)}
     return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
-        ctx.replace(avals_in=(place, place, *ctx.avals_in)),
+        ctx.replace(avals_in=(*types, *ctx.avals_in)),
         *operands,
         **_attributes(call, parts),
-        **more,
+        **where,
     )
 
 
@@ -105,9 +96,7 @@ def _num_storage(operands, parts):
 def _attributes(call, parts):
     return {
         "op": call.op,
-        "axis": ",".join(call.axis_names),
-        "num_ranks": np.int64(call.num_ranks),
-        "deadline_ms": np.int64(call.deadline_ms),
+        **call.comm.attributes(),
         "capacity_names": ",".join(part.capacity_name for part in parts),
         "has_src_offset": _span(part.has_src_offset for part in parts),
         "has_stamp": _span(part.has_stamp for part in parts),
@@ -124,32 +113,21 @@ def _what(target, parts):
     return f"{target.rpartition('.')[2]} of {rows}"
 
 
-def _lower_opened(primitive, ctx, *operands, call, parts, **params):
+def _opened(primitive, *operands, call, parts, **params):
     """Every device runs its part inside a `shard_map` over the axes that are not manual yet."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not all(name in mesh.axis_names for name in call.open_axes):  # known by the types alone
-        mesh = ctx.avals_in[-1].sharding.mesh
-    local_call = call.on_one_rank(mesh)
 
-    def opened(*moved):
-        return on_every_device(
-            lambda *moved: primitive.bind(*moved, call=local_call, parts=parts, **params),
-            moved,
-            names=call.axis_names,
-            open_axes=call.open_axes,
-            is_global=call.is_global,
-            num_fields=num_before_arrays(parts),
-            num_results=sum(part.num_arrays for part in parts),
-        )
+    def on_rank(mesh):
+        local = call.inside(mesh)
+        return lambda *moved: primitive.bind(*moved, call=local, parts=parts, **params)
 
-    return mlir.lower_fun(opened, multiple_results=True)(ctx, *operands)
-
-
-def _place_on(axes):
-    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
-    if not axes:
-        return jnp.int32(0)
-    return jax.lax.axis_index(axes if len(axes) > 1 else axes[0])  # the second is much cheaper
+    return on_every_device(
+        on_rank,
+        operands,
+        comm=call.comm,
+        is_global=call.is_global,
+        num_fields=num_before_arrays(parts),
+        num_results=sum(part.num_arrays for part in parts),
+    )
 
 
 def _span(values):
@@ -166,11 +144,11 @@ def dispatch_by_xla(*operands, call, parts):
         parts, split.metadata, split.stamps, by_part(split.arrays, parts), strict=True
     ):
         outs += dispatch_with_xla(
-            _place_on(_axes_to_gather(call)),
+            place_on(_axes_to_gather(call)),
             metadata,
             _without_padding(arrays, part.num_tokens),
             axis_names=_axes_to_gather(call),
-            num_ranks=call.num_ranks,
+            num_ranks=call.comm.num_ranks,
             capacity=part.capacity,
             stamp=stamp,
         )
@@ -189,11 +167,11 @@ def combine_by_xla(*operands, call, parts, dtypes):
         parts, split.metadata, split.stamps, *of_parts, strict=True
     ):
         outs += combine_with_xla(
-            _place_on(_axes_to_gather(call)),
+            place_on(_axes_to_gather(call)),
             metadata,
             _without_padding(arrays, part.capacity),
             axis_names=_axes_to_gather(call),
-            num_ranks=call.num_ranks,
+            num_ranks=call.comm.num_ranks,
             num_tokens=part.num_tokens,
             dtypes=dtypes_out,
             stamp=stamp,
@@ -203,7 +181,7 @@ def combine_by_xla(*operands, call, parts, dtypes):
 
 def _axes_to_gather(call):
     """None where one device holds the rows of all ranks already."""
-    return () if call.is_global else call.axis_names
+    return () if call.is_global else call.comm.axis_names
 
 
 def _without_padding(arrays, num_rows):

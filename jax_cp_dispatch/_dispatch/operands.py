@@ -4,11 +4,12 @@ Operands: the metadata of every part, then the stamp of every part that has one,
 every part, then for `dispatch`, maybe, storage to reuse (one for each array).
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+
+from jax_cp_dispatch._ranks.communicator import Communicator
 
 # What the native summation knows; bfloat16 and float16 accumulate in float32.
 COMBINE_DTYPES = (
@@ -69,24 +70,13 @@ class Call(NamedTuple):
     """What all parts of a call have in common."""
 
     op: str  # the function that was called, for messages
-    axis_names: tuple[str, ...]  # a device's place on them is its rank; the major axis first
-    group_axes: tuple[str, ...]  # and on them its group: every group is on its own
-    num_ranks: int
-    implementation: str | None
-    deadline_ms: int
+    comm: Communicator
     is_global: bool = False  # arrays of all ranks, to be split; else this rank's
-    open_axes: tuple[str, ...] = ()  # mesh axes that the lowering has to make manual
     by_collectives: "Collectives | None" = None  # a shorter way than that of any plan
 
-    def on_one_rank(self, mesh: Any) -> "Call":
-        """The call inside of what opens all axes of `mesh`."""
-        groups = _other_axes(mesh, self.axis_names)
-        return self._replace(group_axes=groups, is_global=False, open_axes=())
-
-
-@functools.lru_cache(maxsize=256)
-def _other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)
+    def inside(self, mesh: Any) -> "Call":
+        """The call of one rank, where all axes of `mesh` are manual."""
+        return self._replace(comm=self.comm.inside(mesh), is_global=False)
 
 
 class Operands(NamedTuple):

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.operands import Call, Operands, num_before_arrays, read_operands
-from jax_cp_dispatch._ranks.placement import row_spec
+from jax_cp_dispatch._dispatch.placement import row_spec
+from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 
 
 def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_device, params):
@@ -27,7 +27,7 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
             "jax_use_shardy_partitioner is False. Leave it on, or call inside jax.shard_map."
         )
     avals = read_operands(ctx.avals_in, parts)
-    names = call.axis_names
+    names, num_ranks = call.comm.axis_names, call.comm.num_ranks
 
     @custom_partitioning
     def everywhere(*moved):
@@ -36,9 +36,8 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
     mesh_around = jax.sharding.get_mesh()
 
     def partition(mesh, arguments, results):
-        if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
-            mesh = mesh_around
-        _check_mesh(call.op, mesh, call)
+        mesh = mesh_of_program(call.op, names, mesh, mesh_around)
+        _check_num_ranks(call, mesh)
         given = read_operands(arguments, parts)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
@@ -46,38 +45,28 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
         specs = [*fields, *row_specs, *row_specs[: len(given.storage)]]
 
         def on_each_device(*moved):
-            return primitive.bind(*moved, call=call.on_one_rank(mesh), parts=parts, **params)
+            return primitive.bind(*moved, call=call.inside(mesh), parts=parts, **params)
 
         place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         return mesh, on_each_device, place(row_specs), tuple(place(specs))
 
-    result_rows = [out.shape[0] // call.num_ranks for out in ctx.avals_out]
-    rule, whole, sizes = _sharding_rule(avals, result_rows, call.num_ranks)
+    result_rows = [out.shape[0] // num_ranks for out in ctx.avals_out]
+    rule, whole, sizes = _sharding_rule(avals, result_rows, num_ranks)
     factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
     everywhere.def_partition(partition=partition, sharding_rule=rule, **factors)
 
-    def named(*moved):
-        # The program names only the address of `partition`, which a persistent compilation cache
-        # may ignore, and which another process may use for another call.
-        with set_xla_metadata(jax_cp_dispatch=repr((str(primitive), call, parts, params))):
-            return everywhere(*moved)
-
-    return mlir.lower_fun(named, multiple_results=True)(ctx, *operands)
+    run = named(everywhere, (str(primitive), call, parts, params))
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _check_mesh(op: str, mesh, call: Call) -> None:
-    axis = ",".join(call.axis_names)
-    missing = [name for name in call.axis_names if name not in mesh.axis_names]
-    if missing:
+def _check_num_ranks(call: Call, mesh) -> None:
+    comm = call.comm
+    num_devices = int(np.prod([mesh.shape[name] for name in comm.axis_names]))
+    if num_devices != comm.num_ranks:
         raise ValueError(
-            f"{op}: axis_name {missing[0]!r} is not an axis of the mesh on which this program "
-            f"runs, {dict(mesh.shape)}. Name the axis whose devices are the ranks."
-        )
-    num_devices = int(np.prod([mesh.shape[name] for name in call.axis_names]))
-    if num_devices != call.num_ranks:
-        raise ValueError(
-            f"{op}: metadata is for world_size={call.num_ranks} but axis {axis!r} has "
-            f"{num_devices} devices. Plan with world_size={num_devices}."
+            f"{call.op}: metadata is for world_size={comm.num_ranks} but axis "
+            f"{','.join(comm.axis_names)!r} has {num_devices} devices. Plan with "
+            f"world_size={num_devices}."
         )
 
 

@@ -26,6 +26,7 @@ from jax_cp_dispatch._dispatch.operands import (
     summable,
 )
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.lowering import one_after_another, run_alone
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
 dispatch_p = Primitive("dispatch")
@@ -54,7 +55,7 @@ def _combine_shapes(*operands, call, parts, dtypes):
 
 def _num_held(call) -> int:
     """Of how many ranks an array holds the rows."""
-    return call.num_ranks if call.is_global else 1
+    return call.comm.num_ranks if call.is_global else 1
 
 
 # ---- Batching. A batch axis of an array moves behind its rows: still one call, with wider rows.
@@ -75,20 +76,8 @@ def _batch(primitive, operands, dims, *, parts, **params):
     fields = [x for metadata in split.metadata for x in metadata.present()]
     axes = set().union(*map(varying_axes, fields))  # under spmd_axis_name they vary over it
     split = split._replace(arrays=vary_alike(split.arrays, also=axes))
-    everything, places = split.flat(), _flat_dims(dims, split)
-    mapped = [
-        jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(everything, places, strict=True)
-        if dim is not None
-    ]
-
-    def one_example(example):
-        rest = iter(example)
-        one = [x if dim is None else next(rest) for x, dim in zip(everything, places, strict=True)]
-        return primitive.bind(*one, parts=parts, **params)
-
-    outs = jax.lax.map(one_example, mapped)
-    return outs, [0] * len(outs)
+    places = _flat_dims(dims, split)
+    return one_after_another(primitive, split.flat(), places, parts=parts, **params)
 
 
 def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
@@ -170,20 +159,10 @@ def _combine_adjoint(linear, dtypes, **params):
 # ---- The primitives.
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(primitive, params):
-    return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
-
-
-def _run_alone(primitive, *operands, **params):
-    with jax.disable_jit(False):  # else `bind` comes back here
-        return _compiled(primitive, tuple(params.items()))(*operands)
-
-
 def _complete(primitive: Primitive, shapes, by_xla, target, adjoint) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
-    primitive.def_impl(functools.partial(_run_alone, primitive))
+    primitive.def_impl(functools.partial(run_alone, primitive))
     mlir.register_lowering(primitive, functools.partial(lower, primitive, by_xla, target))
     # Private, but the only way to tell `jit` what a partitioned lowering needs to know.
     prim_requires_devices_during_lowering.add(primitive)

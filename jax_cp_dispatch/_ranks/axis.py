@@ -1,8 +1,10 @@
 """The mesh axes whose devices are the ranks of a call, and the mesh they belong to."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 AxisName = str | tuple[str, ...]
 
@@ -42,3 +44,17 @@ def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
             f"rank. Call it inside jax.shard_map over {axis_name!r}; for the arrays of all ranks "
             f"use {instead}."
         ) from None
+
+
+@functools.lru_cache(maxsize=256)
+def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes on which a device's place is its group: the others, of several devices."""
+    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)
+
+
+def place_on(axes: tuple[str, ...]) -> Any:
+    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    if not axes:
+        return jnp.int32(0)
+    first, *others = axes
+    return jax.lax.axis_index(axes if others else first)  # the second is much cheaper

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax._src.mesh import get_concrete_mesh  # private, but get_mesh refuses to tell while tracing
 
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.processes import program_begins
 
 Groups = tuple[tuple[int, ...], ...]  # the process of each rank, group by group
@@ -15,8 +16,7 @@ Groups = tuple[tuple[int, ...], ...]  # the process of each rank, group by group
 def call_site_attributes(
     ctx: Any,
     what: str,
-    axis_names: Sequence[str],
-    num_ranks: int,
+    comm: Communicator,
     groups: Groups | None,
     implementation: str,
 ) -> dict[str, Any]:
@@ -25,8 +25,7 @@ def call_site_attributes(
     Args:
       ctx: of the lowering rule, with the operands and results of one rank.
       what: the operation with its static parameters; arrays are added.
-      axis_names: mesh axes on which a device's place is its rank.
-      num_ranks: of one group.
+      comm: the ranks of the call.
       groups: see `groups_of_program`.
       implementation: that was chosen.
     """
@@ -34,7 +33,8 @@ def call_site_attributes(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
         for avals in (ctx.avals_in, ctx.avals_out)
     )
-    signature = f"{what} over axis '{','.join(axis_names)}' of {num_ranks} ranks: {arrays}"
+    axis = ",".join(comm.axis_names)
+    signature = f"{what} over axis '{axis}' of {comm.num_ranks} ranks: {arrays}"
     processes: list[int] = []  # of which none is told where no group spans several
     if implementation == "shared_memory":
         if groups is None:
@@ -47,24 +47,21 @@ def call_site_attributes(
     return {"signature": signature, "processes": np.array(processes, np.int64)}
 
 
-def groups_of_program(
-    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
-) -> Groups | None:
+def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
     """In which processes the ranks of a program are that is being lowered.
 
     Args:
       ctx: of the lowering rule.
-      axis_names, group_axes: mesh axes on which a device's place is its rank, and its group.
-      num_ranks: of one group; 0: the call has none.
+      comm: the ranks of the call.
     Returns:
       None where there is one process, or nothing tells the devices of the mesh.
     """
     if jax.process_count() == 1:
         return None
-    if num_ranks == 0:
+    if not comm.axis_names:
         return ()
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return groups_of_mesh(mesh, axis_names, group_axes)
+    return groups_of_mesh(mesh, comm.axis_names, comm.group_axes)
 
 
 def groups_of_mesh(

@@ -11,13 +11,13 @@ _LONGEST = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 
 def check_deadline(op: str, deadline: float | None) -> float:
     """Seconds; None is the default."""
-    deadline = DEFAULT_DEADLINE if deadline is None else deadline
     deadline_milliseconds(op, deadline)
-    return deadline
+    return DEFAULT_DEADLINE if deadline is None else deadline
 
 
-def deadline_milliseconds(op: str, deadline: float) -> int:
+def deadline_milliseconds(op: str, deadline: float | None) -> int:
     """What the handlers take for `deadline` in seconds; `op` begins the message of an error."""
+    deadline = DEFAULT_DEADLINE if deadline is None else deadline
     needs = "a positive number of seconds"
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"{op}: deadline is {deadline!r}; it needs to be {needs}.")

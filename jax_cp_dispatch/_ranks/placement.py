@@ -9,7 +9,6 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._ranks.call_site import Groups, groups_of_mesh
-from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
 
 class Place(NamedTuple):
@@ -96,49 +95,9 @@ def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any
     return None if around.empty else around
 
 
-def place_arrays(
-    place: Place, names: tuple[str, ...], arrays: list[Any], num_storage: int
-) -> list[Any]:
-    """Brings global arrays to where the devices take them from; it is free where they lie there.
-
-    The last `num_storage` arrays go where the first ones are.
-
-    Dimensions behind the rows stay sharded as their type tells, or, over automatic axes, as they
-    are.
-    """
-    if place.mesh is None:
-        return arrays
-    if place.open_axes:
-        if all(kind != AxisType.Explicit for kind in place.mesh.axis_types):
-            return arrays
-        specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
-        move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
-        return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
-    # The partitioner asks for the same; this tells it the mesh where no argument lies on one.
-    free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
-    constrain = jax.lax.with_sharding_constraint
-    return [constrain(x, NamedSharding(place.mesh, free(x))) for x in arrays]
-
-
 def is_traced(arrays: Iterable[Any]) -> bool:
     """Whether some of the arrays are known only when the program runs."""
     return any(isinstance(x, Tracer) for x in arrays)
-
-
-def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], bool]) -> P:
-    """Rows over `rows`, the other dimensions as they are, over those axes that are free."""
-    spec = tuple(getattr(sharding, "spec", ())) + (None,) * num_dims
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
-    return P(rows, *(tuple(filter(is_free, axes_of(entry))) or None for entry in spec[1:num_dims]))
-
-
-def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
-    """How arrays are split over the axes that a `shard_map` of ours opens."""
-    is_free = lambda axis: axis in open_axes and axis not in names
-    rows = names if is_global else None
-    first = arrays[: len(arrays) - num_storage]
-    specs = [row_spec(jax.typeof(x).sharding, x.ndim, rows, is_free) for x in first]
-    return specs + specs[:num_storage]
 
 
 def retype(x: Any, mesh: Any, spec: P) -> Any:
@@ -149,48 +108,23 @@ def retype(x: Any, mesh: Any, spec: P) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*map(typed, spec))))
 
 
-def on_every_device(
-    fn: Callable,
-    operands: Sequence[Any],
+def with_manual_axes(
+    fn: Callable[..., Any],
+    axes: Sequence[str],
+    mesh: Any,
     *,
-    names: tuple[str, ...],
-    open_axes: tuple[str, ...],
-    is_global: bool,
-    num_fields: int,
-    num_results: int,
-) -> list[Any]:
-    """Calls `fn` with `open_axes` manual too: on any view of the fields, on one device's rows.
-
-    Its results are sharded as the first of the arrays are. Over automatic axes, of which types do
-    not tell, arrays are gathered. Called while lowering, so it is never differentiated.
-    """
-    fields, arrays = operands[:num_fields], operands[num_fields:]
-    field_spec = P(names) if is_global else P()
-    specs = _row_specs(names, arrays, open_axes, is_global, len(arrays) - num_results)
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = False,
+) -> Callable[..., Any]:
+    """`fn` on every device, with `axes` manual too: those of the mesh around, else of `mesh`."""
     around = jax.sharding.get_abstract_mesh()
-    is_around = all(name in around.axis_names for name in open_axes)
-    mesh = around if is_around else jax.typeof(arrays[0]).sharding.mesh
-    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        # Here, not before the call: without jit they may lie on one device, beside traced arrays.
-        fields = [retype(x, mesh, field_spec) for x in fields]
-    mapped = jax.shard_map(
-        lambda *operands: fn(*operands),
+    is_around = all(name in around.axis_names for name in axes)
+    return jax.shard_map(
+        fn,
         mesh=None if is_around else mesh,
-        axis_names=set(open_axes),
-        in_specs=(*(field_spec for _ in fields), *specs),
-        out_specs=specs[:num_results],
-        check_vma=False,
+        axis_names=set(axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
     )
-    return mapped(*fields, *arrays)
-
-
-def vary_with(fields: Iterable[Any], names: Sequence[str], arrays: list[Any]) -> list[Any]:
-    """The arrays, made to vary over every mesh axis that the result depends on.
-
-    These are the axes over which one of the fields varies, and those of the ranks.
-    """
-    axes = frozenset().union(*map(varying_axes, fields))
-    if not all(axes.union(varying_axes(x)).issuperset(names) for x in arrays):
-        for name in names:  # varying_axes is empty where JAX does not track it (check_vma=False)
-            axes |= varying_axes(jax.lax.axis_index(name))
-    return arrays if all(varying_axes(x) == axes for x in arrays) else vary_alike(arrays, also=axes)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
+from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.deadline import deadline_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType, ScalingMode, read_flag
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
 from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.engine_call import Asked, with_overlap, with_ranks
+from jax_cp_dispatch.comm_gemm.engine_call import Asked, ranks_of_gemm, with_overlap
 from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.plain_product import plain_product
 from jax_cp_dispatch.comm_gemm.scaled.checks import check_operand_types, check_scales
@@ -42,7 +43,7 @@ def gemm(
     use_split_accumulator: bool = True,
     preferred_element_type: Any = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Any:
     """A matrix product, and what its communication buffer moves while it runs.
 
@@ -127,8 +128,10 @@ def gemm(
     out_dtype = result_dtype(op, lhs, rhs, preferred_element_type)
     free_lhs = _free(lhs, contracting_dims[0])
     free_rhs = _free(rhs, contracting_dims[1])
+    deadline_ms = deadline_milliseconds(op, deadline)
     call = GemmCall(
         op=op,
+        comm=Communicator(implementation=implementation, deadline_ms=deadline_ms),
         lhs_boundary=1,
         rhs_boundary=1,
         out_shape=(left.columns if lhs_transposed else left.rows, n),
@@ -140,8 +143,6 @@ def gemm(
         fuse_gelu=fuse_gelu,
         grad=grad,
         use_split_accumulator=use_split_accumulator,
-        implementation=implementation,
-        deadline_ms=deadline_milliseconds(op, deadline),
     )
     operands: dict[str, Any] = {
         "lhs": lhs.reshape(left),
@@ -170,7 +171,9 @@ def gemm(
             f"{op}: got arrays of shapes {lhs.shape}, {rhs.shape}{f', {moved}' if moved else ''} "
             "with a buffer; each needs at least one element. Leave the call away."
         )
-    call = with_ranks(op, call, axis_name, [x for x in operands.values() if x is not None])
+    arrays = [x for x in operands.values() if x is not None]
+    comm = ranks_of_gemm(op, axis_name, arrays, implementation=implementation, deadline=deadline)
+    call = call.replace(comm=comm)
     asked = Asked(comm_overlap, config, paired_comm_overlap, return_aux)
     call = with_overlap(op, call, asked, operands["lhs"], aux_in)
     operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)

@@ -1,10 +1,11 @@
 """The part of `gemm` that communicates: ranks, the buffer that has to fit, and what it moves."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch._ranks.axis import check_axis_name
-from jax_cp_dispatch._ranks.placement import find_place
+from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.entry import find_ranks
 from jax_cp_dispatch.comm_gemm.buffers.config import (
     CommOverlapConfig,
     CommOverlapMethod,
@@ -12,7 +13,7 @@ from jax_cp_dispatch.comm_gemm.buffers.config import (
 )
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
 from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, other_axes
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 
 
 class Asked(NamedTuple):
@@ -24,24 +25,19 @@ class Asked(NamedTuple):
     return_aux: bool
 
 
-def with_ranks(op: str, call: GemmCall, axis_name: Any, operands) -> GemmCall:
-    """The call on the ranks of a mesh axis."""
+def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any) -> Communicator:
+    """The ranks on a mesh axis around one of them; `options` are those of `find_ranks`."""
     if axis_name is None:
         raise ValueError(
             f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
         )
-    names = check_axis_name(op, axis_name)
-    place = find_place(op, names, None, [x for x in operands if x is not None])
+    comm, place = find_ranks(op, axis_name, arrays, **options)
     if place.is_global:
         raise ValueError(
             f"{op}: axis_name is {axis_name!r}, but this is not inside jax.shard_map over it. Call "
             "it there, or take all_gather_matmul or matmul_reduce_scatter on global arrays."
         )
-    num_ranks = place.num_ranks(names)
-    groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
-    return call.replace(
-        axis_names=names, num_ranks=num_ranks, group_axes=groups, open_axes=place.open_axes
-    )
+    return comm
 
 
 def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall:
@@ -67,7 +63,7 @@ def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall
             f"{op}: lhs contracts its first dimensions; its chunks are rows, so with {kind} the "
             "last ones need to be contracted. Transpose it."
         )
-    p = call.num_ranks
+    p = call.comm.num_ranks
     moved, name = (aux_in, "aux_in") if is_bulk else (lhs, "lhs")
     if moved.ndim != 2:
         raise ValueError(f"{op}: {name} has shape {moved.shape}; it needs two dimensions.")

@@ -7,14 +7,11 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
-from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation
-from jax_cp_dispatch._ranks.placement import find_place
+from jax_cp_dispatch._ranks.axis import AxisName, other_axes
+from jax_cp_dispatch._ranks.entry import find_ranks
 from jax_cp_dispatch.comm_gemm import checks
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.choice.choose import choose_overlaps
-from jax_cp_dispatch.comm_gemm.engine.call import other_axes
 from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.global_arrays import matmul_of_all_ranks, product_on_rank
@@ -43,7 +40,7 @@ def all_gather_matmul(
     preferred_element_type: Any = None,
     mesh: Any = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "*batch M N"]:
     """The product of all ranks' tokens with this rank's columns of a weight.
 
@@ -135,7 +132,7 @@ def matmul_reduce_scatter(
     preferred_element_type: Any = None,
     mesh: Any = None,
     implementation: str | None = None,
-    deadline: float = DEFAULT_DEADLINE,
+    deadline: float | None = None,
 ) -> Float[Array, "*batch T N"]:
     """This rank's tokens of the sum over ranks of their products.
 
@@ -217,36 +214,35 @@ def _matmul(
     x, w = (checks.read_array(op, *pair) for pair in zip("xw", operands[:2], strict=True))
     bias = None if operands[2] is None else checks.read_array(op, "bias", operands[2])
     checks.check_arrays(op, x, w, bias)
-    names = check_axis_name(op, axis_name)
-    check_mesh(op, mesh)
-    check_implementation(op, implementation)
     if gathered not in ("keep", "again"):
         raise ValueError(f"{op}: gathered is {gathered!r}; it needs to be 'keep' or 'again'.")
     mode = checks.read_scaling(op, scaling_mode, scaling_state, x, w, gathered)
     out_dtype = checks.result_dtype(op, x, w, preferred_element_type)
     checks.check_details(wish)
-    place = find_place(op, names, mesh, [a for a in (x, w, bias) if a is not None])
-    num_ranks = place.num_ranks(names)
-    if num_ranks is None:
+    comm, place = find_ranks(
+        op,
+        axis_name,
+        [a for a in (x, w, bias) if a is not None],
+        mesh=mesh,
+        implementation=implementation,
+        deadline=deadline,
+    )
+    names, num_ranks = comm.axis_names, comm.num_ranks
+    if not num_ranks:
         raise ValueError(
             f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
             f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
-    if place.is_global and not place.open_axes:  # else the lowering knows
-        check_groups(op, implementation, place.groups(names))
     splits_contracted = place.is_global and kind == CommOverlapType.RS
     contracted = x.shape[-1] // (num_ranks if splits_contracted else 1)
     checks.check_contracted_blocks(op, mode, contracted)
     settings = {
         "op": op,
-        "axis_names": names,
-        "num_ranks": num_ranks,
+        "comm": comm,
         "out_dtype": out_dtype,
         "keeps_gathered": gathered == "keep",
         "scaling_mode": mode,
         "dy_dtype": gradient_dtype(mode),
-        "implementation": implementation,
-        "deadline_ms": deadline_milliseconds(op, deadline),
     }
 
     def product(counts: tuple[int, ...], **where) -> Matmul:
@@ -279,9 +275,8 @@ def _matmul(
         whole = functools.partial(product, mesh=place.mesh)
         with reverse_mode_only(op):
             return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias, scaling_state)
-    groups = tuple(a for a in other_axes(place.mesh, names) if a not in place.open_axes)
     counts = checks.read_row_counts(op, kind, x, num_ranks, row_counts)
-    s = product(counts, group_axes=groups, open_axes=place.open_axes)
+    s = product(counts)
     run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
     with reverse_mode_only(op):
         return run(*product_on_rank(s, x, w, bias, scaling_state))

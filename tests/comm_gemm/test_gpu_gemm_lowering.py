@@ -15,6 +15,7 @@ from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import places
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
@@ -184,9 +185,9 @@ def test_ranks_over_the_network_take_xla_and_neighbours_do_not(monkeypatch):
     monkeypatch.setattr(places, "connected_islands", lambda: [0, 0, 2, 2])
     on = lambda *processes: np.array([types.SimpleNamespace(process_index=p) for p in processes])
     monkeypatch.setattr(places, "_in_order", lambda *_: on(0, 1, 2, 3))
-    assert places.what_pointers_lack(None, [AXIS], [], 2) is None
+    assert places.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=2)) is None
     said = "processes 0 and 2 reach each other over the network only"
-    assert places.what_pointers_lack(None, [AXIS], [], 4) == said
+    assert places.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=4)) == said
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)
     assert calls(lowered(gemm, X, K))  # alone
@@ -202,8 +203,7 @@ def test_one_gpu_that_holds_all_ranks(kind, method):
         rhs_boundary=1,
         out_shape=(32 if gathers else 8, N),
         out_dtype="float32",
-        axis_names=(AXIS,),
-        num_ranks=W,
+        comm=Communicator(axis_names=(AXIS,), num_ranks=W),
         overlap=Overlap(CommOverlapType[kind], CommOverlapMethod[method]),
         row_counts=(8,) * W,
         gathers_to_aux=gathers,

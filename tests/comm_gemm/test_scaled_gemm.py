@@ -29,6 +29,7 @@ from scaled_gemm_cases import (
 )
 
 from jax_cp_dispatch import gemm
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
@@ -147,11 +148,15 @@ def test_scales_as_tensor_cores_read_them(implementation):
         rhs = drawn(1, MXFP8, E4M3, (n, k) if right else (k, n), "row" if right else "column")
         name = f"{left}, {right}"
         calls[name] = GemmCall(
-            *("gemm", 1, 1, (m, n), "float32"),
+            op="gemm",
+            comm=Communicator(implementation=implementation),
+            lhs_boundary=1,
+            rhs_boundary=1,
+            out_shape=(m, n),
+            out_dtype="float32",
             lhs_transposed=left,
             rhs_transposed=right,
             scaling_mode=ScalingMode.MXFP8_1D_SCALING,
-            implementation=implementation,
         )
         scales = [lhs.scale_inv, rhs.scale_inv]
         if implementation == "xla":  # takes the fill as it is

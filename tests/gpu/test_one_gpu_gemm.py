@@ -11,6 +11,7 @@ from comm_gemm_cases import close, equal, integers, normal
 from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
 from jax_cp_dispatch import gemm
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
@@ -146,8 +147,7 @@ def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dty
         rhs_boundary=1,
         out_shape=(*batches, rows, n),
         out_dtype=dtype,
-        axis_names=("tp",),
-        num_ranks=p,
+        comm=Communicator(axis_names=("tp",), num_ranks=p),
         overlap=Overlap(kind, **options),
         row_counts=counts,
         num_batches=int(np.prod(batches, dtype=int)),
@@ -206,8 +206,7 @@ def test_a_loop_of_products_replays():
             rhs_boundary=1,
             out_shape=(p * tokens if kind == AG else tokens, w.shape[-1]),
             out_dtype="float32",
-            axis_names=("tp",),
-            num_ranks=p,
+            comm=Communicator(axis_names=("tp",), num_ranks=p),
             overlap=Overlap(kind, RING),
             row_counts=(tokens,) * p,
         )
@@ -232,8 +231,7 @@ def test_bulk(kind):
         rhs_boundary=1,
         out_shape=(8, 24),
         out_dtype="float32",
-        axis_names=("tp",),
-        num_ranks=p,
+        comm=Communicator(axis_names=("tp",), num_ranks=p),
         overlap=Overlap(kind, BULK),
         row_counts=(rows,) * p,
     )

@@ -2,13 +2,14 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu.world import connected_islands
 
 _mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
@@ -24,33 +25,30 @@ def remember_mesh(ctx: Any) -> Iterator[None]:
         _mesh_around.reset(token)
 
 
-def gpu_attributes(
-    ctx: Any, name: str, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
-) -> dict[str, Any]:
+def gpu_attributes(ctx: Any, name: str, comm: Communicator) -> dict[str, Any]:
     """The attributes `places` and `memory` of the custom call of one rank.
 
     Args:
       ctx: of the lowering rule.
       name: of the implementation.
-      axis_names, group_axes: mesh axes on which a device's place is its rank, and its group.
-      num_ranks: of one group.
+      comm: the ranks of the call; without axes one device has all there is.
     """
+    if not comm.axis_names:
+        return all_ranks_here()
     if runtime.cuda is not None:
         runtime.cuda.set_process(jax.process_index())
-    devices = _in_order(ctx, axis_names, group_axes, num_ranks)
+    devices = _in_order(ctx, comm)
     memory = "devices" if name == "cuda_peer" else "slab"
     return {"places": np.array([_place(d) for d in devices], np.int64), "memory": memory}
 
 
-def what_pointers_lack(
-    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
-) -> str | None:
+def what_pointers_lack(ctx: Any, comm: Communicator) -> str | None:
     """Which processes of a group have not mapped each other's memory; None: all have."""
     islands = connected_islands()
     if len(set(islands)) < 2:
         return None
-    devices = _in_order(ctx, axis_names, group_axes, num_ranks)
-    for group in devices.reshape(-1, num_ranks):
+    devices = _in_order(ctx, comm)
+    for group in devices.reshape(-1, comm.num_ranks):
         first, *others = [device.process_index for device in group]
         for other in others:
             if islands[first] != islands[other]:
@@ -58,9 +56,7 @@ def what_pointers_lack(
     return None
 
 
-def _in_order(
-    ctx: Any, axis_names: Sequence[str], group_axes: Sequence[str], num_ranks: int
-) -> np.ndarray:
+def _in_order(ctx: Any, comm: Communicator) -> np.ndarray:
     """The devices of all ranks, group by group."""
     mesh = _concrete(ctx) or _mesh_around.get()
     abstract = getattr(ctx.module_context.axis_context, "mesh", mesh)
@@ -70,16 +66,18 @@ def _in_order(
         devices = np.array(jax.devices()[: mesh.size]).reshape(tuple(mesh.shape.values()))
     else:
         devices = mesh.devices
-    order = [*group_axes, *axis_names]
+    order = [*comm.group_axes, *comm.axis_names]
     order += [axis for axis in mesh.axis_names if axis not in order]  # of one device each
     devices = devices.transpose([mesh.axis_names.index(axis) for axis in order]).reshape(-1)
-    if devices.size % num_ranks:
-        raise ValueError(f"{devices.size} devices do not divide among groups of {num_ranks} ranks.")
+    if devices.size % comm.num_ranks:
+        raise ValueError(
+            f"{devices.size} devices do not divide among groups of {comm.num_ranks} ranks."
+        )
     return devices
 
 
 def all_ranks_here() -> dict[str, Any]:
-    """The same where one device holds the rows of all ranks."""
+    """The attributes where one device holds the rows of all ranks."""
     return {"places": np.array([-1], np.int64), "memory": "devices"}
 
 

@@ -1,10 +1,12 @@
-"""The BLAS of the CPU's GEMMs: the one of SciPy, which comes with JAX."""
+"""What GEMMs of CPU devices run on: the BLAS of SciPy, which comes with JAX, and threads."""
 
 import functools
 import importlib
+import os
 from typing import Any
 
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.implementations import num_cpu_devices_here
 
 
 @functools.cache
@@ -18,3 +20,8 @@ def load_blas() -> str:
 
     routines = cython_blas.__pyx_capi__  # what jaxlib's LAPACK uses, too
     return runtime.native.load_blas(routines["sgemm"], routines["dgemm"])
+
+
+def threads_per_device() -> int:
+    """Of one GEMM, while the other devices of this host run theirs."""
+    return max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())

@@ -113,7 +113,7 @@ def _multiply(call, lhs, rhs, dtype):
 
 def _gather_rows(call: GemmCall, x):
     """[..., capacity, K] of every rank to [..., sum of the row counts, K]."""
-    chunks = lax.all_gather(x, call.axis_names)
+    chunks = lax.all_gather(x, call.comm.axis_names)
     real = [chunks[q, ..., :count, :] for q, count in enumerate(call.row_counts)]
     return jnp.concatenate(real, axis=-2)
 
@@ -128,7 +128,7 @@ def _scatter(call: GemmCall, x, dtype):
             for begin, count in zip(begins, call.row_counts, strict=False)
         ]
     )
-    parts = lax.all_to_all(chunks, call.axis_names, 0, 0)  # from each rank
+    parts = lax.all_to_all(chunks, call.comm.axis_names, 0, 0)  # from each rank
     wide = sum_dtype(dtype)
     total = parts[0].astype(wide)
     for part in parts[1:]:
@@ -137,7 +137,7 @@ def _scatter(call: GemmCall, x, dtype):
 
 
 def _without_room(call: GemmCall, output):
-    count = jnp.array(call.row_counts)[lax.axis_index(call.axis_names)]
+    count = jnp.array(call.row_counts)[lax.axis_index(call.comm.axis_names)]
     is_row = jnp.arange(output.shape[-2]) < count
     return jnp.where(is_row[:, None], output, 0)
 
@@ -147,7 +147,7 @@ def _ring_rows(call: GemmCall):
     counts = np.array(call.row_counts)
     begins = np.cumsum(counts) - counts
     tables = []
-    for rank in range(call.num_ranks):
-        order = [(rank - step) % call.num_ranks for step in range(1, call.num_ranks + 1)]
+    for rank in range(call.comm.num_ranks):
+        order = [(rank - step) % call.comm.num_ranks for step in range(1, call.comm.num_ranks + 1)]
         tables.append(np.concatenate([begins[q] + np.arange(counts[q]) for q in order]))
-    return jnp.array(np.stack(tables))[lax.axis_index(call.axis_names)]
+    return jnp.array(np.stack(tables))[lax.axis_index(call.comm.axis_names)]

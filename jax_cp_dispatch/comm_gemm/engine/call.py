@@ -1,15 +1,14 @@
 """One call of the GEMM primitive: its static parts, its operands and results, and their shapes."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.comm_gemm.buffers.config import (
     CommOverlapMethod,
     CommOverlapType,
@@ -88,15 +87,13 @@ class Overlap:
     set_sm_margin: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
     """The static parts of a call on one rank.
 
     Attributes:
       op: the public function, for messages.
-      axis_names: mesh axes on which a device's place is its rank; none without communication.
-      group_axes: and on them its group.
-      num_ranks: ranks of a group.
+      comm: the ranks; without axes it does not communicate.
       overlap: how it communicates.
       lhs_boundary, rhs_boundary: leading dimensions that are rows.
       lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
@@ -113,19 +110,14 @@ class GemmCall:
       fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
         product times GELU's derivative at `gelu_input`.
       use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
-      implementation: None, "in_process", "shared_memory", "xla", or one of GPUs.
-      deadline_ms: milliseconds that a rank waits for another.
-      open_axes: mesh axes that the lowering has to make manual.
     """
 
     op: str
+    comm: Communicator
     lhs_boundary: int
     rhs_boundary: int
     out_shape: tuple[int, ...]
     out_dtype: str
-    axis_names: tuple[str, ...] = ()
-    group_axes: tuple[str, ...] = ()
-    num_ranks: int = 1
     overlap: Overlap = Overlap()
     lhs_transposed: bool = False
     rhs_transposed: bool = False
@@ -138,16 +130,9 @@ class GemmCall:
     fuse_gelu: bool = False
     grad: bool = False
     use_split_accumulator: bool = True
-    implementation: str | None = None
-    deadline_ms: int = 60_000
-    open_axes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> "GemmCall":
         return dataclasses.replace(self, **changes)
-
-    def without_open_axes(self) -> "GemmCall":
-        """The call where all axes are manual."""
-        return self.replace(group_axes=self.group_axes + self.open_axes, open_axes=())
 
     @property
     def is_bulk(self) -> bool:
@@ -220,13 +205,13 @@ class GemmCall:
             if self.scaling_mode == ScalingMode.NO_SCALING:
                 return None if self.gathers_to_aux else self._gathered(lhs)
             rows = 0 if self.gathers_to_aux else gathered_bytes(total, lhs.shape[-1])
-            scales = scales_bytes(total, lhs.shape[-1], self.num_ranks)
+            scales = scales_bytes(total, lhs.shape[-1], self.comm.num_ranks)
             return (rows + scales,), np.dtype(np.uint8)
         if overlap.comm_type != CommOverlapType.RS:
             return None
         rows = total
         if overlap.method == CommOverlapMethod.RING_EXCHANGE:
-            rows = (2 * self.num_ranks - 1) * self.num_batches * max(self.row_counts)
+            rows = (2 * self.comm.num_ranks - 1) * self.num_batches * max(self.row_counts)
         if overlap.buffer or not self.moves_chunks:  # its type alone is told
             rows = width = 1
         return (rows, width), jnp.dtype(overlap.partial_dtype)
@@ -236,9 +221,7 @@ class GemmCall:
         overlap = self.overlap
         return {
             "op": self.op,
-            "axis": ",".join(self.axis_names),
-            "num_ranks": np.int64(self.num_ranks if self.axis_names else 0),
-            "deadline_ms": np.int64(self.deadline_ms),
+            **self.comm.attributes(),
             "num_threads": np.int64(num_threads),
             "scaling_mode": np.int64(self.scaling_mode),
             "comm_overlap_method": np.int64(overlap.method),
@@ -262,16 +245,3 @@ class GemmCall:
             "in_ring_order": self.in_ring_order,
             "gathers_to_aux": self.gathers_to_aux,
         }
-
-
-def place_on(axes: tuple[str, ...]) -> Any:
-    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
-    if not axes:
-        return jnp.int32(0)
-    return lax.axis_index(axes if len(axes) > 1 else next(iter(axes)))
-
-
-@functools.lru_cache(maxsize=256)
-def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes on which a device's place is its group."""
-    return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)

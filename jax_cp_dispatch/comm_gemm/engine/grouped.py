@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import jax
@@ -14,14 +13,12 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS
-from jax_cp_dispatch._ranks.implementations import (
-    choose_implementation,
-    fall_back_to_xla,
-    num_cpu_devices_here,
-)
+from jax_cp_dispatch._ranks.implementations import fall_back_to_xla
+from jax_cp_dispatch._ranks.lowering import choose_transport, one_after_another, run_alone
 from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
-from jax_cp_dispatch.comm_gemm.engine.blas import load_blas
+from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
 
 grouped_gemm_p = Primitive("grouped_gemm")
 
@@ -63,19 +60,9 @@ def _shape(lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: G
     return lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(call):
-    return jax.jit(lambda *operands: grouped_gemm_p.bind(*operands, call=call))
-
-
-def _run_alone(*operands, call):
-    with jax.disable_jit(False):  # else `bind` comes back here
-        return _compiled(call)(*operands)
-
-
 def _lower(ctx, *operands, call: GroupedCall):
-    platforms = ctx.module_context.platforms
-    chosen = choose_implementation("grouped_gemm", call.implementation, platforms, groups=())
+    comm = Communicator(implementation=call.implementation)
+    chosen = choose_transport(ctx, "grouped_gemm", comm).name
     if chosen in GPU_IMPLEMENTATIONS:
         missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
         chosen = fall_back_to_xla("grouped_gemm", call.implementation, missing)
@@ -83,12 +70,11 @@ def _lower(ctx, *operands, call: GroupedCall):
         by_xla = functools.partial(grouped_gemm_by_xla, call=call)
         return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
     load_blas()
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
         *operands,
         op="grouped_gemm",
-        num_threads=np.int64(num_threads),
+        num_threads=np.int64(threads_per_device()),
         scaling_mode=np.int64(call.scaling_mode),
         contracts_rows=call.contracts_rows,
         rhs_transposed=call.rhs_transposed,
@@ -130,22 +116,10 @@ def grouped_gemm_by_xla(
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
 
 
-def _batch(operands, dims, *, call: GroupedCall):
-    """Examples one after another."""
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
-
-    def one(example):
-        rest = iter(example)
-        each = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
-        return grouped_gemm_p.bind(*each, call=call)
-
-    return lax.map(one, mapped), 0
-
-
 grouped_gemm_p.def_abstract_eval(_shape)
-grouped_gemm_p.def_impl(_run_alone)
+grouped_gemm_p.def_impl(functools.partial(run_alone, grouped_gemm_p))
 mlir.register_lowering(grouped_gemm_p, _lower)
-batching.primitive_batchers[grouped_gemm_p] = _batch
+batching.primitive_batchers[grouped_gemm_p] = functools.partial(one_after_another, grouped_gemm_p)
 
 
 def _no_derivative(primals, tangents, *, call: GroupedCall):

@@ -10,6 +10,7 @@ from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, gpu_attributes
 from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
+from jax_cp_dispatch._ranks.lowering import lower_places
 from jax_cp_dispatch._ranks.runtime import GEMM_TARGET
 from jax_cp_dispatch.comm_gemm.buffers.config import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.engine.call import (
@@ -17,7 +18,6 @@ from jax_cp_dispatch.comm_gemm.engine.call import (
     GemmOperands,
     GemmResults,
     collapse,
-    place_on,
 )
 
 _MAX_RANKS = 64
@@ -60,12 +60,12 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
         return (
             f"8-bit operands need K in multiples of 16 and N of {16 * chunks}, not K={k} and N={n}"
         )
-    if call.num_ranks > _MAX_RANKS:
-        return f"there are {call.num_ranks} ranks, and at most {_MAX_RANKS} overlap"
+    if call.comm.num_ranks > _MAX_RANKS:
+        return f"there are {call.comm.num_ranks} ranks, and at most {_MAX_RANKS} overlap"
     if call.is_bulk and not call.gathers and operands.aux_in.dtype.name not in _WIDE:
         return f"{operands.aux_in.dtype.name} is not summed on GPUs"
     if call.is_mxfp8:
-        if call.axis_names:
+        if call.comm.axis_names:
             return "MXFP8 products do not overlap with communication on GPUs"
         if call.fuse_bias and call.grad and not call.fuse_gelu:
             return "the sums of MXFP8 operands that give a bias's gradient are XLA's"
@@ -128,24 +128,19 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
     all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
     like, none = ctx.avals_in[0], ((1,), np.dtype(np.float32))
     aval = lambda s: like.update(shape=s[0], dtype=s[1], weak_type=False)
-    place, nothing = jax.typeof(np.int32(0)), jax.typeof(np.zeros((1,), np.float32))
-    rank, group, empty = mlir.lower_fun(
-        lambda: (place_on(call.axis_names), place_on(call.group_axes), jnp.zeros((1,))),
-        multiple_results=True,
-    )(ctx.replace(avals_in=(), avals_out=None))
-    where = all_ranks_here()
-    if call.axis_names:
-        where = gpu_attributes(
-            ctx, implementation, call.axis_names, call.group_axes, call.num_ranks
-        )
+    places, types = lower_places(ctx, call.comm)
+    nothing = jax.typeof(np.zeros((1,), np.float32))
+    (empty,) = mlir.lower_fun(lambda: [jnp.zeros((1,))], multiple_results=True)(
+        ctx.replace(avals_in=(), avals_out=None)
+    )
     results = jax.ffi.ffi_lowering(GEMM_TARGET)(
         ctx.replace(
-            avals_in=(place, place, *(nothing if x is None else x for x in avals)),
+            avals_in=(*types, *(nothing if x is None else x for x in avals)),
             avals_out=[aval(none if s is None else s) for s in all_shapes],
         ),
-        *(rank, group, *(empty if x is None else x for x in operands)),
+        *(*places, *(empty if x is None else x for x in operands)),
         **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim),
-        **where,
+        **gpu_attributes(ctx, implementation, call.comm),
     )
     # The program's own shape of a workspace, which nobody looks at.
     written = dict(zip(GemmResults._fields, results, strict=True))
@@ -168,7 +163,7 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
       Results with that dimension; those that the call does not have are None.
     """
     open_cublaslt()
-    p = call.num_ranks
+    p = call.comm.num_ranks
     of_rank = {
         name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         for name, x in operands.items()

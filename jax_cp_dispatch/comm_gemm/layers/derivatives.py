@@ -165,7 +165,7 @@ def _scattered_backward(s: Matmul, residuals, dy):
 def _adjoint(s: Matmul, w, dtype) -> Matmul:
     """The product that gives dx; it contracts the columns of w, of which a rank may have a part."""
     splits_columns = s.mesh is not None and s.overlap.comm_type == CommOverlapType.AG
-    columns = s.num_columns(w) // (s.num_ranks if splits_columns else 1)
+    columns = s.num_columns(w) // (s.comm.num_ranks if splits_columns else 1)
     check_contracted_blocks(s.op, s.scaling_mode, columns)
     return s.adjoint(dtype)
 
@@ -198,11 +198,11 @@ def _sum_to_ranks(s: Matmul, gathered):
     """Of the gathered rows, summed over ranks, each rank's own: only of second derivatives."""
     room, total = max(s.row_counts), sum(s.row_counts)
     if s.mesh is not None:
-        return with_rows(gathered, s.num_ranks * room)
+        return with_rows(gathered, s.comm.num_ranks * room)
     wide = gathered.astype(sum_dtype(gathered.dtype))
-    summed = with_rows(jax.lax.psum(wide, s.axis_names), total + room)
-    begins = jnp.array([sum(s.row_counts[:rank]) for rank in range(s.num_ranks)])
-    begin = begins[jax.lax.axis_index(s.axis_names)]
+    summed = with_rows(jax.lax.psum(wide, s.comm.axis_names), total + room)
+    begins = jnp.array([sum(s.row_counts[:rank]) for rank in range(s.comm.num_ranks)])
+    begin = begins[jax.lax.axis_index(s.comm.axis_names)]
     own = jax.lax.dynamic_slice_in_dim(summed, begin, room, axis=-2)
     return real_rows(s, own).astype(gathered.dtype)
 

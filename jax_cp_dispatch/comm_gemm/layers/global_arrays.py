@@ -12,10 +12,9 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._ranks.placement import Place, is_traced, retype
+from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType
-from jax_cp_dispatch.comm_gemm.engine.call import other_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
@@ -39,12 +38,12 @@ def matmul_of_all_ranks(
     s = product(counts)
     gathers = kind == CommOverlapType.AG
     split = w.shape[1 if gathers else 0]
-    if split % s.num_ranks:
+    if split % s.comm.num_ranks:
         raise ValueError(
             f"{op}: w has shape {w.shape}, of which {split} does not divide among the "
-            f"{s.num_ranks} devices of {s.axis_names}. Pad it."
+            f"{s.comm.num_ranks} devices of {s.comm.axis_names}. Pad it."
         )
-    rows, room = x.shape[-2], s.num_ranks * max(counts)
+    rows, room = x.shape[-2], s.comm.num_ranks * max(counts)
     if gathers:
         x = with_rows(x, room)
     if place.open_axes:
@@ -86,12 +85,12 @@ def _explicit_axes(place: Place, s: Matmul, x):
     mesh = place.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     is_free = lambda a: (
-        kinds[a] == AxisType.Explicit and a in place.open_axes and a not in s.axis_names
+        kinds[a] == AxisType.Explicit and a in place.open_axes and a not in s.comm.axis_names
     )
     spec = (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim - 1]
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     *batch, tokens = [tuple(filter(is_free, axes_of(entry))) for entry in spec]
-    parts = math.prod(mesh.shape[name] for name in tokens) * s.num_ranks
+    parts = math.prod(mesh.shape[name] for name in tokens) * s.comm.num_ranks
     rows = sum(s.row_counts)
     if tokens and rows % parts:
         tell_lost_axes(s, tokens, f"{rows} tokens do not divide among {parts} devices; pad them")
@@ -102,7 +101,7 @@ def _explicit_axes(place: Place, s: Matmul, x):
 def product_on_rank(s: Matmul, x, w, bias, state):
     """The arguments of a differentiable product, inside `jax.shard_map`."""
     x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
-    axes, varying = s.axis_names + s.group_axes, varying_axes(x)
+    axes, varying = s.comm.axis_names + s.comm.group_axes, varying_axes(x)
     if varying:  # JAX tracks them: who has the same x shares the state anyway
         axes = tuple(a for a in axes if a in varying)
     scales = None if state is None else scales_of(s.scaling_mode, axes, state)
@@ -110,7 +109,7 @@ def product_on_rank(s: Matmul, x, w, bias, state):
 
 
 def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state):
-    names, mesh = s.axis_names, place.mesh
+    names, mesh = s.comm.axis_names, place.mesh
     batch, tokens = _explicit_axes(place, s, x)
     by_rows, by_columns = P(*batch, tokens + names, None), P(*batch, tokens or None, names)
     specs = [by_rows, P(None, names)] if gathers else [by_columns, P(names, None)]
@@ -118,20 +117,19 @@ def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state)
     if bias is not None:
         specs, arrays = [*specs, P(names) if gathers else P()], [*arrays, bias]
     arrays = [_move(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True)]
-    around = jax.sharding.get_abstract_mesh()
-    is_around = all(name in around.axis_names for name in place.open_axes)
     groups = math.prod(mesh.shape[name] for name in tokens)
     counts = tuple(count // groups for count in s.row_counts)
-    local = s.replace(row_counts=counts, group_axes=other_axes(mesh, names), mesh=None)
+    local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
     run = gathered_matmul if gathers else scattered_matmul
 
     def on_one_rank(state, x, w, *bias):
         return run(*product_on_rank(local, x, w, bias[0] if bias else None, state))
 
-    return jax.shard_map(
+    return with_manual_axes(
         on_one_rank,
-        mesh=None if is_around else mesh,
-        axis_names=set(place.open_axes),
+        place.open_axes,
+        mesh,
         in_specs=(P(), *specs),
         out_specs=by_columns if gathers else by_rows,
+        check_vma=True,
     )(state, *arrays)

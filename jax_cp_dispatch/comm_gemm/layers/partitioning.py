@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax._src.mesh import get_concrete_mesh  # private, but get_mesh refuses to tell while tracing
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks.axis import other_axes
+from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType
-from jax_cp_dispatch.comm_gemm.engine.call import other_axes
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
     gather_rows_again,
@@ -40,7 +40,7 @@ def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     As in the two others below, w may have a first dimension of its own, that of examples: the
     first of x and of all other arrays is the same then.
     """
-    free, names = _free(x), s.axis_names
+    free, names = _free(x), s.comm.axis_names
     keeps = keeps_token_axes(s, x)
     if keeps:
         x = split_like(x, tokens_of_ranks(s, x), x.ndim - 1)
@@ -56,7 +56,7 @@ def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
 
 def partition_scatter(s: Matmul, x, w, bias, scales):
     """Result [*batch, p times the largest row count, N]."""
-    free, names = _free(x), s.axis_names
+    free, names = _free(x), s.comm.axis_names
     x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
     w = _constrain(s, w, *_spec_of_w(s, w, False))
     (out,) = _run(s, False, False, x, w, bias, scales)
@@ -73,7 +73,7 @@ def partition_gather_again(s: Matmul, x, w, dy):
     if keeps_token_axes(s, x):
         dx = split_like(dx, x, x.ndim - 1)
     else:
-        dx = _constrain(s, dx, *_free(x), s.axis_names, None)
+        dx = _constrain(s, dx, *_free(x), s.comm.axis_names, None)
     return dx, _constrain(s, dw, *of_w)
 
 
@@ -91,7 +91,7 @@ def _spec_of_w(s: Matmul, w, gathers: bool) -> P:
 
 
 def _split_of_w(s: Matmul, gathers: bool) -> P:
-    spec = (None, s.axis_names) if gathers else (s.axis_names, None)
+    spec = (None, s.comm.axis_names) if gathers else (s.comm.axis_names, None)
     return P(*spec[::-1]) if s.rhs_transposed else P(*spec)
 
 
@@ -123,7 +123,7 @@ def _run(s: Matmul, gathers: bool, to_aux: bool, x, w, bias, scales):
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(s: Matmul, form: _Form, mesh_around):
-    names, gathers = s.axis_names, form.gathers
+    names, gathers = s.comm.axis_names, form.gathers
 
     @custom_partitioning
     def everywhere(x, w, *rest):
@@ -143,7 +143,7 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         outs = [by_rows]
         if gathers:
             outs = [by_columns, *([P(*batch, tokens or None, None)] if form.to_aux else [])]
-        local = s.replace(mesh=None, row_counts=counts, group_axes=other_axes(mesh, names))
+        local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
 
         def on_each_device(x, w, *rest):
             bias, scales = form.read(rest)
@@ -156,12 +156,12 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
         each = _each(form.has_examples, on_each_device)
         return mesh, each, place(outs), tuple(place(specs))
 
-    return _named(everywhere, partition, _sharding_rule(s, form), (form, s))
+    return _with_rule(everywhere, partition, _sharding_rule(s, form), (form, s))
 
 
 @functools.lru_cache(maxsize=256)
 def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
-    names = s.axis_names
+    names = s.comm.axis_names
 
     @custom_partitioning
     def everywhere(x, w, dy):
@@ -172,7 +172,7 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
         batch, tokens, counts = _layout(s, mesh, arguments[0], arguments[2])
         of_example, others = (batch[:1], batch[1:]) if has_examples else ([], batch)
         by_rows, of_w = P(*batch, tokens + names, None), P(*of_example, *_split_of_w(s, True))
-        local = s.replace(mesh=None, row_counts=counts, group_axes=other_axes(mesh, names))
+        local = s.replace(mesh=None, row_counts=counts, comm=s.comm.inside(mesh))
         groups = (*(axis for axes in others if axes for axis in axes), *tokens)
 
         def on_each_device(x, w, dy):
@@ -189,7 +189,7 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
     w = " ".join([*of_example, *("nk" if s.rhs_transposed else "kn")])
     tokens = lambda *last: " ".join([*batch, *last])
     rule = f"{tokens('t', 'k')}, {w}, {tokens('m', 'n')} -> {tokens('t', 'k')}, {w}"
-    return _named(everywhere, partition, (rule, ("k",)), ("again", has_examples, s))
+    return _with_rule(everywhere, partition, (rule, ("k",)), ("again", has_examples, s))
 
 
 def _each(has_examples: bool, run):
@@ -209,16 +209,22 @@ def _dense_again(s: Matmul, x, w, dy):
 
 
 def _find_mesh(s: Matmul, mesh, mesh_around):
-    """The mesh of the program."""
-    if mesh.empty:  # custom_partitioning does not ask jax.set_mesh
-        mesh = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
-    _check_mesh(s, mesh)
+    """The mesh of the program, of as many ranks as it was traced for."""
+    otherwise = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
+    mesh = mesh_of_program(s.op, s.comm.axis_names, mesh, otherwise)
+    num_devices = math.prod(mesh.shape[name] for name in s.comm.axis_names)
+    if num_devices != s.comm.num_ranks:
+        raise ValueError(
+            f"{s.op}: it was traced for {s.comm.num_ranks} devices of {s.comm.axis_names} but runs "
+            f"on a mesh with {num_devices}, {dict(mesh.shape)}. Pass the mesh that holds the "
+            "arrays: mesh=."
+        )
     return mesh
 
 
 def _layout(s: Matmul, mesh, x, out):
     """How batch dimensions and tokens are split beside the ranks, and the rows of each rank."""
-    is_free = lambda axis: axis not in s.axis_names
+    is_free = lambda axis: axis not in s.comm.axis_names
     *of_batch, found, _ = axes_of_dims(x.sharding, mesh, len(x.shape))
     *_, wanted, _ = axes_of_dims(out.sharding, mesh, len(out.shape))
     batch = [tuple(filter(is_free, axes)) or None for axes in of_batch]
@@ -226,7 +232,7 @@ def _layout(s: Matmul, mesh, x, out):
     if not tokens:
         taken = {axis for axes in batch for axis in axes or ()}
         tokens = tuple(axis for axis in wanted if is_free(axis) and axis not in taken)
-    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.num_ranks
+    parts = math.prod(mesh.shape[axis] for axis in tokens) * s.comm.num_ranks
     rows = sum(s.row_counts)
     if not tokens:
         return batch, (), s.row_counts
@@ -236,10 +242,10 @@ def _layout(s: Matmul, mesh, x, out):
     if not set(tokens) <= set(wanted):
         order = f"x has them split over {found}, the result has them over {wanted}"
         tell_lost_axes(s, tokens, order)
-    return batch, tokens, (rows // parts,) * s.num_ranks
+    return batch, tokens, (rows // parts,) * s.comm.num_ranks
 
 
-def _named(everywhere, partition, rule, name):
+def _with_rule(everywhere, partition, rule, name):
     """With its rule, and a name that tells it from every other call."""
     text, whole = rule
     everywhere.def_partition(
@@ -248,14 +254,7 @@ def _named(everywhere, partition, rule, name):
         need_replication_factors=whole,
         decode_shardings=False,
     )
-
-    def named(*arrays):
-        # The program names only the address of `partition`, which a persistent compilation cache
-        # may ignore, and which another process may use for another call.
-        with set_xla_metadata(jax_cp_dispatch=repr(name)):
-            return everywhere(*arrays)
-
-    return named
+    return named(everywhere, name)
 
 
 def _dense(s: Matmul, form: _Form, x, w, bias, scales):
@@ -274,28 +273,13 @@ def _dense(s: Matmul, form: _Form, x, w, bias, scales):
     out = out.astype(s.out_dtype)
     if form.gathers:
         return [out, aux] if form.to_aux else [out]
-    return [with_rows(out, s.num_ranks * max(s.row_counts))]
+    return [with_rows(out, s.comm.num_ranks * max(s.row_counts))]
 
 
 def with_rows(x, num_rows: int):
     """Padded to that many rows."""
     missing = num_rows - x.shape[-2]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
-
-
-def _check_mesh(s: Matmul, mesh) -> None:
-    missing = [name for name in s.axis_names if name not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"{s.op}: axis_name {missing[0]!r} is not an axis of the mesh on which this program "
-            f"runs, {dict(mesh.shape)}. Name the axis whose devices are the ranks."
-        )
-    num_devices = math.prod(mesh.shape[name] for name in s.axis_names)
-    if num_devices != s.num_ranks:
-        raise ValueError(
-            f"{s.op}: it was traced for {s.num_ranks} devices of {s.axis_names} but runs on a mesh "
-            f"with {num_devices}, {dict(mesh.shape)}. Pass the mesh that holds the arrays: mesh=."
-        )
 
 
 def _sharding_rule(s: Matmul, form: _Form):

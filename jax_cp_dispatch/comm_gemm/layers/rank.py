@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
 from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
@@ -26,8 +27,8 @@ class Matmul:
 
     Attributes:
       op: the public function, for messages.
-      axis_names, group_axes, open_axes, num_ranks, row_counts, implementation, deadline_ms: see
-        `GemmCall`.
+      comm: the ranks.
+      row_counts: see `GemmCall`.
       overlap, backward: how the product communicates, and the one in its derivative.
       out_dtype: of the result.
       keeps_gathered: the gathered lhs is kept for the derivative, rather than gathered again.
@@ -38,21 +39,16 @@ class Matmul:
     """
 
     op: str
-    axis_names: tuple[str, ...]
-    num_ranks: int
+    comm: Communicator
     row_counts: tuple[int, ...]
     overlap: Overlap
     backward: Overlap
     out_dtype: str
-    group_axes: tuple[str, ...] = ()
-    open_axes: tuple[str, ...] = ()
     keeps_gathered: bool = True
     rhs_transposed: bool = False
     scaling_mode: ScalingMode = ScalingMode.NO_SCALING
     x_dtype: str = FORWARD_DTYPE
     dy_dtype: str = FORWARD_DTYPE
-    implementation: str | None = None
-    deadline_ms: int = 60_000
     mesh: Any = None
 
     def replace(self, **changes: Any) -> "Matmul":
@@ -65,17 +61,12 @@ class Matmul:
             rhs_boundary=1,
             out_shape=out_shape,
             out_dtype=jnp.dtype(out_dtype).name,
-            axis_names=self.axis_names,
-            group_axes=self.group_axes,
-            open_axes=self.open_axes,
-            num_ranks=self.num_ranks,
+            comm=self.comm,
             overlap=self.overlap,
             rhs_transposed=self.rhs_transposed,
             scaling_mode=self.scaling_mode,
             row_counts=self.row_counts,
             num_batches=math.prod(x.shape[:-2]),
-            implementation=self.implementation,
-            deadline_ms=self.deadline_ms,
         )
         return call.replace(**changes)
 
@@ -108,7 +99,7 @@ class Matmul:
 
     def varying_axes(self) -> frozenset[str]:
         """The axes of the ranks where JAX tracks over which ones an array varies."""
-        places = (jax.lax.axis_index(name) for name in self.axis_names)
+        places = (jax.lax.axis_index(name) for name in self.comm.axis_names)
         return frozenset().union(*map(varying_axes, places))
 
     def num_columns(self, w) -> int:
@@ -126,7 +117,7 @@ def gather_rows_of_rank(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     if not s.is_scaled:
         results = bind_gemm(call, lhs=x, rhs=w, bias=bias)
         return results.output, results.aux_out
-    scaled = s.quantize(x, w, scales, axis_name=s.axis_names)
+    scaled = s.quantize(x, w, scales, axis_name=s.comm.axis_names)
     results = bind_gemm(call, **scaled.operands(), bias=bias)
     aux = results.aux_out
     if aux is not None:
@@ -186,5 +177,5 @@ def real_rows(s: Matmul, dy):
     """Without what stands in the room of a rank with fewer rows."""
     if s.mesh is not None or min(s.row_counts) == max(s.row_counts):
         return dy
-    count = jnp.array(s.row_counts)[jax.lax.axis_index(s.axis_names)]
+    count = jnp.array(s.row_counts)[jax.lax.axis_index(s.comm.axis_names)]
     return jnp.where(jnp.arange(dy.shape[-2])[:, None] < count, dy, 0)

@@ -17,15 +17,15 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._ranks.implementations import say_once
-from jax_cp_dispatch.comm_gemm.engine.call import other_axes
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 
 
 def keeps_token_axes(s: Matmul, x) -> bool:
     """Whether tokens of x may be split over other mesh axes, too, and stay so."""
     is_even = min(s.row_counts) == max(s.row_counts) > 0
-    return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.axis_names))
+    return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.comm.axis_names))
 
 
 def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
@@ -44,8 +44,8 @@ def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...
 def tokens_of_ranks(s: Matmul, x):
     """An array [*batch, M] that is split as x is, and behind that over the ranks."""
     *batch, rows, _ = x.shape
-    p = s.num_ranks
-    sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.axis_names)]
+    p = s.comm.num_ranks
+    sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
     subsets = (c for k in range(len(sizes) + 1) for c in itertools.combinations(sizes, k))
     thin = (x[..., 0] != 0).astype(jnp.int8)
     ranks = _ranks_behind(s, x)[:, None]
@@ -63,8 +63,8 @@ def tokens_of_ranks(s: Matmul, x):
 def _ranks_behind(s: Matmul, x):
     """An array [p] that is split over the ranks, as the compiler learns after it has seen x."""
     dims = " ".join(f"d{i}" for i in range(x.ndim))
-    ranks = jnp.zeros(s.num_ranks, jnp.int8)
-    of_ranks = NamedSharding(s.mesh, P(s.axis_names))
+    ranks = jnp.zeros(s.comm.num_ranks, jnp.int8)
+    of_ranks = NamedSharding(s.mesh, P(s.comm.axis_names))
     ranks = jax.lax.with_sharding_constraint(ranks, of_ranks)
     return _first_of(ranks, x, f"r, {dims} -> r")
 
@@ -104,9 +104,10 @@ def _first_of(array, other, rule: str):
 
 def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
     """Says once which of the tokens' axes XLA gathers."""
+    ranks = s.comm.axis_names
     say_once(
-        f"{s.op}: tokens are split over {axes} beside axis_name {s.axis_names}, and XLA gathers "
-        f"them over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of "
-        f"{axes} and one of {s.axis_names}, or split them over {(*axes, *s.axis_names)}, and "
-        "constrain the result with jax.lax.with_sharding_constraint."
+        f"{s.op}: tokens are split over {axes} beside axis_name {ranks}, and XLA gathers them over "
+        f"{axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of {axes} and "
+        f"one of {ranks}, or split them over {(*axes, *ranks)}, and constrain the result with "
+        "jax.lax.with_sharding_constraint."
     )

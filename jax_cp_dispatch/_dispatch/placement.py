@@ -1,0 +1,94 @@
+"""How the rows of a call lie on the devices of a mesh, and how they get there."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
+
+
+def place_arrays(
+    place: Place, names: tuple[str, ...], arrays: list[Any], num_storage: int
+) -> list[Any]:
+    """Brings global arrays to where the devices take them from; it is free where they lie there.
+
+    The last `num_storage` arrays go where the first ones are.
+
+    Dimensions behind the rows stay sharded as their type tells, or, over automatic axes, as they
+    are.
+    """
+    if place.mesh is None:
+        return arrays
+    if place.open_axes:
+        if all(kind != AxisType.Explicit for kind in place.mesh.axis_types):
+            return arrays
+        specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
+        move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
+        return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
+    # The partitioner asks for the same; this tells it the mesh where no argument lies on one.
+    free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
+    constrain = jax.lax.with_sharding_constraint
+    return [constrain(x, NamedSharding(place.mesh, free(x))) for x in arrays]
+
+
+def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], bool]) -> P:
+    """Rows over `rows`, the other dimensions as they are, over those axes that are free."""
+    spec = tuple(getattr(sharding, "spec", ())) + (None,) * num_dims
+    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    return P(rows, *(tuple(filter(is_free, axes_of(entry))) or None for entry in spec[1:num_dims]))
+
+
+def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
+    """How arrays are split over the axes that a `shard_map` of ours opens."""
+    is_free = lambda axis: axis in open_axes and axis not in names
+    rows = names if is_global else None
+    first = arrays[: len(arrays) - num_storage]
+    specs = [row_spec(jax.typeof(x).sharding, x.ndim, rows, is_free) for x in first]
+    return specs + specs[:num_storage]
+
+
+def on_every_device(
+    fn: Callable[[Any], Callable[..., list[Any]]],
+    operands: Sequence[Any],
+    *,
+    comm: Communicator,
+    is_global: bool,
+    num_fields: int,
+    num_results: int,
+) -> list[Any]:
+    """Calls `fn(mesh)` with all axes manual: on any view of the fields, on one device's rows.
+
+    Its results are sharded as the first of the arrays are. Over automatic axes, of which types do
+    not tell, arrays are gathered. Called while lowering, so it is never differentiated.
+    """
+    fields, arrays = operands[:num_fields], operands[num_fields:]
+    names, open_axes = comm.axis_names, comm.open_axes
+    field_spec = P(names) if is_global else P()
+    specs = _row_specs(names, arrays, open_axes, is_global, len(arrays) - num_results)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not all(name in mesh.axis_names for name in open_axes):  # known by the types alone
+        mesh = jax.typeof(arrays[0]).sharding.mesh
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        # Here, not before the call: without jit they may lie on one device, beside traced arrays.
+        fields = [retype(x, mesh, field_spec) for x in fields]
+    in_specs = (*(field_spec for _ in fields), *specs)
+    mapped = with_manual_axes(
+        fn(mesh), open_axes, mesh, in_specs=in_specs, out_specs=specs[:num_results]
+    )
+    return mapped(*fields, *arrays)
+
+
+def vary_with(fields: Iterable[Any], names: Sequence[str], arrays: list[Any]) -> list[Any]:
+    """The arrays, made to vary over every mesh axis that the result depends on.
+
+    These are the axes over which one of the fields varies, and those of the ranks.
+    """
+    axes = frozenset().union(*map(varying_axes, fields))
+    if not all(axes.union(varying_axes(x)).issuperset(names) for x in arrays):
+        for name in names:  # varying_axes is empty where JAX does not track it (check_vma=False)
+            axes |= varying_axes(jax.lax.axis_index(name))
+    return arrays if all(varying_axes(x) == axes for x in arrays) else vary_alike(arrays, also=axes)
