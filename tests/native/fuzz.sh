@@ -1,7 +1,8 @@
 #!/bin/sh
 # Coverage-guided fuzzing of what handlers check, under the sanitizers. Needs clang with libFuzzer.
 # Usage: fuzz.sh plans|calls|gemm|cuda_gemm|grouped_gemm [seconds] [corpus folder]; CLANG names the
-# compiler, and PYTHON one that has jaxlib, whose headers are needed.
+# compiler, and PYTHON one that has jaxlib, whose headers are needed. An input that fails is kept in
+# the current folder, as crash-TARGET-*.
 set -eu
 target=$1
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -22,4 +23,4 @@ done | xargs -P "$(nproc)" -I '{}' sh -c \
   "$compile -c '{}' -o $build/\$(echo '{}' | tr / _).o"
 "${CLANG:-clang++}" -fsanitize=fuzzer,address,undefined "$build"/*.o -ldl -lpthread -o "$build/fuzz"
 "$build/fuzz" -max_total_time="${2:-3600}" -max_len=2048 -timeout=60 -print_final_stats=1 \
-  -artifact_prefix="$corpus/../crash-" "$corpus"
+  -artifact_prefix="$PWD/crash-$target-" "$corpus"
