@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.profiling import overlap_profile
 from jax_cp_dispatch.scaling import ScalingMode, quantize
@@ -95,7 +96,7 @@ def hidden(size, num_ranks, method, kind):
         out_shape=(size if gathers else own, n),
         out_dtype="bfloat16",
         comm=Communicator(axis_names=("tp",), num_ranks=num_ranks),
-        overlap=Overlap(kind, method, use_ce=True),
+        overlap=Overlap(comm_type=kind, method=method, use_ce=True),
         row_counts=(own,) * num_ranks,
     )
     program = jax.jit(lambda x, w: run_all_ranks(call, lhs=x, rhs=w).output)

@@ -1,14 +1,22 @@
-"""Tensor-parallel GEMMs that overlap with the communication of their operands or results."""
+"""Tensor-parallel GEMMs that overlap with the communication of their operands or results.
+
+Three words mean three things here:
+
+- A **gemm** is one call on one rank: two matrices, what is fused with their product, and what moves
+  while it is computed. Under JAX it is the primitive `gemm_p`. See `engine/`.
+- A **matmul** is the layer over all ranks: `all_gather_matmul` and `matmul_reduce_scatter`, with
+  batches, uneven tokens, global arrays and derivatives. It is made of gemms. See `layers/`.
+- An **overlap** is how a gemm communicates: what moves, by which method, in whose memory. The
+  caller names it, as options or by a registered buffer (`buffers/`), or it is chosen (`choice/`).
+
+`scaled/` holds operands of 8 bits. `types` and `checks` serve all of these.
+"""
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm
 from jax_cp_dispatch.comm_gemm._grouped_gemm import grouped_gemm
 from jax_cp_dispatch.comm_gemm._overlap_profile import OverlapProfile, overlap_profile
-from jax_cp_dispatch.comm_gemm.buffers.config import (
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-    ScalingMode,
-)
+from jax_cp_dispatch.comm_gemm._tune import tune
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig
 from jax_cp_dispatch.comm_gemm.buffers.registry import (
     CommOverlapBuffer,
     comm_overlap_buffer_bytes,
@@ -18,7 +26,6 @@ from jax_cp_dispatch.comm_gemm.buffers.registry import (
     list_comm_overlap_buffers,
 )
 from jax_cp_dispatch.comm_gemm.choice.choose import CommGemmChoice, choose_comm_gemm
-from jax_cp_dispatch.comm_gemm.choice.measure import tune
 from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, current_tuning, use_tuning
 from jax_cp_dispatch.comm_gemm.matmul import all_gather_matmul, matmul_reduce_scatter
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
@@ -34,6 +41,7 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     dequantize,
     quantize,
 )
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 __all__ = [
     "CommGemmChoice",

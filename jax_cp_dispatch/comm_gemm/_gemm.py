@@ -1,4 +1,4 @@
-"""`gemm`: the engine's layer, one product with everything that a buffer lets it do beside."""
+"""`gemm`: one product on one rank, and everything that its buffer lets it do beside."""
 
 import operator
 from collections.abc import Sequence
@@ -11,15 +11,20 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.deadline import deadline_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType, ScalingMode, read_flag
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
-from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
+from jax_cp_dispatch.comm_gemm.checks import (
+    check_operand_types,
+    read_array,
+    read_flag,
+    result_dtype,
+)
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmResults, collapse
+from jax_cp_dispatch.comm_gemm.engine.communication import ranks_of_gemm, with_overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
-from jax_cp_dispatch.comm_gemm.engine_call import Asked, ranks_of_gemm, with_overlap
-from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.plain_product import plain_product
-from jax_cp_dispatch.comm_gemm.scaled.checks import check_operand_types, check_scales
+from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_of_one_device
+from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
+from jax_cp_dispatch.comm_gemm.scaled.checks import check_scales
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
 
 
 def gemm(
@@ -151,7 +156,7 @@ def gemm(
         "rhs_scale_inv": None if rhs_scale_inv is None else jnp.asarray(rhs_scale_inv),
         "bias": _read_bias(op, call, bias, n),
     }
-    check_scales(op, call, operands)
+    check_scales(op, mode, call.scale_layouts, operands)
     config = None if comm_overlap is None else find_config(op, comm_overlap)
     if comm_overlap is None or config is None or config.comm_type == CommOverlapType.NONE:
         _refuse_communication(
@@ -163,7 +168,7 @@ def gemm(
         )
         operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
         with reverse_mode_only(op):
-            results = plain_product(call, **operands)
+            results = gemm_of_one_device(call, **operands)
         return _asked_for(results, (*free_lhs, *free_rhs), return_aux=False)
     moved = () if aux_in is None else jnp.shape(aux_in)
     if 0 in (*left, *right, *moved):
@@ -174,8 +179,14 @@ def gemm(
     arrays = [x for x in operands.values() if x is not None]
     comm = ranks_of_gemm(op, axis_name, arrays, implementation=implementation, deadline=deadline)
     call = call.replace(comm=comm)
-    asked = Asked(comm_overlap, config, paired_comm_overlap, return_aux)
-    call = with_overlap(op, call, asked, operands["lhs"], aux_in)
+    call = with_overlap(
+        call,
+        operands["lhs"],
+        aux_in,
+        buffer=comm_overlap,
+        paired=paired_comm_overlap,
+        return_aux=return_aux,
+    )
     operands["gelu_input"] = _read_gelu_input(op, call, gelu_input)
     results = bind_gemm(call, **operands, aux_in=aux_in)
     rows = free_lhs if call.is_bulk else (call.out_shape[0],)

@@ -1,20 +1,27 @@
 """`grouped_gemm`: rows that belong to different matrices, as those of experts."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode, read_flag
-from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
-from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall, grouped_gemm_p
-from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.scaled.checks import check_operand_types, scales_of_mode
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.comm_gemm.checks import (
+    check_operand_types,
+    read_array,
+    read_flag,
+    result_dtype,
+)
+from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall
+from jax_cp_dispatch.comm_gemm.layers.grouped import (
+    bind_grouped,
+    gemm_of_groups,
+)
+from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
+from jax_cp_dispatch.comm_gemm.scaled.checks import scales_of_mode
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 _FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)
     ((1,), (1,)): (False, False),
@@ -94,7 +101,6 @@ def grouped_gemm(
         rhs_transposed=rhs_transposed,
         scaling_mode=mode,
         fuse_bias=bias is not None,
-        use_split_accumulator=use_split_accumulator,
         implementation=implementation,
     )
     num_groups = group_sizes.shape[0]
@@ -110,8 +116,8 @@ def grouped_gemm(
         given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
         lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents will
         with reverse_mode_only(op):
-            return _product(call, lhs, rhs, rest[0] if rest else None, group_sizes)
-    return _bind(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
+            return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
+    return bind_grouped(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
 
 
 def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
@@ -162,64 +168,3 @@ def _check_scales(op, mode: ScalingMode, num_groups: int, scales) -> None:
                 f"{op}: {name}_scale_inv is {jnp.result_type(scale).name}{list(jnp.shape(scale))}; "
                 f"it needs float32 [{num_groups}], one of each group."
             )
-
-
-# ---- The product and its derivative.
-
-
-def _bind(call: GroupedCall, lhs, rhs, bias, group_sizes, lhs_scale_inv=None, rhs_scale_inv=None):
-    nothing = jnp.zeros(1, jnp.float32)
-    bias = nothing if bias is None else bias.astype(call.out_dtype)
-    scales = (nothing if x is None else jnp.asarray(x) for x in (lhs_scale_inv, rhs_scale_inv))
-    of_lhs, of_rhs = scales
-    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
-        return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
-    operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
-    return grouped_gemm_p.bind(*operands, call=call)
-
-
-def _of_nothing(call: GroupedCall, lhs, rhs, bias, group_sizes):
-    """Sums of nothing, and the bias of what rows there are."""
-    shape = call.out_shape(lhs, rhs, group_sizes)
-    if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
-        return jnp.zeros(shape, call.out_dtype)
-    of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=shape[0])
-    return jnp.where(jnp.arange(shape[0])[:, None] < group_sizes.sum(), of_rows, 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: GroupedCall, lhs, rhs, bias, group_sizes) -> Any:
-    return _bind(call, lhs, rhs, bias, group_sizes)
-
-
-def _forward(call, lhs, rhs, bias, group_sizes):
-    return _product(call, lhs, rhs, bias, group_sizes), (lhs, rhs, bias, group_sizes)
-
-
-def _backward(call: GroupedCall, residuals, dy):
-    lhs, rhs, bias, sizes = residuals
-
-    def product(a, b, like, *, contracts_rows=False, rhs_transposed=False) -> Any:
-        form = call.replace(
-            contracts_rows=contracts_rows,
-            rhs_transposed=rhs_transposed,
-            out_dtype=like.dtype.name,
-            fuse_bias=False,
-        )
-        return _product(form, a, b, None, sizes)
-
-    if call.contracts_rows:  # dy [G, K, N]
-        dlhs = product(rhs, dy, lhs, rhs_transposed=True)
-        drhs = product(lhs, dy, rhs)
-        return dlhs, drhs, None, None
-    dlhs = product(dy, rhs, lhs, rhs_transposed=not call.rhs_transposed)
-    of_rhs = (dy, lhs) if call.rhs_transposed else (lhs, dy)
-    drhs = product(*of_rhs, rhs, contracts_rows=True)
-    dbias = None
-    if bias is not None:
-        ones = jnp.ones((lhs.shape[0], 1), dy.dtype)
-        dbias = product(ones, dy, bias, contracts_rows=True)[:, 0]
-    return dlhs, drhs, dbias, None
-
-
-_product.defvjp(_forward, _backward)

@@ -1,22 +1,36 @@
 """`all_gather_matmul` and `matmul_reduce_scatter`: what tensor-parallel layers call."""
 
-import functools
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import AxisName, other_axes
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch.comm_gemm import checks
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
-from jax_cp_dispatch.comm_gemm.choice.choose import choose_overlaps
-from jax_cp_dispatch.comm_gemm.forward_mode import reverse_mode_only
+from jax_cp_dispatch._ranks.placement import Place
+from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
+from jax_cp_dispatch.comm_gemm.choice.overlaps import (
+    MatmulSizes,
+    OverlapOptions,
+    check_details,
+    choose_overlaps,
+)
+from jax_cp_dispatch.comm_gemm.layers.checks import check_arrays, read_row_counts
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
-from jax_cp_dispatch.comm_gemm.layers.global_arrays import matmul_of_all_ranks, product_on_rank
+from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
+    even_row_counts,
+    matmul_of_all_ranks,
+    matmul_on_rank,
+)
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
+from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
+from jax_cp_dispatch.comm_gemm.scaled.checks import check_contracted_blocks, read_scaling
 from jax_cp_dispatch.comm_gemm.scaled.operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
@@ -100,17 +114,20 @@ def all_gather_matmul(
     return _matmul(
         op,
         CommOverlapType.AG,
-        (x, w, bias),
-        checks.Wish(op, method, None, atomic, False, aggregate, use_ce, buffer),
-        axis_name=axis_name,
-        row_counts=row_counts,
-        gathered=gathered,
-        scaling_mode=scaling_mode,
-        scaling_state=scaling_state,
-        preferred_element_type=preferred_element_type,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
+        (x, w, bias, scaling_state),
+        OverlapOptions(
+            method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
+        ),
+        _Options(
+            axis_name=axis_name,
+            row_counts=row_counts,
+            gathered=gathered,
+            scaling_mode=scaling_mode,
+            preferred_element_type=preferred_element_type,
+            mesh=mesh,
+            implementation=implementation,
+            deadline=deadline,
+        ),
     )
 
 
@@ -181,102 +198,126 @@ def matmul_reduce_scatter(
     return _matmul(
         op,
         CommOverlapType.RS,
-        (x, w, bias),
-        checks.Wish(op, method, num_splits, atomic, rs_overlap_first_gemm, False, use_ce, buffer),
-        axis_name=axis_name,
-        row_counts=row_counts,
-        gathered="keep",
-        scaling_mode=scaling_mode,
-        scaling_state=scaling_state,
-        preferred_element_type=preferred_element_type,
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
+        (x, w, bias, scaling_state),
+        OverlapOptions(
+            method=method,
+            num_splits=num_splits,
+            atomic=atomic,
+            rs_overlap_first_gemm=rs_overlap_first_gemm,
+            use_ce=use_ce,
+            buffer=buffer,
+        ),
+        _Options(
+            axis_name=axis_name,
+            row_counts=row_counts,
+            scaling_mode=scaling_mode,
+            preferred_element_type=preferred_element_type,
+            mesh=mesh,
+            implementation=implementation,
+            deadline=deadline,
+        ),
     )
+
+
+# ---- Both.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What the caller says besides operands and overlap; see `all_gather_matmul`."""
+
+    axis_name: AxisName
+    row_counts: Sequence[int] | None
+    gathered: str = "keep"
+    scaling_mode: Any
+    preferred_element_type: Any
+    mesh: Any
+    implementation: str | None
+    deadline: float | None
 
 
 def _matmul(
-    op: str,
-    kind: CommOverlapType,
-    operands,
-    wish: checks.Wish,
-    *,
-    axis_name,
-    row_counts,
-    gathered,
-    scaling_mode,
-    scaling_state,
-    preferred_element_type,
-    mesh,
-    implementation,
-    deadline,
-):
-    x, w = (checks.read_array(op, *pair) for pair in zip("xw", operands[:2], strict=True))
-    bias = None if operands[2] is None else checks.read_array(op, "bias", operands[2])
-    checks.check_arrays(op, x, w, bias)
-    if gathered not in ("keep", "again"):
-        raise ValueError(f"{op}: gathered is {gathered!r}; it needs to be 'keep' or 'again'.")
-    mode = checks.read_scaling(op, scaling_mode, scaling_state, x, w, gathered)
-    out_dtype = checks.result_dtype(op, x, w, preferred_element_type)
-    checks.check_details(wish)
+    op: str, kind: CommOverlapType, operands: Any, overlap: OverlapOptions, options: _Options
+) -> Any:
+    x, w = (read_array(op, *pair) for pair in zip("xw", operands[:2], strict=True))
+    bias = None if operands[2] is None else read_array(op, "bias", operands[2])
+    state = operands[3]
+    check_arrays(op, x, w, bias)
+    if options.gathered not in ("keep", "again"):
+        raise ValueError(
+            f"{op}: gathered is {options.gathered!r}; it needs to be 'keep' or 'again'."
+        )
+    mode = read_scaling(op, options.scaling_mode, state, x, w, options.gathered)
+    out_dtype = result_dtype(op, x, w, options.preferred_element_type)
+    check_details(op, overlap)
     comm, place = find_ranks(
         op,
-        axis_name,
+        options.axis_name,
         [a for a in (x, w, bias) if a is not None],
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
+        mesh=options.mesh,
+        implementation=options.implementation,
+        deadline=options.deadline,
     )
-    names, num_ranks = comm.axis_names, comm.num_ranks
-    if not num_ranks:
+    p = comm.num_ranks
+    if not p:
+        name = comm.axis_names[0]
         raise ValueError(
-            f"{op}: no mesh with axis {names[0]!r} is in sight. Call it inside jax.shard_map over "
-            f"{names[0]!r}, or on global arrays with mesh= or under jax.set_mesh."
+            f"{op}: no mesh with axis {name!r} is in sight. Call it inside jax.shard_map over "
+            f"{name!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
+    if place.is_global and options.row_counts is not None:
+        raise ValueError(
+            f"{op}: got row_counts with global arrays, which are split evenly, and padded inside. "
+            "Leave it away, or call inside jax.shard_map."
+        )
+    k, n = w.shape
+    if place.is_global:  # of which a rank has a part
+        k, n = (k, n // p) if kind == CommOverlapType.AG else (k // p, n)
+        counts = even_row_counts(x.shape[-2], p)
+    else:
+        counts = read_row_counts(op, kind, x, p, options.row_counts)
     splits_contracted = place.is_global and kind == CommOverlapType.RS
-    contracted = x.shape[-1] // (num_ranks if splits_contracted else 1)
-    checks.check_contracted_blocks(op, mode, contracted)
-    settings = {
-        "op": op,
-        "comm": comm,
-        "out_dtype": out_dtype,
-        "keeps_gathered": gathered == "keep",
-        "scaling_mode": mode,
-        "dy_dtype": gradient_dtype(mode),
-    }
-
-    def product(counts: tuple[int, ...], **where) -> Matmul:
-        k, n = w.shape
-        if place.is_global:  # of which a rank has a part
-            k, n = (k, n // num_ranks) if kind == CommOverlapType.AG else (k // num_ranks, n)
-        batches = math.prod(x.shape[:-2])
-        rows, room = batches * sum(counts), batches * num_ranks * max(counts)
-        if place.is_global:  # of which each group has a part: as examples or tokens are split
-            groups = math.prod(place.mesh.shape[a] for a in other_axes(place.mesh, names))
-            if rows % groups == room % groups == 0:
-                rows, room = rows // groups, room // groups
-        forward, backward = choose_overlaps(
-            wish,
-            kind,
-            (rows, k, n),
-            x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE,
-            out_dtype,
-            num_ranks,
-            rows_of_slots=room,
-        )
-        return Matmul(**settings, row_counts=counts, overlap=forward, backward=backward, **where)
-
-    if place.is_global:
-        if row_counts is not None:
-            raise ValueError(
-                f"{op}: got row_counts with global arrays, which are split evenly, and padded "
-                "inside. Leave it away, or call inside jax.shard_map."
-            )
-        whole = functools.partial(product, mesh=place.mesh)
-        with reverse_mode_only(op):
-            return matmul_of_all_ranks(op, kind, place, num_ranks, whole, x, w, bias, scaling_state)
-    counts = checks.read_row_counts(op, kind, x, num_ranks, row_counts)
-    s = product(counts)
-    run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
+    check_contracted_blocks(op, mode, x.shape[-1] // (p if splits_contracted else 1))
+    rows, slot_rows = _rows_of_group(x, counts, comm, place)
+    sizes = MatmulSizes(
+        comm_type=kind,
+        m=rows,
+        k=k,
+        n=n,
+        slot_rows=slot_rows,
+        num_ranks=p,
+        dtype=x.dtype.name if mode == ScalingMode.NO_SCALING else FORWARD_DTYPE,
+        sum_dtype=sum_dtype(out_dtype).name,
+    )
+    forward, backward = choose_overlaps(op, overlap, sizes)
+    s = Matmul(
+        op=op,
+        comm=comm,
+        row_counts=counts,
+        overlap=forward,
+        backward=backward,
+        out_dtype=out_dtype,
+        keeps_gathered=options.gathered == "keep",
+        scaling_mode=mode,
+        dy_dtype=gradient_dtype(mode),
+        mesh=place.mesh if place.is_global else None,
+    )
     with reverse_mode_only(op):
-        return run(*product_on_rank(s, x, w, bias, scaling_state))
+        if place.is_global:
+            return matmul_of_all_ranks(s, place, x, w, bias, state)
+        run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
+        return run(*matmul_on_rank(s, x, w, bias, state))
+
+
+def _rows_of_group(
+    x: Array, counts: tuple[int, ...], comm: Communicator, place: Place
+) -> tuple[int, int]:
+    """Rows of one group of ranks: what there are, and with as much room on every rank."""
+    batches = math.prod(x.shape[:-2])
+    rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
+    if place.is_global:  # of which each group has a part: as examples or tokens are split
+        mesh = place.mesh
+        groups = math.prod(mesh.shape[a] for a in other_axes(mesh, comm.axis_names))
+        if rows % groups == room % groups == 0:
+            rows, room = rows // groups, room // groups
+    return rows, room

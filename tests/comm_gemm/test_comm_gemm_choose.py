@@ -14,8 +14,11 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.checks import Wish
-from jax_cp_dispatch.comm_gemm.choice.choose import choose_overlaps
+from jax_cp_dispatch.comm_gemm.choice.overlaps import (
+    MatmulSizes,
+    OverlapOptions,
+    choose_overlaps,
+)
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape, comm_gemm_methods, predict_comm_gemm
 from jax_cp_dispatch.profiling import TuningTable, current_tuning, tune, use_tuning
 
@@ -113,7 +116,8 @@ def test_tune_measures_every_method_and_the_table_survives_a_file(tmp_path):
     path = measured.save(tmp_path / "table.json")
     assert TuningTable.load(path) == measured
     program = (
-        "import dataclasses, sys; from jax_cp_dispatch import choose_comm_gemm, current_tuning\n"
+        "from jax_cp_dispatch import choose_comm_gemm\n"
+        "from jax_cp_dispatch.profiling import current_tuning\n"
         "for shape in current_tuning().seconds:\n"
         "    print(choose_comm_gemm(shape, table=current_tuning()).label)\n"
     )
@@ -157,13 +161,22 @@ def test_nothing_to_choose_on_one_rank():
 
 def test_the_derivative_of_a_pipeline_is_the_ring_that_copies():
     """And of a ring without copies the same."""
-    arguments = CommOverlapType.RS, (64, 8, 8), "float32", "float32", 4, 64
-    for wish, copies in (
-        (Wish("op", "pipeline"), True),
-        (Wish("op", "ring", use_ce=False), False),
-        (Wish("op", "ring"), True),
+    sizes = MatmulSizes(
+        comm_type=CommOverlapType.RS,
+        m=64,
+        k=8,
+        n=8,
+        slot_rows=64,
+        num_ranks=4,
+        dtype="float32",
+        sum_dtype="float32",
+    )
+    for options, copies in (
+        (OverlapOptions(method="pipeline"), True),
+        (OverlapOptions(method="ring", use_ce=False), False),
+        (OverlapOptions(method="ring"), True),
     ):
-        _, backward = choose_overlaps(wish, *arguments)
+        _, backward = choose_overlaps("op", options, sizes)
         assert (backward.comm_type, backward.method) == (
             CommOverlapType.AG,
             CommOverlapMethod.RING_EXCHANGE,

@@ -18,9 +18,10 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import places
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 W, ORDER = 4, [3, 1, 0, 2]
 SCRATCH = 255 + (32 << 20)
@@ -204,7 +205,7 @@ def test_one_gpu_that_holds_all_ranks(kind, method):
         out_shape=(32 if gathers else 8, N),
         out_dtype="float32",
         comm=Communicator(axis_names=(AXIS,), num_ranks=W),
-        overlap=Overlap(CommOverlapType[kind], CommOverlapMethod[method]),
+        overlap=Overlap(comm_type=CommOverlapType[kind], method=CommOverlapMethod[method]),
         row_counts=(8,) * W,
         gathers_to_aux=gathers,
     )

@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
     swizzle_scales,
@@ -23,6 +22,7 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     dequantize,
     quantize,
 )
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING
 MXFP8 = ScalingMode.MXFP8_1D_SCALING

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
     swizzle_scales,
@@ -19,6 +18,7 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     dequantize,
     quantize,
 )
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

@@ -12,9 +12,10 @@ from comm_gemm_oracle import all_gather_matmul, gathered, matmul_reduce_scatter
 
 from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.scaling import ScalingMode, quantize
 
@@ -148,7 +149,7 @@ def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dty
         out_shape=(*batches, rows, n),
         out_dtype=dtype,
         comm=Communicator(axis_names=("tp",), num_ranks=p),
-        overlap=Overlap(kind, **options),
+        overlap=Overlap(comm_type=kind, **options),
         row_counts=counts,
         num_batches=int(np.prod(batches, dtype=int)),
         gathers_to_aux=to_aux,
@@ -207,7 +208,7 @@ def test_a_loop_of_products_replays():
             out_shape=(p * tokens if kind == AG else tokens, w.shape[-1]),
             out_dtype="float32",
             comm=Communicator(axis_names=("tp",), num_ranks=p),
-            overlap=Overlap(kind, RING),
+            overlap=Overlap(comm_type=kind, method=RING),
             row_counts=(tokens,) * p,
         )
         return run_all_ranks(call, lhs=x, rhs=w).output
@@ -232,7 +233,7 @@ def test_bulk(kind):
         out_shape=(8, 24),
         out_dtype="float32",
         comm=Communicator(axis_names=("tp",), num_ranks=p),
-        overlap=Overlap(kind, BULK),
+        overlap=Overlap(comm_type=kind, method=BULK),
         row_counts=(rows,) * p,
     )
     fn = jax.jit(lambda x, w, aux: run_all_ranks(call, lhs=x, rhs=w, aux_in=aux)[:4:3])

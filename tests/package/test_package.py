@@ -39,22 +39,45 @@ ALLOWED = {
     "demo": {"_dispatch", "attention", "cost", "cpu_devices", "planner", "plots"},
 }
 
+# The rooms inside a package in the same way: its folders, and the files beside them.
+INSIDE = {
+    "comm_gemm": {
+        "types": set(),
+        "checks": {"types"},
+        "buffers": {"types", "checks"},
+        "scaled": {"types"},
+        "engine": {"types", "buffers", "scaled"},
+        "layers": {"types", "scaled", "engine"},
+        "choice": {"types", "buffers", "engine"},
+        "matmul": {"types", "checks", "scaled", "layers", "choice"},
+        "_gemm": {"types", "checks", "buffers", "scaled", "engine", "layers"},
+        "_grouped_gemm": {"types", "checks", "scaled", "engine", "layers"},
+        "_overlap_profile": set(),
+        "_tune": {"choice", "matmul"},
+    },
+}
 
-def room_of(path):
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+def room_of(path, package=SOURCE):
+    return path.relative_to(package).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path):
+def imported_modules(path):
+    """Names of modules, and of what is imported from them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            parts = node.module.split(".")
-            if parts[0] == "jax_cp_dispatch":
-                yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                if parts[0] == "jax_cp_dispatch":
-                    yield parts[1] if len(parts) > 1 else "the top"
+            yield from (alias.name for alias in node.names)
+
+
+def imported_rooms(path, package):
+    """The rooms of `package`, by its dotted name, that a file imports."""
+    for module in imported_modules(path):
+        if module == package:
+            yield "the top"
+        elif module.startswith(f"{package}."):
+            yield module.removeprefix(f"{package}.").split(".")[0]
 
 
 def test_imports_follow_the_architecture():
@@ -65,7 +88,26 @@ def test_imports_follow_the_architecture():
         allowed = ALLOWED[room] | {room} | SHARED
         if path.name == "runtime.py":
             allowed |= {"_cpu", "_cuda", "_nvshmem"}  # nothing else sees the extensions
-        assert set(imported_rooms(path)) <= allowed, path
+        assert set(imported_rooms(path, "jax_cp_dispatch")) <= allowed, path
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_rooms_inside_a_package(package):
+    table, folder = INSIDE[package], SOURCE / package
+    for path in folder.rglob("*.py"):
+        room = room_of(path, folder)
+        if room == "__init__":
+            continue
+        imported = set(imported_rooms(path, f"jax_cp_dispatch.{package}"))
+        assert imported <= table[room] | {room}, path
+
+
+@pytest.mark.parametrize("table", [ALLOWED, *INSIDE.values()], ids=["the package", *INSIDE])
+def test_no_circle(table):
+    below = set()
+    for room, allowed in table.items():
+        assert allowed <= below, room
+        below.add(room)
 
 
 def test_public_names_exist_and_are_documented():

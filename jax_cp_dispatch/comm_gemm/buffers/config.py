@@ -1,66 +1,24 @@
 """What a communication buffer is made for: all parameters of one, their checks, and its id."""
 
 import dataclasses
-import enum
 import hashlib
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
-_Member = TypeVar("_Member", bound=enum.Enum)  # Self, for the run-time checks of the tests
-
-
-class _Named(enum.IntEnum):
-    """Members may also be given by name."""
-
-    @classmethod
-    def read(cls: type[_Member], op: str, name: str, value: Any) -> _Member:
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
-        if isinstance(value, cls):
-            return value
-        raise ValueError(
-            f"{op}: {name} is {value!r}; it needs to be one of "
-            f"{', '.join(repr(member.name) for member in cls)}, or that member of {cls.__name__}."
-        )
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-
-class CommOverlapType(_Named):
-    """What moves: nothing, sums to the ranks of their rows, or rows to all ranks."""
-
-    NONE = 0
-    RS = 1
-    AG = 2
-
-
-class CommOverlapMethod(_Named):
-    """How it moves: not beside a GEMM, beside an independent one, by column chunks, in a ring."""
-
-    NONE = 0
-    BULK = 1
-    PIPELINE = 2
-    RING_EXCHANGE = 3
-
-
-class ScalingMode(_Named):
-    """How narrow operands are scaled."""
-
-    NO_SCALING = 0
-    DELAYED_TENSOR_SCALING = 1
-    CURRENT_TENSOR_SCALING = 2
-    MXFP8_1D_SCALING = 3
-
+from jax_cp_dispatch.comm_gemm.checks import read_flag
+from jax_cp_dispatch.comm_gemm.types import (
+    BYTE_FLOATS,
+    FLOATS,
+    CommOverlapMethod,
+    CommOverlapType,
+)
 
 _ADDRESS_SPACE = 2**47
 _MOST_SPLITS = 2**20  # each has signals of its own
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-BYTE_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # with scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +227,3 @@ def _integer(
     if not least <= number <= most:
         raise ValueError(f"{op}: {name} is {number}; it needs to be {needs}.")
     return number
-
-
-def read_flag(op: str, name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise TypeError(f"{op}: {name} is {value!r}; it needs to be True or False.")

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.comm_gemm.buffers.config import (
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-    make_config,
-)
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig, make_config
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 _lock = threading.Lock()
 _configs: dict[int, CommOverlapConfig] = {}

@@ -1,16 +1,12 @@
-"""Which method a product takes: a cost model, corrected by what has been measured."""
+"""Which method a matmul takes: a cost model, corrected by what has been measured."""
 
 import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType
-from jax_cp_dispatch.comm_gemm.checks import Wish, overlap_of_wish
-from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, current_tuning, method_options
-from jax_cp_dispatch.comm_gemm.engine.call import Overlap
+from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, method_options
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 from jax_cp_dispatch.cost import (
     HARDWARE,
     CommGemmShape,
@@ -20,7 +16,7 @@ from jax_cp_dispatch.cost import (
 )
 from jax_cp_dispatch.cost.comm_gemm import CommGemmOp
 
-_OPS: dict[CommOverlapType, CommGemmOp] = {
+OPS: dict[CommOverlapType, CommGemmOp] = {
     CommOverlapType.AG: "all_gather_matmul",
     CommOverlapType.RS: "matmul_reduce_scatter",
 }
@@ -55,7 +51,7 @@ def choose_comm_gemm(
     and N.
 
     Args:
-      shape: of one group's product.
+      shape: of one group's matmul.
       hardware: rates of ranks and links; None: those of `cost.HARDWARE` for the default backend.
       table: what `tune` has measured.
     Returns:
@@ -110,54 +106,3 @@ def _nearest(shape: CommGemmShape, measured) -> CommGemmShape | None:
         *(math.log(a / b) for a, b in zip(sizes(shape), sizes(other), strict=True))
     )
     return min(alike, key=distance, default=None)
-
-
-def choose_overlaps(
-    wish: Wish,
-    kind: CommOverlapType,
-    shape: tuple[int, int, int],
-    dtype: str,
-    out_dtype: str,
-    num_ranks: int,
-    rows_of_slots: int,
-) -> tuple[Overlap, Overlap]:
-    """How a product communicates, and the one in its derivative.
-
-    `shape` is M of all ranks, K and N of one rank's weight; `rows_of_slots` M with room for as many
-    rows on every rank.
-    """
-    m, k, n = shape
-    sums = sum_dtype(out_dtype).name
-    other = CommOverlapType.RS if kind == CommOverlapType.AG else CommOverlapType.AG
-
-    def settle(wish: Wish, kind: CommOverlapType, k: int, n: int) -> Overlap:
-        moved = ((m, k), dtype) if kind == CommOverlapType.AG else ((m, n), sums)
-        if wish.is_auto:
-            wish = _auto(wish, CommGemmShape(_OPS[kind], m, k, n, num_ranks, _bytes(dtype)))
-        return overlap_of_wish(wish, kind, *moved, num_ranks, rows_of_slots)
-
-    forward = settle(wish, kind, k, n)
-    back = wish
-    if not wish.is_auto:
-        method = forward.method
-        if (other, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
-            method = CommOverlapMethod.RING_EXCHANGE
-        stays_ring = forward.method == CommOverlapMethod.RING_EXCHANGE
-        back = Wish(
-            wish.op,
-            method,
-            num_splits=wish.num_splits if method == CommOverlapMethod.PIPELINE else None,
-            use_ce=forward.use_ce if stays_ring else None,
-        )
-    return forward, settle(back, other, n, k)
-
-
-def _auto(wish: Wish, shape: CommGemmShape) -> Wish:
-    if 0 in (shape.m, shape.k, shape.n):
-        return wish._replace(method=CommOverlapMethod.NONE)
-    choice = choose_comm_gemm(shape, table=current_tuning())
-    return wish._replace(**choice.options)
-
-
-def _bytes(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -11,7 +11,7 @@ _VARIABLE = "JAX_CP_DISPATCH_TUNING"
 
 
 class TuningTable(NamedTuple):
-    """Seconds of products by method.
+    """Seconds of matmuls by method.
 
     Attributes:
       machine: where they were measured: platform, device kind, versions.

@@ -6,7 +6,6 @@ import numpy as np
 from jax import lax
 
 from jax_cp_dispatch._dtypes import sum_dtype
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType, ScalingMode
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     multiply_by_scales,
@@ -15,6 +14,7 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     swizzle_scales,
     unpad_scales,
 )
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
 
 
 def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:

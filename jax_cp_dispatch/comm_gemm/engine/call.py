@@ -1,4 +1,4 @@
-"""One call of the GEMM primitive: its static parts, its operands and results, and their shapes."""
+"""One gemm: its static parts, its operands and results, and their shapes."""
 
 import dataclasses
 import math
@@ -9,14 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.buffers.config import (
-    CommOverlapMethod,
-    CommOverlapType,
-    ScalingMode,
-    gathered_bytes,
-    scales_bytes,
-)
+from jax_cp_dispatch.comm_gemm.buffers.config import gathered_bytes, scales_bytes
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import Layout, tiles_shape
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 
 class GemmOperands(NamedTuple):
@@ -60,36 +56,9 @@ def collapse(shape: tuple[int, ...], boundary: int) -> Shape2D:
     return Shape2D(math.prod(shape[:boundary]), math.prod(shape[boundary:]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """How a call communicates.
-
-    Attributes:
-      comm_type, method: with a type, method NONE does one after the other.
-      num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
-      buffer: id of the registered buffer; 0: XLA gives memory for each call.
-      partial_dtype: name of the type in which partial sums are stored and moved.
-      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs; see there, too.
-    """
-
-    comm_type: CommOverlapType = CommOverlapType.NONE
-    method: CommOverlapMethod = CommOverlapMethod.NONE
-    num_splits: int = 4
-    atomic: bool = False
-    overlap_first_gemm: bool = False
-    aggregate: bool = False
-    use_ce: bool = True
-    buffer: int = 0
-    partial_dtype: str = "float32"
-    gemm_priority: int = 0
-    comm_priority: int = 0
-    num_comm_sm: int = 1
-    set_sm_margin: bool = False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """The static parts of a call on one rank.
+    """The static parts of one gemm.
 
     Attributes:
       op: the public function, for messages.
@@ -118,7 +87,7 @@ class GemmCall:
     rhs_boundary: int
     out_shape: tuple[int, ...]
     out_dtype: str
-    overlap: Overlap = Overlap()
+    overlap: Overlap = Overlap()  # noqa: RUF009, frozen
     lhs_transposed: bool = False
     rhs_transposed: bool = False
     row_counts: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""`grouped_gemm_p`: a product per group of rows, whose sizes are known only when it runs."""
+"""`grouped_gemm_p`: a gemm per group of rows, whose sizes are known only when it runs."""
 
 import dataclasses
 import functools
@@ -17,15 +17,15 @@ from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS
 from jax_cp_dispatch._ranks.implementations import fall_back_to_xla
 from jax_cp_dispatch._ranks.lowering import choose_transport, one_after_another, run_alone
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 grouped_gemm_p = Primitive("grouped_gemm")
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCall:
-    """The static parts of a grouped product.
+    """The static parts of a grouped gemm.
 
     Attributes:
       out_dtype: of the output.
@@ -34,7 +34,6 @@ class GroupedCall:
       rhs_transposed: the matrices are [G, N, K], not [G, K, N].
       scaling_mode: how operands are scaled.
       fuse_bias: a bias is added.
-      use_split_accumulator: see `gemm`.
       implementation: None, "in_process" or "xla".
     """
 
@@ -43,7 +42,6 @@ class GroupedCall:
     rhs_transposed: bool = False
     scaling_mode: ScalingMode = ScalingMode.NO_SCALING
     fuse_bias: bool = False
-    use_split_accumulator: bool = True
     implementation: str | None = None
 
     def replace(self, **changes: Any) -> "GroupedCall":
@@ -79,7 +77,7 @@ def _lower(ctx, *operands, call: GroupedCall):
         contracts_rows=call.contracts_rows,
         rhs_transposed=call.rhs_transposed,
         fuse_bias=call.fuse_bias,
-        use_split_accumulator=call.use_split_accumulator,
+        use_split_accumulator=True,
     )
 
 

@@ -12,13 +12,13 @@ from jax_cp_dispatch._ranks.gpu import all_ranks_here, gpu_attributes
 from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
 from jax_cp_dispatch._ranks.lowering import lower_places
 from jax_cp_dispatch._ranks.runtime import GEMM_TARGET
-from jax_cp_dispatch.comm_gemm.buffers.config import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.engine.call import (
     GemmCall,
     GemmOperands,
     GemmResults,
     collapse,
 )
+from jax_cp_dispatch.comm_gemm.types import BYTE_FLOATS, CommOverlapMethod, CommOverlapType
 
 _MAX_RANKS = 64
 _WIDE = ("float32", "bfloat16", "float16")
@@ -105,16 +105,16 @@ def _scratch(call: GemmCall, operands: GemmOperands, workspace) -> tuple[tuple[i
 
 
 def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
-    overlap = call.overlap
     config: Any = jax.config  # its options are not declared
+    streams = call.overlap.streams
     precision = str(config.jax_default_matmul_precision).lower()
     return {
         **call.attributes(1),
         "aux_axis_boundary": np.int64(max(1, aux_ndim - 1)),
-        "gemm_priority": np.int64(overlap.gemm_priority),
-        "comm_priority": np.int64(overlap.comm_priority),
-        "num_comm_sm": np.int64(overlap.num_comm_sm),
-        "set_sm_margin": overlap.set_sm_margin,
+        "gemm_priority": np.int64(streams.gemm_priority),
+        "comm_priority": np.int64(streams.comm_priority),
+        "num_comm_sm": np.int64(streams.num_comm_sm),
+        "set_sm_margin": streams.set_sm_margin,
         "tf32": precision in ("tensorfloat32", "high", "tf32_tf32_f32"),
     }
 

@@ -1,4 +1,4 @@
-"""`gemm_p`: one rank's product, alone or overlapped with communication."""
+"""`gemm_p`: the gemm of one rank, alone or overlapped with communication."""
 
 import functools
 from typing import Any

@@ -1,9 +1,9 @@
-"""Gathered products and scattered sums of products, each in the derivative of the other.
+"""`all_gather_matmul` and `matmul_reduce_scatter`, each in the derivative of the other.
 
 all_gather_matmul:      y = concat_q(x_q) w        dx = reduce_scatter(dy w'),  dw = concat(x)' dy
 matmul_reduce_scatter:  y_r = rows r of sum_q x_q w_q    dx = concat(dy) w',  dw = x' concat(dy)
 
-Of 8-bit products, rounding counts as identity: concat gives the rounded rows that were multiplied,
+Of 8-bit operands, rounding counts as identity: concat gives the rounded rows that were multiplied,
 and each product with w rounds both of its operands; dw is a product of wide operands.
 """
 
@@ -15,8 +15,6 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_like
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType
-from jax_cp_dispatch.comm_gemm.checks import check_contracted_blocks
 from jax_cp_dispatch.comm_gemm.layers.examples import with_examples
 from jax_cp_dispatch.comm_gemm.layers.partitioning import (
     constrain_weight,
@@ -33,7 +31,9 @@ from jax_cp_dispatch.comm_gemm.layers.rank import (
     scatter_rows_of_rank,
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import keeps_token_axes, split_like
+from jax_cp_dispatch.comm_gemm.scaled.checks import check_contracted_blocks
 from jax_cp_dispatch.comm_gemm.scaled.operands import Scales, amax_of
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 _partition_gather = with_examples(partition_gather)
 _partition_scatter = with_examples(partition_scatter)
@@ -163,7 +163,7 @@ def _scattered_backward(s: Matmul, residuals, dy):
 
 
 def _adjoint(s: Matmul, w, dtype) -> Matmul:
-    """The product that gives dx; it contracts the columns of w, of which a rank may have a part."""
+    """The matmul that gives dx; it contracts the columns of w, of which a rank may have a part."""
     splits_columns = s.mesh is not None and s.overlap.comm_type == CommOverlapType.AG
     columns = s.num_columns(w) // (s.comm.num_ranks if splits_columns else 1)
     check_contracted_blocks(s.op, s.scaling_mode, columns)

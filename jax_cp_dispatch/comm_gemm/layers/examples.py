@@ -1,4 +1,4 @@
-"""`jax.vmap` around products of global arrays."""
+"""`jax.vmap` around matmuls of global arrays."""
 
 from collections.abc import Callable
 from typing import Any

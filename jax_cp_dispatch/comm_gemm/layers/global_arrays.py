@@ -1,4 +1,4 @@
-"""Products of global arrays under plain `jit`: a Shardy rule, or a `shard_map` of our own.
+"""Matmuls of global arrays under plain `jit`: a Shardy rule, or a `shard_map` of our own.
 
 Over automatic axes the partitioner keeps what it knows, see `partitioning`. Explicit axes are read
 from the types: batch dimensions stay as they are sharded, and so do tokens on other axes than that
@@ -7,43 +7,30 @@ of the ranks.
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.token_axes import tell_lost_axes
 from jax_cp_dispatch.comm_gemm.scaled.operands import scales_of
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
-def matmul_of_all_ranks(
-    op: str,
-    kind: CommOverlapType,
-    place: Place,
-    num_ranks: int,
-    product: Callable[[tuple[int, ...]], Matmul],
-    x,
-    w,
-    bias,
-    state,
-):
-    """The product of global arrays; `product` makes its static parts from row counts."""
-    counts = _row_counts(x.shape[-2], num_ranks)
-    s = product(counts)
-    gathers = kind == CommOverlapType.AG
+def matmul_of_all_ranks(s: Matmul, place: Place, x, w, bias, state):
+    """The matmul of global arrays."""
+    gathers = s.overlap.comm_type == CommOverlapType.AG
     split = w.shape[1 if gathers else 0]
     if split % s.comm.num_ranks:
         raise ValueError(
-            f"{op}: w has shape {w.shape}, of which {split} does not divide among the "
+            f"{s.op}: w has shape {w.shape}, of which {split} does not divide among the "
             f"{s.comm.num_ranks} devices of {s.comm.axis_names}. Pad it."
         )
-    rows, room = x.shape[-2], s.comm.num_ranks * max(counts)
+    rows, room = x.shape[-2], s.comm.num_ranks * max(s.row_counts)
     if gathers:
         x = with_rows(x, room)
     if place.open_axes:
@@ -60,12 +47,12 @@ def matmul_of_all_ranks(
 
 @functools.cache
 def _one_program(gathers: bool):
-    """The product; without `jit` around it the compiler has to see all of it at once, too."""
+    """The matmul; without `jit` around it the compiler has to see all of it at once, too."""
     run = gathered_matmul if gathers else scattered_matmul
     return jax.jit(run, static_argnums=0, inline=True)
 
 
-def _row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
+def even_row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
     """As even as blocks of one size allow."""
     room = max(1, -(-rows // num_ranks))
     return tuple(min(room, max(0, rows - q * room)) for q in range(num_ranks))
@@ -98,8 +85,8 @@ def _explicit_axes(place: Place, s: Matmul, x):
     return [axes or None for axes in batch], tokens
 
 
-def product_on_rank(s: Matmul, x, w, bias, state):
-    """The arguments of a differentiable product, inside `jax.shard_map`."""
+def matmul_on_rank(s: Matmul, x, w, bias, state):
+    """The arguments of a differentiable matmul, inside `jax.shard_map`."""
     x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
     axes, varying = s.comm.axis_names + s.comm.group_axes, varying_axes(x)
     if varying:  # JAX tracks them: who has the same x shares the state anyway
@@ -123,7 +110,7 @@ def _inside_shard_map(gathers: bool, place: Place, s: Matmul, x, w, bias, state)
     run = gathered_matmul if gathers else scattered_matmul
 
     def on_one_rank(state, x, w, *bias):
-        return run(*product_on_rank(local, x, w, bias[0] if bias else None, state))
+        return run(*matmul_on_rank(local, x, w, bias[0] if bias else None, state))
 
     return with_manual_axes(
         on_one_rank,

@@ -1,4 +1,4 @@
-"""The Shardy rule of products of global arrays over automatic axes, and one device's part.
+"""The Shardy rule of matmuls of global arrays over automatic axes, and one device's part.
 
 The partitioner keeps what it knows: batch dimensions, and tokens on other axes than that of the
 ranks, stay as they are sharded; the dimensions that the ranks split are constrained.
@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import other_axes
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapType
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
     gather_rows_again,
@@ -32,6 +31,7 @@ from jax_cp_dispatch.comm_gemm.layers.token_axes import (
     tell_lost_axes,
     tokens_of_ranks,
 )
+from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
 def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
@@ -78,7 +78,7 @@ def partition_gather_again(s: Matmul, x, w, dy):
 
 
 def constrain_weight(s: Matmul, dw):
-    """A weight's gradient, split as the weight of the product."""
+    """A weight's gradient, split as the weight of the matmul."""
     return _constrain(s, dw, *_split_of_w(s, s.overlap.comm_type == CommOverlapType.AG))
 
 
@@ -100,7 +100,7 @@ def _constrain(s: Matmul, array, *spec):
 
 
 class _Form(NamedTuple):
-    """What the rule of a product depends on beside its static parts."""
+    """What the rule of a matmul depends on beside its static parts."""
 
     gathers: bool
     to_aux: bool

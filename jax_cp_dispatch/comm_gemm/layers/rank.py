@@ -1,4 +1,4 @@
-"""A tensor-parallel product on one rank: its static parts, and the call that computes it."""
+"""A matmul on one rank: its static parts, and the gemms that compute it."""
 
 import dataclasses
 import math
@@ -10,26 +10,27 @@ import jax.numpy as jnp
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapMethod, CommOverlapType, ScalingMode
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, Overlap
+from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.scaled.operands import (
     FORWARD_DTYPE,
-    ScaledProduct,
+    ScaledOperands,
     dequantize_gathered,
     quantize_operands,
 )
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The static parts of a differentiable product on one rank.
+    """The static parts of a differentiable matmul.
 
     Attributes:
       op: the public function, for messages.
       comm: the ranks.
       row_counts: see `GemmCall`.
-      overlap, backward: how the product communicates, and the one in its derivative.
+      overlap, backward: how the matmul communicates, and the one in its derivative.
       out_dtype: of the result.
       keeps_gathered: the gathered lhs is kept for the derivative, rather than gathered again.
       rhs_transposed: w is [N, K].
@@ -71,7 +72,7 @@ class Matmul:
         return call.replace(**changes)
 
     def adjoint(self, out_dtype) -> "Matmul":
-        """The product that gives dx: with w transposed, and the other communication."""
+        """The matmul that gives dx: with w transposed, and the other communication."""
         return self.replace(
             overlap=self.backward,
             backward=self.overlap,
@@ -81,7 +82,7 @@ class Matmul:
             dy_dtype=self.x_dtype,
         )
 
-    def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledProduct:
+    def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledOperands:
         """Both operands as 8 bits; `scales` of x and w, f32 [2], are those of delayed scaling."""
         return quantize_operands(
             self.scaling_mode,
@@ -136,13 +137,13 @@ def scatter_rows_of_rank(s: Matmul, x, w, bias, scales):
 
 
 def gather_rows_again(s: Matmul, x, w, dy):
-    """dx and dw of a gathered product whose gathered x was not kept: each GEMM hides a transfer.
+    """dx and dw of a gathered matmul whose gathered x was not kept: each GEMM hides a transfer.
 
     x is gathered during dy w', and that is reduce-scattered during x' dy.
     """
     if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
         return jnp.zeros_like(x), jnp.zeros_like(w)
-    bulk = lambda kind: Overlap(kind, CommOverlapMethod.BULK)
+    bulk = lambda kind: Overlap(comm_type=kind, method=CommOverlapMethod.BULK)
     wide = sum_dtype(x.dtype)
     call = s.call(
         dy,

@@ -1,4 +1,4 @@
-"""Checks of narrow operands and their scales, before anything is traced."""
+"""Checks of scales and their modes, before anything is traced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,34 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_cp_dispatch.comm_gemm.buffers.config import BYTE_FLOATS, FLOATS, ScalingMode
-from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
-from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import check_blocks, padded_shape, scales_shape
-
-
-def check_operand_types(op: str, lhs: Array, rhs: Array, mode: ScalingMode) -> None:
-    """The types go together, and with the mode."""
-    if all(x.dtype.name == "float8_e5m2" for x in (lhs, rhs)):
-        raise ValueError(
-            f"{op}: got float8_e5m2 for lhs and rhs; at least one needs to be float8_e4m3fn. "
-            "Quantize it to that."
-        )
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        is_scaled = mode != ScalingMode.NO_SCALING
-        allowed = BYTE_FLOATS if is_scaled else FLOATS
-        if array.dtype.name in allowed:
-            continue
-        other = array.dtype.name in BYTE_FLOATS + FLOATS
-        remedy = "Quantize it first" if is_scaled else "Pass its scaling_mode and inverse scale"
-        raise TypeError(
-            f"{op}: {name} is {array.dtype} with {mode}; it needs to be one of {allowed}."
-            + (f" {remedy}." if other else "")
-        )
-    if (lhs.dtype.name == "float64") != (rhs.dtype.name == "float64"):
-        raise TypeError(
-            f"{op}: lhs is {lhs.dtype} and rhs {rhs.dtype}; float64 goes with float64 alone. "
-            "Convert one."
-        )
+from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
+    BLOCK,
+    Layout,
+    check_blocks,
+    padded_shape,
+    scales_shape,
+)
+from jax_cp_dispatch.comm_gemm.scaled.operands import MatmulScaling
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
 def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,18 +34,20 @@ def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dic
     return given
 
 
-def check_scales(op: str, call: GemmCall, operands: Mapping[str, Any]) -> None:
+def check_scales(
+    op: str, mode: ScalingMode, layouts: tuple[Layout, Layout], operands: Mapping[str, Any]
+) -> None:
     """Every scale that the mode needs is there and has the shape that lhs and rhs ask for.
 
-    `operands` are those of the call by name, lhs and rhs with two dimensions.
+    `operands` are those of the call by name, lhs and rhs with two dimensions; `layouts` those of
+    their blocks.
     """
-    mode = call.scaling_mode
     scales = {name: operands[f"{name}_scale_inv"] for name in ("lhs", "rhs")}
     given = scales_of_mode(op, mode, scales)
-    for (name, scale), layout in zip(given.items(), call.scale_layouts, strict=False):
+    for (name, scale), layout in zip(given.items(), layouts, strict=False):
         data = operands[name]
         shape, dtype, remedy = (1,), jnp.dtype(jnp.float32), "Pass quantize's scale_inv."
-        if call.is_mxfp8:
+        if mode == ScalingMode.MXFP8_1D_SCALING:
             rows, columns = data.shape
             check_blocks(op, name, data.shape, layout)
             shape, dtype = padded_shape((rows, columns), layout), jnp.dtype(jnp.uint8)
@@ -76,3 +59,45 @@ def check_scales(op: str, call: GemmCall, operands: Mapping[str, Any]) -> None:
                 f"{op}: {name}_scale_inv is {scale.dtype}{list(scale.shape)}; {mode} with {name} "
                 f"of shape {data.shape} needs {dtype}{list(shape)}. {remedy}"
             )
+
+
+def read_scaling(
+    op: str, scaling_mode: Any, state: Any, x: Array, w: Array, gathered: str
+) -> ScalingMode:
+    """The mode, which goes with the state, the operands and what is kept."""
+    mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
+    is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
+    if state is not None and not isinstance(state, MatmulScaling):
+        raise TypeError(
+            f"{op}: scaling_state is {type(state).__name__}; it needs to be MatmulScaling, as "
+            "MatmulScaling.init() begins it."
+        )
+    if is_delayed != (state is not None):
+        raise ValueError(
+            f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; the scales of "
+            "earlier steps belong to DELAYED_TENSOR_SCALING. "
+            + ("Begin with MatmulScaling.init()." if is_delayed else "Leave it away.")
+        )
+    if mode == ScalingMode.NO_SCALING:
+        return mode
+    if "float64" in (x.dtype.name, w.dtype.name):
+        raise TypeError(
+            f"{op}: got float64 with {mode}, of which 8 bits would be left, summed in float32. "
+            "Convert it first."
+        )
+    if gathered == "again":
+        raise ValueError(
+            f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Leave it away, or "
+            "recompute with jax.checkpoint."
+        )
+    return mode
+
+
+def check_contracted_blocks(op: str, mode: ScalingMode, contracted: int) -> None:
+    """What a rank contracts is whole blocks."""
+    if mode == ScalingMode.MXFP8_1D_SCALING and contracted % BLOCK:
+        raise ValueError(
+            f"{op}: {contracted} elements are contracted on a rank, forward or in the derivative, "
+            f"where these are the columns of w; {mode} needs a multiple of {BLOCK}, the elements "
+            "that share a scale. Pad with zeros."
+        )

@@ -1,7 +1,8 @@
-"""8-bit operands of tensor-parallel products: how x, w and dy are quantized, and their state."""
+"""8-bit operands of matmuls: how x, w and dy are quantized, and their state."""
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,6 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
-from jax_cp_dispatch.comm_gemm.engine.call import collapse
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
     scales_shape,
@@ -26,6 +25,7 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     largest_magnitude,
     quantize,
 )
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 FORWARD_DTYPE = "float8_e4m3fn"
 
@@ -38,7 +38,7 @@ def gradient_dtype(mode: ScalingMode) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MatmulScaling:
-    """The state of DELAYED_TENSOR_SCALING of one product, the same on all ranks.
+    """The state of DELAYED_TENSOR_SCALING of one matmul, the same on all ranks.
 
     The gradient of a loss with respect to it is not a derivative but the state for the next step:
     only the backward pass sees dy. Put it in place of the old one, and keep it from optimizers.
@@ -108,7 +108,7 @@ def amax_of(x: Array) -> Array:
     return largest_magnitude(x)[None]
 
 
-class ScaledProduct(NamedTuple):
+class ScaledOperands(NamedTuple):
     """x [..., T, K] and w [K, N] or [N, K] as 8 bits.
 
     Attributes:
@@ -136,15 +136,15 @@ class ScaledProduct(NamedTuple):
 
 def quantize_operands(
     mode: ScalingMode, x, w, *, dtype: str, w_transposed: bool, scales, axis_name: Any
-) -> ScaledProduct:
+) -> ScaledOperands:
     """x, of type `dtype`, and w.
 
     `scales` are delayed ones, of x and w; `axis_name` those ranks that share a current one of x.
     """
     state = lambda i: None if scales is None else DelayedScaling(amax_history=None, scale=scales[i])
-    flat = x.reshape(collapse(x.shape, x.ndim - 1))
+    flat = _flat(x)
     layout = "row" if w_transposed else "column"
-    return ScaledProduct(
+    return ScaledOperands(
         quantize(flat, mode, dtype=dtype, state=state(0), axis_name=axis_name),
         quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=state(1)),
         x.shape,
@@ -153,7 +153,7 @@ def quantize_operands(
 
 def dequantize_gathered(gathered: Array, tiles: Array | None, x: Quantized, dtype: Any) -> Array:
     """Gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
-    flat = gathered.reshape(collapse(gathered.shape, gathered.ndim - 1))
+    flat = _flat(gathered)
     scale_inv = x.scale_inv
     if tiles is not None:
         rows, columns = flat.shape
@@ -161,6 +161,10 @@ def dequantize_gathered(gathered: Array, tiles: Array | None, x: Quantized, dtyp
         scale_inv = unpad_scales(unswizzle_scales(tiles), shape=shape)
     whole = dataclasses.replace(x, data=flat, scale_inv=scale_inv)
     return dequantize(whole, dtype).reshape(gathered.shape)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _padded(q: Quantized) -> Array:

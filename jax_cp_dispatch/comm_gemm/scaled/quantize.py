@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     Layout,
     block_scales,
@@ -19,6 +18,7 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     multiply_by_scales,
     scales_shape,
 )
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 # An array; or whatever a transformation maps over the leaves.
 Leaf: TypeAlias = Any

@@ -1,4 +1,4 @@
-"""What `jax.jvp` gets of products that have a derivative in reverse mode only."""
+"""What `jax.jvp` gets of GEMMs that have a derivative in reverse mode only."""
 
 import contextlib
 from collections.abc import Iterator

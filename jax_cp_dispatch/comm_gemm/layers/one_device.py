@@ -1,4 +1,4 @@
-"""A product on one device, and its derivative: products again, of transposed operands."""
+"""A gemm that does not communicate, and its derivative: gemms again, of transposed operands."""
 
 import functools
 from typing import Any
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.comm_gemm.buffers.config import ScalingMode
 from jax_cp_dispatch.comm_gemm.engine.by_xla import values_of_operands
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.derivatives import bias_gradient
+from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
-def plain_product(call: GemmCall, **operands: Any) -> GemmResults:
+def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     """Results of a call without communication, from the operands that are not None.
 
     Differentiable without scales and without `grad`.
@@ -31,7 +31,7 @@ def plain_product(call: GemmCall, **operands: Any) -> GemmResults:
     if call.fuse_gelu:
         both: Any = _with_gelu(call, arrays["lhs"], arrays["rhs"], bias)
         return absent._replace(output=both[0], pre_gelu_out=both[1])
-    return absent._replace(output=_product(call, arrays["lhs"], arrays["rhs"], bias))
+    return absent._replace(output=_gemm(call, arrays["lhs"], arrays["rhs"], bias))
 
 
 def _of_nothing(
@@ -73,46 +73,48 @@ def _with_gelu_backward(call: GemmCall, residuals, cotangents):
     wide = sum_dtype(pre_gelu.dtype)
     _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
     dy = (pull(doutput.astype(wide))[0] + dpre_gelu.astype(wide)).astype(pre_gelu.dtype)
-    return _product_backward(call.replace(fuse_gelu=False), (lhs, rhs, bias), dy)
+    return _gemm_backward(call.replace(fuse_gelu=False), (lhs, rhs, bias), dy)
 
 
 _with_gelu.defvjp(_with_gelu_forward, _with_gelu_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: GemmCall, lhs, rhs, bias) -> jax.Array:
+def _gemm(call: GemmCall, lhs, rhs, bias) -> jax.Array:
     return bind_gemm(call, lhs=lhs, rhs=rhs, bias=bias).output
 
 
-def _product_forward(call, lhs, rhs, bias):
-    return _product(call, lhs, rhs, bias), (lhs, rhs, bias)
+def _gemm_forward(call, lhs, rhs, bias):
+    return _gemm(call, lhs, rhs, bias), (lhs, rhs, bias)
 
 
-def _product_backward(call: GemmCall, residuals, dy):
+def _gemm_backward(call: GemmCall, residuals, dy):
     lhs, rhs, bias = residuals
-    plain = functools.partial(call.replace, fuse_bias=False)
+
+    def product(like, left, right, *, lhs_transposed, rhs_transposed):
+        form = call.replace(
+            fuse_bias=False,
+            lhs_transposed=lhs_transposed,
+            rhs_transposed=rhs_transposed,
+            out_shape=like.shape,
+            out_dtype=like.dtype.name,
+        )
+        return _gemm(form, left, right, None)
+
     # dlhs = dy rhs', or its transpose rhs dy'; drhs = lhs' dy, or dy' lhs.
+    of_lhs = {"lhs_transposed": False, "rhs_transposed": not call.rhs_transposed}
+    pair = dy, rhs
     if call.lhs_transposed:
-        of_lhs = plain(lhs_transposed=call.rhs_transposed, rhs_transposed=True)
-        dlhs = _product(
-            of_lhs.replace(out_shape=lhs.shape, out_dtype=lhs.dtype.name), rhs, dy, None
-        )
-    else:
-        of_lhs = plain(lhs_transposed=False, rhs_transposed=not call.rhs_transposed)
-        dlhs = _product(
-            of_lhs.replace(out_shape=lhs.shape, out_dtype=lhs.dtype.name), dy, rhs, None
-        )
+        of_lhs = {"lhs_transposed": call.rhs_transposed, "rhs_transposed": True}
+        pair = rhs, dy
+    dlhs = product(lhs, *pair, **of_lhs)
+    of_rhs = {"lhs_transposed": not call.lhs_transposed, "rhs_transposed": False}
+    pair = lhs, dy
     if call.rhs_transposed:
-        of_rhs = plain(lhs_transposed=True, rhs_transposed=call.lhs_transposed)
-        drhs = _product(
-            of_rhs.replace(out_shape=rhs.shape, out_dtype=rhs.dtype.name), dy, lhs, None
-        )
-    else:
-        of_rhs = plain(lhs_transposed=not call.lhs_transposed, rhs_transposed=False)
-        drhs = _product(
-            of_rhs.replace(out_shape=rhs.shape, out_dtype=rhs.dtype.name), lhs, dy, None
-        )
+        of_rhs = {"lhs_transposed": True, "rhs_transposed": call.lhs_transposed}
+        pair = dy, lhs
+    drhs = product(rhs, *pair, **of_rhs)
     return dlhs, drhs, bias_gradient(dy, bias)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_gemm.defvjp(_gemm_forward, _gemm_backward)

@@ -1,28 +1,18 @@
-"""The part of `gemm` that communicates: ranks, the buffer that has to fit, and what it moves."""
+"""What a gemm with a buffer communicates: its ranks, and what the buffer lets it move."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch.comm_gemm.buffers.config import (
-    CommOverlapConfig,
-    CommOverlapMethod,
-    CommOverlapType,
-)
+from jax_cp_dispatch.comm_gemm.buffers.checks import check_buffer
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
-from jax_cp_dispatch.comm_gemm.checks import check_buffer, overlap_of_config
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
-
-
-class Asked(NamedTuple):
-    """What a caller says about the communication of `gemm`."""
-
-    buffer: int
-    config: CommOverlapConfig
-    paired: int | None
-    return_aux: bool
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 
 def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any) -> Communicator:
@@ -40,14 +30,22 @@ def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any
     return comm
 
 
-def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall:
+def with_overlap(
+    call: GemmCall,
+    lhs: Array,
+    aux_in: Any,
+    *,
+    buffer: int,
+    paired: int | None,
+    return_aux: bool,
+) -> GemmCall:
     """The call with what its buffer says, checked against lhs or what moves beside it."""
-    config = asked.config
+    op, config = call.op, find_config(call.op, buffer)
     kind, method = config.comm_type, config.method
     is_bulk, gathers = method == CommOverlapMethod.BULK, kind == CommOverlapType.AG
     if is_bulk != (aux_in is not None):
         raise ValueError(
-            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {asked.buffer} of {method}; "
+            f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {buffer} of {method}; "
             "an array that moves beside an independent GEMM goes with CommOverlapMethod.BULK, and "
             f"only with it. {'Pass one.' if is_bulk else 'Leave it away, or create that buffer.'}"
         )
@@ -56,7 +54,7 @@ def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall
             f"{op}: got fuse_gelu with {kind}, {method}; GELU of a product whose sum is not "
             "complete, or beside a bulk transfer, is not possible. Apply jax.nn.gelu after it."
         )
-    if asked.return_aux and not gathers:
+    if return_aux and not gathers:
         raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")
     if call.lhs_transposed and not is_bulk:
         raise ValueError(
@@ -77,11 +75,11 @@ def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall
     columns = moved.shape[1] if is_bulk or gathers else call.out_shape[1]
     wide = sum_dtype(call.out_dtype).name
     dtype = moved.dtype.name if is_bulk or gathers else wide
-    check_buffer(op, asked.buffer, config, (total, columns), dtype, p)
+    check_buffer(op, buffer, config, (total, columns), dtype, p)
     in_ring_order = config.atomic_gemm and method == CommOverlapMethod.RING_EXCHANGE
     if in_ring_order and gathers:
-        _check_pair(op, asked, p)
-    overlap = overlap_of_config(config, buffer=asked.buffer)
+        _check_pair(op, buffer, paired, p)
+    overlap = Overlap.of(config, buffer=buffer)
     out_rows = call.out_shape[0]
     if not is_bulk:
         out_rows = total if gathers else rows // p
@@ -90,17 +88,17 @@ def with_overlap(op: str, call: GemmCall, asked: Asked, lhs, aux_in) -> GemmCall
         out_shape=(out_rows, call.out_shape[1]),
         row_counts=(total // p,) * p,
         in_ring_order=in_ring_order,
-        gathers_to_aux=gathers and not is_bulk and not in_ring_order and asked.return_aux,
+        gathers_to_aux=gathers and not is_bulk and not in_ring_order and return_aux,
     )
 
 
-def _check_pair(op: str, asked: Asked, num_ranks: int) -> None:
+def _check_pair(op: str, buffer: int, paired: int | None, num_ranks: int) -> None:
     ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
-    other = None if asked.paired is None else find_config(op, asked.paired)
+    other = None if paired is None else find_config(op, paired)
     found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
     if found != ring:
         raise ValueError(
-            f"{op}: the atomic ring of buffer {asked.buffer} leaves chunks in the order r-1, r-2, "
+            f"{op}: the atomic ring of buffer {buffer} leaves chunks in the order r-1, r-2, "
             f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
             f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} takes that order back. "
             "Pass its id: paired_comm_overlap=..."

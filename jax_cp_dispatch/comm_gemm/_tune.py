@@ -31,7 +31,7 @@ def tune(
     call it, and all get what the first has measured.
 
     Args:
-      shapes: of global products: "all_gather_matmul" or "matmul_reduce_scatter", tokens M, and K
+      shapes: of global matmuls: "all_gather_matmul" or "matmul_reduce_scatter", tokens M, and K
         and N of the whole weight [K, N], of which N or K is split over the ranks.
       mesh: every device on its other axes measures, too.
       axis_name: the mesh axis of the ranks.

@@ -1,0 +1,34 @@
+"""Whether a buffer is one for the call that names it."""
+
+import dataclasses
+
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig, check_pair
+from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapMethod, CommOverlapType
+
+
+def check_buffer(
+    op: str, buffer: int, config: CommOverlapConfig, shape, dtype: str, num_ranks: int
+) -> None:
+    """The ranks, the type and the room of a buffer are those of the call."""
+    check_pair(op, config.comm_type, config.method)
+    if config.tp_size != num_ranks:
+        raise ValueError(
+            f"{op}: buffer {buffer} is for tp_size={config.tp_size} but the mesh axis has "
+            f"{num_ranks} devices. Create one with tp_size={num_ranks}."
+        )
+    # Partial sums may be stored in float32, or rounded to a narrower type.
+    is_sum = config.comm_type == CommOverlapType.RS and config.method != CommOverlapMethod.BULK
+    allowed = FLOATS[:3] if is_sum and dtype != "float64" else (dtype,)
+    if config.buffer_dtype not in allowed:
+        raise ValueError(
+            f"{op}: buffer {buffer} is {config.buffer_dtype} but the call moves {dtype}. Create "
+            f"one with buffer_dtype={dtype!r}."
+        )
+    rows, columns = shape
+    needed = dataclasses.replace(config, buffer_shape=(rows, columns)).rank_bytes
+    room = config.buffer_shape[0] * config.buffer_shape[1]
+    if room < rows * columns or config.rank_bytes < needed:
+        raise ValueError(
+            f"{op}: buffer {buffer} has shape {config.buffer_shape} but the call needs "
+            f"{(rows, columns)}. Create one with buffer_shape={(rows, columns)}."
+        )

@@ -1,0 +1,226 @@
+"""How a matmul and its derivative communicate: from what the caller says, or chosen by time."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_cp_dispatch.comm_gemm.buffers.checks import check_buffer
+from jax_cp_dispatch.comm_gemm.buffers.config import make_config
+from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
+from jax_cp_dispatch.comm_gemm.choice.choose import OPS, choose_comm_gemm
+from jax_cp_dispatch.comm_gemm.choice.tuning import current_tuning
+from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
+from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.cost import CommGemmShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """What the caller of a matmul says about its communication; see `matmul_reduce_scatter`."""
+
+    method: Any = "auto"
+    num_splits: int | None = None
+    atomic: bool = False
+    rs_overlap_first_gemm: bool = False
+    aggregate: bool = False
+    use_ce: bool | None = None
+    buffer: int | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.buffer is None and self.method == "auto"
+
+    @property
+    def details(self) -> list[str]:
+        """Names of the options that say more than the method."""
+        given = {
+            "num_splits": self.num_splits is not None,
+            "atomic": self.atomic,
+            "rs_overlap_first_gemm": self.rs_overlap_first_gemm,
+            "aggregate": self.aggregate,
+            "use_ce": self.use_ce is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulSizes:
+    """The matmul of one group of ranks.
+
+    Attributes:
+      comm_type: whether x is gathered, or sums are scattered.
+      m, k, n: rows of all ranks, K and N of one rank's weight.
+      slot_rows: m with room for as many rows on every rank.
+      num_ranks: of the group.
+      dtype: name of the type in which x moves.
+      sum_dtype: of partial sums.
+    """
+
+    comm_type: CommOverlapType
+    m: int
+    k: int
+    n: int
+    slot_rows: int
+    num_ranks: int
+    dtype: str
+    sum_dtype: str
+
+    def adjoint(self) -> "MatmulSizes":
+        """The matmul that gives the derivative in x."""
+        gathers = self.comm_type == CommOverlapType.AG
+        other = CommOverlapType.RS if gathers else CommOverlapType.AG
+        return dataclasses.replace(self, comm_type=other, k=self.n, n=self.k)
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], str]:
+        """Shape and type of what moves, all of it."""
+        if self.comm_type == CommOverlapType.AG:
+            return (self.m, self.k), self.dtype
+        return (self.m, self.n), self.sum_dtype
+
+
+def choose_overlaps(
+    op: str, options: OverlapOptions, sizes: MatmulSizes
+) -> tuple[Overlap, Overlap]:
+    """How a matmul communicates, and the one in its derivative."""
+    forward = _settled(op, options, sizes)
+    if options.is_auto:
+        return forward, _settled(op, options, sizes.adjoint())
+    backward, method = sizes.adjoint(), forward.method
+    if (backward.comm_type, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
+        method = CommOverlapMethod.RING_EXCHANGE
+    stays_ring = forward.method == CommOverlapMethod.RING_EXCHANGE
+    back = OverlapOptions(
+        method=method,
+        num_splits=options.num_splits if method == CommOverlapMethod.PIPELINE else None,
+        use_ce=forward.use_ce if stays_ring else None,
+    )
+    return forward, _settled(op, back, backward)
+
+
+def _settled(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
+    if options.buffer is not None:
+        return _of_buffer(op, options.buffer, options.method, sizes)
+    return _of_options(op, _chosen(options, sizes) if options.is_auto else options, sizes)
+
+
+def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
+    """With the method that is fastest, as far as it is known."""
+    m, k, n = sizes.m, sizes.k, sizes.n
+    if 0 in (m, k, n):
+        return dataclasses.replace(options, method=CommOverlapMethod.NONE)
+    itemsize = jnp.dtype(sizes.dtype).itemsize
+    shape = CommGemmShape(OPS[sizes.comm_type], m, k, n, sizes.num_ranks, itemsize)
+    choice: Any = choose_comm_gemm(shape, table=current_tuning())
+    return dataclasses.replace(options, **choice.options)
+
+
+def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
+    kind, method = sizes.comm_type, _read_method(op, options.method)
+    shape, dtype = sizes.moved
+    _refuse_bulk(op, method)
+    _check_options(op, options, kind, method)
+    if method == CommOverlapMethod.NONE:
+        return Overlap(comm_type=kind, method=method, partial_dtype=dtype)
+    config = make_config(
+        op,
+        kind,
+        method,
+        [max(1, size) for size in shape],  # of an array without elements, too
+        dtype,
+        sizes.num_ranks,
+        num_splits=4 if options.num_splits is None else options.num_splits,
+        atomic_gemm=options.atomic,
+        rs_overlap_first_gemm=options.rs_overlap_first_gemm,
+        aggregate_ag=options.aggregate,
+        use_ce=options.use_ce,
+    )
+    return Overlap.of(config, buffer=0)
+
+
+def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
+    """As the buffer says, which has to fit."""
+    config, kind = find_config(op, buffer), sizes.comm_type
+    if method != "auto" and _read_method(op, method) != config.method:
+        raise ValueError(
+            f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. "
+            "Leave method away."
+        )
+    if config.comm_type != kind:
+        raise ValueError(
+            f"{op}: buffer {buffer} is for {config.comm_type}; it needs {kind}. Create one."
+        )
+    _refuse_bulk(op, config.method)
+    shape, dtype = sizes.moved
+    if (kind, config.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
+        shape = sizes.slot_rows, shape[1]  # the ring has slots of equal size
+    check_buffer(op, buffer, config, shape, dtype, sizes.num_ranks)
+    return Overlap.of(config, buffer=buffer)
+
+
+# ---- Checks.
+
+
+def check_details(op: str, options: OverlapOptions) -> None:
+    """What says more than the method needs a method that the caller names."""
+    if not options.details or not (options.is_auto or options.buffer is not None):
+        return
+    name = options.details[0]
+    if options.buffer is not None:
+        raise ValueError(
+            f"{op}: got {name} with buffer {options.buffer}, whose own parameters hold. Leave it "
+            "away, or create another buffer."
+        )
+    raise ValueError(
+        f"{op}: got {name} with method='auto', which chooses that, too. Leave it away, or name a "
+        "method."
+    )
+
+
+def _read_method(op: str, method: Any) -> CommOverlapMethod:
+    """A member from what the caller says."""
+    if method == "ring":
+        method = CommOverlapMethod.RING_EXCHANGE
+    if not isinstance(method, CommOverlapMethod) and (
+        not isinstance(method, str) or method.upper() not in CommOverlapMethod.__members__
+    ):
+        raise ValueError(
+            f"{op}: method is {method!r}; it needs to be 'auto', 'none', 'ring', 'pipeline' (of a "
+            "reduce-scatter), or a member of CommOverlapMethod."
+        )
+    return CommOverlapMethod.read(op, "method", method)
+
+
+def _refuse_bulk(op: str, method: CommOverlapMethod) -> None:
+    if method == CommOverlapMethod.BULK:
+        raise ValueError(
+            f"{op}: method is {method}, which moves an array during an independent GEMM. Take "
+            "CommOverlapMethod.RING_EXCHANGE, or gemm(..., aux_in=...) for bulk."
+        )
+
+
+def _check_options(
+    op: str, options: OverlapOptions, kind: CommOverlapType, method: CommOverlapMethod
+) -> None:
+    """The options are those of the method."""
+    if method == CommOverlapMethod.NONE:
+        if options.details:
+            raise ValueError(
+                f"{op}: got {options.details[0]} with {method}, which has no chunks. Leave it "
+                "away, or name another method."
+            )
+        return
+    of_method = {
+        "num_splits": (options.num_splits, CommOverlapMethod.PIPELINE),
+        "use_ce": (options.use_ce, CommOverlapMethod.RING_EXCHANGE),
+    }
+    for name, (value, needs) in of_method.items():
+        if value is not None and method != needs:
+            raise ValueError(f"{op}: got {name} with {method}; it is of {needs}. Leave it away.")
+    is_ring = method == CommOverlapMethod.RING_EXCHANGE
+    if is_ring and kind == CommOverlapType.RS and options.atomic and options.use_ce is False:
+        raise ValueError(
+            f"{op}: got atomic with use_ce=False; there each rank multiplies its tokens of all "
+            "ranks at once, and no chunk signals. Leave one of them away."
+        )
