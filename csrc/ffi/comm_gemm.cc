@@ -1,12 +1,15 @@
 // Python's view of overlapped GEMMs: the registry of their buffers, their BLAS, recorded spans.
 #include "ffi/comm_gemm.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "ffi/recorded_spans.h"
 #include "gemm/blas.h"
 #include "gemm/overlap_buffers.h"
+#include "gemm/overlap_problem.h"
+#include "gpu/gemm_scratch.h"
 #include "nanobind/stl/string.h"
 #include "transport/spans.h"
 
@@ -47,6 +50,44 @@ void Create(const std::string& op, int64_t id, int comm_type, int method, int64_
   Check(OverlapBuffers::Get().Create(op, id, spec));
 }
 
+// The least that holds what moves, whichever way 8-bit elements are scaled.
+int64_t BufferBytesFor(int comm_type, int method, bool copies, int64_t num_ranks, int64_t rows,
+                       int64_t slot_rows, int64_t columns, const std::string& dtype,
+                       bool has_scales, bool gathers_to_aux) {
+  BufferRoom room;
+  room.config.type = static_cast<CommType>(comm_type);
+  room.config.method = static_cast<CommMethod>(method);
+  room.config.copies = copies;
+  room.num_ranks = num_ranks;
+  room.rows = rows;
+  room.slot_rows = slot_rows;
+  room.columns = columns;
+  room.type = FloatType(dtype);
+  room.gathers_to_aux = gathers_to_aux;
+  // GPUs move even an auxiliary array through it.
+  room.shares_only_buffers = room.config.method == CommMethod::kBulk;
+  if (!has_scales) return room.Bytes();
+  room.scaling = Scaling::kTensor;
+  const int64_t of_tensors = room.Bytes();
+  room.scaling = Scaling::kBlocks;
+  return std::max(of_tensors, room.Bytes());
+}
+
+int64_t ScratchBytes(int64_t m, int64_t n, int64_t k, const std::string& output_dtype,
+                     bool has_scales, bool lhs_transposed, bool rhs_transposed, bool fuse_gelu) {
+  OverlapProblem problem;
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.output_type = FloatType(output_dtype);
+  problem.scaling = has_scales ? Scaling::kTensor : Scaling::kNone;
+  problem.lhs_transposed = lhs_transposed;
+  problem.rhs_transposed = rhs_transposed;
+  problem.fuse_gelu = fuse_gelu;
+  GemmScratch scratch;
+  return GemmScratch::Lay(problem, nullptr, &scratch);
+}
+
 // id -> (num_created, num_in_use, num_calls, num_groups)
 nb::dict List() {
   nb::dict buffers;
@@ -82,6 +123,12 @@ void BindCommGemm(nb::module_& m) {
       },
       arg("op"), arg("id"));
   m.def("list_overlap_buffers", &List);
+  m.def("overlap_buffer_bytes", &BufferBytesFor, arg("comm_type"), arg("method"), arg("copies"),
+        arg("num_ranks"), arg("rows"), arg("slot_rows"), arg("columns"), arg("dtype"),
+        arg("has_scales"), arg("gathers_to_aux"), "Of one rank.");
+  m.def("gemm_scratch_bytes", &ScratchBytes, arg("m"), arg("n"), arg("k"), arg("output_dtype"),
+        arg("has_scales"), arg("lhs_transposed"), arg("rhs_transposed"), arg("fuse_gelu"),
+        "Of one rank on a GPU.");
   m.def(
       "load_blas",
       [](nb::capsule sgemm, nb::capsule dgemm) {

@@ -1,6 +1,8 @@
 // What one overlapped product is: its shapes, types and chunks, and the memory of its ranks.
 #include "gemm/overlap_problem.h"
 
+#include <initializer_list>
+#include <limits>
 #include <numeric>
 
 #include "gemm/swizzle.h"
@@ -25,28 +27,47 @@ Matrix RhsOf(const OverlapProblem& p, const RankMemory& memory) {
           ScalesOf(p, /*of_lhs=*/false, memory.rhs_scales)};
 }
 
-// Of all chunks of lhs; scales behind them are aligned.
-int64_t GatheredLhsBytes(const OverlapProblem& p) {
-  const int64_t bytes = p.rows.num_batches * p.rows.total() * p.k * ElementBytes(p.lhs_type);
-  return p.scaling == Scaling::kNone ? bytes : RoundUp(bytes, 64);
-}
-
-int64_t GatheredScalesBytes(const OverlapProblem& p) {
-  switch (p.scaling) {
-    case Scaling::kNone:
-      return 0;
-    case Scaling::kTensor:
-      return p.num_ranks() * static_cast<int64_t>(sizeof(float));
-    case Scaling::kBlocks:
-      return p.rows.num_batches * p.rows.total() * ScalesPitch(p, /*of_lhs=*/true);
+// Of sizes that are not negative; the largest number where it is beyond 63 bits.
+int64_t Product(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  bool is_too_large = false;
+  for (const int64_t size : sizes) {
+    if (size == 0) return 0;
+    is_too_large |= __builtin_mul_overflow(product, size, &product);
   }
-  return 0;
+  return is_too_large ? std::numeric_limits<int64_t>::max() : product;
 }
 
-int64_t GatheredBytes(const OverlapProblem& p, bool copies) {
-  if (p.shares_only_buffers) return GatheredLhsBytes(p) + GatheredScalesBytes(p);
-  if (p.gathers_to_aux) return GatheredScalesBytes(p);  // the rows arrive in the result
-  return copies ? GatheredLhsBytes(p) + GatheredScalesBytes(p) : 0;
+int64_t Sum(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
+}
+
+// Bytes of the scales of a line that is contracted.
+int64_t BlocksOfLine(int64_t k) {
+  return RoundUp((k + Scales::kBlock - 1) / Scales::kBlock, kScalesInTile);
+}
+
+BufferRoom RoomOf(const OverlapProblem& p) {
+  BufferRoom room;
+  room.config = p.config;
+  room.num_ranks = p.num_ranks();
+  room.rows = p.rows.num_batches * p.rows.total();
+  room.slot_rows = p.rows.num_batches * p.rows.capacity;
+  room.scaling = p.scaling;
+  room.gathers_to_aux = p.gathers_to_aux;
+  room.shares_only_buffers = p.shares_only_buffers;
+  if (p.config.method == CommMethod::kBulk) {
+    room.columns = p.aux_width;
+    room.type = p.aux_type;
+  } else if (p.config.type == CommType::kReduceScatter) {
+    room.columns = p.n;
+    room.type = p.partial_type;
+  } else {
+    room.columns = p.k;
+    room.type = p.lhs_type;
+  }
+  return room;
 }
 
 template <typename Wide>
@@ -63,9 +84,8 @@ void SumBiasGradient(const OverlapProblem& p, const RankMemory& memory) {
 }  // namespace
 
 int64_t ScalesPitch(const OverlapProblem& p, bool of_lhs) {
-  const int64_t blocks = RoundUp((p.k + Scales::kBlock - 1) / Scales::kBlock, kScalesInTile);
-  if (of_lhs) return p.lhs_transposed ? RoundUp(p.m, kLinesInTile) : blocks;
-  return p.rhs_transposed ? blocks : RoundUp(p.n, kLinesInTile);
+  if (of_lhs) return p.lhs_transposed ? RoundUp(p.m, kLinesInTile) : BlocksOfLine(p.k);
+  return p.rhs_transposed ? BlocksOfLine(p.k) : RoundUp(p.n, kLinesInTile);
 }
 
 Matrix LhsOf(const OverlapProblem& p, const char* data, const char* scales) {
@@ -143,32 +163,44 @@ int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
   return 0;
 }
 
-int64_t GatheredScalesOffset(const OverlapProblem& p) {
-  return p.gathers_to_aux && !p.shares_only_buffers ? 0 : GatheredLhsBytes(p);
+int64_t BufferRoom::GatheredBytes() const {
+  const int64_t bytes = Product({rows, columns, ElementBytes(type)});
+  const bool is_aligned = scaling == Scaling::kNone || bytes > (int64_t{1} << 62);
+  return is_aligned ? bytes : RoundUp(bytes, 64);
 }
 
-int64_t BufferBytes(const OverlapProblem& p) {
-  const RowChunks& rows = p.rows;
-  const int64_t whole = rows.num_batches * rows.total();
-  switch (p.config.method) {
-    case CommMethod::kPipeline:
-      return whole * p.n * ElementBytes(p.partial_type);
-    case CommMethod::kRingExchange:
-      if (p.config.type == CommType::kReduceScatter) {
-        const int64_t num_slots = p.config.copies ? 2 * p.num_ranks() - 1 : 0;
-        return num_slots * rows.num_batches * rows.capacity * p.n * ElementBytes(p.partial_type);
-      }
-      return GatheredBytes(p, p.config.copies || p.config.aggregate);
-    case CommMethod::kNone:
-      if (p.config.type == CommType::kReduceScatter) {
-        return whole * p.n * ElementBytes(p.partial_type);
-      }
-      return GatheredBytes(p, /*copies=*/true);
-    case CommMethod::kBulk:
-      if (p.shares_only_buffers) return whole * p.aux_width * ElementBytes(p.aux_type);
-      return 0;  // from operand to result
+int64_t BufferRoom::GatheredScalesBytes() const {
+  switch (scaling) {
+    case Scaling::kNone:
+      return 0;
+    case Scaling::kTensor:
+      return Product({num_ranks, sizeof(float)});
+    case Scaling::kBlocks:
+      return Product({rows, BlocksOfLine(columns)});
   }
   return 0;
 }
+
+int64_t BufferRoom::Bytes() const {
+  const int64_t element = ElementBytes(type);
+  const bool is_ring = config.method == CommMethod::kRingExchange;
+  if (config.method == CommMethod::kBulk) {  // else from operand to result
+    return shares_only_buffers ? Product({rows, columns, element}) : 0;
+  }
+  if (config.type == CommType::kReduceScatter) {
+    if (!is_ring) return Product({rows, columns, element});
+    return config.copies ? Product({2 * num_ranks - 1, slot_rows, columns, element}) : 0;
+  }
+  if (shares_only_buffers) return Sum(GatheredBytes(), GatheredScalesBytes());
+  if (gathers_to_aux) return GatheredScalesBytes();  // the rows arrive in the result
+  const bool copies = !is_ring || config.copies || config.aggregate;
+  return copies ? Sum(GatheredBytes(), GatheredScalesBytes()) : 0;
+}
+
+int64_t GatheredScalesOffset(const OverlapProblem& p) {
+  return p.gathers_to_aux && !p.shares_only_buffers ? 0 : RoomOf(p).GatheredBytes();
+}
+
+int64_t BufferBytes(const OverlapProblem& p) { return RoomOf(p).Bytes(); }
 
 }  // namespace cpd

@@ -106,8 +106,26 @@ Matrix LhsOf(const OverlapProblem& problem, const char* data, const char* scales
 // Bytes from one line of an operand's block scales to the next.
 int64_t ScalesPitch(const OverlapProblem& problem, bool of_lhs);
 
-// Bytes that a rank needs in its registered buffer; and where in it scales are gathered, one float
-// per chunk or lines like the gathered rows.
+// What a rank's buffer has room for: a registered one, or a workspace of the call.
+struct BufferRoom {
+  OverlapConfig config;
+  int64_t num_ranks = 0;
+  int64_t rows = 0;       // that move, of all ranks and batches
+  int64_t slot_rows = 0;  // of the rank that has most of them
+  int64_t columns = 0;
+  DataType type = DataType::kOther;
+  Scaling scaling = Scaling::kNone;
+  bool gathers_to_aux = false, shares_only_buffers = false;  // see OverlapProblem
+
+  // Gathered rows, and behind them, aligned, their scales: one float per rank, or lines of blocks.
+  int64_t GatheredBytes() const;
+  int64_t GatheredScalesBytes() const;
+  // All of it; the largest number where that is beyond 63 bits. Python asks for as many.
+  int64_t Bytes() const;
+};
+
+// Bytes that a rank needs in its buffer; and where in it scales are gathered, one float per chunk
+// or lines like the gathered rows.
 int64_t BufferBytes(const OverlapProblem& problem);
 // Of one rank's operands, as they lie; lines of scales are padded.
 int64_t OwnLhsRows(const OverlapProblem& problem);

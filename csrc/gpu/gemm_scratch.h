@@ -18,7 +18,7 @@ struct GemmScratch {
   char* sums = nullptr;
 
   // Of the whole product, from anywhere in memory; `data` may be null. Returns the bytes it takes.
-  // jax_cp_dispatch/comm_gemm/engine/on_gpu.py asks XLA for as many.
+  // Python asks XLA for as many.
   static int64_t Lay(const OverlapProblem& problem, char* data, GemmScratch* scratch);
 };
 

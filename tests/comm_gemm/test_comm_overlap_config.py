@@ -157,6 +157,22 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
     assert list_comm_overlap_buffers() == {}
 
 
+@pytest.mark.parametrize(
+    "shape, options, num_bytes",
+    [
+        ((64, 32), {}, 64 * 32 + 64 * 4),  # rows, and a line of 4 scales of blocks for each
+        ((64, 129), {}, 64 * 129 + 64 * 8),
+        ((3, 33), {}, 128 + 16),  # rows up to 64 bytes; scales of 4 ranks are 4 floats
+        ((64, 32), {"use_ce": False}, 64 * 4),  # scales alone
+        ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has none
+    ],
+)
+def test_bytes_with_scales(shape, options, num_bytes):
+    arguments = {**BASE, "comm_type": "AG", "method": "RING_EXCHANGE", "buffer_shape": shape}
+    arguments |= {"buffer_dtype": "float8_e4m3fn", **options}
+    assert comm_overlap_buffer_bytes(**arguments) == num_bytes
+
+
 # ---- Parameters.
 
 
@@ -187,6 +203,8 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
          r", 18446744073709551616 bytes for each of 4 ranks; no process addresses 2\*\*47 bytes"),
         ({"gemm_priority": 2**62}, ValueError, "gemm_priority is 4611686018427387904; it needs"),
         ({"buffer_shape": (2**45, 1)}, ValueError, r"no process addresses 2\*\*47 bytes. Take"),
+        ({"buffer_shape": (2**40, 2**40), "use_ce": False, "buffer_dtype": "float8_e5m2"},
+         ValueError, r"no process addresses 2\*\*47 bytes. Take"),
         ({"buffer_shape": (2**62, 1)}, ValueError, "4611686018427387904; .* of at least 1 and at"),
         ({"method": "rings"}, ValueError, "method is 'rings'; it needs to be one of 'NONE', 'BULK',"
          " 'PIPELINE', 'RING_EXCHANGE', or that member of CommOverlapMethod"),

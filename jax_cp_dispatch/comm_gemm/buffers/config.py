@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch.comm_gemm.checks import read_flag
 from jax_cp_dispatch.comm_gemm.types import (
     BYTE_FLOATS,
@@ -57,29 +58,23 @@ class CommOverlapConfig:
     @property
     def rank_bytes(self) -> int:
         """Bytes of one rank."""
-        rows, columns = self.buffer_shape
-        is_ring = self.method == CommOverlapMethod.RING_EXCHANGE
         if self.comm_type == CommOverlapType.NONE:
             return 0
-        has_scales = is_ring and self.buffer_dtype in BYTE_FLOATS
-        scales = scales_bytes(rows, columns, self.tp_size) if has_scales else 0
-        if is_ring and not self.use_ce:  # each reads where the others have it
-            return scales
-        if has_scales:
-            return gathered_bytes(rows, columns) + scales
-        if is_ring and self.comm_type == CommOverlapType.RS:
-            rows = (2 * self.tp_size - 1) * -(-rows // self.tp_size)
-        return rows * columns * jnp.dtype(self.buffer_dtype).itemsize
-
-
-def gathered_bytes(rows: int, columns: int) -> int:
-    """Of gathered 8-bit rows, in front of their scales."""
-    return -(-rows * columns // 64) * 64
-
-
-def scales_bytes(rows: int, columns: int, num_ranks: int) -> int:
-    """Room for the scales that travel with 8-bit rows: bytes of blocks, or a float of each rank."""
-    return max(rows * 4 * -(-columns // 128), 4 * num_ranks)
+        rows, columns = self.buffer_shape
+        is_ring = self.method == CommOverlapMethod.RING_EXCHANGE
+        return runtime.native.overlap_buffer_bytes(
+            comm_type=int(self.comm_type),
+            method=int(self.method),
+            copies=self.use_ce,
+            num_ranks=self.tp_size,
+            rows=rows,
+            slot_rows=-(-rows // self.tp_size),
+            columns=columns,
+            dtype=self.buffer_dtype,
+            has_scales=is_ring and self.buffer_dtype in BYTE_FLOATS,
+            # Without copies each rank reads rows where the others have them; scales always move.
+            gathers_to_aux=is_ring and not self.use_ce,
+        )
 
 
 def make_config(
@@ -132,14 +127,17 @@ def make_config(
 def _check_combination(op: str, config: CommOverlapConfig) -> None:
     kind, method = config.comm_type, config.method
     check_pair(op, kind, method)
-    if config.rank_bytes * config.tp_size >= _ADDRESS_SPACE:
-        raise ValueError(
-            f"{op}: buffer_shape is {config.buffer_shape}, {config.rank_bytes} bytes for each of "
-            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Take a smaller one."
-        )
     is_ring, is_pipeline = (
         method == m for m in (CommOverlapMethod.RING_EXCHANGE, CommOverlapMethod.PIPELINE)
     )
+    num_bytes = math.prod(config.buffer_shape) * jnp.dtype(config.buffer_dtype).itemsize
+    if num_bytes * config.tp_size < _ADDRESS_SPACE or (is_ring and not config.use_ce):
+        num_bytes = config.rank_bytes
+    if kind != CommOverlapType.NONE and num_bytes * config.tp_size >= _ADDRESS_SPACE:
+        raise ValueError(
+            f"{op}: buffer_shape is {config.buffer_shape}, {num_bytes} bytes for each of "
+            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Take a smaller one."
+        )
     if config.atomic_gemm and not (is_ring or is_pipeline):
         raise ValueError(
             f"{op}: got atomic_gemm with {method}; chunk counters need chunks: "

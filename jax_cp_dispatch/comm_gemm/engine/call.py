@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch.comm_gemm.buffers.config import gathered_bytes, scales_bytes
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import Layout, tiles_shape
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
@@ -164,26 +164,30 @@ class GemmCall:
 
     def _workspace(self, operands: GemmOperands):
         """Memory for chunks, where no buffer is registered."""
-        overlap, lhs, width = self.overlap, operands.lhs, self.out_shape[-1]
-        if self.is_bulk:
+        overlap = self.overlap
+        if self.is_bulk or overlap.comm_type == CommOverlapType.NONE:
             return None
-        total = self.num_batches * sum(self.row_counts)
-        if self.gathers:
-            if overlap.buffer or not (self.moves_chunks or self.gathers_to_aux):
-                return None
-            if self.scaling_mode == ScalingMode.NO_SCALING:
-                return None if self.gathers_to_aux else self._gathered(lhs)
-            rows = 0 if self.gathers_to_aux else gathered_bytes(total, lhs.shape[-1])
-            scales = scales_bytes(total, lhs.shape[-1], self.comm.num_ranks)
-            return (rows + scales,), np.dtype(np.uint8)
-        if overlap.comm_type != CommOverlapType.RS:
-            return None
-        rows = total
-        if overlap.method == CommOverlapMethod.RING_EXCHANGE:
-            rows = (2 * self.comm.num_ranks - 1) * self.num_batches * max(self.row_counts)
-        if overlap.buffer or not self.moves_chunks:  # its type alone is told
-            rows = width = 1
-        return (rows, width), jnp.dtype(overlap.partial_dtype)
+        is_scaled = self.scaling_mode != ScalingMode.NO_SCALING
+        is_sum = overlap.comm_type == CommOverlapType.RS
+        moved = jnp.dtype(overlap.partial_dtype) if is_sum else operands.lhs.dtype
+        num_bytes = 0
+        if not overlap.buffer:
+            num_bytes = runtime.native.overlap_buffer_bytes(
+                comm_type=int(overlap.comm_type),
+                method=int(overlap.method),
+                copies=overlap.use_ce,
+                num_ranks=self.comm.num_ranks,
+                rows=self.num_batches * sum(self.row_counts),
+                slot_rows=self.num_batches * max(self.row_counts),
+                columns=self.out_shape[-1] if is_sum else operands.lhs.shape[-1],
+                dtype=moved.name,
+                has_scales=is_scaled and not is_sum,
+                gathers_to_aux=self.gathers_to_aux,
+            )
+        if is_sum:  # at least an element: its type is told
+            return (max(1, num_bytes // moved.itemsize),), moved
+        dtype = np.dtype(np.uint8) if is_scaled else moved
+        return ((num_bytes // dtype.itemsize,), dtype) if num_bytes else None
 
     def attributes(self, num_threads: int) -> dict[str, Any]:
         """As the handler takes them."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, gpu_attributes
 from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
 from jax_cp_dispatch._ranks.lowering import lower_places
-from jax_cp_dispatch._ranks.runtime import GEMM_TARGET
 from jax_cp_dispatch.comm_gemm.engine.call import (
     GemmCall,
     GemmOperands,
@@ -22,7 +22,6 @@ from jax_cp_dispatch.comm_gemm.types import BYTE_FLOATS, CommOverlapMethod, Comm
 
 _MAX_RANKS = 64
 _WIDE = ("float32", "bfloat16", "float16")
-_LIBRARY_BYTES = 32 << 20
 _BLACKWELL = 10.0  # the first compute capability that multiplies MXFP8
 
 
@@ -84,17 +83,17 @@ def _compute_capability() -> float | None:
 
 
 def scratch_bytes(call: GemmCall, operands: GemmOperands) -> int:
-    """What a rank computes with; laid by csrc/cuda/gpu_arithmetic.cc, wherever it begins."""
+    """What a rank computes with, wherever it begins."""
     m, n, k = _sizes(call, operands)
-    up = lambda count: -(-count // 256) * 256
-    is_scaled = operands.lhs_scale_inv is not None
-    is_apart = jnp.dtype(call.out_dtype).itemsize == 2 and call.fuse_gelu and (is_scaled or n % 8)
-    return (
-        255
-        + _LIBRARY_BYTES
-        + up(k * n if is_scaled and not call.rhs_transposed else 0)
-        + up(k * m if is_scaled and call.lhs_transposed else 0)
-        + up(4 * m * n if is_apart else 0)
+    return runtime.native.gemm_scratch_bytes(
+        m=m,
+        n=n,
+        k=k,
+        output_dtype=call.out_dtype,
+        has_scales=operands.lhs_scale_inv is not None,
+        lhs_transposed=call.lhs_transposed,
+        rhs_transposed=call.rhs_transposed,
+        fuse_gelu=call.fuse_gelu,
     )
 
 
@@ -133,7 +132,7 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
     (empty,) = mlir.lower_fun(lambda: [jnp.zeros((1,))], multiple_results=True)(
         ctx.replace(avals_in=(), avals_out=None)
     )
-    results = jax.ffi.ffi_lowering(GEMM_TARGET)(
+    results = jax.ffi.ffi_lowering(runtime.GEMM_TARGET)(
         ctx.replace(
             avals_in=(*types, *(nothing if x is None else x for x in avals)),
             avals_out=[aval(none if s is None else s) for s in all_shapes],
@@ -179,7 +178,7 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
     outs = [none if s is None else jax.ShapeDtypeStruct((p, *s[0]), s[1]) for s in all_shapes]
     given = GemmOperands.of(operands)
     arrays = [jnp.zeros((1,), jnp.float32) if x is None else x for x in given]
-    written = jax.ffi.ffi_call(GEMM_TARGET, outs)(
+    written = jax.ffi.ffi_call(runtime.GEMM_TARGET, outs)(
         *(jnp.int32(0), jnp.int32(0), *arrays),
         **_attributes(call, 0 if avals.aux_in is None else len(avals.aux_in.shape)),
         **all_ranks_here(),
