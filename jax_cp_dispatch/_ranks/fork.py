@@ -1,8 +1,8 @@
-"""Refuses to move rows in a process that was forked after JAX had started.
+"""Rejects exchanges in a process that was forked after JAX had started.
 
-A fork copies no threads, so a program of several devices waits there for ever. The child is marked
-when it begins; the mark is part of the key under which JAX keeps compiled programs, so that calls
-which the parent had compiled are traced again and refused too, at no cost for the parent.
+A fork does not copy threads, so a program over several devices would hang in the child. The child
+is marked when it starts. The mark is part of JAX's compilation cache key: calls that the parent has
+compiled are traced again in the child, and rejected there. The parent pays nothing.
 """
 
 import os
@@ -14,7 +14,7 @@ _is_marked = jax.make_user_context(default_value=False)
 
 
 def refuse_after_fork(op: str) -> None:
-    """Call wherever an operation is traced.
+    """Raises in a forked process. Call wherever an operation is traced.
 
     Raises:
       RuntimeError: this process was forked after JAX had started.
@@ -22,19 +22,18 @@ def refuse_after_fork(op: str) -> None:
     if _is_marked.value:
         raise RuntimeError(
             f"{op}: process {os.getpid()} was forked from process {os.getppid()} after JAX had "
-            "started there; JAX's threads are not copied, so the call would wait for ever. Start "
-            "processes with multiprocessing.get_context('spawn') or subprocess, or fork before "
-            "JAX is used."
+            "started there. JAX's threads are not copied, so the call would hang. Start processes "
+            "with multiprocessing.get_context('spawn') or subprocess, or fork before JAX is used."
         )
 
 
 def _mark() -> None:
     if _backend_has_started():
-        _is_marked(True).__enter__()  # for good: this thread is the child's only one
+        _is_marked(True).__enter__()  # never left: this thread is the child's only one
 
 
 def _backend_has_started() -> bool:
-    """JAX refuses to change the number of devices once its backend is up."""
+    """JAX rejects a change of the number of devices once its backend has started."""
     config: Any = jax.config  # its options are not known to type checkers
     num_devices = config.jax_num_cpu_devices
     try:

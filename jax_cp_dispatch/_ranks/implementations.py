@@ -1,4 +1,4 @@
-"""Which implementations of the primitives there are, and which one a program gets."""
+"""Lists the implementations of the primitives and chooses one for a program."""
 
 import functools
 import warnings
@@ -18,12 +18,12 @@ from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 
 
 class Implementation(NamedTuple):
-    """One way to move rows, and whether it can be used here.
+    """A way to move rows, and whether it is available here.
 
     Attributes:
       available: whether `implementation=<its name>` works on the default backend, for ranks on all
-        devices. Groups of ranks inside one process or host may be served where those are not.
-      reason: why, or why not.
+        devices. It may still serve groups of ranks inside one process or host if this is false.
+      reason: why it is available, or why not.
     """
 
     available: bool
@@ -31,10 +31,9 @@ class Implementation(NamedTuple):
 
 
 def available_implementations() -> dict[str, Implementation]:
-    """Returns the implementations by the name that `implementation=` takes, preferred ones first.
+    """Returns the implementations by name (the values of `implementation=`), preferred ones first.
 
-    Call outside of `jit`, after `initialize` where there are several processes; starts the default
-    backend.
+    Call outside `jit`; with several processes, call after `initialize`. Starts the default backend.
     """
     platforms = [jax.default_backend()]
     found = {name: lacks(platforms, None) for name, lacks in _LACKS.items()}
@@ -60,15 +59,15 @@ def available_implementations() -> dict[str, Implementation]:
 def choose_implementation(
     op: str, wanted: str | None, platforms: Sequence[str], groups: Groups | None = None
 ) -> str:
-    """The implementation of a program that is lowered for `platforms`; in all processes the same.
+    """Returns the implementation for a program lowered for `platforms`, the same in all processes.
 
     Args:
-      op: begins the message of an error.
-      wanted: what the caller asked for; None chooses.
-      groups: the processes of the ranks, by group; None: those of all devices are one group.
+      op: the public operation, for error messages.
+      wanted: the caller's choice; None selects one.
+      groups: the processes of the ranks, by group; None if all devices form one group.
     Raises:
-      ValueError: `wanted` is no implementation.
-      NotImplementedError: `wanted` cannot serve these platforms, or groups.
+      ValueError: `wanted` is not an implementation.
+      NotImplementedError: `wanted` cannot serve these platforms or groups.
     """
     if wanted in GPU_IMPLEMENTATIONS or (wanted is None and set(platforms) == {"cuda"}):
         return _choose_for_gpus(op, wanted, platforms)
@@ -84,7 +83,7 @@ def choose_implementation(
 
 
 def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
-    """Refuses a transport between CPU devices that does not reach all ranks, before it is lowered.
+    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
 
     Raises:
       NotImplementedError: `wanted` cannot serve groups of these processes.
@@ -104,10 +103,10 @@ def _refuse(op: str, wanted: str, missing: str | None) -> None:
 
 
 def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
-    """ "xla", where a GPU transport could serve but its kernels lack something; said once.
+    """Returns "xla" where the kernels of a GPU transport do not support a call; logs this once.
 
     Raises:
-      NotImplementedError: the transport was asked for by its name.
+      NotImplementedError: the caller asked for the transport by name.
     """
     if wanted is not None:
         raise NotImplementedError(
@@ -119,7 +118,7 @@ def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
 
 
 def check_implementation(op: str, wanted: str | None) -> None:
-    """Refuses a name that is none, and any where nothing can run."""
+    """Rejects an unknown implementation, and every call in a forked process."""
     refuse_after_fork(op)
     if wanted not in (None, *_LACKS, "xla", *GPU_IMPLEMENTATIONS):
         raise ValueError(
@@ -130,7 +129,7 @@ def check_implementation(op: str, wanted: str | None) -> None:
 
 
 def num_cpu_devices_here() -> int:
-    """CPU devices that share the cores of this host, as far as `initialize` knows."""
+    """Returns the number of CPU devices that share this host's cores, as known to `initialize`."""
     own, devices = jax.process_index(), jax.devices("cpu")
     near = sum(share_memory((own, device.process_index)) for device in devices)
     return max(near, jax.local_device_count("cpu"))
@@ -175,7 +174,7 @@ _LACKS = {"in_process": _what_in_process_lacks, "shared_memory": _what_shared_me
 
 
 def _why(lacks: dict[str, str | None]) -> str:
-    """The reason that says most: of several processes, why they do not share memory."""
+    """Returns the most informative reason: with several processes, why they do not share memory."""
     return str(lacks["shared_memory" if jax.process_count() > 1 else "in_process"])
 
 

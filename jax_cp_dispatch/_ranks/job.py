@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other, through JAX's coordination service."""
+"""Exchanges values between the processes of a job, through JAX's coordination service."""
 
 import json
 from typing import Any
@@ -8,44 +8,45 @@ from jax._src import distributed
 
 
 def is_in_job() -> bool:
-    """Whether this process belongs to a job of JAX."""
+    """Whether this process belongs to a JAX job."""
     return distributed.global_state.client is not None
 
 
 def place_in_job() -> tuple[int, int]:
-    """(process, number of processes)"""
+    """Returns (process, number of processes)."""
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def coordinator_host() -> str:
-    """The host at which all processes of the job reach JAX's coordination service."""
+    """Returns the host at which all processes of the job reach JAX's coordination service."""
     address = distributed.global_state.coordinator_address or ""
     return address.rpartition(":")[0].strip("[]")
 
 
 def tell(op: str, name: str, value: Any) -> None:
-    """Gives `value` to those processes of the job that look for it by `told`."""
+    """Publishes `value`; other processes of the job read it with `told`."""
     client: Any = distributed.global_state.client
     client.key_value_set(f"jax_cp_dispatch/{op}/{name}/{place_in_job()[0]}", json.dumps(value))
 
 
 def told(op: str, name: str) -> dict[int, Any]:
-    """What processes have given by `tell` until now, by process."""
+    """Returns, by process, the values published by `tell` so far."""
     client: Any = distributed.global_state.client
     found = client.key_value_dir_get(f"jax_cp_dispatch/{op}/{name}")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
 
 
 def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
-    """Gives `value` to all processes of the job; returns theirs by process, its own among them.
+    """Publishes `value` and returns the values of all processes of the job, this one included.
 
     Args:
-      op: what every process has to call for it, for messages.
-      name: of the value; each is told once.
-      value: what JSON can say.
+      op: the function that every process must call, for error messages.
+      name: of the value; use each name once.
+      value: must be serializable as JSON.
       timeout: seconds to wait for each of the other processes.
     Raises:
-      RuntimeError: this process is in no job; another one has told nothing in `timeout` seconds.
+      RuntimeError: this process belongs to no job, or another one published nothing within
+        `timeout` seconds.
     """
     if not is_in_job():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Loads the native extensions and registers their XLA FFI targets; nothing else imports them."""
+"""Loads the native extensions and registers their XLA FFI targets; no other module imports them."""
 
 import ctypes
 import importlib
@@ -17,9 +17,9 @@ try:
 except ImportError as error:
     raise ImportError(
         "jax_cp_dispatch: the native extension '_cpu' is missing or does not load "
-        f"({error}). It is built when the package is installed: run `pip install .` in its "
-        "source tree with a C++17 compiler at hand, and import it from somewhere else than "
-        "that tree, or install with `pip install -e .`."
+        f"({error}). Installing the package builds it: run `pip install .` in the source tree "
+        "with a C++17 compiler, and import the package from outside that tree; or install with "
+        "`pip install -e .`."
     ) from error
 
 
@@ -28,7 +28,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _installed_ffi_api_version() -> tuple[int, int] | None:
-    """(major, minor) of the FFI that the installed jaxlib offers; None if it does not say."""
+    """Returns (major, minor) of the installed jaxlib's FFI; None if it is not stated."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -48,17 +48,17 @@ def check_versions(
     built_ffi: tuple[int, int],
     installed_ffi: tuple[int, int] | None,
 ) -> None:
-    """Refuses versions that would fail later and less clearly.
+    """Rejects versions that would fail later, with less clear errors.
 
-    An extension built with newer FFI headers than the installed jaxlib's keeps the whole CPU
-    backend from starting, so it is refused here.
+    An extension built with newer FFI headers than the installed jaxlib's would prevent the whole
+    CPU backend from starting, so it is rejected here.
 
     Args:
-      jax_version, jaxlib_version: what is installed.
-      built_ffi: (major, minor) of the headers that the extension was built with.
-      installed_ffi: (major, minor) that the installed jaxlib offers; None skips the check.
+      jax_version, jaxlib_version: the installed versions.
+      built_ffi: (major, minor) of the headers with which the extension was built.
+      installed_ffi: (major, minor) of the installed jaxlib; None skips the check.
     Raises:
-      ImportError: with the versions found, those needed, and the remedy.
+      ImportError: a version is too old; names the versions found and needed, and the remedy.
     """
     needed = ".".join(map(str, MIN_JAX_VERSION))
     for name, found in (("jax", jax_version), ("jaxlib", jaxlib_version)):
@@ -88,7 +88,7 @@ check_versions(
 
 
 native = _cpu
-"""The extension, for the modules that call it other than through XLA."""
+"""The extension, for modules that call it directly instead of through XLA."""
 
 DISPATCH_TARGET = "jax_cp_dispatch.dispatch"
 COMBINE_TARGET = "jax_cp_dispatch.combine"
@@ -99,14 +99,14 @@ for _name, _stages in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
 
 
-# ---- CUDA: extensions of their own, which may not be there.
+# ---- CUDA: separate extensions, which may be absent.
 
 
 def _load_cuda() -> tuple[Any, str]:
-    """The extension for GPUs, or None and why."""
+    """Returns the extension for GPUs; or None, and the reason."""
     if importlib.util.find_spec("jax_cp_dispatch._cuda") is None:
         return None, (
-            "the package was built without CUDA; reinstall it where nvcc is, with "
+            "the package was built without CUDA; reinstall it on a machine with nvcc, with "
             "`CPD_CUDA=ON pip install .`"
         )
     try:
@@ -125,18 +125,18 @@ def _load_cuda() -> tuple[Any, str]:
 
 
 cuda, cuda_reason = _load_cuda()
-"""The extension for GPUs and ""; or None, and why. It loads without a GPU."""
+"""The extension for GPUs and ""; or None and the reason. It loads without a GPU."""
 
 
 def load_nvshmem() -> tuple[Any, str]:
-    """The extension for NVSHMEM and ""; or None, and why. Starts nothing."""
+    """Returns the extension for NVSHMEM and ""; or None and the reason. Does not start NVSHMEM."""
     if importlib.util.find_spec("jax_cp_dispatch._nvshmem") is None:
         return None, (
             "the package was built without NVSHMEM; install nvidia-nvshmem-cu13, then reinstall "
             "the package with `CPD_CUDA=ON pip install .`"
         )
     try:
-        # By hand: what the extension names as its place is wrong in `pip install --target`.
+        # Preloaded: the extension's search path is wrong after `pip install --target`.
         spec = importlib.util.find_spec("nvidia.nvshmem")
         for folder in spec.submodule_search_locations or () if spec is not None else ():
             library = pathlib.Path(folder, "lib/libnvshmem_host.so.3")
@@ -148,12 +148,12 @@ def load_nvshmem() -> tuple[Any, str]:
 
 
 def release_buffer(id: int) -> None:
-    """Frees what GPUs hold of a registered buffer."""
+    """Frees the GPU memory of a registered buffer."""
     if cuda is not None:
         cuda.release_buffer(id)
 
 
 def restore_buffer(id: int) -> None:
-    """An id that was released stands for a buffer again."""
+    """Makes a released id denote a buffer again."""
     if cuda is not None:
         cuda.restore_buffer(id)

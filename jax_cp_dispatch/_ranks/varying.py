@@ -1,10 +1,10 @@
-"""Over which mesh axes an array varies inside `jax.shard_map` (with `check_vma`)."""
+"""Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`)."""
 
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jax._src.core import get_axis_env  # nothing public tells the axes of jax.vmap
+from jax._src.core import get_axis_env  # no public function returns the axes of jax.vmap
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -12,9 +12,9 @@ from jaxtyping import Array
 def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:
     """Makes all arrays vary over the union of their mesh axes and `also`.
 
-    Operations of ours need it where JAX's own do it by themselves: operands of one primitive, the
-    first and the next carry of a loop, an argument and its cotangent in a custom derivative. Its
-    transpose sums over the axes that were added. Outside `shard_map` it does nothing.
+    JAX's operations do this themselves; ours need it for the operands of one primitive, for the
+    initial and the next carry of a loop, and for an argument and its cotangent in a custom
+    derivative. The transpose sums over the added axes. Outside `shard_map` it does nothing.
     """
     arrays = list(arrays)
     axes = frozenset(also).union(*map(varying_axes, arrays))
@@ -22,7 +22,7 @@ def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list
 
 
 def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
-    """Makes all arrays vary over the mesh axes of `like` too: the first carries of a loop."""
+    """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
     return vary_alike(arrays, also=varying_axes(like))
 
 
@@ -31,25 +31,26 @@ def _add_axes(array: ArrayLike, axes: frozenset[str]) -> Array:
 
 
 def varying_axes(array: ArrayLike) -> frozenset[str]:
-    """The mesh axes over which an array varies."""
+    """Returns the mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def mapped_axes() -> frozenset[str]:
-    """The mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides from the function here."""
+    """Returns the mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides from the function
+    here."""
     return frozenset(get_axis_env().spmd_axis_names)
 
 
 def mapped_explicit_axes() -> frozenset[str]:
-    """The explicit mesh axes over which `jax.vmap` maps the function here."""
+    """Returns the explicit mesh axes over which `jax.vmap` maps the function here."""
     return frozenset(get_axis_env().explicit_mesh_axis_names)
 
 
 def can_check_varying() -> bool:
-    """Whether a `shard_map` of ours may track over which axes its arrays vary (`check_vma`).
+    """Whether this package's `shard_map` may track the axes over which arrays vary (`check_vma`).
 
-    Not with `mapped_axes`. JAX makes arrays vary over them but does not show it, so that neither
-    JAX's operations nor ours cast other operands alike, and the batched bodies of loops and
-    branches keep the types that they had before.
+    False with `mapped_axes`: JAX makes arrays vary over them but does not show it. Then neither
+    JAX's operations nor ours cast the other operands, and batched bodies of loops and branches keep
+    their previous types.
     """
     return not mapped_axes()

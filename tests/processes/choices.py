@@ -30,7 +30,7 @@ if wrong == "version":
         cp.initialize()
     except RuntimeError as error:
         assert "process 1 (pid " in str(error)
-        assert "is another program version. Expected, as in process 0: jax_cp_dispatch" in str(
+        assert "runs another program version. Expected, as in process 0: jax_cp_dispatch" in str(
             error
         )
         assert str(error).count("build ") == 2

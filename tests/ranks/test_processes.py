@@ -134,7 +134,7 @@ def test_who_does_not_come_is_named():
     places = [Place(process, 4, "a", "name of a") for process in range(4)]
     for told in meet_all(places[:2], 1.0):
         assert "waited 1 s at 127.0.0.1:" in told
-        assert "for process 2, process 3 of 4, which did not come" in told
+        assert "for process 2, process 3 of 4, which did not join" in told
     for process, told in enumerate(meet_all(places[1:], 1.0)):
         assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
 
@@ -142,10 +142,10 @@ def test_who_does_not_come_is_named():
 def test_who_is_of_another_job_is_named():
     places = [Place(0, 2, "a", "name of a"), Place(1, 3, "b", "name of b")]
     for told in meet_all(places, 30.0):
-        assert "process 1 of 3 on host name of b came to a job of 2 processes" in told
+        assert "process 1 of 3 on host name of b joined a job of 2 processes" in told
     places = [Place(0, 3, "a", "name of a"), *[Place(1, 3, "b", "name of b")] * 2]
     for told in meet_all(places, 30.0):
-        assert "two processes, on hosts name of b and name of b, came as process 1" in told
+        assert "two processes, on hosts name of b and name of b, joined as process 1" in told
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])

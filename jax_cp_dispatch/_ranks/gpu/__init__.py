@@ -1,4 +1,4 @@
-"""Ranks on NVIDIA GPUs: which transports reach them, where they are, and memory among processes."""
+"""Ranks on NVIDIA GPUs: the available transports, device placement, memory shared by processes."""
 
 from jax_cp_dispatch._ranks.gpu.choice import (
     GPU_IMPLEMENTATIONS,

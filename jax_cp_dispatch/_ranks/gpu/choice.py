@@ -1,4 +1,4 @@
-"""Which transport a program for GPUs gets, and what the others lack."""
+"""Chooses the transport of a program for GPUs, and says why the others cannot serve."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ GPU_IMPLEMENTATIONS = {
     "nvshmem": "one process per GPU, over NVSHMEM: through pointers, or over the network",
     "cuda_ipc": "one process per GPU of one host, whose memory CUDA maps into all of them",
 }
-"""By name, preferred ones first: whom each of them serves."""
+"""What each transport serves, by name; preferred ones first."""
 
 
 def what_gpu_lacks(name: str, platforms: Sequence[str]) -> str | None:
-    """Why transport `name` cannot serve a program that is lowered for `platforms`; None: it can.
+    """Returns why transport `name` cannot serve a program lowered for `platforms`, or None.
 
-    Whether a GPU is there is not asked: programs can be lowered without one.
+    Does not check for a GPU: programs can be lowered without one.
     """
     other = [platform for platform in platforms if platform != "cuda"]
     if other:
@@ -38,7 +38,8 @@ def what_gpu_lacks(name: str, platforms: Sequence[str]) -> str | None:
 
 
 def choose_gpu_implementation(platforms: Sequence[str]) -> tuple[str | None, str]:
-    """The first transport that can serve, or None; and why, or what the likeliest one lacks."""
+    """Returns the first transport that can serve, and why; or None, and what prevents the
+    likeliest."""
     lacks = {name: what_gpu_lacks(name, platforms) for name in GPU_IMPLEMENTATIONS}
     for name, missing in lacks.items():
         if missing is None:

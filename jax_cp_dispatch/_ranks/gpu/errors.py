@@ -1,15 +1,15 @@
-"""Errors that GPUs found in exchanges, brought to the host."""
+"""Reports on the host the errors that GPUs found in exchanges."""
 
 from jax_cp_dispatch._ranks import runtime
 
 
 def raise_gpu_errors() -> None:
-    """Raises what GPUs have found wrong in exchanges and no call has raised yet.
+    """Raises the errors that GPUs found in exchanges and that no call has raised yet.
 
-    A GPU finds out that a plan does not fit, or that a rank did not come, when the host has long
-    gone on. The results are then NaN (-1 in integers), and the next call over the same ranks raises
-    the error; so does this function, once `jax.block_until_ready` has returned. With
-    `JAX_CP_DISPATCH_CHECK=1` in the environment every call waits and raises its own errors.
+    A GPU detects an invalid plan or a missing rank after the host has continued. The results are
+    then NaN (-1 for integers), and the next call over the same ranks raises the error. Call this
+    function after `jax.block_until_ready` to raise it earlier. If the environment variable
+    `JAX_CP_DISPATCH_CHECK=1` is set, every call waits and raises its own errors.
 
     Raises:
       RuntimeError: the errors, one per line.

@@ -1,20 +1,20 @@
-"""Islands: processes that map each other's memory. Other islands are reached over a network."""
+"""Islands: groups of processes that map each other's memory. A network connects the islands."""
 
 from collections.abc import Sequence
 
 
 def find_islands(mapped: Sequence[Sequence[bool]]) -> list[int]:
-    """The first process of each process's island.
+    """Returns, for each process, the first process of its island.
 
     Args:
-      mapped: of each process, whose memory it has mapped. Processes of an island have all mapped
-        the same, so that an island is one for each of them.
+      mapped: for each process, the processes whose memory it has mapped. All processes of an island
+        have mapped the same ones, so they agree on their island.
     """
     return [next(q for q, other in enumerate(mapped) if other == mine) for mine in mapped]
 
 
 def describe_islands(islands: Sequence[int]) -> str:
-    """Who is reached how, in words."""
+    """Describes which processes are reached through pointers, and which over the network."""
     if len(set(islands)) == 1:
         return "all through pointers"
     members = [[p for p, i in enumerate(islands) if i == first] for first in sorted(set(islands))]
@@ -22,7 +22,7 @@ def describe_islands(islands: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2+5"."""
+    """Formats [0, 1, 2, 5] as "0-2+5"."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     pairs = zip(starts, ends, strict=True)

@@ -1,4 +1,4 @@
-"""CUDA's libraries that the extension opens by name, found where pip puts them."""
+"""Finds, where pip installs them, the CUDA libraries that the extension opens by name."""
 
 import ctypes
 import functools
@@ -14,9 +14,9 @@ _PLACES = (
 
 @functools.cache
 def open_cublaslt() -> str:
-    """Opens cuBLASLt where it is installed as a wheel; returns its file, or "" where it is not.
+    """Opens cuBLASLt if it is installed as a wheel; returns its file, or "" if it is not.
 
-    The extension then finds it by its name, like one that the system has or that JAX has opened.
+    The extension then finds it by name, like a library of the system or one that JAX has opened.
     """
     for package, path in _PLACES:
         try:

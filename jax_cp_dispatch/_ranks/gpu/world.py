@@ -1,4 +1,4 @@
-"""Connects the GPUs of several processes: one slab of memory each, which all of them reach."""
+"""Connects the GPUs of several processes: each provides one slab of memory that all can reach."""
 
 import os
 import pathlib
@@ -23,11 +23,11 @@ _Tell = Callable[[str, Any], list[Any]]
 
 
 class GpuWorld(NamedTuple):
-    """What programs over the GPUs of several processes get.
+    """The implementation for programs over the GPUs of several processes.
 
     Attributes:
-      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla".
-      reason: why this one.
+      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla". reason: why it
+        was chosen.
     """
 
     implementation: str
@@ -39,32 +39,32 @@ _islands: list[int] = []
 
 
 def connected_gpus() -> GpuWorld | None:
-    """What `connect_gpus` chose; None before it has been called."""
+    """Returns the choice of `connect_gpus`, or None before that call."""
     return _world
 
 
 def connected_islands() -> list[int]:
-    """By process, the first one of those that map each other's memory; [] before that is known."""
+    """Returns each process's island (see `find_islands`); [] before it is known."""
     return _islands
 
 
 def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
-    """Joins this process's GPU to those of the other processes, so that exchanges reach them.
+    """Connects this process's GPU to the GPUs of the other processes of the job.
 
-    Call in every process, after `jax.distributed.initialize` and before a program is compiled.
-    Takes NVSHMEM where it is installed, else CUDA's IPC on one host, else XLA's collectives;
-    `JAX_CP_DISPATCH_GPU_TRANSPORT` (nvshmem or cuda_ipc) names one. With NVSHMEM a GPU reaches
-    those whose memory it can map through pointers, and others, on other hosts, over the network
-    (with `JAX_CP_DISPATCH_GPU_POINTERS=0` all others). Every process sets
-    `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory aside; default 1 GiB.
+    Call in every process, after `jax.distributed.initialize` and before a program is compiled. Uses
+    NVSHMEM if it is installed, else CUDA IPC on one host, else XLA's collectives. Set
+    `JAX_CP_DISPATCH_GPU_TRANSPORT` to nvshmem or cuda_ipc to force one. With NVSHMEM, a GPU uses
+    pointers to memory that it can map, and the network to reach other hosts.
+    `JAX_CP_DISPATCH_GPU_POINTERS=0` makes it use the network for all others. Every process reserves
+    `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory (default 1 GiB).
 
     Args:
       timeout: seconds to wait for each of the other processes.
     Returns:
-      What was chosen, the same in all processes, and why.
+      The choice, the same in all processes, and the reason.
     Raises:
-      RuntimeError: another process did not come.
-      ValueError: an environment variable does not fit.
+      RuntimeError: another process did not join.
+      ValueError: an environment variable is invalid.
     """
     global _world
     if _world is not None and _world.implementation != "cuda_peer":
@@ -104,7 +104,7 @@ def _slab_bytes() -> int:
 
 
 def _why_not_ready() -> str:
-    """Everything that one process can find out alone."""
+    """Returns the first obstacle that a process can find alone, or ""."""
     if runtime.cuda is None:
         return runtime.cuda_reason
     num_gpus, reason = runtime.cuda.device_count()
@@ -125,7 +125,7 @@ def _host() -> str:
 
 
 def _may_network() -> bool:
-    """Whether NVSHMEM may find a network here. Where it finds none that it needs, it exits."""
+    """Whether NVSHMEM may find a network here. If it needs one and finds none, it exits."""
     adapters = pathlib.Path("/sys/class/infiniband")
     is_named = os.environ.get(_TRANSPORT_VARIABLE) == "nvshmem" or (
         "NVSHMEM_REMOTE_TRANSPORT" in os.environ
@@ -134,10 +134,10 @@ def _may_network() -> bool:
 
 
 def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
-    """Which process of several hosts has no network for NVSHMEM; None: it may be started.
+    """Returns which process of several hosts has no network for NVSHMEM; None if all may start it.
 
     Args:
-      hosts: of each process its host, and whether NVSHMEM may find a network there.
+      hosts: for each process, its host and whether NVSHMEM may find a network there.
     """
     if len({host for host, _ in hosts}) == 1 or all(found for _, found in hosts):
         return None
@@ -159,7 +159,7 @@ def _connect_nvshmem(tell: _Tell) -> str | None:
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ.setdefault(name, value)
-    # The heap holds the slab, and what NVSHMEM itself needs.
+    # The heap holds the slab and NVSHMEM's own data.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
     version = module.version() if module else ""
     told = tell("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
@@ -195,7 +195,7 @@ def _connect_nvshmem(tell: _Tell) -> str | None:
 
 
 def _use_slabs(tell: _Tell, module: Any, slabs: list[int], islands: list[int]) -> str | None:
-    """Hands the slabs over, and who launches what the network does."""
+    """Passes the slabs, and the launcher of network kernels, to the extension."""
     process, failed = jax.process_index(), ""
     if len(set(islands)) > 1:
         try:
@@ -205,7 +205,7 @@ def _use_slabs(tell: _Tell, module: Any, slabs: list[int], islands: list[int]) -
         missing = _first_reason(tell("nvshmem_launcher", failed))
         if missing is not None:
             return missing
-    # NVSHMEM takes the own address for that of another process.
+    # To name memory of another process, NVSHMEM expects this process's address of its own slab.
     bases = [slabs[p if islands[p] == islands[process] else process] for p in range(len(slabs))]
     _remember_slabs(bases, islands)
     return None

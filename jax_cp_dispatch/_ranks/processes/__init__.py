@@ -1,4 +1,4 @@
-"""Several processes of one job: how they come to one transport, and which one that is."""
+"""Connects the processes of a job, and chooses one transport for them."""
 
 from jax_cp_dispatch._ranks.processes.choice import TransportChoice, share_memory, transport_choice
 from jax_cp_dispatch._ranks.processes.initialize import initialize

@@ -1,17 +1,16 @@
-"""What `initialize` chose in this process, for those who ask later."""
+"""Stores what `initialize` chose in this process."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
 class TransportChoice(NamedTuple):
-    """The transport between the processes of a job, and why.
+    """The transport between the processes of a job, and the reason.
 
     Attributes:
-      implementation: of ranks on all devices: "shared_memory", on GPUs "nvshmem" or "cuda_ipc",
-        "xla" (no transport of this package reaches all of them), or "in_process" (there is one
-        process).
-      reason: why this one, for people.
+      implementation: for ranks on all devices. "shared_memory"; on GPUs "nvshmem" or "cuda_ipc";
+        "xla" if no transport of this package reaches all of them; "in_process" for one process.
+      reason: why it was chosen, as text.
     """
 
     implementation: str
@@ -23,20 +22,20 @@ _islands: tuple[int, ...] = ()
 
 
 def transport_choice() -> TransportChoice | None:
-    """What `initialize` chose; None before it has been called."""
+    """Returns the choice of `initialize`, or None before that call."""
     return _choice
 
 
 def share_memory(processes: Iterable[int]) -> bool:
-    """Whether these processes of the job exchange through shared memory. The same answer in all."""
+    """Whether these processes exchange through shared memory; the same answer in all of them."""
     return bool(_islands) and len({_islands[process] for process in processes}) <= 1
 
 
 def remember(choice: TransportChoice, islands: Sequence[int] = ()) -> TransportChoice:
-    """Makes `choice` what `transport_choice` returns.
+    """Stores `choice` for `transport_choice`.
 
     Args:
-      islands: a number for each process; those with equal ones share memory. None do without it.
+      islands: a number per process; processes with equal numbers share memory. Empty: none do.
     """
     global _choice, _islands
     _choice, _islands = choice, tuple(islands)

@@ -1,4 +1,4 @@
-"""Sockets between all processes of a job on one host, each checked, and their segments."""
+"""Connects all processes of a job on one host by checked sockets, and exchanges their segments."""
 
 import os
 import secrets
@@ -10,25 +10,25 @@ from typing import NamedTuple
 
 from jax_cp_dispatch._ranks.processes.segment import check_segment, user_and_pid
 
-_HELLO = struct.Struct("<i32s")  # process, the token of whom it greets
+_HELLO = struct.Struct("<i32s")  # process, and the token of the process it connects to
 _SEGMENT = struct.Struct("<q")  # bytes
-_SLICE_SECONDS = 0.2  # between two looks at whether another one has given up
+_SLICE_SECONDS = 0.2  # between checks whether another process has given up
 
 
 class Card(NamedTuple):
-    """How a process can be reached, for those of its job."""
+    """How the other processes of its job reach a process."""
 
     socket_name: str
     token: str  # of 32 bytes, as hexadecimal digits
 
 
 class Neighbour(NamedTuple):
-    """Another process, connected: in the order in which the extension takes it."""
+    """A connected process; fields in the order that the extension expects."""
 
     process: int
     pid: int
     socket_fd: int
-    pid_fd: int  # -1: the system has none for it
+    pid_fd: int  # -1: the system provides none
     segment_fd: int
     segment_bytes: int
 
@@ -48,10 +48,10 @@ def connect_all(
     """Connects to the processes before this one, and waits for those after it.
 
     Args:
-      cards: of all processes that are to be connected, this one among them.
+      cards: of all processes to connect, this one included.
       check_others: raises an OSError when another process has given up; called while waiting.
     Raises:
-      OSError: one cannot be reached in `timeout` seconds, or is not of this user.
+      OSError: a process cannot be reached within `timeout` seconds, or belongs to another user.
     """
     end = time.monotonic() + timeout
     connections: dict[int, socket.socket] = {}
@@ -77,7 +77,7 @@ def connect_all(
                 ) from None
             other = _greeted_by(connection, process, cards[process].token, end)
             if other is None or other in connections or other not in cards or other <= process:
-                connection.close()  # not one of the job
+                connection.close()  # not a process of the job
             else:
                 connections[other] = connection
         return [
@@ -101,7 +101,7 @@ def _check_user(connection: socket.socket, other: int | str) -> None:
 
 
 def _greeted_by(connection: socket.socket, process: int, token: str, end: float) -> int | None:
-    """Which process it is, if it is of this user and knows the token."""
+    """Returns the process at the other end if it is of this user and knows the token."""
     connection.settimeout(min(5.0, _left(end)))
     try:
         _check_user(connection, "?")
@@ -129,7 +129,7 @@ def _exchange_segments(
     _, pid = user_and_pid(connection)
     try:
         pid_fd = os.pidfd_open(pid)
-    except OSError:  # an old kernel, or another namespace: the end of the socket tells it too
+    except OSError:  # old kernel or other namespace: the socket's end of file shows the exit too
         pid_fd = -1
     connection.setblocking(False)
     return Neighbour(other, pid, connection.detach(), pid_fd, fds[0], other_bytes)

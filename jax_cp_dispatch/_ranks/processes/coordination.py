@@ -1,4 +1,4 @@
-"""JAX's own coordination of a job, started so that it ends well, and fails by name."""
+"""Starts JAX's coordination of a job, so that it shuts down in order and errors name a process."""
 
 import os
 import socket
@@ -11,9 +11,9 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
 from jax_cp_dispatch._ranks.processes.meeting import Place, meet
 
-# Set by the launcher, which hosts the coordination service itself: a service in process 0 would
-# take all other processes with it, since JAX ends a process whose service is gone. Its value is
-# the address at which the processes meet first.
+# Set by the launcher, which hosts the coordination service itself. If process 0 hosted it, its end
+# would end all others, because JAX ends a process whose service is gone. The value is the address
+# of the first meeting.
 HOSTED_BY_LAUNCHER = "JAX_CP_DISPATCH_HOSTED_COORDINATION"
 _NUM_PROCESSES = "JAX_NUM_PROCESSES"
 _PROCESS_ID = "JAX_PROCESS_ID"
@@ -22,7 +22,7 @@ _PROCESS_ID = "JAX_PROCESS_ID"
 def job_environment(
     address: str, meeting: str, num_processes: int, process_id: int
 ) -> dict[str, str]:
-    """What tells `start` in a process of the launcher where it belongs."""
+    """Returns the variables from which `start` finds the job in a process of the launcher."""
     return {
         "JAX_COORDINATOR_ADDRESS": address,
         _NUM_PROCESSES: str(num_processes),
@@ -32,7 +32,7 @@ def job_environment(
 
 
 def host_service(address: str, num_processes: int) -> Any:
-    """The coordination service of a job, in a process that is none of its own."""
+    """Starts the coordination service of a job, in a process outside the job."""
     return _jax.get_distributed_runtime_service(
         address, num_processes, shutdown_timeout=5, recoverable=True
     )
@@ -45,16 +45,16 @@ def start(
     host: str,
     timeout: float,
 ) -> bool:
-    """Joins the job that arguments or environment name; False if neither names one.
+    """Joins the job given by the arguments or the environment; returns whether there is one.
 
-    On one host JAX ends no process for another one's end: this package tells of it. Over several
-    hosts JAX's own watchdog does.
+    On one host, JAX does not end a process because another one ended; this package reports the loss
+    instead. Over several hosts JAX's watchdog ends it.
 
     Args:
-      host: equal for processes of one host.
+      host: an id of the host; equal for all processes of one host.
       timeout: seconds to wait for the other processes.
     Raises:
-      RuntimeError: one did not come, in all that did.
+      RuntimeError: a process did not join; raised in all that did.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if num_processes is None and _NUM_PROCESSES in os.environ:
@@ -63,7 +63,7 @@ def start(
         process_id = int(os.environ[_PROCESS_ID])
     if address is None and num_processes is None and process_id is None:
         return False
-    is_one_host = False  # where only JAX knows the others
+    is_one_host = False  # here only JAX knows the other processes
     meeting = os.environ.get(HOSTED_BY_LAUNCHER)
     if address is not None and num_processes is not None and process_id is not None:
         own = Place(process_id, num_processes, host, socket.gethostname())
@@ -79,14 +79,14 @@ def start(
         num_processes,
         process_id,
         initialization_timeout=max(1, round(timeout)),
-        shutdown_timeout_seconds=0,  # each process leaves by itself
+        shutdown_timeout_seconds=0,  # each process leaves independently
     )
     end_in_order()
     return True
 
 
 def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:
-    """What `jax.distributed.initialize` does in every process but the first one."""
+    """Does what `jax.distributed.initialize` does in every process except the first."""
     state = distributed.global_state
     state.coordinator_address = address
     state.num_processes = num_processes

@@ -1,7 +1,7 @@
-"""The end of a job: the process that hosts JAX's coordination service leaves last.
+"""Ends a job in order: the process that hosts JAX's coordination service leaves last.
 
-JAX ends a process whose service is gone. JAX's own barrier at the end has a time limit, and would
-keep a process that has failed from leaving, for which others wait then.
+JAX ends a process whose service is gone. JAX's own shutdown barrier does not help: it has a time
+limit, and it blocks a process that has failed, while others wait for its exit.
 """
 
 import os
@@ -20,15 +20,15 @@ _pid_fds: dict[int, int] = {}  # of processes of this host
 
 
 def watch_process(process: int, pid_fd: int) -> None:
-    """Has the end of `process` noticed, however it ends. Keeps a copy of the descriptor."""
+    """Watches for the end of `process`, whatever its cause. Keeps a copy of the descriptor."""
     if pid_fd >= 0:
         _pid_fds[process] = os.dup(pid_fd)
 
 
 def end_in_order() -> None:
-    """Has JAX's shutdown in process 0 wait for all other processes that are alive.
+    """Makes JAX's shutdown in process 0 wait for all other live processes.
 
-    It does not wait when an exception ends process 0.
+    It does not wait if an exception ends process 0.
     """
     state: Any = distributed.global_state
     shut_down, pid = state.shutdown, os.getpid()
@@ -67,7 +67,8 @@ def _wait_for_others(client: Any, num_processes: int) -> None:
                 flush=True,
             )
         time.sleep(_POLL_SECONDS)
-    # They leave the service just after they have said so. This returns when they have.
+    # A process leaves the service just after it reports its end. This call returns when all have
+    # left.
     client.get_live_nodes([0, *(p for p in ended if not _has_died(p))])
 
 

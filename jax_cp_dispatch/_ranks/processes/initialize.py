@@ -1,4 +1,4 @@
-"""Brings up the transport between the processes of a job, and says what it chose and why."""
+"""Starts the transport between the processes of a job; reports the choice and the reason."""
 
 import hashlib
 import os
@@ -34,31 +34,29 @@ def initialize(
     *,
     timeout: float = 120.0,
 ) -> TransportChoice:
-    """Joins this process to the others of its job, so that exchanges reach their ranks.
+    """Connects this process to the others of its job, so that exchanges reach their ranks.
 
-    Call once in every process, before JAX is used: instead of `jax.distributed.initialize`, or
-    after it. Without arguments it takes what `python -m jax_cp_dispatch.launch` has set; where
-    there is no job it does nothing. Processes of one host and one user get shared memory. In a job
-    of several hosts groups of ranks inside one of them share memory too; between hosts rows move
-    by XLA's collectives (`implementation="xla"`). Processes with GPUs get what `gpu.connect_gpus`
-    chooses.
+    Call once in every process before JAX is used: instead of `jax.distributed.initialize`, or after
+    it. Without arguments it uses the settings of `python -m jax_cp_dispatch.launch`; outside a job
+    it does nothing. Processes of one host and one user use shared memory. In a job over several
+    hosts, groups of ranks inside one host share memory too; XLA's collectives move rows between
+    hosts (`implementation="xla"`). For processes with GPUs, `gpu.connect_gpus` chooses.
 
-    Where it starts JAX's coordination itself, it also chooses gloo for collectives on CPU, process
-    0 waits at its end for those that are still running, and on one host it sets
-    `jax_enable_recoverability`, so that JAX does not end this process when another one is lost.
-    Over several hosts JAX's watchdog does end it. With shared memory JAX's compilation cache on
-    disk is turned off, since programs that came from it would not meet those that another process
-    compiled.
+    If `initialize` starts JAX's coordination, it also selects gloo for collectives on CPU, and
+    process 0 waits at its end for processes that are still running. On one host it sets
+    `jax_enable_recoverability`, so that JAX does not end this process when another one is lost;
+    over several hosts JAX's watchdog ends it. With shared memory, JAX's compilation cache on disk
+    is turned off: a program from the cache would not match one that another process compiled.
 
     Args:
-      coordinator_address, num_processes, process_id: as of `jax.distributed.initialize`.
+      coordinator_address, num_processes, process_id: as in `jax.distributed.initialize`.
       timeout: seconds to wait for each of the other processes.
     Returns:
-      The implementation that programs with ranks on all devices get, and why.
+      The implementation for programs with ranks on all devices, and the reason.
     Raises:
-      RuntimeError: another process did not come, or is of another version; or a host's name stands
-        for no address that others reach. Then in all processes.
-      ValueError: the environment variable `JAX_CP_DISPATCH_SEGMENT_BYTES` is no number of bytes.
+      RuntimeError: another process did not join or runs another version, or a host's name resolves
+        to no address that other hosts reach. Raised in all processes.
+      ValueError: the environment variable `JAX_CP_DISPATCH_SEGMENT_BYTES` is not a number of bytes.
     """
     known = transport_choice()
     if known is not None and known.implementation != "in_process":
@@ -104,7 +102,7 @@ def _choose(process: int, timeout: float) -> TransportChoice:
     if failure or not is_connected:
         return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}"))
     watch_programs()
-    keep_freed_memory()  # else what arrives comes into fresh pages, at several times the price
+    keep_freed_memory()  # fresh pages would make every receive several times slower
     if reason:
         inside = "groups of ranks inside one host share memory"
         return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), islands)
@@ -115,7 +113,7 @@ def _choose(process: int, timeout: float) -> TransportChoice:
 
 
 def _make_segment(process: int) -> tuple[Segment | None, str]:
-    """The segment, or None and why there is none."""
+    """Returns the segment; or None, and the reason."""
     try:
         return make_segment(), ""
     except OSError as error:
@@ -131,8 +129,10 @@ def _version() -> str:
 
 
 def _host() -> str:
-    """Equal for processes that can share memory: the running system, and its network as we see it,
-    of which the names of sockets are a part."""
+    """Returns an id that is equal for processes that can share memory.
+
+    It names the boot and the network namespace, to which the names of sockets belong.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -143,7 +143,7 @@ def _check_versions(others: list[Introduction]) -> None:
         if introduction.version != others[0].version:
             raise RuntimeError(
                 f"initialize: process {other} (pid {introduction.pid} on {introduction.host_name}) "
-                f"is another program version. Expected, as in process 0: {others[0].version}. "
+                f"runs another program version. Expected, as in process 0: {others[0].version}. "
                 f"Seen: {introduction.version}. Install the same versions for all processes."
             )
 

@@ -1,4 +1,4 @@
-"""Which processes of a job share memory: those of one host and user, if all of them can."""
+"""Finds and connects the processes of a job that share memory: those of one host and user."""
 
 import ipaddress
 import socket
@@ -14,29 +14,29 @@ from jax_cp_dispatch._ranks.processes.ending import watch_process
 from jax_cp_dispatch._ranks.processes.segment import Segment
 
 _OP, _FAILURE = "initialize", "failure"
-_MARGIN_SECONDS = 30.0  # for the last one to hear that connecting took too long
+_MARGIN_SECONDS = 30.0  # for the last process to learn that connecting took too long
 
 
 class Introduction(NamedTuple):
-    """What every process tells all others first."""
+    """The first message of every process to all others."""
 
-    version: str  # of all that has to agree
+    version: str  # of everything that must agree
     host: str
-    host_name: str  # for people
-    address: str  # that its host's name stands for there; "": none
+    host_name: str  # for messages
+    address: str  # that its host's name resolves to on that host; "": none
     user: int
     pid: int
     socket_name: str
     token: str
-    failure: str  # why it cannot share memory; ""
+    failure: str  # why it cannot share memory; "": it can
 
 
 class _GaveUp(ConnectionError):
-    """Another process has said why it cannot share memory."""
+    """Another process has reported that it cannot share memory, and why."""
 
 
 def find_islands(others: Sequence[Introduction]) -> list[int]:
-    """A number for each process, equal for those of one host and user."""
+    """Returns a number for each process, equal for processes of one host and user."""
     places = [(other.host, other.user) for other in others]
     return [places.index(place) for place in places]
 
@@ -49,13 +49,13 @@ def connect_islands(
     segment: Segment,
     timeout: float,
 ) -> str:
-    """Starts shared memory between the processes of each island; all of the job or none.
+    """Starts shared memory between the processes of each island, in the whole job or nowhere.
 
-    A choice that differs between processes would leave some waiting. Who fails says so at once, and
-    nobody waits longer.
+    If processes chose differently, some would wait for others. A process that fails reports it at
+    once, and then no process waits any longer.
 
     Returns:
-      Why there is none, the same in all processes, or "".
+      "" if it has started, else the reason why not, the same in all processes.
     """
     cards = {
         other: Card(introduction.socket_name, introduction.token)
@@ -92,7 +92,7 @@ def _start(
 
 
 def own_address() -> str:
-    """The address at which gloo, XLA's collectives on CPU, is going to listen; "" if none."""
+    """Returns the address at which gloo (XLA's collectives on CPU) will listen; "" if none."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -108,23 +108,23 @@ def own_address() -> str:
 
 
 def check_addresses(others: Sequence[Introduction]) -> None:
-    """Refuses hosts whose names stand for no address that other hosts reach.
+    """Rejects hosts whose names resolve to no address that other hosts reach.
 
     Raises:
-      RuntimeError: gloo would fail in the first collective.
+      RuntimeError: there is such a host; gloo would fail in the first collective.
     """
     collectives = jax.config.values["jax_cpu_collectives_implementation"]
     if collectives != "gloo" or len({other.host for other in others}) == 1:
         return
-    if _is_loopback(coordinator_host()):  # they are not that far from each other
+    if _is_loopback(coordinator_host()):  # all processes run on one host
         return
     for process, other in enumerate(others):
         if not other.address or _is_loopback(other.address):
-            stands_for = other.address or "no address of its own"
+            found = other.address or "no address of its own"
             raise RuntimeError(
-                f"initialize: process {process} runs on host {other.host_name}, and this name "
-                f"stands for {stands_for} there; XLA's collectives (gloo) need one that the other "
-                "hosts reach. Map the name to it on that host, in /etc/hosts or DNS."
+                f"initialize: process {process} runs on host {other.host_name}, whose name "
+                f"resolves to {found} there. XLA's collectives (gloo) need an address that the "
+                "other hosts reach. Map the name to one on that host, in /etc/hosts or DNS."
             )
 
 

@@ -1,7 +1,7 @@
-"""The first meeting of a job's processes, before JAX's coordination starts: names who is missing.
+"""Lets a job's processes meet before JAX's coordination starts, to name a missing process.
 
-JAX ends a process whose job is not complete in time, and does not say who is missing. Its service
-also has to know from the start whether it is to end all processes when one is lost.
+If a job is incomplete at its deadline, JAX ends the process without naming the missing one. JAX's
+service must also know from the start whether the loss of one process ends all others.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ _RETRY_SECONDS = 0.1
 
 
 class Place(NamedTuple):
-    """A process of the job, as it introduces itself."""
+    """A process of the job, as described by itself."""
 
     process: int
     num_processes: int
     host: str  # equal for processes of one host
-    host_name: str  # for people
+    host_name: str  # for messages
 
 
 def meet(address: str, own: Place, timeout: float) -> bool:
-    """Waits until all processes of the job have come; returns whether all run on one host.
+    """Waits until all processes of the job have joined; returns whether all run on one host.
 
-    Process 0 listens at the port of `address`, which is free again when this returns.
+    Process 0 listens on the port of `address`. The port is free again when this returns.
 
     Raises:
-      RuntimeError: in all processes that came: one did not come in `timeout` seconds, or two are
-        not of one job.
+      RuntimeError: a process did not join within `timeout` seconds, or two belong to different
+        jobs. Raised in all processes that joined.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise RuntimeError(
             f"initialize: coordinator_address is {address!r}; it needs to be host:port of process "
-            "0, as 10.0.0.1:1234."
+            "0, for example 10.0.0.1:1234."
         )
     if own.process == 0:
         return _gather(address, int(port), own, timeout)
@@ -58,7 +58,7 @@ def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
                     break
                 place = _read_place(connection)
                 if place is None:
-                    connection.close()  # none of a job
+                    connection.close()  # not a process of the job
                     continue
                 wrong = _why_not(place, own, [other for _, other in came])
                 came.append((connection, place))
@@ -69,8 +69,9 @@ def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
                 names = ", ".join(f"process {process}" for process in missing)
                 wrong = (
                     f"process 0 waited {timeout:g} s at {address} for {names} of "
-                    f"{own.num_processes}, which did not come. Start every process of the job, and "
-                    "see whether that one raised an error of its own, or reaches this address."
+                    f"{own.num_processes}, which did not join. Start every process of the job. "
+                    "Check whether the missing one raised an error, and whether it reaches this "
+                    "address."
                 )
             is_one_host = all(place.host == own.host for _, place in came)
             reply = json.dumps({"wrong": wrong, "is_one_host": is_one_host}) + "\n"
@@ -93,23 +94,23 @@ def _listener(address: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
     except OSError as error:
         raise RuntimeError(
-            f"initialize: process 0 cannot listen at port {port} of {address} ({error}). Choose "
-            "a port that is free."
+            f"initialize: process 0 cannot listen on port {port} of {address} ({error}). Choose "
+            "a free port."
         ) from error
 
 
 def _why_not(place: Place, own: Place, others: list[Place]) -> str:
     if place.num_processes != own.num_processes or not 0 < place.process < own.num_processes:
         return (
-            f"process {place.process} of {place.num_processes} on host {place.host_name} came to a "
-            f"job of {own.num_processes} processes. Pass the same num_processes in all, and "
-            "process_id from 0."
+            f"process {place.process} of {place.num_processes} on host {place.host_name} joined a "
+            f"job of {own.num_processes} processes. Pass the same num_processes in all of them, "
+            "and process_id from 0."
         )
     for other in others:
         if place.process == other.process:
             return (
-                f"two processes, on hosts {other.host_name} and {place.host_name}, came as process "
-                f"{place.process}. Pass each its own process_id."
+                f"two processes, on hosts {other.host_name} and {place.host_name}, joined as "
+                f"process {place.process}. Pass a different process_id in each."
             )
     return ""
 
@@ -122,16 +123,16 @@ def _join(host: str, port: int, address: str, own: Place, timeout: float) -> boo
                 (host, port), timeout=max(end - time.monotonic(), 0.001)
             ) as connection:
                 connection.sendall((json.dumps(own) + "\n").encode())
-                connection.settimeout(timeout + _GREETING_SECONDS)  # process 0 may have come now
+                connection.settimeout(timeout + _GREETING_SECONDS)  # process 0 may have just joined
                 reply = json.loads(_read_line(connection))
                 wrong, is_one_host = str(reply["wrong"]), bool(reply["is_one_host"])
             break
-        except (OSError, ValueError, KeyError, TypeError) as error:  # not there yet, or another
+        except (OSError, ValueError, KeyError, TypeError) as error:  # not up yet, or not ours
             if time.monotonic() > end:
                 raise RuntimeError(
                     f"initialize: process {own.process} waited {timeout:g} s for process 0 at "
-                    f"{address} ({error}). Start process 0, and see whether it raised an error of "
-                    "its own, and whether its host reaches this address."
+                    f"{address} ({error}). Start process 0. Check whether it raised an error, and "
+                    "whether this host reaches the address."
                 ) from error
             time.sleep(_RETRY_SECONDS)
     if wrong:
@@ -153,11 +154,11 @@ def _read_line(connection: socket.socket) -> bytes:
     while not line.endswith(b"\n"):
         part = connection.recv(_MAX_BYTES - len(line)) if len(line) < _MAX_BYTES else b""
         if not part:
-            raise ConnectionError("it said nothing that belongs to a job")
+            raise ConnectionError("it sent nothing that belongs to a job")
         line += part
     return line
 
 
 def _tell(connection: socket.socket, reply: str) -> None:
-    with contextlib.suppress(OSError):  # it has ended: JAX's coordination will miss it
+    with contextlib.suppress(OSError):  # it has ended; JAX's coordination will report it
         connection.sendall(reply.encode())

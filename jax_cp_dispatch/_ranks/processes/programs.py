@@ -1,7 +1,7 @@
-"""Where the compilation of one program ends and that of the next begins.
+"""Marks where the compilation of one program ends and that of the next begins.
 
-Processes agree on the calls of a program by their order in it. XLA tells the extension of each
-call, but not of which program it is; JAX tells when it has compiled one.
+Processes match the calls of a program by their order in it. XLA reports each call to the extension,
+but not its program. JAX reports when a program is compiled.
 """
 
 import threading
@@ -12,22 +12,22 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax_cp_dispatch._ranks import runtime
 
 _lock = threading.Lock()
-_threads: set[int] = set()  # that have lowered a program with calls, and not yet compiled it
+_threads: set[int] = set()  # that have lowered but not yet compiled a program with calls
 
 
 def watch_programs() -> None:
-    """Begins to listen to JAX, and has it compile every program.
+    """Starts listening to JAX's events, and makes JAX compile every program.
 
-    JAX numbers the executions of a program from its fingerprint, and what one process reads from
-    the cache on disk has another one than what the next process compiles.
+    JAX numbers the executions of a program from its fingerprint. A program read from the cache on
+    disk has a different fingerprint than the same program compiled by another process.
     """
     jax.monitoring.register_event_duration_secs_listener(_on_event)
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it may have been asked before
+    compilation_cache.reset_cache()  # it may be initialized already
 
 
 def program_begins() -> None:
-    """This thread lowers a program with calls."""
+    """Records that this thread lowers a program with calls."""
     with _lock:
         _threads.add(threading.get_ident())
 
@@ -37,5 +37,5 @@ def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
         return
     with _lock:
         _threads.discard(threading.get_ident())
-        if not _threads:  # else counting begins later, when all have come to an end
+        if not _threads:  # otherwise counting starts when all have finished
             runtime.native.end_programs()

@@ -1,4 +1,4 @@
-"""The memory of one process that the others of its job read, and its sockets: nameless, private."""
+"""The private memory and sockets through which the processes of a job share data."""
 
 import fcntl
 import os
@@ -8,23 +8,23 @@ import stat
 from typing import NamedTuple
 
 SEGMENT_BYTES = "JAX_CP_DISPATCH_SEGMENT_BYTES"
-# Address space; memory is taken where rows are written.
+# Address space. Memory is only allocated where rows are written.
 _DEFAULT_BYTES = 256 << 30
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class Segment(NamedTuple):
-    """Memory of one process."""
+    """Memory of one process that the others of its job read."""
 
     fd: int
     num_bytes: int
 
 
 def make_segment() -> Segment:
-    """A new segment.
+    """Creates a segment.
 
-    It has no name in any file system: the system takes it back with the last process that maps it,
-    however that ends. Its size is sealed, so that a reader can trust the size that it has checked.
+    It has no name in any file system, so the system frees it when the last process that maps it
+    ends, whatever the cause. Its size is sealed: once checked, it cannot change.
     """
     num_bytes = segment_bytes()
     fd = os.memfd_create(
@@ -37,7 +37,7 @@ def make_segment() -> Segment:
 
 
 def segment_bytes() -> int:
-    """Address space of one segment, from the environment or the default."""
+    """Returns the address space of one segment, from the environment or the default."""
     text = os.environ.get(SEGMENT_BYTES, str(_DEFAULT_BYTES))
     if not text.isdigit() or not 0 < int(text) < 1 << 46:
         raise ValueError(
@@ -48,7 +48,7 @@ def segment_bytes() -> int:
 
 
 def check_segment(process: int, fd: int, num_bytes: int) -> None:
-    """Refuses a segment of another process that is not what it says."""
+    """Rejects a segment of another process whose properties are not as announced."""
     status = os.fstat(fd)
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     found = (status.st_uid, stat.S_IMODE(status.st_mode), status.st_size, seals & _SEALS)
@@ -61,10 +61,10 @@ def check_segment(process: int, fd: int, num_bytes: int) -> None:
 
 
 def listen() -> tuple[socket.socket, str]:
-    """A socket for the other processes, and its name, which nobody can guess.
+    """Opens a socket for the other processes; returns it and its name, which cannot be guessed.
 
-    The name is not one of the file system, so that nothing is left of it; who connects is asked of
-    the system (see `user_and_pid`).
+    The name is not in the file system, so nothing is left behind. The system identifies the peer of
+    a connection (see `user_and_pid`).
     """
     name = f"jax_cp_dispatch-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,7 +74,7 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def user_and_pid(connection: socket.socket) -> tuple[int, int]:
-    """Whose process is at the other end, as the system knows it."""
+    """Returns user and process id of the peer, as known to the system."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, user, _ = (int.from_bytes(raw[i : i + 4], "little", signed=True) for i in (0, 4, 8))
     return user, pid
