@@ -1,11 +1,11 @@
-"""Context parallelism for JAX: plan, move and attend packed documents over many devices."""
+"""Context parallelism for JAX: plans, moves and computes attention of packed documents."""
 
 from pkgutil import extend_path as _extend_path
 
-# A source tree on sys.path finds the extension that is installed elsewhere.
+# Lets a source tree on sys.path find the installed extension.
 __path__ = _extend_path(__path__, __name__)
 
-# First, so that versions that do not fit are named before anything else fails on them.
+# First, so that incompatible versions are reported before anything else fails.
 from jax_cp_dispatch._ranks import runtime as _runtime  # noqa: F401, I001
 from jax_cp_dispatch import buffers, cost, cycles, gpu, metadata, profiling, scaling, scenarios
 from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_qkv

@@ -1,4 +1,4 @@
-"""`python -m jax_cp_dispatch COMMAND`: what the package does without writing a program."""
+"""`python -m jax_cp_dispatch COMMAND`: the demonstration and the doctor."""
 
 import argparse
 import sys
@@ -12,17 +12,17 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo_parser = commands.add_parser(
         "demo",
-        help="plan, move, attend and check real documents on virtual CPU devices",
+        help="plan attention of real documents, run it on virtual CPU devices and check it",
         description="Packs real documents, plans balanced causal attention, runs it forward and "
         "backward over virtual CPU devices and checks everything against dense attention.",
     )
     demo.add_arguments(demo_parser)
     doctor_parser = commands.add_parser(
         "doctor",
-        help="what this machine offers, what is missing, and a test of each transport",
-        description="Looks at versions, devices, GPUs, shared memory and limits, says what is "
-        "missing and how to get it, and moves rows by every transport that is available. Exits "
-        "with 1 if something is wrong.",
+        help="report what this machine offers and lacks, and test each transport",
+        description="Checks versions, devices, GPUs, shared memory and limits. Reports what is "
+        "missing and how to get it. Tests every available transport. Exits with 1 if something is "
+        "wrong.",
     )
     doctor.add_arguments(doctor_parser)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Checks of single arguments that many functions share, so that they are refused in one text."""
+"""Checks of single arguments, shared by many functions so that their errors read alike."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def check_array(op: str, name: str, x: Any) -> None:
-    """An array of JAX or NumPy, or its shape and dtype."""
+    """Requires an array of JAX or NumPy, or its shape and dtype."""
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(
             f"{op}: {name} is of type {type(x).__name__}; it needs to be an array. Pass "
@@ -16,13 +16,13 @@ def check_array(op: str, name: str, x: Any) -> None:
 
 
 def check_integer(op: str, name: str, value: Any) -> None:
-    """An integer of Python or NumPy, not a truth value."""
+    """Requires an integer of Python or NumPy, not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
 
 
 def check_positive(op: str, **values: Any) -> None:
-    """Integers of at least 1."""
+    """Requires integers of at least 1."""
     for name, value in values.items():
         check_integer(op, name, value)
         if value < 1:

@@ -1,4 +1,4 @@
-"""The dtypes that arrays are computed in, the same under every promotion mode of JAX."""
+"""Dtypes of computations, the same in every promotion mode of JAX."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 
 
 def sum_dtype(*dtypes: Any) -> np.dtype:
-    """That of sums: float64 if one of these floating-point types is, else float32."""
+    """Returns the dtype of sums: float64 if any of these types is float64, else float32."""
     is_double = any(np.dtype(dtype) == np.float64 for dtype in dtypes)
     return np.dtype(np.float64 if is_double else np.float32)
 
 
 def index_dtype(dtype: Any) -> np.dtype:
-    """The signed type of at least 32 bits that an integer type fits in, as far as JAX has it."""
+    """Returns a signed type of at least 32 bits that holds an integer type, if JAX enables it."""
     dtype = np.dtype(dtype)
     is_wide = dtype.itemsize > 4 or dtype == np.uint32
     return jax.dtypes.canonicalize_dtype(np.int64 if is_wide else np.int32)

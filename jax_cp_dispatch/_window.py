@@ -1,39 +1,39 @@
-"""What `causal` and `window` mean: how far a query sees before and behind itself, in tokens."""
+"""Interprets `causal` and `window`: how many tokens before and after itself a query attends to."""
 
 import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-# Up to the query, itself included; or before it and behind it, None without a limit.
+# Tokens up to the query, itself included; or tokens before it and after it, None for no limit.
 Window: TypeAlias = int | tuple[int | None, int | None]
 
 
 class Reach(NamedTuple):
-    """A query at p attends the tokens p - left, ..., p + right of its document; None: no limit."""
+    """A query at p attends to tokens p - left, ..., p + right of its document; None: no limit."""
 
     left: int | None
     right: int | None
 
     @property
     def num_keys(self) -> int | None:
-        """The most keys that a query sees."""
+        """The largest number of keys that a query attends to."""
         return None if self.left is None or self.right is None else self.left + 1 + self.right
 
     def clipped(self, most: int) -> "Reach":
-        """The same for sequences of at most `most` tokens, in numbers that do not overflow."""
+        """Returns the same reach for sequences of at most `most` tokens, without overflow."""
         return Reach(*(None if x is None else min(x, most) for x in self))
 
 
 def check_causal(op: str, causal: Any) -> bool:
-    """A truth value, not what counts as one."""
+    """Requires True or False; other truthy or falsy values are rejected."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"{op}: causal is {causal!r}; it needs to be True or False.")
     return bool(causal)
 
 
 def reach(op: str, causal: Any, window: Any) -> Reach:
-    """What the arguments `causal` and `window` of `op` say."""
+    """Returns the reach that the arguments `causal` and `window` of `op` describe."""
     causal, window = check_causal(op, causal), check_window(op, window)
     if window is None:
         return Reach(None, 0 if causal else None)
@@ -46,14 +46,14 @@ def reach(op: str, causal: Any, window: Any) -> Reach:
         return window
     if not causal:
         raise ValueError(
-            f"{op}: window is {window} with causal=False; there it needs to be a pair (left, "
-            "right): how many tokens before and behind itself a query attends."
+            f"{op}: window is {window} with causal=False; it needs to be a pair (left, right): the "
+            "number of tokens before and after itself to which a query attends."
         )
     return Reach(window - 1, 0)
 
 
 def check_window(op: str, window: Any) -> int | Reach | None:
-    """A number of tokens, a pair, or None; whether it goes with `causal` is not asked here."""
+    """Requires a number of tokens, a pair, or None; does not compare it with `causal`."""
     if window is None:
         return None
     if isinstance(window, tuple) and len(window) == 2:

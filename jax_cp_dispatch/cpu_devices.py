@@ -1,7 +1,4 @@
-"""Virtual CPU devices, with the threads and the memory that their programs need.
-
-And a warning where devices that were started otherwise lack threads.
-"""
+"""Starts virtual CPU devices with enough threads and memory; warns if threads are too few."""
 
 import ctypes
 import os
@@ -14,8 +11,9 @@ import jaxlib.version
 
 __all__ = ["keep_freed_memory", "start_cpu_devices"]
 
-# A chain of small psum programs in flight: stuck on 0.10.2 and 0.11.2, right on 0.12.0.1. Stuck
-# with 2 * devices - 1 threads, right with 2 * devices, for 2, 4, 8 and 32 devices.
+# Measured with a chain of small psum programs in flight: it hangs on 0.10.2 and 0.11.2, and runs on
+# 0.12.0.1. It hangs with 2 * devices - 1 threads and runs with 2 * devices, for 2, 4, 8 and 32
+# devices.
 _FIRST_SAFE_JAXLIB = (0, 12)
 _THREADS_PER_DEVICE = 2
 
@@ -25,25 +23,26 @@ _memory_is_settled = False
 
 
 def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
-    """Makes JAX start with `num_devices` virtual CPU devices, and with threads enough for them.
+    """Makes JAX start with `num_devices` virtual CPU devices and enough threads for them.
 
-    Call before JAX is used: sets `jax_platforms`, `jax_num_cpu_devices` and the environment
-    variable `PJRT_NPROC`, which are read when the backend starts. Once it has started with this
-    number of devices, nothing is changed.
+    Call before JAX is used. Sets `jax_platforms`, `jax_num_cpu_devices` and the environment
+    variable `PJRT_NPROC`, which the backend reads when it starts. Does nothing if the backend has
+    already started with this number of devices.
 
     Args:
       num_devices: CPU devices of this process.
-      keep_memory: see `keep_freed_memory`; False leaves the allocator alone for good.
+      keep_memory: see `keep_freed_memory`. False leaves the allocator unchanged, also in later
+        calls.
     Raises:
       ValueError: `num_devices` is not positive.
-      RuntimeError: JAX has started already with another number of CPU devices.
+      RuntimeError: JAX has already started with another number of CPU devices.
     """
     if num_devices < 1:
         raise ValueError(
             f"start_cpu_devices: num_devices is {num_devices}; it needs to be at least 1."
         )
     try:
-        # One of the two is a change, and JAX refuses a change once its backend is up.
+        # One of the two is a change, and JAX rejects changes once its backend has started.
         jax.config.update("jax_num_cpu_devices", -1)
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
@@ -52,7 +51,7 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
             return
         raise RuntimeError(
             f"start_cpu_devices: JAX has started with {found} CPU devices but needs {num_devices}. "
-            "Call this before the first array is made and before jax.devices() is asked."
+            "Call this before you create an array or call jax.devices()."
         ) from error
     jax.config.update("jax_platforms", "cpu")
     keep_freed_memory(enable=keep_memory)
@@ -61,13 +60,14 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
 
 
 def keep_freed_memory(*, enable: bool = True) -> None:
-    """Lets this process keep memory that arrays have freed, about a gigabyte, for the next ones.
+    """Lets this process keep about a gigabyte of freed memory for the next arrays.
 
-    Otherwise it goes back to the system and comes again page by page, which takes several times as
-    long as a copy. Concerns every allocation of the process, with glibc. The first call settles it:
-    `start_cpu_devices`, or, later and with somewhat less effect, the first program with an exchange
-    between several CPU devices. Left alone where the environment already speaks to the allocator
-    (`MALLOC_...`, `GLIBC_TUNABLES`) or sets `JAX_CP_DISPATCH_KEEP_MEMORY=0`.
+    Otherwise the memory returns to the system and is mapped again page by page, which takes several
+    times as long as a copy. The setting applies to all allocations of the process and needs glibc.
+    Only the first call has an effect: by `start_cpu_devices`, or, later and with somewhat less
+    effect, by the first program with an exchange between several CPU devices. Does nothing if the
+    environment configures the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or sets
+    `JAX_CP_DISPATCH_KEEP_MEMORY=0`.
     """
     global _memory_is_settled
     if _memory_is_settled:
@@ -82,9 +82,9 @@ def keep_freed_memory(*, enable: bool = True) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return
-    # Numbers from malloc.h. The padding keeps the 64 MB heaps of arenas from being given back; one
-    # arena, where there are no others yet, does without; the mapping threshold is at its maximum,
-    # because what is mapped alone is unmapped when it is freed.
+    # Numbers from malloc.h. The padding prevents the return of the arenas' 64 MB heaps; a single
+    # arena, possible if no others exist yet, has no such heaps. The mmap threshold is at its
+    # maximum, because an allocation with a mapping of its own is unmapped when it is freed.
     trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
     for option, value in (
         (trim_threshold, 1 << 30),
@@ -96,7 +96,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
 
 
 def warn_of_deadlock(num_devices: int) -> None:
-    """Warns, once per process, if programs in flight over these devices can wait for ever.
+    """Warns, once per process, if programs in flight over these devices can deadlock.
 
     Args:
       num_devices: CPU devices of this process.
@@ -111,9 +111,9 @@ def warn_of_deadlock(num_devices: int) -> None:
     warnings.warn(
         f"jax_cp_dispatch: jaxlib {jaxlib.version.__version__} runs the programs of {num_devices} "
         f"CPU devices on {max(_num_threads(), num_devices)} threads. With many programs in flight "
-        "the threads that wait in a collective can leave none for the ranks they wait for, and it "
-        "never ends, also without this package; not so on jaxlib 0.12. Set the environment "
-        f"variable PJRT_NPROC={_THREADS_PER_DEVICE * num_devices} before JAX is used, or call "
+        "threads that wait in a collective can block the ranks they wait for: the program hangs, "
+        "also without this package. jaxlib 0.12 is not affected. Set the environment variable "
+        f"PJRT_NPROC={_THREADS_PER_DEVICE * num_devices} before JAX is used, or call "
         f"jax_cp_dispatch.cpu_devices.start_cpu_devices({num_devices}) first.",
         RuntimeWarning,
         stacklevel=2,
@@ -130,7 +130,7 @@ def _can_deadlock(jaxlib_version: str, num_devices: int, num_threads: int) -> bo
 
 
 def _num_threads() -> int:
-    """The threads that the CPU backend starts with, if its devices are not more."""
+    """Returns the threads of the CPU backend, unless it has more devices than that."""
     for name in ("PJRT_NPROC", "NPROC"):  # in the order in which XLA reads them
         value = os.environ.get(name, "")
         if re.fullmatch(r"\d+", value):

@@ -1,4 +1,4 @@
-"""GPUs in several processes: connected to one transport, and errors that a GPU reports late."""
+"""Connects GPUs of several processes, and raises errors that a GPU reports late."""
 
 from jax_cp_dispatch._ranks.gpu import GpuWorld, connect_gpus, raise_gpu_errors
 

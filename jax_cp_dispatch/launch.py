@@ -2,9 +2,9 @@
 
     python -m jax_cp_dispatch.launch --processes 4 [--devices 2] program.py [its arguments]
 
-The program calls `jax_cp_dispatch.initialize()` first. Lines of its output begin with the number of
-the process. When a process fails, the others may end in their own time, `--grace` seconds; then
-they are ended. The exit code is that of the first process that failed, 128 + n after signal n.
+The program calls `jax_cp_dispatch.initialize()` first. Each line of output begins with the number
+of its process. When a process fails, the others have `--grace` seconds to finish before they are
+killed. The exit code is that of the first process that failed, or 128 + n after signal n.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
                 worker.kill()
                 worker.wait()
         for printer in printers:
-            printer.join(timeout=5)  # a grandchild may hold the pipe open
+            printer.join(timeout=5)  # a grandchild may keep the pipe open
         service.shutdown()
 
 
@@ -65,16 +65,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m jax_cp_dispatch.launch",
         description="Runs a program in several processes of this host.",
     )
-    parser.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--processes", type=int, default=2, help="number (default: 2)")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices of each (default: 1)")
     parser.add_argument(
         "--grace",
         type=float,
         default=30.0,
-        help="seconds that the others may still run after a process has failed (default: 30)",
+        help="seconds that the others may run after a process has failed (default: 30)",
     )
     parser.add_argument("program", help="a Python file, which calls jax_cp_dispatch.initialize()")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
     for name in ("processes", "devices"):
         if getattr(options, name) < 1:
@@ -83,7 +83,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _free_addresses(number: int) -> list[str]:
-    """Of ports that the system chooses, different ones."""
+    """Returns addresses with different free ports, chosen by the system."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(number)]
         for probe in probes:
@@ -112,7 +112,7 @@ def _print_lines(process: int, pipe: IO[bytes], stream: IO[str], lock: threading
 
 
 def _wait(workers: list[subprocess.Popen], received: list[int], grace: float) -> int:
-    """Until all have ended; passes signals on, and ends those that a failure leaves behind."""
+    """Waits for all processes; forwards signals, and ends the others after a failure."""
     code, end = 0, None
     while any(worker.poll() is None for worker in workers):
         while received:

@@ -1,4 +1,4 @@
-"""Predicted and measured times: of each step of attention, of overlapped GEMMs, and of choices."""
+"""Predicted and measured times of attention and overlapped GEMMs, and choices based on them."""
 
 from jax_cp_dispatch.attention import (
     AttentionProfile,

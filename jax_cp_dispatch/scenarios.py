@@ -1,4 +1,4 @@
-"""Random scenarios, and what a perfect network would do with them: for tests and benchmarks."""
+"""Random scenarios for tests and benchmarks, and a simulation of their exchange."""
 
 import operator
 from functools import partial
@@ -22,7 +22,7 @@ __all__ = ["create_qkv_dispatch", "gen_seq_lens", "orchestrate_simulate"]
 
 
 class QkvDispatchInputs(NamedTuple):
-    """Arguments of `compute_metadata_kv`, in its order and with its shapes; NumPy, int32."""
+    """Arguments of `compute_metadata_kv`, with its order and shapes, as NumPy int32."""
 
     kv_to_q_mapping: np.ndarray
     kv_to_q_rank: np.ndarray
@@ -42,7 +42,7 @@ def gen_seq_lens(
     Call anywhere; `key` may be traced, the sizes are static.
 
     Raises:
-      TypeError: a size is no integer.
+      TypeError: a size is not an integer.
       ValueError: `total_len` is too short for `num_seqs` lengths, or a size is not positive.
     """
     world_size = _positive("gen_seq_lens", "world_size", world_size)
@@ -57,7 +57,7 @@ def gen_seq_lens(
 
 
 def _integer(op: str, name: str, value: Any) -> int:
-    """A bool is no count, though it has an index."""
+    """Requires an integer; rejects bool, although it has `__index__`."""
     try:
         if not isinstance(value, bool | np.bool_):
             return operator.index(value)
@@ -84,7 +84,7 @@ def _gen_seq_lens(key: Array, world_size: int, num_seqs: int, total_len: int) ->
 def draw_qkv_dispatch(
     key: Array, world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int
 ) -> QkvDispatchInputs:
-    """Draws what `create_qkv_dispatch` plans. Call outside `jit`."""
+    """Draws the scenario that `create_qkv_dispatch` plans. Call outside `jit`."""
     op = "create_qkv_dispatch"
     world_size = _positive(op, "world_size", world_size)
     num_seqs = _positive(op, "num_seqs", num_seqs)
@@ -114,7 +114,7 @@ def draw_qkv_dispatch(
 
     units, choice, priority = jax.device_get(draw(key))
     doc_len, doc_degree = units * max_cp_degree, choices[choice]
-    # Each document has its own order of ranks and deals its shards out in that order.
+    # Each document has its own order of ranks, in which it distributes its shards.
     order = priority.argsort(-1)
 
     num_slots = num_seqs * max_cp_degree
@@ -171,20 +171,21 @@ def create_qkv_dispatch(
 
 
 def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadata) -> Array:
-    """Moves every shard of every rank at once: what a perfect network would do.
+    """Moves every shard of every rank at once, as a perfect network would.
 
-    Call anywhere, on whole arrays. Linear in `tensor` and in `output`, and differentiable in both:
-    a row sent twice receives the sum of two gradients. Memory is that of the arrays, whatever the
-    number of shards.
+    Call anywhere, on whole arrays. Linear and differentiable in `tensor` and `output`: a row sent
+    twice receives the sum of two gradients. Needs memory for the arrays only, whatever the number
+    of shards.
 
     Args:
       tensor: `[W, T, ...]`; the rows of every rank.
-      output: `[W, R, ...]`; the rows before the exchange. Rows nobody writes keep their value.
+      output: `[W, R, ...]`; the rows before the exchange. Rows that no rank writes keep their
+        value.
       metadata: the plan of all W ranks, forward or reverse; its ranges do not overlap.
     Returns:
       `[W, R, ...]` of the dtype of `output`.
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: the shapes do not match.
     """
     if not isinstance(metadata, Metadata):
         raise TypeError(
@@ -213,13 +214,13 @@ def _simulate(
 ) -> Shaped[Array, "W R *feature"]:
     world_size, num_tokens = tensor.shape[:2]
     num_rows = output.shape[1]
-    # Indices of rows stay below 2**31, or the arrays could not exist.
+    # Row indices are below 2**31, since larger arrays could not exist.
     length = jnp.asarray(plan.seq_len).astype(jnp.int32)
     src = jnp.cumsum(length, 1) - length if plan.src_offset is None else plan.src_offset
     src = jnp.asarray(src).astype(jnp.int32) + num_tokens * jnp.arange(world_size)[:, None]
 
-    # Mark where each range starts with its shard; the last mark at or before a row is the only
-    # range that can hold it.
+    # Each range's start is marked with its shard. Only the range of the last mark at or before a
+    # row can hold that row.
     dst = jnp.asarray(plan.dst_rank).reshape(*length.shape, -1)
     start = jnp.asarray(plan.dst_offset).reshape(dst.shape).astype(jnp.int32)
     moves = (dst >= 0) & (length > 0)[..., None] & (start < num_rows)

@@ -1,4 +1,4 @@
-"""Spans of computation and communication on each rank, and the trace file that shows them."""
+"""Spans of computation and communication on each rank, and their trace file."""
 
 import json
 import os
@@ -11,12 +11,12 @@ _KINDS = (COMPUTATION, COMMUNICATION)
 
 
 class Span(NamedTuple):
-    """Something that a rank did.
+    """An activity of a rank.
 
     Attributes:
-      rank: who.
+      rank: its rank.
       kind: "computation" or "communication".
-      name: what, for example "step 3".
+      name: for example "step 3".
       start: seconds from the beginning of the timeline.
       duration: seconds.
     """
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathlib.Path:
     """Writes spans as a JSON trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    One process a rank, with two threads: computation and communication.
+    Each rank is shown as a process with two threads: computation and communication.
 
     Args:
       spans: in any order.
@@ -60,12 +60,12 @@ def _label(name: str, rank: int, thread: int, text: str) -> dict:
 
 
 def busy_seconds(spans: Iterable[Span], kind: str) -> dict[int, float]:
-    """Of each rank, the seconds in which at least one of its spans of `kind` lasts."""
+    """Returns, for each rank, the seconds covered by at least one span of `kind`."""
     return {rank: _length(parts) for rank, parts in _by_rank(spans, kind).items()}
 
 
 def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
-    """Of each rank, the seconds in which it communicates and computes nothing."""
+    """Returns, for each rank, the seconds in which it communicates without computing."""
     spans = list(spans)
     computing = _by_rank(spans, COMPUTATION)
     exposed = {}
@@ -84,7 +84,7 @@ def _by_rank(spans: Iterable[Span], kind: str) -> dict[int, list[tuple[float, fl
 
 
 def _length(parts: list[tuple[float, float]]) -> float:
-    """Of the union of intervals."""
+    """Returns the length of a union of intervals."""
     total, end = 0.0, float("-inf")
     for begin, stop in sorted(parts):
         total += max(0.0, stop - max(begin, end))

@@ -36,8 +36,7 @@ def varying_axes(array: ArrayLike) -> frozenset[str]:
 
 
 def mapped_axes() -> frozenset[str]:
-    """Returns the mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides from the function
-    here."""
+    """Returns the mesh axes that `jax.vmap(..., spmd_axis_name=...)` hides here."""
     return frozenset(get_axis_env().spmd_axis_names)
 
 

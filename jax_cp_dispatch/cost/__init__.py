@@ -1,4 +1,4 @@
-"""What attention and overlapped GEMMs cost, and how long each way would take on given hardware."""
+"""Predicts the cost of attention and overlapped GEMMs, and their times on given hardware."""
 
 from jax_cp_dispatch.cost.comm_gemm import (
     CommGemmMethod,

@@ -1,4 +1,4 @@
-"""What a tensor-parallel product takes by each method: predictions, not measurements."""
+"""Predicts the time of a tensor-parallel GEMM with each method."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -10,12 +10,12 @@ CommGemmOp = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 
 @dataclasses.dataclass(frozen=True)
 class CommGemmShape:
-    """A product over a group of ranks.
+    """The shape of a GEMM over a group of ranks.
 
     Attributes:
-      op: which communication.
+      op: its communication.
       m: tokens of all ranks.
-      k, n: of one rank's weight, contracted size and columns.
+      k, n: contracted size and columns of one rank's weight.
       num_ranks: ranks of the group.
       itemsize: bytes of an element of the operands; partial sums have at least 4.
     """
@@ -29,25 +29,25 @@ class CommGemmShape:
 
     @property
     def flops(self) -> float:
-        """2 m n k, of one rank."""
+        """Floating-point operations of one rank: 2 m n k."""
         return 2.0 * self.m * self.n * self.k
 
     @property
     def sent_bytes(self) -> float:
-        """That one rank sends: its tokens to every other, or partial sums of theirs."""
+        """Bytes that one rank sends: its tokens, or partial sums, to every other rank."""
         gathers = self.op == "all_gather_matmul"
         row_bytes = self.k * self.itemsize if gathers else self.n * max(4, self.itemsize)
         return self.m * row_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
 class CommGemmMethod(NamedTuple):
-    """A way to run it.
+    """A way to run the GEMM.
 
     Attributes:
       name: NONE, PIPELINE or RING_EXCHANGE.
-      num_chunks: GEMMs that it is cut into.
-      copies: whether chunks are copied beside the GEMM; else the GEMM reads the operands of other
-        ranks where they are.
+      num_chunks: number of GEMMs into which it is split.
+      copies: whether chunks are copied while the GEMM runs; otherwise the GEMM reads other ranks'
+        operands in place.
     """
 
     name: str
@@ -56,7 +56,7 @@ class CommGemmMethod(NamedTuple):
 
 
 def comm_gemm_methods(op: CommGemmOp, num_ranks: int) -> dict[str, CommGemmMethod]:
-    """The ways that are compared, by label, the simplest first."""
+    """Returns the methods to compare, by label, simplest first."""
     ring = lambda copies: CommGemmMethod("RING_EXCHANGE", num_ranks, copies)
     methods = {"none": CommGemmMethod("NONE", 1), "ring": ring(True), "ring direct": ring(False)}
     if op == "all_gather_matmul":
@@ -68,18 +68,19 @@ def comm_gemm_methods(op: CommGemmOp, num_ranks: int) -> dict[str, CommGemmMetho
 
 
 def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware: Hardware) -> float:
-    """Seconds of the forward product.
+    """Predicts the seconds of the forward GEMM.
 
-    One after the other: Tg + Tc. A ring of p chunks: Tg/p + (p-1) max(Tg/p, Tc/(p-1)); of pairs,
-    which neighbours swap first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of
-    c chunks: Tg/c + (c-1) max(Tg/c, Tc/c) + Tc/c. And the latency of each chunk.
+    Let Tg be the time of the whole GEMM and Tc that of the communication. Without overlap: Tg + Tc.
+    A ring of p chunks: Tg/p + (p-1) max(Tg/p, Tc/(p-1)). A ring of pairs, which neighbours swap
+    first: Tc/(p-1) + 2 Tg/p + (p/2-1) max(2 Tg/p, 2 Tc/(p-1)). A pipeline of c chunks: Tg/c + (c-1)
+    max(Tg/c, Tc/c) + Tc/c. Each chunk adds its latency.
 
-    A ring without copies reads the memory of other ranks, so between linked ranks it counts as one
-    with them. Virtual devices of one machine share its cores and its memory, so that copies hide
-    behind nothing, and every chunk reads one of the operands anew.
+    A ring without copies reads the memory of other ranks, so between linked ranks its cost is that
+    of a ring with copies. Virtual devices of one machine share its cores and memory: no copy can be
+    hidden, and every chunk reads one of the operands again.
 
     Args:
-      shape: of the product.
+      shape: of the GEMM.
       method: how it runs.
       hardware: rates of ranks and links.
     """
@@ -103,7 +104,7 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
     if not is_ring:
         moved = communication / chunks
         return chunk + (chunks - 1) * max(chunk, moved) + moved + latency
-    ranks = p // chunks  # whose rows move together
+    ranks = p // chunks  # ranks whose rows move together
     moved = communication * ranks / (p - 1)
     swap = communication / (p - 1) if ranks > 1 else 0.0
     tail = 0.0 if gathers else shape.sent_bytes / hardware.link_bandwidth / p
@@ -116,7 +117,7 @@ def _predict_shared(shape: CommGemmShape, method: CommGemmMethod, hardware: Hard
     by_columns = method.name == "PIPELINE"
     operand = shape.m * shape.k if by_columns else shape.k * shape.n
     packed = p * (chunks - 1) * operand * shape.itemsize
-    moved = p * shape.sent_bytes  # gathered, or read for the sums
+    moved = p * shape.sent_bytes  # gathered, or read for sums
     if method.name == "RING_EXCHANGE":
         if not method.copies:
             moved = 0.0

@@ -1,4 +1,4 @@
-"""How fast ranks compute, how they are linked, and what one exchange between them takes."""
+"""Models hardware: the speed of ranks, their links, and the time of one exchange."""
 
 import dataclasses
 import typing
@@ -9,23 +9,24 @@ Topology = Literal["full_mesh", "nvswitch", "shared_memory"]
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A machine: ranks in nodes. Bandwidths are of one direction; both directions work at once.
+    """A machine: ranks in nodes. Bandwidths are per direction; links are full-duplex.
 
     Attributes:
-      matmul_flops: FLOP/s that attention reaches on one rank; "shared_memory": on all together.
+      matmul_flops: FLOP/s that attention reaches on one rank; for "shared_memory", on all ranks
+        together.
       link_bandwidth: bytes/s, see `topology`.
-      link_latency: seconds before the first byte of an exchange in a node arrives.
-      topology: how the ranks of a node are linked. "full_mesh": every two by a link of
-        `link_bandwidth`; a rank that sends to one other uses one link. "nvswitch": each by a port
-        of `link_bandwidth`, which one receiver is enough to fill. "shared_memory": virtual devices
-        of one machine. They share its cores, so that a rank without work leaves them to the
-        others, and copies, at `link_bandwidth` for all ranks together, hide behind nothing.
-      ranks_per_node: None: all ranks are in one node.
+      link_latency: seconds until the first byte of an exchange inside a node arrives.
+      topology: how the ranks of a node are linked. "full_mesh": a link of `link_bandwidth` between
+        any two; a rank that sends to one other uses one link. "nvswitch": one port of
+        `link_bandwidth` per rank, which one receiver can saturate. "shared_memory": virtual devices
+        of one machine. They share its cores, so idle ranks leave their share to the others. Copies
+        run at `link_bandwidth` for all ranks together and cannot be hidden.
+      ranks_per_node: ranks of a node; None if all ranks are in one node.
       rails: NICs of a node; its ranks share them.
       rail_bandwidth: bytes/s of one NIC.
-      rail_latency: seconds before the first byte from another node arrives.
+      rail_latency: seconds until the first byte from another node arrives.
     Raises:
-      ValueError: no such topology.
+      ValueError: the topology is unknown.
     """
 
     matmul_flops: int | float
@@ -46,10 +47,10 @@ class Hardware:
             )
 
     def node_size(self, num_ranks: int) -> int:
-        """Ranks of each node that `num_ranks` ranks fill.
+        """Returns the ranks of each node if `num_ranks` ranks fill nodes evenly.
 
         Raises:
-          ValueError: they fill several nodes, but not evenly.
+          ValueError: they fill several nodes unevenly.
         """
         size = min(self.ranks_per_node or num_ranks, num_ranks)
         if num_ranks % size:
@@ -68,14 +69,14 @@ class Hardware:
         outside: int = 0,
         senders: int = 1,
     ) -> float:
-        """Seconds until a rank has sent one message to each of some ranks.
+        """Predicts the seconds in which a rank sends one message to each receiver.
 
         Args:
           message_bytes: bytes of each message.
-          num_ranks: ranks that exchange at the same time.
+          num_ranks: ranks that take part in the exchange.
           inside: receivers in its own node.
           outside: receivers in other nodes.
-          senders: ranks of its node that send outside at the same time.
+          senders: ranks of its node that send to other nodes at the same time.
         """
         if self.topology == "shared_memory" and inside + outside:
             share = self.link_bandwidth / num_ranks

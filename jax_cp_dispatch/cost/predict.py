@@ -1,4 +1,4 @@
-"""Step times of each algorithm, and what they add up to: predictions, not measurements."""
+"""Predicts the step times of each algorithm, and their sums."""
 
 import dataclasses
 import functools
@@ -12,11 +12,11 @@ from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs
 
 ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "all_gather")
-"""What `predict` knows, in the order of simplicity, so that `min` takes the simplest of equals."""
+"""Algorithms that `predict` covers, simplest first, so that `min` prefers the simplest on a tie."""
 
 
 class StepCost(NamedTuple):
-    """One step: what is computed, and what travels meanwhile."""
+    """One step: its computation, and the communication during it."""
 
     compute: float  # seconds, of the slowest rank
     communication: float  # seconds
@@ -25,14 +25,14 @@ class StepCost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the steps of an algorithm add up to; seconds.
+    """Sums over the steps of an algorithm, in seconds.
 
     Attributes:
       total: Σ max(compute, communication).
       compute: Σ compute, of the slowest rank of each step.
       communication: Σ communication, hidden or not.
       exposed_communication: Σ max(0, communication - compute) = total - compute.
-      imbalance: `compute` over what it were with equal work for all ranks in all steps.
+      imbalance: `compute` divided by its value for equal work on all ranks in all steps.
       bytes_per_rank: bytes that each rank sends.
     """
 
@@ -56,10 +56,10 @@ def predict(
     Args:
       workload: shapes and documents.
       hardware: rates of ranks and links.
-      with_backward: the forward and the backward pass together, else the forward pass.
+      with_backward: predict forward and backward pass together, instead of the forward pass.
       moved_tokens: see `step_costs`.
     Returns:
-      For each of `ALGORITHMS`, its prediction; "hamilton_nodes" only with several nodes.
+      A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes.
     Raises:
       ValueError: the ranks do not fill the nodes.
     """
@@ -97,31 +97,34 @@ def step_costs(
     backward: bool = False,
     moved_tokens: tuple[int | float, int | float] | None = None,
 ) -> list[StepCost]:
-    """The steps of one algorithm.
+    """Predicts the steps of one algorithm.
 
-    "ring": n computes; during all but the last, keys and values go to the next rank. Contiguous
-    placement.
-    "zigzag": the same; causal: rank r holds blocks r and 2n-1-r of 2n.
-    "hamilton": the bytes of a ring in n-1 chunks, one to every other rank; causal: placed as in
-    "zigzag", and its computes. (The cycles decide which chunks meet in a step; with packed
-    documents, computes differed by less than 8 % for n = 8, by up to 25 % for n = 16.)
-    "hamilton_nodes": m chunks for nodes of m ranks, one of them to the next node. One node:
-    "hamilton".
-    "balanced": queries, keys and values are sent, equal work, the output comes home.
-    "all_gather": all keys and values come first; causal: placed as in "zigzag".
+    "ring": n computations; during all but the last, keys and values move to the next rank.
+      Contiguous placement.
+    "zigzag": as "ring"; if causal, rank r holds blocks r and 2n-1-r of 2n.
+    "hamilton": the bytes of a ring in n-1 chunks, one to every other rank; if causal, placement and
+      computations are those of "zigzag". (The cycles determine which chunks are present in a step.
+      With packed documents, the computations differed by less than 8 % for n = 8, and by up to 25 %
+      for n = 16.)
+    "hamilton_nodes": m chunks for nodes of m ranks, one of which goes to the next node. For one
+      node, the same as "hamilton".
+    "balanced": queries, keys and values are sent, all ranks do equal work, and the output returns.
+    "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
 
     Args:
       algorithm: one of `ALGORITHMS`.
       workload: shapes and documents.
       hardware: rates of ranks and links.
-      backward: the backward pass alone: 5/2 of the FLOPs. The gradients of keys and values
-        travel too, in float32, n times, each during the compute after the one that it waits for.
-      moved_tokens: "balanced": rows of queries and of keys that each rank sends (a plan's
-        `num_q_tokens_moved` and `num_kv_tokens_moved` over its ranks); None: an estimate.
+      backward: predict the backward pass alone, with 5/2 of the FLOPs. The gradients of keys and
+        values also move, n times, in float32, each during the computation after the one that
+        produces it.
+      moved_tokens: for "balanced", the rows of queries and of keys that each rank sends (a plan's
+        `num_q_tokens_moved` and `num_kv_tokens_moved`, divided by its ranks). None: an estimate.
     Returns:
-      The steps; on "shared_memory", where nothing hides, compute and communication alternate.
+      The steps. On "shared_memory", where nothing can be hidden, computation and communication
+      alternate.
     Raises:
-      ValueError: no such algorithm, or the ranks do not fill the nodes.
+      ValueError: the algorithm is unknown, or the ranks do not fill the nodes.
     References:
       Ring: arXiv:2310.01889. Hamilton: arXiv:2509.26541. All-gather: arXiv:2407.21783, 3.3.2.
     """
@@ -156,9 +159,9 @@ def step_costs(
     return [y for x in steps for y in (StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0))]
 
 
-@functools.lru_cache(maxsize=2)  # both placements of one workload serve all algorithms
+@functools.lru_cache(maxsize=2)  # two placements serve all algorithms
 def _pairs(workload: Workload, *, zigzag: bool) -> Int64[np.ndarray, "num_ranks num_ranks"]:
-    """`rank_pairs` of all batch rows together."""
+    """Returns `rank_pairs` summed over all batch rows."""
     placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
     sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
     return np.stack([rank_pairs(row, **sizes, **placed) for row in workload.rows]).sum(0)
@@ -167,7 +170,7 @@ def _pairs(workload: Workload, *, zigzag: bool) -> Int64[np.ndarray, "num_ranks 
 def _compute_seconds(
     algorithm: str, workload: Workload, hardware: Hardware, backward: bool
 ) -> Float64[np.ndarray, " num_computes"]:
-    """Seconds of each compute; the slowest rank decides, unless the ranks share their cores."""
+    """Returns the seconds of each computation, of the slowest rank unless ranks share cores."""
     n, rank = workload.num_ranks, np.arange(workload.num_ranks)
     zigzag = workload.causal and algorithm != "ring"
     pairs = _pairs(workload, zigzag=zigzag)
@@ -179,7 +182,7 @@ def _compute_seconds(
         work = pairs[rank, (rank - rank[:, None]) % n]  # [step, rank]: keys of rank - step
     decisive = work.max(1)
     if hardware.topology == "shared_memory":
-        # Ranks share the cores evenly; when fewer are left than cores, some cores have nothing.
+        # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
         left = np.maximum(np.arange(n, 0, -1), hardware.cores)
         decisive = (np.diff(np.sort(work, axis=1), axis=1, prepend=0) * left).sum(1)
     flops_per_pair = attention_flops(
@@ -191,9 +194,9 @@ def _compute_seconds(
 def _exchange_seconds(
     algorithm: str, num_bytes: int | float, workload: Workload, hardware: Hardware
 ) -> float:
-    """Seconds until each rank has sent `num_bytes`, the way that the algorithm sends them."""
+    """Returns the seconds in which each rank sends `num_bytes` as the algorithm does."""
     n, m = workload.num_ranks, hardware.node_size(workload.num_ranks)
-    if not num_bytes or n == 1:  # one rank sends to nobody
+    if not num_bytes or n == 1:  # a single rank sends nothing
         return 0.0
     if algorithm in ("ring", "zigzag"):  # the last rank of a node sends to the next node
         return max(
@@ -217,30 +220,31 @@ def _balanced_bytes(
     *,
     copies_all: bool,
 ) -> list[int | float]:
-    """Bytes that each rank sends before, during and after the attention of a balanced plan.
+    """Returns the bytes that each rank sends before, during and after attention of a balanced plan.
 
-    With `copies_all` rows that stay count as well, and six times: all are copied to windows, and
-    from there into blocks, in memory that is fresh for every call. (Fits what was measured; other
-    algorithms keep blocks, of their own tokens only.)
+    With `copies_all`, rows that stay count too, and six times: all rows are copied to windows, and
+    from there into blocks, in memory that is new for every call. (This matches measurements. Other
+    algorithms keep blocks of their own tokens only.)
     """
     q, kv = moved_tokens or _estimated_moves(workload)
     times = 1
     if copies_all:
         q, kv, times = q + workload.rows_per_rank, kv + workload.rows_per_rank, 6
     q_bytes, kv_bytes = times * workload.q_bytes(q), times * workload.kv_bytes(kv)
-    if backward:  # dO goes out; dQ, and dK and dV in float32, come home
+    if backward:  # dO is sent; dQ, and dK and dV in float32, return
         return [q_bytes, 0.0, q_bytes + times * workload.kv_bytes(kv, itemsize=4)]
     return [q_bytes + kv_bytes, 0.0, q_bytes]
 
 
 def _estimated_moves(workload: Workload) -> tuple[float, float]:
-    """Rows of queries and of keys per rank that a balanced plan moves, roughly.
+    """Estimates the rows of queries and of keys per rank that a balanced plan moves.
 
-    (For six packed batches on "h100", times came within 9 % of those with the plan's own numbers.)
+    (For six packed batches on "h100", the predicted times were within 9 % of those from the plan's
+    own numbers.)
 
-    Queries: at most the share of each rank's work that lies above the mean. Keys: what a rank's
-    first document has before it on other ranks; and a document with s > 1 equal shares of all
-    work goes to s ranks.
+    Queries: at most the share of each rank's work above the mean. Keys: the part of a rank's first
+    document that precedes it on other ranks; and a document with s > 1 equal shares of all work
+    goes to s ranks.
     """
     n, tokens = workload.num_ranks, workload.tokens_per_rank
     work = _pairs(workload, zigzag=False).sum(1)

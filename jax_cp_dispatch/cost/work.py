@@ -1,4 +1,4 @@
-"""The work of attention: query-key pairs of each rank, their operations, bytes of rows."""
+"""The work of attention: query-key pairs per rank, floating-point operations, bytes of rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jax_cp_dispatch._window import Reach, Window, reach
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One call of attention, its sequence sharded in equal parts over the ranks.
+    """One call of attention, with its sequence sharded equally over the ranks.
 
     Attributes:
       num_ranks: ranks over which the sequence is sharded.
@@ -21,14 +21,16 @@ class Workload:
       num_kv_heads: key and value heads.
       head_size: elements of a head.
       itemsize: bytes of an element of q, k, v and the output.
-      causal: a query sees the keys up to its own position, else all keys of its document.
-      lengths: tokens of the documents of each batch row, in order; what is missing to the end is
-        padding. None: one batch row that is one document.
-      window: with `causal`, a query sees at most that many keys, its own the last; without, a pair
-        (left, right): so many before and behind it, None all of that side. None: all.
+      causal: a query attends to the keys up to its own position; otherwise to all keys of its
+        document.
+      lengths: tokens of the documents of each batch row, in order; the rest of a row is padding.
+        None: one batch row with one document.
+      window: with `causal`, the maximum number of keys per query, the last of which is its own.
+        Without, a pair (left, right): the number of keys before and after it; None in the pair
+        means no limit on that side. None: no window.
     Raises:
-      TypeError, ValueError: the documents of a batch row are longer than the row; a number is not
-        one; the window does not go with `causal`.
+      TypeError, ValueError: the documents of a batch row exceed the row, an argument is not a valid
+        number, or the window does not match `causal`.
     """
 
     num_ranks: int
@@ -56,12 +58,12 @@ class Workload:
 
     @property
     def reach(self) -> Reach:
-        """How far before and behind itself a query sees."""
+        """How far before and after itself a query attends."""
         return reach("Workload", self.causal, self.window)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """`lengths` with None replaced."""
+        """`lengths`, or its default."""
         one_document = ((self.num_ranks * self.tokens_per_rank,),)
         return one_document if self.lengths is None else self.lengths
 
@@ -75,7 +77,7 @@ class Workload:
         return num_tokens * self.num_heads * self.head_size * self.itemsize
 
     def kv_bytes(self, num_tokens: int | float, *, itemsize: int | None = None) -> int | float:
-        """Bytes of `num_tokens` rows of keys and as many of values; of dK and dV: itemsize 4."""
+        """Bytes of `num_tokens` rows of keys and of values; for dK and dV pass itemsize 4."""
         return 2 * num_tokens * self.num_kv_heads * self.head_size * (itemsize or self.itemsize)
 
 
@@ -88,7 +90,7 @@ def rank_pairs(
     zigzag: bool,
     window: Window | None = None,
 ) -> Int64[np.ndarray, "num_ranks num_ranks"]:
-    """Query-key pairs of each rank's queries (rows) with each rank's keys (columns).
+    """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
 
     The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
     directions, of the pairs (q, k) with q < Q and k < K of a document, which have a closed form.
@@ -99,10 +101,10 @@ def rank_pairs(
       tokens_per_rank: tokens of one rank.
       causal: count the pairs with k <= q, else all pairs of a document.
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
-      window: with `causal`, count only the pairs with q - k < window; without, of a pair (left,
-        right), those with q - left <= k <= q + right.
+      window: with `causal`, count only pairs with q - k < window. Without, for a pair (left,
+        right), count only pairs with q - left <= k <= q + right.
     Returns:
-      Pairs that the mask lets through.
+      Pairs that the mask admits.
     """
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
     sizes = np.array(lengths, np.int64)
@@ -121,13 +123,14 @@ def rank_pairs(
         return both * (both + 1) // 2 + (q - both) * both
 
     def pairs_up_to(ahead, q, k):
-        """With query < q and key < k, and key <= query + ahead: a triangle that begins so many
-        queries earlier, without what stands before the first query.
+        """Pairs with query < q and key < k, and key <= query + ahead.
+
+        A triangle that begins `ahead` queries earlier, minus its part before the first query.
         """
         return triangle(q + ahead, k) - triangle(ahead, k)
 
     def pairs(q, k):
-        """With query < q and key < k, of one document."""
+        """Pairs of one document with query < q and key < k."""
         seen = q * k if right is None else pairs_up_to(right, q, k)
         return seen if left is None else seen - pairs_up_to(-left - 1, q, k)
 
@@ -154,10 +157,10 @@ def attention_flops(
     """Floating-point operations of the matrix products of attention over `num_pairs` pairs.
 
     A multiply-add counts as two. The forward pass makes two products (QKᵀ, PV); the backward pass
-    makes five, because it computes the logits again (QKᵀ, dO Vᵀ, Pᵀ dO, dS K, dSᵀ Q).
+    makes five, because it recomputes the logits (QKᵀ, dO Vᵀ, Pᵀ dO, dS K, dSᵀ Q).
 
     Args:
-      num_pairs: query-key pairs that the mask lets through, as in `AttentionPlan.pairs_after`.
+      num_pairs: query-key pairs that the mask admits, as in `AttentionPlan.pairs_after`.
       num_heads: query heads.
       head_size: size of a query or key head.
       value_head_size: size of a value head; None means `head_size`.

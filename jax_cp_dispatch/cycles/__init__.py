@@ -1,9 +1,10 @@
 """Cycles over ranks, on which chunks travel so that every link carries one chunk per step.
 
-`decomposition`: Hamiltonian cycles that use each link once; `paths`: the same inside a node;
-`two_level`: cycles over nodes of ranks; `sources`: who holds what at each step; `maps`: what each
-rank sends to each; `checks`: of cycles and maps that callers bring. Plain integers throughout:
-nothing traces, equal arguments give equal results in every process, and lists are always fresh.
+`decomposition`: Hamiltonian cycles that use each link once. `paths`: Hamiltonian paths inside a
+  node. `two_level`: cycles over nodes of ranks. `sources`: which rank holds which chunk at each
+  step. `maps`: which chunk each rank sends to each other rank. `checks`: checks of a caller's
+  cycles and maps. Everything is plain integers: nothing is traced, equal arguments give equal
+  results in every process, and every call returns new lists.
 """
 
 from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles

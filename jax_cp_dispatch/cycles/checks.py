@@ -1,4 +1,4 @@
-"""Checks of cycles and maps, also those that callers bring."""
+"""Checks of cycles and maps, including those of callers."""
 
 import operator
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ Checked = tuple[tuple[int, ...], ...]
 
 
 def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles") -> Checked:
-    """Refuses cycles on which two chunks would meet on a link.
+    """Rejects cycles that would put two chunks on one link.
 
     Args:
-      cycles: rows of ranks, each a permutation of `range(num_ranks)` and closed: the last rank
-        sends to the first. At least one; none for one rank, where nothing travels.
-      num_ranks: ranks, each of which stands in each row.
+      cycles: rows of ranks, each a permutation of `range(num_ranks)`; the last rank sends to the
+        first. At least one row; none for one rank, where nothing moves.
+      num_ranks: number of ranks.
       op: who asks, for the errors.
     Returns:
       The rows, as tuples of Python integers.
     Raises:
-      ValueError: a row is no such permutation, or two rows use the same link in one direction.
+      ValueError: a row is not such a permutation, or two rows use the same link in one direction.
       TypeError: rows of anything but integers.
     """
     rows = _integer_rows(op, "cycles", cycles)
@@ -29,13 +29,14 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
     for number, row in enumerate(rows):
         if len(row) != num_ranks or set(row) != everyone:
             raise ValueError(
-                f"{op}: row {number} of cycles is {_shown(row)}, which is no permutation of "
-                f"0, ..., {num_ranks - 1}. Every cycle visits each of the {num_ranks} ranks once."
+                f"{op}: row {number} of cycles is {_shown(row)}, which is not a permutation of "
+                f"0, ..., {num_ranks - 1}. Every cycle must visit each of the {num_ranks} ranks "
+                "once."
             )
     if (num_ranks == 1) != (not rows):
         raise ValueError(
             f"{op}: got {len(rows)} cycles for {num_ranks} ranks; it needs none for one rank, at "
-            "least one for more. hamiltonian_cycles has them."
+            "least one for more. Use hamiltonian_cycles."
         )
     if rows:
         ranks = np.array(rows)
@@ -47,7 +48,7 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
             one, two, *_ = np.flatnonzero((arcs == arc).any(axis=1)).tolist()
             raise ValueError(
                 f"{op}: rows {one} and {two} of cycles both go from rank {sender} to rank "
-                f"{receiver}. Cycles must not share a link; hamiltonian_cycles has such."
+                f"{receiver}. Cycles must not share a link. Use hamiltonian_cycles."
             )
     return rows
 
@@ -55,20 +56,20 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
 def check_chunk_maps(
     out_chunk: CycleRows, in_chunk: CycleRows, num_ranks: int, *, op: str = "check_chunk_maps"
 ) -> tuple[int, Checked, Checked]:
-    """Refuses maps with which a chunk would be lost or overwritten.
+    """Rejects maps that would lose or overwrite a chunk.
 
     Args:
       out_chunk: for ranks a, b the chunk that a sends to b, or -1.
-      in_chunk: for ranks a, b the slot in which a receives what b sends, or -1: the transpose of
-        `out_chunk`, for a chunk keeps its number on its way.
+      in_chunk: for ranks a, b the slot in which a receives the chunk from b, or -1: the transpose
+        of `out_chunk`, because a chunk keeps its number.
       num_ranks: rows and columns of both.
       op: who asks, for the errors.
     Returns:
-      The number of chunks, which is 1 more than the largest that is sent, and both maps, as tuples
-      of Python integers.
+      The number of chunks (the largest number sent, plus 1), and both maps as tuples of Python
+      integers.
     Raises:
-      ValueError: a map has another shape, sends to the sender, or names a number below -1; a rank
-        sends a chunk twice, or fills a slot twice; the maps contradict each other.
+      ValueError: a map has another shape, sends to the sender, or contains a number below -1; a
+        rank sends a chunk twice, or fills a slot twice; the maps contradict each other.
       TypeError: rows of anything but integers.
     """
     maps = {
@@ -85,15 +86,15 @@ def check_chunk_maps(
         for rank, row in enumerate(rows):
             if row[rank] != -1 or min(row) < -1:
                 raise ValueError(
-                    f"{op}: {name}[{rank}] is {_shown(row)}; it needs -1 at its own place "
-                    f"{rank}, elsewhere -1 or a chunk."
+                    f"{op}: {name}[{rank}] is {_shown(row)}; it needs -1 at index {rank}, its own "
+                    "rank, and -1 or a chunk elsewhere."
                 )
             used = [chunk for chunk in row if chunk >= 0]
             if len(set(used)) != len(used):
                 twice = next(chunk for chunk in used if used.count(chunk) > 1)
                 raise ValueError(
-                    f"{op}: rank {rank} {what} {twice} twice in one exchange, {name}[{rank}] is "
-                    f"{_shown(row)}. Each of its numbers but -1 may stand there once."
+                    f"{op}: rank {rank} {what} {twice} twice in one exchange: {name}[{rank}] is "
+                    f"{_shown(row)}. Each number except -1 may appear only once."
                 )
     sent, received = maps.values()
     for receiver, row in enumerate(received):
@@ -102,13 +103,13 @@ def check_chunk_maps(
                 raise ValueError(
                     f"{op}: out_chunk[{sender}][{receiver}] is {sent[sender][receiver]} but "
                     f"in_chunk[{receiver}][{sender}] is {slot}. The maps must be each other's "
-                    "transpose; chunk_maps makes both."
+                    "transpose. Use chunk_maps, which makes both."
                 )
     return 1 + max(map(max, sent)), sent, received
 
 
 def check_count(op: str, name: str, value: int) -> int:
-    """A number of ranks or nodes, at least 1, as a Python integer."""
+    """Returns a number of ranks or nodes as a Python integer; it must be at least 1."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise TypeError(f"{op}: {name} is {value!r}, needs to be an integer.")
     if operator.index(value) < 1:
@@ -117,14 +118,14 @@ def check_count(op: str, name: str, value: int) -> int:
 
 
 def ranks_and_cycles(op: str, cycles: CycleRows) -> tuple[int, Checked]:
-    """Checked cycles over as many ranks as the first row is long; over one if there are none."""
+    """Returns checked cycles and their number of ranks: the length of the first row, or 1."""
     rows = _integer_rows(op, "cycles", cycles)
     num_ranks = max(1, len(rows[0])) if rows else 1
     return num_ranks, check_cycles(rows, num_ranks, op=op)
 
 
 def _integer_rows(op, name, rows):
-    """Tuples of Python integers; types are compared, for numpy would take True for 1."""
+    """Returns tuples of Python integers; compares types, because numpy would accept True as 1."""
     try:
         rows = tuple(tuple(row) for row in rows)
     except TypeError:

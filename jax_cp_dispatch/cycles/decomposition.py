@@ -9,13 +9,13 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     The result is checked before it is returned. Time and memory grow with n².
 
     Args:
-      n: ranks; any number but 4 and 6.
+      n: number of ranks; any except 4 and 6.
     Returns:
       n - 1 permutations of the ranks, each a cycle: a rank sends to the next in the row, the last
-      to the first. The row is the number of the chunk that travels along it.
+      to the first. The index of a row is the number of the chunk that moves along it.
     Raises:
-      ValueError: n is 4 or 6, for which there are none, or less than 1.
-      TypeError: n is no integer.
+      ValueError: n is 4 or 6, for which no decomposition exists, or less than 1.
+      TypeError: n is not an integer.
     References:
       T. W. Tillson, A Hamiltonian decomposition of K*_2m, 2m >= 8, JCTB 29 (1980) 68-74.
     """
@@ -28,14 +28,14 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     if n <= 2:
         return [[0, 1]] if n == 2 else []
     cycles = _odd(n) if n % 2 else _even(n)
-    # Cycles that share no link and are n - 1 use all of them.
+    # n - 1 cycles that share no link use all links.
     if len(check_cycles(cycles, n)) != n - 1:
         raise RuntimeError(f"hamiltonian_cycles: found {len(cycles)} cycles for n={n}. Report it.")
     return cycles
 
 
 def _odd(n):
-    """Walecki's: all translations of (∞, 0, 1, -1, 2, -2, ...) modulo n - 1, with ∞ = n - 1."""
+    """Walecki's cycles: all translations of (∞, 0, 1, -1, 2, -2, ...) modulo n - 1; ∞ = n - 1."""
     q = n - 1
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(q)]
     return [[q] + [(x + c) % q for x in zigzag] for c in range(q)]
@@ -44,8 +44,8 @@ def _odd(n):
 def _even(n):
     """Inserts rank n - 1 into the cycles over the others.
 
-    A Hamiltonian path that takes one arc of each cycle is cut out of them. The new rank closes
-    every gap, and the path itself, which becomes the last cycle.
+    A Hamiltonian path that contains one arc of each cycle is removed. The new rank closes every
+    gap, and closes the path, which becomes the last cycle.
     """
     path, colour_after = _rainbow_path(n - 2)
     tails = {colour_after[x]: x for x in path[:-1]}
@@ -57,19 +57,20 @@ def _even(n):
 
 
 def _rainbow_path(q):
-    """A Hamiltonian path with one arc of each cycle, or colour, of `_odd(q + 1)`; for even q >= 6.
+    """Finds a Hamiltonian path with one arc of each cycle (colour) of `_odd(q + 1)`, even q >= 6.
 
-    Returns the path and, for each rank but its last, the colour of the arc to the next.
+    Returns the path and, for each rank except its last, the colour of the arc to the next.
 
-    A walk over pairs of paths that together visit every rank and have arcs of all colours but one.
-    An arc of the missing colour at an end of one path either joins the two, and the walk is over,
-    or cuts the other path where it meets it, which sets another colour free. The walk turns back
-    only where it must. It took at most 12 q steps for every even q up to 2000, mostly about q.
+    The search walks over pairs of paths that together visit every rank and have arcs of all colours
+    except one. An arc of the missing colour at an end of one path either joins the two paths, which
+    ends the walk, or cuts the other path where it meets it, which frees another colour. The walk
+    turns back only if it must. It took at most 12 q steps for every even q up to 2000, mostly about
+    q.
     """
     infinity, half = q, q // 2
 
     # Colour c has the arcs x -> 2c - x for x - c = 1, ..., q/2 - 1, and x -> 2c + 1 - x for the
-    # rest of the numbers modulo q, but for c + q/2 -> ∞ -> c.
+    # other numbers modulo q, except for c + q/2 -> ∞ -> c.
     def successor(colour, x):
         if x == infinity:
             return colour

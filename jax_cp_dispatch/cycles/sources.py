@@ -1,10 +1,10 @@
-"""Whose chunks a rank holds at each step; these tables have `num_ranks² * num_chunks` entries."""
+"""Tables of the chunks that each rank holds at each step (`num_ranks² * num_chunks` entries)."""
 
 from jax_cp_dispatch.cycles.checks import CycleRows, check_count, ranks_and_cycles
 
 
 def cycle_sources(cycles: CycleRows) -> list[list[list[int]]]:
-    """The rank whose chunk stands in each slot when every chunk follows its cycle.
+    """Returns the rank whose chunk is in each slot when every chunk follows its cycle.
 
     Args:
       cycles: see `check_cycles`; no cycles are those of one rank.
@@ -17,19 +17,19 @@ def cycle_sources(cycles: CycleRows) -> list[list[list[int]]]:
 
 
 def direct_sources(n: int) -> list[list[list[int]]]:
-    """The schedule without cycles: every chunk comes straight from the rank that it belongs to.
+    """Returns the schedule without cycles: every chunk comes directly from its owner.
 
-    Exists for any number of ranks. Every link carries one chunk per step; each rank keeps its own
-    chunks to send from, beside those that it holds and those that arrive.
+    Exists for any number of ranks. Every link carries one chunk per step. Each rank keeps its own
+    chunks for sending, in addition to those that it holds and those that arrive.
 
     Args:
-      n: ranks.
+      n: number of ranks.
     Returns:
       Ranks `[step][rank][chunk]` for n - 1 chunks; at step 0 the rank itself, and over all steps
       each rank once. Chunk c comes from rank `r - 1 - (c + step - 1) % (n - 1)`, modulo n.
     Raises:
       ValueError: n is less than 1.
-      TypeError: n is no integer.
+      TypeError: n is not an integer.
     """
     n = check_count("direct_sources", "n", n)
     return [
@@ -42,12 +42,12 @@ def direct_sources(n: int) -> list[list[list[int]]]:
 
 
 def source_is_earlier(cycles: CycleRows) -> list[list[list[bool]]]:
-    """Whether a held chunk belongs to this rank or one before it: what causal attention asks.
+    """Returns whether a held chunk belongs to this rank or an earlier one, for causal attention.
 
     Args:
       cycles: see `check_cycles`; no cycles are those of one rank.
     Returns:
-      `[rank][step][chunk]`: the source is at most the rank.
+      `[rank][step][chunk]`: true if the source is at most the rank.
     Raises:
       ValueError, TypeError: see `check_cycles`.
     """

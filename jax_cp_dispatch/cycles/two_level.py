@@ -1,4 +1,4 @@
-"""Cycles over nodes of ranks, of whose links only one per rank leaves the node."""
+"""Cycles over nodes of ranks, in which only one link per rank leaves the node."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,14 @@ from jax_cp_dispatch.cycles.paths import cut_cycles, hamiltonian_paths
 
 
 class TwoLevelMaps(NamedTuple):
-    """Cycles over `m * u` ranks, rank `a * m + l` being the l-th of node a, and their maps.
+    """Cycles over `m * u` ranks, and their maps. Rank `a * m + l` is the l-th of node a.
 
     Attributes:
       cycles: one row for each chunk.
-      out_chunk, in_chunk: as of `chunk_maps`, links inside and between nodes alike.
-      inter_out: for each rank [the rank in the next node that it sends to, the chunk], or [-1, -1].
-      inter_in: for each rank [the rank in the last node that it receives from, the chunk], or
+      out_chunk, in_chunk: as returned by `chunk_maps`, for links inside and between nodes.
+      inter_out: for each rank, [the rank of the next node that it sends to, the chunk], or [-1,
+        -1].
+      inter_in: for each rank, [the rank of the previous node that it receives from, the chunk], or
         [-1, -1].
     """
 
@@ -27,25 +28,26 @@ class TwoLevelMaps(NamedTuple):
 
 
 def two_level_cycles(m: int, u: int, *, rail_aligned: bool = False) -> list[list[int]]:
-    """Cycles over u nodes of m ranks: each follows a path through one node after the other.
+    """Returns cycles over u nodes of m ranks; each follows a path through one node after another.
 
-    Every link inside a node is used once, and every rank has one link to the next node and one from
-    the last one, each with one chunk per step. Two exceptions:
+    Every link inside a node is used once. Every rank has one link to the next node and one from the
+    previous node, each with one chunk per step. There are two exceptions:
 
-    * m = 3 and 5, where such paths do not exist, have m - 1 cycles. One link inside a node is left
-      out of each, and the last rank of a node has no link to other nodes.
-    * u = 1 gives `hamiltonian_cycles(m)`: in one node m closed paths would have to share links.
+    * m = 3 and 5, for which such paths do not exist, have m - 1 cycles. Each omits one link inside
+      a node, and the last rank of a node has no link to other nodes.
+    * u = 1 gives `hamiltonian_cycles(m)`: m closed paths in one node would have to share links.
 
     Args:
       m: ranks of a node.
       u: nodes.
-      rail_aligned: every link between nodes joins ranks of the same place in their nodes.
+      rail_aligned: if true, every link between nodes connects ranks of the same index in their
+        nodes.
     Returns:
-      m rows, or m - 1 in the two exceptions; each a permutation of the `m * u` ranks, in which rank
-      `a * m + l` is the l-th of node a.
+      m rows (m - 1 in the two exceptions), each a permutation of the `m * u` ranks. Rank `a * m +
+      l` is the l-th of node a.
     Raises:
       ValueError: `rail_aligned` with odd m or odd u; m is 4 or 6 and u is 1; m or u is less than 1.
-      TypeError: m or u is no integer.
+      TypeError: m or u is not an integer.
     """
     m = check_count("two_level_cycles", "m", m)
     u = check_count("two_level_cycles", "u", u)
@@ -66,11 +68,11 @@ def two_level_cycles(m: int, u: int, *, rail_aligned: bool = False) -> list[list
 
 
 def two_level_maps(m: int, u: int, *, rail_aligned: bool = False) -> TwoLevelMaps:
-    """The cycles of `two_level_cycles` with what each rank sends and receives on them.
+    """Returns the cycles of `two_level_cycles` with the maps of each rank.
 
     Args, Raises: see `two_level_cycles`.
     Returns:
-      `TwoLevelMaps`. In one node nothing leaves it.
+      `TwoLevelMaps`; with one node, no chunk leaves it.
     """
     cycles = two_level_cycles(m, u, rail_aligned=rail_aligned)
     inter_out = [[-1, -1] for _ in range(m * u)]

@@ -1,1 +1,1 @@
-"""The demonstration: real documents, planned, moved, attended and checked on virtual devices."""
+"""The demonstration: plans and computes attention of real documents on virtual devices."""

@@ -1,4 +1,4 @@
-"""Reads the text files of a folder and packs them, byte by byte, into equal rows of ranks."""
+"""Reads the text files of a folder and packs their bytes into equal rows of the ranks."""
 
 import dataclasses
 import pathlib
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text file: its name, and its bytes as tokens."""
+    """A text file; its bytes are the tokens."""
 
     name: str
     tokens: np.ndarray  # uint8 [length]
@@ -17,11 +17,11 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class PackedDocuments:
-    """Documents one after another in the global sequence, and the arrays a data pipeline makes.
+    """Documents in the global sequence, and the arrays that a data pipeline would produce.
 
     Attributes:
       tokens, segment_ids, positions: int32 `[1, num_ranks * tokens_per_rank]`; segment 0 pads.
-      spans: name, first row and one past the last row of each document.
+      spans: name, first row and end row (exclusive) of each document.
     """
 
     tokens: np.ndarray
@@ -33,8 +33,8 @@ class PackedDocuments:
 def read_documents(folder: pathlib.Path, *, pattern: str, seed: int) -> Iterator[Document]:
     """Yields the text files below `folder` in a seeded random order.
 
-    Empty and binary files are skipped, and so are installed packages: the standard library's
-    folder may hold them too.
+    Skips empty and binary files, and installed packages, which the standard library's folder may
+    contain.
     """
     paths = sorted(
         path
@@ -63,15 +63,13 @@ def pack_documents(
     """Fills all ranks with documents.
 
     Args:
-      documents: taken until the ranks are full, or no document is left.
+      documents: read until the ranks are full or no document is left.
       num_ranks, tokens_per_rank: the size of the global sequence.
-      long_documents: "span": documents follow each other and cross from rank to rank; "cut": a
-        document is cut to `tokens_per_rank` and goes to the first rank that has room for it, so
-        that none crosses.
-      longest: tokens to which longer documents are cut in any case; None cuts only what does not
-        fit.
+      long_documents: "span": documents follow each other and may span several ranks. "cut": each is
+        cut to `tokens_per_rank` tokens and goes to the first rank with enough room.
+      longest: maximum tokens of a document; longer ones are cut. None: no such limit.
     Raises:
-      ValueError: another value of `long_documents`.
+      ValueError: `long_documents` has another value.
     """
     if longest is not None:
         documents = (Document(d.name, d.tokens[:longest]) for d in documents)

@@ -1,4 +1,4 @@
-"""The programs that the demonstration runs, and the arrays that they run on."""
+"""The programs of the demonstration, and their inputs."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 32
 
 
 def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
-    """q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings turned by the position."""
+    """Returns q, k, v and a cotangent `[1, T, heads, H]`: byte embeddings rotated by position."""
     rng = np.random.default_rng(seed)
     angles = packed.positions[..., None, None] / 10000 ** (np.arange(HEAD_DIM) / HEAD_DIM)
     arrays = []
@@ -32,7 +32,7 @@ def embed(packed: PackedDocuments, seed: int) -> tuple[np.ndarray, ...]:
 
 
 def random_received_rows(plan: AttentionPlan, mesh: Mesh) -> list[jax.Array]:
-    """q, k, v and a cotangent as large as the receive buffers of all ranks."""
+    """Returns random q, k, v and a cotangent of the size of all ranks' receive buffers."""
     rng = np.random.default_rng(0)
     queries, keys = (plan.q_capacity, NUM_HEADS), (plan.kv_capacity, NUM_KV_HEADS)
     return [
@@ -45,7 +45,7 @@ def random_received_rows(plan: AttentionPlan, mesh: Mesh) -> list[jax.Array]:
 
 
 def attention_and_gradients(mesh: Mesh) -> Any:
-    """One jitted program: forward and backward over all devices."""
+    """Returns one jitted program: forward and backward pass over all devices."""
 
     @jax.jit
     def program(q, k, v, dout, plan):
@@ -61,7 +61,7 @@ def attention_and_gradients(mesh: Mesh) -> Any:
 
 
 def movement_alone(mesh: Mesh) -> Any:
-    """All exchanges of a forward and a backward pass, and nothing else."""
+    """Returns a program with only the exchanges of a forward and a backward pass."""
 
     def local(q, k, v, plan):
         q, k, v = (x[0] for x in (q, k, v))
@@ -81,7 +81,7 @@ def movement_alone(mesh: Mesh) -> Any:
 
 
 def attention_alone(mesh: Mesh) -> Any:
-    """The local attention of every rank, forward and backward, on rows that are there already."""
+    """Returns a program with only local attention, forward and backward, on received rows."""
 
     def local(q, k, v, dout, plan):
         ranges = plan.kv_start, plan.kv_end

@@ -1,4 +1,4 @@
-"""What the demonstration shows: progress while it runs, and the results."""
+"""Output of the demonstration: progress while it runs, and the results."""
 
 import contextlib
 import statistics
@@ -14,7 +14,7 @@ from jax_cp_dispatch.planner import AttentionPlan
 
 
 class Progress:
-    """Numbered steps with their time, on standard error, so that a long one shows that it runs."""
+    """Prints numbered steps with their time on standard error, and the progress of long ones."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
@@ -39,7 +39,7 @@ class Progress:
 
 
 def moved_bytes(plan: AttentionPlan) -> int:
-    """Bytes that cross between ranks, forward and backward, in float32."""
+    """Returns the bytes that move between ranks, forward and backward, in float32."""
     row = partial(rows_bytes, head_size=HEAD_DIM, itemsize=4)
     # Forward: q there, out back, k and v there. Backward: dout there, dq back, dk and dv back.
     q_like = 4 * row(int(plan.num_q_tokens_moved), num_heads=NUM_HEADS)
@@ -54,7 +54,7 @@ def report(
     differences: dict[str, float],
     tolerance: float,
 ) -> bool:
-    """Prints what was done, how fast, and how well; returns whether it is right."""
+    """Prints sizes, times and differences; returns whether the results are correct."""
     lengths = [stop - start for _, start, stop in packed.spans]
     num_tokens = packed.tokens.size
 

@@ -42,23 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pattern",
         default=None,
-        help="which files (default: *.py, or all files of a folder that is named)",
+        help="which files (default: *.py; if a folder is given, all of its files)",
     )
     parser.add_argument(
         "--long-documents",
         choices=("span", "cut"),
         default="span",
-        help="documents longer than a rank span ranks (default), or are cut",
+        help="let documents longer than a rank span ranks (default), or cut them",
     )
     parser.add_argument(
         "--longest",
         type=int,
         default=None,
-        help="tokens to which longer documents are cut (default: a quarter of all tokens)",
+        help="maximum tokens of a document; longer ones are cut (default: a quarter of all)",
     )
     parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
     parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
-    parser.add_argument("--seed", type=int, default=0, help="which documents come first")
+    parser.add_argument("--seed", type=int, default=0, help="determines the order of documents")
     parser.add_argument(
         "--picture",
         type=pathlib.Path,
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
-    """Median time of some runs, after a first one that does not count."""
+    """Returns the median time of several runs after one warm-up run."""
     times = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
@@ -80,7 +80,7 @@ def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -
 def largest_difference(
     packed: PackedDocuments, operands: Any, results: Any, show: Callable[[float], None]
 ) -> dict[str, float]:
-    """The largest difference to dense attention of each document, over the largest entry."""
+    """Returns the largest difference from dense attention, relative to the largest entry."""
     q, k, v, dout = (x[0] for x in operands)
     expected = [np.zeros(x.shape[1:]) for x in results]
     pairs = np.array([(stop - start) ** 2 for _, start, stop in packed.spans], float)
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
         differences = largest_difference(
             packed, [np.asarray(x) for x in operands], [np.asarray(x) for x in results], show
         )
-    with progress.step("timing movement and attention apart"):
+    with progress.step("timing movement and attention separately"):
         movement = median_seconds(movement_alone(mesh), *operands[:3], plan)
         received = random_received_rows(plan, mesh)
         attention = median_seconds(attention_alone(mesh), *received, plan, repeats=1)

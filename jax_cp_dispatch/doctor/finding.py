@@ -1,4 +1,4 @@
-"""What the doctor says of one thing."""
+"""One finding of the doctor."""
 
 from typing import Literal, NamedTuple
 
@@ -7,10 +7,10 @@ class Finding(NamedTuple):
     """One row of the report.
 
     Attributes:
-      name: what was looked at.
-      found: what is there.
-      verdict: "ok"; "missing", where the package works without it; "wrong", where it does not.
-      remedy: what to do about it, if anything.
+      name: what was checked.
+      found: what was found.
+      verdict: "ok"; "missing" if the package works without it; "wrong" if it does not.
+      remedy: what to do, if anything.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The self-test of shared memory: two processes of this host, started by the launcher.
 
-Run as a program, it is one of them.
+This file is also the program that they run.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ _RIGHT = "right"
 
 
 def try_processes() -> Finding:
-    """Starts them and tells what became of it."""
+    """Runs the processes and reports the result."""
     start = time.perf_counter()
     launch = ["-m", "jax_cp_dispatch.launch", f"--processes={_PROCESSES}", __file__]
     try:

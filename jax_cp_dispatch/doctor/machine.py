@@ -1,4 +1,4 @@
-"""What the machine offers: versions, devices, GPUs, shared memory and limits."""
+"""Checks the machine: versions, devices, GPUs, shared memory and limits."""
 
 import ctypes.util
 import importlib.metadata
@@ -15,7 +15,7 @@ import jax
 from jax_cp_dispatch.cpu_devices import warn_of_deadlock
 from jax_cp_dispatch.doctor.finding import Finding
 
-# Less shared memory than this is soon filled by the receive buffers of a model.
+# The receive buffers of a model soon fill less shared memory than this.
 _SMALL_SHARED_MEMORY = 1 << 30
 
 
@@ -35,7 +35,7 @@ def look_at_machine() -> Iterator[Finding]:
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA GPU is there; JAX is not asked."""
+    """Whether an NVIDIA GPU driver is present; does not use JAX."""
     return pathlib.Path("/dev/nvidiactl").exists()
 
 

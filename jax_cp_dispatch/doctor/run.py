@@ -17,24 +17,24 @@ _MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs, on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
     parser.add_argument(
         "--devices",
         type=int,
         default=4,
-        help="virtual CPU devices to try, where JAX would use the CPU (default 4)",
+        help="virtual CPU devices to test if JAX uses the CPU (default 4)",
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Returns 1 if anything is wrong; what is merely missing does not count."""
+    """Returns 1 if anything is wrong; missing parts do not count."""
     if options.devices < 1:
         raise SystemExit(f"doctor: --devices is {options.devices}; it needs to be at least 1.")
     if os.environ.get("JAX_PLATFORMS", "" if has_gpu() else "cpu") == "cpu":
         start_cpu_devices(options.devices)
     findings = []
     tried = (finding for finding in try_implementations() if finding.name != _OF_PROCESSES)
-    in_processes = (try_processes() for _ in [0])  # when its turn comes
+    in_processes = (try_processes() for _ in [0])  # lazily
     for finding in itertools.chain(look_at_machine(), tried, in_processes):
         findings.append(finding)
         if not options.json:
@@ -43,8 +43,8 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"ok": is_well, "findings": [f._asdict() for f in findings]}, indent=2))
     else:
-        print("\nok: works.  --: not here, needed only for what it names.  XX: must be repaired.")
-        print("All is well." if is_well else "Something is wrong: see XX.")
+        print("\nok: works.  --: missing, needed only for what it names.  XX: must be repaired.")
+        print("Everything works." if is_well else "Something is wrong: see XX.")
     return 0 if is_well else 1
 
 

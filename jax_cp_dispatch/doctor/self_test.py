@@ -1,4 +1,4 @@
-"""Every way of moving rows that is available here, tried out and compared."""
+"""Tests every transport that is available here."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _SLOTS, _REPLICAS, _FEATURES = 4, 2, 8
 
 
 def try_implementations() -> Iterator[Finding]:
-    """Yields what became of each that can run in this process."""
+    """Yields one finding per transport that can run in this process."""
     for name, implementation in available_implementations().items():
         if not implementation.available:
             yield Finding(f"transport {name}", implementation.reason, "missing")
@@ -28,7 +28,7 @@ def try_implementations() -> Iterator[Finding]:
         start = time.perf_counter()
         try:
             wrong = move(name)
-        except Exception as error:  # whatever it is, it is the finding
+        except Exception as error:  # any error is a finding
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         seconds = time.perf_counter() - start
         if wrong:
@@ -41,7 +41,7 @@ def try_implementations() -> Iterator[Finding]:
 
 
 def move(name: str) -> str:
-    """Sends random shards to random ranks and back; what differs in this process, or nothing."""
+    """Sends random shards to random ranks and back; returns what is wrong here, or ""."""
     devices = np.array(jax.devices())
     num_ranks = len(devices)
     rng = np.random.default_rng(0)
@@ -67,15 +67,15 @@ def move(name: str) -> str:
     received, home = there_and_back(put(x), jax.tree.map(put, plan))
     blank = np.zeros((num_ranks, capacity, _FEATURES), np.float32)
     if not _equal(received, orchestrate_simulate(x, blank, plan)):
-        return "dispatch gave other rows than the plan names"
+        return "dispatch returned the wrong rows"
     copies = np.zeros((num_ranks, num_tokens, 1), np.float32)
     for rank, sent in enumerate((where >= 0).sum(-1)):
         per_row = np.repeat(sent, lengths[rank])
         copies[rank, : len(per_row), 0] = per_row
-    return "" if _equal(home, x * copies) else "combine gave other sums than the copies'"
+    return "" if _equal(home, x * copies) else "combine returned the wrong sums"
 
 
 def _equal(result: jax.Array, expected: Any) -> bool:
-    """As far as this process has the result."""
+    """Compares the part of the result that this process holds."""
     whole = np.asarray(expected)
     return all(np.array_equal(s.data, whole[s.index]) for s in result.addressable_shards)

@@ -169,7 +169,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         (
             "hamilton",
             {"cycles": ((0, 1),)},
-            r"row 0 of cycles is \[0, 1\], which is no permutation",
+            r"row 0 of cycles is \[0, 1\], which is not a permutation",
         ),
         ("hamilton", {"cycles": ((0, 1, 2), (1, 2, 0))}, ONE_LINK_TWICE),
         ("hamilton", {"cycles": ()}, "got 0 cycles for 3 ranks"),

@@ -229,10 +229,10 @@ def test_cycles_are_taken_as_lists_tuples_and_arrays():
 @pytest.mark.parametrize(
     "cycles, error, message",
     [
-        ([[0, 1, 2], [0, 1]], ValueError, r"row 1 of cycles is \[0, 1\], .* no permutation"),
+        ([[0, 1, 2], [0, 1]], ValueError, r"row 1 of cycles is \[0, 1\], .* not a permutation"),
         ([[0, 1, 1]], ValueError, r"row 0 of cycles is \[0, 1, 1\].*each of the 3 ranks once"),
-        ([[1, 2, 3]], ValueError, "no permutation of 0, ..., 2"),
-        ([[-1, 0, 1]], ValueError, "no permutation"),
+        ([[1, 2, 3]], ValueError, "not a permutation of 0, ..., 2"),
+        ([[-1, 0, 1]], ValueError, "not a permutation"),
         ([[0, 1, 2], [1, 2, 0]], ValueError, "rows 0 and 1 .* from rank 0 to rank 1"),
         ([], ValueError, "got 0 cycles for 3 ranks"),
         ([[0, True, 2]], TypeError, "row 0 of cycles has entries of type bool"),
@@ -252,7 +252,7 @@ def test_whoever_takes_cycles_refuses_wrong_ones(unchecked_types):
     for op in (chunk_maps, cycle_sources, source_is_earlier):
         with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
             op(shared)
-        with pytest.raises(ValueError, match=f"{op.__name__}: row 0 .* no permutation"):
+        with pytest.raises(ValueError, match=f"{op.__name__}: row 0 .* not a permutation"):
             op([[]])
     with pytest.raises(ValueError, match="got 1 cycles for 1 ranks"):
         chunk_maps([[0]])
@@ -272,7 +272,7 @@ def test_chunk_maps_are_taken_as_lists_and_arrays():
     [
         ({"out": lambda m: m[:2]}, r"out_chunk has rows of length \[3, 3\], but needs 3 rows of 3"),
         ({"in": lambda m: [row[:2] for row in m]}, r"in_chunk has rows of length \[2, 2, 2\]"),
-        ({"out": lambda m: [[0, *m[0][1:]], *m[1:]]}, r"out_chunk\[0\] .* needs -1 at its own"),
+        ({"out": lambda m: [[0, *m[0][1:]], *m[1:]]}, r"out_chunk\[0\] .* needs -1 at index"),
         ({"in": lambda m: [[-1, -2, 0], *m[1:]]}, r"in_chunk\[0\] is \[-1, -2, 0\]"),
         ({"out": lambda m: [[-1, 1, 1], *m[1:]]}, "rank 0 sends chunk 1 twice"),
         ({"in": lambda m: [*m[:2], [0, 0, -1]]}, "rank 2 fills slot 0 twice"),

@@ -44,7 +44,7 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(self_test, "dispatch", lambda *a, **options: 0 * move(*a, **options))
     code, told = report(capsys, is_json=False)
     assert code == 1
-    assert "XX  transport in_process       dispatch gave other rows than the plan names" in told
+    assert "XX  transport in_process       dispatch returned the wrong rows" in told
     assert "Something is wrong" in told
 
 

@@ -38,8 +38,7 @@ def what_gpu_lacks(name: str, platforms: Sequence[str]) -> str | None:
 
 
 def choose_gpu_implementation(platforms: Sequence[str]) -> tuple[str | None, str]:
-    """Returns the first transport that can serve, and why; or None, and what prevents the
-    likeliest."""
+    """Returns the first transport that can serve and why; or None and what the likeliest needs."""
     lacks = {name: what_gpu_lacks(name, platforms) for name in GPU_IMPLEMENTATIONS}
     for name, missing in lacks.items():
         if missing is None:
