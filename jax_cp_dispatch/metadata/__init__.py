@@ -1,4 +1,4 @@
-"""Plans of what moves, as data: which shard, to which rank, to which row, how long."""
+"""Plans of exchanges as data: which shard goes to which rank and row, and its length."""
 
 from jax_cp_dispatch.metadata.compute import (
     AttnLayoutSeqlens,

@@ -1,8 +1,9 @@
 """Planning: from shards and their destinations to the `Metadata` of every exchange.
 
 The planning functions are `jax.numpy` with static shapes. With concrete arguments the size of the
-reverse plan is exact; with traced ones it is `max_recv_seqs`. Their arguments are annotated without
-shapes, because the errors here name the argument; the functions they compile carry the shapes.
+reverse plan is exact; with traced ones it is `max_recv_seqs`. The public arguments are annotated
+without shapes, so that this module's errors name the argument. The compiled functions are annotated
+with shapes.
 """
 
 import dataclasses
@@ -25,19 +26,19 @@ _MAX_UINT32 = 2**32 - 1
 
 
 class AttnLayoutSeqlens(NamedTuple):
-    """What variable-length attention kernels ask for, per rank, in attention layout.
+    """Inputs of variable-length attention kernels, per rank, in attention layout.
 
-    R is the number of received shards that have a place: those of the busiest rank, at least 1, or
-    `max_recv_seqs`. Numbers count tokens.
+    R is the number of slots for received shards: the number that the busiest rank receives (at
+    least 1), or `max_recv_seqs`. Lengths count tokens.
 
     Attributes:
-      cu_seqlens_q: i32 `[W, R + 1]`; where each received query shard starts, then the total,
-        which is repeated past the rank's last shard.
+      cu_seqlens_q: i32 `[W, R + 1]`; the start of each received query shard, then the total,
+        repeated past the rank's last shard.
       cu_seqlens_kv: i32 `[W, R + 1]`; the same for the KV context of each query shard.
-      max_seqlen_q: i32 `[W]`; the longest query shard, 0 where nothing is received.
+      max_seqlen_q: i32 `[W]`; the longest query shard, 0 if nothing is received.
       max_seqlen_kv: i32 `[W]`; the longest KV context.
-      num_local_seqs: i32 `[W]`; query shards received; more than R only where traced values need
-        more than `max_recv_seqs`.
+      num_local_seqs: i32 `[W]`; query shards received; exceeds R only if traced values need more
+        than `max_recv_seqs`.
     """
 
     cu_seqlens_q: Int32[Array, "W R_plus_1"]
@@ -50,20 +51,20 @@ class AttnLayoutSeqlens(NamedTuple):
 def compute_metadata(
     seq_len: ArrayLike, dispatch: ArrayLike, *, max_recv_seqs: int | None = None
 ) -> tuple[Metadata, Metadata]:
-    """Plans an exchange: shards arrive in the order of (rank, slot, replica) of their senders.
+    """Plans an exchange; shards arrive in the order (rank, slot, replica) of their senders.
 
-    Call anywhere, also inside `jit` and `vmap`; integers have no derivative.
+    Call anywhere, also inside `jit` and `vmap`. Not differentiable (integers).
 
     Args:
       seq_len: integer `[W, S]`; tokens in each shard.
       dispatch: integer `[W, S]` or `[W, S, C]`; the rank each shard (replica) goes to, -1 = none.
-      max_recv_seqs: slots of the reverse plan; None = as many as the busiest rank receives (at
-        least 1), for which the arguments must be concrete.
+      max_recv_seqs: slots of the reverse plan. None: as many as the busiest rank receives (at least
+        1); the arguments must then be concrete.
     Returns:
-      The forward plan and the reverse plan, which brings every received shard home. Reverse slots
-      stand in the order of arrival. Replica c of the shard at row o comes back to row `c * T + o`,
-      T being the sender's own `sum(seq_len)`. If traced values need more slots than
-      `max_recv_seqs`, those beyond it are missing and `num_seqs` says how many there should be.
+      The forward plan, and the reverse plan, which returns every received shard to its sender.
+      Reverse slots are in the order of arrival. Replica c of the shard at row o returns to row `c *
+      T + o`, where T is the sender's `sum(seq_len)`. If traced values need more slots than
+      `max_recv_seqs`, the slots beyond it are missing, and `num_seqs` is the number needed.
     Raises:
       TypeError: an argument is not of integers.
       ValueError: wrong shapes, values out of range, more shards than `max_recv_seqs`, or traced
@@ -98,29 +99,29 @@ def compute_metadata_kv(
     *,
     max_recv_seqs: int | None = None,
 ) -> tuple[Metadata, Metadata]:
-    """Plans the exchange of keys and values after that of the queries: each query gets its own KV.
+    """Plans the exchange of keys and values for planned queries: each query gets its own KV.
 
-    At a rank the KV of its queries stand in the order of the queries, the shards of one query in
-    `kv_to_q_rank` order. Call anywhere, also inside `jit` and `vmap`; no derivative.
+    A rank receives the KV in the order of its queries; the shards of one query are in
+    `kv_to_q_rank` order. Call anywhere, also inside `jit` and `vmap`. Not differentiable.
 
     Args:
       kv_to_q_mapping: integer `[W, S, C, 2]`; (rank, slot) of the query shard that replica c of a
-        KV shard serves; unused where either is -1.
+        KV shard serves; unused if either is -1.
       kv_to_q_rank: integer `[W, S, C]`; the position of the KV shard among those of that query.
       kv_context_size: integer `[W, S]`; tokens of the document before the KV shard.
       q_to_num_kv_seq: integer `[W, S]`; KV shards of each query shard.
       q_to_num_kv_token: integer `[W, S]`; their tokens.
       seq_len: integer `[W, S]`; tokens in each KV shard.
-      num_seqs: integer `[W]`; slots that the caller counts as used; the plan covers these and
-        every slot with a destination or a length.
+      num_seqs: integer `[W]`; slots in use. The plan covers these, and every slot with a
+        destination or a length.
       q_dispatch: integer `[W, S]`; the rank each query shard goes to, -1 = none.
       max_recv_seqs: slots of the reverse plan, as in `compute_metadata`.
     Returns:
-      The forward plan `[W, S, C]` and the reverse plan, one slot per received KV shard, whose
-      rows at home have layout `(C, sum(seq_len))`.
+      The forward plan `[W, S, C]`, and the reverse plan, with one slot per received KV shard. It
+      returns rows in layout `(C, sum(seq_len))`.
     Raises:
       TypeError: an argument is not of integers.
-      ValueError: as in `compute_metadata`, and KV that its query has no room for.
+      ValueError: as in `compute_metadata`; or KV that exceeds the room of its query.
     """
     inputs = Inputs(
         "compute_metadata_kv",
@@ -155,15 +156,15 @@ def compute_attn_layout_seqlens(
     *,
     max_recv_seqs: int | None = None,
 ) -> AttnLayoutSeqlens:
-    """Lengths of the received query shards and of their KV, in attention layout.
+    """Returns the lengths of the received query shards and of their KV, in attention layout.
 
-    Call anywhere, also inside `jit` and `vmap`; no derivative.
+    Call anywhere, also inside `jit` and `vmap`. Not differentiable.
 
     Args:
       shard_len: integer `[W, S]`; tokens in each query shard.
       shard_context: integer `[W, S]`; tokens of the shard's KV context, itself included.
       dispatch: integer `[W, S]`; the rank each query shard goes to, -1 = none.
-      max_recv_seqs: R, the shards with a place in the result; None as in `compute_metadata`.
+      max_recv_seqs: R, the slots of the result; None as in `compute_metadata`.
     Returns:
       Cumulative lengths with the leading zero; past the last shard they repeat the total.
     Raises:
@@ -249,16 +250,16 @@ def _compute(
     needed: np.ndarray | None,
     max_recv_seqs: int | None,
 ) -> tuple[Any, int]:
-    """Runs a compiled plan; returns it and the slots that belong to the result."""
+    """Runs a compiled planning function; returns its result and the number of valid slots."""
     padded, num_slots = inputs.num_slots(needed, max_recv_seqs)
     if not inputs.known:
         return function(*inputs.canonical(), num_slots=padded), num_slots
-    with jax.core.eval_context():  # a plan of known values is a constant, also inside jit
+    with jax.core.eval_context():  # a plan of known values is a constant, even inside jit
         return function(*inputs.canonical(), num_slots=padded), num_slots
 
 
 def _cut(x: Array, num_slots: int) -> Array:
-    """`x[:, :num_slots]`, on the host so that no program is compiled for each size."""
+    """Returns `x[:, :num_slots]`; cut on the host, so that sizes do not compile new programs."""
     if x.shape[1] == num_slots:
         return x
     with jax.core.eval_context():

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jax_cp_dispatch.metadata.validate import check_plan, host_value
 
-# An array; or whatever a transformation maps over the leaves (specs, shapes, axes, placeholders).
+# An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
 Leaf: TypeAlias = Any
 
 _INT32 = ("dst_rank", "num_seqs")
@@ -23,28 +23,28 @@ _COUNTS = ("num_recv_tokens", "num_total_recv_tokens")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Metadata:
-    """Which shard of which rank goes to which row of which rank. All numbers count tokens.
+    """A plan: which shard of each rank goes to which row of which rank. Counts are tokens.
 
-    A pytree: the arrays are leaves, `world_size` and `normalized` are static. The shapes below are
-    those of all W ranks; the view of one rank (`get_slice`) has the same fields without the
-    leading W. The two are told apart by `seq_len.ndim`. Padding is `dst_rank = -1`,
-    `dst_offset = 0`, `seq_len = 0` and may stand anywhere; `dst_rank = -1` with `seq_len > 0`
-    occupies rows of the sender and moves nothing.
+    A pytree: the arrays are leaves; `world_size` and `normalized` are static. The shapes below are
+    for all W ranks. The view of one rank (`get_slice`) has the same fields without the leading W;
+    `seq_len.ndim` tells the two apart. Padding is `dst_rank = -1`, `dst_offset = 0`, `seq_len = 0`,
+    in any slot. A slot with `dst_rank = -1` and `seq_len > 0` occupies rows of the sender and moves
+    nothing.
 
     Attributes:
       dst_rank: i32 `[W, S]` or `[W, S, C]`; the rank each shard (replica) is sent to, -1 = none.
       dst_offset: u32, shape of `dst_rank`; the row of its first token at the destination.
       seq_len: u32 `[W, S]`; tokens in the shard.
-      num_recv_tokens: u32 `[W, W + 1]`; row i: what rank i receives from each rank, then the sum.
+      num_recv_tokens: u32 `[W, W + 1]`; row i: the tokens that rank i receives from each rank, then
+        their sum.
       num_seqs: i32 `[W]`; slots in use: the last slot with a destination or a length, plus one.
-        Left out, it is derived.
-      num_total_recv_tokens: u32 `[W]`; the last column of `num_recv_tokens`. Left out, it is
-        derived.
-      seq_recv_mask: bool `[W, S, C]` or None; in a reverse plan: which replicas come back.
-      recv_seq_lens: u32 `[W, S]` or None; in a reverse plan: lengths of the shards they come
-        back to, whose rows are a buffer of layout `(C, sum of the rank's lengths)`.
-      src_offset: u32 `[W, S]` or None; the shard's first row at the sender. None: shards stand
-        one after another.
+        Derived if omitted.
+      num_total_recv_tokens: u32 `[W]`; the last column of `num_recv_tokens`. Derived if omitted.
+      seq_recv_mask: bool `[W, S, C]` or None; in a reverse plan: which replicas return.
+      recv_seq_lens: u32 `[W, S]` or None; in a reverse plan: lengths of the shards to which they
+        return, in a buffer of layout `(C, sum of the rank's lengths)`.
+      src_offset: u32 `[W, S]` or None; the shard's first row at the sender. None: shards are
+        contiguous and in order.
       world_size: W, the size of the mesh axis.
       normalized: whether `normalize_dtype` made the arrays.
     """
@@ -68,15 +68,15 @@ class Metadata:
             object.__setattr__(self, "num_seqs", _slots_in_use(self.dst_rank, self.seq_len))
 
     def get_slice(self, rank: Any) -> "Metadata":
-        """Returns the view of one rank: its own numbers, without the slots behind `num_seqs`.
+        """Returns the view of one rank: its rows of the fields, without slots past `num_seqs`.
 
-        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`. A
-        traced `rank`, or a plan whose values are not known, keeps the padding, so that every
-        rank's view has the same shapes. What `in_specs=P(axis_name)` leaves of a plan, a leading 1
-        although W > 1, is the view of the rank that runs, whatever `rank` says.
+        Call anywhere with a concrete `rank`, or inside `jax.shard_map` with `lax.axis_index`. If
+        `rank` or the plan is traced, the padding is kept, so that all views have the same shapes. A
+        plan that `in_specs=P(axis_name)` has sharded (leading size 1 although W > 1) is the view of
+        the running rank; `rank` is then ignored.
 
         Raises:
-          ValueError: this is a view already, or a concrete `rank` is not in `[0, W)`.
+          ValueError: this is already a view, or a concrete `rank` is not in `[0, W)`.
         """
         shape = jnp.shape(self.seq_len)
         if len(shape) == 2 and shape[0] == 1 and self.world_size > 1:
@@ -111,17 +111,17 @@ class Metadata:
         )
 
     def local_view(self, rank: Any) -> "Metadata":
-        """Returns `get_slice(rank)`, or this plan where it is one rank's view already."""
+        """Returns `get_slice(rank)`, or this plan if it is already one rank's view."""
         return self if jnp.ndim(self.seq_len) == 1 else self.get_slice(rank)
 
     def normalize_dtype(self) -> "Metadata":
-        """Returns the plan in the dtypes of the kernels: i32 ranks and slots, u32 tokens.
+        """Returns the plan with the dtypes of the kernels: i32 ranks and slots, u32 tokens.
 
-        The counts `num_recv_tokens` and `num_total_recv_tokens` become u64 where x64 is enabled,
-        else u32. Call anywhere; the range is checked where the values are concrete.
+        The counts `num_recv_tokens` and `num_total_recv_tokens` become u64 if x64 is enabled, else
+        u32. Call anywhere; the range of concrete values is checked.
 
         Raises:
-          ValueError: a value does not fit; the error names the field, the rank and the slot.
+          ValueError: a value is out of range; the error names field, rank and slot.
         """
         counts = np.uint64 if jax.config.jax_enable_x64 else np.uint32  # pyright: ignore
         dtypes = dict.fromkeys(_INT32, np.int32) | dict.fromkeys(_UINT32, np.uint32)
@@ -133,26 +133,25 @@ class Metadata:
         )
 
     def device_put(self, sharding: Any = None) -> "Metadata":
-        """Returns the plan on devices: the default one, or as `jax.device_put` reads `sharding`.
+        """Returns the plan on the default device, or placed by `jax.device_put` with `sharding`.
 
-        `NamedSharding(mesh, P(axis_name))` gives every rank its own view. Call outside `jit`.
+        `NamedSharding(mesh, P(axis_name))` gives each rank its own view. Call outside `jit`.
         """
         return jax.device_put(self, sharding)
 
     def validate(self) -> None:
-        """Checks that a transport can carry the plan out, and that it is complete.
+        """Checks that the plan is complete and that a transport can execute it.
 
-        For the host, outside `jit`. What passes here, movement carries out, given enough rows and
-        capacity. Both refuse: wrong shapes and dtypes; ranks outside of `[-1, W)`; negative
-        lengths; destination ranges that overlap; and, for any pair of ranks, tokens sent that are
-        not the tokens received.
+        Call on the host, outside `jit`. `dispatch` and `combine` execute every valid plan, given
+        enough rows and capacity. They and `validate` reject: wrong shapes and dtypes; ranks outside
+        `[-1, W)`; negative lengths; overlapping destination ranges; and, for any pair of ranks,
+        different numbers of tokens sent and received.
 
-        Only `validate` refuses what movement does not read or need: rows between destination
-        ranges that nobody writes (in a reverse plan, `recv_seq_lens` given, these must be exactly
-        the shards and replicas that were never sent); ranges behind the last row received;
-        values beyond 32 bits; and summaries that disagree with the slots: the last column of
-        `num_recv_tokens`, `num_total_recv_tokens`, `num_seqs`. A view of one rank is checked as
-        far as one rank can tell.
+        Only `validate` rejects errors that do not affect movement: gaps between destination ranges
+        (in a reverse plan with `recv_seq_lens`, gaps must be exactly the shards and replicas that
+        were never sent); ranges past the last received row; values beyond 32 bits; and summaries
+        that disagree with the slots: the last column of `num_recv_tokens`, `num_total_recv_tokens`,
+        `num_seqs`. For the view of one rank, only checks that need no other rank are made.
 
         Raises:
           ValueError: names rank, slot and field.
@@ -166,7 +165,7 @@ def _are_arrays(*leaves: Leaf) -> bool:
 
 
 def _slots_in_use(dst_rank: Any, seq_len: Any) -> Any:
-    """The last slot with a destination or a length, plus one; None where the shapes do not fit."""
+    """Returns the last slot with a destination or a length, plus one; None if shapes mismatch."""
     if seq_len.ndim == 0 or dst_rank.shape[: seq_len.ndim] != seq_len.shape:
         return None
     xp = np if isinstance(dst_rank, np.ndarray) and isinstance(seq_len, np.ndarray) else jnp

@@ -1,4 +1,4 @@
-"""Checks of what the planning functions are given; every error names the argument."""
+"""Checks the arguments of the planning functions; every error names the argument."""
 
 import operator
 from typing import Any
@@ -51,7 +51,7 @@ class Inputs:
         return shape
 
     def require_shape(self, name: str, *shapes: tuple[int | str, ...]) -> None:
-        """Refuses any shape but `shapes`, in which a string stands for any positive size."""
+        """Rejects any shape not in `shapes`, where a string denotes any positive size."""
         got = self[name].shape
         for shape in shapes:
             if len(got) == len(shape) and all(
@@ -63,7 +63,7 @@ class Inputs:
         raise ValueError(f"{self.op}: {name} has shape {got}, needs {needs}.")
 
     def require_range(self, name: str, low: int, high: int) -> None:
-        """Refuses known values outside of `[low, high]`."""
+        """Rejects known values outside `[low, high]`."""
         x = self[name]
         if isinstance(x, np.ndarray):
             self.refuse(name, (x < low) | (x > high), f"needs to lie in [{low}, {high}]")
@@ -77,7 +77,7 @@ class Inputs:
             raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}, {needs}.")
 
     def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_UINT32) -> None:
-        """Refuses sums of tokens that the plan's fields cannot hold."""
+        """Rejects token sums that exceed the range of the plan's fields."""
         if per_rank.max() > high:
             rank = int(per_rank.argmax())
             raise ValueError(
@@ -88,7 +88,7 @@ class Inputs:
     def num_slots(self, needed: np.ndarray | None, max_recv_seqs: Any) -> tuple[int, int]:
         """Returns (slots to compute with, slots to return) for `needed` slots per rank.
 
-        Both are `max_recv_seqs` where given. The exact size is computed with the next power of
+        Both are `max_recv_seqs` if it is given. Otherwise the computation uses the next power of
         two, so that plans of varying size share a few compiled programs.
         """
         most = None if needed is None else int(needed.max())
@@ -98,7 +98,7 @@ class Inputs:
                     f"{self.op}: the number of shards that a rank receives depends on traced "
                     f"values. Pass max_recv_seqs, an upper bound, as a static int."
                 )
-            exact = max(1, most)  # no array is empty, also where nobody receives
+            exact = max(1, most)  # arrays are never empty, even if no rank receives
             return 1 << (exact - 1).bit_length(), exact
         if isinstance(max_recv_seqs, Tracer):
             raise TypeError(
@@ -110,7 +110,7 @@ class Inputs:
         if needed is not None and most is not None and most > bound:
             raise ValueError(
                 f"{self.op}: rank {int(needed.argmax())} would receive {most} shards but "
-                f"max_recv_seqs is {bound}. Pass max_recv_seqs>={most}, or leave it out."
+                f"max_recv_seqs is {bound}. Pass max_recv_seqs>={most}, or omit it."
             )
         return bound, bound
 

@@ -1,7 +1,7 @@
-"""The arithmetic of planning, compiled: running sums per destination, and their inverse.
+"""The compiled arithmetic of planning: running sums per destination, and their inverse.
 
 W ranks, S slots, C replicas, N = S * C shards per rank in global order, R slots of a reverse plan.
-Token sums wrap modulo 2**32; the callers refuse known values that would.
+Token sums wrap modulo 2**32; callers reject known values that would.
 """
 
 from functools import partial
@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from jax_cp_dispatch.metadata.fields import Metadata
 
-# Shards of a rank compared pairwise; blocks of them are joined by a table [W * blocks, W]. Both
+# Shards of a rank that are compared pairwise; a table [W * blocks, W] combines the blocks. Both
 # parts cost about the same near 64 shards, and neither needs a sort.
 _BLOCK = 64
-# Rows of that table added up at a time: 10 times faster on CPU than `jnp.cumsum` at 512 rows.
+# Rows of that table that are summed at a time: on CPU 10 times faster than `jnp.cumsum` at 512
+# rows.
 _ROWS = 4
 
 
@@ -64,8 +65,8 @@ def plan_kv(
     matrix = _sum_table(_flat(dst), _flat(tokens), world_size)
     forward = _forward(seq_len, dst, row, matrix, at_least=num_seqs)
     source = _source_of_slot(_flat(dst), _flat(slot), num_slots)
-    # A slot that no shard fills is possible, so count to the last; but slots beyond the bound are
-    # not in `source`, then what the queries reserve says how many there should be.
+    # Some slots may be empty, so the last used one counts. Slots beyond the bound are not in
+    # `source`; then the slots that the queries reserve are counted.
     reserved = jnp.sum(reserved, 0, dtype=jnp.int32)
     num_received = jnp.where(reserved > num_slots, reserved, _last_used(source >= 0))
     return forward, _reverse(seq_len, dst.shape[2], source, num_received, matrix, dst >= 0)
@@ -101,14 +102,14 @@ def _flat(x: Shaped[Array, "W S C"]) -> Shaped[Array, "W N"]:
 
 
 def _take(x: Shaped[Array, "W S"], index: Int32[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """`x.ravel()[index]`; what a negative index gets is for the caller to mask."""
+    """Returns `x.ravel()[index]`; the caller masks the entries of negative indices."""
     return jnp.take(x.ravel(), index, mode="clip")
 
 
 def _sum_table(
     dst: Int32[Array, "A N"], weight: Shaped[Array, "A N"], world_size: int
 ) -> Shaped[Array, "A W"]:
-    """Per row: the sum of the weights for each destination."""
+    """Returns, per row, the sum of the weights for each destination."""
     sent = dst >= 0
     row = jnp.arange(dst.shape[0])[:, None]
     table = jnp.zeros((dst.shape[0], world_size), weight.dtype)
@@ -118,7 +119,7 @@ def _sum_table(
 def _sums_per_destination(
     dst: Int32[Array, "W N"], *weights: Shaped[Array, "W N"]
 ) -> list[tuple[Shaped[Array, "W N"], Shaped[Array, "W W"]]]:
-    """Per weight: its sum over the earlier shards with the same destination, and per [src, dst]."""
+    """Returns each weight's sums over earlier shards to the same rank, and per [src, dst]."""
     world_size, num = dst.shape
     block = min(num, _BLOCK)
     pad = ((0, 0), (0, -num % block))
@@ -128,7 +129,7 @@ def _sums_per_destination(
     column = jnp.maximum(dst, 0)
     before = tuple(jnp.take_along_axis(_sum_of_rows_before(t), column, 1) for t in tables)
 
-    # A loop, not one [block, block] comparison, which XLA would repeat for each use of the sums.
+    # A loop, because XLA would repeat one [block, block] comparison for each use of the sums.
     def add_shard(sums, shard):
         index, shard_dst, shard_weights = shard
         later = (dst == shard_dst[:, None]) & (jnp.arange(block)[None] > index)
@@ -143,7 +144,7 @@ def _sums_per_destination(
 
 
 def _sum_of_rows_before(table: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
-    """The exclusive cumulative sum along the rows, by groups and then groups of groups."""
+    """Returns the exclusive cumulative sum along the rows, computed in nested groups."""
     num_rows, width = table.shape
     if num_rows == 1:
         return jnp.zeros_like(table)
@@ -157,7 +158,7 @@ def _sum_of_rows_before(table: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
 def _source_of_slot(
     dst: Int32[Array, "W N"], slot: Int32[Array, "W N"], num_slots: int
 ) -> Int32[Array, "W R"]:
-    """The global index of the shard in each slot of each destination, -1 = empty."""
+    """Returns the global index of the shard in each slot of each destination; -1 if empty."""
     world_size = dst.shape[0]
     size = world_size * num_slots
     position = jnp.where((dst >= 0) & (slot < num_slots), dst * num_slots + slot, size)
@@ -167,7 +168,7 @@ def _source_of_slot(
 
 
 def _last_used(used: Bool[Array, "W S"]) -> Int32[Array, " W"]:
-    """The last used slot of each rank, plus one."""
+    """Returns the last used slot of each rank, plus one."""
     return jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1, dtype=jnp.int32), 0), 1)
 
 
@@ -192,7 +193,7 @@ def _reverse(
     matrix: UInt32[Array, "W W"],
     mask: Bool[Array, "W S C"] | None,
 ) -> Metadata:
-    """Sends slot by slot to where the forward plan took it: replica c of row o to row c * T + o."""
+    """Returns each received shard to its sender: replica c of row o goes to row c * T + o."""
     filled = source >= 0
     shard, replica = source // num_replicas, source % num_replicas
     home = jnp.where(filled, shard // seq_len.shape[1], -1)

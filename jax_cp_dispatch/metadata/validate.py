@@ -1,4 +1,4 @@
-"""What makes a plan valid, checked on the host; errors name the rank, the slot and the field."""
+"""Validates a plan on the host; errors name the rank, the slot and the field."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _MAX_UINT32 = 2**32 - 1
 
 
 def host_value(value: Any) -> np.ndarray | None:
-    """Returns the values as NumPy, or None where they are traced or live on other hosts."""
+    """Returns the values as NumPy, or None if they are traced or on other hosts."""
     if isinstance(value, Tracer):
         return None
     if isinstance(value, jax.Array) and not (
@@ -21,7 +21,7 @@ def host_value(value: Any) -> np.ndarray | None:
 
 
 def check_plan(plan: Any) -> None:
-    """Raises unless `plan` (a `Metadata`) is one which a transport can carry out."""
+    """Raises unless a transport can execute `plan` (a `Metadata`)."""
     fields = _host_fields(plan)
     world_size = plan.world_size
     is_view = fields["seq_len"].ndim == 1
@@ -153,8 +153,8 @@ def _check_slots_in_use(fields: dict[str, np.ndarray]) -> None:
     if at is not None:
         _fail(
             f"{_at(at)}: num_seqs is {fields['num_seqs'][at]}, needs to lie in "
-            f"[{last[at]}, {num_slots}]: from the last slot in use to the slots there are. Left "
-            f"out, it is derived"
+            f"[{last[at]}, {num_slots}], from the last slot in use to the number of slots. If "
+            f"omitted, it is derived"
         )
 
 
@@ -164,7 +164,7 @@ def _check_counts(fields: dict[str, np.ndarray], world_size: int) -> None:
     totals = fields.get("num_total_recv_tokens", sums)
     for name, got, remedy in (
         ("num_recv_tokens' last column", per_rank[:, -1], ""),
-        ("num_total_recv_tokens", totals, ". Left out, it is derived"),
+        ("num_total_recv_tokens", totals, ". If omitted, it is derived"),
     ):
         at = _first(got != sums)
         if at is not None:
@@ -187,12 +187,12 @@ def _check_pairs(fields: dict[str, np.ndarray], world_size: int) -> None:
         some = ", ".join(map(str, slots[:8])) + (", …" if len(slots) > 8 else "")
         _fail(
             f"rank {receiver}: num_recv_tokens expects {received[at]} tokens of rank {sender}, "
-            f"where seq_len is {sent[at]} in all with dst_rank {receiver} (slot {some or 'none'})"
+            f"whose seq_len with dst_rank {receiver} sums to {sent[at]} (slot {some or 'none'})"
         )
 
 
 def _check_destinations(fields: dict[str, np.ndarray]) -> None:
-    """Every destination range lies where rows are expected, and each such row is written once."""
+    """Requires that destination ranges cover exactly the expected rows, each of them once."""
     dst_rank, length = fields["dst_rank"], _per_replica(fields)
     size = _buffer_rows(fields)
     at = _first((dst_rank >= 0) & (fields["dst_offset"] + length > size[dst_rank]))
@@ -208,7 +208,7 @@ def _check_destinations(fields: dict[str, np.ndarray]) -> None:
     shards, to, start, length = shards[order], to[order], start[order], length[at][order]
 
     first = np.r_[True, to[1:] != to[:-1]] if len(to) else np.zeros(0, bool)
-    free = np.where(first, 0, np.roll(start + length, 1))  # the first row not yet written
+    free = np.where(first, 0, np.roll(start + length, 1))  # the first unwritten row
     gap = (start > free) & ("recv_seq_lens" not in fields)
     at = _first((start < free) | gap)
     if at is not None:
@@ -235,7 +235,7 @@ def _check_homes(
     start: np.ndarray,
     length: np.ndarray,
 ) -> None:
-    """In a reverse plan every range covers one whole shard, of one replica, of the receiver."""
+    """Requires that each range of a reverse plan is one replica of one of the receiver's shards."""
     home = fields["recv_seq_lens"]
     mask = fields.get("seq_recv_mask", np.ones((*home.shape, 1), bool))
     total = home.sum(1)[:, None, None]
@@ -249,11 +249,11 @@ def _check_homes(
         if want != tokens:
             _fail(
                 f"{_at(tuple(shard.tolist()))}: dst_offset {key[1]} with seq_len {tokens} "
-                f"is no shard of rank {key[0]} in recv_seq_lens and seq_recv_mask"
+                f"is not a shard of rank {key[0]} in recv_seq_lens and seq_recv_mask"
             )
     if expected and "seq_recv_mask" in fields:
         (rank, offset), tokens = next(iter(expected.items()))
         _fail(
-            f"rank {rank}: nothing is sent back to rows [{offset}, {offset + tokens}), which "
+            f"rank {rank}: no rank returns rows [{offset}, {offset + tokens}), which "
             f"seq_recv_mask expects"
         )

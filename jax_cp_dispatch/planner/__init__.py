@@ -1,10 +1,10 @@
-"""From packed documents to a balanced plan of attention.
+"""Plans balanced attention of packed documents.
 
-`blocks`: documents on a grid of blocks, and their cost; `balance`: which rank computes which block,
-the one decision to replace for another planner; `stages`: the arrays that say so; `capacities`: how
-large they may be; `plan`: the public call; `segment_ids`: what ids mean, for all of attention;
-`stamp`: the checksums by which a plan knows its batch. `placement/`: tokens placed before the step
-instead, so that queries stay where they are.
+`blocks`: documents on a grid of blocks, and their cost. `balance`: assigns blocks to ranks; replace
+  this part for another planner. `stages`: the arrays of the plan. `capacities`: their sizes.
+  `plan`: the public function. `segment_ids`: the meaning of segment ids, for all of attention.
+  `stamp`: checksums that tie a plan to its batch. `placement/`: places tokens before the step
+  instead, so that queries do not move.
 """
 
 from jax_cp_dispatch.planner.capacities import PlanConfig

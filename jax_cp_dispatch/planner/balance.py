@@ -1,4 +1,4 @@
-"""Which rank computes which block: the one replaceable decision of a plan."""
+"""Assigns blocks to ranks: the replaceable decision of a plan."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
 
-# The repair stops when no rank has more than this times the mean cost, or after this many moves.
+# The repair stops when no rank exceeds this multiple of the mean cost, or after this many moves.
 _TARGET_IMBALANCE = 1.02
 _MOVES_PER_RANK = 4
 
@@ -16,24 +16,24 @@ def balance_blocks(
 ) -> Int32[Array, "B W J"]:
     """Assigns blocks to ranks so that all ranks have nearly equal cost and few rows move.
 
-    Every rank keeps its own blocks up to the mean cost. A rank above it gives away those with the
-    most cost per row. What is given away is poured, in global order, into the ranks below the
-    mean, so that neighbours, which share keys, arrive at one rank. At last single blocks move from
-    the most to the least loaded rank until the largest cost is within 2 % of the mean.
+    Every rank keeps its own blocks up to the mean cost. A rank above the mean gives away its blocks
+    with the highest cost per row. These fill the ranks below the mean in global order, so that
+    neighbouring blocks, which share keys, go to one rank. Finally, single blocks move from the most
+    to the least loaded rank until the largest cost is within 2 % of the mean.
 
-    Before the last step a rank has at most `2 T + block` rows, with T the rows of a home. For a
-    giving rank keeps at least the mean M on at most T rows, so what it gives away, being its
-    dearest, costs at least M/T per row; a taking rank keeps at most T rows, and takes a cost of at
-    most M, that is at most T more rows, and the other halves of the two blocks that lie across the
-    ends of its share. The last step respects `row_limit`.
+    Before the last step, a rank has at most `2 T + block` rows, where T is the number of rows per
+    rank. Proof: A giving rank keeps at least the mean M on at most T rows. It gives away its most
+    expensive rows, so these cost at least M/T each. A receiving rank keeps at most T rows and
+    receives a cost of at most M, that is at most T rows, plus the other halves of the two blocks at
+    the ends of its share. The last step respects `row_limit`.
 
-    Runs under `jax.jit`, in integers wherever a sum is taken: equal inputs give equal assignments.
-    Not differentiable.
+    Call anywhere, also under `jax.jit`. All sums are of integers, so equal inputs give equal
+    assignments. Not differentiable.
 
     Args:
-      cost: of block j at home on rank w in batch row b; all together below 2**30.
-      num_rows: rows that move with the block; 0 where there is nothing to compute.
-      row_limit: rows of a rank that the last step may not exceed.
+      cost: of block j of rank w in batch row b; the sum is below 2**30.
+      num_rows: rows that move with the block; 0 if there is nothing to compute.
+      row_limit: maximum rows of a rank in the last step.
     Returns:
       The rank that computes the block.
     """
@@ -49,7 +49,7 @@ def balance_blocks(
 def _dearest(
     cost: Int32[Array, "B W J"], num_rows: Int32[Array, "B W J"], surplus: Int32[Array, " W"]
 ) -> Bool[Array, "B W J"]:
-    """The blocks of each rank with the most cost per row, together not above its surplus."""
+    """Selects each rank's blocks with the highest cost per row, up to its surplus."""
     num_batch, num_ranks, num_blocks = cost.shape
 
     def by_rank(x):
@@ -67,11 +67,11 @@ def _dearest(
 
 
 def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
-    """The rank whose share of the concatenated deficits holds the middle of each block's cost."""
+    """Returns the rank in whose share of the concatenated deficits each block's middle lies."""
     flat = cost.reshape(-1)
     middle = jnp.cumsum(flat, dtype=jnp.int32) - flat + flat // 2
     ends = jnp.cumsum(deficit, dtype=jnp.int32)
-    # Not `jnp.searchsorted`, which JAX 0.10 cannot trace inside a partly manual `shard_map`.
+    # `jnp.searchsorted` cannot be traced inside a partly manual `shard_map` in JAX 0.10.
     rank = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32)
     return rank.reshape(cost.shape)
 
@@ -83,7 +83,7 @@ def _repair(
     mean: Int32[Array, ""],
     row_limit: int,
 ) -> Int32[Array, "B W J"]:
-    """Moves single blocks from the most to the least loaded rank while that helps."""
+    """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
     shape, num_ranks = assigned.shape, assigned.shape[1]
     assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
     zeros = jnp.zeros(num_ranks, jnp.int32)
@@ -97,7 +97,7 @@ def _repair(
         assigned, load, rows, moves_left = state
         giver, taker = lax.argmax(load, 0, jnp.int32), lax.argmin(load, 0, jnp.int32)
         fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
-        # The larger of the two loads after the move; below the mean nothing more is to be won.
+        # The larger of the two loads after the move; values below the mean gain nothing.
         after = jnp.maximum(jnp.maximum(load[giver] - cost, load[taker] + cost), mean)
         after = jnp.where(fits, after, load[giver])
         block = jnp.argmin(after)

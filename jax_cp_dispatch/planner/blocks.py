@@ -1,4 +1,4 @@
-"""Packed documents on a fixed grid of blocks: where each document starts, what each block costs."""
+"""Packed documents on a fixed grid of blocks: the start of documents, the cost of blocks."""
 
 import dataclasses
 import math
@@ -12,11 +12,11 @@ from jaxtyping import Array, Int32, Integer, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class BlockGrid:
-    """The blocks of a batch whose columns are split over ranks; static and hashable.
+    """The blocks of a batch whose columns are sharded over ranks; static and hashable.
 
     Rank w holds columns [w * T, (w + 1) * T) of each batch row, cut into J blocks of `block`
-    columns, the last one perhaps shorter. Global order is (batch row, rank, block), which is the
-    order of (batch row, position); slots of a rank are ordered by (batch row, block).
+    columns; the last one may be shorter. Global order is (batch row, rank, block), which equals the
+    order of (batch row, position). Slots of a rank are ordered by (batch row, block).
     """
 
     batch: int
@@ -44,7 +44,7 @@ class BlockGrid:
 
     @property
     def unit(self) -> int:
-        """Largest length that divides all block lengths, hence all rows at which blocks start."""
+        """Largest length that divides all block lengths, and therefore all start rows of blocks."""
         return math.gcd(self.block, self.columns)
 
     @property
@@ -54,31 +54,31 @@ class BlockGrid:
         return np.minimum(self.columns - start, self.block).astype(np.int32)
 
     def first_columns(self) -> Int32[Array, "B W J"]:
-        """The column, in its batch row, at which each block starts."""
+        """Returns the column of its batch row at which each block starts."""
         rank = jnp.arange(self.world_size, dtype=jnp.int32)[:, None] * self.columns
         start = jnp.arange(self.per_piece, dtype=jnp.int32)[None] * self.block
         return jnp.broadcast_to(rank + start, self.shape)
 
     def block_of(self, column: Int32[Array, "B W J"]) -> Int32[Array, "B W J"]:
-        """Index, in global order, of the block that holds a column of the same batch row."""
+        """Returns the index, in global order, of the block that contains a column."""
         batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None, None]
         piece = batch * self.world_size + column // self.columns
         return piece * self.per_piece + column % self.columns // self.block
 
     def split(self, x: Shaped[Array, "B T"], *, fill: int) -> Shaped[Array, "B W J block"]:
-        """Cuts columns into blocks; short blocks are filled up."""
+        """Cuts columns into blocks; pads short blocks with `fill`."""
         x = x.reshape(self.batch, self.world_size, self.columns)
         short = self.per_piece * self.block - self.columns
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
         return x.reshape(*self.shape, self.block)
 
     def by_rank(self, x: Shaped[Array, "..."]) -> Shaped[Array, "W S *rest"]:
-        """From blocks in global order, [B * W * J, ...], to slots of ranks."""
+        """Reorders blocks in global order, [B * W * J, ...], into slots of ranks."""
         x = x.reshape(*self.shape, *x.shape[1:]).swapaxes(0, 1)
         return x.reshape(self.world_size, self.batch * self.per_piece, *x.shape[3:])
 
 
-# Running sums and maxima of so few compare all pairs.
+# Up to this many pairs, running sums and maxima compare all pairs.
 _FEW_PAIRS = 2**20
 
 
@@ -94,13 +94,13 @@ def running_sum(x: Int32[Array, "*lead n"]) -> Int32[Array, "*lead n"]:
 
 def _running(x, combine, reduce, *, fill):
     size = x.shape[-1]
-    if math.prod(x.shape) * size <= _FEW_PAIRS:  # one fused pass is what compiles fastest
+    if math.prod(x.shape) * size <= _FEW_PAIRS:  # one fused pass compiles fastest
         place = jnp.arange(size, dtype=jnp.int32)
         is_seen = jnp.broadcast_to(place[None] <= place[:, None], (*x.shape, size))
         x = jnp.where(is_seen, x[..., None, :], fill)
         return reduce(x, axis=-1, initial=fill)
-    # Runs side by side, each from what the earlier ones reduce to: for 2**21 elements on a CPU
-    # 7 ms, where the strided passes of `lax.cummax` take 120.
+    # Processes segments in parallel, each starting from the reduction of the earlier ones. For
+    # 2**21 elements on a CPU this takes 7 ms; the strided passes of `lax.cummax` take 120 ms.
     width = 128
     num_runs = -(-size // width)
     pad = [(0, 0)] * (x.ndim - 1)
@@ -120,7 +120,7 @@ def _running(x, combine, reduce, *, fill):
 def document_starts(
     segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
 ) -> Int32[Array, "B T"]:
-    """The column at which each column's document starts; -1 at padding (segment 0, or less)."""
+    """Returns the column at which each column's document starts; -1 at padding (segment <= 0)."""
     column = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     new = segment_ids[:, 1:] != segment_ids[:, :-1]
     if positions is not None:
@@ -132,13 +132,13 @@ def document_starts(
 def block_ranges(
     starts: Int32[Array, "B T"], grid: BlockGrid
 ) -> tuple[Int32[Array, "B W J"], Int32[Array, "B W J"], Int32[Array, ""]]:
-    """First key and cost of each block of queries that attend their document's prefix.
+    """Returns the first key and the cost of each block of queries under causal attention.
 
     Returns:
-      first: the first column that any query of the block attends; -1 where there is no query.
-      cost: query-key pairs in units of 2**shift, all together below 2**30, so that sums over
-        blocks are exact in int32 in any order. `shift` is 0 below 2**27 pairs.
-      shift: of the unit.
+      first: the first column to which any query of the block attends; -1 without queries.
+      cost: query-key pairs in units of 2**shift; their sum is below 2**30, so sums over blocks are
+        exact in int32 in any order. `shift` is 0 below 2**27 pairs.
+      shift: exponent of the unit.
     """
     none = np.iinfo(np.int32).max
     start = grid.split(starts, fill=-1)
@@ -147,12 +147,13 @@ def block_ranges(
     column = (
         grid.first_columns()[..., None] + jnp.arange(grid.block, dtype=jnp.int32)[None, None, None]
     )
-    # A block's pairs fit int32 once each query's are divided by 2**row_shift: 1 but for huge grids.
+    # Each query's pairs are divided by 2**row_shift, so that a block's pairs fit int32. The
+    # divisor is 1 except for huge grids.
     row_shift = max(0, (grid.block * starts.shape[1]).bit_length() - 30)
     pairs = jnp.where(live, column + 1 - start, 0) + (1 << row_shift) - 1 >> row_shift
     cost = pairs.sum(-1, dtype=jnp.int32)
-    # `total` * 2**low bounds the sum from above; the high and low bits are added apart, without the
-    # `drop` lowest where there are so many blocks that even their low bits could overflow.
+    # `total` * 2**low is an upper bound of the sum. High and low bits are added separately. With so
+    # many blocks that the low bits could overflow, their `drop` lowest bits are dropped.
     low = (grid.num_blocks - 1).bit_length()
     drop = max(0, 2 * low - 30)
     rest = ((cost & (1 << low) - 1) >> drop).sum(dtype=jnp.int32) >> (low - drop)

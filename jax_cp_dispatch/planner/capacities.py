@@ -1,4 +1,4 @@
-"""How large a plan may get, and how large one batch needs it."""
+"""Capacities of a plan: the configured sizes, and the sizes that one batch needs."""
 
 import dataclasses
 
@@ -16,13 +16,13 @@ from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, q_bou
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Static choices of a plan. None stands for a default that always fits; see `plan_attention`.
+    """Static sizes of a plan. None selects a sufficient default; see `plan_attention`.
 
     Attributes:
-      block: rows per block, the unit of planning and of moving.
+      block: rows per block, the unit of planning and movement.
       q_capacity: rows of the buffer in which a rank receives queries.
       kv_capacity: rows of the buffer in which a rank receives keys and values.
-      max_kv_destinations: ranks that one block of keys may be sent to (C of the KV metadata).
+      max_kv_destinations: maximum ranks to which one block of keys is sent (C of the KV metadata).
     """
 
     block: int = 128
@@ -44,18 +44,18 @@ class PlanConfig:
         world_size: int,
         window: int | None = None,
     ) -> "PlanConfig":
-        """The smallest capacities that hold the plan of one batch, with this block size.
+        """Returns the smallest capacities for the plan of one batch, with this block size.
 
-        Call on the host, with concrete arrays: in a data loader, before a step whose plan is made
-        under `jit`. Decides which rank computes what, and writes no plan down. Over several batches
-        take the largest of each capacity.
+        Call on the host with concrete arrays, for example in a data loader before a step that plans
+        under `jit`. Balances the work, but creates no plan. For several batches, use the maximum of
+        each capacity.
 
         Args:
           segment_ids, positions, world_size, window: see `plan_attention`.
         Returns:
           A config with the three capacities.
         Raises:
-          TypeError, ValueError: as `plan_attention`, but for capacities.
+          TypeError, ValueError: as `plan_attention`, except for capacities.
         """
         op = "PlanConfig.needs"
         grid = check_shapes(op, segment_ids, positions, world_size, window, self)
@@ -73,7 +73,7 @@ class PlanConfig:
         world_size: int,
         window: int | None = None,
     ) -> bool:
-        """Whether the plan of one batch fits these capacities; None always does. See `needs`."""
+        """Whether the plan of one batch fits these capacities; None always fits. See `needs`."""
         need = self.needs(segment_ids, positions, world_size=world_size, window=window)
         names = ("q_capacity", "kv_capacity", "max_kv_destinations")
         given = [(getattr(self, name), getattr(need, name)) for name in names]
@@ -119,7 +119,7 @@ def exact_capacities(assignment: Assignment, grid: BlockGrid, config: PlanConfig
 
 
 def _needs(assignment: Assignment) -> tuple[np.ndarray, np.ndarray, int]:
-    """Rows that each rank receives as queries, and as keys; most ranks that one block goes to."""
+    """Returns each rank's received rows of queries and of keys, and the most ranks of a block."""
     q_tokens, kv_tokens, destinations = jax.device_get(
         (assignment.q_tokens, assignment.kv_tokens, assignment.destinations)
     )
@@ -129,7 +129,7 @@ def _needs(assignment: Assignment) -> tuple[np.ndarray, np.ndarray, int]:
 def check_shapes(
     op: str, segment_ids, positions, world_size: int, window: int | None, config: PlanConfig
 ) -> BlockGrid:
-    """Checks what Python sees of a plan's arguments; returns the blocks of the batch."""
+    """Checks types and shapes of a plan's arguments; returns the blocks of the batch."""
     if not isinstance(config, PlanConfig):
         raise TypeError(
             f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
@@ -171,7 +171,7 @@ def check_shapes(
 def read_host_documents(
     op: str, segment_ids: Ids, positions: Ids | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Those whose values this process knows."""
+    """Returns checked ids and positions; requires values that this process knows."""
     for x in (segment_ids, positions):
         if x is not None and not is_on_host(x):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""From packed documents to a plan: which rank computes what, and what moves there."""
+"""Plans attention of packed documents: what each rank computes, and what moves there."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -22,28 +22,28 @@ from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, build
 from jax_cp_dispatch.planner.stamp import checksums, make_stamp
 
-# An array or `Metadata`; or whatever a transformation maps over the leaves.
+# An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """Where each query is computed, and which received keys it attends.
+    """Where each query is computed, and to which received keys it attends.
 
     A rank's rows are its columns of each batch row, one batch row after another.
 
     Attributes:
-      q_metadata: forward metadata of the queries' blocks; blocks without any query stay at home.
+      q_metadata: forward metadata of the queries' blocks; blocks without queries do not move.
       kv_metadata: forward metadata of the keys' blocks, each at most once per rank.
-      kv_start, kv_end: i32 `[W, q_capacity]`; for each row that a rank receives as a query, the
-        rows of its received keys that it attends; (0, 0) for padding and rows that nobody writes.
-      pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank if nothing moved, and by
-        this plan; exact up to 2**24 pairs, correct to about 1e-4 of the mean beyond.
-      needs: i32 `[W, 3]`; on every row the largest need of all ranks: rows of queries, rows of
+      kv_start, kv_end: i32 `[W, q_capacity]`; for each received query row, the range of received
+        key rows to which it attends; (0, 0) for padding and unused rows.
+      pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
+        this plan; exact up to 2**24 pairs, beyond that correct to about 1e-4 of the mean.
+      needs: i32 `[W, 3]`; in every row the largest need of all ranks: rows of queries, rows of
         keys, destinations of one block of keys. See `fits`.
-      stamp: i32 `[W, 3]`; for each rank the checksums of the whole batch, and of its own columns
-        of the segment ids and the positions. See `validate`.
+      stamp: i32 `[W, 3]`; for each rank, the checksums of the whole batch, and of its own columns
+        of segment ids and positions. See `validate`.
       num_tokens: rows of one rank (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
     """
@@ -65,7 +65,7 @@ class AttentionPlan:
         return self.q_metadata.world_size
 
     def local_ranges(self, rank: Any) -> tuple[Int32[Array, " q"], Int32[Array, " q"]]:
-        """`kv_start`, `kv_end` of one rank, from the plan of all ranks or this rank's slice of it.
+        """Returns `kv_start`, `kv_end` of one rank, from the plan of all ranks or its slice.
 
         The counterpart of `Metadata.local_view`.
         """
@@ -76,17 +76,17 @@ class AttentionPlan:
         return start, end
 
     def local_stamp(self, rank: Any) -> Int32[Array, " 3"]:
-        """`stamp` of one rank, from the plan of all ranks or this rank's slice of it."""
+        """Returns `stamp` of one rank, from the plan of all ranks or this rank's slice."""
         if self.stamp.ndim == 1:
             return self.stamp
         return self.stamp[0] if self.stamp.shape[0] == 1 else self.stamp[rank]
 
     @property
     def fits(self) -> Bool[Array, ""]:
-        """Whether the capacities hold the plan, on all ranks; traced for a plan made under `jit`.
+        """Whether the plan fits its capacities on all ranks; traced for a plan made under `jit`.
 
-        A plan made outside of `jit` always fits. One that does not makes attention fail on all
-        ranks; `lax.cond` on this keeps the state of a training step instead.
+        A plan made outside `jit` always fits. A plan that does not fit makes attention fail on all
+        ranks. To skip such a training step instead, use `lax.cond` on this value.
         """
         capacities = (self.q_capacity, self.kv_capacity, self.kv_metadata.dst_rank.shape[-1])
         given = np.broadcast_to(np.array(capacities, np.int32), self.needs.shape)
@@ -95,12 +95,12 @@ class AttentionPlan:
     def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
         """Raises if the plan was made for another batch.
 
-        Call on the host, with the plan of all ranks and the arrays that it was made from; positions
-        are compared if they are given. Inside a program `balanced_attention` and
-        `context_parallel_attention` compare the same checksums, of 32 bits per rank.
+        Call on the host, with the plan of all ranks and the arrays from which it was made.
+        Positions are compared if they are given. Inside a program, `balanced_attention` and
+        `context_parallel_attention` compare the same checksums, with 32 bits per rank.
 
         Raises:
-          ValueError: another shape, or on some rank other ids or positions.
+          ValueError: the shape differs, or the ids or positions of some rank differ.
         """
         op, num_ranks = "AttentionPlan.validate", self.world_size
         given = {"segment_ids": segment_ids, "positions": positions}
@@ -117,27 +117,27 @@ class AttentionPlan:
                 raise ValueError(
                     f"{op}: the plan was made for another batch: the {name} of rank "
                     f"{int((expected != seen).argmax())} are not those of the plan. Pass the plan "
-                    "that plan_attention makes of this batch."
+                    "that plan_attention makes for this batch."
                 )
 
     @property
     def imbalance(self) -> Float32[Array, ""]:
-        """Largest work of a rank over the mean; 1 is perfect, also for no work at all."""
+        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work."""
         return _imbalance(self.pairs_after)
 
     @property
     def imbalance_before(self) -> Float32[Array, ""]:
-        """What `imbalance` would be if nothing moved."""
+        """`imbalance` without movement."""
         return _imbalance(self.pairs_before)
 
     @property
     def num_q_tokens_moved(self) -> int:
-        """Queries that are computed away from home, over all ranks; outside `jit`."""
+        """Queries that are computed on another rank, over all ranks. Read outside `jit`."""
         return _num_moved(self.q_metadata)
 
     @property
     def num_kv_tokens_moved(self) -> int:
-        """Keys that cross from one rank to another, each copy counted; outside `jit`."""
+        """Keys that move between ranks, each copy counted. Read outside `jit`."""
         return _num_moved(self.kv_metadata)
 
 
@@ -151,37 +151,38 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plans causal attention over packed documents so that all ranks have nearly equal work.
 
-    A query attends the keys of its document at its own and earlier positions. Segment 0 is padding
-    and may stand anywhere. A document is a run of one segment id in one batch row; it also ends
+    A query attends to the keys of its document at its own and earlier positions. Segment 0 is
+    padding, anywhere in a row. A document is a run of one segment id in one batch row; it also ends
     where `positions` does not increase.
 
-    Call outside `jit` with concrete arrays, or inside `jit` or `shard_map` with traced ones that
-    every rank holds in full. Not differentiable; there is nothing to differentiate.
+    Call outside `jit` with concrete arrays, or inside `jit` or `shard_map` with traced arrays that
+    every rank holds in full. Not differentiable.
 
     Concrete inputs are checked, and capacities default to what the plan needs, rounded up so that
     similar batches share compiled programs (by at most 8 blocks or 1/16; `max_kv_destinations` to a
     power of two). Constants inside `jit` count as concrete.
 
-    Traced inputs are not: negative segments are padding, and each run of a segment id is a document
-    of its own. Then the defaults are bounds that always fit: with T rows per rank `q_capacity`
-    2 * T + block, `kv_capacity` W * T, and W destinations; so the KV buffer of every rank has room
-    for all keys. If given capacities are too small, `AttentionPlan.fits` is false, and the counts
-    in the metadata tell the true need, on which `dispatch` fails on all ranks.
+    Traced inputs are not checked: negative segments are padding, and each run of a segment id is a
+    separate document. Capacities default to bounds that are always large enough: with T rows per
+    rank, `q_capacity` is 2 * T + block, `kv_capacity` is W * T, and there are W destinations, so
+    the KV buffer of every rank has room for all keys. If given capacities are too small,
+    `AttentionPlan.fits` is false. The counts in the metadata then contain the true need, and
+    `dispatch` fails on all ranks.
 
     Args:
-      segment_ids: integers [B, columns] of any dtype; each rank holds an equal run of columns, in
+      segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
         rank order.
-      positions: integers of the same shape, or None if documents differ in their segment ids.
+      positions: integers of the same shape; None if segment ids alone separate the documents.
       world_size: number of ranks W; must divide the columns.
-      window: a query attends at most that many keys, its own the last; None: all before it.
+      window: maximum keys to which a query attends, the last of which is its own; None: no limit.
       config: block size and capacities.
     Returns:
-      The plan for all ranks, the same on every process that plans the same inputs.
+      The plan for all ranks, the same in every process with the same inputs.
     Raises:
       TypeError: inputs are not integers.
-      ValueError: shapes do not fit; or, with concrete inputs only, a segment id is negative or
-        stands in two separate runs of one batch row whose positions do not start again, a position
-        is beyond 32 bits, or a capacity is too small.
+      ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
+        occurs in two separate runs of one batch row whose positions do not restart; a position
+        exceeds 32 bits; or a capacity is too small.
     """
     op = "plan_attention"
     grid = check_shapes(op, segment_ids, positions, world_size, window, config)
@@ -192,7 +193,7 @@ def plan_attention(
         stamp = _stamp(*given, world_size, window)
         return _plan(assignment, stamp, grid, static_capacities(grid, config))
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
-    # Even while an outer function is traced, what does not depend on its arguments is known now.
+    # While an outer function is traced, values that do not depend on its arguments are still known.
     with jax.core.eval_context():
         assignment = assign(segment_ids, positions, grid=grid, window=window)
         stamp = _stamp(*given, world_size, window)

@@ -1,9 +1,9 @@
-"""The one door for segment ids and positions: what they mean, and which of them are refused.
+"""Reads segment ids and positions: defines their meaning and rejects invalid ones.
 
-A document is a run of one segment id in one batch row; 0 is padding. Only equality with the
-neighbours and with 0 counts, so ids may be of any integer dtype. Ids that are known on the host are
-checked; traced ones have a meaning for every value: negative is padding too, and each run of an id
-is a document of its own.
+A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
+and with 0 matters, so ids may have any integer dtype. Ids that are known on the host are checked.
+Every traced value is valid: negative ids are padding too, and each run of an id is a separate
+document.
 """
 
 from typing import Any
@@ -25,18 +25,18 @@ def read_documents(
     *,
     order: Int[np.ndarray, " T"] | None = None,
 ) -> tuple[Any, Any]:
-    """Segment ids and positions whose comparisons are exact, in integers of at least 32 bits.
+    """Returns segment ids and positions as integers of at least 32 bits with exact comparisons.
 
-    Those known on the host come back as NumPy, in int32: the rows with ids beyond it renumbered, in
-    order of the ids. Traced ones, and those spread over processes, keep a wide dtype.
+    Values known on the host are returned as NumPy int32; rows with larger ids are renumbered in the
+    order of the ids. Traced values, and values spread over processes, keep a wide dtype.
 
     Args:
-      op: begins the messages.
-      segment_ids, positions: integers, of whole batch rows or of one rank's columns of them.
-      order: the columns in the order of the sequence; None: as they are.
+      op: the public operation, for error messages.
+      segment_ids, positions: integers of whole batch rows, or of one rank's columns.
+      order: the columns in the order of the sequence; None: they are in order.
     Raises:
-      ValueError: of those known on the host, an id is negative, a position does not fit 32 bits, or
-        a document stands in separate runs of a batch row and positions do not tell the runs apart.
+      ValueError: of the values known on the host, an id is negative, a position does not fit 32
+        bits, or a document has separate runs in a batch row that positions do not distinguish.
     """
     if positions is not None:
         positions = _widened(positions)
@@ -59,19 +59,19 @@ def read_documents(
 
 
 def is_on_host(x: Array | np.ndarray) -> bool:
-    """Whether all values are known to this process, also while a program is traced."""
+    """Whether this process knows all values, also while a program is traced."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def words(x: Ids) -> Any:
-    """One int32 for each integer: itself if it fits, else a mixture of all of its bits.
+    """Maps each integer to one int32: itself if it fits, else a mix of all its bits.
 
-    NumPy for NumPy, so that no bit is lost to JAX's default of 32.
+    Returns NumPy for NumPy, so that JAX's default of 32 bits loses nothing.
     """
     if x.dtype.itemsize < 4 or x.dtype == np.int32:
         return x.astype(np.int32)
     if isinstance(x, jax.Array) and is_on_host(x) and x.dtype.itemsize == 8:
-        x = np.asarray(x)  # outside of `jax.enable_x64` there may be no operations on it
+        x = np.asarray(x)  # operations on it need `jax.enable_x64`
     low = x.astype(np.uint32)
     high = (x >> x.dtype.type(31)) >> x.dtype.type(1) if x.dtype.itemsize == 8 else low & ZERO
     sign = ZERO - (low >> np.uint32(31))
@@ -109,14 +109,14 @@ def _check_signs(op: str, segment_ids: np.ndarray) -> None:
 
 
 def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) -> None:
-    """No document goes on after another one; a run whose positions start again is a new one."""
+    """Rejects documents in separate runs; a run whose positions restart is a new document."""
     begins = np.ones(segment_ids.shape, bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     ends = np.roll(begins, -1, axis=1)
     row, first = np.nonzero(begins)
     last = np.nonzero(ends)[1]
     segment = segment_ids[row, first]
-    # Runs of one id in one row side by side, in order.
+    # Sorts runs so that those of one id in one row are adjacent, in order.
     order = np.lexsort((first, segment, row))
     row, first, last, segment = (x[order] for x in (row, first, last, segment))
     again = (row[1:] == row[:-1]) & (segment[1:] == segment[:-1]) & (segment[1:] != 0)
@@ -125,14 +125,14 @@ def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) 
     if again.any():
         at = int(np.flatnonzero(again)[0])
         raise ValueError(
-            f"{op}: segment {segment[at]} stands in separate runs of batch row {row[at]}, but a "
+            f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
             "document."
         )
 
 
 def _renumbered(segment_ids: np.ndarray) -> np.ndarray:
-    """In int32; in rows with larger ids the n-th smallest id becomes n, and 0 stays."""
+    """Converts to int32; in rows with larger ids the n-th smallest id becomes n, and 0 stays 0."""
     ids = segment_ids.astype(np.int32)
     if segment_ids.dtype.itemsize == 4 and segment_ids.dtype != np.uint32:
         return ids

@@ -1,6 +1,6 @@
-"""The two compiled stages of planning: what is decided, then the arrays that say so.
+"""The two compiled stages of planning: the assignment of blocks, then the arrays of the plan.
 
-Between them the capacities become known: outside `jit` from the first stage's counts.
+Capacities are set between them; outside `jit` from the counts of the first stage.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from jax_cp_dispatch.planner.blocks import (
 
 
 class Assignment(NamedTuple):
-    """What is decided before capacities are known. G counts blocks in global order."""
+    """The assignment, before capacities are known. G counts blocks in global order."""
 
     starts: Int32[Array, "B T"]
     rank: Int32[Array, " G"]  # -1: nothing to compute
@@ -45,7 +45,7 @@ class Capacities(NamedTuple):
 
 
 class PlanArrays(NamedTuple):
-    """What `AttentionPlan` says of each row, in its words."""
+    """The arrays of `AttentionPlan`, with its names."""
 
     q_metadata: Metadata
     kv_metadata: Metadata
@@ -55,7 +55,7 @@ class PlanArrays(NamedTuple):
 
 
 def q_bound(grid: BlockGrid) -> int:
-    """Rows of queries that no rank exceeds, by the bound in `balance_blocks`."""
+    """Returns the maximum rows of queries of a rank, by the bound in `balance_blocks`."""
     return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
 
 
@@ -67,9 +67,9 @@ def assign(
     grid: BlockGrid,
     window: int | None,
 ) -> Assignment:
-    """Gives each block a rank, and each key block a row at every rank that needs it."""
+    """Assigns each block to a rank, and each key block to a row on every rank that needs it."""
     starts = document_starts(segment_ids, positions)
-    if window is not None:  # from here on, a document starts where the window does
+    if window is not None:  # from here on, a document starts at the start of its window
         num_tokens = starts.shape[1]
         first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None] - min(window, num_tokens)
         starts = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
@@ -109,9 +109,9 @@ def assign(
 
 @partial(jax.jit, static_argnames=("grid", "capacities"))
 def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanArrays:
-    """Writes the assignment down within capacities; what goes beyond them is cut off."""
+    """Builds the arrays of an assignment; cuts off what exceeds the capacities."""
     length = jnp.broadcast_to(grid.lengths, grid.shape).reshape(-1)
-    # Blocks in the order in which they are received: by rank, then in global order.
+    # Blocks in the order of their receipt: by rank, then in global order.
     order = jnp.argsort(jnp.where(plan.rank < 0, grid.world_size, plan.rank), stable=True)
     before = jnp.cumsum(length[order], dtype=jnp.int32) - length[order]
     received = plan.q_tokens.sum(1, dtype=jnp.int32)
@@ -133,7 +133,7 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
 def _destinations(
     offset: Int32[Array, "W G"], num: int
 ) -> tuple[Int32[Array, "G C"], Int32[Array, "G C"]]:
-    """Lists, per block, the ranks with an offset, ascending, and the offsets."""
+    """Returns, per block, the ranks with an offset, ascending, and these offsets."""
     exists = (offset >= 0).T
     num_ranks, num_blocks = offset.shape
     place = jnp.where(exists, jnp.cumsum(exists, axis=1, dtype=jnp.int32) - 1, num)
@@ -152,11 +152,11 @@ def _key_ranges(
     grid: BlockGrid,
     q_capacity: int,
 ) -> tuple[Int32[Array, "W q_capacity"], Int32[Array, "W q_capacity"]]:
-    """Where the keys of each received query lie.
+    """Returns the rows of each received query's keys.
 
-    All the key blocks of a query block are received, and consecutive columns in consecutive rows,
-    so one shift per block takes columns to rows. The receive buffer is filled in cells of
-    `grid.unit` rows, each of which comes from one block.
+    All key blocks of a query block are received, with consecutive columns in consecutive rows, so
+    one shift per block maps columns to rows. The receive buffer is filled in cells of `grid.unit`
+    rows, each of which comes from one block.
     """
     cells = -(-q_capacity // grid.unit)
     block_cell = q_offset // grid.unit
@@ -188,7 +188,7 @@ def _key_ranges(
 
 
 def _add_at(into: Int32[Array, "..."], index, values) -> Int32[Array, "..."]:
-    """Scatter-add that drops what belongs to no rank (-1)."""
+    """Scatter-add that drops entries without a rank (-1)."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     first = jnp.where(first < 0, into.shape[0], first)
     return into.at[(first, *rest)].add(values, mode="drop")

@@ -1,6 +1,6 @@
-"""Checksums by which a plan knows the batch that it was made for.
+"""Checksums that tie a plan to the batch for which it was made.
 
-They are sums over columns, so that every rank computes that of its own columns, without the others.
+They are sums over columns, so each rank computes the checksum of its own columns locally.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
 
 def checksums(x: Words | None, num_ranks: int) -> Int32[Array, " W"]:
-    """Of each rank's columns of `words`; 0 for none.
+    """Returns the checksum of each rank's columns of `words`; 0 for None.
 
-    Two batches that differ have equal checksums with a chance of 2**-32.
+    Different batches have equal checksums with probability 2**-32.
     """
     if x is None:
         return jnp.zeros(num_ranks, jnp.int32)
@@ -39,12 +39,12 @@ def make_stamp(
     num_ranks: int,
     window: int | None,
 ) -> Int32[Array, "W 3"]:
-    """For each rank the checksum of the whole batch and the window, and of its own columns.
+    """Returns, per rank, the checksum of the whole batch and window, and of its own columns.
 
     Args:
-      ids, positions: `words` of those of all ranks.
+      ids, positions: `words` of all ranks' values.
     Returns:
-      On each rank's row: the batch, its ids, its positions.
+      In each rank's row: checksums of the batch, of its ids, of its positions.
     """
     own = jnp.stack([checksums(x, num_ranks) for x in (ids, positions)], axis=1)
     place = jnp.arange(own.size, dtype=jnp.uint32).reshape(own.shape)
@@ -60,11 +60,11 @@ def rank_stamp(
     ids: Words | None,
     positions: Words | None,
 ) -> Int32[Array, " 5"]:
-    """What travels with an exchange: the batch, then what is expected and seen, in pairs.
+    """Returns the checksums sent with an exchange: the batch, then pairs (expected, seen).
 
     Args:
-      stamp: this rank's row of the plan's.
-      ids, positions: `words` of this rank's columns; what is not given is as expected.
+      stamp: this rank's row of the plan's stamp.
+      ids, positions: `words` of this rank's columns; None counts as expected.
     """
     batch, *expected = stamp
     pairs = [

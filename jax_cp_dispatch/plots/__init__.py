@@ -1,4 +1,4 @@
-"""Pictures: of a plan (needs the extra `plots`), of cycles, of a ring's steps, of overlap."""
+"""Draws plans (needs the extra `plots`), cycles, the steps of ring attention, and overlap."""
 
 from jax_cp_dispatch.plots.cycles import CyclesRow, plot_cycles
 from jax_cp_dispatch.plots.overlap import plot_overlap

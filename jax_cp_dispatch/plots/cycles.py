@@ -1,4 +1,4 @@
-"""The picture of cycles over ranks: one small diagram for each, and one of all together."""
+"""Draws cycles over ranks: one small diagram for each, and one for all of them."""
 
 import cmath
 import math
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from jax_cp_dispatch.cycles.checks import CycleRows, check_cycles
 from jax_cp_dispatch.plots.svg import LINE, color, document, text
 
-# Pixels; a diagram stands in a square of `_SIZE`.
+# Pixels; a diagram fills a square of `_SIZE`.
 _SIZE, _TITLE, _MARGIN = 118, 26, 8
 _DISC = 7.5
 
 
 class CyclesRow(NamedTuple):
-    """One row of the picture: a title, cycles over n ranks, and the nodes in which these stand."""
+    """One row of the picture: a title, cycles over n ranks, and the number of nodes."""
 
     title: str
     cycles: CycleRows
@@ -24,7 +24,7 @@ class CyclesRow(NamedTuple):
 
 
 def plot_cycles(rows: Sequence[CyclesRow], path: str | os.PathLike) -> None:
-    """Draws, for each row, every cycle by itself and then all of them; one colour per chunk.
+    """Draws, for each row, every cycle separately and then all together; one colour per chunk.
 
     Args:
       rows: of the picture; cycles as in `check_cycles`.
@@ -55,7 +55,7 @@ def plot_cycles(rows: Sequence[CyclesRow], path: str | os.PathLike) -> None:
 
 
 def _places(num_ranks: int, nodes: int) -> list[complex]:
-    """Ranks on a circle; or each node on a half circle, so that rails are level."""
+    """Places ranks on a circle, or each node on a half circle, so that rails are horizontal."""
     if nodes == 1:
         turns = (rank / num_ranks - 0.25 for rank in range(num_ranks))
         return [complex(1, 1) * _SIZE / 2 + cmath.rect(0.38 * _SIZE, math.tau * x) for x in turns]
@@ -65,7 +65,7 @@ def _places(num_ranks: int, nodes: int) -> list[complex]:
         middle = 0.4 + 0.2 * node / (nodes - 1)
         for rank in range(size):
             turn = math.pi * (rank / (size - 1) if size > 1 else 0.5)
-            bow = 0.3 * math.sin(turn)  # so that arcs pass beside the ranks between
+            bow = 0.3 * math.sin(turn)  # so that arcs avoid the ranks between
             x = middle + (bow if node % 2 else -bow)
             places.append(complex(x, 0.5 - 0.38 * math.cos(turn)) * _SIZE)
     return places
@@ -89,7 +89,7 @@ def _diagram(
 
 
 def _arc(tail: complex, head: complex) -> tuple[str, str]:
-    """A line from disc to disc, bent to one side so that opposite arcs part, and its arrowhead."""
+    """Returns a line from disc to disc, bent so that opposite arcs differ, and its arrowhead."""
     bend = (tail + head) / 2 + 0.1j * (head - tail)
     out, onto = ((bend - place) / abs(bend - place) for place in (tail, head))
     tip = head + _DISC * onto

@@ -1,4 +1,4 @@
-"""The picture of overlapped GEMMs: what each rank computes and communicates, and when."""
+"""Draws the computation and communication of overlapped GEMMs on each rank over time."""
 
 import html
 import math
@@ -12,18 +12,18 @@ from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
 # Pixels.
 _LEFT, _WIDTH, _RIGHT, _TOP, _TITLE, _ROW, _GAP = 62, 660, 16, 30, 24, 13, 4
-_LETTER = 5.2  # of a name in a bar
+_LETTER = 5.2  # width of a letter in a bar
 _COLORS = {COMPUTATION: color(0), COMMUNICATION: color(1)}
 
 
 def plot_overlap(profiles: Mapping[str, OverlapProfile], path: str | os.PathLike) -> None:
-    """Draws the spans of some runs one below another, all on one scale of time.
+    """Draws the spans of several runs below each other, on one time scale.
 
-    Each rank has two rows: above what it computes, below what it communicates. A title tells how
-    long the run took, and how much of it the slowest rank communicates without computing.
+    Each rank has two rows: computation above, communication below. The title shows the time of the
+    run, and how long the slowest rank communicates without computing.
 
     Args:
-      profiles: of `overlap_profile`, by title.
+      profiles: results of `overlap_profile`, by title.
       path: of the SVG file to write.
     Raises:
       ValueError: there is nothing to draw.
@@ -31,8 +31,8 @@ def plot_overlap(profiles: Mapping[str, OverlapProfile], path: str | os.PathLike
     total = max((profile.total for profile in profiles.values()), default=0.0)
     if total <= 0:
         raise ValueError(
-            "plot_overlap: the profiles hold no span that takes time. Pass at least one profile of "
-            "overlap_profile, by its title."
+            "plot_overlap: the profiles contain no span that takes time. Pass at least one profile "
+            "of overlap_profile, by its title."
         )
     scale, top, body = _WIDTH / total, _TOP, _legend()
     for title, profile in profiles.items():
@@ -64,7 +64,7 @@ def _legend() -> list[str]:
 
 
 def _rows(spans: list[Span], top: int | float, scale: float) -> list[str]:
-    """The bars of one rank, with the names that fit into them."""
+    """Returns the bars of one rank, with names where they fit."""
     parts = []
     for span in spans:
         left, width = _LEFT + span.start * scale, max(0.5, span.duration * scale)
@@ -83,7 +83,7 @@ def _rows(spans: list[Span], top: int | float, scale: float) -> list[str]:
 
 
 def _ticks(total: float, scale: float, bottom: int | float) -> list[str]:
-    """Lines at round times, about eight."""
+    """Returns about eight lines at round times."""
     rough = total / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -1,4 +1,4 @@
-"""The picture of a plan (needs the extra `plots`)."""
+"""Draws a plan (needs the extra `plots`)."""
 
 import pathlib
 from typing import Any
@@ -11,11 +11,11 @@ _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
 
 
 def plot_plan(plan: AttentionPlan, path: str | pathlib.Path) -> None:
-    """Draws the work of each rank before and after, and who sends how many tokens to whom.
+    """Draws the work of each rank before and after planning, and the tokens sent between ranks.
 
     Args:
       plan: a concrete plan of all ranks.
-      path: the file to write; its ending names the format.
+      path: the file to write; its suffix selects the format.
     Raises:
       ImportError: matplotlib is not installed.
     """

@@ -1,4 +1,4 @@
-"""The picture of causal attention step by step: which rank attends which keys when."""
+"""Draws causal attention step by step: which rank attends to which keys, and when."""
 
 import os
 import pathlib
@@ -24,20 +24,20 @@ _Rectangle = tuple[int, int, int, int]
 
 
 def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
-    """Draws the steps of ring, zigzag and Hamilton attention of one causal document.
+    """Draws the steps of ring, zigzag and Hamilton attention for one causal document.
 
-    At each step, the part of the causal triangle (queries down, keys to the right) that each rank
-    attends in its colour, and below it the work of each rank, all on one scale.
+    For each step, the part of the causal triangle (queries down, keys to the right) that each rank
+    computes, in its colour; below it the work of each rank, on a common scale.
 
     Args:
       num_ranks: at least 2.
       path: of the SVG file to write.
     Raises:
-      ValueError: fewer ranks.
+      ValueError: there are fewer ranks.
     """
     if num_ranks < 2:
         raise ValueError(f"plot_schedules: num_ranks is {num_ranks}; it needs to be at least 2.")
-    num_tokens = 2 * (num_ranks - 1)  # of a rank, so that each block has a token for every chunk
+    num_tokens = 2 * (num_ranks - 1)  # per rank, so that each block has a token for every chunk
     contiguous, zigzag = contiguous_placement, zigzag_placement
     ring, hamilton = ring_schedule(num_ranks), hamilton_schedule(num_ranks, None, None)
     algorithms = [
@@ -85,7 +85,7 @@ def _algorithm(title: str, placement: Placement, schedule: Any, top: int | float
 
 
 def _attended(placement: Placement, schedule: Any, rank: int, step: int) -> list[_Rectangle]:
-    """Blocks of queries with the keys that are held, without those that lie in the future."""
+    """Returns blocks of queries with the held keys, without future keys."""
     holding = Chunking(placement, schedule.num_chunks).holding(*schedule.held(rank, step))
     pieces = zip(holding.start.tolist(), holding.length.tolist(), strict=True)
     return [

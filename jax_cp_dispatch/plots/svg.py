@@ -1,4 +1,4 @@
-"""What the pictures that are written as SVG have in common."""
+"""Common parts of the pictures that are written as SVG."""
 
 COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
@@ -17,7 +17,7 @@ def text(x: int | float, y: int | float, words: str, **attributes: str) -> str:
 
 
 def document(width: int | float, height: int | float, title: str, body: list[str]) -> str:
-    """A whole file, on white."""
+    """Returns a complete SVG file with a white background."""
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     style = f'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="{TEXT}"'
     background = f'<rect width="{width:g}" height="{height:g}" fill="white"/>'

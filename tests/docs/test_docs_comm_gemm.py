@@ -85,5 +85,5 @@ def test_empty_pictures_are_refused(tmp_path):
     from jax_cp_dispatch.plots import plot_overlap
 
     for profiles in ({}, {"nothing": cpd.profiling.OverlapProfile(None, ())}):
-        with pytest.raises(ValueError, match="plot_overlap: the profiles hold no span"):
+        with pytest.raises(ValueError, match="plot_overlap: the profiles contain no span"):
             plot_overlap(profiles, tmp_path / "no.svg")

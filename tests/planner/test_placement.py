@@ -223,7 +223,7 @@ def test_capacities_of_the_config_are_kept_or_refused():
         ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
         ({"segment_ids": np.ones(4, int)}, r"shape \(4,\) but must be \[B, columns\]"),
         ({"segment_ids": np.array([[1, -1]])}, r"segment_ids\[0, 1\] is -1"),
-        ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 stands in separate runs"),
+        ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 occurs in separate runs"),
     ],
 )
 def test_refusals(arguments, message, unchecked_types):

@@ -234,7 +234,7 @@ _balance = jax.jit(balance_blocks, static_argnames="row_limit")
         (
             dict(segment_ids=np.array([[1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 2, 3, 3]])),
             ValueError,
-            "segment 2 stands in separate runs of batch row 1",
+            "segment 2 occurs in separate runs of batch row 1",
         ),
         (dict(q_capacity=3), ValueError, "rank 0 would receive 32 rows but q_capacity is 3"),
         (dict(kv_capacity=1), ValueError, r"Pass kv_capacity>=\d+ or None in PlanConfig"),

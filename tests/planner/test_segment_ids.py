@@ -103,7 +103,7 @@ def test_positions_tell_runs_of_one_id_apart(algorithm):
     documents = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
     equals(attend(segment_ids, positions, algorithm=algorithm), documents)
     positions[1, 20:] += 100
-    with pytest.raises(ValueError, match="segment 1 stands in separate runs of batch row 1"):
+    with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 1"):
         attend(segment_ids, positions, algorithm=algorithm)
 
 
@@ -112,7 +112,7 @@ def test_positions_tell_runs_of_one_id_apart(algorithm):
     "change, message",
     [
         ({(1, 3): -1}, r"segment_ids\[1, 3\] is -1 but must be at least 0. Mark padding with 0"),
-        ({(0, 23): 1}, "segment 1 stands in separate runs of batch row 0, but a document must be"),
+        ({(0, 23): 1}, "segment 1 occurs in separate runs of batch row 0, but a document must be"),
     ],
 )
 def test_refused_alike(algorithm, change, message):
@@ -146,7 +146,7 @@ def test_zigzag_layout_keeps_documents_together_in_the_sequence(algorithm):
     )
     equals(out[:, np.argsort(order)], DOCUMENTS)
     apart = np.repeat([[1, 2, 1, 3, 3, 3]] * 2, 4, axis=1)[:, order]
-    with pytest.raises(ValueError, match="segment 1 stands in separate runs of batch row 0"):
+    with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):
         attend(apart, **options)
 
 

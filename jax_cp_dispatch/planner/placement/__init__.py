@@ -1,8 +1,8 @@
-"""Placement: which rank keeps which tokens, decided once per batch, before the step.
+"""Placement: assigns tokens to ranks once per batch, before the step.
 
-`config`: the static choices; `documents`: where the documents of a batch stand; `build`: from the
-pieces of each rank to the plan of its keys; `plan`: that plan; `place`: the public call. Which rank
-takes which piece is decided in `csrc/planner`. NumPy only: nothing here starts JAX.
+`config`: the static choices. `documents`: the positions of documents in a batch. `build`: computes
+  the plan of the keys from the pieces of each rank. `plan`: that plan. `place`: the public
+  function. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so nothing here starts JAX.
 """
 
 from jax_cp_dispatch.planner.placement.config import PlacementConfig

@@ -1,4 +1,4 @@
-"""From the pieces of each rank to its rows, the keys that it receives, and who sends them."""
+"""Computes each rank's rows, received keys and their senders from the pieces it holds."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 
 
 class Pieces(NamedTuple):
-    """Tokens [start, end) of documents, in the order of the ranks' rows; row counts within a rank.
+    """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
 
-    `origin` is the received row in which the document starts, or would start.
+    `origin` is the received row where the document starts, or would start.
     """
 
     rank: Int[np.ndarray, " P"]
@@ -25,7 +25,7 @@ class Pieces(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Keys [start, end) of a document that a rank holds side by side, in received order."""
+    """Contiguous keys [start, end) of a document on a rank, in received order."""
 
     rank: Int[np.ndarray, " G"]
     document: Int[np.ndarray, " G"]
@@ -35,7 +35,7 @@ class Spans(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """Rows that go from one rank to another, in the order of the receivers' rows."""
+    """Rows that move from one rank to another, in the order of the receivers' rows."""
 
     source: Int[np.ndarray, " X"]
     target: Int[np.ndarray, " X"]
@@ -45,14 +45,14 @@ class Transfers(NamedTuple):
 
 
 def lay_out(assigned: Int[np.ndarray, "P 4"], window: int | None) -> tuple[Pieces, Spans]:
-    """Puts pieces, rows (rank, document, start, end) in this order, into rows.
+    """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
-    Cut documents come first on each rank: then all its whole documents, and the last cut one, are
-    one range of its rows and one of the rows that it receives.
+    Cut documents come first on each rank. All its whole documents and the last cut one are then one
+    range of its own rows, and one range of its received rows.
     """
     rank, document, start, end = assigned.T
     earliest = np.zeros_like(start) if window is None else np.maximum(start - (window - 1), 0)
-    # Keys of two pieces of a document stand side by side if they touch.
+    # Adjacent keys of two pieces of a document form one span.
     new = np.ones(len(assigned), bool)
     new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > end[:-1])
     first = np.flatnonzero(new)
@@ -77,14 +77,14 @@ def lay_out(assigned: Int[np.ndarray, "P 4"], window: int | None) -> tuple[Piece
 
 
 def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
-    """Sum of the sizes before each entry on its rank; entries stand by rank."""
+    """Returns the sum of the sizes before each entry on its rank; entries are sorted by rank."""
     before = np.cumsum(size) - size
     first = np.searchsorted(rank, rank, side="left")
     return before - before[first]
 
 
 def list_transfers(pieces: Pieces, spans: Spans) -> Transfers:
-    """Every range that a span takes from the rows of some rank, as long as possible."""
+    """Returns the longest ranges that spans take from rows of one rank."""
     order = np.lexsort((pieces.start, pieces.document))
     by_place = Pieces._make(x[order] for x in pieces)
     longest = int(pieces.end.max(initial=0)) + 1
@@ -124,7 +124,7 @@ def build_plan(
     window: int | None,
     config: PlacementConfig,
 ) -> PlacedPlan:
-    """Writes the placement down as arrays of static size."""
+    """Builds the plan: the placement as arrays of static size."""
     transfers = list_transfers(pieces, spans)
     metadata = _metadata(transfers, world_size, config)
     counts = np.bincount(pieces.rank, minlength=world_size)
@@ -183,7 +183,7 @@ def _metadata(transfers: Transfers, world_size: int, config: PlacementConfig) ->
 
 
 def _bounded(name: str, what: str, needs: np.ndarray, given: int | None, least: int) -> int:
-    """The given bound, if it is enough; or the need, rounded up so that batches share programs."""
+    """Returns the given bound if sufficient; by default the need, rounded up to share programs."""
     need, rank = int(needs.max()), int(needs.argmax())
     if given is None:
         step = max(least, 1 << max(need.bit_length() - 4, 0))
@@ -207,6 +207,6 @@ def _sums(rank: np.ndarray, values: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def _pairs(end: Int[np.ndarray, " P"], window: int | None) -> Int[np.ndarray, " P"]:
-    """Query-key pairs of the queries before `end` of a document."""
+    """Returns the query-key pairs of a document's queries before `end`."""
     full = end if window is None else np.minimum(end, window)
     return full * (full + 1) // 2 + (end - full) * (0 if window is None else window)

@@ -7,10 +7,10 @@ from jax_cp_dispatch._arguments import check_positive
 
 @dataclasses.dataclass(frozen=True)
 class PlacementConfig:
-    """Static choices of `place_tokens`. None stands for what a batch needs, rounded up.
+    """Static choices of `place_tokens`. None selects the need of a batch, rounded up.
 
     Attributes:
-      balance_tolerance: how far the work of a rank may exceed the mean, as a share of it. More
+      balance_tolerance: fraction by which the work of a rank may exceed the mean. A larger
         tolerance moves fewer keys.
       kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_transfers: ranges of keys that one rank may send.

@@ -1,4 +1,4 @@
-"""Where the documents of a packed batch stand: from their lengths, or from segment ids."""
+"""Positions of documents in a packed batch, from their lengths or from segment ids."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ _OP = "place_tokens"
 
 
 class Documents(NamedTuple):
-    """The documents of a batch `[batch, columns]`; what belongs to none of them is padding.
+    """The documents of a batch `[batch, columns]`; all other tokens are padding.
 
     Attributes:
       lengths: tokens of each document.
-      first: its first token, counted over the batch, row by row; ascending.
+      first: index of its first token in the batch, row by row; ascending.
       batch, columns: shape of the batch.
     """
 
@@ -30,14 +30,14 @@ class Documents(NamedTuple):
         return self.batch * self.columns
 
     def padding(self) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]]:
-        """First token and number of tokens of each gap between documents."""
+        """Returns the first token and the length of each gap between documents."""
         ends = np.concatenate([[0], self.first + self.lengths])
         tokens = np.append(self.first, self.num_tokens) - ends
         return ends[tokens > 0], tokens[tokens > 0]
 
 
 def from_lengths(lengths: Any, columns: int | None, world_size: int) -> Documents:
-    """Documents that stand one after another in each batch row, padding behind them."""
+    """Returns consecutive documents in each batch row, followed by padding."""
     rows = _rows(lengths)
     totals = [int(row.sum()) for row in rows]
     longest = max(totals)
@@ -74,7 +74,7 @@ def _rows(lengths: Any) -> list[Int[np.ndarray, " D"]]:
 
 
 def from_segment_ids(segment_ids: Any, positions: Any) -> Documents:
-    """Runs of one segment id, which end where positions do not increase; 0 is padding."""
+    """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
     ids = _integers("segment_ids", segment_ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(

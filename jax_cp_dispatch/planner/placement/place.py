@@ -1,4 +1,4 @@
-"""`place_tokens`: which rank keeps which tokens of a batch, and the way there and back."""
+"""`place_tokens`: assigns the tokens of a batch to ranks; reorders arrays and restores them."""
 
 import dataclasses
 import functools
@@ -25,18 +25,18 @@ Row: TypeAlias = Iterable[int | np.integer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Which rank keeps which tokens of a batch `[batch, columns]`. Picklable; NumPy only.
+    """The assignment of the tokens of a batch `[batch, columns]` to ranks. Picklable; NumPy only.
 
-    Places count all ranks' rows: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch *
-    columns / world_size`. In an array `[batch, columns, ...]` that is sharded over its columns,
-    those are the rank's columns of each batch row, one batch row after another.
+    Places index the rows of all ranks: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch
+    * columns / world_size`. In an array `[batch, columns, ...]` that is sharded over its columns,
+    these are the rank's columns of each batch row, one batch row after another.
 
     Attributes:
       batch, columns: shape of the batch.
-      world_size: ranks.
+      world_size: number of ranks.
       plan: for `context_parallel_attention(algorithm="placed")`.
       source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
-        batch (counted row by row), first place, number. By place; all tokens, padding included.
+        batch (counted row by row), first place, length. Sorted by place; padding included.
     """
 
     batch: int
@@ -49,7 +49,7 @@ class Placement:
 
     @functools.cached_property
     def permutation(self) -> Int[np.ndarray, " BT"]:
-        """The token, counted over the batch row by row, that stands at each place."""
+        """The token at each place, counted over the batch row by row."""
         return self._map(self.place, self.source)
 
     @functools.cached_property
@@ -61,8 +61,8 @@ class Placement:
         """Puts token arrays `[batch, columns, ...]` into placed order.
 
         Call on the host with NumPy arrays, as a data loader does, or anywhere with JAX arrays.
-        Tokens, labels, positions and segment ids go together. Shift labels by one token before:
-        neighbours in placed order need not be neighbours in a document.
+        Apply it to tokens, labels, positions and segment ids alike. Shift labels by one token
+        first: neighbours in placed order need not be neighbours in a document.
 
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
@@ -70,7 +70,7 @@ class Placement:
         return jax.tree.map(lambda x: self._move("apply", x), arrays)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
-        """Puts arrays in placed order back into that of the batch; the inverse of `apply`."""
+        """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
         return jax.tree.map(lambda x: self._move("restore", x), arrays)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,33 +112,32 @@ def place_tokens(
     window: int | None = None,
     config: PlacementConfig = PlacementConfig(),
 ) -> Placement:
-    """Decides once for a batch on which rank each token lives, so that few keys move.
+    """Assigns each token of a batch to a rank, once, so that few keys move.
 
-    Every rank gets equally many tokens and nearly equal work of causal attention, counted in
-    query-key pairs. In every layer queries then stay at home; keys and values travel, and in the
-    backward pass their gradients. Most documents stay whole on one rank; long ones are cut.
+    All ranks get the same number of tokens and nearly equal work of causal attention, counted in
+    query-key pairs. Queries then stay on their rank in every layer. Only keys and values move, and
+    in the backward pass their gradients. Most documents stay whole on one rank; long ones are cut.
 
-    Call on the host, also in the worker processes of a data loader: JAX is not initialized and no
-    device is touched. Equal inputs give equal placements, on every process and machine. There is
-    nothing to differentiate.
+    Call on the host, also in worker processes of a data loader: it does not initialize JAX and uses
+    no device. Equal inputs give equal placements in every process and on every machine. Not
+    differentiable.
 
     Args:
-      lengths: tokens of the documents of each batch row, in order, a list per batch row; or one
-        list for a single row. What is left of a row is padding.
+      lengths: tokens of the documents, in order: one list per batch row, or one list for a single
+        row. The rest of a row is padding.
       world_size: number of ranks W.
-      segment_ids: instead of lengths, integers [B, columns]; see `plan_attention`. W divides the
-        columns.
-      positions: with segment ids: a document also ends where they do not increase.
-      columns: with lengths: tokens of a batch row, a multiple of W; None: the longest row's,
+      segment_ids: integers [B, columns], instead of lengths; see `plan_attention`. W must divide
+        the columns.
+      positions: with segment ids only; a document also ends where they do not increase.
+      columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      window: a query attends at most that many keys, its own the last; None: all before it.
-      config: tolerance of the balance, and capacities.
+      window: maximum keys to which a query attends, the last of which is its own; None: no limit.
+      config: balance tolerance and capacities.
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
       TypeError: lengths or ids are not integers.
-      ValueError: sizes do not fit each other, a document is not contiguous, or a capacity is too
-        small.
+      ValueError: sizes do not match, a document is not contiguous, or a capacity is too small.
     """
     documents = _documents(lengths, segment_ids, positions, columns, world_size)
     if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
@@ -193,7 +192,7 @@ def _documents(lengths, segment_ids, positions, columns, world_size: int) -> Doc
 
 
 def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: int):
-    """Source, place and tokens of every range, by place; padding fills the ranks' last rows."""
+    """Returns source, place and length of every range, by place; padding comes last per rank."""
     tokens = pieces.end - pieces.start
     source = documents.first[pieces.document] + pieces.start
     place = pieces.rank * num_tokens + pieces.row
@@ -207,7 +206,7 @@ def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: in
 
 
 def _match(source, source_tokens, place, place_tokens):
-    """Ranges that are as long on both sides, from two lists of ranges of equal sum."""
+    """Splits two lists of ranges with equal sums into ranges of equal length on both sides."""
     source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
     ends = np.union1d(source_ends, place_ends)
     ends = ends[ends > 0]

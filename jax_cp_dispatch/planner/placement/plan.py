@@ -1,4 +1,4 @@
-"""`PlacedPlan`: which keys every rank receives, where all queries stay at home."""
+"""`PlacedPlan`: the keys that each rank receives if no queries move."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -8,29 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-# An array or `Metadata`; or whatever a transformation maps over the leaves.
+# An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedPlan:
-    """Attention over placed tokens: queries stay, keys and values go where they are attended.
+    """A plan of attention over placed tokens: queries stay; keys and values move to the queries.
 
-    A rank's rows are its places, padding at the end. They are described by runs, the pieces of
-    documents that the rank holds, so that a plan grows with the pieces and not with the tokens.
+    A rank's rows are its places, with padding at the end. Runs (the pieces of documents that the
+    rank holds) describe them, so the size of a plan grows with the pieces, not with the tokens.
 
     Attributes:
-      kv_metadata: forward metadata of the keys; one slot for each range that a rank sends, its own
-        included, and `src_offset` to say which.
+      kv_metadata: forward metadata of the keys; one slot for each range that a rank sends (also to
+        itself), located by `src_offset`.
       run_row: i32 `[W, P]`; the first row of each piece, ascending; `num_tokens` for padding.
       run_position: i32 `[W, P]`; the place of that row's token in its document.
-      run_origin: i32 `[W, P]`; the received row in which the document starts, or would start.
+      run_origin: i32 `[W, P]`; the received row where the document starts, or would start.
       num_rows: i32 `[W]`; rows of each rank that are not padding.
       pairs: f32 `[W]`; query-key pairs of each rank.
       num_tokens: rows of one rank (static).
       kv_capacity: rows of the receive buffer (static).
-      window: keys that a query attends at most, or None (static).
+      window: maximum keys to which a query attends, or None (static).
     """
 
     kv_metadata: Leaf
@@ -50,10 +50,10 @@ class PlacedPlan:
     def local_ranges(
         self, rank: Any
     ) -> tuple[Int32[Array | np.ndarray, " T"], Int32[Array | np.ndarray, " T"]]:
-        """First and last + 1 received key of each row of one rank; (0, 0) for padding.
+        """Returns the first and last + 1 received key of each row of one rank; (0, 0) for padding.
 
-        Call anywhere with a concrete `rank`, where a plan of NumPy arrays gives NumPy; or inside
-        `jax.shard_map` with `lax.axis_index`, from the plan of all ranks or this rank's slice.
+        Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives NumPy), or inside
+        `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
         runs = [self.run_row, self.run_position, self.run_origin, self.num_rows]
         on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
@@ -72,12 +72,12 @@ class PlacedPlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank over the mean; 1 is perfect, also for no work at all."""
+        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work."""
         mean = float(np.mean(self.pairs))
         return float(np.max(self.pairs)) / mean if mean > 0 else 1.0
 
     @property
     def num_kv_tokens_moved(self) -> int:
-        """Keys that cross from one rank to another, each copy counted; outside `jit`."""
+        """Keys that move between ranks, each copy counted. Read outside `jit`."""
         received = np.asarray(self.kv_metadata.num_recv_tokens)[:, :-1]
         return int(received.sum(dtype=np.int64) - received.trace(dtype=np.int64))
