@@ -1,4 +1,4 @@
-"""Attention over 8 virtual devices, forward and backward, as each method's user would write it."""
+"""Programs of attention over 8 virtual devices, forward and backward, one for each method."""
 
 import dataclasses
 import importlib
@@ -24,18 +24,18 @@ DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
 VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
 DENSE, PACKAGE, LOCAL = "jax.nn sharded", "ringattention", "local, one device"
 LARGEST_PACKAGE = 32768  # tokens; one run at 64K takes minutes
-LARGEST_DENSE = 8192  # tokens; logits of 8 heads take 11 GB there, and four times as much at 16K
+LARGEST_DENSE = 8192  # tokens; the logits of 8 heads take 11 GB, and four times as much at 16K
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is attended.
+    """The input of one measurement.
 
     Attributes:
       name: for the table.
       num_tokens: of the sequence, one batch row.
       dtype: of q, k, v.
-      causal: or every token its whole document.
+      causal: if false, every token attends to its whole document.
       segment_ids: of packed documents [1, num_tokens]; None: one document.
     """
 
@@ -46,7 +46,7 @@ class Case:
     segment_ids: Any = None
 
     def arrays(self) -> list[np.ndarray]:
-        """q, k, v and the cotangent of the output."""
+        """Draws q, k, v and the cotangent of the output."""
         rng = np.random.default_rng(self.num_tokens)
         shape = (1, self.num_tokens, NUM_HEADS, HEAD_SIZE)
         return [rng.standard_normal(shape, np.float32).astype(self.dtype) for _ in range(4)]
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the forward and the backward pass, pairs that the mask lets through."""
+        """Floating-point operations of both passes, for pairs that the mask admits."""
         start, end = self.ranges()
         sizes = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE}
         pairs = float(np.sum(np.asarray(end - start), dtype=np.float64))
@@ -73,7 +73,7 @@ def mesh() -> Mesh:
 
 
 def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
-    """A compiled program (q, k, v, cotangent) -> (dq, dk, dv) and its operands, or why not."""
+    """Returns a compiled program (q, k, v, cotangent) -> (dq, dk, dv) and operands, or why not."""
     if method == DENSE and case.num_tokens > LARGEST_DENSE:
         return "does not fit"
     if method == PACKAGE and case.num_tokens > LARGEST_PACKAGE:
@@ -92,7 +92,7 @@ def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
 
 
 def _attention(method: str, case: Case):
-    """A function of global q, k, v, or why not."""
+    """Returns a function of global q, k, v; or why there is none."""
     if method in OURS:
         return _ours(method, case)
     if method in VARIANTS:
@@ -138,11 +138,11 @@ def _dense(case: Case):
 
 
 def _package(case: Case):
-    """`ringattention` from PyPI, which asks for the platform in a place that JAX has no more."""
+    """Returns `ringattention` from PyPI, which needs a module that JAX has removed."""
     if importlib.util.find_spec("ringattention") is None:
         return "not installed"
     if not hasattr(jax.lib, "xla_bridge"):
-        setattr(jax.lib, "xla_bridge", jax.extend.backend)  # noqa: B010  pyright knows no such name
+        setattr(jax.lib, "xla_bridge", jax.extend.backend)  # noqa: B010  unknown to pyright
     ring = importlib.import_module("ringattention").ringattention
     chunk = min(512, case.num_tokens // NUM_RANKS)
     options = {

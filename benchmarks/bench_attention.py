@@ -1,9 +1,9 @@
-"""Attention over 8 virtual devices, 8 heads of 64, forward and backward, interleaved.
+"""Measures attention over 8 virtual devices, 8 heads of 64, forward and backward, interleaved.
 
-Cases: one causal document, packed documents, one document attended in full. Methods: those of
+Cases: one causal document, packed documents, one document with full attention. Methods: those of
 `context_parallel_attention` on contiguous tokens; `jax.nn.dot_product_attention` under `jit` with
 the sequence sharded; the package `ringattention` if it is installed; local attention on one device.
-The limit is the rate of a matrix product. The packed documents have published lengths; see
+The upper limit is the rate of a matrix product. The packed documents have published lengths; see
 tests/data.
 """
 

@@ -1,7 +1,7 @@
-"""Growth of time and memory from 4K to 64K tokens: one causal document, forward and backward.
+"""Measures time and memory from 4K to 64K tokens: one causal document, forward and backward.
 
-Each method and length runs in a process of its own, after compilation: the time of a run, and by
-how much memory grew at its peak. Draws attention_growth.svg from what it measured.
+Each method and length runs in its own process. Measures a run after compilation: its time and its
+peak increase of memory. Draws attention_growth.svg from the results.
 """
 
 import json
@@ -20,13 +20,13 @@ METHODS = ("zigzag", "hamilton", "balanced", programs.LOCAL, programs.PACKAGE, p
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Returns the bytes in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def run_alone(method: str, num_tokens: int, dtype: str, repeats: int) -> dict:
-    """In a process of its own: seconds of the fastest run, and bytes at its peak."""
+    """Returns the seconds of the fastest run and its peak bytes, measured in a new process."""
     start_cpu_devices(programs.NUM_RANKS)
     built = programs.program(method, programs.Case("causal", num_tokens, dtype))
     if isinstance(built, str):

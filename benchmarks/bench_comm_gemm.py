@@ -1,9 +1,9 @@
-"""Tensor-parallel products of a Llama-like layer: each method against XLA's way.
+"""Measures tensor-parallel GEMMs of a Llama-like layer: each method against XLA.
 
 4096 tokens, model size 1024, 2816 in the MLP, 256 for keys and values each: Llama 3 8B with every
-width divided by 4 (and its MLP by 5). XLA's way is `all_gather`, then the product; or the product,
-then `psum_scatter`. Its parts alone give the bound, max(GEMM, communication). "auto" follows a
-table that `tune` has measured before, in the same process.
+width divided by 4 (its MLP by 5). The XLA baseline is `all_gather` then a GEMM, or a GEMM then
+`psum_scatter`. Its parts alone give the bound, max(GEMM, communication). "auto" follows a table
+that `tune` measures first, in the same process.
 """
 
 import functools
@@ -27,7 +27,7 @@ AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 
 
 class Layer(NamedTuple):
-    """A product of global size M K N."""
+    """A GEMM of global size M K N."""
 
     name: str
     op: str
@@ -97,7 +97,7 @@ def measure(layer: Layer, mesh: Mesh, dtype: Any, repeats: int) -> list[dict]:
         for label, options in METHODS[layer.op].items()
     }
     runs = {label: functools.partial(run, x, w) for label, run in programs.items()}
-    if gathers:  # the parts: a product of what is gathered already, and the gathering
+    if gathers:  # the parts: a GEMM of gathered operands, and the all-gather
         whole = put(P(), layer.m, layer.k)
         multiply = program(lambda x, w: x @ w, (P(), by_columns), by_columns)
         gather = program(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True)[None], by_rows)

@@ -1,9 +1,9 @@
-"""Overlapped GEMMs where tokens are split over context and tensor parallelism.
+"""Measures overlapped GEMMs with tokens sharded over context and tensor parallelism.
 
-x [2, 2048, 512] on a mesh of cp 4 and tp 2, tokens over both, weights [512, 2048] and back over tp:
-the first product, both, and both with their derivative, on global arrays as they are, inside
-`shard_map`, with tokens reshaped to [B, cp, T/cp, D], and by XLA's own partitioner. A program of
-ours has no all-gather of XLA's: what moves is the ring's, over tp alone.
+x is [2, 2048, 512] on a mesh of cp 4 and tp 2, with tokens over both; the weights, [512, 2048] and
+back, are sharded over tp. Measures the first GEMM, both, and both with derivative: on global
+arrays, inside `shard_map`, with tokens reshaped to [B, cp, T/cp, D], and with XLA's partitioner.
+This package's programs contain no all-gather of XLA; only the ring communicates, over tp.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Bandwidth of dispatch and combine over 8 virtual devices, against memcpy and XLA collectives.
+"""Measures the bandwidth of dispatch and combine on 8 virtual devices, memcpy and XLA.
 
-4096 tokens per rank, 16 heads x 128, bfloat16, random segments: 134 MB move at a time. Every
-contender makes the same result, which is checked first.
+4096 tokens per rank, 16 heads x 128, bfloat16, random segments: each exchange moves 134 MB. All
+methods must give the same result, which is checked first.
 """
 
 import common
@@ -19,13 +19,13 @@ AXIS = "cp"
 
 
 def random_segments(rng, num_tokens):
-    """Each rank sends one segment of random length to every rank."""
+    """Draws lengths: each rank sends one segment of random length to every rank."""
     cuts = np.sort(rng.integers(0, num_tokens + 1, (W, W - 1)), axis=1)
     return np.diff(cuts, axis=1, prepend=0, append=num_tokens).astype(np.int32)
 
 
 def row_maps(seq_len, capacity, tokens):
-    """Of each received row: its global source row, its row in a padded all-to-all, existence."""
+    """Returns each received row's global source row, row in a padded all-to-all, and a mask."""
     W = len(seq_len)
     source, padded = np.zeros((2, W, capacity), np.int32)
     exists = np.zeros((W, capacity), bool)
@@ -97,7 +97,7 @@ def main() -> None:
         window = reuse(x, metadata, window)
         return window
 
-    # As many rows received in all, but each from one of four copies of a quarter of the tokens.
+    # The same total of received rows, but as four copies of a quarter of the tokens.
     copies, _ = compute_metadata(
         np.full((W, 1), T // 4, np.int32), (np.arange(W)[:, None, None] + np.arange(4)) % W
     )
@@ -113,7 +113,7 @@ def main() -> None:
         "combine, one replica": lambda: home(received, metadata),
         "combine, four replicas, bytes read": lambda: sum_copies(x, copies),
     }
-    # The collectives allocate so much that whatever runs between them finds no memory at hand.
+    # The collectives allocate so much memory that runs between them find none cached.
     among_collectives = {
         "dispatch, between the next two": lambda: fresh(x, metadata),
         "all_to_all, padded, and unpack": lambda: by_all_to_all(x, first_rows, padded, exists),

@@ -1,8 +1,8 @@
-"""The exchanges of ring and Hamilton attention, by this package's transport and by XLA.
+"""Measures the exchanges of ring and Hamilton attention, by this package and by XLA.
 
-Per number of devices and bytes per rank: seconds of one exchange inside `lax.scan`; `ring_exchange`
-sends them to one rank, `chunk_exchange` in equal chunks to all others. Memcpy is the limit: one
-copy of what all ranks send.
+For each number of devices and bytes per rank, measures one exchange inside `lax.scan`.
+`ring_exchange` sends the bytes to one rank; `chunk_exchange` sends equal chunks to all others. The
+upper limit is memcpy: one copy of the bytes of all ranks.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Tensor-parallel products between processes of one host, against gloo's collectives and a product.
+"""Measures tensor-parallel GEMMs between processes of one host, against gloo and XLA's GEMM.
 
-Each process has one device. XLA's way is `all_gather`, then the product; or the product, then
-`psum_scatter`, through gloo. Results are checked first. Starts the processes itself.
+Each process has one device. The baseline is `all_gather` then a GEMM, or a GEMM then
+`psum_scatter`, through gloo. Results are checked first. The benchmark starts the processes itself.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_cp_dispatch as cp
 
 AXIS, GLOO = "tp", "gloo, then or before XLA's product"
-M, K, N = 2048, 1024, 2048  # of all ranks
+M, K, N = 2048, 1024, 2048  # over all ranks
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "all_gather_matmul": {
         "none": {"method": "none"},
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def work() -> None:
-    """In each of the processes."""
+    """Runs in each of the processes."""
     repeats = common.options(common.parser(None)).repeats
     cp.initialize()
     for op in METHODS:
@@ -72,7 +72,7 @@ def measure(op: str, repeats: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
 
     def put(spec, *shape):
-        x = rng.integers(-4, 5, shape).astype(np.float32)  # sums are exact, in every order
+        x = rng.integers(-4, 5, shape).astype(np.float32)  # sums are exact in any order
         return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda i: x[i])
 
     def gloo(x, w):

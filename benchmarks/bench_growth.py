@@ -1,7 +1,7 @@
-"""Growth with the number of devices: a fixed payload per rank, an equal part of it to every rank.
+"""Measures growth with the number of devices: a fixed payload per rank, in equal parts to all.
 
-Into a donated window and into a fresh one; beside them `jax.lax.ppermute`, which moves as many
-bytes to one neighbour, and memcpy of all of them by one thread.
+Measures a donated and a fresh window, `jax.lax.ppermute`, which moves the same bytes to one
+neighbour, and memcpy of all bytes by one thread.
 """
 
 import common
@@ -29,7 +29,7 @@ def measure(world_size, shape, repeats):
 
     ranks = np.arange(world_size, dtype=np.int32)
     lengths = np.diff(np.linspace(0, num_tokens, world_size + 1).astype(np.int32))
-    # Which part goes to which rank turns with the sender, so that every rank receives one of each.
+    # The destination of a part rotates with the sender, so every rank receives one of each.
     to = (ranks[:, None] + ranks) % world_size
     plan, _ = compute_metadata(np.tile(lengths, (world_size, 1)), to)
     metadata = jax.tree.map(put, plan)

@@ -1,8 +1,8 @@
-"""Latency of tiny payloads, [16, 8] float32 per rank, against `jax.lax.ppermute`.
+"""Measures the latency of tiny payloads, [16, 8] float32 per rank, against `jax.lax.ppermute`.
 
-Per number of devices and operation: the time of one operation inside `lax.scan`, the time to trace
-a new function that holds one, and for a compiled program that holds one the time until the call
-returns and until its result is there. The program that moves nothing shows what is not ours.
+For each number of devices and operation, measures one operation inside `lax.scan`, the tracing of a
+new function with one operation, and a call of a compiled program with one operation: until it
+returns and until its result is ready. A program that moves nothing shows JAX's own overhead.
 """
 
 import functools
@@ -23,7 +23,7 @@ STEPS = 200
 
 
 def operations(world_size):
-    """Functions of one rank's rows and its metadata; combine moves them the other way round."""
+    """Returns functions of one rank's rows and metadata; combine moves rows in reverse."""
     to_next = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
     return {
         "dispatch": lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=T),
@@ -38,7 +38,7 @@ def scanned(operation, x, metadata):
 
 
 def calls(programs, x, metadata, repeats):
-    """Median seconds until each call returns, and until its result is there; in turn."""
+    """Returns interleaved median seconds until each call returns, and until its result is ready."""
     until_return = {name: [] for name in programs}
     until_done = {name: [] for name in programs}
     for _ in range(repeats):
@@ -77,7 +77,7 @@ def measure(world_size, repeats):
             expected = np.roll(rows, step * num_steps, axis=0).reshape(-1, FEATURE)
             np.testing.assert_array_equal(moved[name](x, metadata), expected, name)
 
-    def trace(op):  # wrapped anew, because JAX remembers what it has traced
+    def trace(op):  # a new function, because JAX caches traces
         return on_ranks(lambda x, m: op(x, m)).trace(x, metadata)
 
     loop = common.interleaved(

@@ -1,8 +1,8 @@
-"""Local attention on one CPU device: its share of the matmul rate, and the dense way beside it.
+"""Measures local attention on one CPU device: its share of the matmul rate, and dense attention.
 
-Counted are the products of the query-key pairs that the ranges name: two forward, five backward.
+FLOPs count the matrix products of the query-key pairs in the ranges: two forward, five backward.
 The matmul rates, in float32 and in the operands' dtype, are those of a `jnp.matmul` of 4096^3 in
-the same rounds. The dense way is `jax.nn.dot_product_attention` with a mask.
+the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask.
 """
 
 import common
@@ -26,7 +26,7 @@ def key_ranges(case, num_tokens):
 
 
 def passes(name, attend, q, k, v, dout):
-    """The forward pass, and both passes in one program."""
+    """Returns the forward pass, and both passes in one program."""
 
     def with_gradients(q, k, v):
         out, vjp = jax.vjp(attend, q, k, v)
@@ -50,7 +50,7 @@ def measure(dtype, case, num_tokens, repeats):
         f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in (square, square.astype(dtype))
     }
     runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
-    if case == "packed":  # what a mask hides does not change the time
+    if case == "packed":  # the masked part does not change the time
         position = np.arange(num_tokens)
         mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
         dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])

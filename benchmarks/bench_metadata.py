@@ -1,7 +1,7 @@
-"""Planning: time, compile time and memory of the three planning functions together, C = 8.
+"""Measures time, compile time and memory of the three planning functions together, C = 8.
 
-Per W x S, on the same inputs. The baseline is the same plan in vectorised NumPy int64 (stable sort
-by destination, segmented sums), as one would write it; its result is compared first.
+For each W x S. The baseline computes the same plan in vectorised NumPy int64 (stable sort by
+destination, segmented sums); the results are compared first.
 """
 
 import time
@@ -31,7 +31,7 @@ def plan_all(inputs: QkvDispatchInputs, num_slots: int, num_kv_slots: int):
 
 
 def _before(dst: np.ndarray, weight: np.ndarray, world_size: int) -> np.ndarray:
-    """The sum of the earlier weights with the same destination."""
+    """Returns the sum of earlier weights with the same destination."""
     order = np.argsort(dst, kind="stable")
     total = np.cumsum(weight[order]) - weight[order]
     starts = np.searchsorted(dst[order], np.arange(-1, world_size))
@@ -56,7 +56,7 @@ def _scatter(dst: np.ndarray, slot: np.ndarray, num_slots: int, values: np.ndarr
 
 
 def numpy_plan_all(inputs: QkvDispatchInputs, num_slots: int, num_kv_slots: int):
-    """The arrays of `plan_all` that differ from its inputs, in NumPy."""
+    """Computes in NumPy the arrays of `plan_all` that are not inputs."""
     mapping, position, context, num_kv, kv_tokens, seq_len, _, dispatch = (
         np.asarray(x, np.int64) for x in inputs
     )

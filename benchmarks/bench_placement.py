@@ -1,8 +1,9 @@
-"""Placement of packed documents, 64K tokens per rank: balance, keys moved and time, beside peers.
+"""Measures placement of packed documents, 64K tokens per rank: balance, keys moved, time, peers.
 
 The batches are those of tests/data/packed, of published lengths; beyond 512 ranks documents are
-drawn from a log-normal distribution. Everything is timed on the host, from the lengths to the plan.
-Peers are written anew from their descriptions, see `peer_placements`; their times say nothing.
+drawn from a log-normal distribution. Times are measured on the host, from the lengths to the plan.
+Peers are reimplemented from their descriptions, see `peer_placements`; their times are not
+comparable.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
 
 
 def least_keys(lengths: list[int], world_size: int, tolerance: float = 0.01) -> float:
-    """Per token, if every rank's other tokens had no work: no placement is below."""
+    """Returns a lower bound of keys moved per token, as if a rank's other tokens had no work."""
 
     def work(end: int) -> int:
         return end * (end + 1) // 2

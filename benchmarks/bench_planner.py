@@ -1,4 +1,4 @@
-"""Planning time, balance and moved tokens of packed documents, 64K tokens per rank.
+"""Measures planning time, balance and moved tokens of packed documents, 64K tokens per rank.
 
 Documents are drawn from published lengths (tests/data), and from a log-normal distribution with
 median 2048 and sigma 1.2, so that one document in a hundred is longer than 16 times the median;
@@ -20,7 +20,7 @@ from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
 
 
 def batches(source: Path | None, num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Seed and segment ids [1, num_tokens], of published lengths or of drawn ones."""
+    """Yields seed and segment ids [1, num_tokens], of published or drawn lengths."""
     if source is not None:
         yield from packing.published(source, num_tokens)
     else:

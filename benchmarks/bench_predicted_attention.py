@@ -1,4 +1,4 @@
-"""Predicts, and does not measure: the time of each algorithm where links cost something.
+"""Predicts (does not measure) the time of each algorithm on hardware with links.
 
 Attention alone with 32 heads of 128 in bfloat16, on the machines of `cost.HARDWARE`. Prints the
 tables, writes the numbers and draws the picture. Packed documents have log-normal lengths with

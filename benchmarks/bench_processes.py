@@ -1,7 +1,7 @@
-"""Dispatch and combine between processes of one host, against memcpy and gloo's collectives.
+"""Measures dispatch and combine between processes of one host, against memcpy and gloo.
 
-Each process has one device and sends one segment of random length to every other; all contenders
-make the same result, which is checked first. Starts the processes itself.
+Each process has one device and sends one segment of random length to every other. All methods must
+give the same result, which is checked first. The benchmark starts the processes itself.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ALL_BYTES = (128 << 20, 2 << 20)
 
 
 def rows_of_processes(program: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the first process of each job of `program` prints, a row a line."""
+    """Returns the rows that the first process of each job of `program` prints, one per line."""
     rows = []
     for processes in (2, 4):
         done = subprocess.run(
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def work() -> None:
-    """In each of the processes."""
+    """Runs in each of the processes."""
     arguments = common.options(common.parser(None))
     cp.initialize()
     for num_bytes in ALL_BYTES[arguments.quick :]:
@@ -160,7 +160,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
             if name.startswith("memcpy") and jax.process_index() > 0:
                 continue  # the others wait in the next exchange
             jax.block_until_ready(run())
-            start = time.perf_counter()  # of the second run, as in a loop of its own
+            start = time.perf_counter()  # of the second run, as in a separate loop
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items() if values}

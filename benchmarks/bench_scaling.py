@@ -1,12 +1,12 @@
-"""Scaling modes of tensor-parallel products: bytes that move, time, and error.
+"""Measures scaling modes of tensor-parallel GEMMs: moved bytes, time, and error.
 
 Two layers of a Llama-like MLP (4096 tokens, model size 1024, 2816 hidden) on virtual CPU devices,
-forward and with derivative, in a ring: bfloat16, then each scaling mode of the same operands. The
-error is that of the result against the product in float64, a token's root mean square over that of
-its exact result, over all tokens; also where tokens differ in magnitude, by up to 2**20. The bytes
-are those of tokens or gradients, with their scales, that arrive at a rank. The CPU widens 8 bits
-before it multiplies, so the time shows what scaling costs, and what fewer bytes save; not the
-faster product of tensor cores.
+forward and with derivative, in a ring: bfloat16, then each scaling mode with the same operands. The
+error compares with a float64 GEMM: per token, the root mean square of the error relative to that of
+the exact result; then over all tokens. It is also measured for tokens whose magnitudes differ by up
+to 2**20. Bytes are those of received tokens or gradients with their scales. The CPU widens 8-bit
+operands before it multiplies, so times show the cost of scaling and the gain of fewer bytes, but
+not the speed of tensor cores.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ UP, DOWN = "gate or up", "down"
 
 
 def arriving_bytes(mode: ScalingMode, tokens: int, columns: int, num_ranks: int) -> int:
-    """Of the tokens (or gradients) of the other ranks, and their scales."""
+    """Returns the bytes of the other ranks' tokens (or gradients) and their scales."""
     own = jnp.zeros((tokens // num_ranks, columns), jnp.bfloat16)
     if mode == ScalingMode.NO_SCALING:
         return (num_ranks - 1) * own.nbytes
@@ -38,7 +38,7 @@ def arriving_bytes(mode: ScalingMode, tokens: int, columns: int, num_ranks: int)
 
 
 def error_of(got, x, w) -> float:
-    """Relative, of a token; the root mean square of all."""
+    """Returns the root mean square over tokens of the relative error of each."""
     wide = lambda a: np.asarray(a).astype(np.float64)
     exact = wide(x) @ wide(w)
     by_token = ((wide(got) - exact) ** 2).mean(1) / (exact**2).mean(1)
@@ -46,7 +46,7 @@ def error_of(got, x, w) -> float:
 
 
 def fitting(state: MatmulScaling, *arrays) -> MatmulScaling:
-    """Delayed scales as they are when steps before this one were like it."""
+    """Returns delayed scales as after previous steps with the same operands."""
     of_each = zip((state.x, state.w, state.dy), arrays, (448, 448, 57344), strict=True)
     x, w, dy = (
         dataclasses.replace(old, scale=largest / jnp.abs(a.astype(jnp.float32)).max()[None])
@@ -103,7 +103,7 @@ def measure(layer: str, mesh: Mesh, tokens: int, repeats: int) -> list[dict]:
     rows = []
     for mode, what in runs:
         time, base = (seconds[repr((m, what))] for m in (mode, ScalingMode.NO_SCALING))
-        moves = gathers or what != "forward"  # of a reduce-scatter only the gradient is gathered
+        moves = gathers or what != "forward"  # a reduce-scatter gathers only the gradient
         columns = (k if gathers else n) if moves else 0
         arriving = [arriving_bytes(m, tokens, columns, p) for m in (mode, ScalingMode.NO_SCALING)]
         row = {

@@ -1,4 +1,4 @@
-"""What every benchmark needs: options, interleaved timing, and a file of results."""
+"""Shared by all benchmarks: options, interleaved timing, and result files."""
 
 import argparse
 import datetime
@@ -25,7 +25,7 @@ BEGAN = time.perf_counter()
 
 
 def parser(description: str | None, *, repeats: int = 11) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """Returns a parser with the common options of benchmarks."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--output", type=pathlib.Path, help="write the results here as JSON")
     result.add_argument("--repeats", type=int, default=repeats, help="rounds of interleaved runs")
@@ -33,22 +33,24 @@ def parser(description: str | None, *, repeats: int = 11) -> argparse.ArgumentPa
 
 
 def options(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """What the command line says; with `--quick` one round, and `quick` for what it leaves out."""
+    """Parses the command line; `--quick` means one round, and the defaults in `quick`."""
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     pictures = ROOT / "docs" / "images"
-    parser.add_argument("--pictures", type=pathlib.Path, default=pictures, help="draw them there")
+    parser.add_argument(
+        "--pictures", type=pathlib.Path, default=pictures, help="folder for pictures"
+    )
     if parser.parse_args().quick:
         parser.set_defaults(repeats=1, **quick)
     return parser.parse_args()
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each run; all of them in turn, `repeats` times.
+    """Returns the median seconds of each run; all run in turn, `repeats` times.
 
-    In turn, because a shared machine changes its speed: ratios hold better than absolute times.
-    Each runs twice in a row and the second is timed, as in a loop of its own: a program may return
-    gigabytes to the system after its results are there, at the cost of what comes next. What takes
-    longer than 20 seconds is timed in the first round only.
+    Runs are interleaved because the speed of a shared machine varies; ratios are then more reliable
+    than absolute times. Each runs twice in a row and the second run is timed, as in a loop: a
+    program may return gigabytes to the system after its results are ready, which slows the next
+    one. Runs of more than 20 seconds are timed in the first round only.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
@@ -63,7 +65,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
 
 
 def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of one call in a row of ten, which hides the host; on a GPU."""
+    """Returns the median seconds of a call on a GPU, in batches of ten to hide host overhead."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
@@ -75,7 +77,7 @@ def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
 
 
 class Report:
-    """Rows, printed as they are measured; written after each section."""
+    """Result rows: printed when measured, written after each section."""
 
     def __init__(self, output: pathlib.Path | None, title: str):
         self.output, self.title = output, title
@@ -83,7 +85,7 @@ class Report:
         self.has_failed = False
 
     def section(self, what: str, measured: Callable[[], Iterable[dict[str, Any]]]) -> None:
-        """Takes the rows of one section; what goes wrong there is a row, and the next one runs."""
+        """Adds the rows of one section; an error becomes a row, and the next section still runs."""
         try:
             for row in measured():
                 self._take(row)
@@ -105,9 +107,9 @@ def write(
     *packages: str,
     **more: Any,
 ) -> None:
-    """Writes the rows with date, machine, versions and the seconds that the program took.
+    """Writes the rows with date, machine, versions and run time of the program.
 
-    `packages` are others whose versions matter, where they are installed.
+    `packages` are other packages whose versions are recorded if they are installed.
     """
     if output is None:
         return

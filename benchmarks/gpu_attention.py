@@ -1,7 +1,7 @@
-"""Local attention on one GPU: beside cuDNN's flash attention as `jax.nn` calls it, in bfloat16.
+"""Measures local attention on one GPU against cuDNN's flash attention in `jax.nn`, in bfloat16.
 
-Counted are the products of the query-key pairs that the ranges name: two forward, five backward.
-Packed documents have nothing to stand beside but cuDNN's rate on the causal case.
+FLOPs count the matrix products of the query-key pairs in the ranges: two forward, five backward.
+Packed documents can only be compared with cuDNN's rate on the causal case.
 """
 
 import functools
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 
 
 def passes(attend, q, k, v, dout):
-    """The forward pass, and both passes in one program."""
+    """Returns the forward pass, and both passes in one program."""
 
     def with_gradients(q, k, v):
         out, vjp = jax.vjp(attend, q, k, v)
@@ -30,7 +30,7 @@ def passes(attend, q, k, v, dout):
 
 
 class Measurements:
-    """One row for each pass of cuDNN's causal attention and of ours on documents of a length."""
+    """Measures each pass of cuDNN's causal attention and of ours, for each document length."""
 
     def __init__(self, num_tokens, repeats):
         rng = np.random.default_rng(0)

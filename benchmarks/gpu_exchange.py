@@ -1,7 +1,7 @@
-"""Dispatch and combine on one GPU: bandwidth against a device-to-device copy, launches, planning.
+"""Measures dispatch and combine on one GPU: bandwidth against a copy, launches, planning.
 
-All ranks stand on one GPU, so nothing here says anything about NVLink. Bytes are those that must be
-read and written once: rows in, rows out; the copy that is compared with moves as many.
+All ranks are on one GPU, so the results say nothing about NVLink. Bytes are those of the rows read
+and written once; the device-to-device copy moves the same number.
 """
 
 import sys
@@ -19,7 +19,7 @@ ROW_BYTES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def bandwidth(row_bytes, implementation, total_bytes, repeats):
-    """One row of results: every rank sends an equal share to every rank, and gets it back."""
+    """Measures one row of results: every rank sends an equal share to every rank and back."""
     tokens = total_bytes // W // row_bytes
     lengths = np.full((W, W), tokens // W, np.int32)
     metadata, _ = compute_metadata(lengths, np.tile(np.arange(W, dtype=np.int32), (W, 1)))
@@ -38,14 +38,14 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     for name, value in seconds.items():
         result[f"{name}_GB_per_s"] = round(moved / value / 1e9, 1)
     for name in ("dispatch", "combine"):
-        # Rows pass through the buffer of the exchange: written and read once more.
+        # Rows pass through the exchange's buffer, where they are written and read once more.
         result[f"{name}_of_copy"] = round(seconds["copy"] / seconds[name], 3)
         result[f"{name}_kernels_of_copy"] = round(2 * seconds["copy"] / seconds[name], 3)
     return result
 
 
 def launch_overhead(implementation, repeats):
-    """Seconds of an exchange of nearly nothing, alone and in a loop inside one program."""
+    """Measures a nearly empty exchange, alone and in a loop inside one program."""
     metadata, _ = compute_metadata(
         np.ones((W, W), np.int32), np.tile(np.arange(W, dtype=np.int32), (W, 1))
     )
@@ -63,7 +63,7 @@ def launch_overhead(implementation, repeats):
 
 
 def planning(repeats):
-    """Seconds of the whole plan, made on the device."""
+    """Measures planning on the device."""
     rng = np.random.default_rng(0)
     tokens = 8192
     ids = np.repeat(

@@ -1,7 +1,7 @@
-"""GEMMs on one GPU: chunks against one product, copies hidden behind a product, fp8 against bf16.
+"""Measures GEMMs on one GPU: chunks against one GEMM, hidden copies, fp8 against bf16.
 
-All ranks stand on one GPU, so nothing here says anything about NVLink. Expected: 8 chunks at least
-0.95 as fast as one product of 8192^3; less than 15 % of the time of copies exposed.
+All ranks are on one GPU, so the results say nothing about NVLink. Expected: 8 chunks run at 0.95 or
+more of the speed of one GEMM of 8192^3; less than 15 % of the copy time is exposed.
 """
 
 import functools
@@ -36,9 +36,9 @@ def speed(name, seconds, flops, **more):
 
 
 def chunked(size, implementation, repeats):
-    """One product by XLA and by this package, and the latter in chunks of rows and of columns.
+    """Measures one GEMM by XLA and by this package, and the latter in chunks of rows and columns.
 
-    Chunks are arrays of their own: XLA would copy slices for a custom call.
+    Chunks are separate arrays, because XLA would copy slices for a custom call.
     """
     step = size // CHUNKS
     full = lambda *shape: jnp.ones(shape, jnp.bfloat16)
@@ -61,7 +61,7 @@ def chunked(size, implementation, repeats):
 
 
 def narrow(size, implementation, repeats):
-    """The same product of operands of 8 bits, with float32 sums every block or not."""
+    """Measures the GEMM with 8-bit operands, with and without float32 sums per block."""
     mode = ScalingMode.CURRENT_TENSOR_SCALING
     x, w = (quantize(jnp.ones((size, size), jnp.bfloat16), mode) for _ in range(2))
     for split in (False, True):
@@ -83,7 +83,7 @@ def narrow(size, implementation, repeats):
 
 
 def hidden(size, num_ranks, method, kind):
-    """What of the copies of an overlapped product is exposed, seen by events on the streams."""
+    """Measures the exposed copies of an overlapped GEMM, by events on the streams."""
     gathers = kind == CommOverlapType.AG
     k, n = (size, size // num_ranks) if gathers else (size // num_ranks, size)
     own = size // num_ranks

@@ -1,4 +1,4 @@
-"""Dispatch, attention and GEMM over several GPUs: first that they are right, then a table.
+"""Checks and measures dispatch, attention and GEMMs over several GPUs.
 
 One process with all GPUs:      python benchmarks/multi_gpu.py --output report.json
 One process per GPU:            benchmarks/multi_gpu.sh (plain, or under Slurm's srun)
@@ -23,7 +23,7 @@ RANKS: Any = P(AXIS)
 
 
 class Job:
-    """The devices of all processes, and what every measurement does with them."""
+    """The devices of all processes, and operations for every measurement."""
 
     def __init__(self, repeats: int):
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
@@ -32,7 +32,7 @@ class Job:
         self.rows: list[dict[str, Any]] = []
 
     def put(self, x, spec=RANKS):
-        """The same array on all processes, each device with its slice."""
+        """Puts an array that all processes hold on devices, each with its slice."""
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda i: x[i])
 
@@ -44,7 +44,7 @@ class Job:
         )
 
     def check(self, what, got, expected, tolerance=0.0):
-        """Each process compares what it holds."""
+        """Compares, in each process, the part that it holds."""
         for shard in got.addressable_shards:
             np.testing.assert_allclose(
                 np.asarray(shard.data, np.float64),
@@ -55,7 +55,7 @@ class Job:
         self.say(f"{what}: right")
 
     def measure(self, what, run, *operands, **more):
-        """Median seconds; of bytes or FLOPs, if named, the rate."""
+        """Measures the median seconds, and the rate of given bytes or FLOPs."""
         jax.block_until_ready(run(*operands))
         times = []
         for _ in range(self.repeats):
@@ -75,7 +75,7 @@ class Job:
 
 
 def measure_dispatch(job: Job, tokens: int, width: int) -> None:
-    """Every rank sends a share of random length to every rank."""
+    """Measures dispatch; every rank sends a share of random length to every rank."""
     w = job.num_ranks
     rng = np.random.default_rng(0)
     lengths = rng.multinomial(tokens, [1 / w] * w, size=w).astype(np.int32)
@@ -98,19 +98,19 @@ def measure_dispatch(job: Job, tokens: int, width: int) -> None:
         there = send(arrays, metadata)
         job.check(f"dispatch, {title}", there, expected.reshape(-1, width))
         job.check(f"combine, {title}", bring(there, metadata), x)
-        moved = x.nbytes / w * (w - 1) / w  # of each rank, to others
+        moved = x.nbytes / w * (w - 1) / w  # by each rank, to others
         job.measure(f"dispatch, {title}", send, arrays, metadata, GB_per_s_per_rank=moved)
         job.measure(f"combine, {title}", bring, there, metadata, GB_per_s_per_rank=moved)
 
 
 def measure_attention(job: Job, tokens: int, heads: int, size: int) -> None:
-    """Causal attention over one long document and over packed ones."""
+    """Measures causal attention over one long document and over packed documents."""
     rng = np.random.default_rng(1)
     total = tokens * job.num_ranks
     q, k, v = (rng.normal(size=(1, total, heads, size)).astype(np.float32) for _ in range(3))
     ids = np.repeat(np.arange(1, 9), rng.multinomial(total, [1 / 8] * 8))[None]
     spec = P(None, AXIS)
-    few = min(total, 512)  # dense attention of the first rows, which hear no later ones
+    few = min(total, 512)  # dense attention of the first rows, which attend to no later ones
     scores = np.einsum("qhd,khd->hqk", q[0, :few], k[0, :few]) / np.sqrt(size)
     visible = np.tril(ids[0, :few, None] == ids[0, None, :few])
     weights = np.exp(np.where(visible, scores, -np.inf))
@@ -137,7 +137,7 @@ def measure_attention(job: Job, tokens: int, heads: int, size: int) -> None:
 
 
 def measure_gemm(job: Job, tokens: int, width: int) -> None:
-    """The two tensor-parallel products."""
+    """Measures the two tensor-parallel GEMMs."""
     rng = np.random.default_rng(2)
     total = tokens * job.num_ranks
     x, w = rng.normal(size=(total, width)) / width, rng.normal(size=(width, width))
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--cpu-devices", type=int, default=0, help="virtual CPU devices instead")
     parser.add_argument("--small", action="store_true", help="sizes that take seconds on a CPU")
     options = parser.parse_args()
-    if options.distributed:  # Slurm tells where; else multi_gpu.sh does
+    if options.distributed:  # Slurm or multi_gpu.sh sets the coordinator
         address = os.environ.get("COORDINATOR_ADDRESS")
         count = int(os.environ.get("NUM_PROCESSES", 0)) or None
         process = os.environ.get("PROCESS_ID")

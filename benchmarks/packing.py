@@ -1,4 +1,4 @@
-"""Packed documents: batches of published lengths from tests/data, and drawn from a log-normal."""
+"""Packed documents with published lengths (tests/data) or log-normal lengths."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ PUBLISHED = ROOT / "tests" / "data" / "lengths"
 
 
 def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Seed and segment ids [1, num_tokens] of each batch of the smallest size that is enough."""
+    """Yields seed and segment ids [1, num_tokens] of each batch of the smallest sufficient size."""
     batches = [batch for batch in json.loads(path.read_text()) if batch["tokens"] >= num_tokens]
     if not batches:
         raise ValueError(f"{path} has no batch of {num_tokens} tokens. Pass fewer tokens.")
@@ -24,14 +24,14 @@ def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.nda
 
 
 def drawn(num_tokens: int, seed: int) -> np.ndarray:
-    """Segment ids [1, num_tokens] of log-normal documents."""
+    """Draws segment ids [1, num_tokens] of log-normal documents."""
     normal = np.random.default_rng(0).standard_normal(100_000)
     lengths = np.ceil(MEDIAN * np.exp(SIGMA * normal)).astype(int)
     return segment_ids(np.random.default_rng(seed).choice(lengths, num_tokens), num_tokens)
 
 
 def segment_ids(lengths, num_tokens: int) -> np.ndarray:
-    """One document after the other until all tokens are taken; the last one is cut."""
+    """Returns consecutive documents until all tokens are used; the last one is cut."""
     ends = np.minimum(np.cumsum(lengths), num_tokens)
     count = np.diff(ends, prepend=0)
     return np.repeat(np.arange(1, len(count) + 1), count)[None].astype(np.int32)

@@ -1,9 +1,9 @@
-"""Two published ways to balance packed documents, written anew from their descriptions.
+"""Two published methods to balance packed documents, reimplemented from their descriptions.
 
-`min_heap`: MagiAttention's placement; chunks of equal size go, the dearest first, to the rank with
-the least work that still has room. `greedy`: DistCA's scheduler; tokens stay where they were packed
-(a document cut between ranks as head and tail on each), and ranks with too much work give pieces of
-queries to those with too little, those with the most work per byte first.
+`min_heap`: MagiAttention's placement. Chunks of equal size go, most expensive first, to the rank
+  with the least work that still has room. `greedy`: DistCA's scheduler. Tokens stay where they were
+  packed (a cut document as head and tail on each rank), and ranks with too much work give pieces of
+  queries to ranks with too little, those with the most work per byte first.
 """
 
 import heapq
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 ITEMSIZE = 2
-# Of a moved query, there and back; of a moved key with its value.
+# Bytes of a moved query and its output; bytes of a moved key and value.
 Q_BYTES = 2 * HEADS["num_heads"] * HEADS["head_size"] * ITEMSIZE
 KV_BYTES = 2 * HEADS["num_kv_heads"] * HEADS["head_size"] * ITEMSIZE
 
 
 class Outcome(NamedTuple):
-    """Largest over mean work; queries and keys moved, per token."""
+    """Largest work divided by the mean; queries and keys moved, per token."""
 
     imbalance: float
     q: float
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def missing_keys(computed: Iterable[Piece], own: Iterable[Piece]) -> int:
-    """Keys that a rank needs for the queries of these pieces, beyond its own."""
+    """Counts the keys that a rank needs for the queries of these pieces, beyond its own."""
     last: dict[int, int] = defaultdict(int)
     for piece in computed:
         last[piece.document] = max(last[piece.document], piece.end)
@@ -54,7 +54,7 @@ def missing_keys(computed: Iterable[Piece], own: Iterable[Piece]) -> int:
 
 
 def min_heap(lengths: list[int], num_ranks: int, chunk: int = 2048) -> Outcome:
-    """Chunks of the packed row, each the pieces of the documents in it."""
+    """Assigns chunks of the packed row; a chunk holds the pieces of the documents in it."""
     chunks: list[list[Piece]] = []
     left = 0
     for document, length in enumerate(lengths):
@@ -83,7 +83,7 @@ def min_heap(lengths: list[int], num_ranks: int, chunk: int = 2048) -> Outcome:
 
 
 def head_and_tail(lengths: list[int], num_ranks: int) -> list[list[Piece]]:
-    """Packed one after the other; each rank has a piece of either end of a document that is cut."""
+    """Packs documents in order; each rank has a piece of either end of a cut document."""
     size = sum(lengths) // num_ranks
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
     rank, room = 0, size
@@ -107,12 +107,12 @@ def head_and_tail(lengths: list[int], num_ranks: int) -> list[list[Piece]]:
 
 
 def greedy(lengths: list[int], num_ranks: int, tolerance: float = 0.01, least: int = 32) -> Outcome:
-    """Pieces move to the rank that lacks most, until none has more than the tolerance."""
+    """Moves pieces to the rank with the largest deficit, until no rank exceeds the tolerance."""
     own = head_and_tail(lengths, num_ranks)
     computed = [list(pieces) for pieces in own]
     load = [sum(piece.work for piece in pieces) for pieces in computed]
     mean = sum(load) / num_ranks
-    held = [defaultdict(int) for _ in range(num_ranks)]  # keys [0, x) of a document that are there
+    held = [defaultdict(int) for _ in range(num_ranks)]  # keys [0, x) of a document, if present
     for rank, pieces in enumerate(computed):
         for piece in pieces:
             held[rank][piece.document] = max(held[rank][piece.document], piece.end)
@@ -130,7 +130,7 @@ def greedy(lengths: list[int], num_ranks: int, tolerance: float = 0.01, least: i
             want = min(surplus, (1 + tolerance) * mean - load[taker])
             for piece in computed[giver]:
                 tokens = piece.tokens
-                if piece.work > want:  # its tail, of about the work that is wanted
+                if piece.work > want:  # its tail, with about the wanted work
                     tokens = int(want / (piece.end + 1)) // least * least
                 if tokens < min(least, piece.tokens):
                     continue

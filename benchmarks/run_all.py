@@ -1,8 +1,8 @@
-"""Runs the benchmarks, each in a process of its own, and writes the tables: `./run bench`.
+"""Runs the benchmarks, each in its own process, and writes the tables: `./run bench`.
 
-Every `bench_NAME.py` writes `results/NAME.json`, and nothing else does. `NAME ...` runs these only.
-`--quick` tries everything in a few minutes: small sizes, one round, results and tables in a folder
-beside the build; the committed ones stay as they are. Ends with 1 if a benchmark has failed.
+Each `bench_NAME.py` writes `results/NAME.json`; nothing else does. Pass `NAME ...` to run only
+these. `--quick` tries everything in a few minutes: small sizes, one round, and results and tables
+in a separate folder, so committed ones do not change. Exits with 1 if a benchmark has failed.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Each result file as a section of docs/benchmarks.md: a text, a table, where it was measured.
+"""Renders each result file as a section of docs/benchmarks.md: a text, a table, its origin.
 
-All numbers come from the result files. Rows may be missing; texts that need them are then omitted.
+All numbers come from the result files. If rows are missing, texts that need them are omitted.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ def origin(result: Result) -> str:
 
 
 def section(text: str, columns: str, rows: Iterable[Iterable[object]], result: Result) -> list[str]:
-    """A text, a table and its origin; `|` separates columns, <> marks columns of words."""
+    """Returns a text, a table and its origin; `|` separates columns, <> marks text columns."""
     names = [name.strip() for name in columns.split("|")]
     return [
         text,
@@ -37,7 +37,7 @@ def section(text: str, columns: str, rows: Iterable[Iterable[object]], result: R
 
 
 def in_columns(result: Result, *names: str) -> Iterable[list[object]]:
-    """The rows as they are, a column for each of these names."""
+    """Returns the rows with one column for each of these names."""
     return ([row[name] for name in names] for row in result["rows"])
 
 
@@ -89,7 +89,7 @@ def attention(result: Result) -> list[str]:
 
 
 def attention_growth(result: Result, images: str = "images") -> list[str]:
-    """A picture from the folder `images`, as the page that shows it names it."""
+    """Returns a picture from the folder `images`, a path relative to the page."""
     peaks: dict[int, dict[str, float]] = {}
     for row in result["rows"]:
         if "peak_MB" in row:
@@ -347,4 +347,4 @@ ALL: tuple[Callable[[Result], list[str]], ...] = (
     *(attention, attention_growth, local_attention, comm_gemm, comm_gemm_tokens, gemm_processes),
     *(scaling, exchange, dispatch, processes, latency, growth, metadata, planner),
     placement,
-)  # each named as its result file
+)  # named after their result files

@@ -29,7 +29,7 @@ def only(result: Result, **wanted: object) -> dict | None:
     return rows[0] if rows else None
 
 
-Line = tuple[str, str, str]  # what, the measured value, the baseline
+Line = tuple[str, str, str]  # name, measured value, baseline
 
 
 def dispatch(result: Result) -> Iterator[Line]:
@@ -125,13 +125,13 @@ LINES = (dispatch, latency, processes, comm_gemm, scaling, local_attention, plan
 
 
 def load(results: pathlib.Path) -> dict[str, Result]:
-    """By name; without those that hold no rows."""
+    """Returns results by name, except those without rows."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     return {name: result for name, result in found.items() if result.get("rows")}
 
 
 def summary(found: dict[str, Result]) -> list[str]:
-    """One line per result, beside the alternative that a user would take."""
+    """Returns one line per result, with the alternative that a user would take."""
     lines = [line for of in LINES if of.__name__ in found for line in of(found[of.__name__])]
     return [
         "**Other results**, one line each. See [all tables](docs/benchmarks.md), with machine and "
@@ -144,7 +144,7 @@ def summary(found: dict[str, Result]) -> list[str]:
 
 
 def highlights(found: dict[str, Result]) -> list[str]:
-    """Three results as sentences: attention, movement, balance."""
+    """Returns three results as sentences: attention, movement, balance."""
     lines = []
     if "attention" in found:
         rows = rows_of(found["attention"], case="causal", dtype="float32")
@@ -179,7 +179,7 @@ def text_of(parts: Iterable[list[str]]) -> str:
 
 
 def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
-    """What is written where."""
+    """Returns the text of each generated file."""
     found = load(results)
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     before, rest = readme.read_text().split(BEGIN)

@@ -1,7 +1,7 @@
-"""Plan, simulate, dispatch: what metadata says, and that the devices do exactly that.
+"""Plans an exchange, simulates it, and runs it on devices with the same result.
 
-Four virtual CPU devices hold eight tokens each, in shards of one document; every shard is sent to
-a rank, and comes home again.
+Four virtual CPU devices hold eight tokens each, in shards of one document. Every shard is sent to a
+rank and returns.
 """
 
 import jax
@@ -15,7 +15,7 @@ start_cpu_devices(4)  # virtual ones, before JAX starts
 
 W, T, AXIS = 4, 8, "cp"
 
-# Row r: the lengths of rank r's shards, one after another, and where each goes. -1 stays unsent.
+# Row r: the lengths of rank r's shards, in order, and their destinations; -1 means not sent.
 SEQ_LEN = np.array([[5, 3], [2, 6], [8, 0], [4, 4]])
 DESTINATION = np.array([[1, 2], [0, 1], [3, -1], [0, 2]])
 
@@ -30,13 +30,13 @@ def show(title: str, metadata: cpd.Metadata) -> None:
 def main() -> None:
     forward, reverse = cpd.compute_metadata(SEQ_LEN, DESTINATION)
     forward.validate()
-    show("forward: from where the tokens live to where attention runs", forward)
+    show("forward: from the tokens' own ranks to the ranks of attention", forward)
     show("reverse: one slot per received shard, back to its first row", reverse)
 
     capacity = int(np.max(forward.num_total_recv_tokens))
     x = np.arange(W * T * 2, dtype=np.float32).reshape(W, T, 2)
 
-    # What a perfect network would do; rows that nobody writes keep their value, here zero.
+    # The exchange on a perfect network. Rows that no rank writes keep their value, here zero.
     perfect = cpd.scenarios.orchestrate_simulate(x, np.zeros((W, capacity, 2), np.float32), forward)
 
     def there_and_back(x, forward, reverse):
@@ -52,8 +52,8 @@ def main() -> None:
     for rank in range(W):
         print(f"  rank {rank}: {np.asarray(received[rank, :, 0]).astype(int).tolist()}")
     np.testing.assert_array_equal(received, perfect)
-    np.testing.assert_array_equal(home, x)  # every token was sent, so every token came back
-    print("\nverified: the devices moved what the plan says, and everything came home")
+    np.testing.assert_array_equal(home, x)  # every token was sent, so every token returned
+    print("\nverified: the devices moved the rows as planned, and all rows returned")
 
 
 if __name__ == "__main__":

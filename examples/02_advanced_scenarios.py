@@ -1,6 +1,7 @@
-"""Documents across ranks, uneven loads, empty ranks, and plans that do not fit.
+"""Documents across ranks, uneven loads, empty ranks, and plans that exceed their capacity.
 
-Each scenario verifies itself: balanced attention against dense attention, errors by their message.
+Each scenario verifies itself: it compares balanced attention with dense attention, and errors with
+their expected messages.
 """
 
 from functools import partial
@@ -17,12 +18,12 @@ start_cpu_devices(8)  # virtual ones, before JAX starts
 
 W, T, AXIS = 8, 64, "cp"
 MESH = Mesh(np.array(jax.devices()), (AXIS,))
-# Capacities that fit every scenario, so that one compiled program serves all of them.
+# Capacities that fit every scenario, so that all share one compiled program.
 CONFIG = cpd.PlanConfig(block=16, q_capacity=2 * T + 16, kv_capacity=W * T, max_kv_destinations=W)
 
 
 def pack(*lengths: int) -> np.ndarray:
-    """Segment ids [1, W * T] of documents one after another; what is left over is padding."""
+    """Returns segment ids [1, W * T] of consecutive documents; the rest is padding."""
     segment_ids = np.zeros((1, W * T), np.int32)
     ends = np.cumsum(lengths)
     for document, (length, end) in enumerate(zip(lengths, ends, strict=True), start=1):
@@ -55,7 +56,7 @@ def dense_attention(segment_ids, q, k, v):
 
 
 def attend_and_verify(title: str, segment_ids: np.ndarray) -> None:
-    """Plans, attends forward and backward, compares, and says what it took."""
+    """Plans, computes attention forward and backward, compares, and prints balance and movement."""
     plan = cpd.plan_attention(segment_ids, None, world_size=W, config=CONFIG)
     qkvg = np.random.default_rng(0).normal(size=(4, 1, W * T, 2, 16)).astype(np.float32)
     for got, want in zip(balanced(plan, *qkvg), dense(segment_ids, *qkvg), strict=True):
@@ -68,13 +69,13 @@ def attend_and_verify(title: str, segment_ids: np.ndarray) -> None:
 
 
 def refused(title: str, error: type[Exception] | tuple[type[Exception], ...], run) -> None:
-    """Shows the message of an input that must be refused."""
+    """Prints the error of an input that must be rejected."""
     try:
         jax.block_until_ready(run())
     except error as found:
-        print(f"{title:<34} refused: {str(found).splitlines()[0]}")
+        print(f"{title:<34} rejected: {str(found).splitlines()[0]}")
         return
-    raise SystemExit(f"{title}: was not refused")
+    raise SystemExit(f"{title}: was not rejected")
 
 
 def capacity_limits() -> None:
@@ -89,10 +90,10 @@ def capacity_limits() -> None:
         )
         return jax.jit(move)(np.ones((W * T, 2), np.float32), forward)
 
-    # With one device per process JAX raises ValueError, elsewhere JaxRuntimeError.
+    # With one device per process JAX raises ValueError, otherwise JaxRuntimeError.
     errors = (jax.errors.JaxRuntimeError, ValueError)
     refused("all to one rank, buffer too small", errors, lambda: send(T))
-    assert float(send(W * T).sum()) == W * T * 2  # the next program runs, with room for all
+    assert float(send(W * T).sum()) == W * T * 2  # with sufficient capacity it then runs
     small = cpd.PlanConfig(block=16, kv_capacity=T)
     refused(
         "plan larger than its capacity",

@@ -1,8 +1,8 @@
-"""Packed documents whose keys go round the ranks: choose an algorithm, store in zigzag, attend.
+"""Hamilton attention on packed documents: choose an algorithm, store tokens in zigzag order.
 
-Eight virtual CPU devices. Tokens are stored in zigzag order by the data pipeline, with their
-segment ids and positions, so that nothing is rearranged on the devices; `hamilton_attention` runs
-inside `shard_map`, forward and backward, and is compared with dense attention in the usual order.
+Uses eight virtual CPU devices. The data pipeline stores tokens in zigzag order, with their segment
+ids and positions, so the devices need not reorder them. `hamilton_attention` runs inside
+`shard_map`, forward and backward, and is compared with dense attention in the usual order.
 """
 
 import json
@@ -21,13 +21,13 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 start_cpu_devices(8)  # virtual ones, before JAX starts
 
 W, T, N, K, H, VOCABULARY, AXIS = 8, 512, 4, 2, 16, 97, "cp"
-LENGTHS = (200, 31, 150, 100)  # of the documents; what is left over is padding
+LENGTHS = (200, 31, 150, 100)  # of the documents; the rest is padding
 OPTIONS: Any = {"axis_name": AXIS, "layout": "zigzag"}
 MESH = jax.make_mesh((W,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def pack() -> dict[str, np.ndarray]:
-    """Documents one after another, [1, T]; the label of a token is the next one of its document."""
+    """Returns consecutive documents, [1, T]; a token's label is the next token of its document."""
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=(1, T))
     segment_ids, positions = np.zeros((2, 1, T), np.int32)
     end = 0
@@ -40,7 +40,7 @@ def pack() -> dict[str, np.ndarray]:
 
 
 def rope(x, positions):
-    """Rotary embedding; a token keeps its position wherever it is stored."""
+    """Rotary embedding; a token's position does not depend on where it is stored."""
     angle = positions[..., None, None] * 1e4 ** -jnp.linspace(0, 1, H // 2, endpoint=False)
     turned = jax.lax.complex(*jnp.split(x, 2, axis=-1)) * jnp.exp(1j * angle)
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
@@ -53,7 +53,7 @@ def project(parameters, batch):
 
 
 def loss(parameters, batch, attend):
-    """Mean over the labels, which does not depend on the order of the tokens."""
+    """Returns the mean over the labels, which does not depend on the order of the tokens."""
     out = attend(*project(parameters, batch), batch["segment_ids"])
     logits = out.reshape(1, T, N * H) @ parameters["out"]
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)
@@ -103,10 +103,8 @@ def main() -> None:
     print(f"loss {float(value):.4f} and the gradients of {', '.join(gradients)}: verified")
 
     q, k, v = jax.jit(project)(parameters, stored)
-    ids = stored["segment_ids"]
-    profile = cpd.profiling.hamilton_attention_profile(
-        q, k, v, mesh=MESH, segment_ids=ids, **OPTIONS
-    )
+    options = {"mesh": MESH, "segment_ids": stored["segment_ids"], **OPTIONS}
+    profile = cpd.profiling.hamilton_attention_profile(q, k, v, **options)
     print(profile)
     in_order = profile.out[:, cpd.zigzag_permutation(T, W, inverse=True)]
     expected = jax.jit(dense)(*jax.jit(project)(parameters, batch), batch["segment_ids"])

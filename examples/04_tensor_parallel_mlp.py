@@ -1,8 +1,7 @@
-"""A tensor-parallel MLP with sequence parallelism, whose GEMMs overlap with their communication.
+"""A tensor-parallel MLP with sequence parallelism; its GEMMs overlap with communication.
 
-Four virtual CPU devices; four GPUs (not tried yet) with JAX_PLATFORMS=cuda. Tokens are split along
-the sequence; the first weight by columns, the second by rows. Inside `shard_map`, and on global
-arrays of two groups; compared with one device. A trace and a picture go to a folder, if named.
+Uses four virtual CPU devices, or four GPUs with JAX_PLATFORMS=cuda (not tried yet). Compares one
+device with `shard_map` and with global arrays. Pass a folder for a trace and a picture.
 """
 
 import os
@@ -27,7 +26,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # no TF32
 
 B, T, D, F, AXIS = 2, 256, 128, 512, "tp"  # batch, tokens, width, hidden width
 SPLIT = {"up": P(None, AXIS), "down": P(AXIS), "up_bias": P(AXIS), "down_bias": P()}
-CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in a different order
 COLLECTIVE = re.compile(r" = .*? (all-[a-z-]+?|reduce-scatter|collective-\w+)(?:-start)?\(")
 
 
@@ -45,7 +44,7 @@ def dense(weights, x):
 
 
 def tensor_parallel(weights, x, up: Any = None, down: Any = None):
-    """The same. `up` and `down` say how the products communicate; "auto" if they do not."""
+    """The same MLP. `up` and `down` are options of the two GEMMs; the method defaults to "auto"."""
     up = {"axis_name": AXIS, "bias": weights["up_bias"], **(up or {})}
     down = {"axis_name": AXIS, "bias": weights["down_bias"], **(down or {})}  # added once
     hidden = cpd.all_gather_matmul(x, weights["up"], **up)
@@ -59,7 +58,7 @@ def inside_shard_map(mesh, **options):
 
 
 def verify(title: str, mlp, weights, x) -> None:
-    """Values and gradients are those of one device; XLA has nothing left to gather or scatter."""
+    """Checks values and gradients against one device; XLA's own collectives must be gone."""
 
     def step(mlp):
         loss = lambda weights, x: (mlp(weights, x) ** 2).sum() / x.size
@@ -69,7 +68,8 @@ def verify(title: str, mlp, weights, x) -> None:
     np.testing.assert_allclose(forward(weights, x), dense(*operands()), **CLOSE)
     compare = lambda got, want: np.testing.assert_allclose(got, want, **CLOSE)
     jax.tree.map(compare, backward(weights, x), jax.jit(step(dense))(*operands()))
-    # Of the backward pass, XLA sums the loss and what groups, or the bias's tokens, have in common.
+    # In the backward pass, XLA still sums the loss, and gradients over groups or over a bias's
+    # tokens.
     left = [set(COLLECTIVE.findall(str(program.as_text()))) for program in (forward, backward)]
     assert not left[0] and left[1] <= {"all-reduce"}, left
     print(f"{title}: forward and backward, XLA gathers and scatters nothing: verified")
@@ -83,7 +83,7 @@ def main(folder: pathlib.Path) -> None:
     weights, x = operands()
     four, groups = mesh_of(tp=4), mesh_of(dp=2, tp=2)
 
-    # 1. Inside shard_map: as chosen, in a ring with a buffer for its chunks, and without copies.
+    # 1. Inside shard_map: automatic method, a ring with a registered buffer, and without copies.
     verify("four ranks, auto", inside_shard_map(four), weights, x)
     buffer = cpd.buffers.create_comm_overlap_buffer("RS", "RING_EXCHANGE", (B * T, D), "float32", 4)
     ring = inside_shard_map(four, up={"method": "ring"}, down={"buffer": buffer})
@@ -91,29 +91,26 @@ def main(folder: pathlib.Path) -> None:
     direct = {"method": "ring", "use_ce": False}
     verify("four ranks, direct", inside_shard_map(four, up=direct, down=direct), weights, x)
 
-    # 2. Global arrays: batch over dp, tokens over tp, so that two groups communicate.
+    # 2. Global arrays: batch over dp, tokens over tp; two groups communicate.
     place = lambda array, spec: jax.device_put(array, NamedSharding(groups, spec))
     with jax.set_mesh(groups):
         placed = jax.tree.map(place, weights, SPLIT), place(x, P("dp", AXIS))
         verify("global arrays, two groups", tensor_parallel, *placed)
 
-    # 3. Who did what when: a trace for ui.perfetto.dev, and a picture.
+    # 3. The timeline of each rank: a trace for ui.perfetto.dev, and a picture.
     one_by_one = inside_shard_map(four, up={"method": "none"}, down={"method": "none"})
-    programs = {"one after the other": one_by_one, "ring": ring}
-    profiles = {
-        title: cpd.profiling.overlap_profile(jax.jit(f), weights, x)
-        for title, f in programs.items()
-    }
+    profile = lambda f: cpd.profiling.overlap_profile(jax.jit(f), weights, x)
+    profiles = {"no overlap": profile(one_by_one), "ring": profile(ring)}
     for title, run in profiles.items():
         times = run.total, run.computation, run.communication, run.exposed_communication
-        print(f"{title}: ms in all, computing, communicating, of that exposed:", end=" ")
+        print(f"{title}: ms total, computing, communicating, exposed communication:", end=" ")
         print(*(f"{1e3 * seconds:.2f}" for seconds in times))
     assert len(profiles["ring"].spans) == 4 * (4 + 3 + 4 + 3 + 1)  # GEMMs, sends; a sum
     profiles["ring"].write_trace(folder / "trace.json")
     plot_overlap(profiles, folder / "overlap.svg")
     cpd.buffers.destroy_comm_overlap_buffer(buffer)
 
-    # 4. What to expect of linked hardware: predicted, not measured.
+    # 4. Predicted (not measured) times on linked hardware.
     shape = CommGemmShape("all_gather_matmul", m=8192, k=8192, n=2560, num_ranks=4, itemsize=2)
     print("H100,", cpd.choose_comm_gemm(shape, hardware=HARDWARE["h100"]).reason)
 

@@ -1,9 +1,10 @@
-"""A tensor-parallel MLP trained in MXFP8: its loss follows that of float32.
+"""Trains a tensor-parallel MLP in MXFP8; its loss follows that of float32.
 
-Four virtual CPU devices learn to tell the next byte of this project's own documentation from the
-four before it. Both products of the MLP, and of their derivatives those with a weight, multiply 8
-bits: blocks of 32 share a power of two. Tokens and their gradients are gathered as 8 bits, too.
-The same model, data and seed run in float32, and with delayed scaling, whose state is a parameter.
+On four virtual CPU devices, the model learns to predict the next byte of this project's
+documentation from the previous four. Both GEMMs of the MLP, and those of their derivatives with a
+weight, multiply 8-bit operands: blocks of 32 elements share a power of two as scale. Tokens and
+their gradients are also gathered in 8 bits. The same model, data and seed also run in float32, and
+with delayed scaling, whose state is a parameter.
 """
 
 import pathlib
@@ -21,7 +22,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 start_cpu_devices(4)  # virtual ones, before JAX starts
 
 AXIS, STEPS, RATE = "tp", 200, 3e-3
-CONTEXT, WIDTH, D, F = 4, 32, 128, 512  # bytes before, of an embedding, of both layers
+CONTEXT, WIDTH, D, F = 4, 32, 128, 512  # context bytes, embedding width, widths of both layers
 TOKENS = 128
 TEXT = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
 SPLIT = {"embed": P(), "up": P(None, AXIS), "down": P(AXIS), "out": P(), "scaling": P()}
@@ -35,14 +36,14 @@ def parameters() -> dict[str, Any]:
 
 
 def batches() -> np.ndarray:
-    """[STEPS, TOKENS, CONTEXT + 1]: bytes, and the one that follows them."""
+    """Returns [STEPS, TOKENS, CONTEXT + 1]: context bytes, and the byte that follows them."""
     text = np.frombuffer(b"".join(path.read_bytes() for path in TEXT), np.uint8)
     first = np.random.default_rng(1).integers(0, len(text) - CONTEXT, (STEPS, TOKENS, 1))
     return text[first + np.arange(CONTEXT + 1)].astype(np.int32)
 
 
 def loss_of(mode: str, weights, tokens):
-    """Of one rank, with its tokens [TOKENS / 4, CONTEXT + 1] and its part of `up` and `down`."""
+    """Returns one rank's loss, for its tokens [TOKENS / 4, CONTEXT + 1] and shards of weights."""
     x = weights["embed"][tokens[:, :CONTEXT]].reshape(-1, D)
     state = lambda name: weights["scaling"].get(name)
     product: Any = {"axis_name": AXIS, "scaling_mode": mode}
@@ -55,7 +56,7 @@ def loss_of(mode: str, weights, tokens):
 
 
 def train(mode: str, weights, data) -> np.ndarray:
-    """The loss of each step; Adam, one decay for both moments."""
+    """Trains with Adam (one decay for both moments); returns the loss of each step."""
     mesh = jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (SPLIT, P(AXIS)), "out_specs": P()}
     loss = jax.shard_map(partial(loss_of, mode), mesh=mesh, **specs)
@@ -63,7 +64,7 @@ def train(mode: str, weights, data) -> np.ndarray:
     def step(carry, batch):
         weights, mean, square, count = carry
         value, gradient = jax.value_and_grad(loss)(weights, batch)
-        scaling = gradient["scaling"]  # no gradient: the state for the next step
+        scaling = gradient["scaling"]  # not a gradient but the state for the next step
         mean, square = (
             jax.tree.map(lambda m, g, power=power: 0.9 * m + 0.1 * g**power, moment, gradient)
             for moment, power in ((mean, 1), (square, 2))

@@ -1,6 +1,6 @@
-"""Batch, sequence and heads sharded at once, and stages of a pipeline: what is gathered.
+"""Shards batch, sequence and heads at once, and pipeline stages; counts all-gathers.
 
-Every program is compared with dense attention, and its compiled text read for all-gathers.
+Compares every program with dense attention, and searches its compiled text for all-gathers.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 start_cpu_devices(8)  # virtual ones, before JAX starts
 
-B, T, N, K, H = 2, 64, 4, 1, 16  # one KV head for all query heads: repeated for the devices of tp
+B, T, N, K, H = 2, 64, 4, 1, 16  # one KV head for all query heads, repeated for the devices of tp
 SHARDED, WHOLE_HEADS = P("data", "cp", "tp"), P("data", "cp")
 SEGMENT_IDS = np.stack([np.repeat([1, 2, 0], [40, 20, 4]), np.repeat([1, 2, 3], [10, 50, 4])])
 
@@ -27,7 +27,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType):
 
 
 def draw(seed: int) -> list[np.ndarray]:
-    """q, k, v and the cotangent of the output."""
+    """Draws q, k, v and the cotangent of the output."""
     random = np.random.default_rng(seed)
     return [random.normal(size=(B, T, heads, H)).astype("f") for heads in (N, K, K, N)]
 
@@ -51,7 +51,7 @@ def verify(results: Any, expected: Any) -> None:
 
 
 def run(title: str, mesh, arrays, **options: Any) -> tuple[int, Any]:
-    """Compiles and runs forward and backward; the number of all-gathers, and the results."""
+    """Compiles and runs forward and backward; returns the number of all-gathers and the results."""
     attend = partial(
         cpd.context_parallel_attention,
         mesh=mesh,
@@ -90,11 +90,11 @@ def main() -> None:
     assert few < many and tuple(results[1].sharding.spec)[:3] == tuple(SHARDED)
 
     explicit = mesh_of((2, 2, 2), names, AxisType.Explicit)
-    _, results = run("explicit axes, told by the types", explicit, arrays)
+    _, results = run("explicit axes, read from the types", explicit, arrays)
     verify(results, expected)
     assert tuple(results[1].sharding.spec)[:3] == tuple(SHARDED)
 
-    # A pipeline: the stages stand in front, over a mesh axis of their own.
+    # A pipeline: stages are the leading dimension, sharded over a separate mesh axis.
     stages = mesh_of((2, 4), ("stage", "cp"), AxisType.Auto)
     attend = partial(
         cpd.context_parallel_attention,
