@@ -1,6 +1,7 @@
 """Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`)."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,18 @@ def mapped_axes() -> frozenset[str]:
     return frozenset(get_axis_env().spmd_axis_names)
 
 
-def mapped_explicit_axes() -> frozenset[str]:
-    """Returns the explicit mesh axes over which `jax.vmap` maps the function here."""
-    return frozenset(get_axis_env().explicit_mesh_axis_names)
+def refuse_mapped_explicit_axes(op: str, mesh: Any) -> None:
+    """Refuses a `jax.vmap` over arrays that are sharded over an explicit axis of `mesh`.
+
+    A `shard_map` cannot make that axis manual, and its function would see arrays split over it.
+    """
+    mapped = sorted(frozenset(get_axis_env().explicit_mesh_axis_names) & set(mesh.axis_names))
+    if mapped:
+        raise ValueError(
+            f"{op}: jax.vmap maps over arrays that are sharded over the explicit mesh axis "
+            f"{mapped[0]!r}. Make that axis automatic (AxisType.Auto), and map with "
+            f"spmd_axis_name={mapped[0]!r}."
+        )
 
 
 def can_check_varying() -> bool:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.placement import find_mesh, is_traced
-from jax_cp_dispatch._ranks.varying import mapped_axes, mapped_explicit_axes
+from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 
 Names = str | Sequence[str] | None
 _OP = "context_parallel_attention"
@@ -91,7 +91,7 @@ def find_axes(
     mesh = _find_mesh(mesh, axis_name, algorithm, arrays)
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(mesh, given)
-    _refuse_mapped_explicit_axes(mesh)
+    refuse_mapped_explicit_axes(_OP, mesh)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
         batch = _axes_of(arrays, 0, mesh, {axis_name, *heads})
@@ -145,17 +145,6 @@ def _check_names(mesh, given: dict[str, Names]) -> None:
         raise ValueError(
             f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
             "mesh axis can shard one dimension only. Name each once."
-        )
-
-
-def _refuse_mapped_explicit_axes(mesh) -> None:
-    """A `shard_map` cannot make them manual, and its function would see arrays split over them."""
-    mapped = sorted(mapped_explicit_axes() & set(mesh.axis_names))
-    if mapped:
-        raise ValueError(
-            f"{_OP}: jax.vmap maps over arrays that are sharded over the explicit mesh axis "
-            f"{mapped[0]!r}. Make that axis automatic (AxisType.Auto), and map with "
-            f"spmd_axis_name={mapped[0]!r}."
         )
 
 

@@ -96,6 +96,15 @@ def test_on_global_arrays_over_explicit_axes(op):
     check(functools.partial(op, axis_name="tp", method="ring"), True, None, mesh, SPECS[op])
 
 
+@pytest.mark.parametrize("op", SPECS)
+def test_spmd_axis_name_of_an_explicit_axis_is_refused(op):
+    mesh = mesh_of(AxisType.Explicit)
+    fn = functools.partial(op, axis_name="tp", method="ring")
+    name = op.__name__
+    with pytest.raises(ValueError, match=rf"^{name}: .*explicit mesh axis 'stage'.*AxisType\.Auto"):
+        check(fn, True, "stage", mesh, SPECS[op])
+
+
 def test_two_vmaps_on_global_arrays():
     mesh = mesh_of()
     rng = np.random.default_rng()

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
-from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
+from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
@@ -34,6 +34,7 @@ def matmul_of_all_ranks(s: Matmul, place: Place, x, w, bias, state):
     if gathers:
         x = with_rows(x, room)
     if place.open_axes:
+        refuse_mapped_explicit_axes(s.op, place.mesh)
         out = _inside_shard_map(gathers, place, s, x, w, bias, state)
         if gathers or room == rows:
             return out
