@@ -52,8 +52,8 @@ def gemm(
 ) -> Any:
     """A matrix product, and what its communication buffer moves while it runs.
 
-    Dimensions collapse to two: those that are contracted, and the rest. Without a buffer it is a
-    plain product of arrays on one device, differentiable unless operands are scaled or `grad` is
+    Dimensions collapse to two: those that are contracted, and the rest. Without a buffer it
+    multiplies arrays of one device, and is differentiable unless operands are scaled or `grad` is
     set. With one, call inside `jax.shard_map` over `axis_name`; rows are those of the collapsed
     lhs, and a rank's chunk is a contiguous block of them. For layers with batches, and for
     derivatives, see `all_gather_matmul` and `matmul_reduce_scatter`, which are made of this.

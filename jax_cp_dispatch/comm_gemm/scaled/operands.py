@@ -121,7 +121,7 @@ class ScaledOperands(NamedTuple):
     x_shape: tuple[int, ...]
 
     def operands(self) -> dict[str, Array]:
-        """As the engine takes them."""
+        """As a gemm takes them."""
         return {
             "lhs": self.x.data.reshape(self.x_shape),
             "lhs_scale_inv": _padded(self.x),
