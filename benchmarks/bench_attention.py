@@ -51,7 +51,7 @@ def chosen(case: programs.Case) -> str:
         causal=case.causal,
     )
     print(f"  {choice.reason}")
-    return choice.algorithm
+    return choice.algorithm.name
 
 
 def matmul(dtype: str):

@@ -12,6 +12,12 @@ from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_q
 from jax_cp_dispatch._ranks.implementations import Implementation, available_implementations
 from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
 from jax_cp_dispatch.attention import (
+    Auto,
+    Balanced,
+    Hamilton,
+    Placed,
+    Ring,
+    Zigzag,
     balanced_attention,
     choose_algorithm,
     chunk_exchange,
@@ -49,13 +55,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionPlan",
+    "Auto",
+    "Balanced",
+    "Hamilton",
     "Implementation",
     "Metadata",
+    "Placed",
     "PlacedPlan",
     "Placement",
     "PlacementConfig",
     "PlanConfig",
+    "Ring",
     "TransportChoice",
+    "Zigzag",
     "all_gather_matmul",
     "available_implementations",
     "balanced_attention",

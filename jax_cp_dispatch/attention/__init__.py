@@ -4,9 +4,18 @@ Everything rests on the two passes of `local` (one range of keys per query); `lo
 your own steps. In `planned`, rows move as a plan says: queries and keys in `balanced`, only keys in
 `placed`. In `rotating`, keys go round the ranks: `sequence` brings rows into place, `attend` makes
 the steps, `schedules`, `layout` and `chunks` say who holds what, `communication` moves it, and
-`profile` times it. `choose` and `api` use all of them.
+`profile` times it. `choose` and `api` use all of them. A call's `options` are made once and passed
+on whole; `algorithms` have those that one algorithm alone takes.
 """
 
+from jax_cp_dispatch.attention.algorithms import (
+    Auto,
+    Balanced,
+    Hamilton,
+    Placed,
+    Ring,
+    Zigzag,
+)
 from jax_cp_dispatch.attention.api import context_parallel_attention
 from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
@@ -27,8 +36,14 @@ from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_
 
 __all__ = [
     "AttentionProfile",
+    "Auto",
+    "Balanced",
     "Choice",
+    "Hamilton",
+    "Placed",
+    "Ring",
     "StepProfile",
+    "Zigzag",
     "balanced_attention",
     "choose_algorithm",
     "chunk_exchange",

@@ -14,63 +14,48 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.deadline import check_deadline
-from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import can_check_varying
-from jax_cp_dispatch._window import Window, reach
-from jax_cp_dispatch.attention.checks import check_arrays, check_global, check_layout
-from jax_cp_dispatch.attention.choose import (
-    ALGORITHMS as PREDICTED,
-    choose_algorithm,
-    document_lengths,
+from jax_cp_dispatch._window import Window
+from jax_cp_dispatch.attention.algorithms import (
+    Algorithm,
+    Auto,
+    Balanced,
+    Placed,
+    Rotating,
+    read_algorithm,
 )
-from jax_cp_dispatch.attention.local.options import check_softmax
+from jax_cp_dispatch.attention.checks import HostOrDevice, check_global, check_rows
+from jax_cp_dispatch.attention.choose import choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
-from jax_cp_dispatch.attention.rotating.ring import ring_schedule
-from jax_cp_dispatch.attention.rotating.schedules import Transport
-from jax_cp_dispatch.attention.rotating.sequence import (
-    HostOrDevice,
-    Sequence,
-    attend_sequence,
-    check_rows,
-    read_sequences,
-)
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, plan_attention
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
-ALGORITHMS = (*PREDICTED, "placed", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
-    axes: MeshAxes
-    algorithm: str
-    causal: bool
-    window: Window | None
-    layout: str
-    nodes: int | None
-    config: PlanConfig
-    scale: float | None
-    logit_soft_cap: float | None
-    implementation: str | None
-    deadline: float | None
+class GlobalOptions:
+    """The options of a call with global arrays; static.
 
-    @property
-    def axis_name(self) -> str:
-        return self.axes.axis_name
+    Attributes:
+      axes: the mesh, and what its axes shard.
+      algorithm: with its own options.
+      attention: what all algorithms take, and each rank.
+    """
+
+    axes: MeshAxes
+    algorithm: Algorithm
+    attention: AttentionOptions
 
     @property
     def num_ranks(self) -> int:
-        return self.axes.mesh.shape[self.axis_name]
-
-    def keywords(self, *names: str) -> dict[str, Any]:
-        """Those options as keywords."""
-        return {name: getattr(self, name) for name in names}
+        return self.axes.mesh.shape[self.axes.axis_name]
 
 
 def context_parallel_attention(
@@ -79,7 +64,7 @@ def context_parallel_attention(
     v: Float[HostOrDevice, "B T K Hv"],
     *,
     axis_name: str,
-    algorithm: str,
+    algorithm: Algorithm | str,
     mesh: Mesh | AbstractMesh | None = None,
     causal: bool = True,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
@@ -87,8 +72,6 @@ def context_parallel_attention(
     layout: str = "contiguous",
     window: Window | None = None,
     plan: AttentionPlan | PlacedPlan | None = None,
-    config: PlanConfig = PlanConfig(),
-    nodes: int | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
     scale: float | None = None,
@@ -104,7 +87,8 @@ def context_parallel_attention(
     "balanced" needs a plan, which comes from the segment ids. Concrete ids are planned at once,
     with buffers as large as this batch needs; pass the plan of `plan_attention` in to choose when.
     Traced ids (and those of a batch that is sharded itself) are planned inside the program, with
-    the capacities of `config`, whose defaults always fit but give every rank room for all keys.
+    the capacities of `Balanced.config`, whose defaults always fit but give every rank room for all
+    keys.
     "placed" needs the plan of `place_tokens`, and q, k, v in its order; the output is in it, too.
     The others plan nothing.
 
@@ -114,10 +98,8 @@ def context_parallel_attention(
       v: values.
       axis_name: the mesh axis over which the sequence is sharded, W devices. If W does not divide
         T, padding is added and taken away.
-      algorithm: "balanced": every rank computes an equal share of the query-key pairs of the
-        documents, see `balanced_attention`; "ring", "zigzag", "hamilton": keys go round, see
-        `ring_attention`, `zigzag_ring_attention`, `hamilton_attention`; "placed": tokens live where
-        `place_tokens` has put them, keys and values travel, see `placed_attention`; "auto": that of
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with the
+        options that it alone takes; or its name in lower case, with all defaults. "auto" is that of
         the plan, or `choose_algorithm` from concrete segment ids.
       mesh: the mesh; None is the one set by `jax.set_mesh`, or the one on which the arrays lie or,
         with explicit axes, that their types name.
@@ -136,8 +118,6 @@ def context_parallel_attention(
         segment_ids or positions, they are compared with what it was made from, and a plan of
         another batch is an error on all ranks; given alone, it is followed unseen.
         For "placed", that of `place_tokens`, alone.
-      config: for "balanced", block size and capacities of plans made here.
-      nodes: for "hamilton", see there.
       batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
         itself. `()`: none. None: the ones over which q, k or v is sharded. Types tell explicit
         axes; of automatic ones only placed arrays outside of `jit` tell, and a warning asks for
@@ -154,8 +134,8 @@ def context_parallel_attention(
       TypeError, ValueError: an axis, a size or a choice does not fit; what, and what to do.
       jax.errors.JaxRuntimeError: when the program runs, see `dispatch`.
     """
-    check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan, config=config)
-    check_arrays(_OP, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
+    check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan)
+    algorithm = read_algorithm(_OP, algorithm)
     check_rows(_OP, q, k, v)
     axes = find_axes(
         *(q, k, v),
@@ -163,24 +143,21 @@ def context_parallel_attention(
         axis_name=axis_name,
         batch_axis=batch_axis,
         head_axis=head_axis,
-        algorithm=algorithm,
+        algorithm=algorithm.name,
         has_plan=plan is not None,
     )
     check_rows(_OP, q, k, v, segment_ids, positions)
-    _check_plan(q, axes, plan, layout, window)
-    options = _Options(
-        axes,
-        algorithm=algorithm,
+    attention = AttentionOptions(
+        ExchangeOptions(_OP, axis_name, implementation, deadline),
         causal=causal,
         window=window,
         layout=layout,
-        nodes=nodes,
-        config=config,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
-        implementation=implementation,
-        deadline=deadline,
     )
+    options = GlobalOptions(axes, algorithm, attention)
+    _check_plan(options, q, plan)
+    attention.check()
     _check_choice(options, plan)
     if isinstance(plan, PlacedPlan) and not (segment_ids is None and positions is None):
         raise ValueError(
@@ -195,39 +172,44 @@ def context_parallel_attention(
         segment_ids, positions = (
             words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
         )
-    if algorithm == "auto":
-        options = _choose(options, q, k, segment_ids, positions, plan)
+    if isinstance(algorithm, Auto):
+        algorithm = _choose(options, algorithm, q, k, segment_ids, positions, plan)
+        options = dataclasses.replace(options, algorithm=algorithm)
         _check_choice(options, plan)
     num_tokens = q.shape[1]
     missing = -num_tokens % options.num_ranks
-    needs_ids = options.algorithm == "balanced" or missing > 0
+    needs_ids = isinstance(algorithm, Balanced) or missing > 0
     if needs_ids and segment_ids is None and plan is None:
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
-    plans_here = options.algorithm == "balanced" and not is_traced and not axes.batch
-    if plans_here and plan is None and segment_ids is not None:
+    if (
+        isinstance(algorithm, Balanced)
+        and plan is None
+        and segment_ids is not None
+        and not (is_traced or axes.batch)
+    ):
         plan = plan_attention(
             segment_ids,
             positions,
             world_size=options.num_ranks,
             window=cast(int | None, window),
-            config=config,
+            config=algorithm.config,
         )
         segment_ids = positions = None  # nothing to compare
     out = _attend(q, k, v, plan, (segment_ids, positions), options=options)
     return out[:, :num_tokens] if missing else out
 
 
-def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
-    """The options with "auto" replaced."""
+def _choose(options: GlobalOptions, auto: Auto, q, k, segment_ids, positions, plan) -> Algorithm:
+    """The algorithm that stands in for "auto"."""
     if plan is not None:
-        name = "placed" if isinstance(plan, PlacedPlan) else "balanced"
-        return dataclasses.replace(options, algorithm=name)
+        return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config)
     if any(isinstance(x, Tracer) for x in (segment_ids, positions)):
         raise ValueError(
             f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
-            "choose_algorithm outside of jit, once for batches that are alike, and pass its result."
+            "choose_algorithm outside of jit, once for batches that are alike, and pass the "
+            "algorithm of its result."
         )
     # The rows of the first group stand for all.
     rows = max(q.shape[0] // options.axes.num_groups, 1)
@@ -235,7 +217,7 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
     if segment_ids is not None or positions is not None:
         ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
         order = slice(None)
-        if options.layout == "zigzag":
+        if options.attention.layout == "zigzag":
             order = zigzag_permutation(q.shape[1], options.num_ranks, inverse=True)
         places = None if positions is None else np.asarray(positions)[:rows, order]
         lengths = document_lengths(np.asarray(ids)[:rows, order], places)
@@ -249,9 +231,12 @@ def _choose(options: _Options, q, k, segment_ids, positions, plan) -> _Options:
         num_kv_heads=num_kv_heads // head_devices,
         head_size=q.shape[3],
         itemsize=q.dtype.itemsize,
-        **options.keywords("causal", "window", "layout"),
+        causal=options.attention.causal,
+        window=options.attention.window,
+        layout=options.attention.layout,
+        hardware=auto.hardware,
     )
-    return dataclasses.replace(options, algorithm=choice.algorithm, nodes=choice.nodes)
+    return Balanced(auto.config) if isinstance(choice.algorithm, Balanced) else choice.algorithm
 
 
 def _pad(x: Any, missing: int) -> Any:
@@ -263,7 +248,7 @@ def _pad(x: Any, missing: int) -> Any:
 
 
 @partial(jax.jit, static_argnames="options")
-def _attend(q, k, v, plan, documents, *, options: _Options):
+def _attend(q, k, v, plan, documents, *, options: GlobalOptions):
     axes = options.axes
     sequence = P(axes.batch, axes.axis_name)
     rows = P(*sequence, axes.heads)
@@ -287,53 +272,40 @@ def _attend(q, k, v, plan, documents, *, options: _Options):
     return attend(*operands)
 
 
-def _local(options: _Options, q, k, v, plan, documents):
+def _local(options: GlobalOptions, q, k, v, plan, documents):
     """What one rank does."""
-    exchange = options.keywords("axis_name", "implementation", "deadline")
-    softmax = options.keywords("scale", "logit_soft_cap")
-    if options.algorithm == "placed":
-        return attend_placed(_OP, q, k, v, plan, **exchange, **softmax)
-    if options.algorithm == "balanced":
+    algorithm, attention = options.algorithm, options.attention
+    if isinstance(algorithm, Placed):
+        return attend_placed(attention, q, k, v, plan)
+    if isinstance(algorithm, Balanced):
         if plan is None:
-            whole = jax.tree.map(
-                lambda x: jax.lax.all_gather(x, options.axis_name, axis=1, tiled=True), documents
-            )
-            plan = plan_attention(
-                *whole, world_size=options.num_ranks, **options.keywords("window", "config")
-            )
+            plan = _plan_on_ranks(options, algorithm, documents)
             documents = None, None  # nothing to compare
-        return attend_balanced(_OP, q, k, v, plan, *documents, **exchange, **softmax)
-    if options.algorithm == "hamilton":
-        schedule = hamilton_schedule(options.num_ranks, options.nodes, None, _OP)
-    else:
-        schedule = ring_schedule(options.num_ranks)
-    sequence = Sequence(
-        transport=Transport(_OP, **exchange),
-        schedule=schedule,
-        zigzag=options.causal and options.algorithm != "ring",
-        **softmax,
-        **options.keywords("causal", "window", "layout"),
+        return attend_balanced(attention, q, k, v, plan, *documents)
+    rotating = cast(Rotating, algorithm)  # "auto" has been replaced
+    return rotating_attention(attention, rotating, q, k, v, *documents)
+
+
+def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
+    """The same plan on every rank, of the documents of all."""
+    axis_name = options.axes.axis_name
+    whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), documents)
+    return plan_attention(
+        *whole,
+        world_size=options.num_ranks,
+        window=cast(int | None, options.attention.window),
+        config=algorithm.config,
     )
-    return attend_sequence(sequence, q, k, v, *documents)
 
 
-def _check_choice(options: _Options, plan) -> None:
+def _check_choice(options: GlobalOptions, plan) -> None:
     """The algorithm can do what is asked of it."""
-    check_implementation(_OP, options.implementation)
-    check_deadline(_OP, options.deadline)
-    check_layout(_OP, options.layout)
-    check_softmax(_OP, options.scale, options.logit_soft_cap)
-    reach(_OP, options.causal, options.window)
-    name = options.algorithm
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"{_OP}: algorithm is {name!r}; it needs to be one of "
-            f"{', '.join(map(repr, ALGORITHMS))}."
-        )
-    if name in ("balanced", "placed") and not (options.causal and options.layout == "contiguous"):
+    attention, name = options.attention, options.algorithm.name
+    is_causal_in_order = attention.causal and attention.layout == "contiguous"
+    if name in ("balanced", "placed") and not is_causal_in_order:
         raise ValueError(
             f"{_OP}: algorithm={name!r} plans causal attention of tokens in order; got "
-            f"causal={options.causal}, layout={options.layout!r}. Choose another algorithm."
+            f"causal={attention.causal}, layout={attention.layout!r}. Choose another algorithm."
         )
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
@@ -350,22 +322,18 @@ def _check_choice(options: _Options, plan) -> None:
             f"{_OP}: got a plan with algorithm={name!r}; only 'balanced' and 'placed' follow a "
             "plan. Pass segment_ids instead."
         )
-    if name != "hamilton" and options.nodes is not None:
-        raise ValueError(
-            f"{_OP}: got nodes={options.nodes} with algorithm={name!r}; they are for 'hamilton'."
-        )
 
 
-def _check_plan(q, axes: MeshAxes, plan, layout, window) -> None:
+def _check_plan(options: GlobalOptions, q, plan) -> None:
     """What says where every token stands fits the tokens, the ranks, and what else is given."""
-    num_ranks = axes.mesh.shape[axes.axis_name]
-    if (plan is not None or layout == "zigzag") and q.shape[1] % num_ranks:
+    axes, num_ranks = options.axes, options.num_ranks
+    if (plan is not None or options.attention.layout == "zigzag") and q.shape[1] % num_ranks:
         raise ValueError(
             f"{_OP}: T is {q.shape[1]} but mesh axis {axes.axis_name!r} has {num_ranks} devices, "
             "which must divide it with a plan, and with layout='zigzag'. Pad the tokens (segment 0 "
             "is padding) before the plan, or the layout, is made."
         )
-    if plan is not None and window is not None:
+    if plan is not None and options.attention.window is not None:
         raise ValueError(
             f"{_OP}: got both plan and window; pass one of them. A plan is made for a window."
         )

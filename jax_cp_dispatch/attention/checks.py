@@ -1,22 +1,40 @@
-"""Arguments of another kind than attention takes: refused in words, before one is looked into."""
+"""What attention over a mesh axis accepts, whatever the algorithm: refused in words."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from jax_cp_dispatch._arguments import check_array
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
 from jax_cp_dispatch._ranks.axis import check_mesh
-from jax_cp_dispatch.attention.rotating.layout import LAYOUTS
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlanConfig
+from jax_cp_dispatch.attention.local.checks import check_arrays, check_operands
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+
+HostOrDevice: TypeAlias = Array | np.ndarray
+LAYOUTS = ("contiguous", "zigzag")
 
 
-def check_arrays(op: str, **arrays: Any) -> None:
-    """Arrays of JAX or NumPy; optional ones may be None."""
-    optional = ("segment_ids", "positions", "dlse")
-    for name, x in arrays.items():
-        if x is None and name in optional:
+def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
+    """One rank's arrays, or those of all, belong together."""
+    check_arrays(op, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(
+            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
+            "[B, T, heads, features] with equal B and T."
+        )
+    check_operands(op, q, k, v)
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is None:
             continue
-        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.shape != q.shape[:2]:
+            raise ValueError(
+                f"{op}: {name} has shape {x.shape} but q has B, T = {q.shape[:2]}; they need to "
+                "be equal."
+            )
 
 
 def check_plan(op: str, plan: Any) -> None:
@@ -36,7 +54,7 @@ def check_layout(op: str, layout: Any) -> None:
         )
 
 
-def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any, config: Any) -> None:
+def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
     """Of the arguments that only a function outside of `shard_map` has."""
     check_mesh(op, mesh)
     if not isinstance(axis_name, str):
@@ -45,7 +63,3 @@ def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any, config: Any) 
         )
     if plan is not None:
         check_plan(op, plan)
-    if not isinstance(config, PlanConfig):
-        raise TypeError(
-            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
-        )

@@ -12,11 +12,11 @@ from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
-ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
 _CLOSE = 1.03
 
 
@@ -24,14 +24,14 @@ class Choice(NamedTuple):
     """An algorithm for `context_parallel_attention`, and what speaks for it.
 
     Attributes:
-      algorithm: "balanced", "ring", "zigzag" or "hamilton".
-      nodes: the keyword of that name; None except for "hamilton" over several nodes.
-      predictions: of all algorithms that could serve; "hamilton_nodes" is "hamilton" with `nodes`.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()` or `Hamilton()`, over several nodes with its
+        `nodes`. Pass it on; its `name` is the short one.
+      predictions: of all algorithms that could serve, by name; "hamilton_nodes" is "hamilton" over
+        several nodes.
       reason: in words.
     """
 
-    algorithm: str
-    nodes: int | None
+    algorithm: Balanced | Ring | Zigzag | Hamilton
     predictions: dict[str, Prediction]
     reason: str
 
@@ -105,9 +105,11 @@ def choose_algorithm(
                 seconds[name] += rearrangement
     close = [name for name in seconds if seconds[name] <= _CLOSE * min(seconds.values())]
     best = min(close, key=lambda name: round(predictions[name].imbalance, 2))
-    nodes = num_ranks // hardware.node_size(num_ranks) if best == "hamilton_nodes" else None
-    reason = _reason(best, seconds, predictions, with_backward)
-    return Choice("hamilton" if nodes else best, nodes, predictions, reason)
+    if best == "hamilton_nodes":
+        algorithm = Hamilton(nodes=num_ranks // hardware.node_size(num_ranks))
+    else:
+        algorithm = {kind.name: kind for kind in (Balanced, Ring, Zigzag, Hamilton)}[best]()
+    return Choice(algorithm, predictions, _reason(best, seconds, predictions, with_backward))
 
 
 def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -135,8 +137,8 @@ def default_hardware() -> Hardware:
             return HARDWARE[entry]
     raise ValueError(
         f"choose_algorithm: nothing is known of {device.device_kind!r}. Pass hardware=, a "
-        "jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention the name of "
-        "an algorithm."
+        "jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "
+        "algorithm=Auto(hardware=...), or another algorithm."
     )
 
 

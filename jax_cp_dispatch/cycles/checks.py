@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -24,7 +25,7 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
       ValueError: a row is not such a permutation, or two rows use the same link in one direction.
       TypeError: rows of anything but integers.
     """
-    rows = _integer_rows(op, "cycles", cycles)
+    rows = integer_rows(op, "cycles", cycles)
     everyone = set(range(num_ranks))
     for number, row in enumerate(rows):
         if len(row) != num_ranks or set(row) != everyone:
@@ -73,8 +74,8 @@ def check_chunk_maps(
       TypeError: rows of anything but integers.
     """
     maps = {
-        "out_chunk": _integer_rows(op, "out_chunk", out_chunk),
-        "in_chunk": _integer_rows(op, "in_chunk", in_chunk),
+        "out_chunk": integer_rows(op, "out_chunk", out_chunk),
+        "in_chunk": integer_rows(op, "in_chunk", in_chunk),
     }
     for name, rows in maps.items():
         if len(rows) != num_ranks or any(len(row) != num_ranks for row in rows):
@@ -119,12 +120,12 @@ def check_count(op: str, name: str, value: int) -> int:
 
 def ranks_and_cycles(op: str, cycles: CycleRows) -> tuple[int, Checked]:
     """Returns checked cycles and their number of ranks: the length of the first row, or 1."""
-    rows = _integer_rows(op, "cycles", cycles)
+    rows = integer_rows(op, "cycles", cycles)
     num_ranks = max(1, len(rows[0])) if rows else 1
     return num_ranks, check_cycles(rows, num_ranks, op=op)
 
 
-def _integer_rows(op, name, rows):
+def integer_rows(op: str, name: str, rows: Any) -> Checked:
     """Returns tuples of Python integers; compares types, because numpy would accept True as 1."""
     try:
         rows = tuple(tuple(row) for row in rows)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from jax_cp_dispatch.attention import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.rotating.layout import (
-    Placement,
-    contiguous_placement,
-    zigzag_placement,
+    SequenceLayout,
+    contiguous_layout,
+    zigzag_layout,
 )
-from jax_cp_dispatch.attention.rotating.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.plots.svg import LINE, color, document, text
 
 # Pixels.
@@ -38,8 +38,10 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
     if num_ranks < 2:
         raise ValueError(f"plot_schedules: num_ranks is {num_ranks}; it needs to be at least 2.")
     num_tokens = 2 * (num_ranks - 1)  # per rank, so that each block has a token for every chunk
-    contiguous, zigzag = contiguous_placement, zigzag_placement
-    ring, hamilton = ring_schedule(num_ranks), hamilton_schedule(num_ranks, None, None)
+    contiguous, zigzag = contiguous_layout, zigzag_layout
+    ring, hamilton = (
+        schedule_of("plot_schedules", algorithm, num_ranks) for algorithm in (Ring(), Hamilton())
+    )
     algorithms = [
         ("ring, contiguous", contiguous(num_ranks, num_tokens), ring),
         ("zigzag ring", zigzag(num_ranks, num_tokens), ring),
@@ -54,15 +56,15 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
         ),
     ]
     height = _TITLE + _GRID + (num_ranks + 2) * _BAR + 8
-    for number, (title, placement, schedule) in enumerate(algorithms):
-        body += _algorithm(title, placement, schedule, _TOP + number * height)
+    for number, (title, layout, schedule) in enumerate(algorithms):
+        body += _algorithm(title, layout, schedule, _TOP + number * height)
     size = _LEFT + num_ranks * (_GRID + _GAP), _TOP + len(algorithms) * height
     pathlib.Path(path).write_text(document(*size, "Causal attention step by step", body))
 
 
-def _algorithm(title: str, placement: Placement, schedule: Any, top: int | float) -> list[str]:
-    n = placement.num_ranks
-    steps = [[_attended(placement, schedule, rank, step) for rank in range(n)] for step in range(n)]
+def _algorithm(title: str, layout: SequenceLayout, schedule: Any, top: int | float) -> list[str]:
+    n = layout.num_ranks
+    steps = [[_attended(layout, schedule, rank, step) for rank in range(n)] for step in range(n)]
     work = np.array([[sum(map(_pairs, rectangles)) for rectangles in ranks] for ranks in steps])
     slowest, mean = int(work.max(axis=1).sum()), work.sum() / n
     summary = (
@@ -75,23 +77,23 @@ def _algorithm(title: str, placement: Placement, schedule: Any, top: int | float
     parts.append(text(_LEFT - 8, middle, "queries", font_size="11", **turned))
     for step, ranks in enumerate(steps):
         left = _LEFT + step * (_GRID + _GAP)
-        parts += _grid(placement, ranks, left, top)
+        parts += _grid(layout, ranks, left, top)
         if step == 0:
             place = {"font_size": "11", "text_anchor": "end"}
             parts.append(text(left + _GRID, top + 12, "keys →", **place))
-        most = (placement.num_tokens / n) ** 2  # all queries of a rank with all keys of another
+        most = (layout.num_tokens / n) ** 2  # all queries of a rank with all keys of another
         parts += _bars(work[step] * _GRID / most, left, top + _GRID + _BAR)
     return parts
 
 
-def _attended(placement: Placement, schedule: Any, rank: int, step: int) -> list[_Rectangle]:
+def _attended(layout: SequenceLayout, schedule: Any, rank: int, step: int) -> list[_Rectangle]:
     """Returns blocks of queries with the held keys, without future keys."""
-    holding = Chunking(placement, schedule.num_chunks).holding(*schedule.held(rank, step))
-    pieces = zip(holding.start.tolist(), holding.length.tolist(), strict=True)
+    held = Chunking(layout, schedule.num_chunks).key_order(*schedule.held(rank, step))
+    pieces = zip(held.start.tolist(), held.length.tolist(), strict=True)
     return [
         (key, keys, query, queries)
         for key, keys in sorted(pieces)
-        for query, queries in placement.blocks[rank]
+        for query, queries in layout.blocks[rank]
         if keys and key < query + queries
     ]
 
@@ -101,8 +103,10 @@ def _pairs(rectangle: _Rectangle) -> int:
     return int(np.clip(np.arange(query, query + queries) + 1 - key, 0, keys).sum())
 
 
-def _grid(placement: Placement, ranks: list[list[_Rectangle]], left: int | float, top: int | float):
-    total, block = placement.num_tokens, placement.block_rows
+def _grid(
+    layout: SequenceLayout, ranks: list[list[_Rectangle]], left: int | float, top: int | float
+):
+    total, block = layout.num_tokens, layout.block_rows
     scale = f"translate({left:g} {top:g}) scale({_GRID / total:g})"
     lines = "".join(f"M0 {at}H{at}M{at} {at}V{total}" for at in range(block, total, block))
     parts = [f'<g transform="{scale}">', '<g clip-path="url(#past)">']

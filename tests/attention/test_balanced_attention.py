@@ -13,6 +13,7 @@ from on_mesh import AXIS, mesh_of
 from packing import causal_ranges, pack
 
 from jax_cp_dispatch import (
+    Balanced,
     PlanConfig,
     balanced_attention,
     context_parallel_attention,
@@ -57,7 +58,7 @@ def assert_close(results, references, *, relative=1e-5, least=1e-30):
 
 
 def attend(segment_ids, mesh, **options):
-    options = {"axis_name": AXIS, "algorithm": "balanced", "config": CONFIG, **options}
+    options = {"axis_name": AXIS, "algorithm": Balanced(CONFIG), **options}
     return lambda q, k, v: context_parallel_attention(
         q, k, v, mesh=mesh, segment_ids=segment_ids, **options
     )
@@ -144,7 +145,7 @@ def test_plan_made_inside_the_program_serves_all_batches_with_one_program():
     @jax.jit
     def fn(q, k, v, segment_ids, positions):
         traces.append(1)
-        options = {"axis_name": AXIS, "algorithm": "balanced", "config": CONFIG, "mesh": mesh}
+        options = {"axis_name": AXIS, "algorithm": Balanced(CONFIG), "mesh": mesh}
         return context_parallel_attention(
             q, k, v, segment_ids=segment_ids, positions=positions, **options
         )
@@ -285,7 +286,7 @@ def call(small, **options):
         ({"causal": False}, "plans causal attention of tokens in order; got causal=False"),
         ({"layout": "zigzag"}, "got causal=True, layout='zigzag'. Choose another algorithm"),
         ({"window": 0}, "context_parallel_attention: window is 0; it needs to be at least 1"),
-        ({"nodes": 2}, "got nodes=2 with algorithm='balanced'; they are for 'hamilton'"),
+        ({"algorithm": Balanced}, r"it needs to be one of.*object with options: Balanced\(\), "),
         ({"segment_ids": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\) but q has"),
         ({"q": np.zeros((1, 128, 8), np.float32)}, r"q, k, v have shapes \(1, 128, 8\)"),
         ({"k": np.zeros((1, 64, 2, 8), np.float32)}, "with equal B and T"),
@@ -313,7 +314,7 @@ def test_plan_that_does_not_fit_is_refused(small):
 def test_capacity_too_small_for_a_traced_plan_fails_on_all_ranks(small):
     q, k, v, _, segment_ids = small
     config = dataclasses.replace(CONFIG, kv_capacity=16)
-    fn = jax.jit(lambda ids: attend(ids, mesh_of(8), config=config)(q, k, v))
+    fn = jax.jit(lambda ids: attend(ids, mesh_of(8), algorithm=Balanced(config))(q, k, v))
     message = r"would receive \d+ tokens but PlanConfig.kv_capacity is 16. Pass PlanConfig.kv_capa"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(fn(np.ones_like(segment_ids)))

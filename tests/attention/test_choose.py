@@ -5,7 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import choose_algorithm, document_lengths
+from jax_cp_dispatch import (
+    Balanced,
+    Hamilton,
+    Ring,
+    Zigzag,
+    choose_algorithm,
+    document_lengths,
+)
 from jax_cp_dispatch.cost import HARDWARE, predict
 
 SIZES = {
@@ -25,20 +32,20 @@ def choose(lengths, num_ranks=8, hardware="h100", **options):
 @pytest.mark.parametrize(
     "lengths, options, expected",
     [
-        ([[512] * 128], {}, ("balanced", None)),
-        (None, {"window": 256}, ("balanced", None)),
-        (None, {"layout": "zigzag"}, ("zigzag", None)),
-        (None, {"layout": "zigzag", "hardware": "mi300x"}, ("hamilton", None)),
-        (None, {"causal": False}, ("ring", None)),
-        (None, {"causal": False, "window": (256, 0)}, ("ring", None)),
-        ([[65536]], {"causal": False, "hardware": "cpu"}, ("ring", None)),
-        (None, {"hardware": "cpu"}, ("zigzag", None)),
+        ([[512] * 128], {}, Balanced()),
+        (None, {"window": 256}, Balanced()),
+        (None, {"layout": "zigzag"}, Zigzag()),
+        (None, {"layout": "zigzag", "hardware": "mi300x"}, Hamilton()),
+        (None, {"causal": False}, Ring()),
+        (None, {"causal": False, "window": (256, 0)}, Ring()),
+        ([[65536]], {"causal": False, "hardware": "cpu"}, Ring()),
+        (None, {"hardware": "cpu"}, Zigzag()),
     ],
 )
 def test_choices(lengths, options, expected):
     choice = choose(lengths, **options)
-    assert (choice.algorithm, choice.nodes) == expected, choice.reason
-    assert choice.reason.startswith(f"{choice.algorithm}: predicted forward and backward: ")
+    assert choice.algorithm == expected, choice.reason
+    assert choice.reason.startswith(f"{choice.algorithm.name}: predicted forward and backward: ")
 
 
 def test_a_two_sided_window_is_counted():
@@ -69,7 +76,7 @@ def test_of_times_that_are_close_the_best_balanced_one_is_chosen(monkeypatch):
 
         monkeypatch.setattr("jax_cp_dispatch.attention.choose.predict", near)
         choice = choose(None, causal=False)
-        return choice.algorithm, "is within 3% of the fastest" in choice.reason
+        return choice.algorithm.name, "is within 3% of the fastest" in choice.reason
 
     assert predicted((1.0, 1.0), (1.0, 1.0), (0.98, 1.0)) == ("ring", True)
     assert predicted((1.0, 1.2), (1.02, 1.0), (1.02, 1.0)) == ("zigzag", True)

@@ -14,18 +14,18 @@ from packing import pack
 from sequences import QUICKLY, attended
 
 from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.documents import attended_tokens
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
 from jax_cp_dispatch.attention.rotating.layout import (
-    contiguous_placement,
+    contiguous_layout,
     halves_in_zigzag,
+    zigzag_layout,
     zigzag_permutation,
-    zigzag_placement,
 )
-from jax_cp_dispatch.attention.rotating.ring import ring_schedule
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 
-PLACEMENTS = [contiguous_placement, zigzag_placement, halves_in_zigzag]
+PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]
 few_examples = settings(max_examples=25, deadline=None)
 quick_attended_tokens = jax.jit(
     attended_tokens, static_argnames=("shape", "reach"), compiler_options=QUICKLY
@@ -35,13 +35,13 @@ quick_attended_tokens = jax.jit(
 def schedules(num_ranks):
     """By name, all that there are for this many ranks."""
     found = {
-        "ring": ring_schedule(num_ranks),
-        "hamilton": hamilton_schedule(num_ranks, None, None),
-        "direct": hamilton_schedule(num_ranks, None, "direct"),
+        "ring": schedule_of("a test", Ring(), num_ranks),
+        "hamilton": schedule_of("a test", Hamilton(), num_ranks),
+        "direct": schedule_of("a test", Hamilton(cycles="direct"), num_ranks),
     }
     for nodes in range(2, num_ranks + 1):
         if num_ranks % nodes == 0:
-            found[f"{nodes} nodes"] = hamilton_schedule(num_ranks, nodes, None)
+            found[f"{nodes} nodes"] = schedule_of("a test", Hamilton(nodes=nodes), num_ranks)
     return found
 
 
@@ -64,8 +64,8 @@ def tokens_of(placement, rank):
 def pieces(chunking, rank, chunk):
     """The tokens of a chunk, from the definition: every C-th part of each of the rank's blocks."""
     tokens = []
-    for first, length in chunking.placement.blocks[rank]:
-        rows = -(-chunking.placement.block_rows // chunking.num_chunks)
+    for first, length in chunking.layout.blocks[rank]:
+        rows = -(-chunking.layout.block_rows // chunking.num_chunks)
         begin, end = (min(length, (chunk + i) * rows) for i in range(2))
         tokens += range(first + begin, first + end)
     return tokens
@@ -170,10 +170,10 @@ def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
 @pytest.mark.parametrize(
     "make, num_ranks, per_rank, num_chunks",
     [
-        (contiguous_placement, 1, 4, 1),
-        (contiguous_placement, 2, 4, 3),
-        (zigzag_placement, 3, 7, 2),
-        (zigzag_placement, 2, 1, 5),
+        (contiguous_layout, 1, 4, 1),
+        (contiguous_layout, 2, 4, 3),
+        (zigzag_layout, 3, 7, 2),
+        (zigzag_layout, 2, 1, 5),
         (halves_in_zigzag, 3, 5, 2),
     ],
 )
@@ -194,12 +194,12 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
         own = [placement.positions(rank)[None, :, None, None] for rank in range(num_ranks)]
         cut = jnp.stack([chunking.cut(jnp.float32(x)) for x in own])
         source, chunk = slots.T
-        held, holding = cut[source, chunk], chunking.holding(source, chunk)
-        rows = holding.in_order(held, num_chunks * chunking.chunk_rows + 3)
+        held, order = cut[source, chunk], chunking.key_order(source, chunk)
+        rows = order.in_order(held, num_chunks * chunking.chunk_rows + 3)
         is_token = jnp.arange(rows.shape[1])[:, None] < tokens.size
-        back = holding.in_slots(jnp.where(is_token, rows + 1, jnp.nan))
+        back = order.in_slots(jnp.where(is_token, rows + 1, jnp.nan))
         same = jnp.all(chunking.uncut(cut[0], 1) == own[0])
-        return held, rows, back, same, holding.ranges(start, end)
+        return held, rows, back, same, order.ranges(start, end)
 
     held, rows, back, same, (first, last) = jax.tree.map(np.asarray, read(slots, start, end))
     assert same
@@ -224,7 +224,7 @@ def test_most_tokens_of_a_step(make, num_ranks, per_rank):
         chunking = Chunking(placement, schedule.num_chunks)
 
         def lengths(rank, step, schedule=schedule, chunking=chunking):
-            return chunking.holding(*schedule.held(rank, step)).length
+            return chunking.key_order(*schedule.held(rank, step)).length
 
         tokens = tabulate(num_ranks, {name: lengths})[name].sum(-1)
         assert tokens.max() <= chunking.most_tokens, name
@@ -248,8 +248,8 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
         def of_step(rank, step):
             token = placement.positions(rank)[None]
             end = jnp.where(token >= 0, token + 1 if causal else placement.num_tokens, 0)
-            holding = chunking.holding(*schedule.held(rank, step))
-            first, last = holding.ranges(jnp.zeros_like(end), end)
+            order = chunking.key_order(*schedule.held(rank, step))
+            first, last = order.ranges(jnp.zeros_like(end), end)
             return jnp.sum(last - first)
 
         return of_step
@@ -262,7 +262,7 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
 @pytest.mark.parametrize("num_ranks", range(2, 10))
 def test_causal_work_is_equal_for_all_ranks_at_every_step(num_ranks):
     """In zigzag layout, where halves of chunks come out even; step 0 has its own diagonal."""
-    make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_placement
+    make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_layout
     for name, (rows, work) in pairs(num_ranks, make, 2).items():
         assert (work[:, 1:] == rows**2 // 2).all(), name
         assert (work[:, 0] == rows * (rows + 1) // 2).all(), name
@@ -278,7 +278,7 @@ def test_full_work_is_equal_in_any_layout(make):
 
 def test_causal_work_on_contiguous_parts_is_not():
     """A ring as it stands: the last rank works at every step, the first only at one."""
-    rows, work = pairs(4, contiguous_placement, 6)["ring"]
+    rows, work = pairs(4, contiguous_layout, 6)["ring"]
     np.testing.assert_array_equal(work[:, 0], rows * (rows + 1) // 2)
     works = np.arange(1, 4) <= np.arange(4)[:, None]
     np.testing.assert_array_equal(work[:, 1:], rows**2 * works)
@@ -286,6 +286,6 @@ def test_causal_work_on_contiguous_parts_is_not():
 
 @pytest.mark.parametrize("num_ranks, rows_per_chunk", [(2, 1), (3, 7), (5, 3)])
 def test_uneven_lengths_lose_no_pair(num_ranks, rows_per_chunk):
-    for rows, work in pairs(num_ranks, zigzag_placement, rows_per_chunk).values():
+    for rows, work in pairs(num_ranks, zigzag_layout, rows_per_chunk).values():
         num_tokens = num_ranks * rows
         assert work.sum() == num_tokens * (num_tokens + 1) // 2

@@ -3,6 +3,8 @@
 `test_balanced_attention.py` has "balanced" on all kinds of meshes, and what is refused.
 """
 
+import copy
+import dataclasses
 from functools import partial
 
 import jax
@@ -12,12 +14,20 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw
 
 from jax_cp_dispatch import (
+    Auto,
+    Balanced,
+    Hamilton,
     PlanConfig,
+    Ring,
+    Zigzag,
+    choose_algorithm,
     context_parallel_attention,
     plan_attention,
     zigzag_permutation,
 )
 from jax_cp_dispatch.attention import api
+from jax_cp_dispatch.cost import HARDWARE
+from jax_cp_dispatch.profiling import Choice
 
 T = 14
 
@@ -44,7 +54,7 @@ def program(mesh, **options):
 @pytest.mark.parametrize(
     "algorithm, options",
     [
-        ("balanced", {"window": 5, "config": PlanConfig(block=2)}),
+        (Balanced(PlanConfig(block=2)), {"window": 5}),
         ("ring", {"window": 5, "scale": 0.3}),
         ("zigzag", {"logit_soft_cap": 2.0}),
         ("hamilton", {"causal": False, "window": (3, 4)}),
@@ -54,8 +64,7 @@ def program(mesh, **options):
 )
 def test_equals_dense_attention(algorithm, options):
     """Three ranks do not divide the tokens."""
-    told = {name: x for name, x in options.items() if name != "config"}
-    case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2), **told)
+    case = Case("ring", 1, T, documents="both", batch=2, heads=(4, 2), **options)
     check(case, draw(case), program(mesh_of(3, [2, 0, 1]), algorithm=algorithm, **options))
 
 
@@ -104,10 +113,85 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
     assert (seen["window"], seen["layout"], seen["tokens_per_rank"]) == (4, layout, 6)
 
 
+ROWS = np.array([[0, 1]])
+MAPS = [[-1, 0], [0, -1]]
+EQUAL = [
+    ("balanced", Balanced(PlanConfig())),
+    ("ring", Ring()),
+    ("zigzag", Zigzag()),
+    ("hamilton", Hamilton()),
+    (Hamilton(nodes=2), Hamilton(nodes=2)),
+    (Hamilton(cycles=ROWS), Hamilton(cycles=ROWS.tolist())),
+    (Hamilton(maps=(MAPS, MAPS)), Hamilton(maps=(np.array(MAPS), np.array(MAPS)))),
+    ("auto", Auto(hardware=None)),
+]
+
+
+@pytest.mark.parametrize("one, other", EQUAL, ids=str)
+def test_equal_algorithms_share_a_program(one, other, monkeypatch):
+    """Objects compare by value: another one that is equal is not traced again."""
+    traced = []
+    local = api._local
+
+    def counted(*operands):
+        traced.append(operands[0].algorithm)
+        return local(*operands)
+
+    monkeypatch.setattr(api, "_local", counted)
+    x = np.ones((1, 8, 1, 4), np.float32)
+    attend = partial(context_parallel_attention, x, x, x, mesh=mesh_of(2), axis_name=AXIS)
+    jax.clear_caches()
+    first = attend(algorithm=one)
+    num_traces = len(traced)
+    assert num_traces > 0
+    np.testing.assert_array_equal(attend(algorithm=other), first)
+    assert len(traced) == num_traces
+    attend(algorithm=Hamilton(cycles="direct"))
+    assert len(traced) > num_traces
+
+
+def test_algorithms_are_values():
+    algorithms = [x for pair in EQUAL for x in pair if not isinstance(x, str)]
+    assert len(set(algorithms)) == len(EQUAL)
+    assert Hamilton(cycles=ROWS).cycles == ((0, 1),)
+    assert all(copy.deepcopy(x) == x and hash(copy.deepcopy(x)) == hash(x) for x in algorithms)
+
+
+def test_a_choice_can_be_passed_on():
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "itemsize": 4}
+    hardware = dataclasses.replace(HARDWARE["mi300x"], ranks_per_node=2, rail_bandwidth=1e9)
+    options = {"num_ranks": 4, "tokens_per_rank": 2**14, "layout": "zigzag", **sizes}
+    choice = choose_algorithm(None, hardware=hardware, **options)
+    assert choice.algorithm == Hamilton(nodes=2)
+    case = Case("ring", 1, 16, layout="contiguous")
+    check(case, draw(case), program(mesh_of(4), algorithm=choice.algorithm))
+
+
+def test_auto_takes_its_options(monkeypatch):
+    """The hardware for the choice, and the config for the plan that it leads to."""
+    seen = {}
+
+    def choose(lengths, **options):
+        seen.update(options)
+        return Choice(Balanced(), {}, "")
+
+    def plan(*documents, **options):
+        seen.update(options)
+        return plan_attention(*documents, **options)
+
+    monkeypatch.setattr(api, "choose_algorithm", choose)
+    monkeypatch.setattr(api, "plan_attention", plan)
+    x = np.ones((1, 8, 1, 4), np.float32)
+    auto = Auto(hardware=HARDWARE["h100"], config=PlanConfig(block=2))
+    context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, algorithm=auto)
+    assert (seen["hardware"], seen["config"]) == (auto.hardware, auto.config)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"nodes": 2}, "got nodes=2 with algorithm='auto'; they are for 'hamilton'"),
+        ({"algorithm": Hamilton(nodes=3)}, "nodes is 3 but there are 2 ranks"),
+        ({"algorithm": Hamilton(nodes=2, cycles="direct")}, "got both nodes and cycles"),
         ({"algorithm": "ring", "plan": 1}, "got a plan with algorithm='ring'"),
         ({"plan": 1, "window": 3}, "got both plan and window"),
     ],

@@ -18,6 +18,7 @@ from on_mesh import AXIS, collectives_over, permuted_mesh
 from sequences import QUICKLY, TOLERANCE, Case, dense, draw, relative_errors
 
 from jax_cp_dispatch import (
+    Balanced,
     Metadata,
     PlanConfig,
     balanced_attention,
@@ -65,8 +66,8 @@ def test_attention_of_each_stage(algorithm, ids):
     *arrays, segment_ids, _ = zip(*examples, strict=True)
     arrays = placed([np.stack(x) for x in arrays], P("stage", None, AXIS))
     traced = placed(np.stack(segment_ids), P("stage", None, AXIS))
-    options = {"algorithm": algorithm, "config": PlanConfig(block=4)}
-    attend = partial(context_parallel_attention, mesh=MESH, axis_name=AXIS, **options)
+    algorithm = Balanced(PlanConfig(block=4)) if algorithm == "balanced" else algorithm
+    attend = partial(context_parallel_attention, mesh=MESH, axis_name=AXIS, algorithm=algorithm)
 
     @partial(jax.jit, compiler_options=QUICKLY)
     def run(q, k, v, g, traced):

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from sequences import QUICKLY, Case, check, draw, out_and_gradients, run
 
+from jax_cp_dispatch import Hamilton
 from jax_cp_dispatch.attention.rotating import sequence
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule
 from jax_cp_dispatch.cycles import chunk_maps
 
 MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
@@ -144,7 +146,9 @@ def test_no_tokens():
 
 def test_own_cycles_may_be_an_array():
     rows = [[2, 1, 0], [0, 1, 2]]
-    assert hamilton_schedule(3, None, np.array(rows)) == hamilton_schedule(3, None, rows)
+    array, lists = (Hamilton(cycles=cycles) for cycles in (np.array(rows), rows))
+    assert array == lists and hash(array) == hash(lists)
+    assert schedule_of("a test", array, 3) == CycleSchedule(((2, 1, 0), (0, 1, 2)))
 
 
 # ---- What is refused.

@@ -14,7 +14,7 @@ from sequences import QUICKLY
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation, zigzag_placement
+from jax_cp_dispatch.attention.rotating.layout import zigzag_layout, zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 
 
@@ -60,7 +60,7 @@ def test_recorded_zigzag(num_ranks):
 
 def test_recorded_chunks():
     """The rows and the key chunks of each rank, for causal attention over 8."""
-    placement = zigzag_placement(8, 14)
+    placement = zigzag_layout(8, 14)
     chunking = Chunking(placement, 7)
     for rank, want in enumerate(by_rank("placement_causal_8")):
         tokens = np.asarray(placement.positions(rank))

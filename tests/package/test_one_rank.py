@@ -122,7 +122,7 @@ def test_choose_algorithm():
         head_size=H,
         itemsize=4,
     )
-    assert choice.algorithm in ALGORITHMS
+    assert choice.algorithm.name in ALGORITHMS
 
 
 # ---- Movement.

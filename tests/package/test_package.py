@@ -41,6 +41,17 @@ ALLOWED = {
 
 # The rooms inside a package in the same way: its folders, and the files beside them.
 INSIDE = {
+    "attention": {
+        "local": set(),
+        "algorithms": set(),
+        "checks": {"local"},
+        "options": {"local", "checks"},
+        "planned": {"local", "checks", "options"},
+        "rotating": {"local", "algorithms", "checks", "options"},
+        "choose": {"algorithms", "checks"},
+        "mesh_axes": set(),
+        "api": {"algorithms", "checks", "options", "planned", "rotating", "choose", "mesh_axes"},
+    },
     "comm_gemm": {
         "types": set(),
         "checks": {"types"},

@@ -91,6 +91,10 @@ def attend(q: Any = Q, k: Any = Q, **options: Any):
     return jax.eval_shape(lambda q, k: cp.context_parallel_attention(q, k, k, **options), q, k)
 
 
+def attend_with(algorithm: Any, **its_options: Any):
+    return attend(algorithm=algorithm(**its_options))
+
+
 def on_heads(fn: Any, x: Any = HEADS, **options: Any):
     return trace(lambda x: fn(x, x, x, axis_name=AXIS, **options), x)
 
@@ -269,7 +273,14 @@ CASES = [
                 "axis_name is 3; it needs to be the name of one mesh",
             ),
             (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
-            (lambda: attend(config=None), "config is None; it needs to be a PlanConfig"),
+            (
+                lambda: attend_with(cp.Balanced, config=None),
+                "config is None; it needs to be a PlanConfig",
+            ),
+            (
+                lambda: attend_with(cp.Auto, hardware="h100"),
+                "hardware is 'h100'; it needs to be a jax_cp_dispatch.cost.Hardware",
+            ),
             (
                 lambda: attend(segment_ids=IDS.tolist()),
                 "segment_ids is of type list; it needs",
@@ -288,8 +299,12 @@ CASES = [
             ),
             (lambda: attend(scale=True), "scale is True, but must be a number"),
             (
-                lambda: attend(nodes="2", algorithm="hamilton"),
+                lambda: attend_with(cp.Hamilton, nodes="2"),
                 "nodes is '2'; it needs to be an",
+            ),
+            (
+                lambda: attend_with(cp.Hamilton, cycles=5),
+                "cycles is 5, needs to be rows of integers",
             ),
             (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
             (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),

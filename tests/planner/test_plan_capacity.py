@@ -12,7 +12,7 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from packing import pack
 
-from jax_cp_dispatch import PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, plan_attention
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balanced_attention.md"
 W, T, BLOCK = 8, 128, 4
@@ -60,9 +60,8 @@ def attend(x, segment_ids, config):
         *(x, x, x),
         mesh=mesh_of(W),
         axis_name=AXIS,
-        algorithm="balanced",
+        algorithm=Balanced(config),
         segment_ids=segment_ids,
-        config=config,
     )
 
 

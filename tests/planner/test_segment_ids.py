@@ -13,6 +13,8 @@ from packing import causal_ranges
 from sequences import QUICKLY
 
 from jax_cp_dispatch import (
+    Auto,
+    Balanced,
     PlanConfig,
     context_parallel_attention,
     document_lengths,
@@ -22,7 +24,8 @@ from jax_cp_dispatch import (
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton")
+CONFIG = PlanConfig(block=4)
+ALGORITHMS = (Balanced(CONFIG), "ring", "zigzag", "hamilton")
 T = 24
 # Documents of one batch row each, numbered from 1 in order; 0 is padding.
 DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
@@ -32,7 +35,7 @@ def attend(segment_ids, positions=None, **options):
     """The output for queries, keys and values that are always the same, and what it must be."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1))
-    options = {"mesh": mesh_of(3), "axis_name": AXIS, "config": PlanConfig(block=4), **options}
+    options = {"mesh": mesh_of(3), "axis_name": AXIS, **options}
     return context_parallel_attention(
         q, k, v, segment_ids=segment_ids, positions=positions, **options
     )
@@ -69,7 +72,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, Auto(config=CONFIG)])
 @pytest.mark.parametrize("name", WIDE)
 def test_ids_of_any_integer_dtype(algorithm, name):
     dtype, ids = WIDE[name]
@@ -107,7 +110,7 @@ def test_positions_tell_runs_of_one_id_apart(algorithm):
         attend(segment_ids, positions, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, Auto(config=CONFIG)])
 @pytest.mark.parametrize(
     "change, message",
     [

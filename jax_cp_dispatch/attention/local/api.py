@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.checks import check_arrays
-from jax_cp_dispatch.attention.local.backward import begin_dq, cut_outcome, finish_dq
+from jax_cp_dispatch.attention.local.backward import begin_dq, cut_cotangents, finish_dq
 from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.local.checks import check_arrays, check_ranges
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only, not_again
-from jax_cp_dispatch.attention.local.options import check, check_ranges
+from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 
 
@@ -74,18 +74,15 @@ def local_attention(
     References:
       Dao, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
     """
-    options = check(
+    options = LocalOptions(
         "local_attention",
-        q,
-        k,
-        v,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
         window=window,
         block_q=block_q,
         block_kv=block_kv,
         block_heads=block_heads,
-    )
+    ).resolved(q, k, v)
     check_ranges("local_attention", q, kv_start, kv_end)
     q, k, v = in_reverse_only("local_attention", [q, k, v])
     return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
@@ -127,18 +124,15 @@ def local_attention_backward(
       TypeError, ValueError: as `local_attention`.
     """
     name = "local_attention_backward"
-    options = check(
+    options = LocalOptions(
         name,
-        q,
-        k,
-        v,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
         window=window,
         block_q=block_q,
         block_kv=block_kv,
         block_heads=block_heads,
-    )
+    ).resolved(q, k, v)
     check_ranges(name, q, kv_start, kv_end)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
@@ -151,10 +145,10 @@ def local_attention_backward(
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
-    outcome = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
+    whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
     q, k, v = not_again(name, [q, k, v])
-    outcome = not_again(name, outcome)
-    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *outcome]))
+    whole = not_again(name, whole)
+    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *whole]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -201,7 +195,7 @@ def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
         dtype = accumulator(q)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
     of = cut_operands(options, q, k, v, kv_start, kv_end)
-    outcome = cut_outcome(options, of.used, out, lse, dout, dlse, K)
-    dq, *dkv = gradients_of_blocks(options, of.q, outcome, of.ranges, of.k, of.v, begin_dq(of.q))
+    cotangents = cut_cotangents(options, of.used, out, lse, dout, dlse, K)
+    dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, of.k, of.v, begin_dq(of.q))
     dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
     return finish_dq(dq, q.shape, K), dk, dv

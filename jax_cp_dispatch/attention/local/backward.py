@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.attention.local.blocks import (
-    Ranges,
+    KeyRanges,
     accumulator,
     block_of,
     each_query_block,
@@ -28,7 +28,7 @@ from jax_cp_dispatch.attention.local.blocks import (
 )
 
 
-class Outcome(NamedTuple):
+class OutputCotangents(NamedTuple):
     """Of the whole softmax, and its cotangents, for each row of the query blocks.
 
     dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, since dlse/dlogit_j = p_j.
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     out: Array | None  # [B*K, nq, G*block_q, Hv]; None where delta is not dout . out
 
 
-def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
+def cut_cotangents(options, used, out, lse, dout, dlse, num_groups) -> OutputCotangents:
     """Of arguments of `local_attention_backward`; no gradients where `used`, `[B, T]`, is not."""
     dtype = accumulator(lse)
     dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
@@ -55,7 +55,7 @@ def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
     def rows(x, fill: float = 0):
         return to_rows(x[..., None], num_groups, options.block_q, fill)[..., 0]
 
-    return Outcome(
+    return OutputCotangents(
         to_rows(jnp.where(used[..., None], dout, 0), num_groups, options.block_q),
         rows(jnp.where(used, lse, jnp.inf), jnp.inf),
         rows(jnp.where(used, delta, 0)),
@@ -63,15 +63,15 @@ def cut_outcome(options, used, out, lse, dout, dlse, num_groups) -> Outcome:
     )
 
 
-def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """`gradients_of_blocks` of `passes.py`."""
     q, k, v = options.scale * widen(q), widen(k), widen(v)
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
-    def one_query_block(carry, place, q, dout, lse, delta, start, end, first, last):
+    def one_query_block(carry, index, q, dout, lse, delta, start, end, first, last):
         def add_block(j, carry):
             dq_block, dk, dv = carry
-            there = place.at(j)
+            there = index.at(j)
             k_block, v_block = block_of(k, there), block_of(v, there)
             position = positions(options, j)[None, :, None]
             logits, slope = soft_capped(options, matmul(k_block, q, (2, 2)))
@@ -84,12 +84,12 @@ def gradients_blockwise(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
             return dq_block, dk, dv
 
         dq, *dkv = carry
-        row = block_of(dq, place), *dkv
+        row = block_of(dq, index), *dkv
         dq_block, *dkv = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
-        return set_block(dq, place, dq_block), *dkv
+        return set_block(dq, index, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
-    return each_query_block(options, one_query_block, (dq, *zeros), (q, *outcome[:3], *ranges))
+    return each_query_block(options, one_query_block, (dq, *zeros), (q, *cotangents[:3], *ranges))
 
 
 def begin_dq(q):

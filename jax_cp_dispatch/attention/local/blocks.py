@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
 from jax_cp_dispatch._window import Reach
-from jax_cp_dispatch.attention.local.options import Options
+from jax_cp_dispatch.attention.local.options import PassOptions
 
 
-class Ranges(NamedTuple):
+class KeyRanges(NamedTuple):
     """The key rows [start, end) of each row of the query blocks, and the key blocks they touch."""
 
     start: Array  # [B*K, nq, G*block_q]
@@ -30,17 +30,17 @@ class Ranges(NamedTuple):
     last: Array  # one past the last
 
 
-class Operands(NamedTuple):
+class BlockedOperands(NamedTuple):
     """Of one call of local attention."""
 
     q: Array  # [B*K, nq, G*block_q, H]
     k: Array  # [B*K, nk, block_kv, H]
     v: Array  # [B*K, nk, block_kv, Hv]
-    ranges: Ranges
+    ranges: KeyRanges
     used: Array  # [B, T] queries with a non-empty range
 
 
-def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
+def cut_operands(options: PassOptions, q, k, v, kv_start, kv_end) -> BlockedOperands:
     """Blocks of checked operands of `local_attention`."""
     (B, T), (S, K) = q.shape[:2], k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold what follows from them.
@@ -63,7 +63,7 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
     attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
     k, v = (jnp.where(attended, x, 0) for x in (k, v))
-    return Operands(
+    return BlockedOperands(
         q=cut_queries(options, q, used, K),
         k=to_rows(k, K, options.block_kv),
         v=to_rows(v, K, options.block_kv),
@@ -72,7 +72,7 @@ def cut_operands(options: Options, q, k, v, kv_start, kv_end) -> Operands:
     )
 
 
-def cut_ranges(options: Options, kv_start, kv_end, q_shape, num_groups, num_keys) -> Ranges:
+def cut_ranges(options: PassOptions, kv_start, kv_end, q_shape, num_groups, num_keys) -> KeyRanges:
     """Of `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
     used = kv_start < kv_end
     of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
@@ -82,10 +82,10 @@ def cut_ranges(options: Options, kv_start, kv_end, q_shape, num_groups, num_keys
     end = to_rows(end, num_groups, options.block_q)[..., 0]
     first = jnp.min(start, axis=-1) // options.block_kv
     last = -(-jnp.max(end, axis=-1) // options.block_kv)
-    return Ranges(start, end, first, last)
+    return KeyRanges(start, end, first, last)
 
 
-def cut_queries(options: Options, q, used, num_groups):
+def cut_queries(options: PassOptions, q, used, num_groups):
     """Query blocks; zero where `used`, `[B, T]`, is not."""
     return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
 
@@ -110,20 +110,20 @@ def from_rows(x, shape, num_groups):
     return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
 
 
-class Place(NamedTuple):
+class BlockIndex(NamedTuple):
     """Of one block of several matrices, which are computed together."""
 
     matrix: Array  # the first of them
     num_matrices: int
     block: Array
 
-    def at(self, block) -> Place:
+    def at(self, block) -> BlockIndex:
         """Another block of the same matrices."""
         return self._replace(block=block)
 
 
-def each_query_block(options: Options, one_block, carry, xs):
-    """Over the query blocks of all matrices: `carry = one_block(carry, place, *blocks)`.
+def each_query_block(options: PassOptions, one_block, carry, xs):
+    """Over the query blocks of all matrices: `carry = one_block(carry, index, *blocks)`.
 
     A carry that is written in place costs no copy; results of a `lax.scan` would be copied.
     """
@@ -131,35 +131,35 @@ def each_query_block(options: Options, one_block, carry, xs):
     together = options.block_heads
 
     def body(number, carry):
-        place = Place(number // num_blocks * together, together, number % num_blocks)
-        return one_block(carry, place, *(block_of(x, place) for x in xs))
+        index = BlockIndex(number // num_blocks * together, together, number % num_blocks)
+        return one_block(carry, index, *(block_of(x, index) for x in xs))
 
     return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
 
 
-def block_of(x, place: Place):
+def block_of(x, index: BlockIndex):
     """`x[matrices, block]`, `[matrices, ...]`."""
-    sizes = (place.num_matrices, 1, *x.shape[2:])
-    x = lax.dynamic_slice(x, _corner(x, place), sizes, allow_negative_indices=False)
+    sizes = (index.num_matrices, 1, *x.shape[2:])
+    x = lax.dynamic_slice(x, _corner(x, index), sizes, allow_negative_indices=False)
     return x.reshape(-1, *x.shape[2:])
 
 
-def set_block(x, place: Place, block):
+def set_block(x, index: BlockIndex, block):
     """`x` with `block` there."""
-    block = block.reshape(place.num_matrices, 1, *block.shape[1:])
-    return lax.dynamic_update_slice(x, block, _corner(x, place), allow_negative_indices=False)
+    block = block.reshape(index.num_matrices, 1, *block.shape[1:])
+    return lax.dynamic_update_slice(x, block, _corner(x, index), allow_negative_indices=False)
 
 
-def _corner(x, place: Place):
-    return [jnp.int32(index) for index in (place.matrix, place.block, *[0] * (x.ndim - 2))]
+def _corner(x, index: BlockIndex):
+    return [jnp.int32(corner) for corner in (index.matrix, index.block, *[0] * (x.ndim - 2))]
 
 
-def positions(options: Options, j):
+def positions(options: PassOptions, j):
     """Key rows of block j."""
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
-def soft_capped(options: Options, logits):
+def soft_capped(options: PassOptions, logits):
     """Soft-capped logits, and their derivative by those given."""
     cap = options.logit_soft_cap
     if cap is None:

@@ -23,10 +23,10 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Bool, Int
 
 from jax_cp_dispatch._ranks.varying import vary_like
-from jax_cp_dispatch.attention.local.backward import Outcome, gradients_blockwise
-from jax_cp_dispatch.attention.local.blocks import Ranges, widen
-from jax_cp_dispatch.attention.local.forward import Softmax
-from jax_cp_dispatch.attention.local.options import Options
+from jax_cp_dispatch.attention.local.backward import OutputCotangents, gradients_blockwise
+from jax_cp_dispatch.attention.local.blocks import KeyRanges, widen
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.tiles import (
     attend_in_tiles,
     gradients_in_tiles,
@@ -46,7 +46,7 @@ if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # 
     _CALL |= {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
-def takes(options: Options, q, k, v) -> bool:
+def takes(options: PassOptions, q, k, v) -> bool:
     """Whether cuDNN knows such blocks, whatever their ranges; else all is blockwise."""
     H, Hv = k.shape[-1], v.shape[-1]
     return (
@@ -57,7 +57,9 @@ def takes(options: Options, q, k, v) -> bool:
     )
 
 
-def attend(options: Options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+def attend(
+    options: PassOptions, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None
+) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`, for blocks that cuDNN `takes`."""
     tile = functools.partial(_attend, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(attend_in_tiles, tile, options)
@@ -66,7 +68,7 @@ def attend(options: Options, q, ranges: Ranges, k, v, seen: Softmax | None) -> S
 
 def _attend(options, in_tiles, q, ranges, k, v, seen):
     """Masked where there is no way to have it `in_tiles`."""
-    rows = _Rows(options, q, ranges)
+    rows = _QueryRows(options, q, ranges)
 
     def calls_of(parts):
         outs, lses = zip(*(call(*part) for part in parts()), strict=True)
@@ -75,11 +77,11 @@ def _attend(options, in_tiles, q, ranges, k, v, seen):
         lse, out = rows.blocks(lse[..., None])[..., 0], rows.blocks(widen(out))
         if seen is None:  # one pass over the output less
             peak = jnp.maximum(lse, jnp.finfo(lse.dtype).min)
-            return Softmax(peak, jnp.exp(lse - peak), out)
+            return OnlineSoftmax(peak, jnp.exp(lse - peak), out)
         peak = jnp.maximum(seen.peak, lse)
         keep, add = jnp.exp(seen.peak - peak), jnp.exp(lse - peak)
         acc = seen.acc * keep[..., None] + out * add[..., None]
-        return Softmax(peak, seen.total * keep + add, acc)
+        return OnlineSoftmax(peak, seen.total * keep + add, acc)
 
     def call(mask, piece, k, v, lengths):
         if mask is None:
@@ -89,27 +91,27 @@ def _attend(options, in_tiles, q, ranges, k, v, seen):
             *operands, mask_type=mask, scale=options.scale, is_training=True, **_CALL
         )
 
-    before = lambda: seen or Softmax.of_nothing(q, v.shape[3])
+    before = lambda: seen or OnlineSoftmax.of_nothing(q, v.shape[3])
     other = in_tiles and (lambda: in_tiles(q, ranges, k, v, before()))
     return rows.switch(before, calls_of, k, v, other)
 
 
-def gradients(options: Options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """`gradients_of_blocks` of `passes.py`, for blocks that cuDNN `takes`.
 
     Gradients of one set of keys are rounded to their dtype before they are added to others.
     """
-    if outcome.out is None:  # cuDNN takes the product of out and dout, no cotangent of the lse
-        return gradients_blockwise(options, q, outcome, ranges, k, v, dq)
+    if cotangents.out is None:  # cuDNN takes the product of out and dout, no cotangent of the lse
+        return gradients_blockwise(options, q, cotangents, ranges, k, v, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(gradients_in_tiles, tile, options)
-    return _gradients(options, tiles, q, outcome, ranges, k, v, dq)
+    return _gradients(options, tiles, q, cotangents, ranges, k, v, dq)
 
 
-def _gradients(options, in_tiles, q, outcome, ranges, k, v, dq):
-    rows = _Rows(options, q, ranges)
-    out, dout = (rows.of(x).astype(q.dtype) for x in (outcome.out, outcome.dout))
-    lse, delta = (rows.of(x[..., None])[..., 0] for x in (outcome.lse, outcome.delta))
+def _gradients(options, in_tiles, q, cotangents, ranges, k, v, dq):
+    rows = _QueryRows(options, q, ranges)
+    out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
+    lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
     # Who attends nothing here gets no part of the softmax: exp(logit - lse) is 0.
     lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
     nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in (k, v)), dq)
@@ -131,14 +133,14 @@ def _gradients(options, in_tiles, q, outcome, ranges, k, v, dq):
         attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
-    other = in_tiles and (lambda: in_tiles(q, outcome, ranges, k, v, nothing))
+    other = in_tiles and (lambda: in_tiles(q, cotangents, ranges, k, v, nothing))
     return rows.switch(lambda: nothing, calls_of, k, v, other)
 
 
-class _Rows:
+class _QueryRows:
     """Query blocks as cuDNN reads them, `[B*K, G, rows, ...]`, and what their ranges are."""
 
-    def __init__(self, options: Options, q, ranges: Ranges):
+    def __init__(self, options: PassOptions, q, ranges: KeyRanges):
         self.block_q = options.block_q
         self.q = self.of(q)
         num_rows = self.q.shape[2]

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.attention.local.blocks import (
-    Ranges,
+    KeyRanges,
     accumulator,
     block_of,
     each_query_block,
@@ -28,7 +28,7 @@ from jax_cp_dispatch.attention.local.blocks import (
 )
 
 
-class Softmax(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Of each row of the query blocks, over the keys seen so far."""
 
     peak: Array  # [B*K, nq, G*block_q] largest logit
@@ -36,7 +36,7 @@ class Softmax(NamedTuple):
     acc: Array  # [B*K, nq, G*block_q, Hv] likewise of the values
 
     @classmethod
-    def of_nothing(cls, q, num_features) -> Softmax:
+    def of_nothing(cls, q, num_features) -> OnlineSoftmax:
         # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
         dtype = accumulator(q)
         peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
@@ -52,12 +52,14 @@ class Softmax(NamedTuple):
         return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
 
 
-def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+def attend_blockwise(
+    options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None
+) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`."""
-    seen = seen or Softmax.of_nothing(q, v.shape[3])
+    seen = seen or OnlineSoftmax.of_nothing(q, v.shape[3])
     q, k, v = options.scale * widen(q), widen(k), widen(v)
 
-    def one_query_block(seen, place, q, start, end, first, last):
+    def one_query_block(seen, index, q, start, end, first, last):
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
         def exponentials(masked, position, logits, peak):
@@ -78,16 +80,16 @@ def attend_blockwise(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> 
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
                 position,
-                matmul(q, block_of(k, place.at(j)), (2, 2)),
+                matmul(q, block_of(k, index.at(j)), (2, 2)),
                 peak,
             )
             keep = jnp.exp(peak - new_peak)
             total = total * keep + jnp.sum(p, axis=2)
-            acc = acc * keep[..., None] + matmul(p, block_of(v, place.at(j)), (2, 1))
+            acc = acc * keep[..., None] + matmul(p, block_of(v, index.at(j)), (2, 1))
             return new_peak, total, acc
 
-        row = tuple(block_of(x, place) for x in seen)
+        row = tuple(block_of(x, index) for x in seen)
         row = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
-        return Softmax(*(set_block(x, place, y) for x, y in zip(seen, row, strict=True)))
+        return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
 
     return each_query_block(options, one_query_block, seen, (q, *ranges))

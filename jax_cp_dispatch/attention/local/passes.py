@@ -12,20 +12,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_cp_dispatch.attention.local import cudnn
-from jax_cp_dispatch.attention.local.backward import Outcome, gradients_blockwise
-from jax_cp_dispatch.attention.local.blocks import Ranges, accumulator
-from jax_cp_dispatch.attention.local.forward import Softmax, attend_blockwise
+from jax_cp_dispatch.attention.local.backward import OutputCotangents, gradients_blockwise
+from jax_cp_dispatch.attention.local.blocks import KeyRanges, accumulator
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax, attend_blockwise
 
 
-def attend_blocks(options, q, ranges: Ranges, k, v, seen: Softmax | None) -> Softmax:
+def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None) -> OnlineSoftmax:
     """Adds key blocks to the softmax of the query blocks; None where they are the first ones."""
-    return Softmax(*attend_p.bind(q, *ranges, k, v, *(seen or ()), options=options))
+    return OnlineSoftmax(*attend_p.bind(q, *ranges, k, v, *(seen or ()), options=options))
 
 
-def gradients_of_blocks(options, q, outcome: Outcome, ranges: Ranges, k, v, dq):
+def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """Adds to `dq`, `[B*K, nq, H, G*block_q]`, what one set of keys gives; and their dk and dv."""
-    outcome_arrays = [x for x in outcome if x is not None]
-    return gradients_p.bind(q, *ranges, k, v, dq, *outcome_arrays, options=options)
+    arrays = [x for x in cotangents if x is not None]
+    return gradients_p.bind(q, *ranges, k, v, dq, *arrays, options=options)
 
 
 attend_p = Primitive("attend_blocks")
@@ -35,14 +35,18 @@ attend_p.multiple_results = gradients_p.multiple_results = True
 
 def _attend(pass_, *operands, options):
     q, start, end, first, last, k, v, *seen = operands
-    seen = Softmax(*seen) if seen else None
-    return pass_(options, q, Ranges(start, end, first, last), k, v, seen)
+    seen = OnlineSoftmax(*seen) if seen else None
+    return pass_(options, q, KeyRanges(start, end, first, last), k, v, seen)
 
 
 def _gradients(pass_, *operands, options):
-    q, start, end, first, last, k, v, dq, *outcome = operands
-    outcome = Outcome(*outcome) if len(outcome) == 4 else Outcome(*outcome, out=None)
-    return pass_(options, q, outcome, Ranges(start, end, first, last), k, v, dq)
+    q, start, end, first, last, k, v, dq, *cotangents = operands
+    cotangents = (
+        OutputCotangents(*cotangents)
+        if len(cotangents) == 4
+        else OutputCotangents(*cotangents, out=None)
+    )
+    return pass_(options, q, cotangents, KeyRanges(start, end, first, last), k, v, dq)
 
 
 # ---- Shapes; `update` keeps the mesh axes over which an array varies.

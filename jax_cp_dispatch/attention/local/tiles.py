@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_cp_dispatch.attention.local.backward import Outcome
-from jax_cp_dispatch.attention.local.blocks import Ranges
-from jax_cp_dispatch.attention.local.forward import Softmax
-from jax_cp_dispatch.attention.local.options import Options
+from jax_cp_dispatch.attention.local.backward import OutputCotangents
+from jax_cp_dispatch.attention.local.blocks import KeyRanges
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.local.options import PassOptions
 
 TILE_ROWS = 1024
 
 
-def attend_in_tiles(attend, options: Options, q, ranges: Ranges, k, v, seen: Softmax) -> Softmax:
+def attend_in_tiles(
+    attend, options: PassOptions, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax
+) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py` from `attend`, which is called with the blocks of tiles."""
 
     def one_query_tile(i, seen):
@@ -35,7 +37,7 @@ def attend_in_tiles(attend, options: Options, q, ranges: Ranges, k, v, seen: Sof
 
 
 def gradients_in_tiles(
-    gradients, options: Options, q, outcome: Outcome, ranges: Ranges, k, v, grads
+    gradients, options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, grads
 ):
     """Likewise `gradients_of_blocks`; `grads` are dq, dk and dv to add to."""
 
@@ -44,14 +46,14 @@ def gradients_in_tiles(
             dq_tile, dkv = carry
             held = [_take(x, kv_blocks, j) for x in (k, v)]
             dq_tile, *added = gradients(
-                q_tile, its_outcome, _shifted(its, held[0], j), *held, dq_tile
+                q_tile, its_cotangents, _shifted(its, held[0], j), *held, dq_tile
             )
             added = jax.tree.map(jnp.add, _take(dkv, kv_blocks, j), tuple(added))
             return dq_tile, _put(dkv, added, kv_blocks, j)
 
         dq, *dkv = grads
-        tile = (_take(x, q_blocks, i) for x in (q, outcome, ranges, dq))
-        q_tile, its_outcome, its, dq_tile = tile
+        tile = (_take(x, q_blocks, i) for x in (q, cotangents, ranges, dq))
+        q_tile, its_cotangents, its, dq_tile = tile
         carry = dq_tile, tuple(dkv)
         dq_tile, dkv = lax.fori_loop(*_reach(its, kv_blocks), add_tile, carry)
         return _put(dq, dq_tile, q_blocks, i), *dkv
@@ -97,12 +99,12 @@ def _blocks_of_tile(x, block) -> int:
     return next(n for n in range(most, 0, -1) if num_blocks % n == 0)
 
 
-def _reach(ranges: Ranges, kv_blocks):
+def _reach(ranges: KeyRanges, kv_blocks):
     """The first tile of keys, and one past the last, that some query of a tile attends."""
     return jnp.min(ranges.first) // kv_blocks, -(-jnp.max(ranges.last) // kv_blocks)
 
 
-def _shifted(ranges: Ranges, k, j) -> Ranges:
+def _shifted(ranges: KeyRanges, k, j) -> KeyRanges:
     """The same ranges, in rows of tile j of the keys."""
     size = k.shape[1] * k.shape[2]
     start, end = (jnp.clip(x - j * size, 0, size) for x in ranges[:2])

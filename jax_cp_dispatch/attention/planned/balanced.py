@@ -1,45 +1,24 @@
 """Balanced attention: queries and keys go where the plan computes them, results come home."""
 
-import dataclasses
 from functools import partial
-from typing import cast
 
 import jax
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, num_ranks_here
-from jax_cp_dispatch._ranks.deadline import check_deadline
-from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch.attention.checks import check_plan
-from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only, not_again
-from jax_cp_dispatch.attention.local.options import blocks_of_ranks, check_softmax
-from jax_cp_dispatch.attention.planned.exchanges import PlannedExchanges
-from jax_cp_dispatch.attention.rotating.sequence import check_rows
+from jax_cp_dispatch.attention.local.derivative_order import not_again
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.planned import exchanges
+from jax_cp_dispatch.attention.planned.call import (
+    attend_locally,
+    attend_locally_backward,
+    attend_rows,
+    check_call,
+)
 from jax_cp_dispatch.planner import AttentionPlan
 from jax_cp_dispatch.planner.segment_ids import words
 from jax_cp_dispatch.planner.stamp import rank_stamp
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How the ranks of a plan exchange rows and attend; static."""
-
-    exchanges: PlannedExchanges
-    scale: float | None
-    logit_soft_cap: float | None
-
-    def attend(self, q, k, *operands):
-        return local_attention(q, k, *operands, **self._local(q, k))
-
-    def attend_backward(self, q, k, *operands):
-        return local_attention_backward(q, k, *operands, **self._local(q, k))
-
-    def _local(self, q, k):
-        (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
-        blocks = blocks_of_ranks(T, S, N, K, rows=128)
-        return {"scale": self.scale, "logit_soft_cap": self.logit_soft_cap, **blocks}
 
 
 def balanced_attention(
@@ -89,42 +68,23 @@ def balanced_attention(
         batch, its capacities are too small, and what `dispatch` raises. With
         `implementation="xla"` the output is NaN.
     """
+    exchange = ExchangeOptions("balanced_attention", axis_name, implementation, deadline)
+    options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
     instead = "context_parallel_attention(..., algorithm='balanced')"
-    num_ranks_here("balanced_attention", axis_name, instead)
-    return attend_balanced(
-        *("balanced_attention", q, k, v, plan, segment_ids, positions),
-        axis_name=axis_name,
-        scale=scale,
-        logit_soft_cap=logit_soft_cap,
-        implementation=implementation,
-        deadline=deadline,
-    )
+    num_ranks_here(options.op, axis_name, instead)
+    return attend_balanced(options, q, k, v, plan, segment_ids, positions)
 
 
-def attend_balanced(
-    op, q, k, v, plan, segment_ids, positions, *, axis_name, scale, logit_soft_cap, **exchange
-):
-    """`balanced_attention` for a caller of its own name, `op`."""
-    names = check_axis_name(op, axis_name)
-    check_implementation(op, exchange["implementation"])
-    check_deadline(op, exchange["deadline"])
-    check_plan(op, plan)
-    check_rows(op, q, k, v, segment_ids, positions)
-    check_softmax(op, scale, logit_soft_cap)
-    num_tokens = q.shape[0] * q.shape[1]
-    if num_tokens != plan.num_tokens:
-        raise ValueError(
-            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
-            f"the plan is for {plan.num_tokens}. Plan with the segment ids of this batch."
-        )
-    exchanges = PlannedExchanges(op, axis_name, **exchange)
-    options = Options(exchanges, scale, logit_soft_cap)
+def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
+    """`balanced_attention` for a caller whose name is in the options."""
+    options.check()
+    check_plan(options.op, plan)
+    advice = "Plan with the segment ids of this batch."
+    check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
     seen = (None if x is None else words(x) for x in (segment_ids, positions))
-    stamp = rank_stamp(plan.local_stamp(jax.lax.axis_index(axis_name)), *seen)
-    q, k, v = in_reverse_only(op, [q, k, v])
-    rows = [x.reshape(num_tokens, *x.shape[2:]) for x in vary_alike([q, k, v], also=names)]
-    out = cast(Array, _attend(options, *rows, plan, stamp))  # custom_vjp hides its type
-    return out.reshape(*q.shape[:3], v.shape[3])
+    rank = jax.lax.axis_index(options.exchange.axis_name)
+    stamp = rank_stamp(plan.local_stamp(rank), *seen)
+    return attend_rows(_attend, options, q, k, v, plan, stamp)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,24 +93,24 @@ def _attend(options, q, k, v, plan, stamp):
 
 
 def _forward(options, q, k, v, plan, stamp):
-    q, k, v = not_again(options.exchanges.op, [q, k, v])
-    received_q, received_kv = options.exchanges.send_qkv(plan, q, (k, v), stamp)
-    ranges = plan.local_ranges(jax.lax.axis_index(options.exchanges.axis_name))
+    q, k, v = not_again(options.op, [q, k, v])
+    received_q, received_kv = exchanges.send_qkv(options.exchange, plan, q, (k, v), stamp)
+    ranges = plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name))
     operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
-    out, lse = options.attend(*operands)
+    out, lse = attend_locally(options, *operands)
     out = out.astype(q.dtype)  # final: all keys of a query are on its rank
-    return options.exchanges.return_q(plan, out[0], stamp), (operands, out, lse, plan)
+    return exchanges.return_q(options.exchange, plan, out[0], stamp), (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
-    (dhome,) = not_again(options.exchanges.op, [dhome])
-    dout = options.exchanges.send_q(plan, dhome)
-    dq, *dkv = options.attend_backward(*operands, out, lse, dout[None])
+    (dhome,) = not_again(options.op, [dhome])
+    dout = exchanges.send_q(options.exchange, plan, dhome)
+    dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
     # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.
     dtype = dhome.dtype
-    dq, (dk, dv) = options.exchanges.return_qkv(
-        plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype
+    dq, (dk, dv) = exchanges.return_qkv(
+        options.exchange, plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype
     )
     return dq, dk, dv, None, None
 

@@ -1,7 +1,7 @@
 """Attention of resident queries over keys and values that rotate through the ranks.
 
 One loop for ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in the
-placement of tokens. Each step issues the exchange for the next one and adds what is held to the
+layout of tokens. Each step issues the exchange for the next one and adds what is held to the
 softmax of the queries, which stay cut in blocks throughout. For the backward pass nothing is kept
 but q, k, v, their ranges, out and lse: the keys rotate again, and their gradients follow them. Out
 is kept unrounded: where few keys are attended, dq is a small difference of dout . v and dout . out.
@@ -16,15 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_cp_dispatch.attention.local.backward import Outcome, begin_dq, cut_outcome, finish_dq
+from jax_cp_dispatch.attention.local.backward import (
+    OutputCotangents,
+    begin_dq,
+    cut_cotangents,
+    finish_dq,
+)
 from jax_cp_dispatch.attention.local.blocks import cut_queries, cut_ranges
 from jax_cp_dispatch.attention.local.derivative_order import not_again
-from jax_cp_dispatch.attention.local.forward import Softmax
-from jax_cp_dispatch.attention.local.options import Options
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
-from jax_cp_dispatch.attention.rotating.chunks import Chunking, Holding
-from jax_cp_dispatch.attention.rotating.layout import Placement
-from jax_cp_dispatch.attention.rotating.schedules import Schedule, Transport
+from jax_cp_dispatch.attention.options import ExchangeOptions
+from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
+from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
+from jax_cp_dispatch.attention.rotating.schedules import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +38,9 @@ class Rotation:
     """The static part of a call."""
 
     schedule: Schedule  # hashable
-    placement: Placement
-    transport: Transport
-    options: Options
+    layout: SequenceLayout
+    exchange: ExchangeOptions
+    passes: PassOptions
     q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
     num_groups: int  # K
 
@@ -44,61 +50,61 @@ class Rotation:
 
     @property
     def chunking(self) -> Chunking:
-        return Chunking(self.placement, self.schedule.num_chunks)
+        return Chunking(self.layout, self.schedule.num_chunks)
 
     def cut(self, q, k, v, start, end):
         """Query blocks, and a rank's own chunks. Who attends nothing is attended by none."""
         used = start < end
         own = (self.chunking.cut(jnp.where(used[:, :, None, None], x, 0)) for x in (k, v))
-        return cut_queries(self.options, q, used, self.num_groups), tuple(own)
+        return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
 
     def uncut_gradients(self, dkv):
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
 
-    def cut_outcome(self, start, end, out, lse, dout) -> Outcome:
-        return cut_outcome(self.options, start < end, out, lse, dout, None, self.num_groups)
+    def cut_cotangents(self, start, end, out, lse, dout) -> OutputCotangents:
+        return cut_cotangents(self.passes, start < end, out, lse, dout, None, self.num_groups)
 
     def bring(self, own, held, step):
         """The chunks of the next step."""
-        return self.schedule.bring(self.transport, own, held, step)
+        return self.schedule.bring(self.exchange, own, held, step)
 
     def settle(self, travelling, home, step):
-        return self.schedule.settle(self.transport, travelling, home, step)
+        return self.schedule.settle(self.exchange, travelling, home, step)
 
-    def attend(self, q, start, end, held, seen: Softmax, step) -> Softmax:
+    def attend(self, q, start, end, held, seen: OnlineSoftmax, step) -> OnlineSoftmax:
         """Adds the keys held at a step."""
         ranges, k, v = self._operands(start, end, held, step)
-        return attend_blocks(self.options, q, ranges, k, v, seen)
+        return attend_blocks(self.passes, q, ranges, k, v, seen)
 
-    def result(self, seen: Softmax):
+    def result(self, seen: OnlineSoftmax):
         """Output and logarithm of the sum of exponentials."""
         return seen.result(self.q_shape, self.num_groups)
 
-    def gradients(self, q, start, end, held, outcome: Outcome, dq, step):
+    def gradients(self, q, start, end, held, cotangents: OutputCotangents, dq, step):
         """Adds to dq, and returns what is added to the gradients of the chunks held at a step."""
         ranges, k, v = self._operands(start, end, held, step)
-        dq, *dkv = gradients_of_blocks(self.options, q, outcome, ranges, k, v, dq)
-        in_slots = self._holding(step).in_slots
+        dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, ranges, k, v, dq)
+        in_slots = self._key_order(step).in_slots
         return dq, tuple(in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
 
     def finish_dq(self, dq):
         return finish_dq(dq, self.q_shape, self.num_groups)
 
     def _operands(self, start, end, held, step):
-        holding, block = self._holding(step), self.options.block_kv
+        key_order, block = self._key_order(step), self.passes.block_kv
         num_rows = -(-self.chunking.most_tokens // block) * block
-        start, end = holding.ranges(start, end)
-        ranges = cut_ranges(self.options, start, end, self.q_shape, self.num_groups, num_rows)
-        k, v = (holding.in_order(x, num_rows) for x in held)
+        start, end = key_order.ranges(start, end)
+        ranges = cut_ranges(self.passes, start, end, self.q_shape, self.num_groups, num_rows)
+        k, v = (key_order.in_order(x, num_rows) for x in held)
         return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
 
-    def _holding(self, step) -> Holding:
-        rank = lax.axis_index(self.transport.axis_name)
-        return self.chunking.holding(*self.schedule.held(rank, step))
+    def _key_order(self, step) -> KeyOrder:
+        rank = lax.axis_index(self.exchange.axis_name)
+        return self.chunking.key_order(*self.schedule.held(rank, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rotating_attention(rotation: Rotation, q, k, v, start, end):
+def attend_rotating(rotation: Rotation, q, k, v, start, end):
     """Attends query rows to the tokens [start, end) of the sequence; `[B, rows, N, Hv]`.
 
     All operands vary over the axis; `start` and `end` are `[B, rows]`, empty for rows that only
@@ -108,7 +114,7 @@ def rotating_attention(rotation: Rotation, q, k, v, start, end):
 
 
 def _forward(rotation, q, k, v, start, end):
-    q, k, v = not_again(rotation.transport.op, [q, k, v])
+    q, k, v = not_again(rotation.exchange.op, [q, k, v])
     queries, own = rotation.cut(q, k, v, start, end)
     last = rotation.last_step
 
@@ -117,7 +123,7 @@ def _forward(rotation, q, k, v, start, end):
         following = rotation.bring(own, held, step)
         return (following, rotation.attend(queries, start, end, held, seen, step)), None
 
-    held, seen = own, Softmax.of_nothing(queries, v.shape[3])
+    held, seen = own, OnlineSoftmax.of_nothing(queries, v.shape[3])
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
     out, lse = rotation.result(rotation.attend(queries, start, end, held, seen, last))
@@ -126,13 +132,13 @@ def _forward(rotation, q, k, v, start, end):
 
 def _backward(rotation, residuals, dout):
     q, k, v, start, end, out, lse = residuals
-    (dout,) = not_again(rotation.transport.op, [dout])
+    (dout,) = not_again(rotation.exchange.op, [dout])
     queries, own = rotation.cut(q, k, v, start, end)
-    outcome = rotation.cut_outcome(start, end, out, lse, dout)
+    cotangents = rotation.cut_cotangents(start, end, out, lse, dout)
     last = rotation.last_step
 
     def gradients(held, dq, step):
-        return rotation.gradients(queries, start, end, held, outcome, dq, step)
+        return rotation.gradients(queries, start, end, held, cotangents, dq, step)
 
     def add_step(held, dq, travelling, home, step):
         arrived, home = rotation.settle(travelling, home, step)
@@ -162,4 +168,4 @@ def _backward(rotation, residuals, dout):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
-rotating_attention.defvjp(_forward, _backward)
+attend_rotating.defvjp(_forward, _backward)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_cp_dispatch.attention.rotating.layout import Placement
+from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 
 
 class Chunking(NamedTuple):
@@ -17,56 +17,54 @@ class Chunking(NamedTuple):
     What does not divide fills up the last pieces of a block.
     """
 
-    placement: Placement
+    layout: SequenceLayout
     num_chunks: int
 
     @property
     def piece_rows(self) -> int:
-        return -(-self.placement.block_rows // self.num_chunks)
+        return -(-self.layout.block_rows // self.num_chunks)
 
     @property
     def is_in_order(self) -> bool:
         """One chunk without filling: its rows stand in the order of the sequence already."""
-        return self.num_chunks == 1 and bool(
-            (self.placement.lengths == self.placement.block_rows).all()
-        )
+        return self.num_chunks == 1 and bool((self.layout.lengths == self.layout.block_rows).all())
 
     @property
     def chunk_rows(self) -> int:
-        return self.placement.num_blocks * self.piece_rows
+        return self.layout.num_blocks * self.piece_rows
 
     @property
     def most_tokens(self) -> int:
         """Of one chunk of each number, whichever ranks they are from: what is held at a step."""
         first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
-        lengths = np.clip(self.placement.lengths - first, 0, self.piece_rows)  # chunk, rank, block
+        lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
         return int(lengths.sum(2).max(1).sum())
 
     def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C B*K chunk_rows H"]:
-        C, P = self.num_chunks, self.placement.num_blocks
+        C, P = self.num_chunks, self.layout.num_blocks
         B, _, K, H = x.shape
-        x = x.reshape(B, P, self.placement.block_rows, K, H)
-        short = C * self.piece_rows - self.placement.block_rows
+        x = x.reshape(B, P, self.layout.block_rows, K, H)
+        short = C * self.piece_rows - self.layout.block_rows
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0), (0, 0)))
         x = x.reshape(B, P, C, self.piece_rows, K, H)
         return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
     def uncut(self, x: Float[Array, "C M chunk_rows H"], batch: int) -> Float[Array, "B rows K H"]:
-        C, P = self.num_chunks, self.placement.num_blocks
+        C, P = self.num_chunks, self.layout.num_blocks
         H = x.shape[3]
         x = x.reshape(C, batch, -1, P, self.piece_rows, H)
         x = jnp.transpose(x, (1, 3, 0, 4, 2, 5)).reshape(batch, P, C * self.piece_rows, -1, H)
-        return x[:, :, : self.placement.block_rows].reshape(batch, -1, *x.shape[3:])
+        return x[:, :, : self.layout.block_rows].reshape(batch, -1, *x.shape[3:])
 
-    def holding(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> Holding:
+    def key_order(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> KeyOrder:
         """Chunk `chunk[slot]` of rank `source[slot]` in each slot."""
         first = chunk[:, None] * self.piece_rows
-        start = jnp.asarray(self.placement.starts)[source] + first
-        length = jnp.asarray(self.placement.lengths)[source] - first
-        return Holding(self, start.reshape(-1), jnp.clip(length, 0, self.piece_rows).reshape(-1))
+        start = jnp.asarray(self.layout.starts)[source] + first
+        length = jnp.asarray(self.layout.lengths)[source] - first
+        return KeyOrder(self, start.reshape(-1), jnp.clip(length, 0, self.piece_rows).reshape(-1))
 
 
-class Holding(NamedTuple):
+class KeyOrder(NamedTuple):
     """The C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
 
     Attention reads them in the order of the sequence, the tokens of all pieces one after another:

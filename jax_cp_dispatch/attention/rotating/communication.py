@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.deadline import check_deadline
 from jax_cp_dispatch._ranks.implementations import check_implementation
+from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 
@@ -56,14 +56,8 @@ def ring_exchange(
     num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
-    moved = move_chunks(
-        "ring_exchange",
-        chunks,
-        (route,),
-        axis_name=axis_name,
-        implementation=implementation,
-        deadline=deadline,
-    )
+    exchange = ExchangeOptions("ring_exchange", axis_name, implementation, deadline)
+    moved = move_chunks(exchange, chunks, (route,))
     return jax.tree.map(lambda leaf: leaf[0], moved)
 
 
@@ -104,14 +98,8 @@ def chunk_exchange(
             )
     if num_chunks == 0:
         return chunks
-    return move_chunks(
-        "chunk_exchange",
-        chunks,
-        routes_of_maps(out_chunk, num_chunks),
-        axis_name=axis_name,
-        implementation=implementation,
-        deadline=deadline,
-    )
+    exchange = ExchangeOptions("chunk_exchange", axis_name, implementation, deadline)
+    return move_chunks(exchange, chunks, routes_of_maps(out_chunk, num_chunks))
 
 
 def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
@@ -140,30 +128,16 @@ def reverse(routes: Routes) -> Routes:
     return tuple(map(tuple, back.tolist()))
 
 
-def move_chunks(
-    op: str,
-    chunks: Any,
-    routes: Routes,
-    *,
-    axis_name: AxisName,
-    implementation: str | None,
-    deadline: float | None,
-) -> Any:
+def move_chunks(exchange: ExchangeOptions, chunks: Any, routes: Routes) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
-    check_implementation(op, implementation)
-    check_deadline(op, deadline)
-    by_collectives = _ByCollectives(routes, axis_name)
+    check_implementation(exchange.op, exchange.implementation)
+    check_deadline(exchange.op, exchange.deadline)
+    by_collectives = _ByCollectives(routes, exchange.axis_name)
     by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
-    if implementation == "xla":
+    if exchange.implementation == "xla":
         return by_xla(chunks)
-    by_dispatch = functools.partial(
-        _by_dispatch,
-        op=op,
-        by_collectives=by_collectives,
-        implementation=implementation,
-        deadline=deadline,
-    )
-    if implementation is not None:
+    by_dispatch = lambda chunks: _by_dispatch(exchange, chunks, by_collectives)
+    if exchange.implementation is not None:
         return by_dispatch(chunks)
     return lax.platform_dependent(chunks, cpu=by_dispatch, default=by_xla)
 
@@ -210,9 +184,9 @@ def _by_all_to_all(arrays, peers, axis_name):
     return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
-def _by_dispatch(chunks, *, op, by_collectives, implementation, deadline):
+def _by_dispatch(exchange: ExchangeOptions, chunks: Any, by_collectives: _ByCollectives):
     """A chunk is a token, and every token a shard of its own."""
-    routes, axis_name = by_collectives
+    routes = by_collectives.routes
     num_chunks, num_ranks = len(routes), len(routes[0])
     to = np.asarray(routes, np.int32).T  # [rank, chunk]
     moves = to >= 0
@@ -227,5 +201,13 @@ def _by_dispatch(chunks, *, op, by_collectives, implementation, deadline):
         num_recv_tokens=received,
         world_size=num_ranks,
     )
-    piece = outgoing(op, "chunks", "", chunks, plan, num_chunks, None, None)
-    return move(op, [piece], axis_name, None, implementation, deadline, by_collectives)[0]
+    piece = outgoing(exchange.op, "chunks", "", chunks, plan, num_chunks, None, None)
+    return move(
+        exchange.op,
+        [piece],
+        exchange.axis_name,
+        None,
+        exchange.implementation,
+        exchange.deadline,
+        by_collectives,
+    )[0]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import cast
-
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.rotating.schedules import Cycles, Direct, Transport
-from jax_cp_dispatch.attention.rotating.sequence import Sequence, attend_sequence
-from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.cycles.checks import CycleRows, check_cycles
-from jax_cp_dispatch.cycles.maps import cycles_of_maps
+from jax_cp_dispatch.attention.algorithms import Hamilton
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.rotating.call import rotating_attention
+from jax_cp_dispatch.cycles.checks import CycleRows
 
 
 def hamilton_attention(
@@ -67,68 +62,13 @@ def hamilton_attention(
     References:
       TASP (arXiv:2509.26541); Tillson, JCTB 29 (1980), 68-74.
     """
-    num_ranks = num_ranks_here(
-        "hamilton_attention", axis_name, "context_parallel_attention(..., algorithm='hamilton')"
-    )
-    sequence = Sequence(
-        transport=Transport("hamilton_attention", axis_name, implementation, deadline),
-        schedule=hamilton_schedule(num_ranks, nodes, cycles, maps=maps),
-        zigzag=causal,
+    algorithm = Hamilton(nodes, cycles, maps)
+    options = AttentionOptions(
+        ExchangeOptions("hamilton_attention", axis_name, implementation, deadline),
         causal=causal,
         window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return attend_sequence(sequence, q, k, v, segment_ids, positions)
-
-
-def hamilton_schedule(
-    num_ranks: int,
-    nodes: int | None,
-    cycles: CycleRows | str | None,
-    op: str = "hamilton_attention",
-    *,
-    maps: tuple[CycleRows, CycleRows] | None = None,
-) -> Cycles | Direct:
-    """The schedule that the arguments of `hamilton_attention`, or of its profile, name."""
-    if nodes is not None:
-        check_integer(op, "nodes", nodes)
-    if nodes is not None and (nodes < 1 or num_ranks % nodes):
-        raise ValueError(
-            f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
-        )
-    is_direct = isinstance(cycles, str)
-    if is_direct and cycles != "direct":
-        raise ValueError(
-            f"{op}: cycles is {cycles!r}; it needs to be rows of ranks, 'direct', or None."
-        )
-    given = {"nodes": nodes, "cycles": cycles, "maps": maps}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{op}: got both {' and '.join(named)}; pass one of them.")
-    if maps is not None:
-        if not isinstance(maps, tuple | list) or len(maps) != 2:
-            raise TypeError(f"{op}: maps is {maps!r}; it needs to be (out_chunk, in_chunk).")
-        is_direct, cycles = False, cycles_of_maps(*maps, num_ranks, op=op)
-    if num_ranks == 1:
-        if cycles is not None and not is_direct:
-            check_cycles(cast(CycleRows, cycles), num_ranks, op=op)
-        return Cycles(((0,),))
-    if nodes not in (None, 1):
-        return _two_level(num_ranks // nodes, nodes)
-    if is_direct or (cycles is None and num_ranks in (4, 6)):
-        return Direct(num_ranks)
-    if cycles is None:
-        return _flat(num_ranks)
-    return Cycles(check_cycles(cast(CycleRows, cycles), num_ranks, op=op))
-
-
-@functools.cache
-def _flat(num_ranks: int) -> Cycles:
-    return Cycles(tuple(map(tuple, hamiltonian_cycles(num_ranks))))
-
-
-@functools.cache
-def _two_level(ranks_per_node: int, nodes: int) -> Cycles:
-    return Cycles(tuple(map(tuple, two_level_cycles(ranks_per_node, nodes))))
+    return rotating_attention(options, algorithm, q, k, v, segment_ids, positions)

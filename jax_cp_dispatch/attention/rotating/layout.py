@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-LAYOUTS = ("contiguous", "zigzag")
-
 
 def zigzag_permutation(
     num_tokens: int, num_ranks: int, *, inverse: bool = False
@@ -36,14 +34,12 @@ def zigzag_permutation(
             f"zigzag_permutation: {num_tokens} tokens cannot be split over {num_ranks} ranks "
             "equally. Pad the sequence; segment 0 is padding."
         )
-    placement = zigzag_placement(num_ranks, num_tokens // num_ranks)
-    order = np.concatenate(
-        [np.arange(a, a + length) for row in placement.blocks for a, length in row]
-    )
+    layout = zigzag_layout(num_ranks, num_tokens // num_ranks)
+    order = np.concatenate([np.arange(a, a + length) for row in layout.blocks for a, length in row])
     return np.argsort(order) if inverse else order
 
 
-class Placement(NamedTuple):
+class SequenceLayout(NamedTuple):
     """The blocks of the sequence that each rank holds; static and hashable.
 
     A rank's rows are its blocks one after another, in the order of the sequence, each filled up to
@@ -89,18 +85,18 @@ class Placement(NamedTuple):
         return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)
 
 
-def contiguous_placement(num_ranks: int, num_tokens: int) -> Placement:
+def contiguous_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
     """Rank r holds tokens [r * num_tokens, (r + 1) * num_tokens)."""
-    return Placement(
+    return SequenceLayout(
         num_tokens, tuple(((rank * num_tokens, num_tokens),) for rank in range(num_ranks))
     )
 
 
-def zigzag_placement(num_ranks: int, num_tokens: int) -> Placement:
+def zigzag_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
     """Of 2 n blocks, rank r holds r and 2 n - 1 - r, the second one shorter by one if need be."""
     front, back = (num_tokens + 1) // 2, num_tokens // 2
     middle = num_ranks * front
-    return Placement(
+    return SequenceLayout(
         front,
         tuple(
             ((rank * front, front), (middle + (num_ranks - 1 - rank) * back, back))
@@ -109,7 +105,7 @@ def zigzag_placement(num_ranks: int, num_tokens: int) -> Placement:
     )
 
 
-def halves_in_zigzag(num_ranks: int, num_tokens: int) -> Placement:
+def halves_in_zigzag(num_ranks: int, num_tokens: int) -> SequenceLayout:
     """Zigzag over the halves of contiguous parts; odd blocks are shorter by one if need be."""
     even, odd = (num_tokens + 1) // 2, num_tokens // 2
 
@@ -118,4 +114,4 @@ def halves_in_zigzag(num_ranks: int, num_tokens: int) -> Placement:
         return start, odd if number % 2 else even
 
     pairs = ((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
-    return Placement(even, tuple((block(front), block(back)) for front, back in pairs))
+    return SequenceLayout(even, tuple((block(front), block(back)) for front, back in pairs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,18 +16,20 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
-from jax_cp_dispatch.attention.local.forward import Softmax
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_schedule
-from jax_cp_dispatch.attention.rotating.ring import ring_schedule
-from jax_cp_dispatch.attention.rotating.schedules import Schedule, Transport
+from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
+from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.rotating.call import sharded_sequence
+from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
+from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.sequence import (
-    HostOrDevice,
-    Sequence,
+    ShardedSequence,
     attend_sequence,
-    check_rows,
-    from_placement,
+    from_layout,
     read_sequences,
-    to_placement,
+    to_layout,
     token_ranges,
 )
 from jax_cp_dispatch.attention.rotating.stopwatch import Stopwatch
@@ -121,8 +124,7 @@ def ring_attention_profile(
       TypeError, ValueError: as `ring_attention`.
     """
     stopwatch = _stopwatch("ring_attention_profile", mesh, axis_name, repeats)
-    schedule = ring_schedule(stopwatch.num_ranks)
-    return _profile("ring_attention", schedule, False, stopwatch, (q, k, v), **options)
+    return _profile(ring_attention, Ring(), stopwatch, (q, k, v), **options)
 
 
 def zigzag_ring_attention_profile(
@@ -137,8 +139,7 @@ def zigzag_ring_attention_profile(
 ) -> AttentionProfile:
     """Times `zigzag_ring_attention`, forward; all else as `ring_attention_profile`."""
     stopwatch = _stopwatch("zigzag_ring_attention_profile", mesh, axis_name, repeats)
-    schedule = ring_schedule(stopwatch.num_ranks)
-    return _profile("zigzag_ring_attention", schedule, True, stopwatch, (q, k, v), **options)
+    return _profile(zigzag_ring_attention, Zigzag(), stopwatch, (q, k, v), **options)
 
 
 def hamilton_attention_profile(
@@ -158,10 +159,9 @@ def hamilton_attention_profile(
 
     All else as `ring_attention_profile`.
     """
-    op = "hamilton_attention_profile"
-    stopwatch = _stopwatch(op, mesh, axis_name, repeats)
-    schedule = hamilton_schedule(stopwatch.num_ranks, nodes, cycles, op, maps=maps)
-    return _profile("hamilton_attention", schedule, True, stopwatch, (q, k, v), **options)
+    stopwatch = _stopwatch("hamilton_attention_profile", mesh, axis_name, repeats)
+    algorithm = Hamilton(nodes, cycles, maps)
+    return _profile(hamilton_attention, algorithm, stopwatch, (q, k, v), **options)
 
 
 def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
@@ -179,25 +179,23 @@ def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
 
 
 def _profile(
-    algorithm: str,
-    schedule: Schedule,
-    zigzag: bool,
+    function: Callable[..., Any],
+    algorithm: Rotating,
     stopwatch: Stopwatch,
     qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
     *,
     segment_ids=None,
     positions=None,
-    causal=True,
     implementation=None,
     deadline=None,
-    **options,
+    **given,
 ) -> AttentionProfile:
-    op, num_ranks, axis_name = f"{algorithm}_profile", schedule.num_ranks, stopwatch.axis_name
-    unknown = options.keys() - {"layout", "window", "scale", "logit_soft_cap"}
+    name, num_ranks, axis_name = function.__name__, stopwatch.num_ranks, stopwatch.axis_name
+    op = f"{name}_profile"
+    schedule = schedule_of(op, algorithm, num_ranks)
+    unknown = given.keys() - {"causal", "layout", "window", "scale", "logit_soft_cap"}
     if unknown:
-        raise TypeError(
-            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {algorithm}."
-        )
+        raise TypeError(f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {name}.")
     check_rows(op, *qkv, segment_ids, positions)
     num_tokens = qkv[0].shape[1]
     if num_tokens % num_ranks:
@@ -205,30 +203,26 @@ def _profile(
             f"{op}: T is {num_tokens} but {axis_name!r} has {num_ranks} devices, which need to "
             "divide it. Pad the arrays; segment 0 is padding."
         )
-    sequence = Sequence(
-        transport=Transport(op, axis_name, implementation, deadline),
-        schedule=schedule,
-        zigzag=zigzag and causal,
-        causal=causal,
-        **options,
-    )
+    exchange = ExchangeOptions(op, axis_name, implementation, deadline)
+    options = AttentionOptions(exchange, **given)
+    sequence = sharded_sequence(options, algorithm, schedule)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
     segment_ids, positions = read_sequences(
         op,
         segment_ids,
         positions,
-        layout=options.get("layout", "contiguous"),
+        layout=options.layout,
         num_ranks=num_ranks,
     )
     operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, segment_ids, positions))
     whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *operands)
-    record = _Record(stopwatch)
+    record = _StepRecord(stopwatch)
     out = _run_steps(sequence, record, *operands)
-    return AttentionProfile(algorithm, max(seconds), tuple(record.steps), tuple(record.spans), out)
+    return AttentionProfile(name, max(seconds), tuple(record.steps), tuple(record.spans), out)
 
 
-class _Record:
+class _StepRecord:
     """Steps one after another, each timed on every rank."""
 
     def __init__(self, stopwatch: Stopwatch):
@@ -252,7 +246,7 @@ class _Record:
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
-def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positions):
+def _run_steps(sequence: ShardedSequence, record: _StepRecord, q, k, v, segment_ids, positions):
     """The forward pass of `rotating_attention`, one program a step, the same for all steps."""
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens
@@ -268,18 +262,18 @@ def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positi
     )
     _, (start, end) = run(ranges, segment_ids, positions)
     place = program(
-        lambda *arrays: to_placement(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
+        lambda *arrays: to_layout(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
     )
     if sequence.rearranges:
         ((q, k, v),) = record.step("to zigzag", communication=(place, q, k, v))
     else:
         _, (q, k, v) = run(place, q, k, v)
 
-    pair, softmax = 2 * (_CHUNKS,), Softmax._make(3 * [_BLOCKS])
+    pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
 
     def cut(q, k, v, start, end):
         queries, own = rotation.cut(q, k, v, start, end)
-        return queries, own, Softmax.of_nothing(queries, v.shape[3])
+        return queries, own, OnlineSoftmax.of_nothing(queries, v.shape[3])
 
     _, (queries, own, seen) = run(
         program(cut, 5 * [_ROWS], (_BLOCKS, pair, softmax)), q, k, v, start, end
@@ -297,7 +291,7 @@ def _run_steps(sequence: Sequence, record: _Record, q, k, v, segment_ids, positi
     _, out = run(
         program(lambda seen: rotation.result(seen)[0].astype(q.dtype), [softmax], _ROWS), seen
     )
-    finish = program(lambda out: from_placement(sequence, out, num_tokens), [_ROWS], _ROWS)
+    finish = program(lambda out: from_layout(sequence, out, num_tokens), [_ROWS], _ROWS)
     if not sequence.rearranges:
         return run(finish, out)[1]
     return record.step("from zigzag", communication=(finish, out))[0]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.rotating.schedules import Cycles, Transport
-from jax_cp_dispatch.attention.rotating.sequence import Sequence, attend_sequence
+from jax_cp_dispatch.attention.algorithms import Ring, Zigzag
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.rotating.call import rotating_attention
 
 
 def ring_attention(
@@ -66,20 +67,15 @@ def ring_attention(
     References:
       Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
     """
-    num_ranks = num_ranks_here(
-        "ring_attention", axis_name, "context_parallel_attention(..., algorithm='ring')"
-    )
-    sequence = Sequence(
-        transport=Transport("ring_attention", axis_name, implementation, deadline),
-        schedule=ring_schedule(num_ranks),
-        zigzag=False,
+    options = AttentionOptions(
+        ExchangeOptions("ring_attention", axis_name, implementation, deadline),
         causal=causal,
         window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return attend_sequence(sequence, q, k, v, segment_ids, positions)
+    return rotating_attention(options, Ring(), q, k, v, segment_ids, positions)
 
 
 def zigzag_ring_attention(
@@ -109,22 +105,12 @@ def zigzag_ring_attention(
     References:
       Zhu, ring-flash-attention (zigzag); Fang and Zhao, USP (arXiv:2405.07719), section 4.
     """
-    num_ranks = num_ranks_here(
-        "zigzag_ring_attention", axis_name, "context_parallel_attention(..., algorithm='zigzag')"
-    )
-    sequence = Sequence(
-        transport=Transport("zigzag_ring_attention", axis_name, implementation, deadline),
-        schedule=ring_schedule(num_ranks),
-        zigzag=causal,
+    options = AttentionOptions(
+        ExchangeOptions("zigzag_ring_attention", axis_name, implementation, deadline),
         causal=causal,
         window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return attend_sequence(sequence, q, k, v, segment_ids, positions)
-
-
-def ring_schedule(num_ranks: int) -> Cycles:
-    """One chunk, from each rank to the next."""
-    return Cycles((tuple(range(num_ranks)),))
+    return rotating_attention(options, Zigzag(), q, k, v, segment_ids, positions)

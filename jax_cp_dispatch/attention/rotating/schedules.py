@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.attention.rotating.communication import (
     Routes,
     move_chunks,
@@ -21,23 +22,11 @@ from jax_cp_dispatch.attention.rotating.communication import (
 )
 
 
-class Held(NamedTuple):
+class HeldChunks(NamedTuple):
     """What stands in the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
 
     source: Int[Array, " C"]
     chunk: Int[Array, " C"]
-
-
-class Transport(NamedTuple):
-    """What all exchanges of one call have in common."""
-
-    op: str
-    axis_name: Any
-    implementation: str | None
-    deadline: float | None
-
-    def move(self, chunks: Any, routes: Routes) -> Any:
-        return move_chunks(chunks=chunks, routes=routes, **self._asdict())
 
 
 @runtime_checkable
@@ -50,11 +39,11 @@ class Schedule(Protocol):
     @property
     def num_chunks(self) -> int: ...
 
-    def held(self, rank, step) -> Held:
+    def held(self, rank, step) -> HeldChunks:
         """What `rank` holds at `step`."""
         ...
 
-    def bring(self, transport: Transport, own, held, step):
+    def bring(self, exchange: ExchangeOptions, own, held, step):
         """The chunks of step + 1, from a rank's own and those that it holds at `step`."""
         ...
 
@@ -62,7 +51,7 @@ class Schedule(Protocol):
         """`travelling` and `home` after step 0, which gives gradients of a rank's own chunks."""
         ...
 
-    def settle(self, transport: Transport, travelling, home, step) -> tuple[Any, Any]:
+    def settle(self, exchange: ExchangeOptions, travelling, home, step) -> tuple[Any, Any]:
         """Moves the gradients that left step - 1, while those of `step` are computed.
 
         Returns what has to be added to these before they travel on, or None, and `home`. After
@@ -71,7 +60,7 @@ class Schedule(Protocol):
         ...
 
 
-class Cycles(NamedTuple):
+class CycleSchedule(NamedTuple):
     """Chunk c travels along cycle c, and its gradient with it, one step behind. One cycle: a ring.
 
     Rows are arc-disjoint Hamiltonian cycles, so that a link carries one chunk per step.
@@ -91,19 +80,19 @@ class Cycles(NamedTuple):
         rows = np.array(self.rows, np.int32)
         place = jnp.asarray(np.argsort(rows, axis=1).astype(np.int32))[:, rank]
         chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
-        return Held(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
+        return HeldChunks(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
 
-    def bring(self, transport, own, held, step):
-        return transport.move(held, routes_of_cycles(self.rows))
+    def bring(self, exchange, own, held, step):
+        return move_chunks(exchange, held, routes_of_cycles(self.rows))
 
     def begin(self, gradients):
         return gradients, ()
 
-    def settle(self, transport, travelling, home, step):
-        return transport.move(travelling, routes_of_cycles(self.rows)), home
+    def settle(self, exchange, travelling, home, step):
+        return move_chunks(exchange, travelling, routes_of_cycles(self.rows)), home
 
 
-class Direct(NamedTuple):
+class DirectSchedule(NamedTuple):
     """At step t slot s gets a chunk straight from rank r - 1 - s, and its gradient straight home.
 
     Chunk c comes through slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks:
@@ -129,16 +118,16 @@ class Direct(NamedTuple):
         slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
         is_own = jnp.asarray(step) == 0
         source = jnp.where(is_own, rank, (rank - 1 - slot) % self.num_ranks)
-        return Held(source, jnp.where(is_own, slot, self._chunks(step)))
+        return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
 
-    def bring(self, transport, own, held, step):
+    def bring(self, exchange, own, held, step):
         chunks = self._chunks(step + 1)
-        return transport.move(jax.tree.map(lambda x: x[chunks], own), self._routes)
+        return move_chunks(exchange, jax.tree.map(lambda x: x[chunks], own), self._routes)
 
     def begin(self, gradients):
         return jax.tree.map(jnp.zeros_like, gradients), gradients
 
-    def settle(self, transport, travelling, home, step):
-        back = transport.move(travelling, reverse(self._routes))
+    def settle(self, exchange, travelling, home, step):
+        back = move_chunks(exchange, travelling, reverse(self._routes))
         slots = jnp.argsort(self._chunks(step - 1))
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)

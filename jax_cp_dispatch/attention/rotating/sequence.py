@@ -5,71 +5,42 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.axis import check_axis_name
-from jax_cp_dispatch._ranks.deadline import check_deadline
-from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.attention.checks import check_arrays, check_layout
+from jax_cp_dispatch.attention.checks import check_rows
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
-from jax_cp_dispatch.attention.local.options import (
-    blocks_of_ranks,
-    check,
-    check_operands,
-    check_softmax,
-)
-from jax_cp_dispatch.attention.rotating.attend import Rotation, rotating_attention
+from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.rotating.attend import Rotation, attend_rotating
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.layout import (
-    contiguous_placement,
+    SequenceLayout,
+    contiguous_layout,
     halves_in_zigzag,
+    zigzag_layout,
     zigzag_permutation,
-    zigzag_placement,
 )
-from jax_cp_dispatch.attention.rotating.schedules import Schedule, Transport
+from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.planner.segment_ids import read_documents
-
-HostOrDevice = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequence:
-    """How a sequence stands on the ranks, and what its tokens attend: static options, checked.
+class ShardedSequence:
+    """How a sequence stands on the ranks, and what its tokens attend; static.
 
     Attributes:
-      transport: of the exchanges; names the op, too.
+      options: of the call, checked.
       schedule: of the chunks of keys and values; hashable.
       zigzag: computed in zigzag layout: contiguous parts are brought there, the output back.
-      causal, window, layout, scale, logit_soft_cap: see `ring_attention`.
     """
 
-    transport: Transport
+    options: AttentionOptions
     schedule: Schedule
     zigzag: bool
-    causal: bool = True
-    window: Window | None = None
-    layout: str = "contiguous"
-    scale: float | None = None
-    logit_soft_cap: float | None = None
-
-    def __post_init__(self):
-        op = self.transport.op
-        check_layout(op, self.layout)
-        check_axis_name(op, self.transport.axis_name)
-        check_implementation(op, self.transport.implementation)
-        check_deadline(op, self.transport.deadline)
-        check_softmax(op, self.scale, self.logit_soft_cap)
-        reach(op, self.causal, self.window)
-
-    @property
-    def reach(self) -> Reach:
-        return reach(self.transport.op, self.causal, self.window)
 
     @property
     def num_ranks(self) -> int:
@@ -77,36 +48,33 @@ class Sequence:
 
     @property
     def rearranges(self) -> bool:
-        return self.zigzag and self.layout == "contiguous" and self.num_ranks > 1
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        name = self.transport.axis_name
-        return (name,) if isinstance(name, str) else tuple(name)
+        return self.zigzag and self.options.layout == "contiguous" and self.num_ranks > 1
 
     def rotation(self, q, k, v) -> Rotation:
         """Of one rank's arrays, or their shapes and dtypes."""
-        if self.layout == "zigzag":
-            place = zigzag_placement
-        else:
-            place = halves_in_zigzag if self.rearranges else contiguous_placement
         (B, T, N, H), K = q.shape, k.shape[2]
-        placement = place(self.num_ranks, T)
-        held = Chunking(placement, self.schedule.num_chunks).most_tokens
-        rows = placement.num_rows
-        options = check(
-            *(self.transport.op, q, k, v),
-            scale=self.scale,
-            logit_soft_cap=self.logit_soft_cap,
-            **blocks_of_ranks(rows, held, N, K, rows=256),
-        )
-        options = dataclasses.replace(options, piece_rows=placement.block_rows)
-        shape = B, rows, N, H
-        return Rotation(self.schedule, placement, self.transport, options, shape, K)
+        layout = self._layout(T)
+        held = Chunking(layout, self.schedule.num_chunks).most_tokens
+        passes = LocalOptions(
+            self.options.op,
+            scale=self.options.scale,
+            logit_soft_cap=self.options.logit_soft_cap,
+            **blocks_of_ranks(layout.num_rows, held, N, K, rows=256),
+        ).resolved(q, k, v)
+        passes = dataclasses.replace(passes, piece_rows=layout.block_rows)
+        shape = B, layout.num_rows, N, H
+        return Rotation(self.schedule, layout, self.options.exchange, passes, shape, K)
+
+    def _layout(self, num_tokens: int) -> SequenceLayout:
+        """In which a rank's tokens are computed."""
+        if self.options.layout == "zigzag":
+            return zigzag_layout(self.num_ranks, num_tokens)
+        make = halves_in_zigzag if self.rearranges else contiguous_layout
+        return make(self.num_ranks, num_tokens)
 
 
 def attend_sequence(
-    sequence: Sequence,
+    sequence: ShardedSequence,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
@@ -114,40 +82,40 @@ def attend_sequence(
     positions: Integer[Array, "B T"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention of this rank's rows; what is common to all schedules."""
-    op = sequence.transport.op
+    op = sequence.options.op
     check_rows(op, q, k, v, segment_ids, positions)
     segment_ids, positions = read_documents(op, segment_ids, positions)
     B, T, N, _ = q.shape
     if B * T == 0:
         return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
     rotation = sequence.rotation(q, k, v)
-    q, k, v = in_reverse_only(sequence.transport.op, [q, k, v])
-    q, k, v = vary_alike([q, k, v], also=sequence.axis_names)
-    q, k, v = to_placement(sequence, rotation, (q, k, v))
+    q, k, v = in_reverse_only(op, [q, k, v])
+    q, k, v = vary_alike([q, k, v], also=sequence.options.exchange.axis_names)
+    q, k, v = to_layout(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, segment_ids, positions, (B, T))
-    out = rotating_attention(rotation, *vary_alike([q, k, v, *ranges]))
-    return from_placement(sequence, out, T)
+    out = attend_rotating(rotation, *vary_alike([q, k, v, *ranges]))
+    return from_layout(sequence, out, T)
 
 
-def to_placement(sequence: Sequence, rotation: Rotation, arrays):
+def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
     """This rank's rows as the rotation wants them: blocks filled up, in zigzag if need be."""
-    missing = rotation.placement.num_rows - arrays[0].shape[1]  # 1 where halves are uneven, else 0
+    missing = rotation.layout.num_rows - arrays[0].shape[1]  # 1 where halves are uneven, else 0
     arrays = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in arrays)
-    return _to_zigzag(sequence.transport, arrays) if sequence.rearranges else arrays
+    return _to_zigzag(sequence.options.exchange, arrays) if sequence.rearranges else arrays
 
 
-def from_placement(sequence: Sequence, out, num_tokens: int):
+def from_layout(sequence: ShardedSequence, out, num_tokens: int):
     """The way back."""
     if sequence.rearranges:
-        (out,) = _from_zigzag(sequence.transport, (out,))
+        (out,) = _from_zigzag(sequence.options.exchange, (out,))
     return out[:, :num_tokens]
 
 
-def token_ranges(sequence: Sequence, rotation: Rotation, segment_ids, positions, shape):
+def token_ranges(sequence: ShardedSequence, rotation: Rotation, segment_ids, positions, shape):
     """The tokens that each of this rank's rows attends, in the rows of the rotation."""
     B, T = shape
     num_tokens = T * sequence.num_ranks
-    axis_name = sequence.transport.axis_name
+    axis_name = sequence.options.exchange.axis_name
     if segment_ids is None and positions is not None:
         segment_ids = jnp.ones(shape, jnp.int32)
 
@@ -155,7 +123,7 @@ def token_ranges(sequence: Sequence, rotation: Rotation, segment_ids, positions,
         if x is None:
             return None
         x = lax.all_gather(x, axis_name, axis=1, tiled=True)
-        if sequence.layout == "zigzag":
+        if sequence.options.layout == "zigzag":
             x = x[:, zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)]
         return x
 
@@ -163,11 +131,11 @@ def token_ranges(sequence: Sequence, rotation: Rotation, segment_ids, positions,
         whole(segment_ids),
         whole(positions),
         shape=(B, num_tokens),
-        reach=sequence.reach,
+        reach=sequence.options.reach,
     )
-    token = rotation.placement.positions(lax.axis_index(axis_name))
+    token = rotation.layout.positions(lax.axis_index(axis_name))
     ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
-    return vary_alike(ranges, also=sequence.axis_names)
+    return vary_alike(ranges, also=sequence.options.exchange.axis_names)
 
 
 def _zigzag_routes(num_ranks: int):
@@ -178,17 +146,17 @@ def _zigzag_routes(num_ranks: int):
     )
 
 
-def _to_zigzag(transport: Transport, arrays):
+def _to_zigzag(exchange: ExchangeOptions, arrays):
     chunks = tuple(map(_halves, arrays))
-    routes = _zigzag_routes(lax.axis_size(transport.axis_name))
-    moved = move_chunks(chunks=chunks, routes=routes, **transport._asdict())
-    return tuple(_rows(_swap_on_odd_ranks(transport, x)) for x in moved)
+    routes = _zigzag_routes(lax.axis_size(exchange.axis_name))
+    moved = move_chunks(exchange, chunks, routes)
+    return tuple(_rows(_swap_on_odd_ranks(exchange, x)) for x in moved)
 
 
-def _from_zigzag(transport: Transport, arrays):
-    chunks = tuple(_swap_on_odd_ranks(transport, _halves(x)) for x in arrays)
-    routes = reverse(_zigzag_routes(lax.axis_size(transport.axis_name)))
-    return tuple(map(_rows, move_chunks(chunks=chunks, routes=routes, **transport._asdict())))
+def _from_zigzag(exchange: ExchangeOptions, arrays):
+    chunks = tuple(_swap_on_odd_ranks(exchange, _halves(x)) for x in arrays)
+    routes = reverse(_zigzag_routes(lax.axis_size(exchange.axis_name)))
+    return tuple(map(_rows, move_chunks(exchange, chunks, routes)))
 
 
 def _halves(x: Float[Array, "B rows N H"]) -> Float[Array, "2 B half N H"]:
@@ -199,9 +167,9 @@ def _rows(x: Float[Array, "2 B half N H"]) -> Float[Array, "B rows N H"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _swap_on_odd_ranks(transport: Transport, x: Array) -> Array:
+def _swap_on_odd_ranks(exchange: ExchangeOptions, x: Array) -> Array:
     """Even halves travel in slot 0. An odd rank's front block is odd, so it came in slot 1."""
-    return jnp.where(lax.axis_index(transport.axis_name) % 2 == 1, x[::-1], x)
+    return jnp.where(lax.axis_index(exchange.axis_name) % 2 == 1, x[::-1], x)
 
 
 def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: int):
@@ -211,24 +179,3 @@ def read_sequences(op: str, segment_ids, positions, *, layout: str, num_ranks: i
     if layout == "zigzag" and known is not None:
         order = zigzag_permutation(known.shape[1], num_ranks, inverse=True)
     return read_documents(op, segment_ids, positions, order=order)
-
-
-def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
-    """One rank's arrays, or those of all, belong together."""
-    check_arrays(op, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T."
-        )
-    check_operands(op, q, k, v)
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is None:
-            continue
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
-        if x.shape != q.shape[:2]:
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape} but q has B, T = {q.shape[:2]}; they need to "
-                "be equal."
-            )

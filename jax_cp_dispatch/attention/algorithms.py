@@ -1,0 +1,173 @@
+"""The algorithms of `context_parallel_attention`, each with the options that it alone takes.
+
+All are frozen and compare by value, so that equal ones share a compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch.cost import Hardware
+from jax_cp_dispatch.cycles.checks import CycleRows, integer_rows
+from jax_cp_dispatch.planner import PlanConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Balanced:
+    """Every rank computes an equal share of the query-key pairs; see `balanced_attention`.
+
+    Queries and keys go where a plan computes them. It pays for packed documents, whose work is
+    unequal in any fixed layout. Causal attention of contiguous tokens alone.
+
+    Attributes:
+      config: block size and capacities of plans that are made in the call. A plan that is passed
+        to the call has its own.
+    """
+
+    name: ClassVar[str] = "balanced"
+    config: PlanConfig = PlanConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Keys and values go round the ranks, whole; see `ring_attention`.
+
+    It pays for attention that is not causal, and where tokens cannot be rearranged: nothing else
+    moves. With causal attention the last rank works at every step and the first at one.
+    """
+
+    name: ClassVar[str] = "ring"
+
+
+@dataclasses.dataclass(frozen=True)
+class Zigzag:
+    """A ring in zigzag layout; see `zigzag_ring_attention`.
+
+    It pays for causal attention within long documents: equal work for every rank at every step.
+    """
+
+    name: ClassVar[str] = "zigzag"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hamilton:
+    """Keys and values go round the ranks in chunks, over all links; see `hamilton_attention`.
+
+    It pays where a ring waits for its links: a full mesh of links uses all of them, and with
+    `nodes` every rank sends to another node instead of one rank for all.
+
+    Attributes:
+      nodes, cycles, maps: see `hamilton_attention`; at most one of them. Rows become tuples.
+    """
+
+    name: ClassVar[str] = "hamilton"
+    nodes: int | None = None
+    cycles: CycleRows | str | None = None
+    maps: tuple[CycleRows, CycleRows] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cycles", _hashable_rows(self.cycles))
+        if isinstance(self.maps, tuple | list) and len(self.maps) == 2:
+            object.__setattr__(self, "maps", tuple(map(_hashable_rows, self.maps)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Tokens stand where `place_tokens` has put them; see `placed_attention`.
+
+    Keys and values alone travel, to the ranks that attend them. It pays where tokens can be placed
+    in the data pipeline, and many layers share a placement. Needs the plan of the placement.
+    """
+
+    name: ClassVar[str] = "placed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """That of the plan, or else the fastest as `choose_algorithm` predicts from concrete ids.
+
+    Attributes:
+      hardware: rates and topology for the prediction; None: see `choose_algorithm`.
+      config: as in `Balanced`, if that is chosen.
+    """
+
+    name: ClassVar[str] = "auto"
+    hardware: Hardware | None = None
+    config: PlanConfig = PlanConfig()
+
+
+Algorithm: TypeAlias = Balanced | Ring | Zigzag | Hamilton | Placed | Auto
+Rotating: TypeAlias = Ring | Zigzag | Hamilton
+BY_NAME: dict[str, type[Algorithm]] = {
+    kind.name: kind for kind in (Balanced, Ring, Zigzag, Hamilton, Placed, Auto)
+}
+
+
+def read_algorithm(op: str, algorithm: Any) -> Algorithm:
+    """An algorithm, or by its short name the one with all defaults."""
+    if isinstance(algorithm, str) and algorithm in BY_NAME:
+        return BY_NAME[algorithm]()
+    if not isinstance(algorithm, tuple(BY_NAME.values())):
+        raise ValueError(
+            f"{op}: algorithm is {algorithm!r}; it needs to be one of "
+            f"{', '.join(map(repr, BY_NAME))}, or an object with options: "
+            f"{', '.join(f'{kind.__name__}()' for kind in BY_NAME.values())}."
+        )
+    check_algorithm(op, algorithm)
+    return algorithm
+
+
+def check_algorithm(op: str, algorithm: Algorithm) -> None:
+    """Its options are of the right kind; whether they fit the ranks is not asked here."""
+    if isinstance(algorithm, Balanced | Auto) and not isinstance(algorithm.config, PlanConfig):
+        raise TypeError(
+            f"{op}: config is {algorithm.config!r}; it needs to be a PlanConfig. Omit it for the "
+            "default."
+        )
+    if isinstance(algorithm, Auto) and not isinstance(algorithm.hardware, Hardware | None):
+        raise TypeError(
+            f"{op}: hardware is {algorithm.hardware!r}; it needs to be a "
+            "jax_cp_dispatch.cost.Hardware. Omit it for the entry of the default backend."
+        )
+    if isinstance(algorithm, Hamilton):
+        _check_hamilton(op, algorithm)
+
+
+def _check_hamilton(op: str, algorithm: Hamilton) -> None:
+    nodes, cycles, maps = algorithm.nodes, algorithm.cycles, algorithm.maps
+    if nodes is not None:
+        check_integer(op, "nodes", nodes)
+    if isinstance(cycles, str) and cycles != "direct":
+        raise ValueError(
+            f"{op}: cycles is {cycles!r}; it needs to be rows of ranks, 'direct', or None."
+        )
+    given = {"nodes": nodes, "cycles": cycles, "maps": maps}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{op}: got both {' and '.join(named)}; pass one of them.")
+    if maps is not None:
+        if not isinstance(maps, tuple) or len(maps) != 2:
+            raise TypeError(f"{op}: maps is {maps!r}; it needs to be (out_chunk, in_chunk).")
+        for name, rows in zip(("out_chunk", "in_chunk"), maps, strict=True):
+            integer_rows(op, name, rows)
+    if cycles is not None and not isinstance(cycles, str):
+        integer_rows(op, "cycles", cycles)
+
+
+def _hashable_rows(rows: Any) -> Any:
+    """Rows as tuples; what is none stays as it is, for the check."""
+    if rows is None or isinstance(rows, str):
+        return rows
+    try:
+        return tuple(tuple(map(_plain, row)) for row in rows)
+    except TypeError:
+        return rows
+
+
+def _plain(number: Any) -> Any:
+    """Of NumPy's integers the one of Python: they look the same in messages."""
+    return int(number) if isinstance(number, np.integer) else number

@@ -1,0 +1,65 @@
+"""What the algorithms that follow a plan have in common: checks, rows side by side, blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.attention.checks import check_rows
+from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
+from jax_cp_dispatch.attention.local.options import blocks_of_ranks
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+
+
+def check_call(
+    options: AttentionOptions,
+    q: Any,
+    k: Any,
+    v: Any,
+    plan: AttentionPlan | PlacedPlan,
+    *documents: Any,
+    advice: str,
+) -> None:
+    """The rows belong together, and are as many as the plan has."""
+    check_rows(options.op, q, k, v, *documents)
+    num_tokens = q.shape[0] * q.shape[1]
+    if num_tokens != plan.num_tokens:
+        raise ValueError(
+            f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
+            f"the plan is for {plan.num_tokens}. {advice}"
+        )
+
+
+def attend_rows(
+    attend: Callable[..., Any],
+    options: AttentionOptions,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
+    *operands: Any,
+) -> Float[Array, "B T N Hv"]:
+    """`attend(options, q, k, v, *operands)`, of the rows of all batch rows one after another."""
+    arrays = vary_alike(in_reverse_only(options.op, [q, k, v]), also=options.exchange.axis_names)
+    rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
+    return attend(options, *rows, *operands).reshape(*q.shape[:3], v.shape[3])
+
+
+def attend_locally(options: AttentionOptions, q, k, *operands):
+    """`local_attention` of what a rank holds."""
+    return local_attention(q, k, *operands, **_local_keywords(options, q, k))
+
+
+def attend_locally_backward(options: AttentionOptions, q, k, *operands):
+    """Its derivative."""
+    return local_attention_backward(q, k, *operands, **_local_keywords(options, q, k))
+
+
+def _local_keywords(options: AttentionOptions, q, k) -> dict[str, Any]:
+    (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
+    blocks = blocks_of_ranks(T, S, N, K, rows=128)
+    return {"scale": options.scale, "logit_soft_cap": options.logit_soft_cap, **blocks}

@@ -1,0 +1,37 @@
+"""One call of an algorithm whose keys rotate: its options checked, its schedule made."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Integer
+
+from jax_cp_dispatch._ranks.axis import num_ranks_here
+from jax_cp_dispatch.attention.algorithms import Ring, Rotating
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.attention.rotating.sequence import ShardedSequence, attend_sequence
+
+
+def rotating_attention(
+    options: AttentionOptions,
+    algorithm: Rotating,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
+    segment_ids: Integer[Array, "B T"] | None,
+    positions: Integer[Array, "B T"] | None,
+) -> Float[Array, "B T N Hv"]:
+    """`ring_attention` and its like, for a caller whose name is in the options."""
+    instead = f"context_parallel_attention(..., algorithm={algorithm.name!r})"
+    num_ranks = num_ranks_here(options.op, options.exchange.axis_name, instead)
+    schedule = schedule_of(options.op, algorithm, num_ranks)
+    sequence = sharded_sequence(options, algorithm, schedule)
+    return attend_sequence(sequence, q, k, v, segment_ids, positions)
+
+
+def sharded_sequence(
+    options: AttentionOptions, algorithm: Rotating, schedule: Schedule
+) -> ShardedSequence:
+    """Causal attention is computed in zigzag layout, save by a plain ring."""
+    options.check()
+    return ShardedSequence(options, schedule, options.causal and not isinstance(algorithm, Ring))
