@@ -36,6 +36,7 @@ target_compile_options(cpd_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
 
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC
+  csrc/ffi/attributes.cc
   csrc/ffi/common.cc
   csrc/ffi/cuda.cc
   csrc/ffi/cuda_call.cc

@@ -36,13 +36,13 @@ void Create(const std::string& op, int64_t id, int comm_type, int method, int64_
             bool atomic, bool overlap_first_gemm, bool aggregate, bool copies, int64_t num_ranks,
             int64_t rank_bytes, const std::string& dtype, const std::string& parameters) {
   OverlapBufferSpec spec;
-  spec.config = {static_cast<CommType>(comm_type),
-                 static_cast<CommMethod>(method),
-                 num_splits,
-                 atomic,
-                 overlap_first_gemm,
-                 aggregate,
-                 copies};
+  spec.config.type = static_cast<CommType>(comm_type);
+  spec.config.method = static_cast<CommMethod>(method);
+  spec.config.num_splits = num_splits;
+  spec.config.atomic = atomic;
+  spec.config.overlap_first_gemm = overlap_first_gemm;
+  spec.config.aggregate = aggregate;
+  spec.config.copies = copies;
   spec.num_ranks = num_ranks;
   spec.rank_bytes = rank_bytes;
   spec.type = FloatType(dtype);

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "ffi/attributes.h"
 #include "transport/in_process.h"
 #include "transport/shared_memory.h"
 
@@ -43,23 +44,26 @@ uint64_t NumberAmongEquals(const std::string& signature) {
 }
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCallSite(ffi::Dictionary attributes) {
-  const auto signature = attributes.get<std::string_view>("signature");
-  const auto processes = attributes.get<ffi::Span<const int64_t>>("processes");
-  const auto num_ranks = attributes.get<int64_t>("num_ranks");
-  if (!signature.has_value() || !processes.has_value() || !num_ranks.has_value()) {
-    return ffi::Unexpected(
-        ffi::Error::InvalidArgument("jax_cp_dispatch: the attributes are not those of this "
-                                    "version's primitives. Call it through jax_cp_dispatch."));
+  AttributeReader reader(attributes);
+  std::string_view signature;
+  Counts processes;
+  int64_t num_ranks = 0;
+  reader.Read("signature", &signature);
+  reader.Read("processes", &processes);
+  reader.Read("num_ranks", &num_ranks);
+  reader.Skip(attributes.size() - 3);
+  if (const Status status = reader.Finish(); !status.ok()) {
+    return ffi::Unexpected(ToError(status));
   }
   static std::atomic<int64_t> next_uid{1};
   auto site = std::make_unique<CallSite>();
-  site->signature = *signature;
-  site->uid = processes->size() == 0
+  site->signature = signature;
+  site->uid = processes.size() == 0
                   ? next_uid++
                   : CallSiteId(site->signature, NumberAmongEquals(site->signature));
-  const int64_t group_size = std::max<int64_t>(*num_ranks, 1);
-  for (size_t i = 0; i + group_size <= processes->size(); i += group_size) {
-    site->processes.emplace_back(processes->begin() + i, processes->begin() + i + group_size);
+  const int64_t group_size = std::max<int64_t>(num_ranks, 1);
+  for (size_t i = 0; i + group_size <= processes.size(); i += group_size) {
+    site->processes.emplace_back(processes.begin() + i, processes.begin() + i + group_size);
   }
   return ffi::ErrorOr<std::unique_ptr<CallSite>>(std::move(site));
 }

@@ -35,6 +35,9 @@ void EndPrograms();
 // The transport that reaches all ranks of this exchange.
 Transport& TransportFor(const Exchange& exchange);
 
+// Attributes that only call sites read: signature and processes.
+constexpr size_t kNumCallSiteAttributes = 2;
+
 // The instantiate stage of every handler.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 

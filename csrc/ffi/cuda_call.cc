@@ -22,6 +22,14 @@ int64_t RowsPerPiece(const device::Call& call, const device::Part& part, int num
 
 }  // namespace
 
+Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
+  AttributeReader reader(attributes);
+  ReadOptions(&reader, &options->call);
+  reader.Read("places", &options->places);
+  reader.Read("memory", &options->memory);
+  return reader.Finish();
+}
+
 Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
                    Placement* placement) {
   const auto count = static_cast<size_t>(num_ranks);

@@ -20,6 +20,8 @@ struct CudaOptions {
   std::string_view memory;  // "devices" of this process, or a "slab" per process
 };
 
+Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);
+
 struct Placement {
   std::vector<int64_t> places;  // of the ranks of this group
   int rank = 0;                 // the first on this device

@@ -128,39 +128,22 @@ Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream
 template <Direction kDirection, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
-                  std::string_view op, std::string_view axis, int64_t num_ranks,
-                  int64_t deadline_ms, std::string_view capacity_names, Counts has_src_offset,
-                  Counts has_stamp, Counts num_arrays, Counts num_tokens, Counts capacity,
-                  Counts buffer, Counts places, std::string_view memory) {
+                  ffi::Dictionary attributes) {
   try {
-    const CudaOptions options{{kDirection, op, axis, num_ranks, deadline_ms, capacity_names,
-                               has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer},
-                              places,
-                              memory};
+    CudaOptions options{{kDirection}};
+    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
+      return ToError(status);
+    }
     return ToError(Move(options, kExecute, device, stream, rank.typed_data(), args, results));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
 }
 
-// The operands of both stages are those of the CPU's handlers; see ffi/dispatch_call.h. Two
-// attributes are added: where the ranks are, and which memory reaches them.
+// The operands of both stages are those of the CPU's handlers; see ffi/dispatch_call.h.
 template <ffi::ExecutionStage kStage>
 auto Binding() {
-  return BindOperands<kStage>()
-      .template Attr<std::string_view>("op")
-      .template Attr<std::string_view>("axis")
-      .template Attr<int64_t>("num_ranks")
-      .template Attr<int64_t>("deadline_ms")
-      .template Attr<std::string_view>("capacity_names")
-      .template Attr<Counts>("has_src_offset")
-      .template Attr<Counts>("has_stamp")
-      .template Attr<Counts>("num_arrays")
-      .template Attr<Counts>("num_tokens")
-      .template Attr<Counts>("capacity")
-      .template Attr<Counts>("buffer")
-      .template Attr<Counts>("places")
-      .template Attr<std::string_view>("memory");
+  return BindOperands<kStage>().Attrs();
 }
 
 XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, false>),

@@ -207,11 +207,7 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
             const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
             const ffi::Dictionary& attributes) {
   CudaGemmOptions options;
-  if (!ReadGemmOptions(attributes, &options)) {
-    return Status::Invalid(
-        "jax_cp_dispatch: the attributes are not those of this version's "
-        "primitives. Call it through jax_cp_dispatch.");
-  }
+  if (const Status status = ReadOptions(attributes, &options); !status.ok()) return status;
   const std::string op = options.op();
   const bool overlaps = options.overlaps();
   Placement placement;

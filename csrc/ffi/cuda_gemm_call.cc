@@ -2,8 +2,6 @@
 // they describe. Needs no CUDA.
 #include "ffi/cuda_gemm_call.h"
 
-#include <type_traits>
-
 #include "ffi/common.h"
 
 namespace ffi = xla::ffi;
@@ -40,52 +38,17 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
 
 }  // namespace
 
-bool ReadGemmOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
-  bool ok = true;
-  const auto read = [&](const char* name, auto* value) {
-    const auto found = attributes.get<std::remove_pointer_t<decltype(value)>>(name);
-    if (found.has_value()) {
-      *value = *found;
-    } else {
-      ok = false;
-    }
-  };
-  GemmOptions& call = options->call;
-  read("op", &call.op);
-  read("axis", &call.axis);
-  read("num_ranks", &call.num_ranks);
-  read("deadline_ms", &call.deadline_ms);
-  read("num_threads", &call.num_threads);
-  read("scaling_mode", &call.scaling_mode);
-  read("comm_overlap_method", &call.comm_overlap_method);
-  read("comm_type", &call.comm_type);
-  read("comm_overlap_id", &call.comm_overlap_id);
-  read("num_splits", &call.num_splits);
-  read("atomic", &call.atomic);
-  read("overlap_first_gemm", &call.overlap_first_gemm);
-  read("aggregate", &call.aggregate);
-  read("copies", &call.copies);
-  read("lhs_axis_boundary", &call.lhs_axis_boundary);
-  read("rhs_axis_boundary", &call.rhs_axis_boundary);
-  read("aux_axis_boundary", &call.aux_axis_boundary);
-  read("lhs_transposed", &call.lhs_transposed);
-  read("rhs_transposed", &call.rhs_transposed);
-  read("fuse_bias", &call.fuse_bias);
-  read("fuse_gelu", &call.fuse_gelu);
-  read("grad", &call.grad);
-  read("use_split_accumulator", &call.use_split_accumulator);
-  read("row_counts", &call.row_counts);
-  read("num_batches", &call.num_batches);
-  read("in_ring_order", &call.in_ring_order);
-  read("gathers_to_aux", &call.gathers_to_aux);
-  read("places", &options->places);
-  read("memory", &options->memory);
-  read("gemm_priority", &options->gemm_priority);
-  read("comm_priority", &options->comm_priority);
-  read("num_comm_sm", &options->num_comm_sm);
-  read("set_sm_margin", &options->set_sm_margin);
-  read("tf32", &options->tf32);
-  return ok;
+Status ReadOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
+  AttributeReader reader(attributes);
+  ReadOptions(&reader, &options->call);
+  reader.Read("places", &options->places);
+  reader.Read("memory", &options->memory);
+  reader.Read("gemm_priority", &options->gemm_priority);
+  reader.Read("comm_priority", &options->comm_priority);
+  reader.Read("num_comm_sm", &options->num_comm_sm);
+  reader.Read("set_sm_margin", &options->set_sm_margin);
+  reader.Read("tf32", &options->tf32);
+  return reader.Finish();
 }
 
 BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_ranks)

@@ -30,8 +30,7 @@ struct CudaGemmOptions {
   std::string op() const;
 };
 
-// False: an attribute is missing, or of another type.
-bool ReadGemmOptions(const xla::ffi::Dictionary& attributes, CudaGemmOptions* options);
+Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaGemmOptions* options);
 
 // The array of one rank among those of all ranks, which have a dimension of ranks before theirs.
 class BufferView {

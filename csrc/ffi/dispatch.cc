@@ -107,15 +107,14 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
 template <Direction kDirection>
 ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
-                   ffi::RemainingArgs args, ffi::RemainingRets results, std::string_view op,
-                   std::string_view axis, std::string_view, Counts, int64_t num_ranks,
-                   int64_t deadline_ms, std::string_view capacity_names, Counts has_src_offset,
-                   Counts has_stamp, Counts num_arrays, Counts num_tokens, Counts capacity,
-                   Counts buffer) {
+                   ffi::RemainingArgs args, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
   try {
-    const DispatchOptions options{
-        kDirection,     op,        axis,       num_ranks,  deadline_ms, capacity_names,
-        has_src_offset, has_stamp, num_arrays, num_tokens, capacity,    buffer};
+    AttributeReader reader(attributes);
+    DispatchOptions options{kDirection};
+    ReadOptions(&reader, &options);
+    reader.Skip(kNumCallSiteAttributes);
+    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
     return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
                 results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
@@ -132,19 +131,7 @@ auto Binding() {
       .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes of the mesh
       .RemainingArgs()                 // metadata and arrays; see ReadOperands
       .RemainingRets()
-      .Attr<std::string_view>("op")
-      .Attr<std::string_view>("axis")
-      .Attr<std::string_view>("signature")  // this one and the next are the call site's
-      .Attr<Counts>("processes")
-      .Attr<int64_t>("num_ranks")
-      .Attr<int64_t>("deadline_ms")
-      .Attr<std::string_view>("capacity_names")
-      .Attr<Counts>("has_src_offset")
-      .Attr<Counts>("has_stamp")
-      .Attr<Counts>("num_arrays")
-      .Attr<Counts>("num_tokens")
-      .Attr<Counts>("capacity")
-      .Attr<Counts>("buffer");
+      .Attrs();
 }
 
 XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());

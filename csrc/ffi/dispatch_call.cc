@@ -224,6 +224,22 @@ class Reader {
 
 }  // namespace
 
+void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
+  AttributeReader& a = *attributes;
+  DispatchOptions& o = *options;
+  a.Read("op", &o.op);
+  a.Read("axis", &o.axis);
+  a.Read("num_ranks", &o.num_ranks);
+  a.Read("deadline_ms", &o.deadline_ms);
+  a.Read("capacity_names", &o.capacity_names);
+  a.Read("has_src_offset", &o.has_src_offset);
+  a.Read("has_stamp", &o.has_stamp);
+  a.Read("num_arrays", &o.num_arrays);
+  a.Read("num_tokens", &o.num_tokens);
+  a.Read("capacity", &o.capacity);
+  a.Read("buffer", &o.buffer);
+}
+
 Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
   constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
   call->direction = options.direction;

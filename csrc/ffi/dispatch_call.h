@@ -9,14 +9,13 @@
 #include <vector>
 
 #include "dispatch/dispatch.h"
+#include "ffi/attributes.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
 
-using Counts = xla::ffi::Span<const int64_t>;
-
-// Attributes that are known when the program is made; those with an entry per part are spans.
+// The attributes of a call; those with an entry per part are spans.
 struct DispatchOptions {
   Direction direction;
   std::string_view op;    // the function that was called, for messages
@@ -31,6 +30,9 @@ struct DispatchOptions {
   Counts capacity;                  // per part: rows of the receive buffer, of one rank
   Counts buffer;                    // per part: id of the registered buffer whose limits hold, or 0
 };
+
+// Reads the attributes that the call has on CPU and on GPUs.
+void ReadOptions(AttributeReader* attributes, DispatchOptions* options);
 
 // The arrays hold the rows of one rank, or one after another those of all ranks. Of each array the
 // first rank's rows are told: as many as the plan may name.

@@ -86,43 +86,13 @@ ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> ra
                    ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
                    ffi::Result<ffi::AnyBuffer> lhs_swizzled,
                    ffi::Result<ffi::AnyBuffer> rhs_swizzled, ffi::Result<ffi::AnyBuffer> workspace,
-                   std::string_view op, std::string_view axis, std::string_view,
-                   ffi::Span<const int64_t>, int64_t num_ranks, int64_t deadline_ms,
-                   int64_t num_threads, int64_t scaling_mode, int64_t comm_overlap_method,
-                   int64_t comm_type, int64_t comm_overlap_id, int64_t num_splits, bool atomic,
-                   bool overlap_first_gemm, bool aggregate, bool copies, int64_t lhs_axis_boundary,
-                   int64_t rhs_axis_boundary, int64_t aux_axis_boundary, bool lhs_transposed,
-                   bool rhs_transposed, bool fuse_bias, bool fuse_gelu, bool grad,
-                   bool use_split_accumulator, ffi::Span<const int64_t> row_counts,
-                   int64_t num_batches, bool in_ring_order, bool gathers_to_aux) {
+                   ffi::Dictionary attributes) {
   try {
-    const GemmOptions options{op,
-                              axis,
-                              num_ranks,
-                              deadline_ms,
-                              num_threads,
-                              scaling_mode,
-                              comm_overlap_method,
-                              comm_type,
-                              comm_overlap_id,
-                              num_splits,
-                              atomic,
-                              overlap_first_gemm,
-                              aggregate,
-                              copies,
-                              lhs_axis_boundary,
-                              rhs_axis_boundary,
-                              aux_axis_boundary,
-                              lhs_transposed,
-                              rhs_transposed,
-                              fuse_bias,
-                              fuse_gelu,
-                              grad,
-                              use_split_accumulator,
-                              row_counts,
-                              num_batches,
-                              in_ring_order,
-                              gathers_to_aux};
+    AttributeReader reader(attributes);
+    GemmOptions options;
+    ReadOptions(&reader, &options);
+    reader.Skip(kNumCallSiteAttributes);
+    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
     const GemmBuffers buffers{lhs,           lhs_scale_inv, rhs,      rhs_scale_inv,
                               bias,          gelu_input,    aux_in,   *output,
                               *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
@@ -153,35 +123,7 @@ XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
                            .Ret<ffi::AnyBuffer>()           // lhs_swizzled
                            .Ret<ffi::AnyBuffer>()           // rhs_swizzled
                            .Ret<ffi::AnyBuffer>()  // workspace; its type is that of partial sums
-                           .Attr<std::string_view>("op")
-                           .Attr<std::string_view>("axis")
-                           .Attr<std::string_view>("signature")  // this one and the next are the
-                           .Attr<ffi::Span<const int64_t>>("processes")  // call site's
-                           .Attr<int64_t>("num_ranks")
-                           .Attr<int64_t>("deadline_ms")
-                           .Attr<int64_t>("num_threads")
-                           .Attr<int64_t>("scaling_mode")
-                           .Attr<int64_t>("comm_overlap_method")
-                           .Attr<int64_t>("comm_type")
-                           .Attr<int64_t>("comm_overlap_id")
-                           .Attr<int64_t>("num_splits")
-                           .Attr<bool>("atomic")
-                           .Attr<bool>("overlap_first_gemm")
-                           .Attr<bool>("aggregate")
-                           .Attr<bool>("copies")
-                           .Attr<int64_t>("lhs_axis_boundary")
-                           .Attr<int64_t>("rhs_axis_boundary")
-                           .Attr<int64_t>("aux_axis_boundary")
-                           .Attr<bool>("lhs_transposed")
-                           .Attr<bool>("rhs_transposed")
-                           .Attr<bool>("fuse_bias")
-                           .Attr<bool>("fuse_gelu")
-                           .Attr<bool>("grad")
-                           .Attr<bool>("use_split_accumulator")
-                           .Attr<ffi::Span<const int64_t>>("row_counts")
-                           .Attr<int64_t>("num_batches")
-                           .Attr<bool>("in_ring_order")
-                           .Attr<bool>("gathers_to_aux"));
+                           .Attrs());
 
 }  // namespace
 

@@ -142,6 +142,38 @@ char* Data(const ffi::AnyBuffer& buffer) { return static_cast<char*>(buffer.unty
 
 }  // namespace
 
+void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
+  AttributeReader& a = *attributes;
+  GemmOptions& o = *options;
+  a.Read("op", &o.op);
+  a.Read("axis", &o.axis);
+  a.Read("num_ranks", &o.num_ranks);
+  a.Read("deadline_ms", &o.deadline_ms);
+  a.Read("num_threads", &o.num_threads);
+  a.Read("scaling_mode", &o.scaling_mode);
+  a.Read("comm_overlap_method", &o.comm_overlap_method);
+  a.Read("comm_type", &o.comm_type);
+  a.Read("comm_overlap_id", &o.comm_overlap_id);
+  a.Read("num_splits", &o.num_splits);
+  a.Read("atomic", &o.atomic);
+  a.Read("overlap_first_gemm", &o.overlap_first_gemm);
+  a.Read("aggregate", &o.aggregate);
+  a.Read("copies", &o.copies);
+  a.Read("lhs_axis_boundary", &o.lhs_axis_boundary);
+  a.Read("rhs_axis_boundary", &o.rhs_axis_boundary);
+  a.Read("aux_axis_boundary", &o.aux_axis_boundary);
+  a.Read("lhs_transposed", &o.lhs_transposed);
+  a.Read("rhs_transposed", &o.rhs_transposed);
+  a.Read("fuse_bias", &o.fuse_bias);
+  a.Read("fuse_gelu", &o.fuse_gelu);
+  a.Read("grad", &o.grad);
+  a.Read("use_split_accumulator", &o.use_split_accumulator);
+  a.Read("row_counts", &o.row_counts);
+  a.Read("num_batches", &o.num_batches);
+  a.Read("in_ring_order", &o.in_ring_order);
+  a.Read("gathers_to_aux", &o.gathers_to_aux);
+}
+
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem) {
   if (const char* wrong = WrongAttribute(options)) {
@@ -153,13 +185,13 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   const Shape2D rhs = Collapse(buffers.rhs, options.rhs_axis_boundary);
   const Shape2D aux = Collapse(buffers.aux_in, options.aux_axis_boundary);
   OverlapProblem& p = *problem;
-  p.config = {static_cast<CommType>(options.comm_type),
-              static_cast<CommMethod>(options.comm_overlap_method),
-              options.num_splits,
-              options.atomic,
-              options.overlap_first_gemm,
-              options.aggregate,
-              options.copies};
+  p.config.type = static_cast<CommType>(options.comm_type);
+  p.config.method = static_cast<CommMethod>(options.comm_overlap_method);
+  p.config.num_splits = options.num_splits;
+  p.config.atomic = options.atomic;
+  p.config.overlap_first_gemm = options.overlap_first_gemm;
+  p.config.aggregate = options.aggregate;
+  p.config.copies = options.copies;
   p.lhs_transposed = options.lhs_transposed;
   p.rhs_transposed = options.rhs_transposed;
   p.lhs_type = ToRealType(buffers.lhs.element_type());

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "ffi/attributes.h"
 #include "gemm/comm_overlap.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -13,9 +14,9 @@ namespace cpd {
 
 constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
-// Attributes that are known when the program is made.
+// The attributes of a call.
 struct GemmOptions {
-  std::string_view op;    // for messages
+  std::string_view op;    // the function that was called, for messages
   std::string_view axis;  // for messages
   int64_t num_ranks;
   int64_t deadline_ms;
@@ -38,11 +39,14 @@ struct GemmOptions {
   bool fuse_gelu;
   bool grad;                   // of the epilogues: the bias's gradient, GELU's derivative
   bool use_split_accumulator;  // on CPU always
-  xla::ffi::Span<const int64_t> row_counts;  // of each rank's chunk, per batch
+  Counts row_counts;           // of each rank's chunk, per batch
   int64_t num_batches;
   bool in_ring_order;
   bool gathers_to_aux;
 };
+
+// Reads the attributes that the call has on CPU and on GPUs.
+void ReadOptions(AttributeReader* attributes, GemmOptions* options);
 
 // Absent operands and results are one element, which nobody looks at.
 struct GemmBuffers {

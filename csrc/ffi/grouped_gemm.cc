@@ -17,22 +17,23 @@ namespace {
 ffi::Error GroupedGemm(ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
                        ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
                        ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output,
-                       std::string_view op, int64_t num_threads, int64_t scaling_mode,
-                       bool contracts_rows, bool rhs_transposed, bool fuse_bias,
-                       [[maybe_unused]] bool use_split_accumulator) {
+                       ffi::Dictionary attributes) {
   try {
-    if (!BlasIsLoaded()) {
-      return ToError(Status::Invalid(std::string(op) + ": no BLAS is loaded. Call it through "
-                                                       "jax_cp_dispatch."));
+    GroupedGemmOptions options;
+    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
+      return ToError(status);
     }
-    const GroupedGemmOptions options{
-        op, num_threads, scaling_mode, contracts_rows, rhs_transposed, fuse_bias};
+    if (!BlasIsLoaded()) {
+      return ToError(Status::Invalid(std::string(options.op) +
+                                     ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+    }
     GroupedProduct product;
     const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
                                      bias, group_sizes,   *output};
     Status status = DescribeGrouped(options, buffers, &product);
     if (status.ok()) {
-      status = RunGroupedGemm(std::string(op), product, static_cast<int>(num_threads));
+      status =
+          RunGroupedGemm(std::string(options.op), product, static_cast<int>(options.num_threads));
     }
     return ToError(status);
   } catch (const std::exception& error) {
@@ -49,13 +50,7 @@ XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
                            .Arg<ffi::AnyBuffer>()  // bias [g, n]
                            .Arg<ffi::AnyBuffer>()  // group_sizes [g]
                            .Ret<ffi::AnyBuffer>()  // output
-                           .Attr<std::string_view>("op")
-                           .Attr<int64_t>("num_threads")
-                           .Attr<int64_t>("scaling_mode")
-                           .Attr<bool>("contracts_rows")
-                           .Attr<bool>("rhs_transposed")
-                           .Attr<bool>("fuse_bias")
-                           .Attr<bool>("use_split_accumulator"));
+                           .Attrs());
 
 }  // namespace
 

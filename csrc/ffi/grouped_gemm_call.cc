@@ -84,6 +84,18 @@ const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b
 
 }  // namespace
 
+Status ReadOptions(const ffi::Dictionary& attributes, GroupedGemmOptions* options) {
+  AttributeReader reader(attributes);
+  reader.Read("op", &options->op);
+  reader.Read("num_threads", &options->num_threads);
+  reader.Read("scaling_mode", &options->scaling_mode);
+  reader.Read("contracts_rows", &options->contracts_rows);
+  reader.Read("rhs_transposed", &options->rhs_transposed);
+  reader.Read("fuse_bias", &options->fuse_bias);
+  reader.Skip(1);  // use_split_accumulator: on CPU always
+  return reader.Finish();
+}
+
 Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffers& buffers,
                        GroupedProduct* product) {
   const char* wrong = Wrong(options, buffers, product);

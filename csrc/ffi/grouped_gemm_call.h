@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "ffi/attributes.h"
 #include "gemm/grouped_gemm.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -19,6 +20,8 @@ struct GroupedGemmOptions {
   bool rhs_transposed;
   bool fuse_bias;
 };
+
+Status ReadOptions(const xla::ffi::Dictionary& attributes, GroupedGemmOptions* options);
 
 // Absent operands are one element, which nobody looks at.
 struct GroupedGemmBuffers {

@@ -139,10 +139,11 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         by_attributes |= {
             f"{name} is empty": ({name: int64()}, "entries"),
             f"{name} is longer": ({name: int64(1, 1)}, "entries"),
-            f"{name} is no list": ({name: np.int64(1)}, "Failed to decode"),
-            f"{name} is of int32": ({name: int32(1)}, "Failed to decode"),
+            f"{name} is no list": ({name: np.int64(1)}, f"{name} is missing or has another type"),
+            f"{name} is of int32": ({name: int32(1)}, f"{name} is missing or has another type"),
         }
     by_attributes["all are empty"] = ({name: int64() for name in lists}, "0 entries")
+    by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "14 were given instead of 13")
     by_attributes["num_ranks is a float"] = ({"num_ranks": np.float64(1)}, "")
     by_attributes["num_ranks is of int32"] = ({"num_ranks": np.int32(1)}, "")
 

@@ -162,7 +162,7 @@ void Run(Chooser& c) {
   Attributes attributes(&c);
   AddAll(program.options, {places.data(), places.size()}, c, &attributes);
   CudaGemmOptions options;
-  if (!ReadGemmOptions(attributes.Finish(), &options)) return;
+  if (IsRefused(ReadOptions(attributes.Finish(), &options), "jax_cp_dispatch")) return;
   const std::string op = options.op();
   if (IsRefused(CheckRanksOnGpu(op, options), op)) return;
   Placement placement;

@@ -1,0 +1,17 @@
+// Reads the attributes of a custom call by name.
+#include "ffi/attributes.h"
+
+namespace cpd {
+
+Status AttributeReader::Finish() const {
+  if (wrong_.empty() && attributes_.size() == num_read_) return Status::Ok();
+  const std::string what = wrong_.empty()
+                               ? std::to_string(attributes_.size()) + " were given instead of " +
+                                     std::to_string(num_read_)
+                               : std::string(wrong_) + " is missing or has another type";
+  return Status::Invalid(
+      "jax_cp_dispatch: the attributes are not those of this version's primitives: " + what +
+      ". Call it through jax_cp_dispatch.");
+}
+
+}  // namespace cpd

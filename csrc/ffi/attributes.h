@@ -1,0 +1,43 @@
+// Reads the attributes of a custom call by name.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "transport/transport.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+using Counts = xla::ffi::Span<const int64_t>;
+
+// Reads each attribute into a variable of its type. Finish() then tells whether all of them were
+// there, and no others.
+class AttributeReader {
+ public:
+  explicit AttributeReader(const xla::ffi::Dictionary& attributes) : attributes_(attributes) {}
+
+  template <typename T>
+  void Read(std::string_view name, T* value) {
+    ++num_read_;
+    const auto found = attributes_.get<T>(name);
+    if (found.has_value()) {
+      *value = *found;
+    } else if (wrong_.empty()) {
+      wrong_ = name;
+    }
+  }
+
+  // For attributes that are read elsewhere, or not needed.
+  void Skip(size_t count) { num_read_ += count; }
+
+  Status Finish() const;
+
+ private:
+  const xla::ffi::Dictionary attributes_;
+  size_t num_read_ = 0;
+  std::string_view wrong_;  // the first
+};
+
+}  // namespace cpd
