@@ -38,12 +38,12 @@ target_compile_options(cpd_cuda PRIVATE
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/attributes.cc
   csrc/ffi/common.cc
-  csrc/ffi/cuda.cc
-  csrc/ffi/cuda_call.cc
-  csrc/ffi/cuda_dispatch.cc
-  csrc/ffi/cuda_gemm.cc
-  csrc/ffi/cuda_gemm_call.cc
-  csrc/ffi/cuda_place.cc
+  csrc/ffi/cuda/dispatch.cc
+  csrc/ffi/cuda/dispatch_call.cc
+  csrc/ffi/cuda/gemm.cc
+  csrc/ffi/cuda/gemm_call.cc
+  csrc/ffi/cuda/module.cc
+  csrc/ffi/cuda/place.cc
   csrc/ffi/dispatch_call.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")
@@ -73,7 +73,7 @@ if(NVSHMEM_INCLUDE_DIR AND NVSHMEM_DEVICE_LIBRARY AND NVSHMEM_HOST_LIBRARY)
                              ${CPD_CUDA_INCLUDE_DIRS})
   target_link_libraries(cpd_nvshmem PRIVATE cpd_core)
   target_compile_options(cpd_nvshmem PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
-  nanobind_add_module(_nvshmem STABLE_ABI NB_STATIC csrc/ffi/nvshmem.cc)
+  nanobind_add_module(_nvshmem STABLE_ABI NB_STATIC csrc/ffi/cuda/nvshmem.cc)
   target_link_libraries(_nvshmem PRIVATE cpd_nvshmem cpd_core "${NVSHMEM_DEVICE_LIBRARY}"
                         "${NVSHMEM_HOST_LIBRARY}" CUDA::cudart_static)
   target_link_options(_nvshmem PRIVATE $<DEVICE_LINK:-Xnvlink=-v>)

@@ -1,4 +1,4 @@
-// The kernels of dispatch and combine over one fabric: device/ bound to a GPU's blocks; blockIdx.y
+// The kernels of dispatch and combine over one fabric: kernels/ bound to a GPU's blocks; blockIdx.y
 // is the rank. Included once for each fabric, by a .cu file.
 #pragma once
 
@@ -7,16 +7,16 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "device/exchange.h"
-#include "device/network.h"
-#include "device/plan.h"
-#include "device/push.h"
-#include "device/sum.h"
+#include "kernels/exchange.h"
+#include "kernels/network.h"
+#include "kernels/plan.h"
+#include "kernels/push.h"
+#include "kernels/sum.h"
 
 namespace cpd {
 namespace {
 
-using namespace device;  // NOLINT: this file is its other half
+using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kPlanThreads = 256;
 constexpr int kMoveThreads = 512;

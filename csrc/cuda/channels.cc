@@ -25,7 +25,7 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
   const int64_t bytes = num_ranks * bytes_per_rank;
   std::vector<char> state(bytes);
   for (int r = 0; r < num_ranks; ++r) {
-    reinterpret_cast<device::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
+    reinterpret_cast<kernels::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
   }
   cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
   if (error == cudaSuccess) {
@@ -33,11 +33,11 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
   }
   if (error == cudaSuccess) {
     error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
-                          num_ranks * sizeof(device::ErrorRecord),
+                          num_ranks * sizeof(kernels::ErrorRecord),
                           cudaHostAllocMapped | cudaHostAllocPortable);
   }
   if (error == cudaSuccess) {
-    std::memset(static_cast<void*>(local->errors), 0, num_ranks * sizeof(device::ErrorRecord));
+    std::memset(static_cast<void*>(local->errors), 0, num_ranks * sizeof(kernels::ErrorRecord));
     error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&local->errors_on_device),
                                      local->errors, 0);
   }
@@ -103,12 +103,12 @@ std::string Channel::TakeError(const std::string& op) {
   std::string first;
   for (auto& [rank, local] : locals_) {
     for (int r = 0; r < local.num_ranks; ++r) {
-      device::ErrorRecord* record = local.errors + r;
+      kernels::ErrorRecord* record = local.errors + r;
       const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
       if (raised == record->reported) continue;
       const std::string text = Describe(op, *record, static_cast<int>(places_.size()), num_parts_);
       // Who was refused tells more than who was told of it.
-      const bool is_cause = record->failure != device::Failure::kPeer;
+      const bool is_cause = record->failure != kernels::Failure::kPeer;
       __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);
       if (first.empty() || is_cause) first = text;
     }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/memory.h"
-#include "device/call.h"
+#include "kernels/call.h"
 #include "transport/transport.h"
 
 namespace cpd {
@@ -28,7 +28,7 @@ struct ChannelKey {
 // The sizes of a channel.
 struct ChannelShape {
   int64_t bytes;        // that ranks share, of each
-  int64_t local_bytes;  // of each local rank; begins with device::State
+  int64_t local_bytes;  // of each local rank; begins with kernels::State
   int num_local;        // ranks on one device: one, or all of them
   int num_parts;        // plans, for messages
 };
@@ -39,8 +39,8 @@ class Channel {
   // Of the local ranks together: kernels write here, and the host reads errors.
   struct Local {
     char* state = nullptr;
-    device::ErrorRecord* errors_on_device = nullptr;
-    device::ErrorRecord* errors = nullptr;
+    kernels::ErrorRecord* errors_on_device = nullptr;
+    kernels::ErrorRecord* errors = nullptr;
     int num_ranks = 0;
   };
 

@@ -5,8 +5,8 @@
 
 namespace cpd {
 
-using device::ErrorRecord;
-using device::Failure;
+using kernels::ErrorRecord;
+using kernels::Failure;
 
 std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks, int num_parts) {
   std::ostringstream text;

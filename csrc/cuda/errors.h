@@ -3,12 +3,12 @@
 
 #include <string>
 
-#include "device/call.h"
+#include "kernels/call.h"
 
 namespace cpd {
 
 // `op` begins the message; `num_ranks` and `num_parts` are those of the call.
-std::string Describe(const std::string& op, const device::ErrorRecord& error, int num_ranks,
+std::string Describe(const std::string& op, const kernels::ErrorRecord& error, int num_ranks,
                      int num_parts);
 
 }  // namespace cpd

@@ -10,8 +10,8 @@ namespace cpd {
 
 namespace {
 
-device::SumCall CallOf(const SumTask& task) {
-  device::SumCall sum{};
+kernels::SumCall CallOf(const SumTask& task) {
+  kernels::SumCall sum{};
   sum.num_sources = static_cast<int>(task.sources.size());
   std::copy(task.sources.begin(), task.sources.end(), sum.sources);
   sum.type = task.type;
@@ -49,15 +49,15 @@ void GpuArithmetic::Multiply(const GemmTask& task) const {
   const LtResources resources{device_, scratch_->lt, GemmScratch::kLtBytes, stream_};
   status_ = CublasLt::Get().Multiply(op_, described, resources);
   if (!status_.ok() || is_whole) return;
-  device::SumCall sum = CallOf({{product.c},
-                                DataType::kF32,
-                                product.c_pitch,
-                                task.m,
-                                task.n,
-                                task.epilogue.bias,
-                                task.c,
-                                task.c_type,
-                                task.c_pitch});
+  kernels::SumCall sum = CallOf({{product.c},
+                                 DataType::kF32,
+                                 product.c_pitch,
+                                 task.m,
+                                 task.n,
+                                 task.epilogue.bias,
+                                 task.c,
+                                 task.c_type,
+                                 task.c_pitch});
   sum.gelu = task.epilogue.gelu;
   sum.pre_gelu = task.epilogue.pre_gelu;
   sum.gelu_input = task.epilogue.gelu_input;
@@ -96,7 +96,7 @@ void GpuArithmetic::Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t r
 
 void GpuArithmetic::Finish(const OverlapProblem& p, const RankMemory& memory, const char*) const {
   if (memory.bias_grad == nullptr) return;
-  device::ColumnsCall call{};
+  kernels::ColumnsCall call{};
   call.num_columns = p.n;
   call.out = memory.bias_grad;
   call.out_type = p.output_type;

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "gemm/arithmetic.h"
-#include "gpu/cublaslt.h"
-#include "gpu/gemm_scratch.h"
+#include "gpu_schedule/cublaslt.h"
+#include "gpu_schedule/gemm_scratch.h"
 
 namespace cpd {
 

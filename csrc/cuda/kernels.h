@@ -3,14 +3,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include "device/call.h"
+#include "kernels/call.h"
 
 namespace cpd {
 
 // Launches all of a call: plan, move, meet, take. `num_blocks` move, on all local ranks together.
 // Nothing is read or kept on the host, so a recording of it may be replayed.
-using CallLauncher = cudaError_t (*)(const device::Call& call, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchCall(const device::Call& call, int num_blocks, cudaStream_t stream);
+using CallLauncher = cudaError_t (*)(const kernels::Call& call, int num_blocks,
+                                     cudaStream_t stream);
+cudaError_t LaunchCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
 
 // Who launches calls between ranks of which some reach each other over a network only: the
 // extension in which NVSHMEM runs, since its device code belongs to the module that starts it.

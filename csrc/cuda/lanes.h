@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "gpu/overlap_team.h"
+#include "gpu_schedule/overlap_team.h"
 #include "transport/transport.h"
 
 namespace cpd {

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "device/call.h"
+#include "kernels/call.h"
 
 namespace cpd {
 namespace {
@@ -125,7 +125,7 @@ Status Slab::Allocate(const std::string& op, const std::vector<Place>& places, i
                            ": the processes share no memory yet. Call jax_cp_dispatch.initialize() "
                            "in every process, before the program is compiled.");
   }
-  bytes = device::AlignUp(bytes);
+  bytes = kernels::AlignUp(bytes);
   int64_t offset = used_;
   *generation = 0;
   if (const auto found = freed_.find(layout); found != freed_.end()) {

@@ -10,6 +10,6 @@ namespace cpd {
 cudaError_t LoadNvshmemKernels(int device);
 
 // As LaunchCall, for a call with a network.
-cudaError_t LaunchNvshmemCall(const device::Call& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchNvshmemCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
 
 }  // namespace cpd

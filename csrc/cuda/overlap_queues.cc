@@ -11,7 +11,7 @@ namespace cpd {
 
 OverlapQueues::OverlapQueues(std::string op, int device, int group, int first_rank,
                              std::vector<GemmScratch> scratch, Lanes* lanes,
-                             GpuArithmetic* arithmetic, const device::Meeting* meeting,
+                             GpuArithmetic* arithmetic, const kernels::Meeting* meeting,
                              bool has_spans)
     : op_(std::move(op)),
       device_(device),

@@ -9,8 +9,8 @@
 
 #include "cuda/gpu_arithmetic.h"
 #include "cuda/lanes.h"
-#include "device/meeting.h"
-#include "gpu/overlap_team.h"
+#include "gpu_schedule/overlap_team.h"
+#include "kernels/meeting.h"
 
 namespace cpd {
 
@@ -20,7 +20,7 @@ class OverlapQueues final : public GpuQueues {
   // all ranks are here.
   OverlapQueues(std::string op, int device, int group, int first_rank,
                 std::vector<GemmScratch> scratch, Lanes* lanes, GpuArithmetic* arithmetic,
-                const device::Meeting* meeting, bool has_spans);
+                const kernels::Meeting* meeting, bool has_spans);
 
   // All lanes begin where the program's stream is, and it goes on when they are over.
   void Fork(cudaStream_t stream);
@@ -44,7 +44,7 @@ class OverlapQueues final : public GpuQueues {
   const std::vector<GemmScratch> scratch_;
   Lanes* const lanes_;
   GpuArithmetic* const arithmetic_;
-  const device::Meeting* const meeting_;
+  const kernels::Meeting* const meeting_;
   const bool has_spans_;
   cudaStream_t chosen_ = nullptr;
   int num_events_ = 0;

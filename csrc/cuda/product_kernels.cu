@@ -1,13 +1,13 @@
-// The kernels around a product: device/product.h and device/meeting.h bound to a GPU's blocks.
+// The kernels around a product: kernels/product.h and kernels/meeting.h bound to a GPU's blocks.
 #include <algorithm>
 
 #include "cuda/product_kernels.h"
-#include "device/copy.h"
+#include "kernels/copy.h"
 
 namespace cpd {
 namespace {
 
-using namespace device;  // NOLINT: this file is its other half
+using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kThreads = 256;
 constexpr int64_t kPieceBytes = 64 << 10;  // of a copy: what a block moves at a time

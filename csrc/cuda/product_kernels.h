@@ -4,25 +4,26 @@
 
 #include <cuda_runtime_api.h>
 
-#include "device/meeting.h"
-#include "device/product.h"
+#include "kernels/meeting.h"
+#include "kernels/product.h"
 
 namespace cpd {
 
-cudaError_t LaunchSum(const device::SumCall& call, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchColumns(const device::ColumnsCall& call, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchTranspose(const device::TransposeCall& call, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchSwizzle(const device::SwizzleCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchSum(const kernels::SumCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchColumns(const kernels::ColumnsCall& call, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchTranspose(const kernels::TransposeCall& call, int num_blocks,
+                            cudaStream_t stream);
+cudaError_t LaunchSwizzle(const kernels::SwizzleCall& call, int num_blocks, cudaStream_t stream);
 
 // A copy by a kernel: of rows without gaps.
 cudaError_t LaunchCopy(char* to, const char* from, int64_t num_bytes, int num_blocks,
                        cudaStream_t stream);
 
-cudaError_t LaunchBegin(const device::Meeting& meeting, cudaStream_t stream);
-cudaError_t LaunchTell(const device::Meeting& meeting, int peer, int signal, cudaStream_t stream);
-cudaError_t LaunchWaitFor(const device::Meeting& meeting, int peer, int signal,
+cudaError_t LaunchBegin(const kernels::Meeting& meeting, cudaStream_t stream);
+cudaError_t LaunchTell(const kernels::Meeting& meeting, int peer, int signal, cudaStream_t stream);
+cudaError_t LaunchWaitFor(const kernels::Meeting& meeting, int peer, int signal,
                           cudaStream_t stream);
-cudaError_t LaunchSpoil(const device::State* state, char* data, int64_t num_bytes, int num_blocks,
+cudaError_t LaunchSpoil(const kernels::State* state, char* data, int64_t num_bytes, int num_blocks,
                         cudaStream_t stream);
 
 // Loads every kernel now, on the current device; see LoadKernels() in kernels.cu.

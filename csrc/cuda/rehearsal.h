@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cuda/gpu_arithmetic.h"
-#include "gpu/overlap_team.h"
+#include "gpu_schedule/overlap_team.h"
 
 namespace cpd {
 

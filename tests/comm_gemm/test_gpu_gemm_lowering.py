@@ -1,6 +1,7 @@
 """GEMMs for GPUs, lowered without one: what the custom calls are told, and what falls to XLA."""
 
 import functools
+import pathlib
 import re
 import types
 import warnings
@@ -24,6 +25,7 @@ from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 W, ORDER = 4, [3, 1, 0, 2]
+ROOT = pathlib.Path(__file__).parents[2]
 SCRATCH = 255 + (32 << 20)
 X, K, N = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32), 16
 
@@ -70,6 +72,13 @@ def test_a_plain_product():
     assert attributes["comm_type"] == "0" and attributes["places"] == "dense<-1>"
     assert f"tensor<{SCRATCH}xui8>" in results
     assert attributes["tf32"] == "false"
+
+
+def test_the_handler_reads_every_attribute():
+    sources = [ROOT / "csrc/ffi" / name for name in ("gemm_call.cc", "cuda/gemm_call.cc")]
+    read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
+    ((attributes, _),) = calls(lowered(gemm, X, K))
+    assert sorted(attributes.keys() - {"backend_config"}) == sorted(read)
 
 
 def test_tf32_on_request():

@@ -1,5 +1,6 @@
 """Programs for GPUs, lowered without one: what the custom calls are told, and what is refused."""
 
+import pathlib
 import re
 import types
 
@@ -15,6 +16,7 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import places
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
+ROOT = pathlib.Path(__file__).parents[2]
 W, S, T, CAPACITY = 4, 5, 8, 64
 ORDER = [3, 1, 0, 2]
 PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
@@ -71,6 +73,14 @@ def test_dispatch_names_the_gpu_of_every_rank(implementation):
     assert target == "dispatch"
     assert places_in(attributes) == ORDER
     assert 'memory = "devices"' in attributes
+
+
+def test_the_handler_reads_every_attribute():
+    sources = [ROOT / "csrc/ffi" / name for name in ("dispatch_call.cc", "cuda/dispatch_call.cc")]
+    read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
+    ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
+    attributes = re.findall(r"(\w+) = ", rest.split("mhlo.backend_config = {")[1].split("}")[0])
+    assert sorted(attributes) == sorted(read)
 
 
 def test_combine_and_gradients():

@@ -301,7 +301,7 @@ def test_versions_are_those_of_the_package():
 
 
 def test_limits_on_gpus_are_those_of_the_sources():
-    header = "".join(path.read_text() for path in (ROOT / "csrc" / "device").glob("*.h"))
+    header = "".join(path.read_text() for path in (ROOT / "csrc" / "kernels").glob("*.h"))
     size = lambda name: re.findall(rf"\b{name} = (\d+)", header)[0]
     page = (ROOT / "docs" / "gpu.md").read_text()
     ranks, plans, arrays = map(size, ("kMaxRanks", "kMaxParts", "kMaxArrays"))

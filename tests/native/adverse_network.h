@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "device/block.h"
+#include "kernels/block.h"
 
-namespace cpd::device {
+namespace cpd::kernels {
 
 class AdverseNetwork {
  public:
@@ -35,7 +35,7 @@ class AdverseNetwork {
   // The calling thread belongs to this rank. Elsewhere each rank is a process.
   static void Enter(int rank) { ThisRank() = rank; }
 
-  // ---- What a fabric has, in csrc/device/fabric.h.
+  // ---- What a fabric has, in csrc/kernels/fabric.h.
 
   static void Put(const Block& block, char* to, const char* from, int64_t bytes, int pe) {
     block.Sync();
@@ -208,4 +208,4 @@ class AdverseNetwork {
   int64_t num_puts_ = 0, num_gets_ = 0;
 };
 
-}  // namespace cpd::device
+}  // namespace cpd::kernels

@@ -10,13 +10,13 @@
 #include <thread>
 #include <vector>
 
-#include "device/exchange.h"
-#include "device/network.h"
-#include "device/plan.h"
-#include "device/push.h"
-#include "device/sum.h"
+#include "kernels/exchange.h"
+#include "kernels/network.h"
+#include "kernels/plan.h"
+#include "kernels/push.h"
+#include "kernels/sum.h"
 
-namespace cpd::device {
+namespace cpd::kernels {
 
 class Barrier final : public BlockBarrier {
  public:
@@ -82,4 +82,4 @@ void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
   }
 }
 
-}  // namespace cpd::device
+}  // namespace cpd::kernels

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "device/call.h"
+#include "kernels/call.h"
 
 #define CHECK(condition)                                                    \
   do {                                                                      \
@@ -19,7 +19,7 @@
     }                                                                       \
   } while (0)
 
-namespace cpd::device {
+namespace cpd::kernels {
 
 // Memory that the kernels see: a GPU's test names an allocator.
 #ifdef CPD_TEST_ALLOCATOR
@@ -281,4 +281,4 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
   return world;
 }
 
-}  // namespace cpd::device
+}  // namespace cpd::kernels

@@ -15,8 +15,8 @@ jaxlib=$("${PYTHON:-python3}" -c 'import jaxlib; print(*jaxlib.__path__)')
 compile="${CLANG:-clang++} -std=c++17 -O1 -g1 -fsanitize=fuzzer-no-link,address,undefined \
   -fno-sanitize-recover=all -I$csrc -isystem $jaxlib/include"
 # All that checks a call, on CPU or for a GPU, and what runs it on the host.
-for source in "$csrc"/dispatch/*.cc "$csrc"/numerics/*.cc "$csrc"/gemm/*.cc "$csrc"/gpu/*.cc \
-  "$csrc"/transport/*.cc "$csrc"/ffi/attributes.cc "$csrc"/ffi/common.cc "$csrc"/ffi/*_call.cc \
+for source in "$csrc"/dispatch/*.cc "$csrc"/numerics/*.cc "$csrc"/gemm/*.cc "$csrc"/gpu_schedule/*.cc \
+  "$csrc"/transport/*.cc "$csrc"/ffi/*.cc "$csrc"/ffi/*/*_call.cc \
   "$root/tests/native/fuzz_$target.cc"; do
   echo "$source"
 done | xargs -P "$(nproc)" -I '{}' sh -c \

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/cuda_call.h"
+#include "ffi/cuda/dispatch_call.h"
 #include "fuzz_ffi.h"
 
 namespace cpd {
@@ -26,18 +26,20 @@ struct Program {
   size_t num_fields = 0;  // of args, which are metadata and stamps
 
   DispatchOptions options() const {
-    return {direction,
-            "dispatch",
-            "cp",
-            num_ranks,
-            deadline_ms,
-            "first,second",
-            ToCounts(has_src_offset),
-            ToCounts(has_stamp),
-            ToCounts(num_arrays),
-            ToCounts(num_tokens),
-            ToCounts(capacity),
-            ToCounts(buffer)};
+    DispatchOptions o;
+    o.direction = direction;
+    o.op = "dispatch";
+    o.axis = "cp";
+    o.num_ranks = num_ranks;
+    o.deadline_ms = deadline_ms;
+    o.capacity_names = "first,second";
+    o.has_src_offset = ToCounts(has_src_offset);
+    o.has_stamp = ToCounts(has_stamp);
+    o.num_arrays = ToCounts(num_arrays);
+    o.num_tokens = ToCounts(num_tokens);
+    o.capacity = ToCounts(capacity);
+    o.buffer = ToCounts(buffer);
+    return o;
   }
 };
 
@@ -151,10 +153,10 @@ void RunOnCpu(Chooser& c) {
 }
 
 // Reads what the kernels may read, and writes what they may write.
-void Touch(const device::Call& call) {
+void Touch(const kernels::Call& call) {
   volatile int64_t seen = 0;
   for (int p = 0; p < call.num_parts; ++p) {
-    const device::Part& part = call.parts[p];
+    const kernels::Part& part = call.parts[p];
     const int64_t views = part.has_all_views ? call.num_ranks : 1;
     const int64_t targets = part.num_slots * part.num_replicas;
     const auto read = [&](const IntArray& field, int64_t count) {
@@ -170,7 +172,7 @@ void Touch(const device::Call& call) {
     const int64_t out_rows = call.is_dispatch ? part.capacity : part.num_tokens;
     if (part.rows_per_piece < 1) __builtin_trap();
     for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-      const device::Array& array = call.arrays[a];
+      const kernels::Array& array = call.arrays[a];
       for (int64_t i = 0; i < call.num_local * in_rows * array.in_row_bytes; ++i) {
         seen = seen + array.in[i];
       }
@@ -197,7 +199,7 @@ void ReadOnGpu(Chooser& c) {
   const int64_t num_local = placement.on_one_device ? call.num_ranks : 1;
   Arrays arrays;
   Frame frame = Make(program, c, &arrays);
-  device::Call on_device{};
+  kernels::Call on_device{};
   const auto num_blocks = static_cast<int>(c.Number(1, 200));
   if (IsRefused(ReadCudaOperands(options, frame.args(), frame.results(), num_local, num_blocks,
                                  &call, &on_device),
@@ -205,7 +207,7 @@ void ReadOnGpu(Chooser& c) {
     return;
   }
   on_device.has_network = c.Flag();
-  if (device::LayOutChannel(&on_device) <= 0 || device::LayOutLocal(&on_device) <= 0) {
+  if (kernels::LayOutChannel(&on_device) <= 0 || kernels::LayOutLocal(&on_device) <= 0) {
     __builtin_trap();
   }
   Touch(on_device);

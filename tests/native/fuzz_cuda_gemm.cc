@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "ffi/cuda_call.h"
-#include "ffi/cuda_gemm_call.h"
+#include "ffi/cuda/dispatch_call.h"
+#include "ffi/cuda/gemm_call.h"
 #include "fuzz_gemm_program.h"
 #include "fuzz_schedule.h"
-#include "gpu/overlap_team.h"
+#include "gpu_schedule/overlap_team.h"
 
 namespace cpd {
 namespace {

@@ -3,7 +3,7 @@
 // fuzz.sh.
 #include <vector>
 
-#include "ffi/grouped_gemm_call.h"
+#include "ffi/cpu/grouped_gemm_call.h"
 #include "fuzz_gemm_program.h"
 
 namespace cpd {

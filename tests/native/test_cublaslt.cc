@@ -9,7 +9,7 @@
 
 #include "gemm/overlap_problem.h"
 #include "gemm/swizzle.h"
-#include "gpu/cublaslt.h"
+#include "gpu_schedule/cublaslt.h"
 #include "ranks.h"
 
 namespace cpd {

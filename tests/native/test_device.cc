@@ -7,8 +7,8 @@
 
 namespace {
 
-using namespace cpd;          // NOLINT
-using namespace cpd::device;  // NOLINT
+using namespace cpd;           // NOLINT
+using namespace cpd::kernels;  // NOLINT
 
 // All ranks but `absent`, at once; `times` calls without meeting in between.
 void Run(World& world, int times = 1, int absent = -1) {

@@ -35,8 +35,8 @@ struct Managed {
 
 namespace {
 
-using namespace cpd;          // NOLINT
-using namespace cpd::device;  // NOLINT
+using namespace cpd;           // NOLINT
+using namespace cpd::kernels;  // NOLINT
 
 #define CUDA(call)                                                                           \
   do {                                                                                       \

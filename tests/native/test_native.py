@@ -24,6 +24,7 @@ TESTS = (
     "test_shared_memory",
     "test_shared_overlap",
     "test_dispatch_buffers",
+    "test_dispatch_plans",
     "test_comm_overlap",
     "test_overlap_buffers",
     "test_overlap_timing",
@@ -38,7 +39,7 @@ BUILDS = {
     "": LARGE,
 }
 # Everything without XLA and Python.
-FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu")
+FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu_schedule")
 # What a test opens as a library, or has besides of the rooms that see CUDA.
 LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
 SOURCES = (ROOT / "csrc/cuda/errors.cc",)

@@ -10,8 +10,8 @@
 
 namespace {
 
-using namespace cpd;          // NOLINT
-using namespace cpd::device;  // NOLINT
+using namespace cpd;           // NOLINT
+using namespace cpd::kernels;  // NOLINT
 
 // All ranks but `absent`, at once; `times` calls without meeting in between. Returns how many puts
 // and gets there were.

@@ -6,7 +6,7 @@
 #include <random>
 #include <set>
 
-#include "gpu/overlap_team.h"
+#include "gpu_schedule/overlap_team.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
 

@@ -6,13 +6,13 @@
 
 #include "cuda/errors.h"
 #include "device.h"
-#include "device/meeting.h"
-#include "device/product.h"
 #include "gemm/arithmetic.h"
 #include "gemm/swizzle.h"
+#include "kernels/meeting.h"
+#include "kernels/product.h"
 #include "ranks.h"
 
-namespace cpd::device {
+namespace cpd::kernels {
 namespace {
 
 std::mt19937 rng(0);
@@ -170,7 +170,7 @@ struct Ranks {
 
   void Begin(int r) {
     Launch<BeginScratch>(
-        1, 4, [&](const Block& b, BeginScratch* s) { device::Begin(b, meetings[r], s); });
+        1, 4, [&](const Block& b, BeginScratch* s) { kernels::Begin(b, meetings[r], s); });
   }
   std::string Error(int r) const {
     return errors[r].raised == 0 ? "" : Describe("op", errors[r], meetings[r].num_ranks, 1);
@@ -254,10 +254,10 @@ void AnotherProgramIsNamed() {
 }
 
 }  // namespace
-}  // namespace cpd::device
+}  // namespace cpd::kernels
 
 int main() {
-  using namespace cpd::device;  // NOLINT
+  using namespace cpd::kernels;  // NOLINT
   using cpd::BF16;
   using cpd::F16;
   for (const bool has_bias : {false, true}) {

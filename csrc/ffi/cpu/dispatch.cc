@@ -1,0 +1,148 @@
+// XLA FFI handlers of dispatch and combine on the CPU transports.
+#include "dispatch/dispatch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "dispatch/dispatch_buffers.h"
+#include "ffi/common.h"
+#include "ffi/cpu/targets.h"
+#include "ffi/dispatch_call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+// The registered buffers that one rank uses in one exchange; released when the last copy is gone.
+class BufferUse {
+ public:
+  BufferUse() = default;
+  BufferUse(const BufferUse&) = delete;
+  BufferUse& operator=(const BufferUse&) = delete;
+  ~BufferUse() {
+    for (const int64_t id : ids_) DispatchBuffers::Get().Release(id);
+  }
+
+  Status Acquire(int64_t id, const Exchange& exchange, const DispatchPart& part) {
+    int64_t row_bytes = 0, num_rows = 0;
+    for (const RowArray& array : part.buffers) {
+      row_bytes += array.row_bytes;
+      num_rows = array.num_rows;
+    }
+    ids_.reserve(ids_.size() + 1);
+    Status status =
+        DispatchBuffers::Get().Acquire(id, exchange.op, exchange.key.group, num_rows, row_bytes);
+    if (status.ok()) ids_.push_back(id);
+    return status;
+  }
+
+ private:
+  std::vector<int64_t> ids_;
+};
+
+ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite* site,
+                 ffi::RunId run_id, int rank, int64_t group, const ffi::RemainingArgs& args,
+                 const ffi::RemainingRets& results) {
+  DispatchCall call;
+  Status status = ReadAttributes(options, &call);
+  if (status.ok()) status = ReadOperands(options, args, results, /*num_held=*/1, &call);
+  if (!status.ok()) return Failed(status);  // the same on every rank: they are part of the program
+
+  Exchange exchange;
+  exchange.op = call.op;
+  exchange.num_ranks = call.num_ranks;
+  exchange.deadline = call.deadline;
+  exchange.reader = [direction = call.direction,
+                     num_ranks = call.num_ranks](std::string_view bytes) {
+    return ReadDispatchContribution(direction, num_ranks, bytes);
+  };
+  status = site->Describe(run_id.run_id, group, &exchange);
+  if (!status.ok()) return Failed(status);
+  PlanWords words{std::string(options.capacity_names), exchange.processes};
+  exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
+                         const auto& ranks, WorkList* work) {
+    return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
+  };
+  Transport& transport = TransportFor(exchange);
+
+  auto promise = std::make_shared<ffi::Promise>();
+  ffi::Future future(*promise);
+  auto use = std::make_unique<BufferUse>();
+  for (size_t p = 0; p < call.parts.size() && status.ok(); ++p) {
+    DispatchPart& part = call.parts[p];
+    // A rank out of range must not index the metadata; the transport refuses it.
+    part.Select(std::clamp(rank, 0, call.num_ranks - 1));
+    for (const RowArray& array : call.is_dispatch() ? part.buffers : part.tokens) {
+      PreferHugePages(array.data, array.num_bytes());
+    }
+    if (options.buffer[p] != 0) status = use->Acquire(options.buffer[p], exchange, part);
+  }
+  if (!status.ok()) {
+    use.reset();
+    transport.Refuse(exchange, status, CompleteWith(std::move(promise), nullptr));
+    return future;
+  }
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->direction = call.direction;
+  mine->num_ranks = call.num_ranks;
+  mine->parts = std::move(call.parts);
+  // Asked once: the answer is read from a file each time.
+  static const int num_helpers =
+      std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
+  transport.Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
+                 num_helpers,
+                 [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  return future;
+}
+
+template <Direction kDirection>
+ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
+                   ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
+                   ffi::RemainingArgs args, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
+  try {
+    AttributeReader reader(attributes);
+    DispatchOptions options;
+    options.direction = kDirection;
+    ReadOptions(&reader, &options);
+    reader.Skip(kNumCallSiteAttributes);
+    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
+    return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
+                results);
+  } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
+    return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Ctx<ffi::State<CallSite>>()
+      .Ctx<ffi::RunId>()               // the same on all ranks of one execution
+      .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
+      .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes of the mesh
+      .RemainingArgs()                 // metadata and arrays; see ReadOperands
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());
+XLA_FFI_DEFINE_HANDLER(CombineHandler, MoveIn<Direction::kCombine>, Binding());
+
+}  // namespace
+
+std::vector<Target> DispatchTargets() {
+  return {{"jax_cp_dispatch.dispatch", DispatchHandler},
+          {"jax_cp_dispatch.combine", CombineHandler}};
+}
+
+}  // namespace cpd

@@ -1,0 +1,132 @@
+// XLA FFI handler of GEMMs, alone or overlapped with communication, on CPU.
+#include "gemm/gemm.h"
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "ffi/common.h"
+#include "ffi/cpu/targets.h"
+#include "ffi/gemm_call.h"
+#include "gemm/blas.h"
+#include "gemm/overlap_contribution.h"
+#include "gemm/plan_overlap.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
+                 const GemmOptions& options, const GemmBuffers& buffers) {
+  Exchange exchange;
+  exchange.op = std::string(options.op);
+  if (options.num_ranks > 0) exchange.op += " over axis '" + std::string(options.axis) + "'";
+  if (!BlasIsLoaded()) {
+    return Failed(Status::Invalid(exchange.op + ": no BLAS is loaded. Call it through "
+                                                "jax_cp_dispatch."));
+  }
+  OverlapProblem problem;
+  if (const Status status = Describe(exchange.op, options, buffers, &problem); !status.ok()) {
+    return Failed(status);  // the same on every rank: shapes are part of the program
+  }
+  const auto num_threads = static_cast<int>(options.num_threads);
+  for (const auto& result : {buffers.output, buffers.aux_out, buffers.workspace}) {
+    PreferHugePages(result.untyped_data(), NumBytes(result));
+  }
+  auto promise = std::make_shared<ffi::Promise>();
+  ffi::Future future(*promise);
+  if (problem.config.type == CommType::kNone) {
+    const RankMemory memory = MemoryOf(options, problem, buffers);
+    RunGemm(WholeProduct(problem, memory), num_threads);
+    FinishProduct(problem, memory, memory.lhs_scales);
+    promise->SetAvailable();
+    return future;
+  }
+  exchange.num_ranks = static_cast<int>(options.num_ranks);
+  if (const Status status = site->Describe(run_id.run_id, group, &exchange); !status.ok()) {
+    return Failed(status);
+  }
+  exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
+  Transport& transport = TransportFor(exchange);
+  Completion completion = CompleteWith(promise, nullptr);
+  const int64_t buffer_id = options.comm_overlap_id;
+  if (buffer_id != 0) {
+    const Status status = ConfigureByBuffer(exchange.op, buffer_id, &problem);
+    if (!status.ok()) {
+      transport.Refuse(exchange, status, std::move(completion));
+      return future;
+    }
+  }
+  exchange.planner = [exchange, problem, buffer_id, num_threads](const auto& ranks,
+                                                                 WorkList* work) {
+    const auto gemm = [num_threads](const GemmTask& task) { RunGemm(task, num_threads); };
+    return PlanOverlap(exchange, problem, buffer_id, gemm, ranks, work);
+  };
+  // All that there is to know of a rank elsewhere is part of the signature.
+  exchange.reader = [problem](std::string_view) {
+    RankMemory memory;
+    memory.is_elsewhere = true;
+    return std::make_unique<OverlapContribution>(problem, memory);
+  };
+  auto mine = std::make_unique<OverlapContribution>(problem, MemoryOf(options, problem, buffers));
+  transport.Join(exchange, rank, std::move(mine), std::move(completion), /*num_helpers=*/0, {});
+  return future;
+}
+
+ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
+                   ffi::BufferR0<ffi::S32> group, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv,
+                   ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
+                   ffi::AnyBuffer gelu_input, ffi::AnyBuffer aux_in,
+                   ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> bias_grad,
+                   ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
+                   ffi::Result<ffi::AnyBuffer> lhs_swizzled,
+                   ffi::Result<ffi::AnyBuffer> rhs_swizzled, ffi::Result<ffi::AnyBuffer> workspace,
+                   ffi::Dictionary attributes) {
+  try {
+    AttributeReader reader(attributes);
+    GemmOptions options;
+    ReadOptions(&reader, &options);
+    reader.Skip(kNumCallSiteAttributes);
+    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
+    const GemmBuffers buffers{lhs,           lhs_scale_inv, rhs,      rhs_scale_inv,
+                              bias,          gelu_input,    aux_in,   *output,
+                              *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
+                              *rhs_swizzled, *workspace};
+    return Gemm(site, run_id, *rank.typed_data(), *group.typed_data(), options, buffers);
+  } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
+    return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()               // the same on all ranks
+                           .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
+                           .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes
+                           .Arg<ffi::AnyBuffer>()           // lhs
+                           .Arg<ffi::AnyBuffer>()           // lhs_scale_inv
+                           .Arg<ffi::AnyBuffer>()           // rhs
+                           .Arg<ffi::AnyBuffer>()           // rhs_scale_inv
+                           .Arg<ffi::AnyBuffer>()           // bias [n]
+                           .Arg<ffi::AnyBuffer>()           // gelu_input
+                           .Arg<ffi::AnyBuffer>()           // aux_in
+                           .Ret<ffi::AnyBuffer>()           // output
+                           .Ret<ffi::AnyBuffer>()           // bias_grad
+                           .Ret<ffi::AnyBuffer>()           // pre_gelu_out
+                           .Ret<ffi::AnyBuffer>()           // aux_out
+                           .Ret<ffi::AnyBuffer>()           // lhs_swizzled
+                           .Ret<ffi::AnyBuffer>()           // rhs_swizzled
+                           .Ret<ffi::AnyBuffer>()  // workspace; its type is that of partial sums
+                           .Attrs());
+
+}  // namespace
+
+std::vector<Target> GemmTargets() { return {{"jax_cp_dispatch.gemm", GemmHandler}}; }
+
+}  // namespace cpd

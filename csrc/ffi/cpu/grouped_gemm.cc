@@ -1,0 +1,61 @@
+// XLA FFI handler of grouped GEMMs on CPU.
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "ffi/common.h"
+#include "ffi/cpu/grouped_gemm_call.h"
+#include "ffi/cpu/targets.h"
+#include "gemm/blas.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+ffi::Error GroupedGemm(ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
+                       ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output,
+                       ffi::Dictionary attributes) {
+  try {
+    GroupedGemmOptions options;
+    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
+      return ToError(status);
+    }
+    if (!BlasIsLoaded()) {
+      return ToError(Status::Invalid(std::string(options.op) +
+                                     ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+    }
+    GroupedProduct product;
+    const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
+                                     bias, group_sizes,   *output};
+    Status status = DescribeGrouped(options, buffers, &product);
+    if (status.ok()) {
+      status =
+          RunGroupedGemm(std::string(options.op), product, static_cast<int>(options.num_threads));
+    }
+    return ToError(status);
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // lhs
+                           .Arg<ffi::AnyBuffer>()  // lhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()  // rhs
+                           .Arg<ffi::AnyBuffer>()  // rhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()  // bias [g, n]
+                           .Arg<ffi::AnyBuffer>()  // group_sizes [g]
+                           .Ret<ffi::AnyBuffer>()  // output
+                           .Attrs());
+
+}  // namespace
+
+std::vector<Target> GroupedGemmTargets() {
+  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler, /*meets_others=*/false}};
+}
+
+}  // namespace cpd

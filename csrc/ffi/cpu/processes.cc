@@ -1,0 +1,76 @@
+// Python's view of the transport between processes: sockets and segments in, which it has made.
+#include "ffi/cpu/processes.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ffi/common.h"
+#include "nanobind/stl/string.h"
+#include "nanobind/stl/tuple.h"
+#include "nanobind/stl/vector.h"
+#include "transport/shared_memory.h"
+
+namespace nb = nanobind;
+
+namespace cpd {
+namespace {
+
+[[noreturn]] void Refuse(int process, const std::string& why) {
+  throw nb::value_error(
+      ("initialize: the segment of process " + std::to_string(process) + " " + why).c_str());
+}
+
+// Only what the segment is large enough for is mapped: reading beyond it would kill the process.
+SharedSegment Map(int process, int fd, int64_t num_bytes, bool is_own) {
+  struct stat status;
+  if (fstat(fd, &status) != 0) Refuse(process, std::string("has no size: ") + std::strerror(errno));
+  if (num_bytes <= 0 || status.st_size != num_bytes) {
+    Refuse(process, "has " + std::to_string(status.st_size) + " bytes but " +
+                        std::to_string(num_bytes) + " were announced.");
+  }
+  const int protection = is_own ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* base = mmap(nullptr, num_bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) {
+    Refuse(process, "of " + std::to_string(num_bytes) +
+                        " bytes cannot be mapped: " + std::strerror(errno) +
+                        ". Set JAX_CP_DISPATCH_SEGMENT_BYTES to less, in all processes.");
+  }
+  madvise(base, num_bytes, MADV_DONTDUMP);
+  return {process, fd, static_cast<char*>(base), num_bytes};
+}
+
+// (process, pid, socket, pid file descriptor or -1, segment, its bytes)
+using Other = std::tuple<int, int64_t, int, int, int, int64_t>;
+
+void Start(int process, int segment_fd, int64_t segment_bytes, const std::vector<Other>& others) {
+  if (SharedMemoryTransport() != nullptr) throw nb::value_error("initialize: called twice.");
+  std::vector<SharedSegment> segments;
+  std::vector<Peer> peers;
+  SharedSegment own = Map(process, segment_fd, segment_bytes, /*is_own=*/true);
+  for (const auto& [other, pid, socket_fd, pid_fd, fd, num_bytes] : others) {
+    segments.push_back(Map(other, fd, num_bytes, /*is_own=*/false));
+    peers.push_back({other, pid, socket_fd, pid_fd});
+  }
+  StartSharedMemory(own, std::move(segments), std::move(peers));
+}
+
+}  // namespace
+
+void BindProcesses(nb::module_& m) {
+  using nb::arg;
+  m.def("start_shared_memory", &Start, arg("process"), arg("segment_fd"), arg("segment_bytes"),
+        arg("others"),
+        "Takes over the file descriptors; afterwards exchanges reach the ranks of the others.");
+  m.def("end_programs", &EndPrograms, "Tells that no program with calls is being compiled.");
+}
+
+}  // namespace cpd

@@ -1,0 +1,166 @@
+// XLA FFI handlers of dispatch and combine on GPUs: operands in, kernels on the stream.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/channels.h"
+#include "cuda/kernels.h"
+#include "ffi/common.h"
+#include "ffi/cuda/dispatch_call.h"
+#include "ffi/cuda/place.h"
+#include "ffi/cuda/targets.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+int NumBlocks(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& num_blocks = known[device & 63];
+  if (num_blocks == 0) {
+    int count = 0;
+    if (NumResidentBlocks(&count) != cudaSuccess) {
+      cudaGetLastError();
+      count = 1;
+    }
+    num_blocks = count;
+  }
+  return num_blocks;
+}
+
+ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
+                 const std::vector<int64_t>& places) {
+  ChannelKey key;
+  const auto add = [&](int64_t number) { key.layout += std::to_string(number) + ","; };
+  add(call.is_dispatch);
+  add(call.num_ranks);
+  add(call.num_local);
+  if (call.has_network) key.layout += "network,";
+  for (int p = 0; p < call.num_parts; ++p) {
+    const kernels::Part& part = call.parts[p];
+    if (call.has_network) {  // the staging area has these sizes too
+      add(part.num_tokens);
+      add(static_cast<bool>(part.src_offset));
+    }
+    add(part.capacity);
+    add(part.num_slots);
+    add(part.num_replicas);
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      add(call.arrays[a].in_row_bytes);
+    }
+    key.layout += ";";
+    key.buffers.push_back(options.call.buffer[p]);
+  }
+  key.places = places;
+  return key;
+}
+
+// Which ranks are to be reached over the network from here. All of them find alike whether any are.
+void FindRemotes(const CudaOptions& options, const Placement& placement, kernels::Call* call) {
+  if (options.memory != "slab") return;
+  call->has_network = Slab::Get().NeedsNetwork(placement.places);
+  const int64_t here = Place::From(placement.places[placement.rank]).process;
+  for (size_t r = 0; r < placement.places.size(); ++r) {
+    const int64_t there = Place::From(placement.places[r]).process;
+    call->pe[r] = Slab::Get().IsRemote(here, there) ? static_cast<int32_t>(there) : -1;
+  }
+}
+
+Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
+            const int32_t* rank_operand, const ffi::RemainingArgs& args,
+            const ffi::RemainingRets& results) {
+  DispatchCall read;
+  Placement placement;
+  Status status = ReadCudaAttributes(options.call, &read);
+  const std::string& op = read.op;
+  if (status.ok()) status = FindPlacement(op, device, read.num_ranks, options.places, &placement);
+  if (!status.ok()) return status;
+
+  kernels::Call call{};
+  const int64_t num_local = placement.on_one_device ? read.num_ranks : 1;
+  const int num_blocks = NumBlocks(device);
+  status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
+  if (!status.ok()) return status;
+  FindRemotes(options, placement, &call);
+  const ChannelKey key = KeyOf(options, call, placement.places);
+  std::shared_ptr<Channel> channel;
+  ChannelShape shape;
+  shape.bytes = kernels::LayOutChannel(&call);
+  kernels::LayOutLocal(&call);
+  shape.local_bytes = call.local_bytes;
+  shape.num_local = call.num_local;
+  shape.num_parts = call.num_parts;
+  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab",
+                                       !execute || !IsRecorded(stream), &channel);
+  if (!status.ok() || !execute) return status;
+
+  call.first_rank = placement.rank;
+  call.rank_operand = placement.on_one_device ? nullptr : rank_operand;
+  call.program = std::hash<std::string>{}(key.layout);
+  std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
+  call.local = channel->local(placement.rank).state;
+  call.errors = channel->local(placement.rank).errors_on_device;
+  // Also after an error: the other ranks run this call too, and wait for this one.
+  if (const cudaError_t error = LaunchCall(call, num_blocks, stream); error != cudaSuccess) {
+    return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
+  }
+  if (IsRecorded(stream)) return status;
+  if (ChecksEachCall()) {
+    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+    }
+  }
+  const std::string message = channel->TakeError(op);
+  return message.empty() ? status : Status::Invalid(message);
+}
+
+template <Direction kDirection, bool kExecute>
+ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
+                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
+                  ffi::Dictionary attributes) {
+  try {
+    CudaOptions options;
+    options.call.direction = kDirection;
+    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
+      return ToError(status);
+    }
+    return ToError(Move(options, kExecute, device, stream, rank.typed_data(), args, results));
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+// The operands of both stages are those of the CPU's handlers; see ffi/dispatch_call.h.
+template <ffi::ExecutionStage kStage>
+auto Binding() {
+  return BindOperands<kStage>().Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(InitializeDispatch, (MoveIn<Direction::kDispatch, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(InitializeCombine, (MoveIn<Direction::kCombine, false>),
+                       Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER(ExecuteDispatch, (MoveIn<Direction::kDispatch, true>), Binding<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(ExecuteCombine, (MoveIn<Direction::kCombine, true>), Binding<kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<CudaTarget> CudaDispatchTargets() {
+  return {{"jax_cp_dispatch.dispatch", InitializeDispatch, ExecuteDispatch},
+          {"jax_cp_dispatch.combine", InitializeCombine, ExecuteCombine}};
+}
+
+}  // namespace cpd

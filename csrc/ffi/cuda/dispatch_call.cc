@@ -1,0 +1,125 @@
+// One custom call on a GPU: what its attributes and operands tell the kernels. Needs no CUDA.
+#include "ffi/cuda/dispatch_call.h"
+
+#include <algorithm>
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+// Pieces of some 100 kB, and several for each block where there is as much.
+int64_t RowsPerPiece(const kernels::Call& call, const kernels::Part& part, int num_blocks) {
+  int64_t row_bytes = 0;
+  for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    row_bytes += call.arrays[a].in_row_bytes;
+  }
+  const int64_t rows = std::max(part.num_tokens, part.capacity);
+  const int64_t bytes =
+      std::clamp<int64_t>(rows * row_bytes / (4 * num_blocks), 32 << 10, 128 << 10);
+  return std::max<int64_t>(1, bytes / std::max<int64_t>(1, row_bytes));
+}
+
+}  // namespace
+
+Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
+  AttributeReader reader(attributes);
+  ReadOptions(&reader, &options->call);
+  reader.Read("places", &options->places);
+  reader.Read("memory", &options->memory);
+  return reader.Finish();
+}
+
+Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
+                   Placement* placement) {
+  const auto count = static_cast<size_t>(num_ranks);
+  if (places.size() == 1 && places[0] == -1) {
+    *placement = {std::vector<int64_t>(count, here), 0, 0, true};
+    return Status::Ok();
+  }
+  if (places.size() % count != 0 ||
+      std::any_of(places.begin(), places.end(), [](int64_t place) { return place < 0; })) {
+    return Status::Invalid(op + ": places has " + std::to_string(places.size()) +
+                           " entries for groups of " + std::to_string(num_ranks) +
+                           " ranks, or one that is negative. Call it through jax_cp_dispatch.");
+  }
+  const auto at = std::find(places.begin(), places.end(), here);
+  if (at == places.end()) {
+    return Status::Invalid(op + ": the program was made for other devices than GPU " +
+                           std::to_string(here & 0xffff) + " of process " +
+                           std::to_string(here >> 16) + ". Compile it again.");
+  }
+  const size_t index = at - places.begin();
+  const int64_t* first = places.begin() + index / count * count;
+  *placement = {std::vector<int64_t>(first, first + count), static_cast<int>(index % count),
+                static_cast<int>(index / count), false};
+  return Status::Ok();
+}
+
+Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call) {
+  Status status = ReadAttributes(options, call);
+  if (!status.ok()) return status;
+  int64_t num_arrays = 0;
+  for (const int64_t n : options.num_arrays) num_arrays += n;
+  if (call->num_ranks <= kernels::kMaxRanks && call->parts.size() <= kernels::kMaxParts &&
+      num_arrays <= kernels::kMaxArrays) {
+    return status;
+  }
+  return Status::Invalid(call->op + ": " + std::to_string(call->num_ranks) + " ranks and " +
+                         std::to_string(num_arrays) + " arrays; on GPUs one call takes at most " +
+                         std::to_string(kernels::kMaxRanks) + " ranks and " +
+                         std::to_string(kernels::kMaxArrays) +
+                         " arrays. Stack arrays, or pass implementation='xla'.");
+}
+
+Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
+                        const ffi::RemainingRets& results, int64_t num_local, int num_blocks,
+                        DispatchCall* call, kernels::Call* on_device) {
+  // More makes no sense, and sizes would not fit 63 bits.
+  constexpr int64_t kMostReplicas = 1 << 14;
+  Status status = ReadOperands(options, args, results, num_local, call);
+  if (!status.ok()) return status;
+  on_device->is_dispatch = call->is_dispatch();
+  on_device->num_ranks = call->num_ranks;
+  on_device->num_parts = static_cast<int>(call->parts.size());
+  on_device->num_local = static_cast<int>(num_local);
+  on_device->deadline_ns = static_cast<uint64_t>(call->deadline.count()) * 1'000'000;
+  for (size_t p = 0; p < call->parts.size(); ++p) {
+    const DispatchPart& read = call->parts[p];
+    if (read.num_slots < 1 || read.num_replicas < 1 || read.num_replicas > kMostReplicas) {
+      return Status::Invalid(call->op + ": plan " + std::to_string(p) + " has " +
+                             std::to_string(read.num_slots) + " slots x " +
+                             std::to_string(read.num_replicas) +
+                             " replicas. Call it through jax_cp_dispatch.");
+    }
+    kernels::Part& part = on_device->parts[p];
+    part.num_recv = read.num_recv;
+    part.seq_len = read.seq_len;
+    part.dst_rank = read.dst_rank;
+    part.dst_offset = read.dst_offset;
+    part.src_offset = read.src_offset;
+    part.stamp = read.stamp;
+    part.has_all_views = read.num_views > 1;
+    part.num_slots = read.num_slots;
+    part.num_replicas = read.num_replicas;
+    part.num_tokens = options.num_tokens[p];
+    part.capacity = options.capacity[p];
+    part.first_array = on_device->num_arrays;
+    part.num_arrays = static_cast<int>(read.tokens.size());
+    for (size_t a = 0; a < read.tokens.size(); ++a) {
+      const RowArray& in = call->is_dispatch() ? read.tokens[a] : read.buffers[a];
+      const RowArray& out = call->is_dispatch() ? read.buffers[a] : read.tokens[a];
+      kernels::Array& array = on_device->arrays[on_device->num_arrays++];
+      array.in = in.data;
+      array.out = out.data;
+      array.in_row_bytes = in.row_bytes;
+      array.out_row_bytes = out.row_bytes;
+      array.in_type = read.types[a].in;
+      array.out_type = read.types[a].out;
+    }
+    part.rows_per_piece = RowsPerPiece(*on_device, part, num_blocks);
+  }
+  return status;
+}
+
+}  // namespace cpd

@@ -1,0 +1,253 @@
+// XLA FFI handlers of GEMMs on GPUs, alone or overlapped with communication: operands in, products
+// and copies on streams. The host waits for nothing.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/channels.h"
+#include "cuda/gpu_arithmetic.h"
+#include "cuda/gpu_spans.h"
+#include "cuda/overlap_queues.h"
+#include "cuda/product_kernels.h"
+#include "cuda/rehearsal.h"
+#include "ffi/common.h"
+#include "ffi/cuda/gemm_call.h"
+#include "ffi/cuda/place.h"
+#include "ffi/cuda/targets.h"
+#include "gemm/comm_overlap.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace cpd {
+namespace {
+
+int NumSms(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& num_sms = known[device & 63];
+  if (num_sms == 0) {
+    int count = 1;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    num_sms = std::max(count, 1);
+  }
+  return num_sms;
+}
+
+GpuShare ShareOf(const CudaGemmOptions& options, int device) {
+  constexpr int kBlocksPerSm = 8;
+  const int num_sms = NumSms(device);
+  const bool overlaps = static_cast<CommMethod>(options.call.comm_overlap_method) !=
+                        CommMethod::kNone;  // else one has the device after the other
+  const auto of_comm = static_cast<int>(std::clamp<int64_t>(options.num_comm_sm, 1, num_sms));
+  GpuShare share;
+  share.num_blocks = kBlocksPerSm * num_sms;
+  share.num_comm_blocks =
+      overlaps && options.set_sm_margin ? kBlocksPerSm * of_comm : share.num_blocks;
+  share.use_copy_engine = options.call.copies;
+  share.lt.tf32 = options.tf32;
+  share.lt.use_split_accumulator = options.call.use_split_accumulator;
+  if (overlaps && options.set_sm_margin) share.lt.num_sms = std::max(1, num_sms - of_comm);
+  return share;
+}
+
+Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool execute,
+                     int device, cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
+                     const std::vector<GemmScratch>& scratch, OverlapProblem problem) {
+  const GpuShare share = ShareOf(options, device);
+  GpuArithmetic arithmetic(op, device, share);
+  problem.ranks.push_back(MemoryOf(options.call, problem, buffers[0]));
+  const auto launch = [&](cudaStream_t on) {
+    arithmetic.Choose(on, &scratch[0]);
+    arithmetic.Prepare(&problem, 0, scratch);
+    arithmetic.Multiply(WholeProduct(problem, problem.ranks[0]));
+    arithmetic.Finish(problem, problem.ranks[0], nullptr);
+    return arithmetic.status();
+  };
+  if (execute) return launch(stream);
+  const auto kernels = KernelsOf(ProgramOf(op, problem), problem, 0, 1, share.lt);
+  return Rehearsal(&arithmetic, &scratch[0]).Run(op, device, kernels, launch);
+}
+
+ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int num_local,
+                 int num_signals, int64_t buffer_bytes) {
+  ChannelKey key;
+  key.layout = "gemm";
+  for (const int64_t number :
+       {options.call.num_ranks, int64_t{num_local}, int64_t{num_signals}, buffer_bytes}) {
+    key.layout += "," + std::to_string(number);
+  }
+  key.buffers = {options.call.comm_overlap_id};
+  key.places = placement.places;
+  key.maker = "create_comm_overlap_buffer";
+  return key;
+}
+
+void SpoilResults(const GemmBuffers& buffers, const kernels::State* state, int num_blocks,
+                  cudaStream_t stream, const GpuArithmetic& arithmetic) {
+  for (const ffi::AnyBuffer& result :
+       {buffers.output, buffers.bias_grad, buffers.pre_gelu_out, buffers.aux_out}) {
+    arithmetic.Check(LaunchSpoil(state, static_cast<char*>(result.untyped_data()), NumBytes(result),
+                                 num_blocks, stream),
+                     "launching a check");
+  }
+}
+
+// The problem as GpuArithmetic::Prepare() leaves it, for descriptions alone.
+OverlapProblem AsPrepared(OverlapProblem problem) {
+  if (problem.scaling == Scaling::kNone) return problem;
+  problem.rhs_transposed = true;
+  problem.lhs_transposed = false;
+  return problem;
+}
+
+// The steps of a call, recorded for all ranks.
+struct Schedule {
+  Schedule(const OverlapProblem& problem, std::shared_ptr<Arithmetic> arithmetic, int first_local,
+           int num_local)
+      : core(MakeCommOverlap(problem, std::move(arithmetic))),
+        team(problem.num_ranks(), core->num_signals(), first_local, num_local) {
+    for (int r = 0; r < problem.num_ranks(); ++r) core->Record(r, team.streams(r));
+  }
+
+  const std::unique_ptr<CommOverlapCore> core;
+  OverlapTeam team;
+};
+
+Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
+               cudaStream_t stream, const int32_t* rank_operand, const Placement& placement,
+               const std::vector<GemmBuffers>& buffers, const std::vector<GemmScratch>& scratch,
+               OverlapProblem problem) {
+  const auto num_ranks = static_cast<int>(options.call.num_ranks);
+  const auto num_local = static_cast<int>(buffers.size());
+  if (options.memory == "slab" && Slab::Get().NeedsNetwork(placement.places)) {
+    return Status::Invalid(op +
+                           ": some ranks reach each other over the network only, and products "
+                           "overlap through mapped memory. Pass implementation='xla'.");
+  }
+  problem.config = OnGpus(problem.config);
+  problem.shares_only_buffers = true;
+  problem.ranks.resize(num_ranks);
+  for (int i = 0; i < num_local; ++i) {
+    problem.ranks[placement.rank + i] = MemoryOf(options.call, problem, buffers[i]);
+  }
+  const int num_signals = MakeCommOverlap(problem, nullptr)->num_signals();
+  const int64_t before_buffer = kernels::MeetingBytes(num_ranks, num_signals);
+  const int64_t buffer_bytes = BufferBytes(problem);
+  const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
+                           kernels::AlignUp(sizeof(kernels::State)), num_local, 1};
+  const ChannelKey key = KeyOf(options, placement, num_local, num_signals, buffer_bytes);
+  const bool is_recorded = execute && IsRecorded(stream);
+  std::shared_ptr<Channel> channel;
+  Status status =
+      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+  std::shared_ptr<Lanes> lanes;
+  if (status.ok()) {
+    status =
+        Lanes::Find(op, device, num_local, options.gemm_priority, options.comm_priority, &lanes);
+  }
+  if (!status.ok()) return status;
+
+  for (int r = 0; r < num_ranks; ++r) {
+    problem.ranks[r].buffer = channel->memory()[r] + before_buffer;
+  }
+  const GpuShare share = ShareOf(options, device);
+  auto arithmetic = std::make_shared<GpuArithmetic>(op, device, share);
+  const Channel::Local& local = channel->local(placement.rank);
+  kernels::Meeting meeting{};
+  std::copy(channel->memory().begin(), channel->memory().end(), meeting.symmetric);
+  meeting.state = reinterpret_cast<kernels::State*>(local.state);
+  meeting.error = local.errors_on_device;
+  meeting.rank_operand = rank_operand;
+  meeting.deadline_ns = static_cast<uint64_t>(options.call.deadline_ms) * 1'000'000;
+  meeting.program = ProgramOf(op, problem);
+  meeting.num_ranks = num_ranks;
+  meeting.rank = placement.rank;
+  const bool meets = !placement.on_one_device;
+  if (!execute) {
+    const auto kernels = KernelsOf(meeting.program, problem, placement.rank, num_local, share.lt);
+    Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
+    return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
+      Schedule schedule(AsPrepared(problem), arithmetic, placement.rank, num_local);
+      return schedule.team.Enqueue(op, &rehearsal);
+    });
+  }
+  if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
+  arithmetic->Choose(stream, &scratch[0]);
+  arithmetic->Prepare(&problem, placement.rank, scratch);
+  Schedule schedule(problem, arithmetic, placement.rank, num_local);
+  {
+    std::lock_guard<std::mutex> lock(lanes->mutex);
+    OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
+                         arithmetic.get(), meets ? &meeting : nullptr,
+                         GpuSpans::Get().enabled() && !is_recorded);
+    queues.Fork(stream);
+    status = schedule.team.Enqueue(op, &queues);
+    queues.Join(stream);
+  }
+  if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
+  if (status.ok()) status = arithmetic->status();
+  if (!status.ok() || is_recorded) return status;
+  if (ChecksEachCall()) {
+    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+      return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
+    }
+  }
+  const std::string message = channel->TakeError(op);
+  return message.empty() ? status : Status::Invalid(message);
+}
+
+Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* rank,
+            const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
+            const ffi::Dictionary& attributes) {
+  CudaGemmOptions options;
+  if (const Status status = ReadOptions(attributes, &options); !status.ok()) return status;
+  const std::string op = options.op();
+  const bool overlaps = options.overlaps();
+  Placement placement;
+  Status status = CheckRanksOnGpu(op, options);
+  if (status.ok()) {
+    status = FindPlacement(op, device, options.num_ranks(), options.places, &placement);
+  }
+  if (!status.ok()) return status;
+  const bool has_all_ranks = overlaps && placement.on_one_device;
+  CudaGemmCall call;
+  status = ReadGemmCall(op, options, args, results, has_all_ranks, &call);
+  if (!status.ok()) return status;
+  if (overlaps) {
+    return Overlap(op, options, execute, device, stream, placement.on_one_device ? nullptr : rank,
+                   placement, call.buffers, call.scratch, std::move(call.problem));
+  }
+  return MultiplyAlone(op, options, execute, device, stream, call.buffers, call.scratch,
+                       std::move(call.problem));
+}
+
+template <bool kExecute>
+ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
+                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
+                  ffi::Dictionary attributes) {
+  try {
+    return ToError(Gemm(kExecute, device, stream, rank.typed_data(), args, results, attributes));
+  } catch (const std::exception& error) {
+    return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
+  }
+}
+
+// The operands are those of the CPU's handler; see ffi/cpu/gemm.cc.
+XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, BindOperands<kInitialize>().Attrs());
+XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<CudaTarget> CudaGemmTargets() {
+  return {{"jax_cp_dispatch.gemm", InitializeGemm, ExecuteGemm}};
+}
+
+}  // namespace cpd

@@ -1,0 +1,64 @@
+// One call of the GEMM handler on a GPU: its attributes, its arrays rank by rank, and the problem
+// they describe. Needs no CUDA.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ffi/cuda/dispatch_call.h"
+#include "ffi/gemm_call.h"
+#include "gpu_schedule/gemm_scratch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cpd {
+
+// Those of the CPU, and what GPUs are told besides.
+struct CudaGemmOptions {
+  GemmOptions call;
+  Counts places;            // see CudaOptions; one of -1 also where there is no communication
+  std::string_view memory;  // "devices" of this process, or a "slab" per process
+  int64_t gemm_priority, comm_priority;
+  int64_t num_comm_sm;
+  bool set_sm_margin;
+  bool tf32;
+
+  bool overlaps() const { return call.comm_type != 0; }
+  int64_t num_ranks() const { return overlaps() ? call.num_ranks : 1; }
+  std::string op() const;
+};
+
+Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaGemmOptions* options);
+
+// The array of one rank among those of all ranks, which have a dimension of ranks before theirs.
+class BufferView {
+ public:
+  BufferView(const xla::ffi::AnyBuffer& all, int64_t rank, int64_t num_ranks);
+
+  xla::ffi::AnyBuffer get() const { return xla::ffi::AnyBuffer(raw_.get()); }
+
+ private:
+  std::vector<int64_t> dims_;
+  std::unique_ptr<XLA_FFI_Buffer> raw_;
+};
+
+// One call, as it lies in the memory of this device.
+struct CudaGemmCall {
+  std::vector<BufferView> views;     // which the buffers of several ranks live as long as
+  std::vector<GemmBuffers> buffers;  // of each local rank
+  OverlapProblem problem;            // without memory
+  std::vector<GemmScratch> scratch;  // of each local rank, in what XLA gave for the call
+};
+
+// Before anything is made for the ranks: no more than GPUs take.
+Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options);
+
+// The arrays, and what they and the attributes describe. `has_all_ranks`: arrays have a dimension
+// of ranks before theirs. Refuses what does not fit, and what GPUs do not take.
+Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
+                    const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& results,
+                    bool has_all_ranks, CudaGemmCall* call);
+
+}  // namespace cpd

@@ -1,0 +1,35 @@
+// Where a custom call on a GPU stands: on which device, as which rank, and whether it is recorded.
+#include "ffi/cuda/place.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/channels.h"
+
+namespace cpd {
+
+Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
+                     Placement* placement) {
+  if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+    return {StatusCode::kInternal,
+            op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
+  }
+  const int64_t here = ChannelRegistry::Get().process() << 16 | device;
+  return LocateRanks(op, here, num_ranks, places, placement);
+}
+
+bool IsRecorded(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
+
+bool ChecksEachCall() {
+  static const bool checks = [] {
+    const char* value = std::getenv("JAX_CP_DISPATCH_CHECK");
+    return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
+  }();
+  return checks;
+}
+
+}  // namespace cpd

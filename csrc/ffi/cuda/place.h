@@ -1,0 +1,24 @@
+// Where a custom call on a GPU stands: on which device, as which rank, and whether it is recorded.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ffi/cuda/dispatch_call.h"
+#include "transport/transport.h"
+
+namespace cpd {
+
+// Makes `device` current, and finds it among `places`; see LocateRanks.
+Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
+                     Placement* placement);
+
+bool IsRecorded(cudaStream_t stream);
+
+// Whether each call waits and reports its own errors, instead of leaving them to a later one.
+bool ChecksEachCall();
+
+}  // namespace cpd

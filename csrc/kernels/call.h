@@ -1,0 +1,273 @@
+// What one call of dispatch or combine is for a GPU: the one parameter of all of its kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/block.h"
+#include "numerics/element.h"
+#include "numerics/host_device.h"
+#include "numerics/int_array.h"
+
+namespace cpd::kernels {
+
+constexpr int kMaxRanks = 64;
+constexpr int kMaxParts = 4;
+constexpr int kMaxArrays = 64;
+constexpr int kTagRun = 1024;  // tags that are put over the network at a time
+constexpr int64_t kStampSize = 5;
+
+CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
+
+// One array: rows of equal size, one after another; on one device, those of all its ranks.
+struct Array {
+  const char* in;
+  char* out;
+  int64_t in_row_bytes;
+  int64_t out_row_bytes;
+  int64_t data;    // where its rows are in half a channel
+  int64_t staged;  // where they wait for the network, in a channel
+  DataType in_type;
+  DataType out_type;
+};
+
+// Arrays that move as one metadata says.
+struct Part {
+  IntArray num_recv;    // [W + 1]
+  IntArray seq_len;     // [S]
+  IntArray dst_rank;    // [S, C]
+  IntArray dst_offset;  // [S, C]
+  IntArray src_offset;  // [S], or none
+  IntArray stamp;       // [kStampSize] of this rank, or none; see dispatch/dispatch.h
+  bool has_all_views;   // fields are [W, ...], of which a rank reads its own
+  int64_t num_slots;
+  int64_t num_replicas;
+  int64_t num_tokens;
+  int64_t capacity;
+  int64_t rows_per_piece;  // what a block moves at a time
+  int first_array;
+  int num_arrays;
+  int64_t tags;         // where the tags of its rows are in half a channel
+  int64_t staged_rows;  // of each array: sent ones of dispatch, fetched ones of combine
+  int64_t first_slot;   // its slots among those of all parts
+};
+
+// What goes wrong on a device, as the host reads it. `raised` counts up on the device and
+// `reported` on the host; the first error stays until it has been reported.
+enum class Failure : int64_t {
+  kNone,
+  kRank,     // rank: that of the operand, expected: that of the device
+  kBatch,    // slot: 0 segment ids, 1 positions; expected: checksum of the plan, seen: of the rank
+  kLength,   // slot; seen: seq_len, expected: src_offset
+  kDstRank,  // slot, replica; seen: dst_rank
+  kTokens,   // slot; seen: seq_len, expected: src_offset
+  kDstOffset,  // slot, replica; seen: dst_offset
+  kCapacity,   // peer; seen: rows needed
+  kFetched,    // expected: rows that can be fetched, seen: rows to fetch
+  kCounts,     // peer; expected: num_recv, seen: sent
+  kOverlap,    // expected: rows sent, seen: rows written
+  kPeer,       // peer: whose plan was refused
+  kGone,       // peer: that has given up
+  kProgram,    // peer: whose call is another one
+  kDeadline,   // peer; expected and seen: signals
+  kBroken,     // an earlier call failed half way
+};
+
+struct ErrorRecord {
+  uint64_t raised;
+  uint64_t reported;
+  Failure failure;
+  int64_t part, rank, peer, slot, replica, expected, seen;
+  uint64_t epoch;
+};
+
+// How far a rank is; in device memory, so that a recorded call can be replayed.
+struct State {
+  uint64_t epoch;  // of this call; counts from 1
+  // 0, or why this call has no result: kRefused, and the next call may go well, or kBroken.
+  uint64_t failed;
+  uint64_t broken;  // stays
+  uint64_t blocks_done;
+  uint64_t rows_written[kMaxParts];
+  int64_t first_piece[kMaxParts + 1];  // of what this rank sends, part by part
+};
+enum : uint64_t { kFine, kRefused, kGivenUp };
+
+struct Slot {
+  int64_t src_row;
+  int64_t num_rows;
+  int64_t first_piece;
+};
+
+struct Call {
+  // The channel's memory of every rank, at the same offsets on each. Two halves, taken in turn.
+  // Of a remote rank, whose memory is not mapped here, this rank's own.
+  char* symmetric[kMaxRanks];
+  bool has_network;       // some ranks are remote to others; the same on all of them
+  int32_t pe[kMaxRanks];  // if so, by which number the network reaches a rank; -1: it is mapped
+  int64_t half_begin, half_bytes;
+  int64_t staged_messages, staged_tags;  // in a channel
+  // Of each local rank, local_bytes apart: State, sent [parts, W], then all parts' slots; with a
+  // network, where the rows begin that are fetched of each slot.
+  char* local;
+  int64_t local_bytes, first_fetched;
+  ErrorRecord* errors;          // per local rank; the host reads them
+  const int32_t* rank_operand;  // or none
+  uint64_t deadline_ns;
+  uint64_t program;  // the same on ranks that make the same call
+  int num_ranks;
+  int first_rank;  // of the local ranks: one, or all of them on one device
+  int num_local;
+  int num_parts;
+  int num_arrays;
+  bool is_dispatch;
+  Part parts[kMaxParts];
+  Array arrays[kMaxArrays];
+};
+
+// ---- Where things are. A channel begins with `arrived`: the last call of which each rank has sent
+// everything. Each half holds messages [W][2 + parts] (whether the sender failed, its program, and
+// how many rows it sent of each part), and for dispatch a tag for each row, then all arrays' rows.
+// With a network a staging area follows, which only its own rank sees and the network reads or
+// writes: messages [W], for dispatch a run of tags, then all arrays' rows.
+
+CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
+
+// Appends the staging area to a channel of `at` bytes.
+CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
+  call->staged_messages = at;
+  at += AlignUp(call->num_ranks * MessageBytes(*call));
+  call->staged_tags = at;
+  if (call->is_dispatch) at += AlignUp(8 * kTagRun);
+  for (int p = 0; p < call->num_parts; ++p) {
+    Part& part = call->parts[p];
+    const int64_t named = part.num_tokens * part.num_replicas;  // by slots that do not overlap
+    const int64_t held = part.capacity * call->num_ranks;
+    part.staged_rows = call->is_dispatch                  ? part.num_tokens
+                       : named < held && !part.src_offset ? named
+                                                          : held;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      call->arrays[a].staged = at;
+      at += AlignUp(part.staged_rows * call->arrays[a].in_row_bytes);
+    }
+  }
+  return at;
+}
+
+// Fills in the offsets, from the sizes; returns the bytes of a channel per rank.
+CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
+  call->half_begin = AlignUp(8 * call->num_ranks);
+  int64_t at = AlignUp(call->num_ranks * MessageBytes(*call));
+  for (int p = 0; p < call->num_parts; ++p) {
+    Part& part = call->parts[p];
+    part.tags = at;
+    if (call->is_dispatch) at += AlignUp(8 * part.capacity);
+  }
+  for (int p = 0; p < call->num_parts; ++p) {
+    const Part& part = call->parts[p];
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      call->arrays[a].data = at;
+      at += AlignUp(part.capacity * call->arrays[a].in_row_bytes);
+    }
+  }
+  call->half_bytes = at;
+  at = call->half_begin + 2 * at;
+  return call->has_network ? LayOutStaging(call, at) : at;
+}
+
+CPD_HOST_DEVICE inline int64_t LayOutLocal(Call* call) {
+  int64_t num_slots = 0;
+  for (int p = 0; p < call->num_parts; ++p) {
+    call->parts[p].first_slot = num_slots;
+    num_slots += call->parts[p].num_slots;
+  }
+  call->local_bytes = AlignUp(sizeof(State)) + AlignUp(8 * call->num_parts * call->num_ranks) +
+                      AlignUp(num_slots * static_cast<int64_t>(sizeof(Slot)));
+  call->first_fetched = call->local_bytes;
+  if (call->has_network) call->local_bytes += AlignUp(8 * num_slots);
+  return call->num_local * call->local_bytes;
+}
+
+// A local rank's view of a call.
+struct Rank {
+  const Call& call;
+  int local;
+
+  CPD_DEVICE int rank() const { return call.first_rank + local; }
+  CPD_DEVICE State* state() const {
+    return reinterpret_cast<State*>(call.local + local * call.local_bytes);
+  }
+  CPD_DEVICE uint64_t* sent(int part) const {
+    return reinterpret_cast<uint64_t*>(call.local + local * call.local_bytes +
+                                       AlignUp(sizeof(State))) +
+           part * call.num_ranks;
+  }
+  CPD_DEVICE Slot* slots(const Part& part) const {
+    return reinterpret_cast<Slot*>(call.local + local * call.local_bytes + AlignUp(sizeof(State)) +
+                                   AlignUp(8 * call.num_parts * call.num_ranks)) +
+           part.first_slot;
+  }
+  // Of each slot, where the rows that combine fetches for it begin among the staged ones.
+  CPD_DEVICE int64_t* first_fetched(const Part& part) const {
+    return reinterpret_cast<int64_t*>(call.local + local * call.local_bytes + call.first_fetched) +
+           part.first_slot;
+  }
+  // The memory of this rank's own channel.
+  CPD_DEVICE char* channel() const { return call.symmetric[rank()]; }
+  CPD_DEVICE ErrorRecord* error() const { return call.errors + local; }
+
+  // A field of this rank, which has `count` elements per rank.
+  CPD_DEVICE IntArray Field(const Part& part, const IntArray& field, int64_t count) const {
+    return part.has_all_views ? field.From(static_cast<int64_t>(rank()) * count) : field;
+  }
+
+  CPD_DEVICE const char* in(const Part& part, const Array& array) const {
+    const int64_t rows = call.is_dispatch ? part.num_tokens : part.capacity;
+    return array.in + local * rows * array.in_row_bytes;
+  }
+  CPD_DEVICE char* out(const Part& part, const Array& array) const {
+    const int64_t rows = call.is_dispatch ? part.capacity : part.num_tokens;
+    return array.out + local * rows * array.out_row_bytes;
+  }
+};
+
+// One rank's channel, as anybody sees it.
+CPD_DEVICE uint64_t* Arrived(const Call& call, int at, int from) {
+  return reinterpret_cast<uint64_t*>(call.symmetric[at]) + from;
+}
+CPD_DEVICE char* Half(const Call& call, int at, uint64_t epoch) {
+  return call.symmetric[at] + call.half_begin + (epoch & 1) * call.half_bytes;
+}
+CPD_DEVICE uint64_t* Message(const Call& call, int at, uint64_t epoch, int from) {
+  return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + from * MessageBytes(call));
+}
+CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const Part& part) {
+  return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + part.tags);
+}
+
+// Where a message waits that the network will read.
+CPD_DEVICE uint64_t* StagedMessage(const Rank& rank, int to) {
+  return reinterpret_cast<uint64_t*>(rank.channel() + rank.call.staged_messages +
+                                     to * MessageBytes(rank.call));
+}
+
+// Leaves the first error for the host. One thread of a rank calls it at a time.
+CPD_DEVICE void RaiseAs(ErrorRecord* record, const ErrorRecord& what, int rank, uint64_t epoch) {
+  const uint64_t raised = record->raised;
+  if (raised != LoadAcquire(&record->reported)) return;
+  record->failure = what.failure;
+  record->part = what.part;
+  record->rank = rank;
+  record->peer = what.peer;
+  record->slot = what.slot;
+  record->replica = what.replica;
+  record->expected = what.expected;
+  record->seen = what.seen;
+  record->epoch = epoch;
+  StoreRelease(&record->raised, raised + 1);
+}
+
+CPD_DEVICE void Raise(const Rank& rank, const ErrorRecord& what) {
+  RaiseAs(rank.error(), what, rank.rank(), rank.state()->epoch);
+}
+
+}  // namespace cpd::kernels

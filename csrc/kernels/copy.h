@@ -1,0 +1,106 @@
+// Flat copies by one block: the widest vectors that source and destinations agree on.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/block.h"
+
+namespace cpd::kernels {
+
+// Destinations that are written from one read.
+constexpr int kMulticast = 8;
+
+struct alignas(16) Vector16 {
+  uint32_t words[4];
+};
+
+// bytes = head, then `count` vectors of `width` bytes, then tail; head and tail are below `width`.
+struct Cut {
+  int width;
+  int64_t head, count, tail;
+};
+
+// `apart` has a bit for every way in which addresses differ: the differences, or-ed together.
+CPD_HOST_DEVICE inline Cut CutCopy(uint64_t from, uint64_t apart, int64_t bytes) {
+  int width = 16;
+  while (apart & (width - 1)) width /= 2;
+  int64_t head = (0 - from) & (width - 1);
+  if (head > bytes) head = bytes;
+  const int64_t rest = bytes - head;
+  return {width, head, rest / width, rest % width};
+}
+
+// Vectors [first, count) of one width, behind `begin` bytes.
+template <typename V>
+CPD_DEVICE void CopyEach(const Block& block, const char* from, char* const* to, int num_to,
+                         int64_t begin, int64_t first, int64_t count) {
+  const V* in = reinterpret_cast<const V*>(from + begin);
+  CPD_NO_UNROLL
+  for (int64_t i = first + block.thread; i < count; i += block.num_threads) {
+    const V value = in[i];
+    CPD_NO_UNROLL
+    for (int r = 0; r < num_to; ++r) reinterpret_cast<V*>(to[r] + begin)[i] = value;
+  }
+}
+
+// Those of 16 bytes, with four reads of every thread in flight; returns where it stops.
+CPD_DEVICE int64_t CopyFours(const Block& block, const char* from, char* const* to, int num_to,
+                             int64_t begin, int64_t count) {
+  const Vector16* in = reinterpret_cast<const Vector16*>(from + begin);
+  const int64_t step = block.num_threads;
+  const int64_t end = count - count % (4 * step);
+  CPD_NO_UNROLL
+  for (int64_t i = block.thread; i < end; i += 4 * step) {
+    const Vector16 a = in[i], b = in[i + step], c = in[i + 2 * step], d = in[i + 3 * step];
+    CPD_NO_UNROLL
+    for (int r = 0; r < num_to; ++r) {
+      Vector16* out = reinterpret_cast<Vector16*>(to[r] + begin) + i;
+      out[0] = a;
+      out[step] = b;
+      out[2 * step] = c;
+      out[3 * step] = d;
+    }
+  }
+  return end;
+}
+
+// Copies `bytes` to each of `num_to` places. `to` may lie in the block's scratch.
+CPD_DEVICE void Copy(const Block& block, const char* from, char* const* to, int num_to,
+                     int64_t bytes) {
+  const auto address = reinterpret_cast<uint64_t>(from);
+  uint64_t apart = 0;
+  CPD_NO_UNROLL
+  for (int r = 0; r < num_to; ++r) apart |= reinterpret_cast<uint64_t>(to[r]) - address;
+  const Cut cut = CutCopy(address, apart, bytes);
+  if (cut.width == 16) {
+    const int64_t done = CopyFours(block, from, to, num_to, cut.head, cut.count);
+    CopyEach<Vector16>(block, from, to, num_to, cut.head, done, cut.count);
+  } else if (cut.width == 8) {
+    CopyEach<uint64_t>(block, from, to, num_to, cut.head, 0, cut.count);
+  } else if (cut.width == 4) {
+    CopyEach<uint32_t>(block, from, to, num_to, cut.head, 0, cut.count);
+  } else if (cut.width == 2) {
+    CopyEach<uint16_t>(block, from, to, num_to, cut.head, 0, cut.count);
+  } else {
+    CopyEach<uint8_t>(block, from, to, num_to, 0, 0, bytes);
+    return;
+  }
+  CopyEach<uint8_t>(block, from, to, num_to, 0, 0, cut.head);
+  CopyEach<uint8_t>(block, from, to, num_to, bytes - cut.tail, 0, cut.tail);
+}
+
+// Sets `bytes` to one value.
+CPD_DEVICE void Fill(const Block& block, char* to, uint8_t value, int64_t bytes) {
+  const Cut cut = CutCopy(reinterpret_cast<uint64_t>(to), 0, bytes);
+  for (int64_t i = block.thread; i < cut.head; i += block.num_threads) to[i] = value;
+  const uint32_t word = value * 0x01010101u;
+  Vector16* vectors = reinterpret_cast<Vector16*>(to + cut.head);
+  for (int64_t i = block.thread; i < cut.count; i += block.num_threads) {
+    vectors[i] = {{word, word, word, word}};
+  }
+  char* end = to + bytes - cut.tail;
+  for (int64_t i = block.thread; i < cut.tail; i += block.num_threads) end[i] = value;
+}
+
+}  // namespace cpd::kernels

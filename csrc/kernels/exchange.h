@@ -1,0 +1,142 @@
+// The third kernel of a call: one block per rank tells every rank that it has sent, and waits for
+// every rank. The only kernel that waits; no other kernel can hold the GPU up.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+#include "kernels/fabric.h"
+#include "kernels/plan.h"
+
+namespace cpd::kernels {
+
+// Added to the signal of a rank that has given up: it still grows, and says so in one word.
+constexpr uint64_t kGone = uint64_t{1} << 63;
+
+struct MeetScratch {
+  uint64_t first_bad;
+  uint64_t is_broken;
+};
+
+// Tells all ranks, also those that get no row: the signal of a call is as well the acknowledgement
+// that this rank has read what it got in the one before, whose half the next call will overwrite.
+// What went over the network is there before any signal, and the signals of the last call too.
+template <typename Fabric = Mapped>
+CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
+  const Call& call = rank.call;
+  const State& state = *rank.state();
+  if constexpr (Fabric::kHasNetwork) {
+    if (block.thread == 0) Fabric::Quiet();
+    block.Sync();
+  }
+  const bool has_given_up = state.failed == kGivenUp;
+  const uint64_t signal = has_given_up ? kGone | state.epoch : state.epoch;
+  for (int to = block.thread; to < call.num_ranks; to += block.num_threads) {
+    uint64_t* arrived = Arrived(call, to, rank.rank());
+    uint64_t* message = Message(call, to, state.epoch, rank.rank());
+    uint64_t* written = IsRemote<Fabric>(call, to) ? StagedMessage(rank, to) : message;
+    if (!has_given_up) {
+      written[0] = state.failed;
+      written[1] = call.program;
+      for (int p = 0; p < call.num_parts; ++p) written[2 + p] = rank.sent(p)[to];
+    }
+    if constexpr (Fabric::kHasNetwork) {
+      if (IsRemote<Fabric>(call, to)) {
+        if (has_given_up) {
+          Fabric::SetSignal(arrived, signal, call.pe[to]);
+        } else {
+          Fabric::PutSignal(message, written, MessageBytes(call), arrived, signal, call.pe[to]);
+        }
+        continue;
+      }
+    }
+    StoreRelease(arrived, signal);
+  }
+}
+
+// The last signal of a rank. If it is that of this call, what was sent before it is visible.
+template <typename Fabric>
+CPD_DEVICE uint64_t Heard(const Rank& rank, int from) {
+  uint64_t* arrived = Arrived(rank.call, rank.rank(), from);
+  const uint64_t seen = LoadAcquire(arrived);
+  if constexpr (Fabric::kHasNetwork) {
+    const uint64_t epoch = rank.state()->epoch;
+    if (seen >= epoch && IsRemote<Fabric>(rank.call, from)) Fabric::Observe(arrived, epoch);
+  }
+  return seen;
+}
+
+// What is wrong with what `from` said, whose last signal is `arrived`, if anything.
+CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
+  const Call& call = rank.call;
+  const uint64_t epoch = rank.state()->epoch;
+  ErrorRecord error{};
+  error.peer = from;
+  if (arrived < epoch) {
+    error.failure = Failure::kDeadline;
+    error.expected = static_cast<int64_t>(epoch);
+    error.seen = static_cast<int64_t>(arrived);
+    return error;
+  }
+  const uint64_t* message = Message(call, rank.rank(), epoch, from);
+  if ((arrived & kGone) || message[0] != kFine) {
+    error.failure = arrived & kGone ? Failure::kGone : Failure::kPeer;
+    return error;
+  }
+  if (message[1] != call.program) {
+    error.failure = Failure::kProgram;
+    return error;
+  }
+  for (int p = 0; p < call.num_parts; ++p) {
+    const Part& part = call.parts[p];
+    const int64_t announced = rank.Field(part, part.num_recv, call.num_ranks + 1)[from];
+    if (announced == static_cast<int64_t>(message[2 + p])) continue;
+    error.failure = Failure::kCounts;
+    error.part = p;
+    error.expected = announced;
+    error.seen = static_cast<int64_t>(message[2 + p]);
+    return error;
+  }
+  return error;
+}
+
+// A rank whose plan was refused waits too: it may not begin the next call before the others have
+// read the last one.
+template <typename Fabric = Mapped>
+CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch) {
+  const Call& call = rank.call;
+  State* state = rank.state();
+  const uint64_t failed = state->failed;  // the same for all threads
+  if (failed == kGivenUp) return;
+  const uint64_t begin = Nanoseconds();
+  if (block.thread == 0) {
+    scratch->first_bad = kNowhere;
+    scratch->is_broken = 0;
+  }
+  block.Sync();
+  ErrorRecord mine{};
+  for (int from = block.thread; from < call.num_ranks; from += block.num_threads) {
+    uint64_t arrived;
+    while ((arrived = Heard<Fabric>(rank, from)) < state->epoch &&
+           Nanoseconds() - begin < call.deadline_ns) {
+      Pause();
+    }
+    const ErrorRecord error = CheckPeer(rank, from, arrived);
+    // Who gives up half way cannot know what the others did since: the channel is at its end.
+    const bool is_broken = error.failure == Failure::kDeadline || error.failure == Failure::kGone;
+    if (error.failure == Failure::kNone || (failed == kRefused && !is_broken)) continue;
+    if (mine.failure == Failure::kNone) mine = error;
+    Lower(&scratch->first_bad, from);
+    if (is_broken) AddAndFetch(&scratch->is_broken, 1);
+  }
+  block.Sync();
+  if (scratch->first_bad == kNowhere) return;
+  if (mine.failure != Failure::kNone && mine.peer == static_cast<int64_t>(scratch->first_bad)) {
+    Raise(rank, mine);
+  }
+  if (block.thread == 0) {
+    state->broken = scratch->is_broken != 0;
+    state->failed = state->broken ? kGivenUp : kRefused;
+  }
+}
+
+}  // namespace cpd::kernels

@@ -1,0 +1,136 @@
+// How ranks on several GPUs meet in one overlapped GEMM, as a block of threads runs it: all begin,
+// then signals go from one to another. Signals are the number of the call and only grow.
+//
+// A rank says that it begins call e when its stream has done with e - 1, so whoever has heard that
+// from all may write to their buffers. Nothing is ever reset.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+#include "kernels/exchange.h"
+
+namespace cpd::kernels {
+
+// One rank's side of a call. A rank's memory begins with began [W], programs [2][W], signals. The
+// programs of two calls lie apart: a rank may begin the next call before another has looked.
+struct Meeting {
+  char* symmetric[kMaxRanks];
+  State* state;
+  ErrorRecord* error;
+  const int32_t* rank_operand;
+  uint64_t deadline_ns;
+  uint64_t program;  // the same on ranks that make the same call
+  int num_ranks;
+  int rank;
+};
+
+CPD_HOST_DEVICE inline int64_t MeetingBytes(int num_ranks, int num_signals) {
+  return AlignUp(8 * (3 * static_cast<int64_t>(num_ranks) + num_signals));
+}
+
+CPD_DEVICE uint64_t* Began(const Meeting& m, int at, int from) {
+  return reinterpret_cast<uint64_t*>(m.symmetric[at]) + from;
+}
+CPD_DEVICE uint64_t* Program(const Meeting& m, int at, int from) {
+  return Began(m, at, (1 + (m.state->epoch & 1)) * m.num_ranks + from);
+}
+CPD_DEVICE uint64_t* SignalOf(const Meeting& m, int at, int signal) {
+  return Began(m, at, 3 * m.num_ranks + signal);
+}
+
+CPD_DEVICE void Fail(const Meeting& m, Failure failure, int peer, uint64_t seen) {
+  ErrorRecord error{};
+  error.failure = failure;
+  error.peer = peer;
+  error.expected = static_cast<int64_t>(m.state->epoch);
+  error.seen = static_cast<int64_t>(seen & ~kGone);
+  RaiseAs(m.error, error, m.rank, m.state->epoch);
+}
+
+// What is told of this call: its number, and whether this rank has given up.
+CPD_DEVICE uint64_t Told(const Meeting& m) {
+  return m.state->failed == kGivenUp ? kGone | m.state->epoch : m.state->epoch;
+}
+
+// Waits until a word has come up to this call. The failure that it ended with, if any.
+CPD_DEVICE Failure WaitForWord(const Meeting& m, const uint64_t* word, uint64_t* seen) {
+  const uint64_t begin = Nanoseconds(), epoch = m.state->epoch;
+  while ((*seen = LoadAcquire(word)) < epoch) {
+    if (Nanoseconds() - begin >= m.deadline_ns) return Failure::kDeadline;
+    Pause();
+  }
+  return *seen & kGone ? Failure::kGone : Failure::kNone;
+}
+
+struct BeginScratch {
+  uint64_t first_bad;
+};
+
+// The first kernel of a call: a thread for each rank. Whoever gives up half way cannot know what
+// the others did since, so the buffer is at its end.
+CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratch) {
+  if (block.thread == 0) {
+    scratch->first_bad = kNowhere;
+    m.state->epoch += 1;
+    m.state->failed = m.state->broken ? kGivenUp : kFine;
+    if (m.state->broken) {
+      Fail(m, Failure::kBroken, m.rank, 0);
+    } else if (m.rank_operand && *m.rank_operand != m.rank) {
+      Fail(m, Failure::kRank, m.rank, *m.rank_operand);
+      m.state->failed = kGivenUp;
+    }
+  }
+  block.Sync();
+  const bool has_failed = m.state->failed == kGivenUp;
+  for (int to = block.thread; to < m.num_ranks; to += block.num_threads) {
+    *Program(m, to, m.rank) = m.program;
+    StoreRelease(Began(m, to, m.rank), Told(m));
+  }
+  block.Sync();
+  Failure failure = Failure::kNone;
+  uint64_t seen = 0;
+  int peer = 0;
+  for (int from = block.thread; from < m.num_ranks && !has_failed; from += block.num_threads) {
+    if (failure != Failure::kNone) break;
+    peer = from;
+    failure = WaitForWord(m, Began(m, m.rank, from), &seen);
+    if (failure == Failure::kNone && *Program(m, m.rank, from) != m.program) {
+      failure = Failure::kProgram;
+    }
+    if (failure != Failure::kNone) Lower(&scratch->first_bad, from);
+  }
+  block.Sync();
+  if (failure != Failure::kNone && static_cast<uint64_t>(peer) == scratch->first_bad) {
+    Fail(m, failure, peer, seen);
+  }
+  if (block.thread == 0 && (has_failed || scratch->first_bad != kNowhere)) {
+    m.state->failed = kGivenUp;
+    m.state->broken = 1;
+  }
+}
+
+// What came before on the stream is visible to whoever has seen the signal. One thread.
+CPD_DEVICE void Tell(const Meeting& m, int peer, int signal) {
+  StoreRelease(SignalOf(m, peer, signal), Told(m));
+}
+
+// One thread. Rank `peer` is who tells.
+CPD_DEVICE void WaitFor(const Meeting& m, int peer, int signal) {
+  if (m.state->failed == kGivenUp) return;
+  uint64_t seen = 0;
+  const Failure failure = WaitForWord(m, SignalOf(m, m.rank, signal), &seen);
+  if (failure == Failure::kNone) return;
+  m.state->failed = kGivenUp;
+  if (AddAndFetch(&m.state->broken, 1) == 1) Fail(m, failure, peer, seen);  // of both streams
+}
+
+// A result of a call that failed becomes NaN, in every type of floats: bytes 0xff.
+CPD_DEVICE void Spoil(const Block& block, const State* state, char* data, int64_t num_bytes) {
+  if (state->failed == kFine) return;
+  for (int64_t i = block.index * int64_t{block.num_threads} + block.thread; i < num_bytes;
+       i += int64_t{block.num_blocks} * block.num_threads) {
+    data[i] = static_cast<char>(0xff);
+  }
+}
+
+}  // namespace cpd::kernels

@@ -1,0 +1,233 @@
+// The first kernel of a call: one block per rank checks its plan and cuts it into pieces.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+#include "kernels/fabric.h"
+#include "kernels/scan.h"
+
+namespace cpd::kernels {
+
+// More rows than any array has; sums of many of them stay below 2^63.
+constexpr int64_t kManyRows = int64_t{1} << 40;
+constexpr uint64_t kNowhere = ~uint64_t{0};
+
+struct PlanScratch {
+  int64_t scan[2 * kMaxThreads];
+  uint64_t first_bad;
+};
+
+CPD_DEVICE int64_t Clamp(int64_t rows) {
+  return rows < 0 ? 0 : rows < kManyRows ? rows : kManyRows;
+}
+
+// A slot without destination may be longer than the array; nothing of it moves.
+CPD_DEVICE int64_t NumPieces(const Part& part, int64_t rows) {
+  return rows > part.num_tokens ? 0 : (rows + part.rows_per_piece - 1) / part.rows_per_piece;
+}
+
+// What is wrong with replica `c` of slot `s`, if anything; the checks of csrc/dispatch/segments.cc
+// that one rank can make.
+CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t src_row, int64_t s,
+                                   int64_t c) {
+  const Call& call = rank.call;
+  const int64_t target = s * part.num_replicas + c;
+  const int64_t num_targets = part.num_slots * part.num_replicas;
+  const int64_t num_rows = rank.Field(part, part.seq_len, part.num_slots)[s];
+  ErrorRecord error{};
+  error.slot = s;
+  error.replica = c;
+  if (num_rows < 0 || src_row < 0) {
+    error.failure = Failure::kLength;
+    error.seen = num_rows;
+    error.expected = src_row;
+    return error;
+  }
+  if (num_rows == 0) return error;
+  const int64_t dst = rank.Field(part, part.dst_rank, num_targets)[target];
+  if (dst == -1) return error;
+  if (dst < -1 || dst >= call.num_ranks) {
+    error.failure = Failure::kDstRank;
+    error.seen = dst;
+  } else if (num_rows > part.num_tokens || src_row > part.num_tokens - num_rows) {
+    error.failure = Failure::kTokens;
+    error.seen = num_rows;
+    error.expected = src_row;
+  } else {
+    const int64_t dst_row = rank.Field(part, part.dst_offset, num_targets)[target];
+    if (dst_row < 0 || dst_row > kManyRows) {
+      error.failure = Failure::kDstOffset;
+      error.seen = dst_row;
+    } else if (dst_row > part.capacity - num_rows) {
+      error.failure = Failure::kCapacity;
+      error.peer = dst;
+      error.seen = dst_row + num_rows;
+    }
+  }
+  return error;
+}
+
+// Writes where the slots of a part begin, and in which pieces they move.
+CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
+  const Part& part = rank.call.parts[p];
+  Slot* slots = rank.slots(part);
+  const IntArray seq_len = rank.Field(part, part.seq_len, part.num_slots);
+  const IntArray src_offset =
+      part.src_offset ? rank.Field(part, part.src_offset, part.num_slots) : IntArray{};
+  const Share mine = ShareOf(block, part.num_slots);
+  int64_t rows = 0, pieces = 0, total;
+  for (int64_t s = mine.begin; s < mine.end; ++s) {
+    const int64_t n = Clamp(seq_len[s]);
+    rows += n;
+    pieces += NumPieces(part, n);
+  }
+  int64_t row = SumBefore(block, rows, scratch->scan, &total);
+  int64_t piece = SumBefore(block, pieces, scratch->scan, &total);
+  const int64_t first = rank.state()->first_piece[p];
+  for (int64_t s = mine.begin; s < mine.end; ++s) {
+    const int64_t n = Clamp(seq_len[s]);
+    slots[s] = {src_offset ? src_offset[s] : row, n, first + piece};
+    row += n;
+    piece += NumPieces(part, n);
+  }
+  block.Sync();
+  if (block.thread == 0) rank.state()->first_piece[p + 1] = first + total;
+  block.Sync();
+}
+
+// The plan was made for what this rank sees of its batch.
+CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
+  const IntArray& stamp = rank.call.parts[p].stamp;
+  if (!stamp) return true;
+  for (int64_t i = 1; i < kStampSize; i += 2) {
+    if (stamp[i] == stamp[i + 1]) continue;
+    if (block.thread == 0) {
+      ErrorRecord error{};
+      error.failure = Failure::kBatch;
+      error.part = p;
+      error.slot = i / 2;
+      error.expected = stamp[i];
+      error.seen = stamp[i + 1];
+      Raise(rank, error);
+    }
+    return false;
+  }
+  return true;
+}
+
+// Checks every target of a part and counts what each rank gets; the first bad one is raised.
+CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = call.parts[p];
+  const Slot* slots = rank.slots(part);
+  uint64_t* sent = rank.sent(p);
+  const int64_t num_targets = part.num_slots * part.num_replicas;
+  const IntArray dst_rank = rank.Field(part, part.dst_rank, num_targets);
+  if (block.thread == 0) scratch->first_bad = kNowhere;
+  for (int r = block.thread; r < call.num_ranks; r += block.num_threads) sent[r] = 0;
+  block.Sync();
+  for (int64_t t = block.thread; t < num_targets; t += block.num_threads) {
+    const int64_t s = t / part.num_replicas;
+    if (CheckTarget(rank, part, slots[s].src_row, s, t % part.num_replicas).failure !=
+        Failure::kNone) {
+      Lower(&scratch->first_bad, t);
+    } else if (slots[s].num_rows > 0 && dst_rank[t] >= 0) {
+      AddAndFetch(&sent[dst_rank[t]], slots[s].num_rows);
+    }
+  }
+  block.Sync();
+  const int64_t need = rank.Field(part, part.num_recv, call.num_ranks + 1)[call.num_ranks];
+  const bool is_bad = scratch->first_bad != kNowhere || need > part.capacity;
+  if (is_bad && block.thread == 0) {
+    ErrorRecord error{};
+    if (scratch->first_bad != kNowhere) {
+      const auto t = static_cast<int64_t>(scratch->first_bad);
+      const int64_t s = t / part.num_replicas;
+      error = CheckTarget(rank, part, slots[s].src_row, s, t % part.num_replicas);
+    } else {
+      error.failure = Failure::kCapacity;
+      error.peer = rank.rank();
+      error.seen = need;
+    }
+    error.part = p;
+    Raise(rank, error);
+  }
+  block.Sync();
+  return !is_bad;
+}
+
+// Gives the rows that combine fetches a place among the staged ones, slot by slot and replica by
+// replica. There are enough unless ranges overlap where they are held.
+template <typename Fabric>
+CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = call.parts[p];
+  const Slot* slots = rank.slots(part);
+  const IntArray dst_rank = rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas);
+  int64_t* first_fetched = rank.first_fetched(part);
+  const Share mine = ShareOf(block, part.num_slots);
+  int64_t rows = 0, total;
+  for (int64_t s = mine.begin; s < mine.end; ++s) {
+    first_fetched[s] = rows;  // from the thread's own first slot
+    for (int64_t c = 0; c < part.num_replicas && slots[s].num_rows > 0; ++c) {
+      const int64_t dst = dst_rank[s * part.num_replicas + c];
+      if (dst >= 0 && IsRemote<Fabric>(call, dst)) rows += slots[s].num_rows;
+    }
+  }
+  const int64_t before = SumBefore(block, rows, scratch->scan, &total);
+  for (int64_t s = mine.begin; s < mine.end; ++s) first_fetched[s] += before;
+  if (total > part.staged_rows && block.thread == 0) {
+    ErrorRecord error{};
+    error.failure = Failure::kFetched;
+    error.part = p;
+    error.expected = part.staged_rows;
+    error.seen = total;
+    Raise(rank, error);
+  }
+  return total <= part.staged_rows;
+}
+
+// Begins the rank's next call. What is refused here moves nothing, and says so to every rank.
+template <typename Fabric = Mapped>
+CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scratch) {
+  const Call& call = rank.call;
+  State* state = rank.state();
+  if (block.thread == 0) {
+    state->epoch += 1;
+    state->failed = state->broken ? kGivenUp : kFine;
+    state->blocks_done = 0;
+    state->first_piece[0] = 0;
+    for (int p = 0; p < call.num_parts; ++p) state->rows_written[p] = 0;
+  }
+  block.Sync();
+  bool is_fine = true;
+  if (call.rank_operand && *call.rank_operand != rank.rank()) {
+    is_fine = false;
+    if (block.thread == 0) {
+      ErrorRecord error{};
+      error.failure = Failure::kRank;
+      error.seen = *call.rank_operand;
+      error.expected = rank.rank();
+      Raise(rank, error);
+    }
+  }
+  for (int p = 0; p < call.num_parts; ++p) {
+    CutSlots(block, rank, p, scratch);
+    is_fine = is_fine && CheckStamp(block, rank, p);
+    is_fine = is_fine && CheckPart(block, rank, p, scratch);
+    if constexpr (Fabric::kHasNetwork) {
+      if (!call.is_dispatch) is_fine = is_fine && CutFetches<Fabric>(block, rank, p, scratch);
+    }
+  }
+  if (block.thread == 0) {
+    if (state->broken) {
+      ErrorRecord error{};
+      error.failure = Failure::kBroken;
+      Raise(rank, error);
+    } else if (!is_fine) {
+      state->failed = kRefused;
+    }
+  }
+}
+
+}  // namespace cpd::kernels

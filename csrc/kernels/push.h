@@ -1,0 +1,218 @@
+// The second and the fourth kernel of `dispatch`: rows go into the channels of those that get them,
+// and from there into the result.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+#include "kernels/copy.h"
+#include "kernels/fabric.h"
+#include "kernels/plan.h"
+
+namespace cpd::kernels {
+
+struct PushScratch {
+  char* half[kMulticast];
+  int64_t dst_row[kMulticast];
+  char* to[kMulticast];
+  uint64_t* tags[kMulticast];
+  int num;
+};
+
+// The last of `n` slots, in the order of their first pieces, that begins at or before a piece; it
+// is the one that holds it, since empty slots begin where the next one does.
+CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t piece) {
+  int64_t low = 0, high = n;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (slots[middle].first_piece <= piece ? low : high) = middle;
+  }
+  return low;
+}
+
+// Rows of a slot that a block moves at a time: whole shards where they are small.
+struct Piece {
+  const Part& part;
+  int64_t slot;
+  int64_t begin, num_rows;           // of the slot
+  IntArray dst_rank, dst_offset;     // of all slots
+  int64_t first_target, end_target;  // those of this slot
+};
+
+// Calls visit(piece) for each one of this block, with all its threads.
+template <typename Visit>
+CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) {
+  const Call& call = rank.call;
+  const State& state = *rank.state();
+  if (state.failed != kFine) return;
+  int p = 0;
+  for (int64_t piece = block.index; piece < state.first_piece[call.num_parts];
+       piece += block.num_blocks) {
+    while (piece >= state.first_piece[p + 1]) ++p;
+    const Part& part = call.parts[p];
+    const int64_t s = FindSlot(rank.slots(part), part.num_slots, piece);
+    const Slot slot = rank.slots(part)[s];
+    const int64_t begin = (piece - slot.first_piece) * part.rows_per_piece;
+    const int64_t rest = slot.num_rows - begin;
+    const int64_t num_targets = part.num_slots * part.num_replicas;
+    visit(Piece{part, s, begin, rest < part.rows_per_piece ? rest : part.rows_per_piece,
+                rank.Field(part, part.dst_rank, num_targets),
+                rank.Field(part, part.dst_offset, num_targets), s * part.num_replicas,
+                (s + 1) * part.num_replicas});
+  }
+}
+
+// The rows of a piece, for some of its replicas: each array is read once.
+CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
+                         PushScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = piece.part;
+  const int64_t begin = piece.begin, n = piece.num_rows;
+  const int64_t src_row = rank.slots(part)[piece.slot].src_row + begin;
+  const uint64_t epoch = rank.state()->epoch;
+  for (int i = block.thread; i < scratch->num; i += block.num_threads) {
+    scratch->tags[i] =
+        reinterpret_cast<uint64_t*>(scratch->half[i] + part.tags) + scratch->dst_row[i] + begin;
+  }
+  block.Sync();
+  for (int i = 0; i < scratch->num; ++i) {
+    for (int64_t r = block.thread; r < n; r += block.num_threads) scratch->tags[i][r] = epoch;
+  }
+  for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+    const Array& array = call.arrays[a];
+    for (int i = block.thread; i < scratch->num; i += block.num_threads) {
+      scratch->to[i] =
+          scratch->half[i] + array.data + (scratch->dst_row[i] + begin) * array.in_row_bytes;
+    }
+    block.Sync();
+    Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
+         n * array.in_row_bytes);
+    block.Sync();
+  }
+}
+
+// Rows go into the channels of all ranks that get them, but remote ones.
+template <typename Fabric = Mapped>
+CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
+  const Call& call = rank.call;
+  ForEachPiece(block, rank, [&](const Piece& piece) {
+    for (int64_t t = piece.first_target; t < piece.end_target;) {
+      int num = 0;  // t and num are the same on all threads
+      for (; t < piece.end_target && num < kMulticast; ++t) {
+        const int64_t dst = piece.dst_rank[t];
+        if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
+        if (block.thread == 0) {
+          scratch->half[num] = Half(call, static_cast<int>(dst), rank.state()->epoch);
+          scratch->dst_row[num] = piece.dst_offset[t];
+        }
+        ++num;
+      }
+      if (block.thread == 0) scratch->num = num;
+      block.Sync();
+      if (scratch->num > 0) PushRows(block, rank, piece, scratch);
+      block.Sync();
+    }
+  });
+}
+
+struct UnpackScratch {
+  uint64_t num_written;
+};
+
+// `n` rows of one array, some written and some not; each goes by a few threads of the block.
+CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to, const uint64_t* tags,
+                           uint64_t epoch, int64_t n, int64_t row_bytes) {
+  Block few = block;
+  few.num_threads = block.num_threads < 32 ? block.num_threads : 32;
+  few.thread = block.thread % few.num_threads;
+  for (int64_t r = block.thread / few.num_threads; r < n;
+       r += block.num_threads / few.num_threads) {
+    char* row = to + r * row_bytes;
+    if (tags[r] == epoch) {
+      Copy(few, from + r * row_bytes, &row, 1, row_bytes);
+    } else {
+      Fill(few, row, 0, row_bytes);
+    }
+  }
+}
+
+// A result without a plan that fits: NaN in floats, -1 in signed integers.
+CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
+  const Call& call = rank.call;
+  for (int p = 0; p < call.num_parts; ++p) {
+    const Part& part = call.parts[p];
+    const int64_t num_rows = call.is_dispatch ? part.capacity : part.num_tokens;
+    const int64_t each = (num_rows + block.num_blocks - 1) / block.num_blocks;
+    const int64_t begin = block.index * each;
+    const int64_t n = begin + each < num_rows ? each : num_rows - begin;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays && n > 0; ++a) {
+      const Array& array = call.arrays[a];
+      Fill(block, rank.out(part, array) + begin * array.out_row_bytes, 0xff,
+           n * array.out_row_bytes);
+    }
+  }
+}
+
+// Rows with this call's tag are copied, others are zero. Every tag stands for one row that
+// arrived: fewer than were sent means that a row was written twice.
+CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+  const Call& call = rank.call;
+  State* state = rank.state();
+  const uint64_t epoch = state->epoch;
+  if (state->failed != kFine) {
+    Spoil(block, rank);
+    return;
+  }
+  const char* half = Half(call, rank.rank(), epoch);
+  for (int p = 0; p < call.num_parts; ++p) {
+    const Part& part = call.parts[p];
+    const uint64_t* tags = Tags(call, rank.rank(), epoch, part);
+    for (int64_t begin = block.index * part.rows_per_piece; begin < part.capacity;
+         begin += block.num_blocks * part.rows_per_piece) {
+      const int64_t n =
+          part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
+      if (block.thread == 0) scratch->num_written = 0;
+      block.Sync();
+      uint64_t mine = 0;
+      for (int64_t r = block.thread; r < n; r += block.num_threads) {
+        mine += tags[begin + r] == epoch;
+      }
+      if (mine > 0) AddAndFetch(&scratch->num_written, mine);
+      block.Sync();
+      const auto num_written = static_cast<int64_t>(scratch->num_written);
+      for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+        const Array& array = call.arrays[a];
+        const char* from = half + array.data + begin * array.in_row_bytes;
+        char* to = rank.out(part, array) + begin * array.out_row_bytes;
+        if (num_written == n) {
+          Copy(block, from, &to, 1, n * array.in_row_bytes);
+        } else if (num_written == 0) {
+          Fill(block, to, 0, n * array.out_row_bytes);
+        } else {
+          UnpackRows(block, from, to, tags + begin, epoch, n, array.in_row_bytes);
+        }
+      }
+      if (block.thread == 0 && num_written > 0) AddAndFetch(&state->rows_written[p], num_written);
+      block.Sync();
+    }
+  }
+  if (block.thread != 0 ||
+      AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
+    return;
+  }
+  for (int p = 0; p < call.num_parts; ++p) {  // the last block has seen what all of them found
+    uint64_t sent = 0;
+    for (int from = 0; from < call.num_ranks; ++from) {
+      sent += Message(call, rank.rank(), epoch, from)[2 + p];
+    }
+    const uint64_t written = AddAndFetch(&state->rows_written[p], 0);
+    if (sent == written) continue;
+    ErrorRecord error{};
+    error.failure = Failure::kOverlap;
+    error.part = p;
+    error.expected = static_cast<int64_t>(sent);
+    error.seen = static_cast<int64_t>(written);
+    Raise(rank, error);
+  }
+}
+
+}  // namespace cpd::kernels

@@ -1,0 +1,163 @@
+// Copy planning of dispatch and combine: hostile metadata, overflows and plans of another batch are
+// refused. Prints what failed and exits with 1.
+#include <array>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "dispatch/dispatch.h"
+#include "ranks.h"
+
+namespace cpd {
+namespace {
+
+// Sums of an unsupported type are refused, even if Python let them through.
+void UnknownTypesAreRefused() {
+  float row = 0;
+  int32_t dst_rank = 0;
+  uint32_t zero = 0, one = 1, num_recv[] = {1, 1};
+  DispatchPart part;
+  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  part.types = {{DataType::kOther, DataType::kOther}};
+  part.num_slots = part.num_replicas = 1;
+  part.dst_rank = {&dst_rank, IntType::kI32};
+  part.dst_offset = part.src_offset = {&zero, IntType::kU32};
+  part.seq_len = {&one, IntType::kU32};
+  part.num_recv = {num_recv, IntType::kU32};
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->parts = {part};
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  contributions.push_back(std::move(mine));
+  WorkList work;
+  CHECK(Contains(PlanCombine("sum", contributions, &work), "cannot be summed"));
+}
+
+// No integer in the metadata overflows before it is refused.
+void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_offset,
+                              const char* message) {
+  constexpr int64_t kSlots = 1 << 16;
+  float row = 0;
+  // All but the last slot stay at home: they only take up rows.
+  std::vector<int64_t> lengths(kSlots, seq_len), offsets(kSlots, dst_offset);
+  std::vector<int64_t> ranks(kSlots, -1), first_rows(kSlots, src_offset);
+  ranks.back() = 0;
+  int64_t num_recv[] = {1, 1};
+  DispatchPart part;
+  part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
+  part.types = {{DataType::kF32, DataType::kF32}};
+  part.num_slots = kSlots;
+  part.num_replicas = 1;
+  part.dst_rank = {ranks.data(), IntType::kI64};
+  part.dst_offset = {offsets.data(), IntType::kU64};
+  part.seq_len = {lengths.data(), IntType::kI64};
+  if (src_offset != 0) part.src_offset = {first_rows.data(), IntType::kI64};
+  part.num_recv = {num_recv, IntType::kI64};
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->parts = {part};
+  contributions.push_back(std::move(mine));
+  WorkList work;
+  CHECK(Contains(PlanDispatch("send", contributions, &work), message));
+  CHECK(Contains(PlanCombine("bring", contributions, &work), message));
+}
+
+// One part per row of `need`: the tokens that each rank would receive, into buffers of four rows.
+std::vector<std::unique_ptr<Contribution>> Announcing(
+    std::vector<std::vector<std::array<int64_t, 4>>>* need) {
+  static char rows[4];
+  static const int64_t none = 0;
+  static const int64_t nowhere = -1;
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  for (size_t rank = 0; rank < 3; ++rank) {
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->num_ranks = 3;
+    for (auto& part_need : *need) {
+      DispatchPart part;
+      part.tokens = part.buffers = {{rows, 4, 1}};
+      part.num_slots = part.num_replicas = 1;
+      part.dst_rank = {&nowhere, IntType::kI64};
+      part.dst_offset = part.seq_len = {&none, IntType::kI64};
+      part.num_recv = {part_need[rank].data(), IntType::kI64};
+      mine->parts.push_back(part);
+    }
+    contributions.push_back(std::move(mine));
+  }
+  return contributions;
+}
+
+// The message names the largest need, of every part, and the arguments that set the capacities.
+void OverflowsNameTheLargestNeedOfEveryPart() {
+  std::vector<std::vector<std::array<int64_t, 4>>> need = {
+      {{0, 0, 0, 5}, {0, 0, 0, 9}, {0, 0, 0, 7}}, {{0, 0, 0, 6}, {0, 0, 0, 2}, {0, 0, 0, 8}}};
+  WorkList work;
+  const Status status = PlanDispatch("send", Announcing(&need), &work, {"first,second"});
+  CHECK(Contains(status, "send: rank 1 would receive 9 tokens but first is 4. Pass first>=9,"));
+  CHECK(Contains(status, "rank 2 would receive 8 tokens but second is 4. Pass second>=8,"));
+}
+
+// A rank whose batch is not that of the plan, and a plan of another batch, are refused.
+void StampsAreCompared() {
+  std::vector<std::vector<std::array<int64_t, 4>>> need(1, {{}, {}, {}});
+  using Stamp = std::array<int32_t, kStampSize>;
+  const auto plan = [&](std::array<Stamp, 3> stamps) {
+    auto contributions = Announcing(&need);
+    for (int rank = 0; rank < 3; ++rank) {
+      auto* mine = static_cast<DispatchContribution*>(contributions[rank].get());
+      mine->parts[0].stamp = {stamps[rank].data(), IntType::kI32};
+      // As the other processes read it.
+      contributions[rank] = ReadDispatchContribution(Direction::kDispatch, 3, mine->Write());
+      CHECK(contributions[rank] != nullptr);
+    }
+    WorkList work;
+    const std::vector<int> processes = {4, 4, 6};
+    return PlanDispatch("send", contributions, &work, {"", &processes});
+  };
+  const Stamp right = {7, -1, -1, 0, 0};
+  CHECK(plan({right, right, right}).ok());
+  CHECK(
+      Contains(plan({right, right, {7, -1, 5, 0, 0}}),
+               "send: the plan was made for another batch: the segment ids of rank 2 of process 6 "
+               "have checksum 5 but the plan expects -1"));
+  CHECK(Contains(plan({right, {7, 4, 4, 0, 2}, right}),
+                 "the positions of rank 1 of process 4 have checksum 2"));
+  CHECK(Contains(plan({right, {8, -1, -1, 0, 0}, right}),
+                 "rank 1 of process 4 follows the plan of a batch with checksum 8, rank 0 of "
+                 "process 4 that of another batch, with checksum 7"));
+}
+
+// Without arrays nothing bounds the slots and nothing moves; the lengths are not summed either.
+void HostileNumbersWithoutArrays() {
+  const int64_t zeros[] = {0, 0}, lengths[] = {std::numeric_limits<int64_t>::max(), 1};
+  DispatchPart part;
+  part.num_slots = 2;
+  part.num_replicas = 1;
+  part.dst_rank = part.dst_offset = part.src_offset = part.num_recv = {zeros, IntType::kI64};
+  part.seq_len = {lengths, IntType::kI64};
+  for (const auto plan : {PlanDispatch, PlanCombine}) {
+    std::vector<std::unique_ptr<Contribution>> contributions;
+    auto mine = std::make_unique<DispatchContribution>();
+    mine->parts.push_back(part);
+    contributions.push_back(std::move(mine));
+    WorkList work;
+    CHECK(plan("send", contributions, &work, {}).ok());
+    CHECK(work.num_tasks == 0);
+  }
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main() {
+  cpd::UnknownTypesAreRefused();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  cpd::HostileNumbersAreRefused(kMost, 0, 0, "but the rank has 1 tokens");
+  cpd::HostileNumbersAreRefused(5, kMost, 0, "but the rank has 1 tokens");
+  cpd::HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
+  cpd::HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
+  cpd::HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
+  cpd::HostileNumbersWithoutArrays();
+  cpd::OverflowsNameTheLargestNeedOfEveryPart();
+  cpd::StampsAreCompared();
+  std::puts("ok");
+}
