@@ -167,7 +167,6 @@ void ReadOptions(AttributeReader* attributes, GemmOptions* options) {
   a.Read("fuse_bias", &o.fuse_bias);
   a.Read("fuse_gelu", &o.fuse_gelu);
   a.Read("grad", &o.grad);
-  a.Read("use_split_accumulator", &o.use_split_accumulator);
   a.Read("row_counts", &o.row_counts);
   a.Read("num_batches", &o.num_batches);
   a.Read("in_ring_order", &o.in_ring_order);

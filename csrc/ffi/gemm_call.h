@@ -38,7 +38,6 @@ struct GemmOptions {
   bool fuse_bias;
   bool fuse_gelu;
   bool grad;                   // of the epilogues: the bias's gradient, GELU's derivative
-  bool use_split_accumulator;  // on CPU always
   Counts row_counts;           // of each rank's chunk, per batch
   int64_t num_batches;
   bool in_ring_order;

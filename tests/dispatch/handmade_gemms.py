@@ -20,7 +20,7 @@ def right_gemm() -> Call:
     }
     flags = (
         *("atomic", "overlap_first_gemm", "aggregate", "copies", "lhs_transposed"),
-        *("rhs_transposed", "fuse_bias", "fuse_gelu", "grad", "use_split_accumulator"),
+        *("rhs_transposed", "fuse_bias", "fuse_gelu", "grad"),
         *("in_ring_order", "gathers_to_aux"),
     )
     none, f32 = np.zeros(1, np.float32), np.float32

@@ -92,7 +92,6 @@ Status ReadOptions(const ffi::Dictionary& attributes, GroupedGemmOptions* option
   reader.Read("contracts_rows", &options->contracts_rows);
   reader.Read("rhs_transposed", &options->rhs_transposed);
   reader.Read("fuse_bias", &options->fuse_bias);
-  reader.Skip(1);  // use_split_accumulator: on CPU always
   return reader.Finish();
 }
 

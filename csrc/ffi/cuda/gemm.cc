@@ -52,7 +52,7 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
       overlaps && options.set_sm_margin ? kBlocksPerSm * of_comm : share.num_blocks;
   share.use_copy_engine = options.call.copies;
   share.lt.tf32 = options.tf32;
-  share.lt.use_split_accumulator = options.call.use_split_accumulator;
+  share.lt.use_split_accumulator = options.use_split_accumulator;
   if (overlaps && options.set_sm_margin) share.lt.num_sms = std::max(1, num_sms - of_comm);
   return share;
 }

@@ -48,6 +48,7 @@ Status ReadOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) 
   reader.Read("num_comm_sm", &options->num_comm_sm);
   reader.Read("set_sm_margin", &options->set_sm_margin);
   reader.Read("tf32", &options->tf32);
+  reader.Read("use_split_accumulator", &options->use_split_accumulator);
   return reader.Finish();
 }
 

@@ -24,6 +24,7 @@ struct CudaGemmOptions {
   int64_t num_comm_sm;
   bool set_sm_margin;
   bool tf32;
+  bool use_split_accumulator;  // of 8-bit operands: sums in float32, as the CPU always does
 
   bool overlaps() const { return call.comm_type != 0; }
   int64_t num_ranks() const { return overlaps() ? call.num_ranks : 1; }

@@ -78,7 +78,7 @@ class GemmCall:
         output's rows with `fuse_gelu`, else of those of rhs.
       fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
         product times GELU's derivative at `gelu_input`.
-      use_split_accumulator: 8-bit products are summed in float32; on CPU they always are.
+      use_split_accumulator: 8-bit operands are summed in float32; of GPUs, for CPUs always do.
     """
 
     op: str
@@ -212,7 +212,6 @@ class GemmCall:
             "fuse_bias": self.fuse_bias,
             "fuse_gelu": self.fuse_gelu,
             "grad": self.grad,
-            "use_split_accumulator": self.use_split_accumulator,
             "row_counts": np.array(self.row_counts, np.int64),
             "num_batches": np.int64(self.num_batches),
             "in_ring_order": self.in_ring_order,

@@ -77,7 +77,6 @@ def _lower(ctx, *operands, call: GroupedCall):
         contracts_rows=call.contracts_rows,
         rhs_transposed=call.rhs_transposed,
         fuse_bias=call.fuse_bias,
-        use_split_accumulator=True,
     )
 
 

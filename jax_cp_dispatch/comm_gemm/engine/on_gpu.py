@@ -114,6 +114,7 @@ def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
         "comm_priority": np.int64(streams.comm_priority),
         "num_comm_sm": np.int64(streams.num_comm_sm),
         "set_sm_margin": streams.set_sm_margin,
+        "use_split_accumulator": call.use_split_accumulator,
         "tf32": precision in ("tensorfloat32", "high", "tf32_tf32_f32"),
     }
 
