@@ -99,17 +99,18 @@ def step_costs(
 ) -> list[StepCost]:
     """Predicts the steps of one algorithm.
 
-    "ring": n computations; during all but the last, keys and values move to the next rank.
+    - "ring": n computations; during all but the last, keys and values move to the next rank.
       Contiguous placement.
-    "zigzag": as "ring"; if causal, rank r holds blocks r and 2n-1-r of 2n.
-    "hamilton": the bytes of a ring in n-1 chunks, one to every other rank; if causal, placement and
-      computations are those of "zigzag". (The cycles determine which chunks are present in a step.
-      With packed documents, the computations differed by less than 8 % for n = 8, and by up to 25 %
-      for n = 16.)
-    "hamilton_nodes": m chunks for nodes of m ranks, one of which goes to the next node. For one
+    - "zigzag": as "ring"; if causal, rank r holds blocks r and 2n-1-r of 2n.
+    - "hamilton": the bytes of a ring in n-1 chunks, one to every other rank; if causal, placement
+      and computations are those of "zigzag". (The cycles determine which chunks are present in a
+      step. With packed documents, the computations differed by less than 8 % for n = 8, and by up
+      to 25 % for n = 16.)
+    - "hamilton_nodes": m chunks for nodes of m ranks, one of which goes to the next node. For one
       node, the same as "hamilton".
-    "balanced": queries, keys and values are sent, all ranks do equal work, and the output returns.
-    "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
+    - "balanced": queries, keys and values are sent, all ranks do equal work, and the output
+      returns.
+    - "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
 
     Args:
       algorithm: one of `ALGORITHMS`.

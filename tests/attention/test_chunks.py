@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from packing import pack
+from packed_batches import pack
 from sequences import QUICKLY, attended
 
 from jax_cp_dispatch._window import reach

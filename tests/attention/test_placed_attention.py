@@ -9,7 +9,7 @@ import pytest
 from attention_oracle import attention, attention_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
-from packing import causal_ranges, pack
+from packed_batches import causal_ranges, pack
 
 from jax_cp_dispatch import (
     PlacementConfig,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
-from packing import pack
+from packed_batches import pack
 
 from jax_cp_dispatch import (
     PlanConfig,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of
-from packing import pack
+from packed_batches import pack
 
 from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, plan_attention
 

@@ -9,7 +9,7 @@ import pytest
 from attention_oracle import attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from packing import causal_ranges
+from packed_batches import causal_ranges
 from sequences import QUICKLY
 
 from jax_cp_dispatch import (

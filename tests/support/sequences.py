@@ -12,7 +12,7 @@ import numpy as np
 from attention_oracle import attention, attention_gradients
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
-from packing import pack
+from packed_batches import pack
 
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
