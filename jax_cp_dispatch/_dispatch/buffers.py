@@ -48,7 +48,7 @@ def create_dispatch_buffer(
     Args:
       capacity: rows of the result of a call, on each rank, at least 1.
       row_bytes: bytes of one row, over all arrays that travel in one call, at least 1. Grows by
-        itself when a call brings wider rows, so it may be left away.
+        itself when a call brings wider rows, so you may omit it.
       deadline: seconds until the ranks that have arrived give up on those that have not; rounded
         to milliseconds.
       groups: independent groups of ranks of one call: the product of the sizes of the other mesh

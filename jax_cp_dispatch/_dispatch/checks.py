@@ -99,14 +99,14 @@ def check_storage(
     if any(_is_deleted(x) for x in storage):
         raise ValueError(
             f"{op}: out is deleted: it was donated to an earlier call, which takes it also where "
-            "it is refused. Pass a fresh one, or leave out away."
+            "it is refused. Pass a fresh one, or omit out."
         )
     got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
     if out_tree != tree or got != list(wanted):
         shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
         raise ValueError(
             f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
-            "result of the same call, or leave out away."
+            "result of the same call, or omit out."
         )
     return storage
 

@@ -29,7 +29,7 @@ def check_mesh(op: str, mesh: Any) -> None:
     """A mesh, or nothing."""
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(
-            f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or left away."
+            f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or omitted."
         )
 
 

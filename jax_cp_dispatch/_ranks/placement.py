@@ -53,7 +53,7 @@ def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]
         _refuse_vmap_axes(op, names)
         if not is_traced(arrays):
             raise ValueError(
-                f"{op}: no mesh with axis {names[0]!r} is in sight. Call {op} inside jax.shard_map "
+                f"{op}: no mesh with axis {names[0]!r} was found. Call {op} inside jax.shard_map "
                 f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
                 "sharded over such a mesh."
             )

@@ -1,4 +1,4 @@
-"""`gemm`: one product on one rank, and everything that its buffer lets it do beside."""
+"""`gemm`: one GEMM on one rank, with the communication that its buffer adds."""
 
 import operator
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ def gemm(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Any:
-    """A matrix product, and what its communication buffer moves while it runs.
+    """Computes a matrix product, and moves data through a communication buffer meanwhile.
 
-    Dimensions collapse to two: those that are contracted, and the rest. Without a buffer it
-    multiplies arrays of one device, and is differentiable unless operands are scaled or `grad` is
-    set. With one, call inside `jax.shard_map` over `axis_name`; rows are those of the collapsed
-    lhs, and a rank's chunk is a contiguous block of them. For layers with batches, and for
-    derivatives, see `all_gather_matmul` and `matmul_reduce_scatter`, which are made of this.
+    Dimensions collapse to two: the contracted ones and the rest. Without a buffer, this is a plain
+    product of arrays on one device, differentiable unless operands are scaled or `grad` is set.
+    With a buffer, call it inside `jax.shard_map` over `axis_name`. Rows are those of the collapsed
+    lhs; a rank's chunk is a contiguous block of them. For layers with batches and derivatives, use
+    `all_gather_matmul` and `matmul_reduce_scatter`, which are built on this function.
 
     =============================  ==============================  ===============================
     buffer                         lhs -> output                   aux_in -> aux
@@ -69,42 +69,46 @@ def gemm(
     BULK, RS                       any -> any                      [m, k] -> summed, own [m/p, k]
     =============================  ==============================  ===============================
 
-    (1) Chunks stand in the order r-1, r-2, ..., r.
+    (1) Chunks are in the order r-1, r-2, ..., r.
 
     Args:
-      lhs, rhs: operands. Contracted dimensions stand side by side, first or last.
-      contracting_dims: those of lhs and of rhs.
-      bias: of the collapsed free dimensions of rhs; added once.
+      lhs, rhs: operands. Contracted dimensions are adjacent, first or last.
+      contracting_dims: contracted dimensions of lhs and of rhs.
+      bias: one element per column (collapsed free dimensions of rhs); added once.
       comm_overlap: id of `create_comm_overlap_buffer`.
-      paired_comm_overlap: for an atomic ring's all-gather, the id of the atomic ring's
-        reduce-scatter that takes its order of chunks back.
-      axis_name: the mesh axis of the ranks, or several, the major one first.
-      aux_in: what a BULK buffer moves.
-      return_aux: whether an all-gather also returns what it gathered; of scaled operands the data,
-        without their scales.
-      scaling_mode: how 8-bit operands are scaled: the product is that of the values,
-        data times inverse scale. Not both of them float8_e5m2.
+      paired_comm_overlap: for the all-gather of an atomic ring, the id of the atomic ring's
+        reduce-scatter that restores the order of chunks.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      aux_in: the array that a BULK buffer moves.
+      return_aux: whether an all-gather also returns the gathered array; for scaled operands the
+        data without their scales.
+      scaling_mode: the scaling of 8-bit operands. The operands' values are data times inverse
+        scale. At most one of them may be float8_e5m2.
       lhs_scale_inv, rhs_scale_inv: f32 [1] for tensor scaling, u8 as `pad_scales` returns them for
-        MXFP8, whose blocks lie along what is contracted: layout "row" of an operand that contracts
-        its last dimensions, "column" of the other. An all-gather moves those of lhs with its
+        MXFP8, whose blocks lie along the contracted dimension: layout "row" for an operand that
+        contracts its last dimensions, else "column". An all-gather moves the scales of lhs with its
         chunks, so each rank may have its own.
-      fuse_gelu: the output is GELU (approximated with tanh) of the product and bias, and these are
-        a result, too. Not of a reduce-scatter or bulk.
-      fuse_bias: None: whether there is a bias. With `grad`, True asks for the bias's gradient.
-      grad: epilogues of the backward pass: with `fuse_gelu` the output is the product times GELU's
-        derivative at `gelu_input`; with `fuse_bias` the gradient of the bias is a result: the sum
-        of the output's rows with `fuse_gelu`, else the sum of rhs over what is contracted.
-      gelu_input: the pre_gelu of the forward pass, in the shape of the output.
-      use_split_accumulator: 8-bit products are summed in float32, not in a faster, shorter
-        accumulator. On CPU they always are.
-      preferred_element_type: of the output; by default that of the operands, bfloat16 of 8 bits.
+      fuse_gelu: apply GELU (tanh approximation) to product plus bias, and also return its input.
+        Not for a reduce-scatter or BULK.
+      fuse_bias: add the bias; None means if there is one. With `grad`, True requests the bias's
+        gradient.
+      grad: use the epilogues of the backward pass. With `fuse_gelu`, the output is the product
+        times GELU's derivative at `gelu_input`. With `fuse_bias`, the gradient of the bias is also
+        returned: the sum of the output's rows with `fuse_gelu`, else the sum of rhs over its
+        contracted dimensions.
+      gelu_input: pre_gelu of the forward pass, in the shape of the output.
+      use_split_accumulator: sum 8-bit products in float32 instead of a faster accumulator with
+        fewer bits. Always true on CPU.
+      preferred_element_type: dtype of the output; by default that of the operands, or bfloat16 for
+        8-bit operands.
       implementation, deadline: see `all_gather_matmul`.
     Returns:
-      The output, float32 accumulation, rounded once. Where more was asked for, a tuple: the output,
-      the gradient of the bias [N], pre_gelu in the shape of the output, aux; those there are.
+      The output, accumulated in float32 and rounded once. If more was requested, a tuple of those
+      present, in this order: output, gradient of the bias [N], pre_gelu in the shape of the output,
+      aux.
     Raises:
-      TypeError, ValueError: arguments that are not what they need to be, or do not go together.
-      NotImplementedError: the derivative of a call that has none.
+      TypeError, ValueError: an argument is invalid, or arguments do not match.
+      NotImplementedError: a derivative of a call that has none.
       jax.errors.JaxRuntimeError: see `all_gather_matmul`.
     References:
       NVIDIA Transformer Engine, `te_gemm` and userbuffers.
@@ -174,7 +178,7 @@ def gemm(
     if 0 in (*left, *right, *moved):
         raise ValueError(
             f"{op}: got arrays of shapes {lhs.shape}, {rhs.shape}{f', {moved}' if moved else ''} "
-            "with a buffer; each needs at least one element. Leave the call away."
+            "with a buffer; each needs at least one element. Omit the call."
         )
     arrays = [x for x in operands.values() if x is not None]
     comm = ranks_of_gemm(op, axis_name, arrays, implementation=implementation, deadline=deadline)
@@ -205,14 +209,14 @@ def _asked_for(results: GemmResults, shape: tuple[int, ...], *, return_aux: bool
 def _read_bias(op: str, call: GemmCall, bias, n: int) -> Array | None:
     if call.grad and not (call.fuse_bias or call.fuse_gelu):
         raise ValueError(
-            f"{op}: got grad without an epilogue; it needs fuse_gelu, fuse_bias or both. Leave it "
-            "away for a plain product."
+            f"{op}: got grad without an epilogue; it needs fuse_gelu, fuse_bias or both. Omit "
+            "it for a plain product."
         )
     if (bias is not None) != (call.fuse_bias and not call.grad):
         raise ValueError(
             f"{op}: got {'a' if bias is not None else 'no'} bias with fuse_bias={call.fuse_bias}, "
             f"grad={call.grad}; it is added with fuse_bias alone, and with grad its gradient comes "
-            f"out. {'Leave it away' if bias is not None else 'Pass one'}."
+            f"out. {'Omit it' if bias is not None else 'Pass one'}."
         )
     if bias is None:
         return None
@@ -228,7 +232,7 @@ def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
         raise ValueError(
             f"{op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
             f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; GELU's derivative needs both and it. "
-            f"{'Leave it away' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
+            f"{'Omit it' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
         )
     if gelu_input is None:
         return None
@@ -242,7 +246,7 @@ def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
 
 
 def _check_dims(op: str, dims: Any) -> None:
-    """Two sequences of integers."""
+    """Requires two sequences of integers."""
     try:
         lhs, rhs = ([operator.index(d) for d in side] for side in dims)
     except (TypeError, ValueError):
@@ -255,7 +259,7 @@ def _check_dims(op: str, dims: Any) -> None:
 
 
 def _collapse(op, name, array, dims, *, contracted_last: bool):
-    """Two sizes, and whether the contracted dimensions are on the other side than usual."""
+    """Returns two sizes, and whether the contracted dimensions are on the unusual side."""
     ndim = array.ndim
     places = [d % ndim if -ndim <= d < ndim else ndim for d in dims] if ndim else []
     count = len(places)

@@ -1,4 +1,4 @@
-"""`grouped_gemm`: rows that belong to different matrices, as those of experts."""
+"""`grouped_gemm`: a GEMM for each group of rows, as in mixture-of-experts layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def grouped_gemm(
     preferred_element_type: Any = None,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
-    """A product for each group of consecutive rows.
+    """Multiplies each group of consecutive rows with its own matrix.
 
     ================  =========  ================================================================
     contracting_dims  rhs        output
@@ -54,29 +54,30 @@ def grouped_gemm(
     ((0,), (0,))      [M, N]     [G, K, N]: the gradient of the matrices, lhs' rhs group by group
     ================  =========  ================================================================
 
-    Groups may be empty. Rows behind the last group become zero, and count for nothing. The sizes
-    are read where it runs, not on the host. Call anywhere on arrays of one device; inside
-    `jax.shard_map` on this rank's. Differentiable in lhs, rhs and bias without scales, in reverse
-    mode, any number of times.
+    Groups may be empty. Rows after the last group become zero and do not contribute to sums. Group
+    sizes are read at run time, not on the host. Call anywhere on arrays of one device, or inside
+    `jax.shard_map` on this rank's arrays. Without scales, differentiable in lhs, rhs and bias, in
+    reverse mode, any number of times.
 
     Args:
-      lhs: rows, group after group.
-      rhs: a matrix per group, or more rows.
+      lhs: rows, in the order of the groups.
+      rhs: a matrix per group, or rows like lhs.
       group_sizes: rows of each group; their sum is at most M.
-      contracting_dims: of lhs and of rhs.
-      bias: of each group; not where rows are contracted.
-      scaling_mode: NO_SCALING, or one of tensor scaling, with a scale per group, of 8-bit operands.
-      lhs_scale_inv, rhs_scale_inv: of each group: output = (lhs scale) (rhs scale).
+      contracting_dims: contracted dimensions of lhs and of rhs.
+      bias: one row per group; not if rows are contracted.
+      scaling_mode: NO_SCALING, or a mode of tensor scaling, with one scale per group, for 8-bit
+        operands.
+      lhs_scale_inv, rhs_scale_inv: inverse scales, one per group: output = (lhs scale) (rhs scale).
       use_split_accumulator, preferred_element_type: see `gemm`.
-      implementation: "in_process", "xla" (`jax.lax.ragged_dot_general`), or None: the first where
-        it can serve.
+      implementation: "in_process", "xla" (`jax.lax.ragged_dot_general`), or None for the first that
+        is available.
     Returns:
-      The products: float32 accumulation (float64 for float64), rounded once, bitwise repeatable.
+      The products, accumulated in float32 (float64 for float64), rounded once, bitwise repeatable.
     Raises:
-      TypeError, ValueError: an argument is not what it needs to be.
-      NotImplementedError: the derivative of scaled operands.
-      jax.errors.JaxRuntimeError: a group size is negative, or their sum is above M; with "xla" such
-        sizes are not noticed.
+      TypeError, ValueError: an argument is invalid.
+      NotImplementedError: a derivative with scaled operands.
+      jax.errors.JaxRuntimeError: a group size is negative, or their sum exceeds M. "xla" does not
+        detect such sizes.
     References:
       NVIDIA Transformer Engine, `grouped_gemm`; its oracle is `jax.lax.ragged_dot`.
     """
@@ -114,7 +115,7 @@ def grouped_gemm(
     _check_scales(op, mode, num_groups, {"lhs": lhs_scale_inv, "rhs": rhs_scale_inv})
     if mode == ScalingMode.NO_SCALING:
         given = [x for x in (lhs, rhs, group_sizes, bias) if x is not None]
-        lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents will
+        lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents do
         with reverse_mode_only(op):
             return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
     return bind_grouped(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
@@ -148,8 +149,8 @@ def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
 def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
     if call.contracts_rows:
         raise ValueError(
-            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Leave it "
-            "away."
+            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
+            "it."
         )
     if bias.shape != shape:
         raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one of each group.")

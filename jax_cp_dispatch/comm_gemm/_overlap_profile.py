@@ -1,4 +1,4 @@
-"""What the ranks of a program's overlapped GEMMs did and when, and how much was hidden."""
+"""Profiles a program's overlapped GEMMs: spans of each rank, and the hidden communication."""
 
 import dataclasses
 import os
@@ -21,12 +21,12 @@ from jax_cp_dispatch.timeline import (
 
 @dataclasses.dataclass(frozen=True)
 class OverlapProfile:
-    """One run of a program; times of the slowest rank in seconds.
+    """The profile of one run; times are those of the slowest rank, in seconds.
 
     Attributes:
-      result: of the program.
-      spans: GEMMs and communication of each rank, in order of time; ranks of other groups follow
-        those of the first.
+      result: result of the program.
+      spans: GEMMs and communication of each rank, in order of time; ranks of other groups are
+        numbered after those of the first.
     """
 
     result: Any
@@ -34,7 +34,7 @@ class OverlapProfile:
 
     @property
     def total(self) -> float:
-        """From the first span's begin to the last one's end."""
+        """Time from the start of the first span to the end of the last one."""
         return max((s.start + s.duration for s in self.spans), default=0.0)
 
     @property
@@ -44,17 +44,17 @@ class OverlapProfile:
 
     @property
     def communication(self) -> float:
-        """In which a rank sends or reads."""
+        """Time in which a rank sends or reads."""
         return max(busy_seconds(self.spans, COMMUNICATION).values(), default=0.0)
 
     @property
     def exposed_communication(self) -> float:
-        """In which a rank sends or reads, and does not multiply."""
+        """Time in which a rank sends or reads, and does not multiply."""
         return max(exposed_seconds(self.spans).values(), default=0.0)
 
     @property
     def bound(self) -> float:
-        """max(computation, communication): what is cut in these parts is not faster."""
+        """max(computation, communication), a lower bound for any overlap of the two."""
         return max(self.computation, self.communication)
 
     def write_trace(self, path: str | os.PathLike) -> pathlib.Path:
@@ -63,18 +63,19 @@ class OverlapProfile:
 
 
 def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
-    """Runs a compiled program twice and tells what its overlapped GEMMs did the second time.
+    """Runs a compiled program twice and profiles its overlapped GEMMs in the second run.
 
-    Call on the host. Concerns every call of `all_gather_matmul`, `matmul_reduce_scatter` and `gemm`
-    with a buffer that this process runs meanwhile on the package's transports. Of several processes
-    each sees its own ranks, which fetch what others send; all of them have to call it.
+    Call on the host. Records all calls of `all_gather_matmul`, `matmul_reduce_scatter`, and `gemm`
+    with a buffer that this process runs meanwhile on the package's transports. With several
+    processes, all must call it, and each records its own ranks, including the data they fetch from
+    others.
 
     Args:
       fn: a function under `jax.jit`.
       operands: its arguments.
     Raises:
-      ValueError: nothing was recorded: the program has no such call, or from XLA's collectives; its
-        calls are over several axes.
+      ValueError: nothing was recorded, because the program has no such call or uses XLA's
+        collectives; or its calls use several axes.
     """
     jax.block_until_ready(fn(*operands))
     recorders = [x for x in (runtime.native, runtime.cuda) if x is not None]
@@ -87,14 +88,14 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     if not recorded:
         raise ValueError(
             "overlap_profile: the program ran no GEMM with communication on a transport of this "
-            "package. See available_implementations(). On GPUs calls in recorded command buffers "
-            "are not seen: XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "package. See available_implementations(). On GPUs, calls in command buffers are not "
+            "recorded; set XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     axes = {op.split(" over ")[-1] for op, *_ in recorded}
     if len(axes) > 1:
         raise ValueError(
             f"overlap_profile: the program's GEMMs communicate over {' and '.join(sorted(axes))}, "
-            "whose ranks are not the same. Profile them in programs of their own."
+            "whose ranks differ. Profile them in separate programs."
         )
     begin = min(start for *_, start, _ in recorded)
     group_size = 1 + max(rank for _, _, rank, *_ in recorded)

@@ -1,4 +1,4 @@
-"""`tune`: runs every method on the devices of a mesh, outside of tracing."""
+"""`tune`: measures every method on the devices of a mesh."""
 
 import time
 from collections.abc import Iterable
@@ -24,24 +24,24 @@ def tune(
     dtype: Any = jnp.float32,
     repeats: int = 7,
 ) -> TuningTable:
-    """Measures every method on the devices of a mesh; call on the host, outside of tracing.
+    """Measures every method on the devices of a mesh.
 
-    Methods take turns, `repeats` times; each runs twice in a row and the second run counts. The
-    least of its times stands: what disturbs a run only adds. With several processes all have to
-    call it, and all get what the first has measured.
+    Call on the host, outside tracing. Methods are interleaved, `repeats` times. Each runs twice in
+    a row and the second run is timed; the minimum counts, because disturbances only add time. With
+    several processes, all must call it, and all get the first one's measurements.
 
     Args:
       shapes: of global matmuls: "all_gather_matmul" or "matmul_reduce_scatter", tokens M, and K
         and N of the whole weight [K, N], of which N or K is split over the ranks.
-      mesh: every device on its other axes measures, too.
+      mesh: devices along its other axes measure too.
       axis_name: the mesh axis of the ranks.
       dtype: of the operands.
-      repeats: rounds that count, at least 1.
+      repeats: number of measured rounds, at least 1.
     Returns:
       The table, for `use_tuning` and `TuningTable.save`.
     Raises:
-      TypeError: no mesh, or no type.
-      ValueError: a shape does not divide among the ranks, or is of no such function.
+      TypeError: `mesh` is not a mesh, or `dtype` is not a type.
+      ValueError: a shape does not divide among the ranks, or names another function.
     """
     if repeats < 1:
         raise ValueError(f"tune: repeats is {repeats}; it needs to be at least 1.")
@@ -112,7 +112,7 @@ def _measure(shape: CommGemmShape, mesh, axis_name, dtype, repeats) -> dict[str,
 def _of_first_process(table: TuningTable) -> TuningTable:
     if jax.process_count() == 1:
         return table
-    # The times alone travel: shapes and labels are the same everywhere.
+    # Only times are exchanged, since shapes and labels are equal in all processes.
     flat = np.array([t for times in table.seconds.values() for t in times.values()])
     first = iter(np.asarray(multihost_utils.broadcast_one_to_all(flat)).tolist())
     seconds = {

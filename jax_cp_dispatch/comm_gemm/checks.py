@@ -1,4 +1,4 @@
-"""Checks of operands, their types and flags, for every GEMM; nothing is built here."""
+"""Checks operands, types and flags of all GEMMs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax_cp_dispatch.comm_gemm.types import BYTE_FLOATS, FLOATS, ScalingMode
 
 
 def read_array(op: str, name: str, value: Any) -> Array:
-    """An array from what the caller says: an array, or nested lists of numbers."""
+    """Returns an array from an array or nested lists of numbers."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -26,7 +26,7 @@ def read_flag(op: str, name: str, value: Any) -> bool:
 
 
 def check_operand_types(op: str, lhs: Array, rhs: Array, mode: ScalingMode) -> None:
-    """The types go together, and with the mode."""
+    """Requires that the types match each other and the mode."""
     if all(x.dtype.name == "float8_e5m2" for x in (lhs, rhs)):
         raise ValueError(
             f"{op}: got float8_e5m2 for lhs and rhs; at least one needs to be float8_e4m3fn. "
@@ -51,7 +51,7 @@ def check_operand_types(op: str, lhs: Array, rhs: Array, mode: ScalingMode) -> N
 
 
 def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
-    """The name of the type of the result."""
+    """Returns the name of the result's type."""
     is_scaled = x.dtype.name in BYTE_FLOATS
     natural = jnp.dtype(jnp.bfloat16) if is_scaled else jnp.promote_types(x.dtype, w.dtype)
     try:

@@ -1,4 +1,4 @@
-"""`all_gather_matmul` and `matmul_reduce_scatter`: what tensor-parallel layers call."""
+"""`all_gather_matmul` and `matmul_reduce_scatter`, for tensor-parallel layers."""
 
 import dataclasses
 import math
@@ -56,56 +56,59 @@ def all_gather_matmul(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "*batch M N"]:
-    """The product of all ranks' tokens with this rank's columns of a weight.
+    """Multiplies all ranks' tokens with this rank's columns of a weight.
 
-    The first half of a tensor-parallel layer with sequence parallelism: x is split by tokens, w by
-    columns. The gathered tokens of a batch stand as one sequence, `[*batch, M, K]`.
+    The first half of a tensor-parallel layer with sequence parallelism: x is sharded by tokens, w
+    by columns. The gathered tokens of a batch form one sequence, `[*batch, M, K]`.
 
-    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays, x split by
-    tokens and w by columns over `axis_name`: then x is `[*batch, M, K]`, w `[K, p N]`, the result
-    `[*batch, M, p N]` with its columns split, and batch dimensions keep their sharding.
+    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays, with x
+    sharded by tokens and w by columns over `axis_name`. For global arrays, x is `[*batch, M, K]`, w
+    is `[K, p N]`, and the result is `[*batch, M, p N]`, sharded by columns. Batch dimensions keep
+    their sharding.
 
-    Its derivative in x is `matmul_reduce_scatter` with the transposed weight; that in w needs the
-    gathered tokens. Reverse mode, any number of times; forward mode is not there.
+    Its derivative in x is `matmul_reduce_scatter` with the transposed weight; the derivative in w
+    needs the gathered tokens. Supports reverse mode, any number of times, but not forward mode.
 
     Args:
       x: this rank's tokens.
-      w: this rank's columns; K is not split.
+      w: this rank's columns; K is not sharded.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
-      bias: of this rank's columns.
+      bias: one element per column of this rank.
       method: NONE (gather, then multiply), RING_EXCHANGE (multiply a rank's tokens while the next
-        ones arrive), or "auto": what `choose_comm_gemm` says. The derivative takes the same.
-      atomic: all products are one step of the schedule, which waits for each chunk by a counter;
-        else each is a step of its own. On GPUs they stay apart.
-      aggregate: chunks move in pairs; an even number of ranks. Not with use_ce=False.
-      use_ce: whether the ring copies chunks beside the GEMM; else the GEMM itself reads the tokens
-        of other ranks where they are, and nothing is copied but what the derivative keeps.
-      buffer: id of `create_comm_overlap_buffer`, whose parameters then hold; otherwise XLA gives
-        memory for each call.
-      row_counts: tokens of each rank (per batch), where they differ: a rank's x then has room for
-        the most, T = max(row_counts), and M = sum(row_counts). Rows behind a rank's own are not
-        read. Inside `jax.shard_map` only; global arrays need not divide.
-      gathered: whether the derivative keeps the gathered tokens (M K elements), or gathers them
-        again, during its GEMMs.
-      scaling_mode: how x and w are rounded to 8 bits inside, so that x moves as these, with its
-        scales: see `quantize`. x and w become float8_e4m3fn, the gradient of the result
+        ones arrive), or "auto" (the choice of `choose_comm_gemm`). The derivative uses the same.
+      atomic: run all GEMMs as one step of the schedule, which waits for each chunk by a counter;
+        otherwise each is a separate step. On GPUs they stay separate.
+      aggregate: move chunks in pairs; needs an even number of ranks, and use_ce.
+      use_ce: whether the ring copies chunks while the GEMM runs; otherwise the GEMM reads other
+        ranks' tokens in place, and only tokens kept for the derivative are copied.
+      buffer: id of `create_comm_overlap_buffer`, whose parameters then apply. Without it, XLA
+        allocates memory for each call.
+      row_counts: tokens of each rank (per batch), if they differ. Each rank's x then has T =
+        max(row_counts) rows, and M = sum(row_counts). Rows after a rank's own are not read. Only
+        inside `jax.shard_map`; the tokens of global arrays need not divide.
+      gathered: "keep" stores the gathered tokens (M K elements) for the derivative; "again" gathers
+        them again during its GEMMs.
+      scaling_mode: quantizes x and w to 8 bits internally, so that x moves in 8 bits with its
+        scales; see `quantize`. x and w become float8_e4m3fn. The gradient of the result becomes
         float8_e5m2, or e4m3fn for MXFP8, which needs K, and for the derivative N, to be multiples
-        of 32. In the derivative rounding counts as identity: dx is the product of the rounded
-        gradient and weight, dw that of the gathered, rounded tokens and the gradient as it is. Not
-        with gathered="again".
-      scaling_state: of DELAYED_TENSOR_SCALING; its gradient is the next one: see `MatmulScaling`.
-      preferred_element_type: of the result; by default that of x and w.
-      mesh: of global arrays, where it is not to be seen otherwise.
-      implementation: "in_process", "shared_memory" (between processes of one host), a GPU
-        transport by its name, "xla" (the same result from XLA's collectives, without overlap), or
-        None: the first that can serve.
-      deadline: seconds that a rank waits for another; not with "xla".
+        of 32. The derivative treats rounding as identity: dx is the product of the rounded gradient
+        and weight; dw is the product of the gathered, rounded tokens and the unrounded gradient.
+        Not with gathered="again".
+      scaling_state: the state of DELAYED_TENSOR_SCALING; its gradient is the next state, see
+        `MatmulScaling`.
+      preferred_element_type: dtype of the result; by default that of x and w.
+      mesh: the mesh of global arrays, if it cannot be inferred.
+      implementation: "in_process", "shared_memory" (between processes of one host), the name of a
+        GPU transport, "xla" (the same result with XLA's collectives, without overlap), or None for
+        the first that is available.
+      deadline: seconds that a rank waits for another; no effect with "xla".
     Returns:
-      The product: float32 accumulation (float64 for float64), rounded once. Bitwise repeatable.
+      The product, accumulated in float32 (float64 for float64) and rounded once. Bitwise
+      repeatable.
     Raises:
-      TypeError, ValueError: arguments that are not what they need to be.
-      jax.errors.JaxRuntimeError: a rank did not come, or did not compute, before the deadline; the
-        buffer has been destroyed.
+      TypeError, ValueError: an argument is invalid.
+      jax.errors.JaxRuntimeError: a rank did not arrive or did not compute before the deadline, or
+        the buffer has been destroyed.
     References:
       Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
       Learning Models", ASPLOS 2023; NVIDIA Transformer Engine, userbuffers.
@@ -151,40 +154,41 @@ def matmul_reduce_scatter(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "*batch T N"]:
-    """This rank's tokens of the sum over ranks of their products.
+    """Sums the products of all ranks, and returns this rank's tokens of the sum.
 
-    The second half of a tensor-parallel layer with sequence parallelism: x is split by columns, w
+    The second half of a tensor-parallel layer with sequence parallelism: x is sharded by columns, w
     by rows, the result by tokens.
 
-    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays: then x is
-    `[*batch, M, p K]` and w `[p K, N]`, both split over `axis_name` in what is contracted, and the
-    result `[*batch, M, N]`, split by tokens.
+    Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays. For global
+    arrays, x is `[*batch, M, p K]` and w is `[p K, N]`, both sharded over `axis_name` along the
+    contracted dimension; the result is `[*batch, M, N]`, sharded by tokens.
 
-    Its derivative in x is `all_gather_matmul` with the transposed weight, which also gathers what
-    that in w needs. Reverse mode, any number of times; forward mode is not there.
+    Its derivative in x is `all_gather_matmul` with the transposed weight, which also gathers the
+    tokens for the derivative in w. Supports reverse mode, any number of times, but not forward
+    mode.
 
     Args:
-      x: all tokens, this rank's columns.
+      x: this rank's columns of all tokens.
       w: this rank's rows.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
-      bias: added once, to the sum; the same on all ranks.
+      bias: added once to the sum; the same on all ranks.
       method: NONE (multiply, then reduce), PIPELINE (reduce columns while the next are multiplied),
-        RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto":
-        what `choose_comm_gemm` says. The derivative takes the same, and the ring for the pipeline.
-      num_splits: column chunks of the pipeline; 4 by default.
-      atomic: all products are one step of the schedule, which signals each chunk by a counter;
-        else each is a step of its own. On GPUs they stay apart. Not with use_ce=False.
+        RING_EXCHANGE (send each rank its tokens while the next rank's are multiplied), or "auto"
+        (the choice of `choose_comm_gemm`). The derivative uses the same, but the ring instead of
+        the pipeline.
+      num_splits: number of column chunks of the pipeline; 4 by default.
+      atomic: run all GEMMs as one step of the schedule, which signals each chunk by a counter;
+        otherwise each is a separate step. On GPUs they stay separate. Not with use_ce=False.
       rs_overlap_first_gemm: see `create_comm_overlap_buffer`.
-      use_ce: whether the ring copies chunks beside the GEMM; else each rank multiplies its tokens
-        of all ranks' x by all their w, where they are, and nothing is copied, nor a partial sum
-        stored.
-      buffer: id of `create_comm_overlap_buffer`, whose parameters then hold, and whose dtype is
-        that of partial sums; otherwise XLA gives memory for each call, for float32 partial sums.
-      row_counts: tokens of each rank (per batch), where they differ: M = sum(row_counts), and the
-        result has room for the most, T = max(row_counts); rows behind a rank's own are zero. By
-        default M is divided evenly. Inside `jax.shard_map` only; global arrays need not divide.
-      scaling_mode, scaling_state: see `all_gather_matmul`; here K of one rank is contracted, the
-        sums move in float32, and in the derivative the gradient moves as 8 bits.
+      use_ce: whether the ring copies chunks while the GEMM runs; otherwise each rank multiplies its
+        tokens of all ranks' x by all their w in place, without copies or stored partial sums.
+      buffer: id of `create_comm_overlap_buffer`, whose parameters then apply; its dtype is that of
+        partial sums. Without it, XLA allocates memory for each call, for float32 partial sums.
+      row_counts: tokens of each rank (per batch), if they differ: M = sum(row_counts), and the
+        result has T = max(row_counts) rows; rows after a rank's own are zero. By default M is
+        divided evenly. Only inside `jax.shard_map`; the tokens of global arrays need not divide.
+      scaling_mode, scaling_state: see `all_gather_matmul`. Here K of one rank is contracted, sums
+        move in float32, and in the derivative the gradient moves in 8 bits.
       preferred_element_type, mesh, implementation, deadline: see `all_gather_matmul`.
     Returns:
       The product, summed in float32 (float64 for float64) in the order of the ranks, rounded once.
@@ -224,7 +228,7 @@ def matmul_reduce_scatter(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What the caller says besides operands and overlap; see `all_gather_matmul`."""
+    """The caller's options besides operands and overlap; see `all_gather_matmul`."""
 
     axis_name: AxisName
     row_counts: Sequence[int] | None
@@ -262,16 +266,16 @@ def _matmul(
     if not p:
         name = comm.axis_names[0]
         raise ValueError(
-            f"{op}: no mesh with axis {name!r} is in sight. Call it inside jax.shard_map over "
+            f"{op}: no mesh with axis {name!r} was found. Call it inside jax.shard_map over "
             f"{name!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
     if place.is_global and options.row_counts is not None:
         raise ValueError(
-            f"{op}: got row_counts with global arrays, which are split evenly, and padded inside. "
-            "Leave it away, or call inside jax.shard_map."
+            f"{op}: got row_counts with global arrays, which are split evenly and padded. "
+            "Omit it, or call inside jax.shard_map."
         )
     k, n = w.shape
-    if place.is_global:  # of which a rank has a part
+    if place.is_global:  # each rank has a part
         k, n = (k, n // p) if kind == CommOverlapType.AG else (k // p, n)
         counts = even_row_counts(x.shape[-2], p)
     else:
@@ -312,7 +316,7 @@ def _matmul(
 def _rows_of_group(
     x: Array, counts: tuple[int, ...], comm: Communicator, place: Place
 ) -> tuple[int, int]:
-    """Rows of one group of ranks: what there are, and with as much room on every rank."""
+    """Returns rows of one group of ranks: their number, and that with equal room on every rank."""
     batches = math.prod(x.shape[:-2])
     rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
     if place.is_global:  # of which each group has a part: as examples or tokens are split

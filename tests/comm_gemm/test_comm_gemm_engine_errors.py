@@ -69,7 +69,7 @@ def test_only_bulk_moves_another_array(kind, method):
         *(ones(M, K), ones(K, N), ones(M, N)),
         match=rf"gemm: got an aux_in with buffer {buffer} of CommOverlapMethod\.{method}; an array "
         r"that moves beside an independent GEMM goes with CommOverlapMethod\.BULK, and only with it"
-        r"\. Leave it away, or create that buffer",
+        r"\. Omit it, or create that buffer",
     )
 
 
@@ -178,7 +178,7 @@ def test_places_of_the_engine():
         ValueError, match=r"got comm_overlap without axis_name; it needs the ranks'"
     ):
         PLAIN(x, w, comm_overlap=buffer)
-    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' is in sight"):
+    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found"):
         ENGINE(x, w, comm_overlap=buffer)
     with (
         jax.set_mesh(mesh_of(W)),

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
         (SCATTER, {"method": "bulk"}, r"method is CommOverlapMethod\.BULK, .* Take CommOverlapMet"),
         (SCATTER, {"method": "pipeline", "num_splits": 0}, r"num_splits is 0; it needs to be an i"),
         (SCATTER, {"rs_overlap_first_gemm": True}, r"got rs_overlap_first_gemm with CommOverlapMeth"
-         r"od\.RING_EXCHANGE; it orders the chunks of CommOverlapMethod\.PIPELINE\. Leave it away"),
+         r"od\.RING_EXCHANGE; it orders the chunks of CommOverlapMethod\.PIPELINE\. Omit it"),
         (GATHER, {"aggregate": True, "atomic": True}, r"got aggregate_ag with CommOverlapType\.AG, "
-         r"CommOverlapMethod\.RING_EXCHANGE, atomic_gemm=True; .* Leave it away"),
+         r"CommOverlapMethod\.RING_EXCHANGE, atomic_gemm=True; .* Omit it"),
         (GATHER, {"aggregate": True, "use_ce": False}, r"got aggregate_ag with use_ce=False; pair"),
         (SCATTER, {"atomic": True, "use_ce": False}, r"got atomic with use_ce=False; there each r"),
         (GATHER, {"preferred_element_type": "foo"}, r"preferred_element_type is 'foo' for operand"),
@@ -159,7 +159,7 @@ DELAYED, MXFP8 = "DELAYED_TENSOR_SCALING", "MXFP8_1D_SCALING"
          r"NSOR_SCALING; the scales of earlier steps belong to DELAYED_TENSOR_SCALING\. Begin with "
          r"MatmulScaling\.init\(\)"),
         ({"scaling_state": STATE}, ValueError, r"got a scaling_state with ScalingMode\.NO_SCALING; "
-         r".*\. Leave it away"),
+         r".*\. Omit it"),
         ({"scaling_state": STATE, "scaling_mode": MXFP8}, ValueError, "got a scaling_state with"),
         ({"scaling_mode": MXFP8}, ValueError, r"3 elements are contracted on a rank, .*; "
          r"ScalingMode\.MXFP8_1D_SCALING needs a multiple of 32, .*\. Pad with zeros"),
@@ -182,7 +182,7 @@ def test_scaled_tokens_are_not_gathered_again():
         lambda x, w: GATHER(x, w, gathered="again", scaling_mode="CURRENT_TENSOR_SCALING"),
         *(ones(T, K), ones(K, N)),
         match=r"^all_gather_matmul: got gathered='again' with ScalingMode\.CURRENT_TENSOR_SCALING; "
-        r"scaled tokens are kept\. Leave it away, or recompute with jax\.checkpoint",
+        r"scaled tokens are kept\. Omit it, or recompute with jax\.checkpoint",
     )
 
 
@@ -229,7 +229,7 @@ def test_tokens_that_do_not_divide():
 
 def test_layers_outside_of_shard_map():
     for op in (GATHER, SCATTER):
-        with pytest.raises(ValueError, match=r"no mesh with axis 'cp' is in sight\. Call"):
+        with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found\. Call"):
             op(jnp.ones((M, K)), jnp.ones((K, N)))
 
 

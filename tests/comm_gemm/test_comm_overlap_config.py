@@ -213,7 +213,7 @@ def test_bytes_with_scales(shape, options, num_bytes):
          r"got atomic_gemm with CommOverlapMethod\.BULK; chunk counters need chunks: CommOverlapM"),
         ({"rs_overlap_first_gemm": True}, ValueError, "got rs_overlap_first_gemm with .* Leave it"),
         ({"aggregate_ag": True, "tp_size": 3}, ValueError,
-         r"got aggregate_ag with tp_size=3; pairs need an even one\. Leave it away"),
+         r"got aggregate_ag with tp_size=3; pairs need an even one\. Omit it"),
         ({"aggregate_ag": True, "comm_type": "RS"}, ValueError, "got aggregate_ag with CommOverla"),
         ({"aggregate_ag": True, "method": "BULK"}, ValueError, "got aggregate_ag with .*BULK"),
         ({"aggregate_ag": True, "use_ce": False}, ValueError,

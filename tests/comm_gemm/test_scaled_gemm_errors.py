@@ -52,7 +52,7 @@ def test_scaling_without_scales(mode, given, missing):
         (BF16, BF16, "NO_SCALING", {"preferred_element_type": E5M2}, TypeError, "preferred_element"
          "_type is float8_e5m2"),
         (BF16, BF16, "NO_SCALING", {"lhs_scale_inv": jnp.ones(1)}, ValueError, r"got lhs_scale_inv"
-         r" with ScalingMode\.NO_SCALING; scales need another scaling_mode\. Leave it away"),
+         r" with ScalingMode\.NO_SCALING; scales need another scaling_mode\. Omit it"),
         (BF16, BF16, "NO_SCALING", {"rhs_scale_inv": jnp.ones(1)}, ValueError, "got rhs_scale_inv"),
     ],
 )  # fmt: skip
@@ -131,16 +131,16 @@ def test_buffers_of_another_type_than_the_scaled_operand():
     "options, message",
     [
         ({"grad": True}, r"got grad without an epilogue; it needs fuse_gelu, fuse_bias or both\. Le"
-         r"ave it away for a plain product"),
+         r"mit it for a plain product"),
         ({"grad": True, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=True, grad=True; it is ad"
-         r"ded with fuse_bias alone, and with grad its gradient comes out\. Leave it away"),
+         r"ded with fuse_bias alone, and with grad its gradient comes out\. Omit it"),
         ({"fuse_bias": True}, r"got no bias with fuse_bias=True, grad=False; .*\. Pass one"),
         ({"fuse_bias": False, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=False, grad=False; "
-         r".*\. Leave it away"),
+         r".*\. Omit it"),
         ({"grad": True, "fuse_gelu": True}, r"got no gelu_input with fuse_gelu=True, grad=True; GEL"
          r"U's derivative needs both and it\. Pass pre_gelu of the forward pass"),
         ({"fuse_gelu": True, "gelu_input": jnp.ones((M, N))}, r"got a gelu_input with fuse_gelu=Tru"
-         r"e, grad=False; .*\. Leave it away"),
+         r"e, grad=False; .*\. Omit it"),
         ({"grad": True, "fuse_bias": True, "gelu_input": jnp.ones((M, N))}, "got a gelu_input"),
         ({"grad": True, "fuse_gelu": True, "gelu_input": jnp.ones((M, K))}, r"gelu_input has shape "
          r"\(8, 3\); it needs that of the output, 40 elements\. Pass pre_gelu of the forward pass"),

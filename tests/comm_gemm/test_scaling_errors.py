@@ -35,7 +35,7 @@ MXFP8 = ScalingMode.MXFP8_1D_SCALING
         ({"dtype": "float7"}, "quantize: dtype is 'float7'"),
         ({"layout": "diagonal"}, "quantize: layout is 'diagonal'; it needs to be 'row'"),
         ({"mode": DELAYED}, r"quantize: got no state with .* state=DelayedScaling.init\(\)"),
-        ({"state": "any"}, "quantize: got a state with .* Leave it away"),
+        ({"state": "any"}, "quantize: got a state with .* Omit it"),
         ({"x": np.zeros((2, 32), np.int32)}, "quantize: x is int32"),
         ({"x": np.zeros((2, 2, 32), "f")}, r"quantize: x has shape \(2, 2, 32\).* two dimensions"),
         ({"x": np.zeros((2, 40), "f")}, "dimension 1 to be a multiple of 32.* Pad .* to 64"),

@@ -96,7 +96,7 @@ def test_axis_that_is_not_there(plan):
 
 
 def test_outside_of_shard_map(plan):
-    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' is in sight. Call dispatch in"):
+    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found. Call dispatch in"):
         dispatch(jnp.zeros((T, 2)), Metadata(**plan), axis_name=AXIS, capacity=4)
 
 

@@ -146,29 +146,29 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
     if config.rs_overlap_first_gemm and config.atomic_gemm and is_pipeline:
         raise ValueError(
             f"{op}: got rs_overlap_first_gemm with atomic_gemm; all products are one step there, "
-            "and a chunk's sum does not wait for the next one's. Leave one of them away."
+            "and a chunk's sum does not wait for the next one's. Omit one of them."
         )
     if config.rs_overlap_first_gemm and not is_pipeline:
         raise ValueError(
             f"{op}: got rs_overlap_first_gemm with {method}; it orders the chunks of "
-            "CommOverlapMethod.PIPELINE. Leave it away."
+            "CommOverlapMethod.PIPELINE. Omit it."
         )
     if config.aggregate_ag:
         if not (is_ring and kind == CommOverlapType.AG) or config.atomic_gemm:
             raise ValueError(
                 f"{op}: got aggregate_ag with {kind}, {method}, atomic_gemm={config.atomic_gemm}; "
                 "it moves pairs of chunks in the all-gather of CommOverlapMethod.RING_EXCHANGE, "
-                "without atomic_gemm. Leave it away."
+                "without atomic_gemm. Omit it."
             )
         if not config.use_ce:
             raise ValueError(
                 f"{op}: got aggregate_ag with use_ce=False; pairs of chunks are copied, and a GEMM "
-                "that reads the memory of other ranks has no pairs. Leave one of them away."
+                "that reads the memory of other ranks has no pairs. Omit one of them."
             )
         if config.tp_size % 2:
             raise ValueError(
                 f"{op}: got aggregate_ag with tp_size={config.tp_size}; pairs need an even one. "
-                "Leave it away."
+                "Omit it."
             )
 
 

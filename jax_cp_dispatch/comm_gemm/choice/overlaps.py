@@ -145,7 +145,7 @@ def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap
     if method != "auto" and _read_method(op, method) != config.method:
         raise ValueError(
             f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. "
-            "Leave method away."
+            "Omit method."
         )
     if config.comm_type != kind:
         raise ValueError(
@@ -169,11 +169,11 @@ def check_details(op: str, options: OverlapOptions) -> None:
     name = options.details[0]
     if options.buffer is not None:
         raise ValueError(
-            f"{op}: got {name} with buffer {options.buffer}, whose own parameters hold. Leave it "
-            "away, or create another buffer."
+            f"{op}: got {name} with buffer {options.buffer}, whose own parameters hold. Omit "
+            "it, or create another buffer."
         )
     raise ValueError(
-        f"{op}: got {name} with method='auto', which chooses that, too. Leave it away, or name a "
+        f"{op}: got {name} with method='auto', which chooses that, too. Omit it, or name a "
         "method."
     )
 
@@ -207,8 +207,8 @@ def _check_options(
     if method == CommOverlapMethod.NONE:
         if options.details:
             raise ValueError(
-                f"{op}: got {options.details[0]} with {method}, which has no chunks. Leave it "
-                "away, or name another method."
+                f"{op}: got {options.details[0]} with {method}, which has no chunks. Omit "
+                "it, or name another method."
             )
         return
     of_method = {
@@ -217,10 +217,10 @@ def _check_options(
     }
     for name, (value, needs) in of_method.items():
         if value is not None and method != needs:
-            raise ValueError(f"{op}: got {name} with {method}; it is of {needs}. Leave it away.")
+            raise ValueError(f"{op}: got {name} with {method}; it is of {needs}. Omit it.")
     is_ring = method == CommOverlapMethod.RING_EXCHANGE
     if is_ring and kind == CommOverlapType.RS and options.atomic and options.use_ce is False:
         raise ValueError(
             f"{op}: got atomic with use_ce=False; there each rank multiplies its tokens of all "
-            "ranks at once, and no chunk signals. Leave one of them away."
+            "ranks at once, and no chunk signals. Omit one of them."
         )

@@ -47,7 +47,7 @@ def with_overlap(
         raise ValueError(
             f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {buffer} of {method}; "
             "an array that moves beside an independent GEMM goes with CommOverlapMethod.BULK, and "
-            f"only with it. {'Pass one.' if is_bulk else 'Leave it away, or create that buffer.'}"
+            f"only with it. {'Pass one.' if is_bulk else 'Omit it, or create that buffer.'}"
         )
     if call.fuse_gelu and (is_bulk or not gathers):
         raise ValueError(

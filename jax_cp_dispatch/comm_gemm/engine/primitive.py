@@ -34,7 +34,7 @@ gemm_p.multiple_results = True
 
 
 def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
-    """Results of one call. Absent operands are left away; absent results are None."""
+    """Results of one call. Absent operands are omitted; absent results are None."""
     given = {name: x for name, x in operands.items() if x is not None}
     if "bias" in given:  # the handler reads it as an array of the output's type
         given["bias"] = given["bias"].astype(call.out_dtype)

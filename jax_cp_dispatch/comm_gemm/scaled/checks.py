@@ -23,7 +23,7 @@ def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dic
     if mode == ScalingMode.NO_SCALING and given:
         raise ValueError(
             f"{op}: got {next(iter(given))}_scale_inv with {mode}; scales need another "
-            "scaling_mode. Leave it away."
+            "scaling_mode. Omit it."
         )
     missing = [name for name in scales if name not in given]
     if mode != ScalingMode.NO_SCALING and missing:
@@ -76,7 +76,7 @@ def read_scaling(
         raise ValueError(
             f"{op}: got {'no' if is_delayed else 'a'} scaling_state with {mode}; the scales of "
             "earlier steps belong to DELAYED_TENSOR_SCALING. "
-            + ("Begin with MatmulScaling.init()." if is_delayed else "Leave it away.")
+            + ("Begin with MatmulScaling.init()." if is_delayed else "Omit it.")
         )
     if mode == ScalingMode.NO_SCALING:
         return mode
@@ -87,7 +87,7 @@ def read_scaling(
         )
     if gathered == "again":
         raise ValueError(
-            f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Leave it away, or "
+            f"{op}: got gathered='again' with {mode}; scaled tokens are kept. Omit it, or "
             "recompute with jax.checkpoint."
         )
     return mode

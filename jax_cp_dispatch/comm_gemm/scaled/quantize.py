@@ -165,7 +165,7 @@ def quantize(
         raise ValueError(
             f"quantize: got {'no state' if is_delayed else 'a state'} with {mode}; the scale of "
             "an earlier step belongs to DELAYED_TENSOR_SCALING alone. "
-            + ("Begin with state=DelayedScaling.init()." if is_delayed else "Leave it away.")
+            + ("Begin with state=DelayedScaling.init()." if is_delayed else "Omit it.")
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize: x is {x.dtype}; it needs to be real floats. Convert it first.")
