@@ -28,9 +28,7 @@ def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
 def check_mesh(op: str, mesh: Any) -> None:
     """A mesh, or nothing."""
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        raise TypeError(
-            f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or omitted."
-        )
+        raise TypeError(f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or omitted.")
 
 
 def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:

@@ -149,8 +149,7 @@ def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:
 def _read_bias(op, call: GroupedCall, bias, shape) -> Array:
     if call.contracts_rows:
         raise ValueError(
-            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit "
-            "it."
+            f"{op}: got a bias where rows are contracted; it has no rows to be added to. Omit it."
         )
     if bias.shape != shape:
         raise ValueError(f"{op}: bias has shape {bias.shape}; it needs {shape}, one of each group.")

@@ -189,7 +189,7 @@ def test_scaled_tokens_are_not_gathered_again():
 def test_scaling_of_double_precision():
     with jax.enable_x64(True):
         x, w = ones(M, 32, dtype=np.float64), ones(32, N, dtype=np.float64)
-        match = r"got float64 with ScalingMode\.MXFP8_1D_SCALING, of which 8 bits would be left, su"
+        match = r"got float64 with ScalingMode\.MXFP8_1D_SCALING, which would reduce it to 8 bits, su"
         for op in (GATHER, SCATTER):
             refused(partial(op, scaling_mode=MXFP8), x, w, error=TypeError, match=match)
 
@@ -222,7 +222,7 @@ def test_tokens_that_do_not_divide():
     refused(
         SCATTER,
         *(ones(M - 1, K), ones(K, N)),
-        match=r"matmul_reduce_scatter: 7 tokens do not divide among 4 ranks\. Say how many go to e"
+        match=r"matmul_reduce_scatter: 7 tokens do not divide among 4 ranks\. Pass the tokens of e"
         r"ach: row_counts=\(\.\.\.\), or pad",
     )
 

@@ -1,4 +1,4 @@
-"""Whether a buffer is one for the call that names it."""
+"""Checks that a buffer matches the call that names it."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapMethod, CommOverl
 def check_buffer(
     op: str, buffer: int, config: CommOverlapConfig, shape, dtype: str, num_ranks: int
 ) -> None:
-    """The ranks, the type and the room of a buffer are those of the call."""
+    """Requires that ranks, type and shape of a buffer are those of the call."""
     check_pair(op, config.comm_type, config.method)
     if config.tp_size != num_ranks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a communication buffer is made for: all parameters of one, their checks, and its id."""
+"""The parameters of a communication buffer, their checks, and the id made from them."""
 
 import dataclasses
 import hashlib
@@ -19,12 +19,12 @@ from jax_cp_dispatch.comm_gemm.types import (
 )
 
 _ADDRESS_SPACE = 2**47
-_MOST_SPLITS = 2**20  # each has signals of its own
+_MOST_SPLITS = 2**20  # each has its own signals
 
 
 @dataclasses.dataclass(frozen=True)
 class CommOverlapConfig:
-    """All parameters of a buffer; equal ones have the same id. See `create_comm_overlap_buffer`."""
+    """All parameters of a buffer (see `create_comm_overlap_buffer`); equal ones share an id."""
 
     comm_type: CommOverlapType
     method: CommOverlapMethod
@@ -72,7 +72,7 @@ class CommOverlapConfig:
             columns=columns,
             dtype=self.buffer_dtype,
             has_scales=is_ring and self.buffer_dtype in BYTE_FLOATS,
-            # Without copies each rank reads rows where the others have them; scales always move.
+            # Without copies each rank reads the others' rows in place; scales always move.
             gathers_to_aux=is_ring and not self.use_ce,
         )
 
@@ -97,7 +97,7 @@ def make_config(
     rs_overlap_first_gemm: bool = False,
     aggregate_ag: bool = False,
 ) -> CommOverlapConfig:
-    """The parameters, checked, with the method's own defaults in place of None."""
+    """Returns the checked parameters, with the method's defaults in place of None."""
     comm_type = CommOverlapType.read(op, "comm_type", comm_type)
     method = CommOverlapMethod.read(op, "method", method)
     is_ring = method == CommOverlapMethod.RING_EXCHANGE
@@ -136,7 +136,7 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
     if kind != CommOverlapType.NONE and num_bytes * config.tp_size >= _ADDRESS_SPACE:
         raise ValueError(
             f"{op}: buffer_shape is {config.buffer_shape}, {num_bytes} bytes for each of "
-            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Take a smaller one."
+            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Use a smaller one."
         )
     if config.atomic_gemm and not (is_ring or is_pipeline):
         raise ValueError(
@@ -173,7 +173,7 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
 
 
 def check_pair(op: str, kind: CommOverlapType, method: CommOverlapMethod) -> None:
-    """The method can do the type."""
+    """Requires that the method supports the type of communication."""
     if (kind == CommOverlapType.NONE) != (method == CommOverlapMethod.NONE):
         raise ValueError(
             f"{op}: got {kind} with {method}; either both are NONE, a GEMM without communication, "

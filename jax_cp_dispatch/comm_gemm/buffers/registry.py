@@ -1,4 +1,4 @@
-"""Communication buffers: created, listed and destroyed on the host, named by id in programs."""
+"""Creates, lists and destroys communication buffers on the host; programs name them by id."""
 
 import inspect
 import threading
@@ -14,14 +14,14 @@ _configs: dict[int, CommOverlapConfig] = {}
 
 
 class CommOverlapBuffer(NamedTuple):
-    """A buffer of this process and its use so far.
+    """A buffer of this process, and its usage.
 
     Attributes:
-      config: the parameters that it was created with.
-      num_created: times that it was created and not yet destroyed.
+      config: the parameters with which it was created.
+      num_created: references: times created minus times destroyed.
       num_in_use: calls in flight.
       num_calls: calls so far.
-      num_bytes: memory that it holds, for all ranks of this process together.
+      num_bytes: memory that it holds for all ranks of this process.
     """
 
     config: CommOverlapConfig
@@ -50,43 +50,43 @@ def create_comm_overlap_buffer(
     rs_overlap_first_gemm: bool = False,
     aggregate_ag: bool = False,
 ) -> int:
-    """Creates a communication buffer, which any number of programs can name by its id.
+    """Creates a communication buffer, which any number of programs can use by its id.
 
-    The id is a hash of all arguments, the same in every process. Equal arguments share one buffer;
-    it is gone when it has been destroyed as often as it was created. Memory is taken by the first
-    call that uses the buffer, once for each group of ranks, so nothing is allocated here, nor while
-    a program is traced. Two calls of one group on the same buffer take turns.
+    The id is a hash of all arguments, the same in every process. Equal arguments share one buffer,
+    which exists until it has been destroyed as often as it was created. The first call that uses
+    the buffer allocates its memory, once for each group of ranks. Creation and tracing allocate
+    nothing. Calls of one group on the same buffer run one after another.
 
     Call on the host, from any thread, in every process that runs the program.
 
     Args:
       comm_type: RS, AG or NONE; a member or its name.
-      method: BULK, PIPELINE (only RS), RING_EXCHANGE; NONE with comm_type NONE.
-      buffer_shape: rows and columns. AG: of the gathered lhs. RS: of the whole output.
-      buffer_dtype: of what is stored and moves: lhs of an all-gather; for RS float32 partial sums,
-        or a narrower type that rounds each of them.
+      method: BULK, PIPELINE (RS only) or RING_EXCHANGE; NONE with comm_type NONE.
+      buffer_shape: rows and columns; for AG of the gathered lhs, for RS of the whole output.
+      buffer_dtype: dtype of the stored and moved data. For AG, that of lhs. For RS, float32 for
+        partial sums, or a narrower type to which each is rounded.
       tp_size: ranks of a group.
       num_splits: column chunks of the pipeline.
-      num_max_streams, comm_cga_size: of Transformer Engine's userbuffers. They are part of the id,
-        and change nothing on any platform: a rank has one stream to compute and one to
-        communicate, and its kernels form no clusters of thread blocks.
-      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: of GPUs, for their streams and
-        multiprocessors; on CPU part of the id and nothing else. None: 16 and True; of the ring 1
-        and False.
-      use_ce: whether the ring moves chunks by copies of their own, a copy engine's or on CPU
-        memcpy, beside the GEMM; else the GEMM itself reads the memory of the other ranks. None:
-        only the ring does.
-      atomic_gemm: all products are one step of the schedule, which signals or waits for each chunk
-        by a counter; else each is a step of its own. On GPUs they stay apart. In `gemm` it also
-        says the order in which the ring's chunks stand, and in a reduce-scatter with
-        use_ce=False, which has no chunks, that alone.
-      rs_overlap_first_gemm: the pipeline reduces a chunk when the next one's GEMM is over, too; the
-        same result.
-      aggregate_ag: the ring's all-gather moves two chunks at a time; an even tp_size, and use_ce.
+      num_max_streams, comm_cga_size: parameters of Transformer Engine's userbuffers. They are part
+        of the id and have no other effect on any platform: a rank has one stream for computation
+        and one for communication, and its kernels use no thread block clusters.
+      gemm_priority, comm_priority, num_comm_sm, set_sm_margin: streams and multiprocessors of GPUs;
+        on CPU they are only part of the id. None: 16 and True; for the ring 1 and False.
+      use_ce: whether the ring moves chunks by separate copies (copy engine, or memcpy on CPU) while
+        the GEMM runs; otherwise the GEMM reads the memory of other ranks. None: only the ring
+        copies.
+      atomic_gemm: run all GEMMs as one step of the schedule, which signals or waits for each chunk
+        by a counter; otherwise each is a separate step. On GPUs they stay separate. In `gemm` it
+        also selects the order of the ring's chunks; in a reduce-scatter with use_ce=False, which
+        has no chunks, this is its only effect.
+      rs_overlap_first_gemm: the pipeline reduces a chunk only when the GEMM of the next chunk is
+        also finished; the result is the same.
+      aggregate_ag: the ring's all-gather moves two chunks at a time; needs an even tp_size, and
+        use_ce.
     Returns:
       The id, a positive int.
     Raises:
-      TypeError, ValueError: an argument is not what it needs to be, or does not go with another.
+      TypeError, ValueError: an argument is invalid, or does not match another.
     """
     op = "create_comm_overlap_buffer"
     config = make_config(
@@ -130,14 +130,15 @@ def create_comm_overlap_buffer(
 
 
 def destroy_comm_overlap_buffer(buffer: int) -> None:
-    """Destroys a buffer, the last time frees its memory; programs that name it fail from then on.
+    """Releases one reference to a buffer; the last one frees its memory.
 
-    Call on the host, from any thread, when the calls that use the buffer are over.
+    Programs that use a freed buffer fail. Call on the host, from any thread, after the calls that
+    use the buffer have finished.
 
     Args:
       buffer: the id.
     Raises:
-      ValueError: calls in flight use the buffer; it has been destroyed, or never existed.
+      ValueError: calls in flight use the buffer; or it was destroyed or never existed.
     """
     op = "destroy_comm_overlap_buffer"
     with _lock:
@@ -147,7 +148,7 @@ def destroy_comm_overlap_buffer(buffer: int) -> None:
 
 
 def destroy_all_comm_overlap_buffers() -> None:
-    """Destroys every buffer of this process, or none if a call in flight uses one of them.
+    """Destroys all buffers of this process, or none if calls in flight use any of them.
 
     Raises:
       ValueError: calls in flight use buffers; the message names them.
@@ -160,7 +161,7 @@ def destroy_all_comm_overlap_buffers() -> None:
 
 
 def list_comm_overlap_buffers() -> dict[int, CommOverlapBuffer]:
-    """The buffers of this process at one moment, by id."""
+    """Returns a snapshot of this process's buffers, by id."""
     with _lock:
         return {
             id: CommOverlapBuffer(
@@ -185,16 +186,16 @@ def comm_overlap_buffer_bytes(
     tp_size: int,
     **parameters: Any,
 ) -> int:
-    """Bytes that a buffer takes on each rank, before it is created.
+    """Returns the bytes that a buffer would take on each rank.
 
-    The whole array of `buffer_shape`, with room for its scales if it is of 8 bits. The ring's
-    reduce-scatter has 2 tp_size - 1 blocks of rows; with use_ce=False a ring has scales alone.
+    This is the whole array of `buffer_shape`, and room for scales if it is 8-bit. The ring's
+    reduce-scatter has 2 tp_size - 1 blocks of rows. With use_ce=False a ring stores only scales.
 
     Args:
       comm_type, method, buffer_shape, buffer_dtype, tp_size, parameters: as for
         `create_comm_overlap_buffer`.
     Raises:
-      TypeError, ValueError: as there.
+      TypeError, ValueError: as in `create_comm_overlap_buffer`.
     """
     op = "comm_overlap_buffer_bytes"
     try:
@@ -206,7 +207,7 @@ def comm_overlap_buffer_bytes(
 
 
 def find_config(op: str, buffer: int) -> CommOverlapConfig:
-    """The parameters of an existing buffer; `op` begins the message of an error."""
+    """Returns the parameters of an existing buffer; `op` is for error messages."""
     runtime.native.find_overlap_buffer(op, check_id(op, buffer))
     with _lock:
         return _configs[buffer]

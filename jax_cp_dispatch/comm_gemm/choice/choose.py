@@ -1,4 +1,4 @@
-"""Which method a matmul takes: a cost model, corrected by what has been measured."""
+"""Chooses the method of a matmul by a cost model, corrected by measurements."""
 
 import math
 from typing import NamedTuple
@@ -23,13 +23,13 @@ OPS: dict[CommOverlapType, CommGemmOp] = {
 
 
 class CommGemmChoice(NamedTuple):
-    """A method, and what speaks for it.
+    """The chosen method, and why.
 
     Attributes:
-      label: of `cost.comm_gemm_methods`.
-      options: keywords of `all_gather_matmul` or `matmul_reduce_scatter`: method and so on.
-      seconds: of every method that could serve, measured or predicted.
-      reason: in words.
+      label: key of `cost.comm_gemm_methods`.
+      options: keywords for `all_gather_matmul` or `matmul_reduce_scatter`: method and so on.
+      seconds: measured or predicted time of every available method.
+      reason: explanation as text.
     """
 
     label: str
@@ -44,18 +44,19 @@ def choose_comm_gemm(
     hardware: Hardware | None = None,
     table: TuningTable | None = None,
 ) -> CommGemmChoice:
-    """Chooses by time; call on the host. `method="auto"` does, with the table in use.
+    """Chooses the fastest method of a matmul.
 
-    A measured shape decides by its times. Others take the predictions, each times what the method
-    took over what was predicted, at the measured shape that is nearest in the logarithms of M, K
-    and N.
+    Call on the host. `method="auto"` calls this with the table in use. For a measured shape, the
+    measured times decide. For others, each method's prediction is multiplied by its ratio of
+    measured to predicted time at the nearest measured shape, by the logarithms of M, K and N.
 
     Args:
-      shape: of one group's matmul.
-      hardware: rates of ranks and links; None: those of `cost.HARDWARE` for the default backend.
-      table: what `tune` has measured.
+      shape: the matmul of one group.
+      hardware: rates of ranks and links; None selects the entry of `cost.HARDWARE` for the default
+        backend.
+      table: measurements of `tune`.
     Returns:
-      The fastest; the simplest among equals, so NONE where overlap does not pay.
+      The fastest method; on a tie the simplest, so NONE if overlap does not pay off.
     """
     if hardware is None:
         hardware = HARDWARE["cpu" if jax.default_backend() == "cpu" else "h100"]

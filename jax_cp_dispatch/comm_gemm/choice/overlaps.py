@@ -1,4 +1,4 @@
-"""How a matmul and its derivative communicate: from what the caller says, or chosen by time."""
+"""Determines how a matmul and its derivative communicate: by the caller's options, or by time."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from jax_cp_dispatch.cost import CommGemmShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapOptions:
-    """What the caller of a matmul says about its communication; see `matmul_reduce_scatter`."""
+    """The caller's options for communication; see `matmul_reduce_scatter`."""
 
     method: Any = "auto"
     num_splits: int | None = None
@@ -33,7 +33,7 @@ class OverlapOptions:
 
     @property
     def details(self) -> list[str]:
-        """Names of the options that say more than the method."""
+        """Names of the given options that depend on the method."""
         given = {
             "num_splits": self.num_splits is not None,
             "atomic": self.atomic,
@@ -51,7 +51,7 @@ class MatmulSizes:
     Attributes:
       comm_type: whether x is gathered, or sums are scattered.
       m, k, n: rows of all ranks, K and N of one rank's weight.
-      slot_rows: m with room for as many rows on every rank.
+      slot_rows: m if every rank has as many rows as the largest.
       num_ranks: of the group.
       dtype: name of the type in which x moves.
       sum_dtype: of partial sums.
@@ -67,14 +67,14 @@ class MatmulSizes:
     sum_dtype: str
 
     def adjoint(self) -> "MatmulSizes":
-        """The matmul that gives the derivative in x."""
+        """The matmul that computes the derivative in x."""
         gathers = self.comm_type == CommOverlapType.AG
         other = CommOverlapType.RS if gathers else CommOverlapType.AG
         return dataclasses.replace(self, comm_type=other, k=self.n, n=self.k)
 
     @property
     def moved(self) -> tuple[tuple[int, int], str]:
-        """Shape and type of what moves, all of it."""
+        """Shape and type of all moved data."""
         if self.comm_type == CommOverlapType.AG:
             return (self.m, self.k), self.dtype
         return (self.m, self.n), self.sum_dtype
@@ -83,7 +83,7 @@ class MatmulSizes:
 def choose_overlaps(
     op: str, options: OverlapOptions, sizes: MatmulSizes
 ) -> tuple[Overlap, Overlap]:
-    """How a matmul communicates, and the one in its derivative."""
+    """Returns how a matmul communicates, and how the matmul in its derivative does."""
     forward = _settled(op, options, sizes)
     if options.is_auto:
         return forward, _settled(op, options, sizes.adjoint())
@@ -106,7 +106,7 @@ def _settled(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap:
 
 
 def _chosen(options: OverlapOptions, sizes: MatmulSizes) -> OverlapOptions:
-    """With the method that is fastest, as far as it is known."""
+    """Returns the options with the method of the shortest known time."""
     m, k, n = sizes.m, sizes.k, sizes.n
     if 0 in (m, k, n):
         return dataclasses.replace(options, method=CommOverlapMethod.NONE)
@@ -127,7 +127,7 @@ def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap
         op,
         kind,
         method,
-        [max(1, size) for size in shape],  # of an array without elements, too
+        [max(1, size) for size in shape],  # also for an array without elements
         dtype,
         sizes.num_ranks,
         num_splits=4 if options.num_splits is None else options.num_splits,
@@ -140,12 +140,11 @@ def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap
 
 
 def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
-    """As the buffer says, which has to fit."""
+    """Returns the overlap of a buffer, which must match the call."""
     config, kind = find_config(op, buffer), sizes.comm_type
     if method != "auto" and _read_method(op, method) != config.method:
         raise ValueError(
-            f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. "
-            "Omit method."
+            f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. Omit method."
         )
     if config.comm_type != kind:
         raise ValueError(
@@ -163,23 +162,23 @@ def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap
 
 
 def check_details(op: str, options: OverlapOptions) -> None:
-    """What says more than the method needs a method that the caller names."""
+    """Rejects method-specific options without an explicit method."""
     if not options.details or not (options.is_auto or options.buffer is not None):
         return
     name = options.details[0]
     if options.buffer is not None:
         raise ValueError(
-            f"{op}: got {name} with buffer {options.buffer}, whose own parameters hold. Omit "
+            f"{op}: got {name} with buffer {options.buffer}, whose own parameters apply. Omit "
             "it, or create another buffer."
         )
     raise ValueError(
-        f"{op}: got {name} with method='auto', which chooses that, too. Omit it, or name a "
+        f"{op}: got {name} with method='auto', which also chooses this. Omit it, or specify a "
         "method."
     )
 
 
 def _read_method(op: str, method: Any) -> CommOverlapMethod:
-    """A member from what the caller says."""
+    """Returns the method as a member of the enumeration."""
     if method == "ring":
         method = CommOverlapMethod.RING_EXCHANGE
     if not isinstance(method, CommOverlapMethod) and (
@@ -203,7 +202,7 @@ def _refuse_bulk(op: str, method: CommOverlapMethod) -> None:
 def _check_options(
     op: str, options: OverlapOptions, kind: CommOverlapType, method: CommOverlapMethod
 ) -> None:
-    """The options are those of the method."""
+    """Requires that the options belong to the method."""
     if method == CommOverlapMethod.NONE:
         if options.details:
             raise ValueError(

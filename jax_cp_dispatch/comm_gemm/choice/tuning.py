@@ -1,4 +1,4 @@
-"""Measured times of methods: a table that is saved, read and followed by `method="auto"`."""
+"""Measured times of methods: a table to save, load and use for `method="auto"`."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class TuningTable(NamedTuple):
     seconds: dict[CommGemmShape, dict[str, float]]
 
     def save(self, path: str | os.PathLike) -> pathlib.Path:
-        """Writes it as JSON."""
+        """Writes the table as JSON."""
         path = pathlib.Path(path)
         entries = [
             {**shape.__dict__, "seconds": seconds} for shape, seconds in self.seconds.items()
@@ -32,10 +32,10 @@ class TuningTable(NamedTuple):
 
     @staticmethod
     def load(path: str | os.PathLike) -> "TuningTable":
-        """Reads what `save` wrote.
+        """Reads a table that `save` wrote.
 
         Raises:
-          ValueError: the file is no such table.
+          ValueError: the file is not such a table.
         """
         text = pathlib.Path(path).read_text()
         try:
@@ -60,17 +60,17 @@ _is_read = False
 
 
 def use_tuning(table: TuningTable | None) -> None:
-    """Makes `method="auto"` of this process follow a table, or with None the cost model alone.
+    """Makes `method="auto"` in this process use a table; None selects the cost model alone.
 
-    Programs that have been traced already keep what was chosen then. Every process of a program has
-    to use the same table.
+    Programs that are already traced keep their choice. Every process of a program must use the same
+    table.
     """
     global _table, _is_read
     _table, _is_read = table, True
 
 
 def current_tuning() -> TuningTable | None:
-    """The table in use: that of `use_tuning`, or the file that JAX_CP_DISPATCH_TUNING names."""
+    """Returns the table in use: of `use_tuning`, or from the file in JAX_CP_DISPATCH_TUNING."""
     global _table, _is_read
     if not _is_read:
         path = os.environ.get(_VARIABLE)
@@ -79,7 +79,7 @@ def current_tuning() -> TuningTable | None:
 
 
 def method_options(label: str, method: CommGemmMethod) -> dict[str, Any]:
-    """The keywords of the user's layer for a way of `cost.comm_gemm_methods`."""
+    """Returns the keywords of a matmul for a method of `cost.comm_gemm_methods`."""
     options: dict[str, Any] = {"method": method.name}
     if method.name == "PIPELINE":
         options["num_splits"] = method.num_chunks

@@ -1,4 +1,4 @@
-"""What GEMMs of CPU devices run on: the BLAS of SciPy, which comes with JAX, and threads."""
+"""The BLAS library for GEMMs on CPU (from SciPy, which JAX requires), and its threads."""
 
 import functools
 import importlib
@@ -11,17 +11,17 @@ from jax_cp_dispatch._ranks.implementations import num_cpu_devices_here
 
 @functools.cache
 def load_blas() -> str:
-    """Loads it, once; returns the file of the library, or "" where SciPy's own routines are called.
+    """Loads the library once; returns its file, or "" if SciPy's own routines are used.
 
     Raises:
-      ImportError: SciPy, which JAX depends on, is not there.
+      ImportError: SciPy, which JAX depends on, is not installed.
     """
     cython_blas: Any = importlib.import_module("scipy.linalg.cython_blas")
 
-    routines = cython_blas.__pyx_capi__  # what jaxlib's LAPACK uses, too
+    routines = cython_blas.__pyx_capi__  # jaxlib's LAPACK uses it too
     return runtime.native.load_blas(routines["sgemm"], routines["dgemm"])
 
 
 def threads_per_device() -> int:
-    """Of one GEMM, while the other devices of this host run theirs."""
+    """Returns the threads of one GEMM while the other devices of this host run theirs."""
     return max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())

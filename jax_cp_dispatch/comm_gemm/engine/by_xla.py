@@ -1,4 +1,4 @@
-"""The same calls from XLA's own collectives: for other platforms, and as an oracle on the mesh."""
+"""Gemms by XLA's own collectives, for other platforms and as an oracle on the mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
 
 
 def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
-    """One after the other, whatever the method; sums in the order of the ranks."""
+    """Computes a call without overlap, whatever the method; sums in the order of the ranks."""
     lhs, rhs = values_of_operands(call, operands)
     aux = None
     if call.is_bulk:
@@ -64,7 +64,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:
 
 
 def values_of_operands(call: GemmCall, operands: GemmOperands):
-    """lhs and rhs as they are, or dequantized."""
+    """Returns lhs and rhs, dequantized if they are scaled."""
     if call.scaling_mode == ScalingMode.NO_SCALING:
         return operands.lhs, operands.rhs
     sides = zip(
@@ -86,7 +86,7 @@ def values_of_operands(call: GemmCall, operands: GemmOperands):
 
 
 def _swizzled(call: GemmCall, operands: GemmOperands, shapes: GemmResults):
-    """Both operands' scales, those of lhs as it is multiplied."""
+    """Returns both operands' scales; those of lhs for the rows that are multiplied."""
     of_lhs, of_rhs = call.scale_layouts
     scales = operands.lhs_scale_inv
     if call.gathers_to_aux:
@@ -143,7 +143,7 @@ def _without_room(call: GemmCall, output):
 
 
 def _ring_rows(call: GemmCall):
-    """Of each row in ring order, its place in the order of the ranks."""
+    """Returns, for each row in ring order, its place in the order of the ranks."""
     counts = np.array(call.row_counts)
     begins = np.cumsum(counts) - counts
     tables = []

@@ -16,7 +16,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, 
 
 
 class GemmOperands(NamedTuple):
-    """What the handler reads; what a call has no use for is None, and one element for XLA."""
+    """Operands of the handler; unused ones are None, and become one element for XLA."""
 
     lhs: Any
     lhs_scale_inv: Any
@@ -28,12 +28,12 @@ class GemmOperands(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "GemmOperands":
-        """Those that are given by name."""
+        """Makes operands from a mapping by name."""
         return cls(**{**dict.fromkeys(cls._fields), **given})
 
 
 class GemmResults(NamedTuple):
-    """What the handler writes; the same holds."""
+    """Results of the handler; unused ones as in `GemmOperands`."""
 
     output: Any
     bias_grad: Any
@@ -52,7 +52,7 @@ class Shape2D(NamedTuple):
 
 
 def collapse(shape: tuple[int, ...], boundary: int) -> Shape2D:
-    """The dimensions before `boundary` are rows."""
+    """Collapses a shape; the dimensions before `boundary` are rows."""
     return Shape2D(math.prod(shape[:boundary]), math.prod(shape[boundary:]))
 
 
@@ -62,23 +62,22 @@ class GemmCall:
 
     Attributes:
       op: the public function, for messages.
-      comm: the ranks; without axes it does not communicate.
+      comm: the ranks; without axes the call does not communicate.
       overlap: how it communicates.
       lhs_boundary, rhs_boundary: leading dimensions that are rows.
       lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
       rhs_transposed: the contracted dimensions of rhs are its columns, not its rows.
-      out_shape, out_dtype: of the output; of a call with communication its columns are the last
-        dimension.
+      out_shape, out_dtype: of the output; with communication, columns are its last dimension.
       row_counts: rows of each rank's chunk, per batch.
-      num_batches: leading part of the rows that every rank has.
-      in_ring_order: chunks stand as the atomic ring meets them.
-      gathers_to_aux: the gathered lhs is a result.
+      num_batches: batches into which every rank's rows are divided.
+      in_ring_order: chunks are in the order in which the atomic ring processes them.
+      gathers_to_aux: the gathered lhs is also a result.
       scaling_mode: how operands are scaled.
-      fuse_bias: a bias is added; with `grad` its gradient is a result instead: the sum of the
-        output's rows with `fuse_gelu`, else of those of rhs.
-      fuse_gelu: the output is GELU of the product, and the product a result; with `grad` it is the
-        product times GELU's derivative at `gelu_input`.
-      use_split_accumulator: 8-bit operands are summed in float32; of GPUs, for CPUs always do.
+      fuse_bias: a bias is added. With `grad`, its gradient is a result instead: the sum of the
+        output's rows with `fuse_gelu`, else the sum of the rows of rhs.
+      fuse_gelu: the output is GELU of the product, which is also a result. With `grad`, the output
+        is the product times GELU's derivative at `gelu_input`.
+      use_split_accumulator: sum 8-bit operands in float32; for GPUs only, as CPUs always do.
     """
 
     op: str
@@ -113,7 +112,7 @@ class GemmCall:
 
     @property
     def scale_layouts(self) -> tuple[Layout, Layout]:
-        """Of lhs and rhs: along which dimension the blocks of 32 lie, that which is contracted."""
+        """Layouts of the scales of lhs and rhs: blocks of 32 lie along the contracted dimension."""
         return (
             "column" if self.lhs_transposed else "row",
             "row" if self.rhs_transposed else "column",
@@ -125,12 +124,12 @@ class GemmCall:
 
     @property
     def moves_chunks(self) -> bool:
-        """Whether chunks or partial sums move; else each rank's GEMM reads those of the others."""
+        """Whether chunks or partial sums move; otherwise each GEMM reads other ranks' memory."""
         is_ring = self.overlap.method == CommOverlapMethod.RING_EXCHANGE
         return not is_ring or self.overlap.use_ce
 
     def result_shapes(self, operands: GemmOperands) -> GemmResults:
-        """(shape, dtype) of what is written, None for the rest."""
+        """Returns (shape, dtype) of each result, None for absent ones."""
         dtype = jnp.dtype(self.out_dtype)
         output = self.out_shape, dtype
         bias_grad = ((self.out_shape[-1],), dtype) if self.fuse_bias and self.grad else None
@@ -155,7 +154,7 @@ class GemmCall:
             x = operands.aux_in
             rows = sum(self.row_counts) if self.gathers else max(self.row_counts)
             return (*x.shape[:-2], rows, x.shape[-1]), x.dtype
-        if self.gathers and self.in_ring_order:  # asked for or not: it is written
+        if self.gathers and self.in_ring_order:  # written even if not requested
             return lhs.shape, lhs.dtype
         return self._gathered(lhs) if self.gathers_to_aux else None
 
@@ -163,7 +162,7 @@ class GemmCall:
         return (*lhs.shape[:-2], sum(self.row_counts), lhs.shape[-1]), lhs.dtype
 
     def _workspace(self, operands: GemmOperands):
-        """Memory for chunks, where no buffer is registered."""
+        """Returns the memory for chunks, if no buffer is registered."""
         overlap = self.overlap
         if self.is_bulk or overlap.comm_type == CommOverlapType.NONE:
             return None
@@ -184,13 +183,13 @@ class GemmCall:
                 has_scales=is_scaled and not is_sum,
                 gathers_to_aux=self.gathers_to_aux,
             )
-        if is_sum:  # at least an element: its type is told
+        if is_sum:  # at least one element, to convey the type
             return (max(1, num_bytes // moved.itemsize),), moved
         dtype = np.dtype(np.uint8) if is_scaled else moved
         return ((num_bytes // dtype.itemsize,), dtype) if num_bytes else None
 
     def attributes(self, num_threads: int) -> dict[str, Any]:
-        """As the handler takes them."""
+        """Returns the attributes that the handler reads."""
         overlap = self.overlap
         return {
             "op": self.op,

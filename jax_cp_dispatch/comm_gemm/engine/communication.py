@@ -1,4 +1,4 @@
-"""What a gemm with a buffer communicates: its ranks, and what the buffer lets it move."""
+"""The communication of a gemm with a buffer: its ranks, and the data that move."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 
 def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any) -> Communicator:
-    """The ranks on a mesh axis around one of them; `options` are those of `find_ranks`."""
+    """Returns the ranks on the mesh axis around this one; `options` are those of `find_ranks`."""
     if axis_name is None:
         raise ValueError(
             f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
@@ -25,7 +25,7 @@ def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any
     if place.is_global:
         raise ValueError(
             f"{op}: axis_name is {axis_name!r}, but this is not inside jax.shard_map over it. Call "
-            "it there, or take all_gather_matmul or matmul_reduce_scatter on global arrays."
+            "it there, or use all_gather_matmul or matmul_reduce_scatter on global arrays."
         )
     return comm
 
@@ -39,7 +39,7 @@ def with_overlap(
     paired: int | None,
     return_aux: bool,
 ) -> GemmCall:
-    """The call with what its buffer says, checked against lhs or what moves beside it."""
+    """Returns the call with its buffer's overlap, checked against lhs or the moved array."""
     op, config = call.op, find_config(call.op, buffer)
     kind, method = config.comm_type, config.method
     is_bulk, gathers = method == CommOverlapMethod.BULK, kind == CommOverlapType.AG

@@ -1,4 +1,4 @@
-"""`grouped_gemm_p`: a gemm per group of rows, whose sizes are known only when it runs."""
+"""`grouped_gemm_p`: a gemm per group of rows, with sizes known only at run time."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ def _lower(ctx, *operands, call: GroupedCall):
 def grouped_gemm_by_xla(
     lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall
 ):
-    """The same from `jax.lax.ragged_dot_general`."""
+    """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
     wide = sum_dtype(call.out_dtype)
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()

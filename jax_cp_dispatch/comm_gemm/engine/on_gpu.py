@@ -1,4 +1,4 @@
-"""The GEMM primitive on NVIDIA GPUs: the same custom call, with scratch memory and places."""
+"""Lowers the GEMM primitive for NVIDIA GPUs: a custom call with scratch memory and places."""
 
 import functools
 from typing import Any
@@ -22,11 +22,11 @@ from jax_cp_dispatch.comm_gemm.types import BYTE_FLOATS, CommOverlapMethod, Comm
 
 _MAX_RANKS = 64
 _WIDE = ("float32", "bfloat16", "float16")
-_BLACKWELL = 10.0  # the first compute capability that multiplies MXFP8
+_BLACKWELL = 10.0  # the first compute capability with MXFP8
 
 
 def _sizes(call: GemmCall, operands: GemmOperands) -> tuple[int, int, int]:
-    """M of the whole product on a rank, N and K."""
+    """Returns M, N and K of a rank's whole product."""
     lhs = collapse(operands.lhs.shape, call.lhs_boundary)
     rhs = collapse(operands.rhs.shape, call.rhs_boundary)
     k, m = lhs if call.lhs_transposed else lhs[::-1]
@@ -36,7 +36,7 @@ def _sizes(call: GemmCall, operands: GemmOperands) -> tuple[int, int, int]:
 
 
 def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
-    """Why a call cannot run on GPUs but by XLA, whatever the transport; None: it can."""
+    """Returns why a call on GPUs needs XLA, whatever the transport; None if it does not."""
     _, n, k = _sizes(call, operands)
     types = lhs, rhs, out = (
         jnp.dtype(operands.lhs.dtype).name,
@@ -76,14 +76,14 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
 
 @functools.cache
 def _compute_capability() -> float | None:
-    """Of the GPU that is here; None: programs are lowered for another machine."""
+    """Returns that of the local GPU; None if programs are lowered for another machine."""
     if jax.default_backend() != "gpu":
         return None
     return float(getattr(jax.local_devices()[0], "compute_capability", _BLACKWELL))
 
 
 def scratch_bytes(call: GemmCall, operands: GemmOperands) -> int:
-    """What a rank computes with, wherever it begins."""
+    """Returns the bytes of a rank's scratch memory, at any alignment."""
     m, n, k = _sizes(call, operands)
     return runtime.native.gemm_scratch_bytes(
         m=m,
@@ -98,7 +98,7 @@ def scratch_bytes(call: GemmCall, operands: GemmOperands) -> int:
 
 
 def _scratch(call: GemmCall, operands: GemmOperands, workspace) -> tuple[tuple[int], Any]:
-    """(shape, dtype) in place of the workspace's, of the type in which partial sums are stored."""
+    """Returns (shape, dtype) that replace the workspace's; the dtype is that of partial sums."""
     dtype = np.dtype(np.uint8) if workspace is None else jnp.dtype(workspace[1])
     return (-(-scratch_bytes(call, operands) // dtype.itemsize),), dtype
 
@@ -120,7 +120,7 @@ def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
 
 
 def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
-    """The custom call of one rank: `names` tells which operands the values are."""
+    """Lowers the custom call of one rank; `names` are those of the operands in `values`."""
     open_cublaslt()
     operands = GemmOperands.of(dict(zip(names, values, strict=True)))
     avals = GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True)))
@@ -142,7 +142,7 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
         **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim),
         **gpu_attributes(ctx, implementation, call.comm),
     )
-    # The program's own shape of a workspace, which nobody looks at.
+    # The workspace result keeps the program's shape; it is never read.
     written = dict(zip(GemmResults._fields, results, strict=True))
     if shapes.workspace is not None:
         (written["workspace"],) = mlir.lower_fun(
@@ -152,15 +152,15 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
 
 
 def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
-    """A call with communication where one GPU holds all ranks, as tests and benchmarks have them.
+    """Runs a call with communication on one GPU that holds all ranks, for tests and benchmarks.
 
     Call under `jax.jit` for the GPU. No derivative.
 
     Args:
-      call: of one rank.
-      operands: by name, with a dimension of ranks before those of one rank's.
+      call: the call of one rank.
+      operands: by name, with a leading dimension of ranks.
     Returns:
-      Results with that dimension; those that the call does not have are None.
+      Results with that dimension; absent ones are None.
     """
     open_cublaslt()
     p = call.comm.num_ranks
@@ -172,7 +172,7 @@ def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
     avals = GemmOperands.of(of_rank)
     missing = what_gpus_lack(call, avals)
     if missing is not None:
-        raise NotImplementedError(f"{call.op}: {missing}. Take implementation='xla'.")
+        raise NotImplementedError(f"{call.op}: {missing}. Use implementation='xla'.")
     shapes = call.result_shapes(avals)
     all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
     none = jax.ShapeDtypeStruct((1,), np.float32)

@@ -1,4 +1,4 @@
-"""How one gemm communicates: the static part of its call that says so."""
+"""The static description of how one gemm communicates."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuStreams:
-    """What a GPU gives to computation and to communication; see `create_comm_overlap_buffer`."""
+    """Streams of a GPU for computation and communication; see `create_comm_overlap_buffer`."""
 
     gemm_priority: int = 0
     comm_priority: int = 0
@@ -21,11 +21,11 @@ class Overlap:
     """How a gemm communicates.
 
     Attributes:
-      comm_type, method: with a type, method NONE does one after the other.
+      comm_type, method: with a type, method NONE communicates without overlap.
       num_splits, atomic, overlap_first_gemm, aggregate, use_ce: see `create_comm_overlap_buffer`.
-      buffer: id of the registered buffer; 0: XLA gives memory for each call.
+      buffer: id of the registered buffer; 0: XLA allocates memory for each call.
       partial_dtype: name of the type in which partial sums are stored and moved.
-      streams: of GPUs.
+      streams: streams of GPUs.
     """
 
     comm_type: CommOverlapType = CommOverlapType.NONE
@@ -41,7 +41,7 @@ class Overlap:
 
     @classmethod
     def of(cls, config: CommOverlapConfig, *, buffer: int) -> "Overlap":
-        """The part of a buffer's parameters that a program names."""
+        """Returns the part of a buffer's parameters that matters for a program."""
         return cls(
             comm_type=config.comm_type,
             method=config.method,

@@ -34,7 +34,7 @@ gemm_p.multiple_results = True
 
 
 def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
-    """Results of one call. Absent operands are omitted; absent results are None."""
+    """Binds one call and returns its results. Omit absent operands; absent results are None."""
     given = {name: x for name, x in operands.items() if x is not None}
     if "bias" in given:  # the handler reads it as an array of the output's type
         given["bias"] = given["bias"].astype(call.out_dtype)
@@ -85,7 +85,7 @@ def _written(results: GemmResults) -> list[Any]:
 
 
 def _with_all_axes_manual(*operands, call: GemmCall, names):
-    """Axes that are still automatic become manual: what varies over them is gathered."""
+    """Makes automatic axes manual; arrays that vary over them are gathered."""
     mesh = jax.sharding.get_abstract_mesh()
     local = call.replace(comm=call.comm.inside(mesh))
     num_results = len(_written(call.result_shapes(_operands(operands, names))))
@@ -100,7 +100,7 @@ def _with_all_axes_manual(*operands, call: GemmCall, names):
 
 def _lower_custom_call(ctx, *operands, call: GemmCall, names, site):
     places, types = lower_places(ctx, call.comm)
-    absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on what has no element
+    absent = jax.typeof(np.zeros((1,), np.float32))  # jaxlib 0.11 crashes on empty arrays
     (nothing,) = mlir.lower_fun(lambda: [jnp.zeros((1,))], multiple_results=True)(
         ctx.replace(avals_in=(), avals_out=None)
     )
@@ -124,7 +124,7 @@ def _lower_custom_call(ctx, *operands, call: GemmCall, names, site):
 
 
 def _what(call: GemmCall) -> str:
-    """The operation and all of it that the shapes do not tell: who differs in it does not meet."""
+    """Describes the operation beyond its shapes; calls meet only if they agree in this text."""
     kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
     said = {"op", "axis", "num_ranks", "comm_type", "comm_overlap_method", "row_counts"}
     of_a_rank = {"deadline_ms", "num_threads"}
@@ -146,7 +146,7 @@ def _no_derivative(primals, tangents, *, call: GemmCall, names):
     remedy = "Define it with jax.custom_vjp around the call."
     if call.comm.axis_names:
         remedy = (
-            "Take all_gather_matmul or matmul_reduce_scatter, whose derivatives are each other "
+            "Use all_gather_matmul or matmul_reduce_scatter, which are each other's derivative "
             "(reverse mode)."
         )
     what = "with communication" if call.comm.axis_names else "of scaled operands, or with grad,"

@@ -37,15 +37,15 @@ def check_arrays(op: str, x: Array, w: Array, bias: Array | None) -> None:
 def read_row_counts(
     op: str, kind: CommOverlapType, x: Array, num_ranks: int, row_counts: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Rows of each rank's chunk, per batch."""
+    """Returns the rows of each rank's chunk, per batch."""
     rows = x.shape[-2]
     if row_counts is None:
         if kind == CommOverlapType.AG:
             return (rows,) * num_ranks
         if rows % num_ranks:
             raise ValueError(
-                f"{op}: {rows} tokens do not divide among {num_ranks} ranks. Say how many go to "
-                "each: row_counts=(...), or pad."
+                f"{op}: {rows} tokens do not divide among {num_ranks} ranks. Pass the tokens of "
+                "each as row_counts=(...), or pad."
             )
         return (rows // num_ranks,) * num_ranks
     try:

@@ -1,10 +1,10 @@
-"""`all_gather_matmul` and `matmul_reduce_scatter`, each in the derivative of the other.
+"""The derivatives of `all_gather_matmul` and `matmul_reduce_scatter`, which contain each other.
 
 all_gather_matmul:      y = concat_q(x_q) w        dx = reduce_scatter(dy w'),  dw = concat(x)' dy
 matmul_reduce_scatter:  y_r = rows r of sum_q x_q w_q    dx = concat(dy) w',  dw = x' concat(dy)
 
-Of 8-bit operands, rounding counts as identity: concat gives the rounded rows that were multiplied,
-and each product with w rounds both of its operands; dw is a product of wide operands.
+With 8-bit operands, rounding counts as identity. concat gives the rounded rows that were
+multiplied, each product with w rounds both operands, and dw is a product of wide operands.
 """
 
 import functools
@@ -38,7 +38,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 _partition_gather = with_examples(partition_gather)
 _partition_scatter = with_examples(partition_scatter)
 _partition_gather_again = with_examples(partition_gather_again, has_dy=True)
-# Any: type checkers do not see what a partial of it returns.
+# Any, because type checkers do not know what a partial of it returns.
 _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
@@ -57,19 +57,19 @@ def scatter(s: Matmul, x, w, bias, scales):
 
 
 def _pair(scales: Scales | None):
-    """Of x and w, as one array."""
+    """Returns the scales of x and w as one array."""
     return None if scales is None else jnp.concatenate([scales.x, scales.w])
 
 
 @_with_own_derivative
 def gather_again(s: Matmul, x, w, dy):
-    """dx and dw where the gathered x was not kept."""
+    """Returns dx and dw if the gathered x was not kept."""
     run = gather_rows_again if s.mesh is None else _partition_gather_again
     return run(s, x, w, dy)
 
 
 def weight_gradient(s: Matmul, x, dy, w):
-    """x' dy, summed over rows and everything before them."""
+    """Returns x' dy, summed over rows and batches."""
     if 0 in (*x.shape, *dy.shape):  # XLA fails where all operands of a shard_map are empty
         return vary_like([jnp.zeros_like(w)], dy)[0]
     lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
@@ -82,7 +82,7 @@ def weight_gradient(s: Matmul, x, dy, w):
 
 
 def _split_as(s: Matmul, dy, other):
-    """dy, which may be a constant, with batch and tokens split as in the forward pass."""
+    """Returns dy (possibly a constant) with batch and tokens sharded as in the forward pass."""
     if s.mesh is None or not keeps_token_axes(s, other):
         return dy
     return split_like(dy, other, dy.ndim - 1)
@@ -163,7 +163,7 @@ def _scattered_backward(s: Matmul, residuals, dy):
 
 
 def _adjoint(s: Matmul, w, dtype) -> Matmul:
-    """The matmul that gives dx; it contracts the columns of w, of which a rank may have a part."""
+    """Returns the matmul that computes dx; it contracts the columns of w, which may be sharded."""
     splits_columns = s.mesh is not None and s.overlap.comm_type == CommOverlapType.AG
     columns = s.num_columns(w) // (s.comm.num_ranks if splits_columns else 1)
     check_contracted_blocks(s.op, s.scaling_mode, columns)
@@ -195,7 +195,7 @@ def _again_backward(s: Matmul, residuals, cotangents):
 
 
 def _sum_to_ranks(s: Matmul, gathered):
-    """Of the gathered rows, summed over ranks, each rank's own: only of second derivatives."""
+    """Sums gathered rows over ranks and returns each rank's own; only for second derivatives."""
     room, total = max(s.row_counts), sum(s.row_counts)
     if s.mesh is not None:
         return with_rows(gathered, s.comm.num_ranks * room)

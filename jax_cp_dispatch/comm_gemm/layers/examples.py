@@ -9,14 +9,14 @@ from jax.custom_batching import custom_vmap
 
 
 def with_examples(run: Callable[..., Any], *, has_dy: bool = False):
-    """The same function, which also runs under `jax.vmap`.
+    """Returns the same function with support for `jax.vmap`.
 
-    Where x alone is mapped, the new dimension is one more of the batch. Where weights are, it is
-    the first dimension of all arrays, and `run` sees that by the dimensions of w. So it is of
-    derivatives, where each example has a gradient of w.
+    If only x is mapped, the new dimension becomes a batch dimension. If weights are mapped, it is
+    the first dimension of all arrays, which `run` recognizes by the dimensions of w. The same holds
+    for derivatives, where each example has its own gradient of w.
 
     Args:
-      run: called with static parts, and x, w and others, some of which may be None.
+      run: function of static parts, x, w and other arrays, some of which may be None.
       has_dy: the last array is the gradient of the result.
     """
 
@@ -35,7 +35,7 @@ def with_examples(run: Callable[..., Any], *, has_dy: bool = False):
             ]
             if not had_examples:
                 results = call(s, *arrays, **static)
-            else:  # of two vmaps: all pairs of examples stand one after another
+            else:  # two vmaps: all pairs of examples, in order
                 join = lambda a: a.reshape(-1, *a.shape[2:])
                 split = lambda a: a.reshape(size, -1, *a.shape[1:])
                 results = jax.tree.map(split, call(s, *jax.tree.map(join, arrays), **static))

@@ -1,8 +1,8 @@
-"""Matmuls of global arrays under plain `jit`: a Shardy rule, or a `shard_map` of our own.
+"""Matmuls of global arrays under plain `jit`, by a Shardy rule or an inner `shard_map`.
 
-Over automatic axes the partitioner keeps what it knows, see `partitioning`. Explicit axes are read
-from the types: batch dimensions stay as they are sharded, and so do tokens on other axes than that
-of the ranks.
+Over automatic axes the partitioner keeps known shardings, see `partitioning`. Explicit axes are
+read from the types: batch dimensions, and tokens on axes other than the ranks', keep their
+sharding.
 """
 
 import functools
@@ -22,12 +22,12 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
 def matmul_of_all_ranks(s: Matmul, place: Place, x, w, bias, state):
-    """The matmul of global arrays."""
+    """Computes the matmul of global arrays."""
     gathers = s.overlap.comm_type == CommOverlapType.AG
     split = w.shape[1 if gathers else 0]
     if split % s.comm.num_ranks:
         raise ValueError(
-            f"{s.op}: w has shape {w.shape}, of which {split} does not divide among the "
+            f"{s.op}: w has shape {w.shape}, whose dimension of {split} does not divide among the "
             f"{s.comm.num_ranks} devices of {s.comm.axis_names}. Pad it."
         )
     rows, room = x.shape[-2], s.comm.num_ranks * max(s.row_counts)
@@ -39,7 +39,7 @@ def matmul_of_all_ranks(s: Matmul, place: Place, x, w, bias, state):
         if gathers or room == rows:
             return out
         batch, _ = _explicit_axes(place, s, x)
-        whole = P(*batch, None, None)  # what does not divide is not split
+        whole = P(*batch, None, None)  # tokens that do not divide are not sharded
         return _move(out, place.mesh, whole)[..., :rows, :]
     scales = None if state is None else scales_of(s.scaling_mode, (), state)
     out = _one_program(gathers)(s, x, w, bias, scales)
@@ -48,13 +48,13 @@ def matmul_of_all_ranks(s: Matmul, place: Place, x, w, bias, state):
 
 @functools.cache
 def _one_program(gathers: bool):
-    """The matmul; without `jit` around it the compiler has to see all of it at once, too."""
+    """Jits the matmul, so that the compiler sees all of it even without an outer `jit`."""
     run = gathered_matmul if gathers else scattered_matmul
     return jax.jit(run, static_argnums=0, inline=True)
 
 
 def even_row_counts(rows: int, num_ranks: int) -> tuple[int, ...]:
-    """As even as blocks of one size allow."""
+    """Returns row counts as even as blocks of one size allow."""
     room = max(1, -(-rows // num_ranks))
     return tuple(min(room, max(0, rows - q * room)) for q in range(num_ranks))
 
@@ -69,7 +69,7 @@ def _move(array, mesh, spec: P):
 
 
 def _explicit_axes(place: Place, s: Matmul, x):
-    """How the types say that batch dimensions and tokens are split, beside the ranks."""
+    """Returns how types shard batch dimensions and tokens, apart from the ranks."""
     mesh = place.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     is_free = lambda a: (
@@ -87,7 +87,7 @@ def _explicit_axes(place: Place, s: Matmul, x):
 
 
 def matmul_on_rank(s: Matmul, x, w, bias, state):
-    """The arguments of a differentiable matmul, inside `jax.shard_map`."""
+    """Calls the differentiable matmul with one rank's arguments, inside `jax.shard_map`."""
     x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
     axes, varying = s.comm.axis_names + s.comm.group_axes, varying_axes(x)
     if varying:  # JAX tracks them: who has the same x shares the state anyway

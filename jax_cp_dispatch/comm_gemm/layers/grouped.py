@@ -24,7 +24,7 @@ def bind_grouped(
 
 
 def _of_nothing(call: GroupedCall, lhs, rhs, bias, group_sizes):
-    """Sums of nothing, and the bias of what rows there are."""
+    """Returns empty sums, plus the bias of existing rows."""
     shape = call.out_shape(lhs, rhs, group_sizes)
     if not call.fuse_bias or 0 in shape or not group_sizes.shape[0]:
         return jnp.zeros(shape, call.out_dtype)

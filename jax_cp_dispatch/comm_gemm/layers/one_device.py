@@ -16,7 +16,7 @@ from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
 def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
-    """Results of a call without communication, from the operands that are not None.
+    """Computes a call without communication from the operands that are not None.
 
     Differentiable without scales and without `grad`.
     """
@@ -37,7 +37,7 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
 def _of_nothing(
     call: GemmCall, *, lhs, rhs, bias=None, lhs_scale_inv=None, rhs_scale_inv=None, gelu_input=None
 ) -> GemmResults:
-    """Sums of nothing: jaxlib 0.11 crashes on what has no element."""
+    """Returns empty sums, since jaxlib 0.11 crashes on empty arrays."""
     output = jnp.zeros(call.out_shape, call.out_dtype)
     results = GemmResults(output, *[None] * 6)
     if call.grad and call.fuse_bias:

@@ -1,7 +1,7 @@
-"""The Shardy rule of matmuls of global arrays over automatic axes, and one device's part.
+"""The Shardy rule for matmuls of global arrays over automatic axes, and one device's part.
 
-The partitioner keeps what it knows: batch dimensions, and tokens on other axes than that of the
-ranks, stay as they are sharded; the dimensions that the ranks split are constrained.
+Batch dimensions, and tokens on axes other than the ranks', keep their sharding. The dimensions that
+are sharded over the ranks are constrained.
 """
 
 import functools
@@ -37,8 +37,8 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     """Result [*batch, sum of the row counts, p N], and the gathered x or None.
 
-    As in the two others below, w may have a first dimension of its own, that of examples: the
-    first of x and of all other arrays is the same then.
+    As in the two functions below, w may have a leading dimension of examples, which is then also
+    the first dimension of all other arrays.
     """
     free, names = _free(x), s.comm.axis_names
     keeps = keeps_token_axes(s, x)
@@ -78,7 +78,7 @@ def partition_gather_again(s: Matmul, x, w, dy):
 
 
 def constrain_weight(s: Matmul, dw):
-    """A weight's gradient, split as the weight of the matmul."""
+    """Shards a weight's gradient like the weight of the matmul."""
     return _constrain(s, dw, *_split_of_w(s, s.overlap.comm_type == CommOverlapType.AG))
 
 
@@ -100,7 +100,7 @@ def _constrain(s: Matmul, array, *spec):
 
 
 class _Form(NamedTuple):
-    """What the rule of a matmul depends on beside its static parts."""
+    """What the rule of a matmul depends on, in addition to its static parts."""
 
     gathers: bool
     to_aux: bool
@@ -110,7 +110,7 @@ class _Form(NamedTuple):
     has_examples: bool
 
     def read(self, rest):
-        """bias and scales, or None, from the operands behind x and w."""
+        """Returns bias and scales, or None, from the operands after x and w."""
         rest = iter(rest)
         return [next(rest) if there else None for there in (self.has_bias, self.has_scales)]
 
@@ -193,7 +193,7 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
 
 
 def _each(has_examples: bool, run):
-    """Of one example after another."""
+    """Runs one example after another."""
     return jax.vmap(run) if has_examples else run
 
 
@@ -209,7 +209,7 @@ def _dense_again(s: Matmul, x, w, dy):
 
 
 def _find_mesh(s: Matmul, mesh, mesh_around):
-    """The mesh of the program, of as many ranks as it was traced for."""
+    """Returns the mesh of the program; it must have the number of ranks of the trace."""
     otherwise = s.mesh if isinstance(s.mesh, Mesh) else mesh_around
     mesh = mesh_of_program(s.op, s.comm.axis_names, mesh, otherwise)
     num_devices = math.prod(mesh.shape[name] for name in s.comm.axis_names)
@@ -223,7 +223,7 @@ def _find_mesh(s: Matmul, mesh, mesh_around):
 
 
 def _layout(s: Matmul, mesh, x, out):
-    """How batch dimensions and tokens are split beside the ranks, and the rows of each rank."""
+    """Returns how batch dimensions and tokens are sharded, and the rows of each rank."""
     is_free = lambda axis: axis not in s.comm.axis_names
     *of_batch, found, _ = axes_of_dims(x.sharding, mesh, len(x.shape))
     *_, wanted, _ = axes_of_dims(out.sharding, mesh, len(out.shape))
@@ -246,7 +246,7 @@ def _layout(s: Matmul, mesh, x, out):
 
 
 def _with_rule(everywhere, partition, rule, name):
-    """With its rule, and a name that tells it from every other call."""
+    """Attaches the rule, and a unique name."""
     text, whole = rule
     everywhere.def_partition(
         partition=partition,
@@ -258,7 +258,7 @@ def _with_rule(everywhere, partition, rule, name):
 
 
 def _dense(s: Matmul, form: _Form, x, w, bias, scales):
-    """The whole of it, as it is on one device: what the partitioner replaces."""
+    """Computes the matmul as on one device; the partitioner replaces it."""
     wide = sum_dtype(x.dtype)
     dims = ((x.ndim - 1,), (1 if s.rhs_transposed else 0,))
     rows = sum(s.row_counts)
@@ -277,16 +277,16 @@ def _dense(s: Matmul, form: _Form, x, w, bias, scales):
 
 
 def with_rows(x, num_rows: int):
-    """Padded to that many rows."""
+    """Pads x to `num_rows` rows."""
     missing = num_rows - x.shape[-2]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
 
 
 def _sharding_rule(s: Matmul, form: _Form):
-    """The rule as text, and the factors that every device has whole.
+    """Returns the rule as text, and the factors that are not sharded.
 
-    "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are split alike, but for the
-    ranks' axis, which the product's columns have. A sum's tokens are split as `split_like` says.
+    "b0 m k, k n -> b0 m n": tokens of x and of a gathered product are sharded alike, except for the
+    ranks' axis, which shards the product's columns. `split_like` shards the tokens of a sum.
     """
     batch = [f"b{i}" for i in range(form.ndim - 2)]
     keeps = form.gathers and min(s.row_counts) == max(s.row_counts)

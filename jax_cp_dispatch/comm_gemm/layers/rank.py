@@ -32,7 +32,7 @@ class Matmul:
       row_counts: see `GemmCall`.
       overlap, backward: how the matmul communicates, and the one in its derivative.
       out_dtype: of the result.
-      keeps_gathered: the gathered lhs is kept for the derivative, rather than gathered again.
+      keeps_gathered: the gathered lhs is kept for the derivative instead of gathered again.
       rhs_transposed: w is [N, K].
       scaling_mode: how x and w become 8 bits; then they have types as follows.
       x_dtype, dy_dtype: 8-bit type of x, and of the result's gradient.
@@ -72,7 +72,7 @@ class Matmul:
         return call.replace(**changes)
 
     def adjoint(self, out_dtype) -> "Matmul":
-        """The matmul that gives dx: with w transposed, and the other communication."""
+        """Returns the matmul that computes dx: w is transposed, and the communication swapped."""
         return self.replace(
             overlap=self.backward,
             backward=self.overlap,
@@ -83,7 +83,7 @@ class Matmul:
         )
 
     def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledOperands:
-        """Both operands as 8 bits; `scales` of x and w, f32 [2], are those of delayed scaling."""
+        """Quantizes both operands; `scales` of x and w, f32 [2], are for delayed scaling."""
         return quantize_operands(
             self.scaling_mode,
             x,
@@ -99,7 +99,7 @@ class Matmul:
         return self.scaling_mode != ScalingMode.NO_SCALING
 
     def varying_axes(self) -> frozenset[str]:
-        """The axes of the ranks where JAX tracks over which ones an array varies."""
+        """The axes of the ranks, if JAX tracks over which axes arrays vary."""
         places = (jax.lax.axis_index(name) for name in self.comm.axis_names)
         return frozenset().union(*map(varying_axes, places))
 
@@ -137,9 +137,9 @@ def scatter_rows_of_rank(s: Matmul, x, w, bias, scales):
 
 
 def gather_rows_again(s: Matmul, x, w, dy):
-    """dx and dw of a gathered matmul whose gathered x was not kept: each GEMM hides a transfer.
+    """Returns dx and dw if the gathered x was not kept; each GEMM hides a transfer.
 
-    x is gathered during dy w', and that is reduce-scattered during x' dy.
+    x is gathered during dy w', whose result is reduce-scattered during x' dy.
     """
     if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
         return jnp.zeros_like(x), jnp.zeros_like(w)
@@ -169,13 +169,13 @@ def gather_rows_again(s: Matmul, x, w, dy):
 
 
 def _of_nothing(call: GemmCall, x, bias):
-    """An empty sum: jaxlib 0.11 crashes on what has no element."""
+    """Returns an empty sum, since jaxlib 0.11 crashes on empty arrays."""
     zeros = vary_like([jnp.zeros(call.out_shape, call.out_dtype)], x)[0]
     return zeros if bias is None else jnp.broadcast_to(bias.astype(zeros.dtype), zeros.shape)
 
 
 def real_rows(s: Matmul, dy):
-    """Without what stands in the room of a rank with fewer rows."""
+    """Removes the unused rows of ranks with fewer rows."""
     if s.mesh is not None or min(s.row_counts) == max(s.row_counts):
         return dy
     count = jnp.array(s.row_counts)[jax.lax.axis_index(s.comm.axis_names)]

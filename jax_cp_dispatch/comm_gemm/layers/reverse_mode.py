@@ -1,4 +1,4 @@
-"""What `jax.jvp` gets of GEMMs that have a derivative in reverse mode only."""
+"""The error of `jax.jvp` for GEMMs that support reverse mode only."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reverse_mode_only(op: str) -> Iterator[None]:
-    """Says which operation it is where JAX's own message names none."""
+    """Names the operation in the error, which JAX's own message does not."""
     try:
         yield
     except TypeError as error:
@@ -14,6 +14,6 @@ def reverse_mode_only(op: str) -> Iterator[None]:
             raise
         raise TypeError(
             f"{op}: got forward mode (jax.jvp, jax.jacfwd, jax.hessian), but it has a derivative "
-            "in reverse mode only, of any order. Take jax.vjp, jax.grad or jax.jacrev: a Hessian "
+            "in reverse mode only, of any order. Use jax.vjp, jax.grad or jax.jacrev: a Hessian "
             "is jax.jacrev(jax.grad(...))."
         ) from None

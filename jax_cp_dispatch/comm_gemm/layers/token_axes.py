@@ -1,9 +1,9 @@
-"""Tokens of global arrays that are split over more mesh axes than that of the ranks.
+"""Tokens of global arrays that are sharded over more mesh axes than the ranks'.
 
-A Shardy rule says which dimensions are split alike; it cannot say "as x, and also over the ranks",
-because only the compiler knows how many devices x is split over. So small arrays that nobody reads
-tell it: one for every number of devices that the other mesh axes make, each split over the ranks
-only behind that many. All of them begin alike, and the longest is the one that fits.
+A Shardy rule states which dimensions are sharded alike. It cannot state "as x, and also over the
+ranks", because only the compiler knows over how many devices x is sharded. Small unused arrays
+convey it: one for each possible number of devices of the other mesh axes, each sharded over the
+ranks only after that number. All of them start alike, and the longest match applies.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.sharding_impls import parse_flatten_op_sharding  # no public name has it
+from jax._src.sharding_impls import parse_flatten_op_sharding  # not available under a public name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -23,15 +23,15 @@ from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 
 
 def keeps_token_axes(s: Matmul, x) -> bool:
-    """Whether tokens of x may be split over other mesh axes, too, and stay so."""
+    """Whether tokens of x may be sharded over other mesh axes too, and stay so."""
     is_even = min(s.row_counts) == max(s.row_counts) > 0
     return is_even and x.shape[-1] > 0 and bool(other_axes(s.mesh, s.comm.axis_names))
 
 
 def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
-    """The mesh axes over which each dimension is split, the major one first.
+    """Returns the mesh axes over which each dimension is sharded, major axis first.
 
-    What no mesh axes describe, as half of one, counts as not split.
+    A sharding that mesh axes cannot describe (half of one, for example) counts as none.
     """
     try:
         (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(num_dims), mesh)
@@ -42,7 +42,7 @@ def axes_of_dims(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...
 
 
 def tokens_of_ranks(s: Matmul, x):
-    """An array [*batch, M] that is split as x is, and behind that over the ranks."""
+    """Returns an array [*batch, M] sharded as x, and then over the ranks."""
     *batch, rows, _ = x.shape
     p = s.comm.num_ranks
     sizes = [s.mesh.shape[name] for name in other_axes(s.mesh, s.comm.axis_names)]
@@ -52,8 +52,8 @@ def tokens_of_ranks(s: Matmul, x):
     total = jnp.zeros_like(thin)
     for devices in sorted({math.prod(subset) for subset in subsets}):
         if rows % (devices * p) == 0:
-            # Where x is split over more devices, the third dimension has an axis already, and
-            # Shardy leaves it at that; where over fewer, the second is not full.
+            # If x is sharded over more devices, the third dimension already has an axis, which
+            # Shardy keeps. If over fewer, the second dimension is not full.
             parts = thin.reshape(*batch, devices, p, rows // (devices * p))
             ranks_of = jnp.broadcast_to(ranks, parts.shape)
             total = total + (parts + ranks_of).reshape(thin.shape)
@@ -61,7 +61,7 @@ def tokens_of_ranks(s: Matmul, x):
 
 
 def _ranks_behind(s: Matmul, x):
-    """An array [p] that is split over the ranks, as the compiler learns after it has seen x."""
+    """Returns an array [p] sharded over the ranks; the compiler learns this after x."""
     dims = " ".join(f"d{i}" for i in range(x.ndim))
     ranks = jnp.zeros(s.comm.num_ranks, jnp.int8)
     of_ranks = NamedSharding(s.mesh, P(s.comm.axis_names))
@@ -70,7 +70,7 @@ def _ranks_behind(s: Matmul, x):
 
 
 def split_like(array, like, num_dims: int):
-    """The array as it is, its first dimensions split as those of another one."""
+    """Shards the first dimensions of an array like those of another one."""
     shared = [f"d{i}" for i in range(num_dims)]
     dims = " ".join([*shared, *(f"k{i}" for i in range(num_dims, array.ndim))])
     others = " ".join([*shared, *(f"n{i}" for i in range(num_dims, like.ndim))])
@@ -103,7 +103,7 @@ def _first_of(array, other, rule: str):
 
 
 def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
-    """Says once which of the tokens' axes XLA gathers."""
+    """Warns once about the axes of tokens that XLA gathers."""
     ranks = s.comm.axis_names
     say_once(
         f"{s.op}: tokens are split over {axes} beside axis_name {ranks}, and XLA gathers them over "

@@ -1,4 +1,4 @@
-"""Checks of scales and their modes, before anything is traced."""
+"""Checks scales and their modes, before anything is traced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 
 def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of lhs and rhs, which a mode needs both, and NO_SCALING none."""
+    """Returns the scales of lhs and rhs: both for a scaling mode, none for NO_SCALING."""
     given = {name: scale for name, scale in scales.items() if scale is not None}
     if mode == ScalingMode.NO_SCALING and given:
         raise ValueError(
@@ -37,10 +37,10 @@ def scales_of_mode(op: str, mode: ScalingMode, scales: Mapping[str, Any]) -> dic
 def check_scales(
     op: str, mode: ScalingMode, layouts: tuple[Layout, Layout], operands: Mapping[str, Any]
 ) -> None:
-    """Every scale that the mode needs is there and has the shape that lhs and rhs ask for.
+    """Requires the scales of the mode, in the shapes that match lhs and rhs.
 
-    `operands` are those of the call by name, lhs and rhs with two dimensions; `layouts` those of
-    their blocks.
+    `operands` are the call's operands by name, with two-dimensional lhs and rhs; `layouts` are the
+    layouts of their blocks.
     """
     scales = {name: operands[f"{name}_scale_inv"] for name in ("lhs", "rhs")}
     given = scales_of_mode(op, mode, scales)
@@ -64,13 +64,13 @@ def check_scales(
 def read_scaling(
     op: str, scaling_mode: Any, state: Any, x: Array, w: Array, gathered: str
 ) -> ScalingMode:
-    """The mode, which goes with the state, the operands and what is kept."""
+    """Returns the mode; it must match the state, the operands and the kept arrays."""
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
     if state is not None and not isinstance(state, MatmulScaling):
         raise TypeError(
-            f"{op}: scaling_state is {type(state).__name__}; it needs to be MatmulScaling, as "
-            "MatmulScaling.init() begins it."
+            f"{op}: scaling_state is {type(state).__name__}; it needs to be MatmulScaling. Start "
+            "with MatmulScaling.init()."
         )
     if is_delayed != (state is not None):
         raise ValueError(
@@ -82,7 +82,7 @@ def read_scaling(
         return mode
     if "float64" in (x.dtype.name, w.dtype.name):
         raise TypeError(
-            f"{op}: got float64 with {mode}, of which 8 bits would be left, summed in float32. "
+            f"{op}: got float64 with {mode}, which would reduce it to 8 bits, summed in float32. "
             "Convert it first."
         )
     if gathered == "again":
@@ -94,10 +94,10 @@ def read_scaling(
 
 
 def check_contracted_blocks(op: str, mode: ScalingMode, contracted: int) -> None:
-    """What a rank contracts is whole blocks."""
+    """Requires that a rank contracts whole blocks."""
     if mode == ScalingMode.MXFP8_1D_SCALING and contracted % BLOCK:
         raise ValueError(
-            f"{op}: {contracted} elements are contracted on a rank, forward or in the derivative, "
-            f"where these are the columns of w; {mode} needs a multiple of {BLOCK}, the elements "
-            "that share a scale. Pad with zeros."
+            f"{op}: {contracted} elements are contracted on a rank, in the forward pass or in the "
+            f"derivative (columns of w); {mode} needs a multiple of {BLOCK}, the elements that "
+            "share a scale. Pad with zeros."
         )

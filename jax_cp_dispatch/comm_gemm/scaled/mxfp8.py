@@ -1,4 +1,4 @@
-"""MXFP8: blocks of 32 elements that share a power of two, and the byte order tensor cores read."""
+"""MXFP8: blocks of 32 elements that share a power of two, and the byte order of tensor cores."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -19,10 +19,10 @@ _FLOAT32_QUIET_BIT = 0x00400000
 def block_scales(
     x: Float32[Array, "rows columns"], dtype: Any, *, layout: Layout
 ) -> UInt8[Array, "r c"]:
-    """The e8m0 byte of each block: its largest magnitude over the largest of `dtype`, rounded up.
+    """Returns each block's e8m0 byte: its largest magnitude over that of `dtype`, rounded up.
 
-    Exact, because it is done on the bits of float32: the difference of two of them counts in steps
-    of 2**-23 of a power of two, and carries from the mantissa into the exponent.
+    Exact, because it works on the bits of float32: the difference of two numbers counts steps of
+    2**-23 of a power of two, and carries from the mantissa into the exponent.
     """
     amax = jnp.max(_blocks(magnitude_bits(x), layout), axis=_block_axis(layout), initial=0)
     one = 1 << 23
@@ -32,15 +32,15 @@ def block_scales(
 
 
 def magnitude_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
-    """Integers in the order of |x|, infinity above the finite ones and NaN above all."""
+    """Returns integers in the order of |x|: infinity above finite values, NaN above all."""
     return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
 def divide_by_scales(
     x: Float32[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
 ) -> Float32[Array, "rows columns"]:
-    """x over its blocks' scales; NaN where the scale is. Scales as `block_scales` returns them."""
-    # 2**(127 - byte) is a normal float32 for every byte that a finite block gets, at most 247.
+    """Divides x by its blocks' scales (of `block_scales`); NaN where the scale is NaN."""
+    # A finite block has a byte of at most 247, for which 2**(127 - byte) is a normal float32.
     inverse = _float_of(jnp.where(scales == 255, 255, 254 - scales))
     return (_blocks(x, layout) * _per_block(inverse, layout)).reshape(x.shape)
 
@@ -48,8 +48,9 @@ def divide_by_scales(
 def multiply_by_scales(
     data: Float[Array, "rows columns"], scales: UInt8[Array, "r c"], *, layout: Layout
 ) -> Float32[Array, "rows columns"]:
-    """data times its blocks' scales, exact: a power of two moves an exponent."""
-    # 2**-127 is no normal float32 and would be flushed to zero: byte 0 halves the data instead.
+    """Multiplies data with its blocks' scales; exact, since powers of two only change exponents."""
+    # 2**-127 is a subnormal float32 and would be flushed to zero, so byte 0 halves the data
+    # instead.
     blocks = _blocks(data.astype(jnp.float32), layout)
     blocks = jnp.where(_per_block(scales == 0, layout), blocks * 0.5, blocks)
     factor = _float_of(jnp.maximum(scales, 1))
@@ -72,12 +73,12 @@ def padded_shape(shape: tuple[int, int], layout: Layout) -> tuple[int, int]:
 
 
 def tiles_shape(lines: int, contracted: int) -> tuple[int, int, int]:
-    """Shape of swizzled scales of so many rows of lhs, or columns of rhs."""
+    """Returns the shape of swizzled scales for `lines` rows of lhs, or columns of rhs."""
     return -(-lines // 128), -(-contracted // (4 * BLOCK)), 512
 
 
 def check_blocks(op: str, name: str, shape: tuple[int, ...], layout: Layout) -> None:
-    """The shape has two dimensions, and the contracted one is whole blocks."""
+    """Requires two dimensions, and whole blocks along the contracted one."""
     if len(shape) != 2:
         raise ValueError(
             f"{op}: {name} has shape {shape}; MXFP8_1D_SCALING needs two dimensions. Collapse the "
@@ -101,7 +102,7 @@ def check_layout(op: str, layout: Any) -> None:
 
 
 def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[Array, "r2 c2"]:
-    """Fills scales up to whole tiles of the tensor cores: (128, 4), or (4, 128) for columns.
+    """Pads scales to whole tiles of the tensor cores: (128, 4), or (4, 128) for columns.
 
     Call anywhere. No derivative: the scales are bytes.
 
@@ -109,7 +110,7 @@ def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[
       scales: `[M, K / 32]` for layout "row", `[K / 32, N]` for "column".
       layout: along which dimension the blocks lie.
     Returns:
-      Scales with new ones at the end of both dimensions, byte 0.
+      Scales with bytes 0 appended to both dimensions.
     Raises:
       ValueError: `layout` is another one.
     """
@@ -119,15 +120,15 @@ def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[
 
 
 def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UInt8[Array, "r c"]:
-    """Takes the fill of `pad_scales` away again.
+    """Removes the padding of `pad_scales`.
 
     Call anywhere. No derivative: the scales are bytes.
 
     Args:
       scales: padded scales.
-      shape: shape of the scales before they were padded.
+      shape: shape of the scales before padding.
     Returns:
-      The scales that were padded.
+      The scales before padding.
     Raises:
       ValueError: `shape` is larger than that of `scales`.
     """
@@ -194,12 +195,12 @@ def unswizzle_scales(
 
 
 def _tile(layout: Layout) -> tuple[int, int]:
-    """What a tensor core reads at once: 128 rows, 4 blocks of each."""
+    """Returns the tile that a tensor core reads at once: 128 rows, 4 blocks each."""
     return (128, 4) if layout == "row" else (4, 128)
 
 
 def _block_axis(layout: Layout) -> int:
-    """The dimension of `_blocks` that counts the elements of a block."""
+    """Returns the dimension of `_blocks` that counts the elements of a block."""
     return 2 if layout == "row" else 1
 
 
@@ -215,7 +216,7 @@ def _per_block(scales: Array, layout: Layout) -> Array:
 
 
 def _float_of(byte: Array) -> Float32[Array, "r c"]:
-    """2**(byte - 127) for bytes 1 to 254, NaN for 255."""
+    """Returns 2**(byte - 127) for bytes 1 to 254, NaN for 255."""
     bits = (byte.astype(jnp.int32) << 23) | jnp.where(byte == 255, _FLOAT32_QUIET_BIT, 0)
     return lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -1,4 +1,4 @@
-"""8-bit operands of matmuls: how x, w and dy are quantized, and their state."""
+"""8-bit operands of matmuls: quantization of x, w and dy, and its state."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ FORWARD_DTYPE = "float8_e4m3fn"
 
 
 def gradient_dtype(mode: ScalingMode) -> str:
-    """Gradients need range more than precision, unless every block has a scale of its own."""
+    """Returns the type of gradients; they need range rather than precision, except in MXFP8."""
     return FORWARD_DTYPE if mode == ScalingMode.MXFP8_1D_SCALING else "float8_e5m2"
 
 
@@ -40,11 +40,12 @@ def gradient_dtype(mode: ScalingMode) -> str:
 class MatmulScaling:
     """The state of DELAYED_TENSOR_SCALING of one matmul, the same on all ranks.
 
-    The gradient of a loss with respect to it is not a derivative but the state for the next step:
-    only the backward pass sees dy. Put it in place of the old one, and keep it from optimizers.
+    The gradient of a loss with respect to it is not a derivative but the state for the next step,
+    because only the backward pass sees dy. Replace the old state with it, and exclude it from
+    optimizers.
 
     Attributes:
-      x, w, dy: of the operands, and of the result's gradient.
+      x, w, dy: states of the operands and of the result's gradient.
     """
 
     x: Leaf
@@ -53,25 +54,25 @@ class MatmulScaling:
 
     @classmethod
     def init(cls) -> "MatmulScaling":
-        """Before the first step: no history, scales 1."""
+        """Returns the state before the first step: no history, scales 1."""
         return cls(x=DelayedScaling.init(), w=DelayedScaling.init(), dy=DelayedScaling.init())
 
 
 class Scales(NamedTuple):
-    """What x, w and dy are multiplied with, f32 [1] each; as cotangents, their amaxes."""
+    """Scales of x, w and dy, f32 [1] each; as cotangents, their amaxes."""
 
     x: Any
     w: Any
     dy: Any
 
     def of_adjoint(self) -> "Scales":
-        """Those of the product dy w', whose own derivative multiplies something like x."""
+        """Scales of the product dy w', whose own derivative multiplies a tensor like x."""
         return Scales(*map(lax.stop_gradient, (self.dy, self.w, self.x)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scales_of(mode: ScalingMode, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
-    """The state's scales; its gradient, from cotangents that are amaxes, is the next state.
+    """Returns the state's scales; their cotangents are amaxes, which give the next state.
 
     `axes` are the mesh axes whose ranks share the state.
     """
@@ -121,7 +122,7 @@ class ScaledOperands(NamedTuple):
     x_shape: tuple[int, ...]
 
     def operands(self) -> dict[str, Array]:
-        """As a gemm takes them."""
+        """Returns the operands by name, as a gemm takes them."""
         return {
             "lhs": self.x.data.reshape(self.x_shape),
             "lhs_scale_inv": _padded(self.x),
@@ -139,7 +140,8 @@ def quantize_operands(
 ) -> ScaledOperands:
     """x, of type `dtype`, and w.
 
-    `scales` are delayed ones, of x and w; `axis_name` those ranks that share a current one of x.
+    `scales` of x and w are for delayed scaling; the ranks of `axis_name` share a current scale of
+    x.
     """
     state = lambda i: None if scales is None else DelayedScaling(amax_history=None, scale=scales[i])
     flat = _flat(x)
@@ -152,7 +154,7 @@ def quantize_operands(
 
 
 def dequantize_gathered(gathered: Array, tiles: Array | None, x: Quantized, dtype: Any) -> Array:
-    """Gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
+    """Dequantizes gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
     flat = _flat(gathered)
     scale_inv = x.scale_inv
     if tiles is not None:

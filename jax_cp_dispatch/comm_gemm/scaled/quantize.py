@@ -1,4 +1,4 @@
-"""Operands of 8 bits: `quantize`, `dequantize`, and the state of delayed scaling."""
+"""8-bit operands: `quantize`, `dequantize`, and the state of delayed scaling."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
 )
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
-# An array; or whatever a transformation maps over the leaves.
+# An array, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
 
 _TYPES = jnp.float8_e4m3fn, jnp.float8_e5m2  # largest: 448 and 57344
@@ -31,14 +31,14 @@ _LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Quantized:
-    """An operand of 8 bits and its scales; its value is data times scale.
+    """An 8-bit operand and its scales; its value is data times scale.
 
     Attributes:
       data: float8_e4m3fn or float8_e5m2, in the shape of the operand.
       scale_inv: f32 `[1]` for tensor scaling; for MXFP8 e8m0 bytes, u8, `[M, K / 32]` for layout
-        "row" and `[K / 32, N]` for "column": byte b stands for 2**(b - 127), 255 for NaN.
+        "row" and `[K / 32, N]` for "column": byte b means 2**(b - 127), 255 means NaN.
       mode: how it is scaled (static).
-      layout: along which dimension MXFP8's blocks lie; nothing to tensor scaling (static).
+      layout: the dimension along which MXFP8's blocks lie; unused for tensor scaling (static).
     """
 
     data: Leaf
@@ -50,11 +50,11 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedScaling:
-    """What DELAYED_TENSOR_SCALING carries from step to step, for one tensor.
+    """The state of DELAYED_TENSOR_SCALING for one tensor, carried from step to step.
 
     Attributes:
-      amax_history: f32 `[1024]`; largest magnitudes of the last steps, the newest first.
-      scale: f32 `[1]`; what `quantize` multiplies with in the next step.
+      amax_history: f32 `[1024]`; largest magnitudes of the last steps, newest first.
+      scale: f32 `[1]`; the factor that `quantize` uses in the next step.
     """
 
     amax_history: Leaf
@@ -62,7 +62,7 @@ class DelayedScaling:
 
     @classmethod
     def init(cls) -> "DelayedScaling":
-        """The state before the first step: no history, scale 1."""
+        """Returns the state before the first step: no history, scale 1."""
         return cls(amax_history=jnp.zeros(_HISTORY, jnp.float32), scale=jnp.ones(1, jnp.float32))
 
     def update(
@@ -73,23 +73,23 @@ class DelayedScaling:
         margin: int = 0,
         axis_name: str | tuple[str, ...] | None = None,
     ) -> "DelayedScaling":
-        """Enters this step's tensor; the result serves the next step.
+        """Records this step's tensor and returns the state for the next step.
 
-        The scale becomes the largest value of `dtype` over the largest of the history, over
-        2**margin. It stays as it is if that is 0, or if x holds a NaN or an infinity; such an entry
-        stays in the history, but does not count in later steps.
+        The scale becomes the largest value of `dtype` divided by the largest of the history and by
+        2**margin. It is unchanged if the latter is 0, or if x contains a NaN or an infinity; such
+        an entry stays in the history but is ignored in later steps.
 
-        Call anywhere; inside `shard_map` with `axis_name`. Its derivative by x is zero.
+        Call anywhere; inside `shard_map` with `axis_name`. Its derivative in x is zero.
 
         Args:
           x: the tensor that this step quantizes, any shape.
-          dtype: what it is quantized to.
+          dtype: the type to which it is quantized.
           margin: powers of two to keep free below the largest value.
           axis_name: mesh axes over which the largest magnitude is taken.
         Returns:
           The state for the next step.
         Raises:
-          ValueError: `dtype` is none of the two types of 8 bits.
+          ValueError: `dtype` is neither of the two 8-bit types.
         """
         amax = largest_magnitude(x, axis_name=axis_name)
         return self.record(amax, dtype=dtype, margin=margin)
@@ -97,7 +97,7 @@ class DelayedScaling:
     def record(
         self, amax: Float32[Array, ""], *, dtype: Any = jnp.float8_e4m3fn, margin: int = 0
     ) -> "DelayedScaling":
-        """`update` with a largest magnitude that is known already."""
+        """`update` with a known largest magnitude."""
         dtype = _check_dtype("DelayedScaling", dtype)
         history = jnp.concatenate([amax[None], self.amax_history[:-1]])
         largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0))
@@ -115,42 +115,45 @@ def quantize(
     state: DelayedScaling | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Quantized:
-    """Scales x so that it fits into 8 bits, and rounds it to nearest, ties to even.
+    """Scales x to the range of an 8-bit type, and rounds it to nearest, ties to even.
 
-    It saturates: what is beyond the largest value, an infinity too, becomes the largest with its
-    sign, in e5m2 as well. NaN stays NaN. The modes differ in the scale:
+    Values saturate: those beyond the largest value, including infinities, become the largest value
+    with their sign, also in e5m2. NaN stays NaN. The modes differ in the scale:
 
     - CURRENT_TENSOR_SCALING: the largest magnitude of x becomes the largest value. 1 if that
       magnitude is 0 or not finite.
-    - DELAYED_TENSOR_SCALING: that of `state`; `state.update(x)` makes the one of the next step.
+    - DELAYED_TENSOR_SCALING: the scale of `state`; `state.update(x)` computes that of the next
+      step.
     - MXFP8_1D_SCALING: for each block of 32, the smallest power of two that brings its largest
-      magnitude to the largest value or below; at least 2**-127 (byte 0), which a block of zeros
-      has, too. A block that holds a NaN or an infinity gets byte 255, NaN, and becomes NaN: no
-      other scale tells of it.
+      magnitude to the largest value or below; at least 2**-127 (byte 0), also for a block of zeros.
+      A block with a NaN or an infinity gets byte 255 (NaN) and becomes NaN, because no other scale
+      represents it.
 
-    x is rounded to float32 first if it is wider. Magnitudes below 2**-126 count as zero, on every
-    platform, because XLA's CPU takes them for it. Tensor scales stay within 2**-126 and 2**126.
+    If x is wider than float32, it is rounded to float32 first. Magnitudes below 2**-126 count as
+    zero on every platform, because XLA's CPU backend flushes them. Tensor scales stay within
+    2**-126 and 2**126.
 
-    Call anywhere; inside `shard_map` on this rank's part. Its derivative is zero, as that of any
-    rounding; a product of quantized operands has to bring its own.
+    Call anywhere; inside `shard_map` on this rank's part. Its derivative is zero, as for any
+    rounding; a product of quantized operands must define its own.
 
     Args:
       x: any shape for tensor scaling; for MXFP8 `[M, K]` in layout "row", `[K, N]` in "column",
         K a multiple of 32.
-      mode: any but NO_SCALING, or its name.
+      mode: any mode except NO_SCALING, or its name.
       dtype: `jnp.float8_e4m3fn` (largest value 448) or `jnp.float8_e5m2` (57344).
-      layout: along which dimension MXFP8's blocks lie: the last ("row") or the first ("column").
+      layout: the dimension along which MXFP8's blocks lie: the last ("row") or the first
+        ("column").
       state: the scale of DELAYED_TENSOR_SCALING.
       axis_name: mesh axes whose ranks share the scale of CURRENT_TENSOR_SCALING, as an all-gather
-        of their parts needs it; nothing to the other modes.
+        of their parts requires; unused in other modes.
     Returns:
       The data and the inverse of its scale.
     Raises:
-      ValueError: an argument does not fit the mode.
+      ValueError: an argument does not match the mode.
     References:
       OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats Specification 1.0, for
-      its block of 32, E8M0 and the NaN scale. That rounds the scale's exponent down; rounded up,
-      as here, the largest magnitude of a block does not saturate.
+      its block of 32, E8M0 and the NaN scale. The specification rounds the scale's exponent down.
+      Here it is rounded up, so the largest magnitude of a block does not saturate.
     """
     mode = ScalingMode.read("quantize", "mode", mode)
     dtype = _check_dtype("quantize", dtype)
@@ -159,7 +162,7 @@ def quantize(
     if mode == ScalingMode.NO_SCALING:
         raise ValueError(
             f"quantize: mode is {mode}, which has no scales; it needs to be one of the others. "
-            "Use x.astype, or pass x to the GEMM as it is."
+            "Use x.astype, or pass x to the GEMM unchanged."
         )
     if is_delayed != (state is not None):
         raise ValueError(
@@ -184,20 +187,21 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
-    """The value of `q`: data times scale, in float32, exact for MXFP8.
+    """Returns the value of `q`: data times scale, in float32, exact for MXFP8.
 
-    A value below 2**-126 is zero where the platform flushes such floats; XLA's CPU does. Rounding
-    may have taken a value near float32's largest up to 2**128, which is infinite here.
+    Values below 2**-126 become zero if the platform flushes subnormals, as XLA's CPU backend does.
+    Rounding may turn a value near float32's largest into 2**128, which becomes infinity.
 
-    Call anywhere. Linear in the data and in a tensor's scale, but `quantize` stops the derivative.
+    Call anywhere. Linear in the data and in a tensor's scale; `quantize` itself has derivative
+    zero.
 
     Args:
-      q: what `quantize` returned.
-      dtype: of the result; rounded to it once.
+      q: a result of `quantize`.
+      dtype: dtype of the result, which is rounded to it once.
     Returns:
       An array in the shape of `q.data`.
     Raises:
-      ValueError: the parts of `q` do not fit each other.
+      ValueError: the parts of `q` do not match.
     """
     mode = ScalingMode.read("dequantize", "q.mode", q.mode)
     _check_dtype("dequantize", q.data.dtype, "q.data")
@@ -226,9 +230,10 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
 
 
 def _float32(x: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """x without subnormals, which XLA's CPU takes for zero and GPUs do not; and no derivative.
+    """Returns x without subnormals (zero on XLA's CPU, but not on GPUs), and without derivative.
 
-    On bits, because the CPU's comparisons take them for zero, too. Bits have the derivative zero.
+    Works on bits, because the CPU's comparisons also treat subnormals as zero. Bits have derivative
+    zero.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = jnp.where(bits & 0x7F800000 != 0, bits, bits & jnp.uint32(0x80000000))
@@ -236,7 +241,7 @@ def _float32(x: Float[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _amax(x: Float32[Array, "..."], axis_name: Any) -> Float32[Array, ""]:
-    """Largest magnitude, NaN above all: as integers, since a maximum of floats may drop a NaN."""
+    """Returns the largest magnitude, by integers: a maximum of floats may drop a NaN."""
     amax = jnp.max(magnitude_bits(x), initial=0)
     if axis_name is not None:
         amax = lax.pmax(amax, axis_name)
@@ -244,7 +249,7 @@ def _amax(x: Float32[Array, "..."], axis_name: Any) -> Float32[Array, ""]:
 
 
 def largest_magnitude(x: Float[Array, "..."], *, axis_name: Any = None) -> Float32[Array, ""]:
-    """The amax of x, without derivative; NaN if x holds one; of all ranks of `axis_name`."""
+    """Returns the amax of x over all ranks of `axis_name`, without derivative; NaN if x has one."""
     return _amax(_float32(x), axis_name)
 
 
@@ -259,9 +264,9 @@ def _current_scale(amax: Float32[Array, ""], dtype: Any) -> Float32[Array, "1"]:
 
 
 def _round(scaled: Float32[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Clamped, then XLA's own conversion, which rounds float32 once and to even.
+    """Clamps, then converts with XLA, which rounds float32 once, ties to even.
 
-    Without the clamp, what is too large becomes NaN in e4m3fn and an infinity in e5m2.
+    Without the clamp, values that are too large become NaN in e4m3fn and infinity in e5m2.
     """
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype)
