@@ -52,8 +52,8 @@ def gemm(
 ) -> Any:
     """Computes a matrix product, and moves data through a communication buffer meanwhile.
 
-    Dimensions collapse to two: the contracted ones and the rest. Without a buffer, this is a plain
-    product of arrays on one device, differentiable unless operands are scaled or `grad` is set.
+    Dimensions collapse to two: the contracted ones and the rest. Without a buffer, this multiplies
+    arrays of one device, differentiable unless operands are scaled or `grad` is set.
     With a buffer, call it inside `jax.shard_map` over `axis_name`. Rows are those of the collapsed
     lhs; a rank's chunk is a contiguous block of them. For layers with batches and derivatives, use
     `all_gather_matmul` and `matmul_reduce_scatter`, which are built on this function.

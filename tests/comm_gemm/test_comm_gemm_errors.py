@@ -189,7 +189,9 @@ def test_scaled_tokens_are_not_gathered_again():
 def test_scaling_of_double_precision():
     with jax.enable_x64(True):
         x, w = ones(M, 32, dtype=np.float64), ones(32, N, dtype=np.float64)
-        match = r"got float64 with ScalingMode\.MXFP8_1D_SCALING, which would reduce it to 8 bits, su"
+        match = (
+            r"got float64 with ScalingMode\.MXFP8_1D_SCALING, which would reduce it to 8 bits, su"
+        )
         for op in (GATHER, SCATTER):
             refused(partial(op, scaling_mode=MXFP8), x, w, error=TypeError, match=match)
 
