@@ -1,4 +1,4 @@
-"""Moving tokens between ranks: the public calls, their primitives, and what implements them."""
+"""Moves tokens between ranks: the public calls, their primitives and implementations."""
 
 from jax_cp_dispatch._dispatch.api import combine, combine_qkv, dispatch, dispatch_qkv
 from jax_cp_dispatch._dispatch.buffers import (

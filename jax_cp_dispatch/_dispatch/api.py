@@ -1,4 +1,4 @@
-"""`dispatch` and `combine`: move tokens between the ranks of a mesh axis as metadata says."""
+"""`dispatch` and `combine`: move tokens between the ranks of a mesh axis, as metadata describes."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def dispatch(
 ) -> PyTree[Shaped[Rows, "capacity ..."]]:
     """Sends each shard of `x` to the ranks that `metadata` names, bit for bit.
 
-    The arrays of `x` travel in one exchange, each in its own dtype and feature shape. Call inside
-    `jax.shard_map` over `axis_name`, on every rank of the axis: then `x` holds this rank's T rows
-    and the result its `capacity` rows. Or call under plain `jit` on arrays of all ranks,
-    `[W * T, ...] -> [W * capacity, ...]`: they are split over `axis_name` by a sharding rule, and
-    their other dimensions stay sharded as they are.
+    All arrays of `x` move in one exchange, each with its own dtype and feature shape. Call inside
+    `jax.shard_map` over `axis_name`, on every rank of the axis: `x` then holds this rank's T rows,
+    and the result its `capacity` rows. Or call under plain `jit` on arrays of all ranks, `[W * T,
+    ...] -> [W * capacity, ...]`: a sharding rule splits them over `axis_name`, and their other
+    dimensions keep their sharding.
 
     Linear in `x`; its transpose is `combine`. Metadata has no tangent.
 
@@ -37,29 +37,29 @@ def dispatch(
         lengths count tokens.
       axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       capacity: rows of the receive buffer; at least the largest `num_total_recv_tokens`.
-      buffer: instead of `capacity`, the id of a registered buffer, whose capacity and deadline
-        hold; see `create_dispatch_buffer`.
-      out: storage to reuse, with the shapes and dtypes of the result; what it holds does not
-        matter. Donate it to the program, and the result is written in place.
-      mesh: the mesh of `axis_name`, where arrays of all ranks do not tell it: with automatic axes
-        and unplaced arguments.
-      implementation: None chooses; see `available_implementations`.
-      deadline: seconds until the ranks that have arrived give up on those that have not; None
-        means that of `buffer`, or 60. Not with `implementation="xla"`.
+      buffer: the id of a registered buffer, instead of `capacity`; its capacity and deadline apply.
+        See `create_dispatch_buffer`.
+      out: storage to reuse, with the shapes and dtypes of the result and any content. If you donate
+        it to the program, the result is written in place.
+      mesh: the mesh of `axis_name`, if arrays of all ranks do not determine it (automatic axes and
+        unplaced arguments).
+      implementation: see `available_implementations`; None selects one.
+      deadline: seconds until the ranks that have arrived give up on the others; None means that of
+        `buffer`, or 60. No effect with `implementation="xla"`.
     Returns:
-      Received tokens in attention layout, in the structure of `x`; rows nobody writes are zero.
+      Received tokens in attention layout, in the structure of `x`; rows that no rank writes are
+      zero.
     Raises:
-      TypeError: an array has a dtype of less than a byte.
-      ValueError: shapes, `axis_name`, the size of the axis, `buffer` or `out` do not fit.
-      jax.errors.JaxRuntimeError: when the program runs, on every rank of the group, and nothing
-        has moved: the plan does not fit `capacity` or the rows of `x`, its ranges overlap, the
-        buffer was destroyed, or a rank missed the deadline. All later calls of that execution
-        then fail too, in every group. What cannot be caught: a group whose exchanges were over
-        before, and that goes on to a collective of XLA with the failed group, waits there until
-        XLA ends the process; on CPU `ppermute` over the ranks' own axis is such a collective.
-        Not with `implementation="xla"`, nor where one device holds all ranks: there a plan that
-        does not fit fills floating results with NaN. A plan is not looked at where the result has
-        no elements.
+      TypeError: an array's dtype has less than a byte per element.
+      ValueError: shapes, `axis_name`, the size of the axis, `buffer` or `out` do not match.
+      jax.errors.JaxRuntimeError: at run time, on every rank of the group, before anything moves:
+        the plan exceeds `capacity` or the rows of `x`, its ranges overlap, the buffer was
+        destroyed, or a rank missed the deadline. All later calls of this execution then fail too,
+        in every group. One case cannot be caught: a group that has finished its exchanges and waits
+        for the failed group in an XLA collective stays blocked until XLA aborts the process. On
+        CPU, `ppermute` over the ranks' own axis is such a collective. With `implementation="xla"`,
+        or if one device holds all ranks, no error is raised: an invalid plan fills floating-point
+        results with NaN. Plans are not checked if the result has no elements.
     """
     pieces = [outgoing("dispatch", "x", "", x, metadata, capacity, buffer, out)]
     return move("dispatch", pieces, axis_name, mesh, implementation, deadline)[0]
@@ -84,20 +84,22 @@ def dispatch_qkv(
 ) -> tuple[PyTree[Shaped[Rows, "q_capacity ..."]], PyTree[Shaped[Rows, "kv_capacity ..."]]]:
     """Sends queries by one plan and keys and values by another, in one exchange.
 
-    The same as two calls of `dispatch`, for one meeting of the ranks: nothing moves unless both
-    plans fit. Linear in `q` and `kv`; its transpose is `combine_qkv`.
+    Equivalent to two calls of `dispatch`, but the ranks synchronize only once, and nothing moves
+    unless both plans are valid. Call where `dispatch` can be called. Linear in `q` and `kv`; its
+    transpose is `combine_qkv`.
 
     Args:
       q, kv: tokens in MLP layout; `kv` is usually the pair (k, v).
-      q_metadata, kv_metadata: what moves where; see `dispatch`.
+      q_metadata, kv_metadata: the two plans; see `dispatch`.
       axis_name, mesh, implementation, deadline: see `dispatch`.
       q_capacity, kv_capacity: rows of the two receive buffers.
-      q_buffer, kv_buffer: instead of a capacity, ids of registered buffers.
+      q_buffer, kv_buffer: ids of registered buffers, instead of capacities.
       q_out, kv_out: storage to reuse.
     Returns:
-      What `dispatch` would return for `q`, and for `kv`.
+      The results of `dispatch` for `q` and for `kv`.
     Raises:
-      As `dispatch`; errors of the running program call q plan 0 and kv plan 1, if both move.
+      As `dispatch`. If both move, run-time errors call the plan of q "plan 0" and that of kv "plan
+      1".
     """
     op = "dispatch_qkv"
     pieces = [
@@ -122,12 +124,12 @@ def combine(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> PyTree[Num[Rows, "T ..."]]:
-    """Brings tokens home from attention layout and sums the replicas of each.
+    """Returns tokens from attention layout to their ranks, and sums the replicas of each.
 
-    The adjoint of `dispatch` with the same, forward, metadata. Sums in a fixed order (slots, then
-    replicas 0 ... C-1), so that results are bitwise repeatable; accumulates float64 in float64,
-    narrower floats in float32, integers in their own width, and each in the dtype of the result
-    where that is wider; rounds once.
+    The adjoint of `dispatch` with the same forward metadata. Sums are made in a fixed order (slots,
+    then replicas 0 ... C-1), so results are bitwise repeatable. They accumulate float64 in float64,
+    narrower floats in float32 and integers in their own width, or in the dtype of the result if it
+    is wider, and are rounded once.
 
     Call where `dispatch` can be called; arrays of all ranks go `[W * capacity, ...] -> [W * T,
     ...]`. Linear in `y`; its transpose is `dispatch`. Metadata has no tangent.
@@ -138,7 +140,7 @@ def combine(
       axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       num_tokens: rows T of the result, per rank.
       preferred_element_type: dtype of the result; None means the dtype of `y`.
-      buffer: the id of a registered buffer, whose limits and deadline hold.
+      buffer: the id of a registered buffer, whose limits and deadline apply.
       mesh, implementation, deadline: see `dispatch`.
     Returns:
       Tokens in MLP layout, in the structure of `y`; rows that no shard names are zero.
@@ -167,20 +169,22 @@ def combine_qkv(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> tuple[PyTree[Num[Rows, "Tq ..."]], PyTree[Num[Rows, "Tkv ..."]]]:
-    """Brings queries' rows home by one plan and keys' and values' by another, in one exchange.
+    """Returns rows of queries by one plan and of keys and values by another, in one exchange.
 
-    The same as two calls of `combine`; the adjoint of `dispatch_qkv`, which is its transpose.
+    Equivalent to two calls of `combine`. Call where `dispatch` can be called. Linear; its transpose
+    is `dispatch_qkv`.
 
     Args:
       q, kv: rows in attention layout.
       q_metadata, kv_metadata: the forward metadata.
       q_num_tokens, kv_num_tokens: rows of the two results, per rank.
       axis_name, preferred_element_type, mesh, implementation, deadline: see `combine`.
-      q_buffer, kv_buffer: ids of registered buffers, whose limits hold.
+      q_buffer, kv_buffer: ids of registered buffers, whose limits apply.
     Returns:
-      What `combine` would return for `q`, and for `kv`.
+      The results of `combine` for `q` and for `kv`.
     Raises:
-      As `combine`; errors of the running program call q plan 0 and kv plan 1, if both move.
+      As `combine`. If both move, run-time errors call the plan of q "plan 0" and that of kv "plan
+      1".
     """
     op, dtype = "combine_qkv", preferred_element_type
     pieces = [

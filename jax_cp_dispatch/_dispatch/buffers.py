@@ -1,4 +1,4 @@
-"""Dispatch buffers: limits that many calls share, under an id that compiled programs can name."""
+"""Dispatch buffers: limits that many calls share, under an id that compiled programs can use."""
 
 import operator
 from typing import NamedTuple, SupportsIndex
@@ -11,15 +11,15 @@ _MOST = 2**63 - 1  # the registry counts in 64 bits
 
 
 class DispatchBuffer(NamedTuple):
-    """The limits of one buffer, and its use so far.
+    """The limits of one buffer, and its usage.
 
     Attributes:
       capacity: rows of the result of a call, on each rank.
-      row_bytes: bytes of one row, over all arrays that travel in one call: of the widest so far.
+      row_bytes: bytes of one row, over all arrays of one call; the largest so far.
       deadline: seconds until the ranks that have arrived give up on those that have not.
       groups: independent groups of ranks of one call.
-      num_in_use: calls in flight, each rank's its own.
-      num_calls: calls so far, each rank's its own.
+      num_in_use: calls in flight; each rank counts separately.
+      num_calls: calls so far; each rank counts separately.
     """
 
     capacity: int
@@ -37,26 +37,26 @@ def create_dispatch_buffer(
     deadline: float = DEFAULT_DEADLINE,
     groups: SupportsIndex = 1,
 ) -> int:
-    """Creates a buffer, whose limits every call with `dispatch(..., buffer=id)` obeys.
+    """Creates a buffer, whose limits apply to every call with `dispatch(..., buffer=id)`.
 
-    Between the devices of one process rows go from the sender's array straight into the
-    receiver's. A buffer then owns no memory: it is a set of limits and counters, and costs about a
-    hundred bytes. A transport that needs registered memory owns it through the same id.
+    Between the devices of one process, rows are copied directly from the sender's array into the
+    receiver's. A buffer then owns no memory: it is a set of limits and counters of about a hundred
+    bytes. A transport that needs registered memory owns it through the same id.
 
     Call on the host, from any thread; inside a traced function it runs once per trace.
 
     Args:
       capacity: rows of the result of a call, on each rank, at least 1.
-      row_bytes: bytes of one row, over all arrays that travel in one call, at least 1. Grows by
-        itself when a call brings wider rows, so you may omit it.
-      deadline: seconds until the ranks that have arrived give up on those that have not; rounded
-        to milliseconds.
+      row_bytes: bytes of one row, over all arrays of one call, at least 1. Grows automatically when
+        a call has wider rows, so you may omit it.
+      deadline: seconds until the ranks that have arrived give up on the others; rounded to
+        milliseconds.
       groups: independent groups of ranks of one call: the product of the sizes of the other mesh
         axes.
     Returns:
-      The id, a positive int. It is never used again in this process, and means nothing in another.
+      The id, a positive int. It is never reused in this process, and is not valid in others.
     Raises:
-      TypeError, ValueError: an argument is not a number, or not in its range.
+      TypeError, ValueError: an argument is not a number, or is out of range.
     """
     op = "create_dispatch_buffer"
     return runtime.native.create_buffer(
@@ -74,21 +74,21 @@ def grow_dispatch_buffer(
     row_bytes: SupportsIndex | None = None,
     groups: SupportsIndex | None = None,
 ) -> None:
-    """Raises limits of a buffer; a limit that is large enough already stays as it is.
+    """Raises limits of a buffer; limits that are already large enough do not change.
 
-    Its id stays valid in programs that are compiled already, which keep the capacity that they
-    were compiled with. Calls in flight do not matter. Call on the host, from any thread.
+    Its id stays valid in compiled programs, which keep the capacity with which they were compiled.
+    Call on the host, from any thread, also with calls in flight.
 
     Args:
       buffer: the id.
-      capacity, row_bytes, groups: as in `create_dispatch_buffer`; None means as it is.
+      capacity, row_bytes, groups: as in `create_dispatch_buffer`; None means no change.
     Raises:
-      TypeError, ValueError: an argument is not an integer, or not in its range; the buffer has
-        been destroyed, or never existed.
+      TypeError, ValueError: an argument is not an integer or is out of range; or the buffer was
+        destroyed or never existed.
     """
     op = "grow_dispatch_buffer"
     asked = {"capacity": capacity, "row_bytes": row_bytes, "groups": groups}
-    asked = {  # every limit is at least 1, so that 1 leaves it as it is
+    asked = {  # every limit is at least 1, so 1 changes nothing
         name: 1 if limit is None else _limit(op, name, limit) for name, limit in asked.items()
     }
     runtime.native.grow_buffer(
@@ -101,15 +101,15 @@ def grow_dispatch_buffer(
 
 
 def destroy_dispatch_buffer(buffer: SupportsIndex) -> None:
-    """Destroys a buffer; programs that name it fail from then on, on every rank.
+    """Destroys a buffer; programs that use it then fail on every rank.
 
-    Call on the host, from any thread, when the calls that use the buffer are over.
+    Call on the host, from any thread, after the calls that use the buffer have finished.
 
     Args:
       buffer: the id.
     Raises:
       TypeError: `buffer` is not an integer.
-      ValueError: calls in flight use the buffer; it has been destroyed, or never existed.
+      ValueError: calls in flight use the buffer; or it was destroyed or never existed.
     """
     op = "destroy_dispatch_buffer"
     runtime.native.destroy_buffer(op, _id(op, buffer))
@@ -117,7 +117,7 @@ def destroy_dispatch_buffer(buffer: SupportsIndex) -> None:
 
 
 def destroy_all_dispatch_buffers() -> None:
-    """Destroys every buffer of this process, or none if a call in flight uses one of them.
+    """Destroys all buffers of this process, or none if calls in flight use any of them.
 
     Call on the host, from any thread.
 
@@ -131,12 +131,12 @@ def destroy_all_dispatch_buffers() -> None:
 
 
 def list_dispatch_buffers() -> dict[int, DispatchBuffer]:
-    """The buffers of this process at one moment, by id, the oldest first."""
+    """Returns a snapshot of this process's buffers, by id, oldest first."""
     return {id: _from_native(entry) for id, entry in runtime.native.list_buffers().items()}
 
 
 def buffer_limits(op: str, buffer: SupportsIndex) -> DispatchBuffer:
-    """What `buffer` allows when a call with it is traced; `op` begins the message of an error."""
+    """Returns the limits of `buffer` when a call is traced; `op` is for error messages."""
     return _from_native(runtime.native.find_buffer(op, _id(op, buffer)))
 
 
@@ -146,7 +146,7 @@ def _from_native(entry: tuple[int, int, int, int, int, int]) -> DispatchBuffer:
 
 
 def _integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
-    """`value` in Python's own integers. A bool counts nothing, though it has an index."""
+    """Returns `value` as a Python integer; rejects bool, although it has `__index__`."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -156,7 +156,7 @@ def _integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
 
 
 def _id(op: str, buffer: SupportsIndex) -> int:
-    """An id that fits the registry, which knows whether it exists."""
+    """Returns an id in the registry's range; the registry checks that it exists."""
     needs = "the int that create_dispatch_buffer returned"
     value = _integer(op, "buffer", buffer, needs)
     if not 0 < value <= _MOST:

@@ -1,4 +1,4 @@
-"""What Python can see of bad input, refused before anything is traced."""
+"""Rejects bad input that is visible in Python, before anything is traced."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from jax_cp_dispatch.metadata import Metadata
 
 
 def check_is_metadata(op: str, name: str, metadata: Any) -> None:
-    """A plan."""
+    """Requires a plan."""
     if not isinstance(metadata, Metadata):
         raise TypeError(
             f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata, as "
@@ -27,7 +27,7 @@ def check_is_metadata(op: str, name: str, metadata: Any) -> None:
 
 
 def check_num_rows(op: str, name: str, value: Any) -> int:
-    """A static number of rows."""
+    """Requires a static number of rows."""
     try:
         num_rows = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -42,7 +42,7 @@ def check_num_rows(op: str, name: str, value: Any) -> int:
 
 
 def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
-    """A result that fits an address space. XLA ends the process on sizes beyond 64 bits."""
+    """Requires an addressable result; XLA aborts the process for sizes beyond 64 bits."""
     num_bytes = num_rows * math.prod(array.shape[1:]) * array.dtype.itemsize
     if num_bytes >= MOST_BYTES:
         raise ValueError(
@@ -52,7 +52,7 @@ def check_size(op: str, what: str, num_rows: int, array: Any) -> None:
 
 
 def check_arrays(op: str, name: str, arrays: Sequence[Array]) -> None:
-    """Every array has rows, the same number of them, of whole bytes."""
+    """Requires arrays with the same number of rows, of whole bytes."""
     _check_shapes(op, name, *((x.shape, x.dtype) for x in arrays))
 
 
@@ -83,7 +83,7 @@ def _num_bits(dtype: Any) -> int:
 
 
 def check_summable(op: str, dtype: Any) -> None:
-    """A dtype that the native summation knows."""
+    """Requires a dtype that the native summation supports."""
     if dtype.name not in COMBINE_DTYPES:
         raise TypeError(
             f"{op}: cannot sum {dtype.name}; it sums {', '.join(COMBINE_DTYPES)} and float8. Cast "
@@ -94,12 +94,12 @@ def check_summable(op: str, dtype: Any) -> None:
 def check_storage(
     op: str, out: Any, tree: Any, wanted: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[Array]:
-    """`out` has the structure, shapes and dtypes of the result, and is still there."""
+    """Requires an undeleted `out` with the structure, shapes and dtypes of the result."""
     storage, out_tree = jax.tree.flatten(out)
     if any(_is_deleted(x) for x in storage):
         raise ValueError(
-            f"{op}: out is deleted: it was donated to an earlier call, which takes it also where "
-            "it is refused. Pass a fresh one, or omit out."
+            f"{op}: out is deleted: it was donated to an earlier call, which takes it even if the "
+            "call fails. Pass a new array, or omit out."
         )
     got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
     if out_tree != tree or got != list(wanted):
@@ -116,12 +116,12 @@ def _is_deleted(x: Any) -> bool:
 
 
 def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:
-    """Of the arrays of all ranks."""
+    """Returns the rows of each rank, from those of the arrays of all ranks."""
     if num_rows % num_ranks:
         raise ValueError(
             f"{op}: {name} has {num_rows} rows, which do not divide among {num_ranks} ranks. "
-            f"Outside of shard_map the arrays hold the rows of all ranks, equally many of each: "
-            f"pad them, or call {op} inside jax.shard_map."
+            f"Outside shard_map, arrays hold the rows of all ranks, the same number for each: pad "
+            f"them, or call {op} inside jax.shard_map."
         )
     return num_rows // num_ranks
 
@@ -129,9 +129,9 @@ def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:
 def read_metadata(
     op: str, metadata: Metadata, names: tuple[str, ...], num_ranks: int, *, all_ranks: bool
 ) -> MetadataOperands:
-    """The fields that movement reads; their shapes and dtypes fit each other and the axis.
+    """Returns the fields that movement reads, after checks of their shapes and dtypes.
 
-    `all_ranks`: one rank's view will not do.
+    `all_ranks`: one rank's view is not enough.
     """
     if metadata.world_size != num_ranks:
         raise ValueError(
@@ -145,7 +145,7 @@ def read_metadata(
         fields = jax.tree.map(lambda x: x.astype(index_dtype(x.dtype)), fields)
     if not is_empty:
         return fields
-    # One slot of padding: an operand without elements crashes jaxlib 0.11.
+    # One slot of padding, because an empty operand crashes jaxlib 0.11.
     none = jnp.zeros((*leading, 1), jnp.int32)
     return MetadataOperands(fields.num_recv_tokens, none, none - 1, none)
 

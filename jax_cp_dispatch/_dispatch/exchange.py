@@ -1,4 +1,4 @@
-"""From the arguments of one public call to one call of a primitive, wherever it stands."""
+"""Turns the arguments of a public call into one call of a primitive."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ Rows = Array | np.ndarray
 
 
 class Piece(NamedTuple):
-    """Arrays of one call that move as one metadata says.
+    """Arrays of one call that move by the same metadata.
 
     Attributes:
-      name: of the argument, for messages.
+      name: name of the argument, for messages.
       tree: the structure of arrays and results.
       num_rows: rows per rank of the results.
-      dtypes: of the results; None where arrays keep theirs, which is `dispatch`.
-      sums: of what the primitive returns, before a last rounding; None as above.
-      storage: what the results may reuse, or nothing.
+      dtypes: of the results; None if arrays keep theirs, as in `dispatch`.
+      sums: dtypes of the primitive's results, before the last rounding; None as above.
+      storage: arrays that the results may reuse, if any.
       buffer: id of a registered buffer; 0 is none.
       limits: what the buffer allows; None without one.
       capacity_name: the argument that sets the capacity, for messages.
-      stamp: this rank's, i32 [5], or nothing; see csrc/dispatch/dispatch.h.
+      stamp: this rank's stamp, i32 [5], or None; see csrc/dispatch/dispatch.h.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
-    """A piece of `dispatch`."""
+    """Makes a piece of `dispatch`."""
     arrays, tree = _flatten(x)
     checks.check_arrays(op, name, arrays)
     checks.check_is_metadata(op, f"{prefix}metadata", metadata)
@@ -77,7 +77,7 @@ def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
 
 
 def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece:
-    """A piece of `combine`."""
+    """Makes a piece of `combine`."""
     arrays, tree = _flatten(y)
     checks.check_arrays(op, name, arrays)
     checks.check_is_metadata(op, f"{prefix}metadata", metadata)
@@ -101,7 +101,7 @@ def _flatten(tree: Any) -> tuple[list[Array], Any]:
 
 
 class _Summation(NamedTuple):
-    """The dtypes of an array that travels, of its sum from the handler, and of the result."""
+    """The dtypes of a moved array, of its sum from the handler, and of the result."""
 
     operand: Any
     total: Any
@@ -113,7 +113,7 @@ def _summation(op: str, dtype: Any, preferred: Any) -> _Summation:
     result = jnp.dtype(preferred or dtype)
     operand = summable(dtype)
     checks.check_summable(op, operand)
-    # A result that is wider, or no integer any more, is summed as such: y becomes it first.
+    # A result that is wider, or no longer an integer, is summed in its dtype: y is cast first.
     summed, needed = _accumulation_dtype(operand), _accumulation_dtype(result)
     is_integer, is_real = (
         [jnp.issubdtype(dtype, kind) for dtype in (summed, needed)]
@@ -122,7 +122,7 @@ def _summation(op: str, dtype: Any, preferred: Any) -> _Summation:
     is_alike = is_integer[0] == is_integer[1] and is_real[0] == is_real[1]
     if (is_alike and needed.itemsize > summed.itemsize) or (is_integer[0] and is_real[1]):
         operand = needed
-    # The handler rounds to y's dtype or not at all; any other is made from the unrounded sum.
+    # The handler rounds to y's dtype or not at all; other dtypes are made from the unrounded sum.
     total = operand if operand == result else _accumulation_dtype(operand)
     return _Summation(operand, total, result)
 
@@ -206,9 +206,9 @@ def move(
 
 
 def _moving(piece: Piece) -> list[int]:
-    """The arrays whose results have elements: others never reach a handler.
+    """Returns the arrays whose results have elements; others never reach a handler.
 
-    jaxlib 0.11 crashes on a custom call with an operand or a result that has none.
+    jaxlib 0.11 crashes on a custom call with an empty operand or result.
     """
     if piece.num_rows == 0:
         return []
@@ -216,7 +216,7 @@ def _moving(piece: Piece) -> list[int]:
 
 
 def _with_rows(array: Array, num_rows: int) -> Array:
-    """An array without rows, padded, for the same reason; the call knows that they do not count."""
+    """Pads an array without rows, for the same reason; the call ignores the padding."""
     if array.shape[0] > 0:
         return array
     return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
@@ -232,7 +232,7 @@ def _run(bind, call: Call, place: Place, fields, arrays, storage) -> list[Array]
 
 
 def _results(pieces: Sequence[Piece], moved: Sequence[Array], factor: int) -> list[Any]:
-    """What moved, rounded, and zeros for that of which nothing could, in the pieces' structures."""
+    """Returns rounded results in the pieces' structures, with zeros for those that did not move."""
     rest, results = iter(moved), []
     for piece in pieces:
         moving = set(_moving(piece))

@@ -1,7 +1,7 @@
-"""How a call becomes a program: our transport's custom call, XLA's collectives, or a partition.
+"""Lowers a call to a custom call of this package, to XLA's collectives, or to a partition.
 
-No side effect is declared: one executable serves all devices of a program, so that removing,
-merging or hoisting a call is the same on all of them.
+No side effect is declared: all devices of a program run one executable, so a call is removed,
+merged or hoisted on all of them alike.
 """
 
 import functools
@@ -33,9 +33,9 @@ from jax_cp_dispatch._ranks.lowering import (
 
 
 def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
-    """The lowering rule of both primitives.
+    """Lowers both primitives.
 
-    `by_xla` computes one from operands and parameters, `target` names the other's custom call.
+    `by_xla` computes a primitive with XLA's collectives; `target` names its custom call.
     """
     by_xla = functools.partial(by_xla, call=call, parts=parts, **params)
     if call.comm.open_axes:
@@ -67,7 +67,7 @@ def _is_for_gpu(ctx, call):
 
 
 def _on_one_gpu(target, avals_out, *operands, call, parts):
-    """One device holds the rows of all ranks: the same custom call, with all of them."""
+    """Lowers the same custom call for one device that holds the rows of all ranks."""
     shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
     num_storage = _num_storage(operands, parts)
     aliases = {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
@@ -108,13 +108,13 @@ def _attributes(call, parts):
 
 
 def _what(target, parts):
-    """The operation and what of its parts the shapes do not tell."""
+    """Describes the operation, and the properties of its parts that shapes do not show."""
     rows = "; ".join(f"{part.num_tokens} tokens, capacity {part.capacity}" for part in parts)
     return f"{target.rpartition('.')[2]} of {rows}"
 
 
 def _opened(primitive, *operands, call, parts, **params):
-    """Every device runs its part inside a `shard_map` over the axes that are not manual yet."""
+    """Runs each device's part inside a `shard_map` over the axes that are not manual yet."""
 
     def on_rank(mesh):
         local = call.inside(mesh)
@@ -180,10 +180,10 @@ def combine_by_xla(*operands, call, parts, dtypes):
 
 
 def _axes_to_gather(call):
-    """None where one device holds the rows of all ranks already."""
+    """Returns the axes to gather over; None if one device already holds the rows of all ranks."""
     return () if call.is_global else call.comm.axis_names
 
 
 def _without_padding(arrays, num_rows):
-    """Arrays without rows came padded, so that no operand of a custom call is empty."""
+    """Removes the padding of arrays without rows, which custom calls cannot take empty."""
     return [x[:0] for x in arrays] if num_rows == 0 else arrays

@@ -1,4 +1,4 @@
-"""What one call of the primitives consists of: its static parts, and how its operands stand.
+"""The static parts of one call of the primitives, and the order of its operands.
 
 Operands: the metadata of every part, then the stamp of every part that has one, then the arrays of
 every part, then for `dispatch`, maybe, storage to reuse (one for each array).
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._ranks.communicator import Communicator
 
-# What the native summation knows; bfloat16 and float16 accumulate in float32.
+# Dtypes of the native summation; bfloat16 and float16 accumulate in float32.
 COMBINE_DTYPES = (
     *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -21,28 +21,28 @@ COMBINE_DTYPES = (
 class MetadataOperands(NamedTuple):
     """The fields of forward metadata that movement reads, as integers of 32 or 64 bits.
 
-    Either one rank's view, or the same with a leading 1 (what `in_specs=P(axis_name)` leaves), or
-    with a leading W: the views of all ranks, of which a rank reads its own.
+    Either one rank's view, or the same with a leading 1 (as sharded by `in_specs=P(axis_name)`), or
+    the views of all ranks with a leading W, of which a rank reads its own.
     """
 
     num_recv_tokens: Any  # [W + 1]
     seq_len: Any  # [S]
     dst_rank: Any  # [S] or [S, C]
     dst_offset: Any  # as dst_rank
-    src_offset: Any = None  # [S]; None: shards stand one after another
+    src_offset: Any = None  # [S]; None: shards are contiguous
 
     def present(self) -> list[Any]:
         return [field for field in self if field is not None]
 
 
 class Part(NamedTuple):
-    """Arrays that move as one metadata says."""
+    """Arrays that move by the same metadata."""
 
     num_arrays: int
     num_tokens: int  # rows per rank in the owner's layout
     capacity: int  # rows per rank of the receive buffer
     has_src_offset: bool
-    buffer: int = 0  # id of the registered buffer whose limits hold; 0: none
+    buffer: int = 0  # id of the registered buffer whose limits apply; 0: none
     capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
     has_stamp: bool = False
 
@@ -53,13 +53,13 @@ class Part(NamedTuple):
 
 
 def num_before_arrays(parts: Sequence[Part]) -> int:
-    """Operands of all parts that say what moves where: metadata and stamps."""
+    """Counts the operands before the arrays: metadata and stamps of all parts."""
     return sum(part.num_fields + part.has_stamp for part in parts)
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """What a plan does, by collectives of XLA: hashable, and equal where it does the same."""
+    """A plan as XLA collectives; hashable, and equal if it moves the same."""
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]: ...
 
@@ -67,20 +67,20 @@ class Collectives(Protocol):
 
 
 class Call(NamedTuple):
-    """What all parts of a call have in common."""
+    """The common properties of all parts of a call."""
 
     op: str  # the function that was called, for messages
     comm: Communicator
     is_global: bool = False  # arrays of all ranks, to be split; else this rank's
-    by_collectives: "Collectives | None" = None  # a shorter way than that of any plan
+    by_collectives: "Collectives | None" = None  # cheaper than collectives for any plan
 
     def inside(self, mesh: Any) -> "Call":
-        """The call of one rank, where all axes of `mesh` are manual."""
+        """Returns the call of one rank, with all axes of `mesh` manual."""
         return self._replace(comm=self.comm.inside(mesh), is_global=False)
 
 
 class Operands(NamedTuple):
-    """The operands of a call, or anything else that stands in their order."""
+    """The operands of a call, or other values in the same order."""
 
     metadata: list[MetadataOperands]  # per part
     stamps: list[Any]  # per part, None where there is none: i32 [5], see csrc/dispatch/dispatch.h
@@ -93,7 +93,7 @@ class Operands(NamedTuple):
 
 
 def read_operands(operands: Sequence[Any], parts: Sequence[Part]) -> Operands:
-    """Puts flat operands, or what stands for them, in order."""
+    """Groups flat operands, or other values in their order."""
     rest = list(operands)
     metadata = [MetadataOperands(*_take(rest, part.num_fields)) for part in parts]
     stamps = [_take(rest, 1)[0] if part.has_stamp else None for part in parts]
@@ -102,7 +102,7 @@ def read_operands(operands: Sequence[Any], parts: Sequence[Part]) -> Operands:
 
 
 def by_part(per_array: Sequence[Any], parts: Sequence[Part]) -> list[list[Any]]:
-    """What stands for all arrays, those of each part together."""
+    """Groups per-array values by part."""
     rest = list(per_array)
     return [_take(rest, part.num_arrays) for part in parts]
 
@@ -114,14 +114,14 @@ def _take(rest: list[Any], num: int) -> list[Any]:
 
 
 def part_of_each(parts: Sequence[Part]) -> list[Part]:
-    """The part that each of the arrays belongs to."""
+    """Returns the part of each array."""
     return [part for part in parts for _ in range(part.num_arrays)]
 
 
 def select_arrays(
     operands: Operands, parts: Sequence[Part], keep: Sequence[bool]
 ) -> tuple[Operands, tuple[Part, ...]]:
-    """The call with some of its arrays, without storage and without parts that are left empty."""
+    """Returns the call with some of its arrays, without storage and without empty parts."""
     counts = [sum(flags) for flags in by_part(keep, parts)]
     return operands._replace(
         metadata=[m for m, count in zip(operands.metadata, counts, strict=True) if count],
@@ -134,6 +134,6 @@ def select_arrays(
 
 
 def summable(dtype: Any) -> Any:
-    """The dtype in which the native summation takes such rows: floats of one byte as float32."""
+    """Returns the dtype for the native summation: float32 for one-byte floats."""
     is_known = dtype.name in COMBINE_DTYPES or not jnp.issubdtype(dtype, jnp.floating)
     return dtype if is_known else jnp.dtype(jnp.float32)

@@ -1,8 +1,8 @@
-"""Calls on the arrays of all ranks, under plain `jit`: a Shardy rule, and one device's part of it.
+"""Calls on arrays of all ranks under plain `jit`: a Shardy rule, and one device's part.
 
-Rows are split over the axis of the ranks; every other dimension keeps the sharding that it has, so
-that heads stay on their tensor-parallel devices. Each place on the other mesh axes is an
-independent group of ranks.
+Rows are sharded over the axis of the ranks. Every other dimension keeps its sharding, so heads stay
+on their tensor-parallel devices. Each place on the other mesh axes is an independent group of
+ranks.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 
 
 def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_device, params):
-    """Lowers a global call; `on_one_device` is the whole of it where there is nothing to split."""
-    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would end the process
+    """Lowers a global call; `on_one_device` is used if there is nothing to split."""
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would abort the process
         raise NotImplementedError(
             f"{call.op}: arrays of all ranks are split by a Shardy rule, but "
-            "jax_use_shardy_partitioner is False. Leave it on, or call inside jax.shard_map."
+            "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
     avals = read_operands(ctx.avals_in, parts)
     names, num_ranks = call.comm.axis_names, call.comm.num_ranks
@@ -71,7 +71,7 @@ def _check_num_ranks(call: Call, mesh) -> None:
 
 
 def _sharding_rule(avals: Operands, result_rows: list[int], num_ranks: int):
-    """The rule as text, the factors that every device has whole, and the sizes of those in rows.
+    """Returns the rule as text, the factors that are not sharded, and the sizes of row factors.
 
     "w m0, ... (w t0) f0 f1 -> (w c0) f0 f1": w is the factor of the ranks, t and c are the rows of
     one rank before and after.

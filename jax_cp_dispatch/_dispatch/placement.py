@@ -1,4 +1,4 @@
-"""How the rows of a call lie on the devices of a mesh, and how they get there."""
+"""Places the rows of a call on the devices of a mesh."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 def place_arrays(
     place: Place, names: tuple[str, ...], arrays: list[Any], num_storage: int
 ) -> list[Any]:
-    """Brings global arrays to where the devices take them from; it is free where they lie there.
+    """Moves global arrays to the devices that use them; free if they are already there.
 
-    The last `num_storage` arrays go where the first ones are.
+    The last `num_storage` arrays are placed like the first ones.
 
-    Dimensions behind the rows stay sharded as their type tells, or, over automatic axes, as they
-    are.
+    Dimensions after the rows keep the sharding of their type, or, over automatic axes, their actual
+    sharding.
     """
     if place.mesh is None:
         return arrays
@@ -29,21 +29,21 @@ def place_arrays(
         specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
         move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
         return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
-    # The partitioner asks for the same; this tells it the mesh where no argument lies on one.
+    # The partitioner requests the same; this conveys the mesh if no argument has one.
     free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
     constrain = jax.lax.with_sharding_constraint
     return [constrain(x, NamedSharding(place.mesh, free(x))) for x in arrays]
 
 
 def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], bool]) -> P:
-    """Rows over `rows`, the other dimensions as they are, over those axes that are free."""
+    """Returns a spec with rows over `rows`; other dimensions keep their free axes."""
     spec = tuple(getattr(sharding, "spec", ())) + (None,) * num_dims
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     return P(rows, *(tuple(filter(is_free, axes_of(entry))) or None for entry in spec[1:num_dims]))
 
 
 def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
-    """How arrays are split over the axes that a `shard_map` of ours opens."""
+    """Returns how arrays are split over the axes that our `shard_map` makes manual."""
     is_free = lambda axis: axis in open_axes and axis not in names
     rows = names if is_global else None
     first = arrays[: len(arrays) - num_storage]
@@ -60,10 +60,10 @@ def on_every_device(
     num_fields: int,
     num_results: int,
 ) -> list[Any]:
-    """Calls `fn(mesh)` with all axes manual: on any view of the fields, on one device's rows.
+    """Calls `fn(mesh)` with all axes manual, on any view of the fields and one device's rows.
 
-    Its results are sharded as the first of the arrays are. Over automatic axes, of which types do
-    not tell, arrays are gathered. Called while lowering, so it is never differentiated.
+    Results are sharded like the first arrays. Arrays are gathered over automatic axes, which types
+    do not show. Called during lowering, so it is never differentiated.
     """
     fields, arrays = operands[:num_fields], operands[num_fields:]
     names, open_axes = comm.axis_names, comm.open_axes
@@ -73,7 +73,8 @@ def on_every_device(
     if not all(name in mesh.axis_names for name in open_axes):  # known by the types alone
         mesh = jax.typeof(arrays[0]).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        # Here, not before the call: without jit they may lie on one device, beside traced arrays.
+        # Here and not before the call: without jit they may be on one device, next to traced
+        # arrays.
         fields = [retype(x, mesh, field_spec) for x in fields]
     in_specs = (*(field_spec for _ in fields), *specs)
     mapped = with_manual_axes(

@@ -1,4 +1,4 @@
-"""The mesh axes whose devices are the ranks of a call, and the mesh they belong to."""
+"""The mesh axes whose devices are the ranks of a call, and their mesh."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ AxisName = str | tuple[str, ...]
 
 
 def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
-    """One mesh axis, or several different ones."""
+    """Requires one mesh axis, or several different ones."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
         raise TypeError(
@@ -26,13 +26,13 @@ def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
 
 
 def check_mesh(op: str, mesh: Any) -> None:
-    """A mesh, or nothing."""
+    """Requires a mesh or None."""
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or omitted.")
 
 
 def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
-    """The size of the axis inside `jax.shard_map`; outside, an error names what to call instead."""
+    """Returns the size of the axis inside `jax.shard_map`; outside, raises and names `instead`."""
     check_axis_name(op, axis_name)
     try:
         return jax.lax.axis_size(axis_name)
@@ -46,12 +46,12 @@ def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes on which a device's place is its group: the others, of several devices."""
+    """Returns the axes that number the groups: all others with several devices."""
     return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)
 
 
 def place_on(axes: tuple[str, ...]) -> Any:
-    """A device's place on mesh axes. One number for all, because device numbers do not tell it."""
+    """Returns a device's index on mesh axes as one number; device numbers do not determine it."""
     if not axes:
         return jnp.int32(0)
     first, *others = axes

@@ -1,11 +1,11 @@
-"""What tells a custom call apart between processes, and in which of them its ranks are."""
+"""Identifies a custom call across processes, and the processes of its ranks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src.mesh import get_concrete_mesh  # private, but get_mesh refuses to tell while tracing
+from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails during tracing
 
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.processes import program_begins
@@ -20,14 +20,14 @@ def call_site_attributes(
     groups: Groups | None,
     implementation: str,
 ) -> dict[str, Any]:
-    """The attributes `signature` and `processes` of a custom call.
+    """Returns the attributes `signature` and `processes` of a custom call.
 
     Args:
-      ctx: of the lowering rule, with the operands and results of one rank.
-      what: the operation with its static parameters; arrays are added.
+      ctx: context of the lowering rule, with the operands and results of one rank.
+      what: the operation with its static parameters; arrays are appended.
       comm: the ranks of the call.
       groups: see `groups_of_program`.
-      implementation: that was chosen.
+      implementation: the chosen one.
     """
     arrays = " -> ".join(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
@@ -35,7 +35,7 @@ def call_site_attributes(
     )
     axis = ",".join(comm.axis_names)
     signature = f"{what} over axis '{axis}' of {comm.num_ranks} ranks: {arrays}"
-    processes: list[int] = []  # of which none is told where no group spans several
+    processes: list[int] = []  # empty if no group spans several
     if implementation == "shared_memory":
         if groups is None:
             raise NotImplementedError(
@@ -48,13 +48,13 @@ def call_site_attributes(
 
 
 def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
-    """In which processes the ranks of a program are that is being lowered.
+    """Returns the processes of the ranks of the program that is being lowered.
 
     Args:
       ctx: of the lowering rule.
       comm: the ranks of the call.
     Returns:
-      None where there is one process, or nothing tells the devices of the mesh.
+      None if there is one process, or if the devices of the mesh are unknown.
     """
     if jax.process_count() == 1:
         return None
@@ -67,7 +67,7 @@ def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:
 def groups_of_mesh(
     mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]
 ) -> Groups | None:
-    """The same, of a mesh."""
+    """Returns the same for a mesh."""
     if jax.process_count() == 1:
         return None
     if not isinstance(mesh, jax.sharding.Mesh):

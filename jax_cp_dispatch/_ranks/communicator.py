@@ -1,4 +1,4 @@
-"""Who takes part in a collective call, and how its ranks reach each other: its static part."""
+"""The static description of a collective call's ranks and their transport."""
 
 import dataclasses
 from typing import Any
@@ -13,12 +13,12 @@ class Communicator:
     """The ranks of one call.
 
     Attributes:
-      axis_names: mesh axes on which a device's place is its rank, the major one first; none: the
-        call does not communicate.
+      axis_names: mesh axes on which a device's index is its rank, major axis first; without axes
+        the call does not communicate.
       num_ranks: of one group; 0 without axes.
-      group_axes: mesh axes on which a device's place is its group. Every group is on its own.
-      open_axes: mesh axes that the lowering has to make manual.
-      implementation: that the caller named; None chooses.
+      group_axes: mesh axes on which a device's index is its group. Groups are independent.
+      open_axes: mesh axes that the lowering must make manual.
+      implementation: the caller's choice; None selects one.
       deadline_ms: milliseconds that a rank waits for another.
     """
 
@@ -30,12 +30,12 @@ class Communicator:
     deadline_ms: int = 60_000
 
     def inside(self, mesh: Any) -> "Communicator":
-        """The same where all axes of `mesh` are manual."""
+        """Returns the same ranks with all axes of `mesh` manual."""
         groups = other_axes(mesh, self.axis_names)
         return dataclasses.replace(self, group_axes=groups, open_axes=())
 
     def attributes(self) -> dict[str, Any]:
-        """As every handler takes them."""
+        """Returns the attributes that every handler reads."""
         return {
             "axis": ",".join(self.axis_names),
             "num_ranks": np.int64(self.num_ranks),

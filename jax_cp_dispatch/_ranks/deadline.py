@@ -1,4 +1,4 @@
-"""How long the ranks of one call wait for the last of them."""
+"""The deadline of a call: how long its ranks wait for each other."""
 
 import math
 import numbers
@@ -10,13 +10,13 @@ _LONGEST = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 
 
 def check_deadline(op: str, deadline: float | None) -> float:
-    """Seconds; None is the default."""
+    """Returns the deadline in seconds; None selects the default."""
     deadline_milliseconds(op, deadline)
     return DEFAULT_DEADLINE if deadline is None else deadline
 
 
 def deadline_milliseconds(op: str, deadline: float | None) -> int:
-    """What the handlers take for `deadline` in seconds; `op` begins the message of an error."""
+    """Converts `deadline` from seconds to the handlers' unit; `op` is for error messages."""
     deadline = DEFAULT_DEADLINE if deadline is None else deadline
     needs = "a positive number of seconds"
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):

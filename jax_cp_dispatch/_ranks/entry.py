@@ -1,4 +1,4 @@
-"""What every collective call reads first: who its ranks are, and where it stands."""
+"""The entry of every collective call: reads its ranks and its context."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ def find_ranks(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> tuple[Communicator, Place]:
-    """Reads what the caller of `op` says about ranks, and where the call stands.
+    """Reads the ranks of a call of `op`, and its context.
 
     Args:
-      op: begins the message of an error.
-      arrays: of the call; their types may tell the mesh.
+      op: the public operation, for error messages.
+      arrays: of the call; their types may determine the mesh.
       axis_name, mesh, implementation, deadline: of the caller.
     Returns:
-      The ranks, and the place. In a mesh that is not known yet there are 0 ranks.
+      The ranks and the context. If the mesh is not known yet, the number of ranks is 0.
     Raises:
-      TypeError, ValueError, NotImplementedError: an argument is not what it needs to be.
+      TypeError, ValueError, NotImplementedError: an argument is invalid.
     """
     names = check_axis_name(op, axis_name)
     check_mesh(op, mesh)
@@ -40,7 +40,7 @@ def find_ranks(
         deadline_ms=deadline_milliseconds(op, deadline),
     )
     place = find_place(op, names, mesh, arrays)
-    if place.is_global and not place.open_axes:  # else the lowering knows
+    if place.is_global and not place.open_axes:  # otherwise the lowering knows them
         check_groups(op, implementation, place.groups(names))
     groups = ()
     if not place.is_global:

@@ -1,7 +1,7 @@
-"""What every primitive of a collective call needs around its custom call.
+"""Common rules of the primitives of collective calls, around their custom calls.
 
-A primitive is also called outside of `jit`, and mapped by `jax.vmap`; its lowering opens mesh axes,
-chooses a transport, prepares the CPU's devices, and gives the custom call its rank and group.
+A primitive may be called outside `jit` or mapped by `jax.vmap`. Its lowering makes mesh axes
+manual, chooses a transport, prepares CPU devices, and passes rank and group to the custom call.
 """
 
 import functools
@@ -25,8 +25,8 @@ from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 
 
 def run_alone(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """The primitive outside of `jit`: a program of its own, compiled once."""
-    with jax.disable_jit(False):  # else `bind` comes back here
+    """Runs the primitive outside `jit`, as a separate program that is compiled once."""
+    with jax.disable_jit(False):  # otherwise `bind` would recurse
         return _compiled(primitive, tuple(params.items()))(*operands)
 
 
@@ -38,7 +38,7 @@ def _compiled(primitive, params):
 def one_after_another(
     primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    """A batching rule: one call per example, of which every rank has the same number."""
+    """A batching rule: one call per example; every rank has the same number of examples."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
 
     def one(example):
@@ -54,10 +54,10 @@ def one_after_another(
 
 
 class Transport(NamedTuple):
-    """What serves one call.
+    """The transport of one call.
 
     Attributes:
-      name: of the implementation.
+      name: name of the implementation.
       groups: the processes of the ranks; see `groups_of_program`.
     """
 
@@ -66,14 +66,14 @@ class Transport(NamedTuple):
 
 
 def choose_transport(ctx: Any, op: str, comm: Communicator) -> Transport:
-    """What serves a call of `op` in the program that is lowered."""
+    """Chooses the transport of a call of `op` in the program that is being lowered."""
     groups = groups_of_program(ctx, comm)
     platforms = ctx.module_context.platforms
     return Transport(choose_implementation(op, comm.implementation, platforms, groups), groups)
 
 
 def prepare_cpu_devices() -> None:
-    """Before ranks on CPU devices wait for each other."""
+    """Prepares CPU devices for ranks that wait for each other."""
     num_devices = jax.local_device_count("cpu")
     warn_of_deadlock(num_devices)
     if num_devices > 1:
@@ -81,13 +81,13 @@ def prepare_cpu_devices() -> None:
 
 
 def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
-    """Lowers `fn`, which makes mesh axes manual that are not yet: see `with_manual_axes`."""
+    """Lowers `fn`, which makes further mesh axes manual; see `with_manual_axes`."""
     with remember_mesh(ctx):
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
 def lower_places(ctx: Any, comm: Communicator) -> tuple[list[Any], list[Any]]:
-    """A device's rank and its group: the first operands of a custom call, and their types."""
+    """Lowers a device's rank and group, the first operands of a custom call; also their types."""
     places = lambda: (place_on(comm.axis_names), place_on(comm.group_axes))
     lowered = mlir.lower_fun(places, multiple_results=True)
     return list(lowered(ctx.replace(avals_in=(), avals_out=None))), [jax.typeof(np.int32(0))] * 2

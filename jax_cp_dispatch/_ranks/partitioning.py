@@ -1,4 +1,4 @@
-"""What Shardy rules of collective calls share: the mesh of the program, and a name of their own."""
+"""Common parts of Shardy rules of collective calls: the program's mesh, and unique names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 
 def mesh_of_program(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
-    """The mesh on which a partitioned program runs; it has the axes of the ranks.
+    """Returns the mesh on which a partitioned program runs; it must have the axes of the ranks.
 
     Args:
-      op: begins the message of an error.
+      op: the public operation, for error messages.
       names: the axes of the ranks.
-      mesh: that `custom_partitioning` tells; it does not ask `jax.set_mesh`.
-      otherwise: where that is empty.
+      mesh: the mesh of `custom_partitioning`, which ignores `jax.set_mesh`.
+      otherwise: the mesh to use if that is empty.
     """
     mesh = otherwise if mesh.empty else mesh
     missing = [name for name in names if name not in mesh.axis_names]
@@ -26,10 +26,10 @@ def mesh_of_program(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) 
 
 
 def named(partitioned: Callable[..., Any], name: Any) -> Callable[..., Any]:
-    """The same function, in a program that names everything its partition depends on.
+    """Returns the same function, in a program that names everything its partition depends on.
 
-    By itself the program names only the address of the partition, which a persistent compilation
-    cache may ignore, and which another process may use for another call.
+    Otherwise the program contains only the address of the partition. A persistent compilation cache
+    may ignore it, and another process may use the same address for another call.
     """
 
     def with_name(*arrays):

@@ -1,4 +1,4 @@
-"""Where a call stands: on one rank inside `shard_map`, or around the arrays of all ranks."""
+"""The context of a call: on one rank inside `shard_map`, or on the arrays of all ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +12,13 @@ from jax_cp_dispatch._ranks.call_site import Groups, groups_of_mesh
 
 
 class Place(NamedTuple):
-    """The mesh around a call, and what is to be done before every device runs its part.
+    """The mesh of a call, and what must happen before each device runs its part.
 
     Attributes:
-      mesh: None where only the compiler will know it.
-      is_global: the arrays hold the rows of all ranks; else those of this rank.
-      open_axes: axes that a `shard_map` of ours has to make manual; without any, a global call is
-        left to the partitioner.
+      mesh: None if only the compiler will know it.
+      is_global: whether the arrays hold the rows of all ranks; otherwise those of this rank.
+      open_axes: axes that our `shard_map` must make manual; if there are none, the partitioner
+        handles a global call.
     """
 
     mesh: Any
@@ -29,7 +29,7 @@ class Place(NamedTuple):
         return self.mesh and math.prod(self.mesh.shape[name] for name in names)
 
     def groups(self, names: Sequence[str]) -> Groups | None:
-        """In which processes the ranks are, as far as it is known already."""
+        """Returns the processes of the ranks, if already known."""
         if self.mesh is None:
             return None
         others = [name for name in self.mesh.axis_names if name not in names]
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> Place:
-    """Reads where the call stands from the surroundings, `mesh`, or the types of the arrays."""
+    """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
     around = jax.sharding.get_abstract_mesh()
     manual = around.manual_axes
     if manual and all(name in manual for name in names):
@@ -82,7 +82,7 @@ def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:
 
 
 def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any]) -> Any:
-    """The mesh that the user gives or has set, or that an array lies on; with `names`, if any."""
+    """Returns the user's mesh, or that of an array; if possible, one that has `names`."""
     if mesh is not None:
         return mesh
     if any(name in around.axis_names for name in names):
@@ -101,7 +101,7 @@ def is_traced(arrays: Iterable[Any]) -> bool:
 
 
 def retype(x: Any, mesh: Any, spec: P) -> Any:
-    """Splits an array over the explicit axes of `spec`; types tell nothing of the others."""
+    """Shards an array over the explicit axes of `spec`; types do not show the others."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     typed = lambda entry: tuple(a for a in axes_of(entry) if kinds[a] == AxisType.Explicit) or None
@@ -117,7 +117,7 @@ def with_manual_axes(
     out_specs: Any,
     check_vma: bool = False,
 ) -> Callable[..., Any]:
-    """`fn` on every device, with `axes` manual too: those of the mesh around, else of `mesh`."""
+    """Returns `fn` with `axes` manual too, in the surrounding mesh or else in `mesh`."""
     around = jax.sharding.get_abstract_mesh()
     is_around = all(name in around.axis_names for name in axes)
     return jax.shard_map(

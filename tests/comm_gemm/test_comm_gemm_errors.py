@@ -225,7 +225,7 @@ def test_tokens_that_do_not_divide():
         SCATTER,
         *(ones(M - 1, K), ones(K, N)),
         match=r"matmul_reduce_scatter: 7 tokens do not divide among 4 ranks\. Pass the tokens of e"
-        r"ach: row_counts=\(\.\.\.\), or pad",
+        r"ach as row_counts=\(\.\.\.\), or pad",
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a program are: what a GPU's custom call is told besides its operands."""
+"""The places of a program's ranks, passed to a GPU's custom call as attributes."""
 
 import contextlib
 import contextvars
@@ -17,7 +17,7 @@ _mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around"
 
 @contextlib.contextmanager
 def remember_mesh(ctx: Any) -> Iterator[None]:
-    """While a lowering opens axes: inside, the types tell an abstract mesh only."""
+    """Remembers the mesh while axes are made manual; inside, types show an abstract mesh."""
     token = _mesh_around.set(_concrete(ctx) or _mesh_around.get())
     try:
         yield
@@ -26,12 +26,12 @@ def remember_mesh(ctx: Any) -> Iterator[None]:
 
 
 def gpu_attributes(ctx: Any, name: str, comm: Communicator) -> dict[str, Any]:
-    """The attributes `places` and `memory` of the custom call of one rank.
+    """Returns the attributes `places` and `memory` of the custom call of one rank.
 
     Args:
       ctx: of the lowering rule.
-      name: of the implementation.
-      comm: the ranks of the call; without axes one device has all there is.
+      name: name of the implementation.
+      comm: the ranks of the call; without axes one device holds everything.
     """
     if not comm.axis_names:
         return all_ranks_here()
@@ -43,7 +43,7 @@ def gpu_attributes(ctx: Any, name: str, comm: Communicator) -> dict[str, Any]:
 
 
 def what_pointers_lack(ctx: Any, comm: Communicator) -> str | None:
-    """Which processes of a group have not mapped each other's memory; None: all have."""
+    """Returns which processes of a group have not mapped each other's memory; None if all have."""
     islands = connected_islands()
     if len(set(islands)) < 2:
         return None
@@ -57,11 +57,11 @@ def what_pointers_lack(ctx: Any, comm: Communicator) -> str | None:
 
 
 def _in_order(ctx: Any, comm: Communicator) -> np.ndarray:
-    """The devices of all ranks, group by group."""
+    """Returns the devices of all ranks, group by group."""
     mesh = _concrete(ctx) or _mesh_around.get()
     abstract = getattr(ctx.module_context.axis_context, "mesh", mesh)
     if mesh is None or mesh.axis_names != abstract.axis_names or mesh.shape != abstract.shape:
-        # What jax.make_mesh does by default; the devices compare it with what the program tells.
+        # The default of jax.make_mesh; the devices compare it with the program.
         mesh = abstract
         devices = np.array(jax.devices()[: mesh.size]).reshape(tuple(mesh.shape.values()))
     else:
@@ -87,6 +87,6 @@ def _concrete(ctx: Any) -> Any:
 
 
 def _place(device: Any) -> int:
-    """A process and a device of it, in one number; csrc/cuda/memory.h takes it apart."""
+    """Encodes a process and its device in one number, which csrc/cuda/memory.h decodes."""
     ordinal = device.local_hardware_id
     return device.process_index << 16 | (device.id if ordinal is None else ordinal)
