@@ -53,7 +53,7 @@ def test_method_of_another_buffer():
     refused(
         lambda x, w: SCATTER(x, w, buffer=buffer),
         *(ones(M, K), ones(K, N)),
-        match=rf"method is 'ring' but buffer {buffer} is for CommOverlapMethod\.PIPELINE\. Leave m",
+        match=rf"method is 'ring' but buffer {buffer} is for CommOverlapMethod\.PIPELINE\. Omit m",
     )
 
 
@@ -249,7 +249,7 @@ def test_derivatives_of_communicating_products():
     buffer = create("AG", "RING_EXCHANGE")
     call = partial(ENGINE, comm_overlap=buffer)
     match = (
-        r"gemm: with communication it has no derivative of its own\. Take all_gather_matmul or m"
+        r"gemm: with communication it has no derivative of its own\. Use all_gather_matmul or m"
     )
     x, w = ones(T, K), ones(K, N)
     for derivative in (

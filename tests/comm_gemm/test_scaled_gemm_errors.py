@@ -130,7 +130,7 @@ def test_buffers_of_another_type_than_the_scaled_operand():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"grad": True}, r"got grad without an epilogue; it needs fuse_gelu, fuse_bias or both\. Le"
+        ({"grad": True}, r"got grad without an epilogue; it needs fuse_gelu, fuse_bias or both\. O"
          r"mit it for a plain product"),
         ({"grad": True, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=True, grad=True; it is ad"
          r"ded with fuse_bias alone, and with grad its gradient comes out\. Omit it"),
