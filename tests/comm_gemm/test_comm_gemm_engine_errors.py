@@ -248,9 +248,7 @@ def test_derivatives_of_communicating_products():
     """Neither mode; the message names the layers that have one."""
     buffer = create("AG", "RING_EXCHANGE")
     call = partial(ENGINE, comm_overlap=buffer)
-    match = (
-        r"gemm: with communication it has no derivative of its own\. Use all_gather_matmul or m"
-    )
+    match = r"gemm: with communication it has no derivative of its own\. Use all_gather_matmul or m"
     x, w = ones(T, K), ones(K, N)
     for derivative in (
         lambda x, w: jax.jvp(call, (x, w), (x, w)),
