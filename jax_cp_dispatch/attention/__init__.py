@@ -1,11 +1,11 @@
 """Attention to local keys, and over a mesh axis.
 
-Everything rests on the two passes of `local` (one range of keys per query); `local/merge` is for
-your own steps. In `planned`, rows move as a plan says: queries and keys in `balanced`, only keys in
-`placed`. In `rotating`, keys go round the ranks: `sequence` brings rows into place, `attend` makes
-the steps, `schedules`, `layout` and `chunks` say who holds what, `communication` moves it, and
-`profile` times it. `choose` and `api` use all of them. A call's `options` are made once and passed
-on whole; `algorithms` have those that one algorithm alone takes.
+All algorithms use the two passes of `local` (one range of keys per query); `local/merge` is for
+your own steps. In `planned`, rows move by a plan: queries and keys in `balanced`, only keys in
+`placed`. In `rotating`, keys rotate through the ranks: `sequence` arranges rows, `attend` runs the
+steps, `schedules`, `layout` and `chunks` define which rank holds what, `communication` moves it,
+and `profile` times it. `choose` and `api` use all of them. A call's `options` are made once and
+passed on as a whole; `algorithms` hold the options of a single algorithm.
 """
 
 from jax_cp_dispatch.attention.algorithms import (

@@ -1,6 +1,6 @@
-"""The algorithms of `context_parallel_attention`, each with the options that it alone takes.
+"""The algorithms of `context_parallel_attention`, each with its own options.
 
-All are frozen and compare by value, so that equal ones share a compiled program.
+All are frozen and compare by value, so equal ones share a compiled program.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from jax_cp_dispatch.planner import PlanConfig
 class Balanced:
     """Every rank computes an equal share of the query-key pairs; see `balanced_attention`.
 
-    Queries and keys go where a plan computes them. It pays for packed documents, whose work is
-    unequal in any fixed layout. Causal attention of contiguous tokens alone.
+    Queries and keys move to the ranks that a plan selects. Use it for packed documents, whose work
+    is unequal in any fixed layout. Supports causal attention of contiguous tokens only.
 
     Attributes:
-      config: block size and capacities of plans that are made in the call. A plan that is passed
-        to the call has its own.
+      config: block size and capacities of plans made in the call. A plan that you pass has its own.
     """
 
     name: ClassVar[str] = "balanced"
@@ -34,10 +33,10 @@ class Balanced:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Keys and values go round the ranks, whole; see `ring_attention`.
+    """Keys and values rotate through the ranks as a whole; see `ring_attention`.
 
-    It pays for attention that is not causal, and where tokens cannot be rearranged: nothing else
-    moves. With causal attention the last rank works at every step and the first at one.
+    Use it for attention that is not causal, and if tokens cannot be rearranged: nothing else moves.
+    With causal attention, the last rank works at every step but the first rank at only one.
     """
 
     name: ClassVar[str] = "ring"
@@ -47,7 +46,7 @@ class Ring:
 class Zigzag:
     """A ring in zigzag layout; see `zigzag_ring_attention`.
 
-    It pays for causal attention within long documents: equal work for every rank at every step.
+    Use it for causal attention of long documents: all ranks have equal work at every step.
     """
 
     name: ClassVar[str] = "zigzag"
@@ -55,13 +54,13 @@ class Zigzag:
 
 @dataclasses.dataclass(frozen=True)
 class Hamilton:
-    """Keys and values go round the ranks in chunks, over all links; see `hamilton_attention`.
+    """Keys and values rotate through the ranks in chunks, over all links; see `hamilton_attention`.
 
-    It pays where a ring waits for its links: a full mesh of links uses all of them, and with
-    `nodes` every rank sends to another node instead of one rank for all.
+    Use it if a ring waits for its links: it uses all links of a full mesh. With `nodes`, every rank
+    sends to another node, instead of one rank for all.
 
     Attributes:
-      nodes, cycles, maps: see `hamilton_attention`; at most one of them. Rows become tuples.
+      nodes, cycles, maps: see `hamilton_attention`; pass at most one of them. Rows become tuples.
     """
 
     name: ClassVar[str] = "hamilton"
@@ -77,10 +76,10 @@ class Hamilton:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Tokens stand where `place_tokens` has put them; see `placed_attention`.
+    """Tokens are on the ranks that `place_tokens` selected; see `placed_attention`.
 
-    Keys and values alone travel, to the ranks that attend them. It pays where tokens can be placed
-    in the data pipeline, and many layers share a placement. Needs the plan of the placement.
+    Only keys and values move, to the ranks that attend to them. Use it if the data pipeline can
+    place tokens and many layers share a placement. Needs the plan of the placement.
     """
 
     name: ClassVar[str] = "placed"
@@ -88,11 +87,11 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """That of the plan, or else the fastest as `choose_algorithm` predicts from concrete ids.
+    """The algorithm of the plan; without one, the choice of `choose_algorithm` from concrete ids.
 
     Attributes:
       hardware: rates and topology for the prediction; None: see `choose_algorithm`.
-      config: as in `Balanced`, if that is chosen.
+      config: as in `Balanced`, if it is chosen.
     """
 
     name: ClassVar[str] = "auto"
@@ -108,7 +107,7 @@ BY_NAME: dict[str, type[Algorithm]] = {
 
 
 def read_algorithm(op: str, algorithm: Any) -> Algorithm:
-    """An algorithm, or by its short name the one with all defaults."""
+    """Returns an algorithm; a short name selects the one with all defaults."""
     if isinstance(algorithm, str) and algorithm in BY_NAME:
         return BY_NAME[algorithm]()
     if not isinstance(algorithm, tuple(BY_NAME.values())):
@@ -122,7 +121,7 @@ def read_algorithm(op: str, algorithm: Any) -> Algorithm:
 
 
 def check_algorithm(op: str, algorithm: Algorithm) -> None:
-    """Its options are of the right kind; whether they fit the ranks is not asked here."""
+    """Checks the types of its options, but not whether they match the ranks."""
     if isinstance(algorithm, Balanced | Auto) and not isinstance(algorithm.config, PlanConfig):
         raise TypeError(
             f"{op}: config is {algorithm.config!r}; it needs to be a PlanConfig. Omit it for the "
@@ -159,7 +158,7 @@ def _check_hamilton(op: str, algorithm: Hamilton) -> None:
 
 
 def _hashable_rows(rows: Any) -> Any:
-    """Rows as tuples; what is none stays as it is, for the check."""
+    """Converts rows to tuples; leaves other values for the check."""
     if rows is None or isinstance(rows, str):
         return rows
     try:
@@ -169,5 +168,5 @@ def _hashable_rows(rows: Any) -> Any:
 
 
 def _plain(number: Any) -> Any:
-    """Of NumPy's integers the one of Python: they look the same in messages."""
+    """Converts NumPy integers to Python's, so that messages look the same."""
     return int(number) if isinstance(number, np.integer) else number

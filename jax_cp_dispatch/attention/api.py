@@ -46,7 +46,7 @@ class GlobalOptions:
     Attributes:
       axes: the mesh, and what its axes shard.
       algorithm: with its own options.
-      attention: what all algorithms take, and each rank.
+      attention: the options of all algorithms, for each rank.
     """
 
     axes: MeshAxes
@@ -79,60 +79,61 @@ def context_parallel_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention over packed documents, the sequence sharded over a mesh axis.
+    """Computes attention over packed documents, with the sequence sharded over a mesh axis.
 
     Call outside `jax.shard_map`, under `jit` or not, with global arrays. Differentiable once, in
     reverse mode.
 
-    "balanced" needs a plan, which comes from the segment ids. Concrete ids are planned at once,
-    with buffers as large as this batch needs; pass the plan of `plan_attention` in to choose when.
-    Traced ids (and those of a batch that is sharded itself) are planned inside the program, with
-    the capacities of `Balanced.config`, whose defaults always fit but give every rank room for all
-    keys.
-    "placed" needs the plan of `place_tokens`, and q, k, v in its order; the output is in it, too.
-    The others plan nothing.
+    "balanced" makes a plan from the segment ids. Concrete ids are planned immediately, with buffers
+    of the size that this batch needs; to plan at another time, pass the plan of `plan_attention`.
+    Traced ids (and ids of a sharded batch) are planned inside the program, with the capacities of
+    `Balanced.config`; its defaults are always large enough, but give every rank room for all keys.
+    "placed" needs the plan of `place_tokens`, and q, k, v in its order, which is also the order of
+    the output. The other algorithms need no plan.
 
     Args:
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts.
       k: keys; K divides N.
       v: values.
       axis_name: the mesh axis over which the sequence is sharded, W devices. If W does not divide
-        T, padding is added and taken away.
-      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with the
-        options that it alone takes; or its name in lower case, with all defaults. "auto" is that of
-        the plan, or `choose_algorithm` from concrete segment ids.
-      mesh: the mesh; None is the one set by `jax.set_mesh`, or the one on which the arrays lie or,
-        with explicit axes, that their types name.
-      causal: a token attends what stands before it in its document, and itself; else all of it.
+        T, padding is added and removed.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with its
+        own options; or its name in lower case, for all defaults. "auto" selects the algorithm of
+        the plan, or that of `choose_algorithm` from concrete segment ids.
+      mesh: the mesh; None selects the mesh of `jax.set_mesh`, or that of the arrays or, with
+        explicit axes, of their types.
+      causal: if true, each token attends to itself and to earlier tokens of its document; otherwise
+        to the whole document.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
-        Integers of any dtype. Those known on the host are checked: an id is not negative, and
-        its tokens stand together in their batch row. Of traced ones, negative is padding, and each
-        run of an id is a document. The same for every algorithm.
-      positions: the place of each token in its document; None if the segment ids tell documents
-        apart.
-      layout: "contiguous": tokens are in order; "zigzag": in that of `zigzag_permutation`, and W
-        divides T.
-      window: with `causal`, an int: a token attends at most that many tokens of its document,
-        itself the last. Without, a pair (left, right), see `ring_attention`.
-      plan: for "balanced", a plan for these documents and the window. Given together with
-        segment_ids or positions, they are compared with what it was made from, and a plan of
-        another batch is an error on all ranks; given alone, it is followed unseen.
-        For "placed", that of `place_tokens`, alone.
-      batch_axis: mesh axis over which B is sharded, or several; each of their groups attends for
-        itself. `()`: none. None: the ones over which q, k or v is sharded. Types tell explicit
-        axes; of automatic ones only placed arrays outside of `jit` tell, and a warning asks for
-        the name elsewhere. Over axes that nobody names, arrays are gathered.
-      head_axis: likewise for N and K. Where its devices do not divide K, KV heads are repeated.
+        Integers of any dtype, with the same meaning for every algorithm. Ids known on the host must
+        not be negative, and must be contiguous in their batch row. Of traced ids, negative ones are
+        padding, and each run of an id is a document.
+      positions: the position of each token in its document; None if segment ids alone separate the
+        documents.
+      layout: "contiguous": tokens are in order. "zigzag": tokens are in the order of
+        `zigzag_permutation`; W must divide T.
+      window: with `causal`, an int: the maximum tokens of its document to which a token attends,
+        the last of which is itself. Without, a pair (left, right), see `ring_attention`.
+      plan: for "balanced", a plan for these documents and the window. If you also pass segment_ids
+        or positions, they are compared with the plan's, and a plan of another batch is an error on
+        all ranks; without them, the plan is not checked. For "placed", the plan of `place_tokens`,
+        without segment_ids and positions.
+      batch_axis: mesh axis over which B is sharded, or several; groups along them are independent.
+        `()`: none. None: inferred from q, k and v. Types show explicit axes. Automatic axes are
+        known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays
+        are gathered over axes that are not named.
+      head_axis: the same for N and K. If its devices do not divide K, KV heads are repeated.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
-      implementation: of the exchanges; None chooses.
-      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+      implementation: of the exchanges; None selects one.
+      deadline: seconds until an exchange gives up on a missing rank; None is 60. No effect with
         "xla".
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.
     Raises:
-      TypeError, ValueError: an axis, a size or a choice does not fit; what, and what to do.
-      jax.errors.JaxRuntimeError: when the program runs, see `dispatch`.
+      TypeError, ValueError: an axis, a size or an option is invalid; the message says how to fix
+        it.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
     """
     check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan)
     algorithm = read_algorithm(_OP, algorithm)
@@ -202,7 +203,7 @@ def context_parallel_attention(
 
 
 def _choose(options: GlobalOptions, auto: Auto, q, k, segment_ids, positions, plan) -> Algorithm:
-    """The algorithm that stands in for "auto"."""
+    """Returns the algorithm for "auto"."""
     if plan is not None:
         return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config)
     if any(isinstance(x, Tracer) for x in (segment_ids, positions)):
@@ -211,7 +212,7 @@ def _choose(options: GlobalOptions, auto: Auto, q, k, segment_ids, positions, pl
             "choose_algorithm outside of jit, once for batches that are alike, and pass the "
             "algorithm of its result."
         )
-    # The rows of the first group stand for all.
+    # The rows of the first group represent all.
     rows = max(q.shape[0] // options.axes.num_groups, 1)
     lengths = ((q.shape[1],),) * rows
     if segment_ids is not None or positions is not None:
@@ -240,10 +241,10 @@ def _choose(options: GlobalOptions, auto: Auto, q, k, segment_ids, positions, pl
 
 
 def _pad(x: Any, missing: int) -> Any:
-    """Tokens in segment 0 at the end, so that all ranks hold equally many."""
+    """Appends tokens of segment 0, so that all ranks hold the same number."""
     if x is None or not missing:
         return x
-    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # what is known under jit stays so
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # keeps known values known under jit
     return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -263,7 +264,7 @@ def _attend(q, k, v, plan, documents, *, options: GlobalOptions):
     )
     k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
     operands = (q, k, v, plan, documents)
-    if AxisType.Explicit in axes.mesh.axis_types:  # there, shard_map moves nothing by itself
+    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
         shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
         operands = (
             jax.tree.map(partial(reshard, out_shardings=sharding), operand)
@@ -273,7 +274,7 @@ def _attend(q, k, v, plan, documents, *, options: GlobalOptions):
 
 
 def _local(options: GlobalOptions, q, k, v, plan, documents):
-    """What one rank does."""
+    """Computes one rank's part."""
     algorithm, attention = options.algorithm, options.attention
     if isinstance(algorithm, Placed):
         return attend_placed(attention, q, k, v, plan)
@@ -287,7 +288,7 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
 
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
-    """The same plan on every rank, of the documents of all."""
+    """Makes the same plan on every rank, from the documents of all."""
     axis_name = options.axes.axis_name
     whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), documents)
     return plan_attention(
@@ -299,7 +300,7 @@ def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> At
 
 
 def _check_choice(options: GlobalOptions, plan) -> None:
-    """The algorithm can do what is asked of it."""
+    """Requires that the algorithm supports the options."""
     attention, name = options.attention, options.algorithm.name
     is_causal_in_order = attention.causal and attention.layout == "contiguous"
     if name in ("balanced", "placed") and not is_causal_in_order:
@@ -325,7 +326,7 @@ def _check_choice(options: GlobalOptions, plan) -> None:
 
 
 def _check_plan(options: GlobalOptions, q, plan) -> None:
-    """What says where every token stands fits the tokens, the ranks, and what else is given."""
+    """Requires that layout and plan match the tokens, the ranks and the other arguments."""
     axes, num_ranks = options.axes, options.num_ranks
     if (plan is not None or options.attention.layout == "zigzag") and q.shape[1] % num_ranks:
         raise ValueError(
@@ -346,6 +347,6 @@ def _check_plan(options: GlobalOptions, q, plan) -> None:
     if axes.num_groups > 1 and isinstance(plan, AttentionPlan) and plan.num_tokens == of_all:
         raise ValueError(
             f"{_OP}: the plan is for all {q.shape[0]} rows of the batch, but batch_axis "
-            f"{axes.batch!r} splits them into {axes.num_groups} groups, and each attends for "
-            "itself. Pass segment_ids instead of the plan, or batch_axis=()."
+            f"{axes.batch!r} splits them into {axes.num_groups} independent groups. Pass "
+            "segment_ids instead of the plan, or batch_axis=()."
         )

@@ -1,4 +1,4 @@
-"""What attention over a mesh axis accepts, whatever the algorithm: refused in words."""
+"""Checks the arguments of attention over a mesh axis, for all algorithms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "zigzag")
 
 
 def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
-    """One rank's arrays, or those of all, belong together."""
+    """Requires that arrays of one rank, or of all ranks, match."""
     check_arrays(op, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(
@@ -38,7 +38,7 @@ def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
 
 
 def check_plan(op: str, plan: Any) -> None:
-    """A plan of attention."""
+    """Requires a plan of attention."""
     if not isinstance(plan, AttentionPlan | PlacedPlan):
         raise TypeError(
             f"{op}: plan is of type {type(plan).__name__}; it needs to be an AttentionPlan, as "
@@ -47,7 +47,7 @@ def check_plan(op: str, plan: Any) -> None:
 
 
 def check_layout(op: str, layout: Any) -> None:
-    """One of the layouts."""
+    """Requires one of the layouts."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"{op}: layout is {layout!r}; it needs to be one of {', '.join(map(repr, LAYOUTS))}."
@@ -55,7 +55,7 @@ def check_layout(op: str, layout: Any) -> None:
 
 
 def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
-    """Of the arguments that only a function outside of `shard_map` has."""
+    """Checks the arguments of functions for global arrays only."""
     check_mesh(op, mesh)
     if not isinstance(axis_name, str):
         raise TypeError(

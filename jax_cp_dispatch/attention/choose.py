@@ -1,4 +1,4 @@
-"""Which algorithm is predicted to be fastest, and why."""
+"""Chooses the algorithm with the shortest predicted time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CLOSE = 1.03
 
 
 class Choice(NamedTuple):
-    """An algorithm for `context_parallel_attention`, and what speaks for it.
+    """The chosen algorithm, and why.
 
     Attributes:
-      algorithm: `Balanced()`, `Ring()`, `Zigzag()` or `Hamilton()`, over several nodes with its
-        `nodes`. Pass it on; its `name` is the short one.
-      predictions: of all algorithms that could serve, by name; "hamilton_nodes" is "hamilton" over
-        several nodes.
-      reason: in words.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()` or `Hamilton()` (over several nodes, with
+        `nodes`), for `context_parallel_attention`. `name` is its short name.
+      predictions: of all available algorithms, by name; "hamilton_nodes" is "hamilton" over several
+        nodes.
+      reason: explanation as text.
     """
 
     algorithm: Balanced | Ring | Zigzag | Hamilton
@@ -51,29 +51,31 @@ def choose_algorithm(
     with_backward: bool = True,
     hardware: Hardware | None = None,
 ) -> Choice:
-    """Chooses by predicted time; call on the host, once for batches that are alike.
+    """Chooses an algorithm by predicted time.
 
-    The predictions are those of `jax_cp_dispatch.cost.predict`: counted pairs and bytes over the
-    rates of `hardware`, with perfect overlap. They order algorithms, they do not tell seconds.
+    Call on the host, once for similar batches. The predictions are those of
+    `jax_cp_dispatch.cost.predict`: counted pairs and bytes divided by the rates of `hardware`, with
+    perfect overlap. Use them to rank algorithms, not as absolute times.
 
     Args:
-      lengths: tokens of the documents of each batch row, in order; None: one batch row that is one
+      lengths: tokens of the documents of each batch row, in order; None: one batch row with one
         document. See `document_lengths`.
       num_ranks: devices of the sequence axis.
-      tokens_per_rank: tokens of a batch row on one of them.
+      tokens_per_rank: tokens of a batch row on one device.
       num_heads, num_kv_heads, head_size: N, K, H of one device.
       itemsize: bytes of an element of q.
-      causal: as in `context_parallel_attention`; "balanced" serves causal attention.
-      window: as there.
-      layout: of the tokens. "balanced" needs "contiguous"; "zigzag" and "hamilton" rearrange that,
-        which is counted.
-      with_backward: the forward and the backward pass, else the forward pass.
+      causal: as in `context_parallel_attention`; "balanced" needs causal attention.
+      window: as in `context_parallel_attention`.
+      layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
+        contiguous tokens, which is included.
+      with_backward: predict forward and backward pass, instead of the forward pass.
       hardware: rates and topology; None: an entry of `cost.HARDWARE` for the default backend.
     Returns:
-      The choice. Times within 3 % of the least count as equal; of equals the one that balances
-      best, then the simplest. `predictions` are without the rearrangement; `reason` is with it.
+      The choice. Times within 3 % of the shortest count as equal; among these, the best balanced
+      algorithm is chosen, then the simplest. `predictions` exclude the rearrangement; `reason`
+      includes it.
     Raises:
-      ValueError: sizes that do not fit, or no entry for the default backend.
+      ValueError: sizes do not match, or there is no entry for the default backend.
     """
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
@@ -96,7 +98,7 @@ def choose_algorithm(
     if not causal or layout != "contiguous":
         del predictions["balanced"]
     if layout == "zigzag":
-        del predictions["ring"]  # there it is "zigzag"
+        del predictions["ring"]  # in this layout it is "zigzag"
     seconds = {name: prediction.total for name, prediction in predictions.items()}
     if causal and layout == "contiguous":
         rearrangement = _rearrangement_seconds(workload, hardware, with_backward)
@@ -120,7 +122,7 @@ def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | Non
     except TypeError:
         raise TypeError(
             f"{op}: lengths is {lengths!r}; it needs the lengths of each batch row's documents, "
-            "[[4, 2], [6]] say, or None. See document_lengths."
+            "for example [[4, 2], [6]], or None. See document_lengths."
         ) from None
     if not rows:
         raise ValueError(f"{op}: lengths has no batch row. Pass at least one, or None.")
@@ -128,7 +130,7 @@ def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | Non
 
 
 def default_hardware() -> Hardware:
-    """The entry of `cost.HARDWARE` that is nearest to the default backend."""
+    """Returns the entry of `cost.HARDWARE` closest to the default backend."""
     device = jax.devices()[0]
     name = device.device_kind.lower()
     known = {"cpu": "cpu", "h100": "h100", "h200": "h100", "mi300x": "mi300x"}
@@ -145,12 +147,12 @@ def default_hardware() -> Hardware:
 def document_lengths(
     segment_ids: Integer[np.ndarray, "B T"], positions: Integer[np.ndarray, "B T"] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the documents of each batch row, in order; padding (0) as documents of 1.
+    """Returns the document lengths of each batch row, in order; a padding token counts as one of 1.
 
     Args:
       segment_ids, positions: on the host; see `context_parallel_attention`.
     Raises:
-      ValueError: an id is negative, or a document stands in separate runs; see there.
+      ValueError: an id is negative, or a document has separate runs.
     """
     segment_ids, positions = read_host_documents("document_lengths", segment_ids, positions)
     new = np.ones(segment_ids.shape, bool)
@@ -162,9 +164,9 @@ def document_lengths(
 
 
 def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:
-    """From contiguous parts to zigzag: q, k, v there and out back, half of it to each of two ranks.
+    """Predicts the seconds to rearrange q, k, v to zigzag and out back, half to each of two ranks.
 
-    The backward pass brings dout there, and dq, dk and dv back.
+    The backward pass rearranges dout, and dq, dk and dv back.
     """
     if workload.num_ranks == 1:
         return 0.0

@@ -33,7 +33,7 @@ class MeshAxes:
 
     Attributes:
       axis_name: shards the sequence.
-      batch, heads: shard B, and N and K; the major one first.
+      batch, heads: axes that shard B, and N and K; major axis first.
     """
 
     mesh: Mesh | AbstractMesh
@@ -43,7 +43,7 @@ class MeshAxes:
 
     @property
     def manual(self) -> set[str]:
-        """Those that a `shard_map` makes manual: all that are not so already."""
+        """The axes that a `shard_map` makes manual: all that are not yet manual."""
         return set(self.mesh.axis_names) - set(_manual_axes(self.mesh))
 
     def num_devices(self, names: Sequence[str]) -> int:
@@ -51,26 +51,26 @@ class MeshAxes:
 
     @property
     def num_groups(self) -> int:
-        """In how many equal parts the batch is attended."""
+        """The number of equal parts of the batch."""
         return self.num_devices(self.batch)
 
     def kv_copies(self, num_heads: int, num_kv_heads: int) -> int:
-        """How often each KV head stands in K and V, so that the devices of the heads divide them.
+        """Returns how often to repeat each KV head, so that the devices of the heads divide them.
 
         The least common multiple of K and the devices divides N if both do, and query head n reads
         the same head as before, n // (N / K).
         """
         if num_heads % num_kv_heads:
-            return 1  # local attention says what is wrong
+            return 1  # local attention raises the error
         devices = self.num_devices(self.heads)
         return math.lcm(num_kv_heads, devices) // num_kv_heads
 
     def repeat_kv_heads(self, x: Array, num_heads: int) -> Array:
-        """K or V with `kv_copies` of each head; the gradient of a head is the sum of theirs."""
+        """Repeats each head of K or V `kv_copies` times; gradients of the copies are summed."""
         copies = self.kv_copies(num_heads, x.shape[2])
         if copies == 1:
             return x
-        if AxisType.Explicit in self.mesh.axis_types:  # a split dimension cannot be repeated there
+        if AxisType.Explicit in self.mesh.axis_types:  # cannot repeat a sharded dimension
             x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.axis_name)))
         return jnp.repeat(x, copies, axis=2)
 
@@ -84,9 +84,9 @@ def find_axes(
     algorithm: str,
     has_plan: bool,
 ) -> MeshAxes:
-    """Of q, k, v: the mesh, from the surroundings, `mesh`, or the arrays; the axes that are None.
+    """Finds the mesh (surroundings, `mesh`, or q, k, v), and infers the axes that are None.
 
-    A plan is for the whole batch. With one, no axes of the batch are inferred.
+    A plan is for the whole batch, so with a plan no axes of the batch are inferred.
     """
     mesh = _find_mesh(mesh, axis_name, algorithm, arrays)
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
@@ -122,7 +122,7 @@ def _find_mesh(mesh, axis_name, algorithm, arrays) -> Mesh | AbstractMesh:
             f"jax.shard_map, and {_OP} takes the arrays of all. Call it outside, or call {instead} "
             "here."
         )
-    if around.manual_axes:  # JAX wants the same mesh in a shard_map inside another
+    if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
         return around
     found = find_mesh((axis_name,), mesh, around, arrays)
     if found is None:
@@ -166,7 +166,7 @@ def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], ax
 
 
 def _axes_of(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:
-    """The free axes over which a dimension of the first array that tells is split."""
+    """Returns the free axes that shard a dimension, from the first array with a known sharding."""
     taken = taken | _hidden_axes(mesh)
     for array in arrays:
         sharding = _sharding_of(array)
@@ -187,19 +187,19 @@ def _agree(sharding: NamedSharding, mesh, name: str) -> bool:
 
 
 def _sharding_of(array: Any) -> NamedSharding | None:
-    """What an array tells: a placed one all axes, a traced one those that are explicit."""
+    """Returns the known sharding: all axes of a placed array, explicit axes of a traced one."""
     traced = is_traced([array])
     sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, taken) -> None:
-    """Where a dimension may be split over an axis, and nothing tells."""
+    """Warns if a dimension may be sharded over an axis without any way to know."""
     axes = _untold_axes(dim, arrays, mesh, taken)
     if axes:
         _warn_once(
             keyword,
-            f"{keyword} is not given, and in a traced program nothing tells whether {name} = "
+            f"{keyword} is not given, and a traced program does not show whether {name} = "
             f"{arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over an "
             "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
             f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
@@ -208,7 +208,7 @@ def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, tak
 
 
 def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
-    """Automatic axes over which a dimension of traced arrays may be split."""
+    """Returns automatic axes over which a dimension of traced arrays may be sharded."""
     taken = taken | _hidden_axes(mesh)
     size = arrays[0].shape[dim]
     if not size or not is_traced(arrays):
@@ -226,20 +226,20 @@ def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
     if axes:
         _warn_once(
             "plan",
-            "the plan is for all rows of the batch, and in a traced program nothing tells whether "
-            f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. Over those "
-            "it is, q, k and v are gathered, and each of their devices repeats the work of all. "
-            "Pass segment_ids instead of the plan: each group of the batch is then planned by "
-            "itself. Or pass batch_axis=() if the batch is not sharded.",
+            "the plan is for all rows of the batch, and a traced program does not show whether "
+            f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. If it is, "
+            "q, k and v are gathered over these axes, and each of their devices repeats the work "
+            "of all. Pass segment_ids instead of the plan: each group of the batch is then planned "
+            "separately. Or pass batch_axis=() if the batch is not sharded.",
         )
 
 
 def _warn_of_plan(batch: tuple[str, ...]) -> None:
     _warn_once(
         "plan",
-        f"the plan is for all rows of the batch, so that q, k and v, whose batch is sharded over "
+        f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
         f"{batch}, are gathered, and each of its devices repeats the work of all. Pass segment_ids "
-        "instead of the plan: each group of the batch is then planned by itself. Or pass "
+        "instead of the plan: each group of the batch is then planned separately. Or pass "
         "batch_axis=() if that is what you want.",
     )
 
@@ -258,7 +258,7 @@ def _warn_once(about: str, message: str) -> None:
 
 
 def _hidden_axes(mesh) -> set[str]:
-    """Those that shard nothing that is seen here: `shard_map` or `vmap` around has used them."""
+    """Returns axes that an outer `shard_map` or `vmap` uses, which shard nothing visible here."""
     return {*_manual_axes(mesh), *mapped_axes()}
 
 

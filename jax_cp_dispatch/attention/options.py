@@ -1,6 +1,6 @@
-"""The options of one call of attention over a mesh axis: made where it is called, passed on whole.
+"""The options of one call of attention over a mesh axis, made at the call.
 
-What one algorithm alone takes is in `algorithms.py`.
+Options of a single algorithm are in `algorithms.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jax_cp_dispatch.attention.local.checks import check_softmax
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeOptions:
-    """What all exchanges of one call have in common; static.
+    """The common options of all exchanges of one call; static.
 
     Attributes:
-      op: the function that was called; begins the message of an error.
-      axis_name: the mesh axis of the ranks, or several, the major one first.
+      op: the function that was called, for error messages.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
       implementation, deadline: see `ring_exchange`.
     """
 
@@ -35,7 +35,7 @@ class ExchangeOptions:
         return (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name)
 
     def check(self) -> None:
-        """Raises what `ring_exchange` documents."""
+        """Raises the errors documented in `ring_exchange`."""
         check_axis_name(self.op, self.axis_name)
         check_implementation(self.op, self.implementation)
         check_deadline(self.op, self.deadline)
@@ -43,10 +43,10 @@ class ExchangeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What every algorithm takes; static.
+    """The options of every algorithm; static.
 
     Attributes:
-      exchange: of the exchanges; names the op and the axis, too.
+      exchange: options of the exchanges, with the op and the axis.
       causal, window, layout: see `ring_attention`. A plan has its own window, and is for causal
         attention of contiguous rows.
       scale, logit_soft_cap: see `ring_attention`.
@@ -68,7 +68,7 @@ class AttentionOptions:
         return reach(self.op, self.causal, self.window)
 
     def check(self) -> None:
-        """Raises what `ring_attention` documents."""
+        """Raises the errors documented in `ring_attention`."""
         self.exchange.check()
         check_layout(self.op, self.layout)
         check_softmax(self.op, self.scale, self.logit_soft_cap)

@@ -1,4 +1,4 @@
-"""Exact attention of local queries over one contiguous range of local keys each."""
+"""Exact attention of local queries, each over one contiguous range of local keys."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def local_attention(
     block_kv: int | None = None,
     block_heads: int | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Attends query row i of a batch row to its key rows `[kv_start[i], kv_end[i])`.
+    """Computes attention of each query row i over key rows `[kv_start[i], kv_end[i])`.
 
     Call anywhere: under `jit`, inside or outside `jax.shard_map` (both values of `check_vma`),
-    under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever held, and key blocks that no
-    row of a query block names are skipped at run time. Bitwise repeatable, except on GPUs where
-    cuDNN computes it: see docs/gpu_attention.md. It has no sharding rule: outside of `shard_map`,
-    XLA gathers arrays that are sharded, and JAX refuses those over explicit axes.
-    `context_parallel_attention` takes these (`batch_axis`, `head_axis`).
+    under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever stored, and key blocks that no
+    row of a query block needs are skipped at run time. Bitwise repeatable, except with cuDNN on
+    GPUs: see docs/gpu_attention.md. It has no sharding rule: outside `shard_map`, XLA gathers
+    sharded arrays, and JAX rejects arrays that are sharded over explicit axes. Use
+    `context_parallel_attention` for these (`batch_axis`, `head_axis`).
 
-    Query head n reads KV head `n // (N / K)`. Rows that nobody uses are not read: neither key rows
-    outside every range nor query rows with an empty range influence a result or a gradient, even
-    if they hold NaN. A NaN in a key row that somebody attends may reach other queries.
+    Query head n reads KV head `n // (N / K)`. Unused rows are not read: key rows outside every
+    range and query rows with an empty range do not affect results or gradients, even if they
+    contain NaN. A NaN in a used key row may reach other queries.
 
     Differentiable once, in reverse mode, in `out` and `lse` with respect to `q`, `k`, `v`;
     accumulated in float32 and rounded once to their dtype.
@@ -58,9 +58,9 @@ def local_attention(
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       window: an int: a query attends only the last `window` keys of its range, counted before the
-        range is clipped. A pair (left, right): query row i stands at key row p = i + S - T, and
-        attends the key rows p - left, ..., p + right of its range; None is no limit on that side.
-        None attends all.
+        range is clipped. A pair (left, right): query row i is at key row p = i + S - T, and attends
+        to key rows p - left, ..., p + right of its range; None in the pair means no limit on that
+        side. None: the whole range.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
       block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
@@ -69,8 +69,8 @@ def local_attention(
       out: float32 (float64 for float64 inputs), zero where the range is empty.
       lse: logarithm of the sum of the exponentials of the logits; `-inf` where the range is empty.
     Raises:
-      TypeError: dtypes that are not as above, or ranges that are not integers.
-      ValueError: shapes that do not belong together, or an option out of its domain.
+      TypeError: other dtypes than above, or ranges that are not integers.
+      ValueError: shapes do not match, or an option is out of range.
     References:
       Dao, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
     """
@@ -106,14 +106,15 @@ def local_attention_backward(
     block_kv: int | None = None,
     block_heads: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
-    """Gradients of merged attention with respect to one set of held keys.
+    """Computes the gradients of merged attention for one set of keys.
 
-    `out` and `lse` are those of the whole softmax, `k`, `v` and the ranges any part of its keys:
-    the parts' `dq` add up, `dk` and `dv` are final. With only one part this is the derivative of
-    `local_attention`. Call where `local_attention` may be called. Not differentiable.
+    `out` and `lse` are those of the whole softmax; `k`, `v` and the ranges are any part of its
+    keys. The sum of all parts' `dq` is the gradient of q; `dk` and `dv` are final. With one part,
+    this is the derivative of `local_attention`. Call where `local_attention` may be called. Not
+    differentiable.
 
     Args:
-      q, k, v, kv_start, kv_end: as `local_attention`, and so all the options.
+      q, k, v, kv_start, kv_end: as in `local_attention`, and so are all options.
       out: merged output.
       lse: merged logarithm of the sum of exponentials; `-inf` gives zero gradients.
       dout: cotangent of `out`.

@@ -1,4 +1,4 @@
-"""What local attention accepts: dtypes, shapes and options, refused in words."""
+"""Checks dtypes, shapes and options of local attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
-    """Arrays of JAX or NumPy; optional ones may be None."""
+    """Requires arrays of JAX or NumPy; optional ones may be None."""
     optional = ("segment_ids", "positions", "dlse")
     for name, x in arrays.items():
         if x is None and name in optional:
@@ -22,7 +22,7 @@ def check_arrays(op: str, **arrays: Any) -> None:
 
 
 def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
-    """Queries, keys and values: dtypes, and shapes that belong together."""
+    """Requires matching dtypes and shapes of queries, keys and values."""
     check_arrays(name, q=q, k=k, v=v)
     if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
@@ -53,7 +53,7 @@ def check_operands(name: str, q: Any, k: Any, v: Any) -> None:
 
 
 def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
-    """Numbers that are known when a program is traced, or None."""
+    """Requires numbers that are known when a program is traced, or None."""
     _check_number(name, "scale", scale)
     _check_number(name, "logit_soft_cap", logit_soft_cap)
     if logit_soft_cap is not None and not float(logit_soft_cap) > 0:
@@ -63,7 +63,7 @@ def check_softmax(name: str, scale: Any, logit_soft_cap: Any) -> None:
 
 
 def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int) -> None:
-    """Sizes of blocks, or None."""
+    """Requires sizes of blocks, or None."""
     for what, number in (("block_q", block_q), ("block_kv", block_kv)):
         is_integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
         if number is not None and not (is_integer and number >= 1):
@@ -77,7 +77,7 @@ def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int
 
 
 def check_ranges(name: str, q: Any, kv_start: Any, kv_end: Any) -> None:
-    """One range of rows for each query."""
+    """Requires one range of rows for each query."""
     check_arrays(name, kv_start=kv_start, kv_end=kv_end)
     for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -104,5 +104,5 @@ def _check_number(name: str, what: str, value: Any) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """Returns all divisors in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]

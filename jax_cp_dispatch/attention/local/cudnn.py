@@ -1,13 +1,13 @@
-"""The passes of local attention for CUDA: by cuDNN, where it can express the ranges.
+"""The passes of local attention for CUDA, by cuDNN if it can express the ranges.
 
-cuDNN's flash attention knows no key range per query, but what a rank attends at one step of dense
-attention is nothing, causal, or, for each contiguous piece of its queries, all keys up to some
-length. Which of these the ranges are is seen when the program runs. Where they are none of these,
-as with packed documents, most tiles of them are; the others are masked. The derivative takes the
-logarithm of the sum and the output of the whole softmax, so that it serves merged results.
+cuDNN's flash attention has no key range per query. But in one step of dense attention, a rank's
+mask is empty, causal, or, for each contiguous piece of its queries, all keys up to some length. The
+program detects the case at run time. In other cases, such as packed documents, most tiles have such
+a mask; the other tiles are masked explicitly. The derivative uses the logarithm of the sum and the
+output of the whole softmax, so it also works for merged results.
 
-jax.nn.dot_product_attention stops that logarithm's gradient and takes none from outside, so the
-primitives below it are used.
+jax.nn.dot_product_attention stops the gradient of that logarithm and does not accept it as input,
+so this module uses the primitives below it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # 
 
 
 def takes(options: PassOptions, q, k, v) -> bool:
-    """Whether cuDNN knows such blocks, whatever their ranges; else all is blockwise."""
+    """Whether cuDNN supports such blocks, whatever their ranges; otherwise all is blockwise."""
     H, Hv = k.shape[-1], v.shape[-1]
     return (
         q.dtype in (jnp.bfloat16, jnp.float16)
@@ -67,7 +67,7 @@ def attend(
 
 
 def _attend(options, in_tiles, q, ranges, k, v, seen):
-    """Masked where there is no way to have it `in_tiles`."""
+    """Computes attention `in_tiles` if possible, otherwise masked."""
     rows = _QueryRows(options, q, ranges)
 
     def calls_of(parts):
@@ -75,7 +75,7 @@ def _attend(options, in_tiles, q, ranges, k, v, seen):
         lse = jnp.where(rows.used[:, None], jnp.concatenate(lses, axis=2), -jnp.inf)
         out = jnp.where(rows.used[:, None, :, None], jnp.concatenate(outs, axis=2), 0)
         lse, out = rows.blocks(lse[..., None])[..., 0], rows.blocks(widen(out))
-        if seen is None:  # one pass over the output less
+        if seen is None:  # saves one pass over the output
             peak = jnp.maximum(lse, jnp.finfo(lse.dtype).min)
             return OnlineSoftmax(peak, jnp.exp(lse - peak), out)
         peak = jnp.maximum(seen.peak, lse)
@@ -101,7 +101,7 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
 
     Gradients of one set of keys are rounded to their dtype before they are added to others.
     """
-    if cotangents.out is None:  # cuDNN takes the product of out and dout, no cotangent of the lse
+    if cotangents.out is None:  # cuDNN multiplies out and dout, and takes no cotangent of the lse
         return gradients_blockwise(options, q, cotangents, ranges, k, v, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(gradients_in_tiles, tile, options)
@@ -112,7 +112,7 @@ def _gradients(options, in_tiles, q, cotangents, ranges, k, v, dq):
     rows = _QueryRows(options, q, ranges)
     out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
     lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
-    # Who attends nothing here gets no part of the softmax: exp(logit - lse) is 0.
+    # Queries without keys here get no part of the softmax: exp(logit - lse) is 0.
     lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
     nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in (k, v)), dq)
 
@@ -138,7 +138,7 @@ def _gradients(options, in_tiles, q, cotangents, ranges, k, v, dq):
 
 
 class _QueryRows:
-    """Query blocks as cuDNN reads them, `[B*K, G, rows, ...]`, and what their ranges are."""
+    """Query blocks in cuDNN's layout, `[B*K, G, rows, ...]`, and the kind of their ranges."""
 
     def __init__(self, options: PassOptions, q, ranges: KeyRanges):
         self.block_q = options.block_q
@@ -162,9 +162,9 @@ class _QueryRows:
         return jnp.swapaxes(x, 1, 2).reshape(M, rows // self.block_q, G * self.block_q, F)
 
     def switch(self, nothing, calls_of, k, v, other):
-        """What the ranges ask for; `calls_of` gets a list of calls' operands.
+        """Selects the computation for the ranges; `calls_of` receives a list of calls' operands.
 
-        If they are not dense, that is `other`, or without it one call with no mask of cuDNN's.
+        If they are not dense, this is `other`, or without it one call without a mask of cuDNN.
         """
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (k, v))
         lengths = [self._length(piece) for piece in self.pieces]
@@ -204,7 +204,7 @@ def _operands(mask, q, k, v, lengths):
     none = jnp.zeros(0, q.dtype)
     counts = none, none
     if mask is fused.MaskType.PADDING:
-        # One key at least; who attends none gets nothing of it.
+        # At least one key; queries without keys ignore it.
         counts = jnp.full(q.shape[0], q.shape[2], jnp.int32), jnp.maximum(lengths, 1)
     return q, k, v, none, *counts, none, none, none, none
 
@@ -215,7 +215,7 @@ def _resized(x, num_rows):
 
 
 def _key_blocks(parts, x):
-    """The sum of the pieces' gradients of x, `[M, blocks, rows, F]`, in the accumulator's dtype."""
+    """Sums the pieces' gradients of x, `[M, blocks, rows, F]`, in the accumulator's dtype."""
     total = sum(map(widen, parts[1:]), widen(parts[0]))
     total = _resized(total, x.shape[1] * x.shape[2])
     return total.reshape(x.shape)

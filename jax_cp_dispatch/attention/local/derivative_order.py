@@ -1,7 +1,7 @@
-"""Attention is differentiable once, in reverse mode: other derivatives are refused by name.
+"""Attention is differentiable once, in reverse mode: other derivatives raise named errors.
 
-Without these marks JAX would name primitives or `custom_vjp`, not the function that was called.
-They are identities, and nothing of them is left in a compiled program.
+Without these markers, JAX's errors would name primitives or `custom_vjp` instead of the function
+that was called. They are identities and leave nothing in a compiled program.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jax.interpreters import ad, batching, mlir
 
 
 def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
-    """The arrays; tangents of them can be transposed, but not computed."""
+    """Returns the arrays; their tangents can be transposed, but not computed."""
     return reverse_only_p.bind(*arrays, op=op)
 
 
 def not_again(op: str, arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, as the rules of a derivative get them, which has no derivative itself."""
+    """Returns the arrays for the rules of a derivative, which is not differentiable itself."""
     return not_again_p.bind(*arrays, op=op)
 
 

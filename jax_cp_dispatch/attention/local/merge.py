@@ -1,4 +1,4 @@
-"""Merge of two attention results over disjoint keys into the result over both."""
+"""Merges two attention results over disjoint keys into the result over both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def merge_partials(
     block_out: Float[Array, "B T N Hv"],
     block_lse: Float[Array, "B N T"],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Weighs each output by its share of the softmax's denominator.
+    """Merges two attention results, weighted by their shares of the softmax's denominator.
 
     Call anywhere. Associative and commutative up to rounding; `(0, -inf)` is the neutral element
-    and leaves the other side exactly as it was. Differentiable in all four arguments; where both
-    sides are `-inf` the result is `(0, -inf)` with zero gradients.
+    and does not change the other side. Differentiable in all four arguments; if both sides are
+    `-inf`, the result is `(0, -inf)` with zero gradients.
 
     Args:
       out: output over the keys seen so far; zero where `lse` is `-inf`.
@@ -29,7 +29,7 @@ def merge_partials(
     Returns:
       out, lse: over all keys, in float32 (float64 if an argument is float64).
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: shapes do not match.
     References:
       Dao, FlashAttention (arXiv:2205.14135), section 3.1.
     """
@@ -37,8 +37,8 @@ def merge_partials(
     if block_out.shape != out.shape or lse.shape != (B, N, T) or block_lse.shape != lse.shape:
         raise ValueError(
             f"merge_partials: out {out.shape}, lse {lse.shape}, block_out {block_out.shape}, "
-            f"block_lse {block_lse.shape} do not belong together; with out [B, T, N, Hv] both lse "
-            "must be [B, N, T]."
+            f"block_lse {block_lse.shape} do not match; with out [B, T, N, Hv] both lse must be "
+            "[B, N, T]."
         )
     dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
     out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))

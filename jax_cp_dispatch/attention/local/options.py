@@ -1,4 +1,4 @@
-"""The options of local attention, as they are given and as its passes read them."""
+"""The options of local attention: those of the caller, and those of its passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOGITS = 4 * _BLOCK * _BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class LocalOptions:
-    """The options of `local_attention` as `op` got them; None chooses."""
+    """The options of `local_attention` as passed to `op`; None selects from the shapes."""
 
     op: str
     scale: float | None = None
@@ -34,7 +34,7 @@ class LocalOptions:
     block_heads: int | None = None
 
     def resolved(self, q, k, v) -> PassOptions:
-        """What is left is chosen from the shapes; raises what `local_attention` documents."""
+        """Selects missing options from the shapes; raises the errors of `local_attention`."""
         check_operands(self.op, q, k, v)
         (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
         check_softmax(self.op, self.scale, self.logit_soft_cap)
@@ -55,7 +55,7 @@ class LocalOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PassOptions:
-    """The options of the passes; static, with nothing left to choose."""
+    """The resolved options of the passes; static."""
 
     scale: float
     logit_soft_cap: float | None
@@ -68,15 +68,15 @@ class PassOptions:
 
 
 def _heads_together(num_groups: int, logits_of_head: int) -> int:
-    """As many KV heads as divide their number and hold `_LOGITS` at most, at least one."""
+    """Returns the most KV heads that divide their number within `_LOGITS`, at least one."""
     return max(x for x in divisors(num_groups) if x == 1 or x * logits_of_head <= _LOGITS)
 
 
 def blocks_of_ranks(num_queries, num_keys, num_heads, num_groups, *, rows) -> dict[str, int]:
-    """Block sizes for ranks that attend at the same time.
+    """Returns block sizes for ranks that compute at the same time.
 
-    They keep all cores busy between them, so a product need not feed several threads; small blocks
-    of one head stay in the caches and follow the ranges closely. `rows` are those of a query
+    Together they keep all cores busy, so a product need not use several threads. Small blocks of
+    one head stay in the caches and follow the ranges closely. `rows` is the row count of a query
     block's matrix.
     """
     block_q = max(64, rows * num_groups // max(1, num_heads))
@@ -88,9 +88,9 @@ def blocks_of_ranks(num_queries, num_keys, num_heads, num_groups, *, rows) -> di
 
 
 def even_block(length: int, block: int) -> int:
-    """The size near `block`, of whole vectors, whose blocks cover the length with the least rest.
+    """Returns a size near `block`, in whole vectors, that covers the length with least waste.
 
-    The largest of several; for a short axis its length, rounded up.
+    The largest of several candidates; for a short axis its length, rounded up.
     """
     if length <= block * 3 // 2:
         return max(1, -(-length // _VECTOR)) * _VECTOR

@@ -1,5 +1,6 @@
-"""The two passes of local attention over blocks, as primitives: what computes them is chosen when
-a program is lowered. Blockwise code of ours everywhere, and for CUDA cuDNN where it can.
+"""The two passes of local attention over blocks, as primitives.
+
+Lowering selects the implementation: cuDNN for CUDA if it supports the blocks, else blockwise code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | Non
 
 
 def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
-    """Adds to `dq`, `[B*K, nq, H, G*block_q]`, what one set of keys gives; and their dk and dv."""
+    """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns dk, dv too."""
     arrays = [x for x in cotangents if x is not None]
     return gradients_p.bind(q, *ranges, k, v, dq, *arrays, options=options)
 
@@ -64,8 +65,7 @@ def _gradients_shapes(*operands, options):
     return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
 
 
-# ---- Batching. Every operand has an axis of matrices in front, which takes the examples in: none
-# waits for another.
+# ---- Batching. Every operand has a leading axis of matrices, to which examples are added.
 
 
 def _batch(primitive, operands, dims, *, options):

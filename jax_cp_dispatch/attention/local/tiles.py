@@ -1,7 +1,7 @@
-"""Blocks taken together in tiles, large enough for a GPU: passes over any ranges, tile by tile.
+"""Passes over any ranges, tile by tile; a tile combines blocks to a size for GPUs.
 
-On a GPU a block is too little work. A tile holds about `TILE_ROWS` rows of every matrix at once,
-and only those pairs of tiles are visited where the ranges reach.
+A block is too little work for a GPU. A tile holds about `TILE_ROWS` rows of every matrix at once.
+Only pairs of tiles within the ranges are visited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Balanced attention: queries and keys go where the plan computes them, results come home."""
+"""Balanced attention: queries and keys move as planned, and results return."""
 
 from functools import partial
 
@@ -35,38 +35,38 @@ def balanced_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention over packed documents with equal work on every rank.
+    """Computes causal attention over packed documents, with equal work on every rank.
 
-    Sends each block of queries to the rank that `plan` names and every key block to the ranks that
-    need it, attends there, and brings the output home. Call inside `jax.shard_map` over
-    `axis_name`, on every rank of the axis.
+    Sends each block of queries to the rank in `plan` and each key block to the ranks that need it,
+    computes attention there, and returns the output. Call inside `jax.shard_map` over `axis_name`,
+    on every rank of the axis.
 
-    Differentiable once, in reverse mode: the gradient travels by the transposes of the same
-    exchanges, dK and dV are summed over the ranks in float32 and rounded once. Kept for it, per
-    rank: the received q, k and v, the output computed here, and its lse.
+    Differentiable once, in reverse mode: gradients move by the transposes of the same exchanges; dK
+    and dV are summed over the ranks in float32 and rounded once. Residuals per rank: the received
+    q, k and v, the output computed here, and its lse.
 
     Args:
       q: this rank's queries; its rows of the global `[B, W * T, N, H]`.
-      k: this rank's keys, of the dtype of q; K divides N.
+      k: this rank's keys, in the dtype of q; K divides N.
       v: this rank's values.
-      plan: from `plan_attention` with the segment ids of all ranks; the global plan, or this
+      plan: of `plan_attention`, made from the segment ids of all ranks; the global plan, or this
         rank's slice (`in_specs=P(axis_name)`).
-      axis_name: the mesh axis of the ranks, or several, the major one first.
-      segment_ids, positions: this rank's columns of what the plan was made from. Attention follows
-        the plan alone; what is given here is compared with it, by a checksum. A plan of another
-        batch is noticed only if one of them is given.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      segment_ids, positions: this rank's columns of the arrays from which the plan was made. Only
+        the plan determines attention; these are compared with it by a checksum. Without them, a
+        plan of another batch is not detected.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
-      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+      deadline: seconds until an exchange gives up on a missing rank; None is 60. No effect with
         "xla".
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
-      TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
-      jax.errors.JaxRuntimeError: when the program runs, on all ranks: the plan was made for another
-        batch, its capacities are too small, and what `dispatch` raises. With
-        `implementation="xla"` the output is NaN.
+      TypeError, ValueError: shapes or dtypes do not match each other, the plan or the axis.
+      jax.errors.JaxRuntimeError: at run time, on all ranks: the plan was made for another batch, or
+        its capacities are too small; or as `dispatch`. With `implementation="xla"` the output is
+        NaN instead.
     """
     exchange = ExchangeOptions("balanced_attention", axis_name, implementation, deadline)
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
@@ -76,7 +76,7 @@ def balanced_attention(
 
 
 def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
-    """`balanced_attention` for a caller whose name is in the options."""
+    """`balanced_attention` with options, which name the public function."""
     options.check()
     check_plan(options.op, plan)
     advice = "Plan with the segment ids of this batch."
@@ -107,7 +107,7 @@ def _backward(options, residuals, dhome):
     (dhome,) = not_again(options.op, [dhome])
     dout = exchanges.send_q(options.exchange, plan, dhome)
     dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
-    # A query is computed on one rank, so dq is rounded before it travels; dk and dv are sums.
+    # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
     dtype = dhome.dtype
     dq, (dk, dv) = exchanges.return_qkv(
         options.exchange, plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype

@@ -1,4 +1,4 @@
-"""What the algorithms that follow a plan have in common: checks, rows side by side, blocks."""
+"""Common parts of the algorithms that follow a plan: checks, rows and blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_call(
     *documents: Any,
     advice: str,
 ) -> None:
-    """The rows belong together, and are as many as the plan has."""
+    """Requires that the rows match each other and the plan."""
     check_rows(options.op, q, k, v, *documents)
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
@@ -43,19 +43,19 @@ def attend_rows(
     v: Float[Array, "B T K Hv"],
     *operands: Any,
 ) -> Float[Array, "B T N Hv"]:
-    """`attend(options, q, k, v, *operands)`, of the rows of all batch rows one after another."""
+    """Calls `attend(options, q, k, v, *operands)` on the concatenated rows of all batch rows."""
     arrays = vary_alike(in_reverse_only(options.op, [q, k, v]), also=options.exchange.axis_names)
     rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     return attend(options, *rows, *operands).reshape(*q.shape[:3], v.shape[3])
 
 
 def attend_locally(options: AttentionOptions, q, k, *operands):
-    """`local_attention` of what a rank holds."""
+    """Computes `local_attention` of the rows that a rank holds."""
     return local_attention(q, k, *operands, **_local_keywords(options, q, k))
 
 
 def attend_locally_backward(options: AttentionOptions, q, k, *operands):
-    """Its derivative."""
+    """Computes its derivative."""
     return local_attention_backward(q, k, *operands, **_local_keywords(options, q, k))
 
 

@@ -1,4 +1,4 @@
-"""The exchanges of an attention plan; their errors speak of the plan and of `PlanConfig`."""
+"""The exchanges of an attention plan; their errors refer to the plan and to `PlanConfig`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 def send_qkv(
     exchange: ExchangeOptions, plan: AttentionPlan, q, kv, stamp: Int32[Array, " 5"]
 ) -> tuple[Float[Array, "q_capacity N H"], tuple[Float[Array, "kv_capacity K _"], ...]]:
-    """Queries, and keys with values, go where they are computed; if the stamps are right."""
+    """Sends queries, keys and values to the ranks that use them, if the stamps match."""
     queries = _outgoing(exchange, "q", q, plan.q_metadata, plan.q_capacity)
     keys = _outgoing(exchange, "kv", kv, plan.kv_metadata, plan.kv_capacity)
     q, kv = _move(exchange, queries._replace(stamp=stamp), keys)
@@ -22,30 +22,30 @@ def send_qkv(
 def send_kv(
     exchange: ExchangeOptions, plan: PlacedPlan, kv
 ) -> tuple[Float[Array, "kv_capacity K _"], ...]:
-    """Keys with values, where queries stay at home."""
+    """Sends keys and values; queries do not move."""
     return _move(exchange, _outgoing(exchange, "kv", kv, plan.kv_metadata, plan.kv_capacity))[0]
 
 
 def return_kv(exchange: ExchangeOptions, plan: PlacedPlan, dkv, dtype: DTypeLike):
-    """Their gradients."""
+    """Returns the gradients of keys and values."""
     return _move(exchange, _returning(exchange, "kv", dkv, plan.kv_metadata, plan, dtype))[0]
 
 
 def return_q(
     exchange: ExchangeOptions, plan: AttentionPlan, out, stamp: Int32[Array, " 5"]
 ) -> Float[Array, "T N H"]:
-    """The output comes home; the stamp makes all of it NaN where nothing can be refused."""
+    """Returns the output. If no error can be raised, a wrong stamp makes all of it NaN."""
     out = _returning(exchange, "q", out, plan.q_metadata, plan)
     return _move(exchange, out._replace(stamp=stamp))[0]
 
 
 def send_q(exchange: ExchangeOptions, plan: AttentionPlan, dout) -> Float[Array, "q_capacity N Hv"]:
-    """The output's gradients follow the queries."""
+    """Sends the output's gradients to the ranks of the queries."""
     return _move(exchange, _outgoing(exchange, "q", dout, plan.q_metadata, plan.q_capacity))[0]
 
 
 def return_qkv(exchange: ExchangeOptions, plan: AttentionPlan, dq, dkv, dtype: DTypeLike):
-    """The gradients come home, rounded to `dtype` when they have been summed."""
+    """Returns the gradients, which are summed and then rounded to `dtype`."""
     queries = _returning(exchange, "q", dq, plan.q_metadata, plan, dtype)
     keys = _returning(exchange, "kv", dkv, plan.kv_metadata, plan, dtype)
     return _move(exchange, queries, keys)

@@ -1,4 +1,4 @@
-"""Placed attention: queries stay at home, keys and values go where a placement wants them."""
+"""Placed attention: queries stay, keys and values move as a placement requires."""
 
 from functools import partial
 
@@ -30,25 +30,25 @@ def placed_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention over packed documents whose tokens `place_tokens` has placed.
+    """Computes causal attention over packed documents whose tokens `place_tokens` has placed.
 
-    Every rank receives the keys and values that its queries attend, and attends; nothing else
-    moves. Call inside `jax.shard_map` over `axis_name`, on every rank of the axis.
+    Every rank receives the keys and values to which its queries attend; nothing else moves. Call
+    inside `jax.shard_map` over `axis_name`, on every rank of the axis.
 
-    Differentiable once, in reverse mode: the gradients of keys and values travel home by the
-    transpose of the same exchange, are summed over the ranks in float32 and rounded once. Kept for
-    it, per rank: q, the received k and v, the output, and its lse.
+    Differentiable once, in reverse mode: the gradients of keys and values return by the transpose
+    of the same exchange, are summed over the ranks in float32, and rounded once. Residuals per
+    rank: q, the received k and v, the output, and its lse.
 
     Args:
       q: this rank's queries, in placed order.
-      k: this rank's keys, of the dtype of q; K divides N.
+      k: this rank's keys, in the dtype of q; K divides N.
       v: this rank's values.
       plan: `Placement.plan`, or this rank's slice of it (`in_specs=P(axis_name)`).
       axis_name, scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
-      TypeError, ValueError: shapes or dtypes do not fit each other, the plan or the axis.
+      TypeError, ValueError: shapes or dtypes do not match each other, the plan or the axis.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
     exchange = ExchangeOptions("placed_attention", axis_name, implementation, deadline)
@@ -59,7 +59,7 @@ def placed_attention(
 
 
 def attend_placed(options: AttentionOptions, q, k, v, plan):
-    """`placed_attention` for a caller whose name is in the options."""
+    """`placed_attention` with options, which name the public function."""
     options.check()
     check_call(options, q, k, v, plan, advice="Place the tokens of this batch.")
     return attend_rows(_attend, options, q, k, v, plan)

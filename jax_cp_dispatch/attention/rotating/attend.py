@@ -1,10 +1,10 @@
-"""Attention of resident queries over keys and values that rotate through the ranks.
+"""Computes attention of resident queries over keys and values that rotate through the ranks.
 
-One loop for ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in the
-layout of tokens. Each step issues the exchange for the next one and adds what is held to the
-softmax of the queries, which stay cut in blocks throughout. For the backward pass nothing is kept
-but q, k, v, their ranges, out and lse: the keys rotate again, and their gradients follow them. Out
-is kept unrounded: where few keys are attended, dq is a small difference of dout . v and dout . out.
+One loop serves ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in
+the layout of tokens. Each step starts the exchange for the next one, and adds the held keys to the
+softmax of the queries, which stay in blocks throughout. The backward pass needs only q, k, v, their
+ranges, out and lse: the keys rotate again, and their gradients follow them. Out is kept unrounded,
+because with few keys dq is a small difference of dout . v and dout . out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rotation:
         return Chunking(self.layout, self.schedule.num_chunks)
 
     def cut(self, q, k, v, start, end):
-        """Query blocks, and a rank's own chunks. Who attends nothing is attended by none."""
+        """Cuts query blocks and a rank's own chunks; rows with empty ranges are unused."""
         used = start < end
         own = (self.chunking.cut(jnp.where(used[:, :, None, None], x, 0)) for x in (k, v))
         return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
@@ -65,7 +65,7 @@ class Rotation:
         return cut_cotangents(self.passes, start < end, out, lse, dout, None, self.num_groups)
 
     def bring(self, own, held, step):
-        """The chunks of the next step."""
+        """Fetches the chunks of the next step."""
         return self.schedule.bring(self.exchange, own, held, step)
 
     def settle(self, travelling, home, step):
@@ -105,10 +105,10 @@ class Rotation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_rotating(rotation: Rotation, q, k, v, start, end):
-    """Attends query rows to the tokens [start, end) of the sequence; `[B, rows, N, Hv]`.
+    """Computes attention of query rows over tokens [start, end) of the sequence.
 
-    All operands vary over the axis; `start` and `end` are `[B, rows]`, empty for rows that only
-    fill up a block.
+    All operands vary over the axis; `start` and `end` are `[B, rows]`, empty for rows that only pad
+    a block. Returns `[B, rows, N, Hv]`.
     """
     return _forward(rotation, q, k, v, start, end)[0]
 

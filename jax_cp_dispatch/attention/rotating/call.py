@@ -1,4 +1,4 @@
-"""One call of an algorithm whose keys rotate: its options checked, its schedule made."""
+"""One call of an algorithm with rotating keys: checks its options and makes its schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rotating_attention(
     segment_ids: Integer[Array, "B T"] | None,
     positions: Integer[Array, "B T"] | None,
 ) -> Float[Array, "B T N Hv"]:
-    """`ring_attention` and its like, for a caller whose name is in the options."""
+    """`ring_attention` and its variants with options, which name the public function."""
     instead = f"context_parallel_attention(..., algorithm={algorithm.name!r})"
     num_ranks = num_ranks_here(options.op, options.exchange.axis_name, instead)
     schedule = schedule_of(options.op, algorithm, num_ranks)
@@ -32,6 +32,6 @@ def rotating_attention(
 def sharded_sequence(
     options: AttentionOptions, algorithm: Rotating, schedule: Schedule
 ) -> ShardedSequence:
-    """Causal attention is computed in zigzag layout, save by a plain ring."""
+    """Describes the sequence; causal attention uses zigzag layout, except in a plain ring."""
     options.check()
     return ShardedSequence(options, schedule, options.causal and not isinstance(algorithm, Ring))

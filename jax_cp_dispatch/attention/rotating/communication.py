@@ -1,4 +1,4 @@
-"""Exchanges in which every rank sends each of its chunks to one other rank."""
+"""Exchanges in which every rank sends each chunk to at most one other rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 
-# Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it goes nowhere.
+# Chunk c of rank r goes to rank `routes[c][r]`, into the same slot c; -1: it is not sent.
 Routes = tuple[tuple[int, ...], ...]
 
 
@@ -32,7 +32,7 @@ def ring_exchange(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> PyTree[Shaped[Array, "..."]]:
-    """Sends `x` to rank + shift and returns what rank - shift sent, all arrays in one exchange.
+    """Sends `x` to rank + shift and returns that of rank - shift, all arrays in one exchange.
 
     Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Linear; its transpose
     is the exchange with `-shift`.
@@ -41,15 +41,15 @@ def ring_exchange(
       x: any arrays, of the same shapes on all ranks.
       axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
-      implementation: "in_process" or "shared_memory", this package's transports between CPU
-        devices of one process and of several; "xla", a collective-permute of each array; None
-        chooses one of the first where there is one.
-      deadline: seconds until an exchange gives up on a rank that has not come; None is 60. Not with
+      implementation: "in_process" or "shared_memory", this package's transports between CPU devices
+        of one process or of several; "xla", a collective-permute of each array; None prefers this
+        package's transports.
+      deadline: seconds until an exchange gives up on a missing rank; None is 60. No effect with
         "xla".
     Returns:
       Arrays in the structure of `x`.
     Raises:
-      ValueError, NotImplementedError: an implementation that is none, or cannot serve here.
+      ValueError, NotImplementedError: the implementation is unknown, or not available here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
     check_integer("ring_exchange", "shift", shift)
@@ -79,13 +79,13 @@ def chunk_exchange(
       chunks: arrays of C chunks each.
       out_chunk: for ranks a, b the chunk that a sends to b, or -1; see `chunk_maps`.
       in_chunk: for ranks a, b the slot in which a receives from b, or -1: the transpose of
-        `out_chunk`, because a chunk keeps its number on its way.
+        `out_chunk`, because a chunk keeps its number.
       axis_name, implementation, deadline: see `ring_exchange`; "xla" makes an all-to-all of
         each array if all links are used, else a collective-permute of each chunk.
     Returns:
-      The received chunks in the structure of `chunks`; a slot that nobody fills is zero.
+      The received chunks in the structure of `chunks`; slots that no rank fills are zero.
     Raises:
-      ValueError: the maps contradict each other, or do not fit the axis or the chunks.
+      ValueError: the maps contradict each other, or do not match the axis or the chunks.
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
     num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
@@ -103,7 +103,7 @@ def chunk_exchange(
 
 
 def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
-    """Where each rank sends each chunk, from what each rank sends to each."""
+    """Returns the destination of each rank's chunks, from the chunk on each link."""
     routes = np.full((num_chunks, len(out_chunk)), -1)
     for rank, row in enumerate(out_chunk):
         for peer, chunk in enumerate(row):
@@ -119,7 +119,7 @@ def routes_of_cycles(cycles: Sequence[Sequence[int]]) -> Routes:
 
 
 def reverse(routes: Routes) -> Routes:
-    """The way back."""
+    """Returns the reverse routes."""
     back = np.full((len(routes), len(routes[0]) if routes else 0), -1)
     for chunk, route in enumerate(routes):
         for rank, peer in enumerate(route):
@@ -148,9 +148,9 @@ def _of_leaves(move, chunks):
 
 
 class _ByCollectives(NamedTuple):
-    """One all-to-all where every rank sends to all others: it uses all links at once.
+    """One all-to-all if every rank sends to all others, which uses all links at once.
 
-    Elsewhere, in rings and between nodes, one collective-permute for each chunk.
+    Otherwise, in rings and between nodes, one collective-permute for each chunk.
     """
 
     routes: Routes
@@ -185,7 +185,7 @@ def _by_all_to_all(arrays, peers, axis_name):
 
 
 def _by_dispatch(exchange: ExchangeOptions, chunks: Any, by_collectives: _ByCollectives):
-    """A chunk is a token, and every token a shard of its own."""
+    """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
     routes = by_collectives.routes
     num_chunks, num_ranks = len(routes), len(routes[0])
     to = np.asarray(routes, np.int32).T  # [rank, chunk]

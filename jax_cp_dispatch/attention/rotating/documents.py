@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each token attends: its document, up to itself, or a window."""
+"""The tokens to which each token attends: its document, its causal part, or a window."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def attended_tokens(
     shape: tuple[int, int],
     reach: Reach,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """For each token the range of tokens [start, end) of its batch row; empty at padding.
+    """Returns each token's range of tokens [start, end) in its batch row; empty for padding.
 
     Args:
       segment_ids, positions: of the whole sequence, in order; None: each row is one document.
       shape: B and T.
-      reach: how far before and behind itself a token attends.
+      reach: how far before and after itself a token attends.
     """
     num_tokens = shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)

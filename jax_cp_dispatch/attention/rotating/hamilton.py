@@ -1,4 +1,4 @@
-"""Hamilton attention: keys and values go round the ranks in chunks, each on a cycle of its own."""
+"""Hamilton attention: keys and values rotate in chunks, each on its own cycle of ranks."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ def hamilton_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention over a sharded sequence that uses the links between all ranks at once.
+    """Computes attention over a sharded sequence, using the links between all ranks at once.
 
-    The keys and values of a rank are cut into n - 1 chunks, and each travels along a Hamiltonian
-    cycle of its own; the cycles share no link. n steps with n - 1 exchanges, as in a ring, and as
-    many bytes, spread over all n - 1 links of a rank. With causal attention computed in zigzag
-    layout, as `zigzag_ring_attention`: equal work for every rank at every step. Where to call, the
-    derivative and what is kept for it: as `ring_attention`.
+    The keys and values of a rank are cut into n - 1 chunks. Each moves along its own Hamiltonian
+    cycle; the cycles share no link. There are n steps with n - 1 exchanges and as many bytes as in
+    a ring, spread over all n - 1 links of a rank. Causal attention is computed in zigzag layout, as
+    in `zigzag_ring_attention`, so all ranks have equal work at every step. Where to call it, its
+    derivative and its residuals: as `ring_attention`.
 
     Args:
-      nodes: u > 1: the ranks stand in u nodes of m = n / u ranks, one node after another. Then
-        there are m chunks (m - 1 for m = 3, 5), and at each step a rank sends one of them to
-        another node and the rest within its own.
-      cycles: instead of those of `hamiltonian_cycles` or `two_level_cycles`, rows of your own, one
-        for each chunk; or "direct": each chunk comes straight from its rank, a different one at
-        each step, which needs memory for a third set of chunks. None is "direct" for 4 and 6
-        ranks, which have no such cycles, otherwise cycles.
-      maps: instead of cycles, the pair (out_chunk, in_chunk) that says which chunk each rank sends
-        to and receives from each other one, in every exchange: what `chunk_maps` returns, or your
-        own. The maps have to be each other's transpose, and take every chunk to every rank.
-      q, k, v, axis_name, causal: as `ring_attention`. Gradients of keys and values travel with
-        them, or with "direct" straight home.
+      nodes: u > 1: the ranks form u nodes of m = n / u ranks, in order. There are then m chunks (m
+        - 1 for m = 3, 5). At each step a rank sends one of them to another node and the rest within
+        its own.
+      cycles: your own rows, one for each chunk, instead of those of `hamiltonian_cycles` or
+        `two_level_cycles`; or "direct": each chunk comes directly from its owner, a different rank
+        at each step, which needs memory for a third set of chunks. None uses cycles, or "direct"
+        for 4 and 6 ranks, for which no cycles exist.
+      maps: the pair (out_chunk, in_chunk), instead of cycles: which chunk each rank sends to and
+        receives from each other rank in every exchange, as returned by `chunk_maps` or your own.
+        The maps must be each other's transpose, and bring every chunk to every rank.
+      q, k, v, axis_name, causal: as in `ring_attention`. Gradients of keys and values move with
+        them, or with "direct" return directly to their owners.
       segment_ids, positions, layout, window: as `ring_attention`.
       scale, logit_soft_cap, implementation, deadline: as `ring_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
-      ValueError: `nodes` does not divide the ranks; `cycles` are none, or share a link; `maps`
-        contradict each other, or miss a rank; else as `ring_attention`.
+      ValueError: `nodes` does not divide the ranks; `cycles` are not cycles, or share a link;
+        `maps` contradict each other, or miss a rank; or as `ring_attention`.
     References:
       TASP (arXiv:2509.26541); Tillson, JCTB 29 (1980), 68-74.
     """

@@ -1,4 +1,4 @@
-"""Where the rows of each rank stand in the sequence: contiguous parts, or zigzag."""
+"""The part of the sequence that each rank holds: contiguous, or in zigzag order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxtyping import Int
 def zigzag_permutation(
     num_tokens: int, num_ranks: int, *, inverse: bool = False
 ) -> Int[np.ndarray, " num_tokens"]:
-    """The order in which a sequence is stored so that equal parts of it are in zigzag layout.
+    """Returns the order of tokens in which equal contiguous parts are in zigzag layout.
 
-    The sequence is cut into `2 * num_ranks` blocks; rank r holds blocks r and `2 * num_ranks - 1 -
-    r`, so that every rank has equal causal work. `x[:, zigzag_permutation(T, n)]` is sharded over
-    the ranks in equal contiguous parts, and so are its segment ids and positions; RoPE takes the
-    positions in the same order. A rank that holds an odd number of tokens has the extra one in
-    its first block. Plain NumPy, for the data pipeline.
+    The sequence is cut into `2 * num_ranks` blocks. Rank r holds blocks r and `2 * num_ranks - 1 -
+    r`, so all ranks have equal causal work. Shard `x[:, zigzag_permutation(T, n)]` over the ranks
+    in equal contiguous parts; treat segment ids and positions (also for RoPE) alike. A rank with an
+    odd number of tokens has the extra one in its first block. Plain NumPy, for the data pipeline.
 
     Args:
       num_tokens: tokens of the whole sequence; a multiple of `num_ranks`.
       num_ranks: ranks of the sequence axis.
-      inverse: return the way back: `out[:, zigzag_permutation(T, n, inverse=True)]` is in order.
+      inverse: return the inverse permutation: `out[:, zigzag_permutation(T, n, inverse=True)]` is
+        in order.
     Returns:
-      For each stored place the token that stands there; for each token its place if `inverse`.
+      The token at each stored place; if `inverse`, the place of each token.
     Raises:
       ValueError: `num_ranks` is not positive or does not divide `num_tokens`.
     """
@@ -42,8 +42,7 @@ def zigzag_permutation(
 class SequenceLayout(NamedTuple):
     """The blocks of the sequence that each rank holds; static and hashable.
 
-    A rank's rows are its blocks one after another, in the order of the sequence, each filled up to
-    `block_rows`.
+    A rank's rows are its blocks in the order of the sequence, each padded to `block_rows`.
     """
 
     block_rows: int
@@ -60,7 +59,7 @@ class SequenceLayout(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of one rank, with what fills up its blocks."""
+        """Rows of one rank, including the padding of its blocks."""
         return self.num_blocks * self.block_rows
 
     @property
@@ -79,7 +78,7 @@ class SequenceLayout(NamedTuple):
         return np.array(self.blocks, np.int32)[..., 1]
 
     def positions(self, rank):
-        """The token in each row of a rank; -1 in rows that fill up a block. int32 [num_rows]."""
+        """Returns the token in each row of a rank, -1 for padding; int32 [num_rows]."""
         row = jnp.arange(self.block_rows, dtype=jnp.int32)[None]
         start, length = jnp.asarray(self.starts)[rank], jnp.asarray(self.lengths)[rank]
         return jnp.where(row < length[:, None], start[:, None] + row, -1).reshape(-1)

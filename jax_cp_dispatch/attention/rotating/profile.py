@@ -1,4 +1,4 @@
-"""Ring, zigzag and Hamilton attention run step by step, each step timed on every rank."""
+"""Profiles ring, zigzag and Hamilton attention: runs and times each step on every rank."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chr
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """One step; seconds until the slowest rank was ready, medians.
+    """One step; median seconds until the slowest rank was ready.
 
     Attributes:
       name: "to zigzag", "step t", or "from zigzag".
-      communication: of the exchange that is issued in this step; 0 where there is none.
-      computation: of attending what is held.
+      communication: time of the exchange of this step; 0 if there is none.
+      computation: time of attention over the held keys.
     """
 
     name: str
@@ -54,16 +54,16 @@ class StepProfile:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProfile:
-    """What a forward pass takes, apart and together.
+    """Times of a forward pass: as a whole, and by step.
 
     Attributes:
       algorithm: name of the function.
       total: seconds of the whole program, compiled as one, where an exchange and the computation
         of its step overlap; median.
-      steps: the same exchanges and attention, one step after another. What comes before and
-        after them (ranges, cutting in blocks, dividing by the sums) is in `total` alone.
-      spans: of each rank; an exchange and the computation of its step begin together, and the next
-        step when the slowest rank has both.
+      steps: the same exchanges and attention, run step by step. The work before and after them
+        (ranges, cutting into blocks, division by the sums) is only included in `total`.
+      spans: of each rank. The exchange and the computation of a step start together; the next step
+        starts when the slowest rank has finished both.
       out: the output, from the steps.
     """
 
@@ -84,7 +84,7 @@ class AttentionProfile:
         return sum(step.computation for step in self.steps)
 
     def write_chrome_trace(self, path: str | os.PathLike) -> pathlib.Path:
-        """Writes the spans as a JSON trace that Perfetto opens: two rows a rank."""
+        """Writes the spans as a JSON trace for Perfetto, with two rows per rank."""
         return write_chrome_trace(self.spans, path)
 
     def __str__(self) -> str:
@@ -109,12 +109,12 @@ def ring_attention_profile(
 ) -> AttentionProfile:
     """Times `ring_attention`, forward, as one program and step by step.
 
-    Call outside `jit` and `jax.shard_map`, in a process that sees all devices of the mesh. Each
-    step runs by itself, with synchronisation before and after it.
+    Call outside `jit` and `jax.shard_map`, in a process that owns all devices of the mesh. Each
+    step runs separately, with synchronisation before and after it.
 
     Args:
       q, k, v: global arrays; `axis_name` has n devices, and n divides T.
-      mesh: of `axis_name`; over its other axes the arrays are replicated.
+      mesh: the mesh with `axis_name`; the arrays are replicated over its other axes.
       axis_name: the mesh axis of the ranks.
       repeats: runs of every program; medians are returned.
       options: the other keywords of `ring_attention`; segment_ids and positions are global.
@@ -137,7 +137,7 @@ def zigzag_ring_attention_profile(
     repeats: int = 3,
     **options: Any,
 ) -> AttentionProfile:
-    """Times `zigzag_ring_attention`, forward; all else as `ring_attention_profile`."""
+    """Times `zigzag_ring_attention`, forward; otherwise as `ring_attention_profile`."""
     stopwatch = _stopwatch("zigzag_ring_attention_profile", mesh, axis_name, repeats)
     return _profile(zigzag_ring_attention, Zigzag(), stopwatch, (q, k, v), **options)
 
@@ -157,7 +157,7 @@ def hamilton_attention_profile(
 ) -> AttentionProfile:
     """Times `hamilton_attention`, forward, with its `nodes`, `cycles` and `maps`.
 
-    All else as `ring_attention_profile`.
+    Otherwise as `ring_attention_profile`.
     """
     stopwatch = _stopwatch("hamilton_attention_profile", mesh, axis_name, repeats)
     algorithm = Hamilton(nodes, cycles, maps)

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks, whole."""
+"""Ring attention: keys and values rotate through the ranks as a whole."""
 
 from __future__ import annotations
 
@@ -27,42 +27,45 @@ def ring_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention over a sequence that is sharded over a mesh axis; queries stay where they are.
+    """Computes attention over a sequence sharded over a mesh axis; queries do not move.
 
-    n steps: each attends the keys and values held and sends them to the next rank; n - 1
-    exchanges, each issued before the step's attention. With causal attention on contiguous parts
-    the last rank works at every step and the first only at one: see `zigzag_ring_attention`.
+    In each of n steps, a rank computes attention over the keys and values that it holds and sends
+    them to the next rank. There are n - 1 exchanges, each started before the step's attention. With
+    causal attention of contiguous parts, the last rank works at every step but the first rank at
+    only one; see `zigzag_ring_attention`.
 
-    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Differentiable once,
-    in reverse mode; keys and values go round again, and their gradients with them in float32 (n
-    exchanges). Kept for it, per rank: q, k, v, the output before it is rounded, its lse, and the
-    ranges of its rows.
+    Call inside `jax.shard_map` over `axis_name`, on every rank of the axis. Differentiable once, in
+    reverse mode; keys and values rotate again, and their gradients with them in float32 (n
+    exchanges). Residuals per rank: q, k, v, the unrounded output, its lse, and the ranges of its
+    rows.
 
-    Rows of padding are not read, even if they hold NaN; a NaN in a token may reach tokens of other
-    documents that are attended in the same block.
+    Rows of padding are not read, even if they contain NaN. A NaN in a token may reach tokens of
+    other documents in the same block.
 
     Args:
-      q: this rank's T rows of the sequence, of which every rank holds as many; any T.
-      k: keys, of the dtype of q; K divides N.
+      q: this rank's T rows of the sequence; any T, the same on every rank.
+      k: keys, in the dtype of q; K divides N.
       v: values.
-      axis_name: the mesh axis of the ranks, or several, the major one first.
-      causal: a token attends what stands before it in its document, and itself; else all of it.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      causal: if true, each token attends to itself and to earlier tokens of its document; otherwise
+        to the whole document.
       segment_ids: the document of each token; padding is 0 (or less). None: each batch row is one
         document.
-      positions: the place of each token in its document; None if the segment ids tell documents
-        apart. They are gathered from all ranks, 4 bytes a token.
-      layout: how the rows of the sequence stand on the ranks: "contiguous" or "zigzag", see
+      positions: the position of each token in its document; None if segment ids alone separate the
+        documents. Both are gathered from all ranks, 4 bytes per token.
+      layout: the layout of the sequence on the ranks: "contiguous" or "zigzag", see
         `zigzag_permutation`.
-      window: with `causal`, an int: a token attends at most that many tokens of its document,
-        itself the last. Without, a pair (left, right): a token at p attends the tokens p - left,
-        ..., p + right of its document; None is no limit on that side.
+      window: with `causal`, an int: the maximum tokens of its document to which a token attends,
+        the last of which is itself. Without, a pair (left, right): a token at p attends to tokens p
+        - left, ..., p + right of its document; None means no limit on that side.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation, deadline: see `ring_exchange`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
-      TypeError, ValueError: shapes, dtypes or options do not fit; what, and what to do.
+      TypeError, ValueError: shapes, dtypes or options are invalid; the message says how to fix
+        them.
       jax.errors.JaxRuntimeError: see `dispatch`.
     References:
       Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
@@ -94,14 +97,14 @@ def zigzag_ring_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Ring attention in zigzag layout: equal causal work for every rank at every step.
+    """Computes ring attention in zigzag layout: equal causal work for all ranks at every step.
 
-    The sequence is cut into 2 n blocks; rank r computes for blocks r and 2 n - 1 - r. Rows that
-    stand in contiguous parts are brought there first and the output is brought back, which moves
-    q, k, v and out once each; with `layout="zigzag"` nothing is rearranged. Documents that do not
-    span the sequence make unequal work in any fixed layout: see `balanced_attention`.
+    The sequence is cut into 2 n blocks; rank r computes blocks r and 2 n - 1 - r. Contiguous rows
+    are first rearranged, and the output is rearranged back, which moves q, k, v and out once each;
+    with `layout="zigzag"` nothing is rearranged. Documents that do not span the sequence cause
+    unequal work in any fixed layout; see `balanced_attention`.
 
-    Args, Returns, Raises, where to call, derivative and what is kept for it: as `ring_attention`.
+    Args, Returns, Raises, where to call it, its derivative and its residuals: as `ring_attention`.
     References:
       Zhu, ring-flash-attention (zigzag); Fang and Zhao, USP (arXiv:2405.07719), section 4.
     """

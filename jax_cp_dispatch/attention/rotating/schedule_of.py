@@ -1,4 +1,4 @@
-"""The schedule of chunks that an algorithm asks for, over a number of ranks."""
+"""Returns the schedule of chunks of an algorithm for a number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_cp_dispatch.cycles.maps import cycles_of_maps
 
 
 def schedule_of(op: str, algorithm: Rotating, num_ranks: int) -> CycleSchedule | DirectSchedule:
-    """For `op`; raises what `hamilton_attention` documents."""
+    """Makes the schedule for `op`; raises the errors documented in `hamilton_attention`."""
     if isinstance(algorithm, Hamilton):
         return _hamilton(op, algorithm, num_ranks)
     return CycleSchedule((tuple(range(num_ranks)),))  # one chunk, from each rank to the next

@@ -1,7 +1,7 @@
-"""Who holds which chunks of keys and values at each step, and how they get there.
+"""Schedules: which rank holds which chunks of keys and values at each step, and their routes.
 
-Every rank cuts its keys and values in C chunks. At step 0 it holds its own; after n - 1 exchanges
-it has held every chunk of every rank once.
+Every rank cuts its keys and values into C chunks. At step 0 it holds its own chunks; after n - 1
+exchanges it has held every chunk of every rank once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_cp_dispatch.attention.rotating.communication import (
 
 
 class HeldChunks(NamedTuple):
-    """What stands in the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
+    """The content of the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
 
     source: Int[Array, " C"]
     chunk: Int[Array, " C"]
@@ -40,11 +40,11 @@ class Schedule(Protocol):
     def num_chunks(self) -> int: ...
 
     def held(self, rank, step) -> HeldChunks:
-        """What `rank` holds at `step`."""
+        """Returns the chunks that `rank` holds at `step`."""
         ...
 
     def bring(self, exchange: ExchangeOptions, own, held, step):
-        """The chunks of step + 1, from a rank's own and those that it holds at `step`."""
+        """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
         ...
 
     def begin(self, gradients) -> tuple[Any, Any]:
@@ -61,9 +61,9 @@ class Schedule(Protocol):
 
 
 class CycleSchedule(NamedTuple):
-    """Chunk c travels along cycle c, and its gradient with it, one step behind. One cycle: a ring.
+    """Chunk c moves along cycle c, and its gradient one step later. One cycle is a ring.
 
-    Rows are arc-disjoint Hamiltonian cycles, so that a link carries one chunk per step.
+    Rows are arc-disjoint Hamiltonian cycles, so each link carries one chunk per step.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -93,10 +93,10 @@ class CycleSchedule(NamedTuple):
 
 
 class DirectSchedule(NamedTuple):
-    """At step t slot s gets a chunk straight from rank r - 1 - s, and its gradient straight home.
+    """At step t slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
 
-    Chunk c comes through slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks:
-    each rank keeps its own to send from.
+    Chunk c uses slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks, because
+    each rank keeps its own for sending.
     """
 
     num_ranks: int

@@ -1,4 +1,4 @@
-"""From this rank's rows of a sequence to attention over the ranks, and back, in every layout."""
+"""Attention over the ranks for this rank's rows of a sequence, in every layout."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from jax_cp_dispatch.planner.segment_ids import read_documents
 
 @dataclasses.dataclass(frozen=True)
 class ShardedSequence:
-    """How a sequence stands on the ranks, and what its tokens attend; static.
+    """The layout of a sequence on the ranks, and to what its tokens attend; static.
 
     Attributes:
       options: of the call, checked.
       schedule: of the chunks of keys and values; hashable.
-      zigzag: computed in zigzag layout: contiguous parts are brought there, the output back.
+      zigzag: compute in zigzag layout; contiguous parts are rearranged, and the output back.
     """
 
     options: AttentionOptions
@@ -81,7 +81,7 @@ def attend_sequence(
     segment_ids: Integer[Array, "B T"] | None,
     positions: Integer[Array, "B T"] | None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention of this rank's rows; what is common to all schedules."""
+    """Computes attention of this rank's rows, for all schedules."""
     op = sequence.options.op
     check_rows(op, q, k, v, segment_ids, positions)
     segment_ids, positions = read_documents(op, segment_ids, positions)
@@ -98,14 +98,14 @@ def attend_sequence(
 
 
 def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
-    """This rank's rows as the rotation wants them: blocks filled up, in zigzag if need be."""
+    """Arranges this rank's rows for the rotation: padded blocks, in zigzag order if needed."""
     missing = rotation.layout.num_rows - arrays[0].shape[1]  # 1 where halves are uneven, else 0
     arrays = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in arrays)
     return _to_zigzag(sequence.options.exchange, arrays) if sequence.rearranges else arrays
 
 
 def from_layout(sequence: ShardedSequence, out, num_tokens: int):
-    """The way back."""
+    """Restores the caller's layout."""
     if sequence.rearranges:
         (out,) = _from_zigzag(sequence.options.exchange, (out,))
     return out[:, :num_tokens]
@@ -139,7 +139,7 @@ def token_ranges(sequence: ShardedSequence, rotation: Rotation, segment_ids, pos
 
 
 def _zigzag_routes(num_ranks: int):
-    """Halves 2 r and 2 r + 1 of the sequence go from rank r to where zigzag wants them."""
+    """Returns the routes of halves 2 r and 2 r + 1 of the sequence from rank r to zigzag order."""
     return tuple(
         tuple(min(2 * r + half, 2 * num_ranks - 1 - (2 * r + half)) for r in range(num_ranks))
         for half in range(2)
@@ -168,7 +168,7 @@ def _rows(x: Float[Array, "2 B half N H"]) -> Float[Array, "B rows N H"]:
 
 
 def _swap_on_odd_ranks(exchange: ExchangeOptions, x: Array) -> Array:
-    """Even halves travel in slot 0. An odd rank's front block is odd, so it came in slot 1."""
+    """Swaps slots on odd ranks: even halves use slot 0, but an odd rank's front block is odd."""
     return jnp.where(lax.axis_index(exchange.axis_name) % 2 == 1, x[::-1], x)
 
 

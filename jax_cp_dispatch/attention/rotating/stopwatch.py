@@ -1,4 +1,4 @@
-"""Programs of one rank, run on all of a mesh, and when each rank was ready."""
+"""Runs programs of one rank on a whole mesh, and measures when each rank is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL = 20e-6  # seconds
 
 
 class Stopwatch:
-    """Times programs over one axis of a mesh, all of whose devices this process sees."""
+    """Times programs over one axis of a mesh whose devices all belong to this process."""
 
     def __init__(self, mesh: Mesh, axis_name: str, repeats: int):
         self.mesh, self.axis_name, self._repeats = mesh, axis_name, repeats
@@ -27,7 +27,7 @@ class Stopwatch:
         return self.mesh.shape[self.axis_name]
 
     def program(self, fn: Callable, in_axes: Sequence[Any], out_axes: Any) -> Callable:
-        """Compiles `fn` of one rank; of each array the axis that the ranks share, or None."""
+        """Compiles `fn` of one rank; axes are those that ranks share in each array, or None."""
         as_spec = lambda axis: P() if axis is None else P(*[None] * axis, self.axis_name)
         to_specs = lambda axes: jax.tree.map(as_spec, axes, is_leaf=lambda x: x is None)
         mapped = jax.shard_map(
@@ -40,7 +40,7 @@ class Stopwatch:
         return jax.jit(mapped)
 
     def run(self, program: Callable, *operands: Any) -> tuple[list[float], Any]:
-        """Seconds until each rank was ready, medians, and the result; once more to warm up."""
+        """Returns median seconds until each rank was ready, and the result; warms up first."""
         result = jax.block_until_ready(program(*operands))
         runs = []
         for _ in range(self._repeats):
