@@ -54,12 +54,12 @@ def _combine_shapes(*operands, call, parts, dtypes):
 
 
 def _num_held(call) -> int:
-    """Of how many ranks an array holds the rows."""
+    """Returns the number of ranks whose rows an array holds."""
     return call.comm.num_ranks if call.is_global else 1
 
 
 # ---- Batching. A batch axis of an array moves behind its rows: still one call, with wider rows.
-# Metadata that differs per example needs one exchange per example, and so do stamps.
+# Metadata or stamps that differ per example need one exchange per example.
 
 
 def _batch(primitive, operands, dims, *, parts, **params):
@@ -81,7 +81,7 @@ def _batch(primitive, operands, dims, *, parts, **params):
 
 
 def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
-    """The batch axes in the order of `operands.flat()`; None is an axis here, not an absence."""
+    """Returns batch axes in the order of `operands.flat()`; None means not batched, not absent."""
     fields = [
         dim
         for metadata, places in zip(operands.metadata, dims.metadata, strict=True)
@@ -93,8 +93,8 @@ def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
     return [*fields, *stamps, *dims.arrays]
 
 
-# ---- Derivatives. Only arrays with a tangent take part in the linear call; integer arrays travel
-# along and have none.
+# ---- Derivatives. Only arrays with a tangent take part in the linear call; integer arrays move
+# too, but have none.
 
 
 def _jvp(primitive, primals, tangents, *, parts, **params):
@@ -151,7 +151,7 @@ def _dispatch_adjoint(linear, dtypes, **params):
 
 
 def _combine_adjoint(linear, dtypes, **params):
-    # A copy commutes with rounding, so the narrower type travels.
+    # A copy commutes with rounding, so the narrower type is moved.
     narrow = [ct.astype(dtype) for ct, dtype in zip(linear.arrays, dtypes, strict=True)]
     return dispatch_p.bind(*linear._replace(arrays=narrow).flat(), **params)
 
@@ -164,7 +164,7 @@ def _complete(primitive: Primitive, shapes, by_xla, target, adjoint) -> None:
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
     mlir.register_lowering(primitive, functools.partial(lower, primitive, by_xla, target))
-    # Private, but the only way to tell `jit` what a partitioned lowering needs to know.
+    # Private, but the only way to make `jit` provide what a partitioned lowering needs.
     prim_requires_devices_during_lowering.add(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)

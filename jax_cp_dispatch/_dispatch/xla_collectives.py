@@ -1,8 +1,8 @@
 """Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
 
-Every rank gathers the rows of all ranks and picks from them, so a rank holds W blocks of rows for
-a moment. Nothing can be refused while a program runs: a plan that the native handlers would refuse
-fills the results of all ranks, floating ones with NaN, others with zeros.
+Every rank gathers the rows of all ranks and selects from them, so a rank temporarily holds W blocks
+of rows. No error can be raised at run time: a plan that the native handlers would reject fills the
+results of all ranks, floating-point ones with NaN, others with zeros.
 
 Rows move as unsigned integers where a float is narrower than 32 bits, because XLA may compute with
 such types in float32, which changes the bits of a NaN.
@@ -34,8 +34,8 @@ def dispatch_with_xla(
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
-    Call where `axis_names` are manual, on every rank; or, with `axis_names=()`, where one device
-    holds the rows and the metadata of all ranks, in order of rank.
+    Call on every rank with manual `axis_names`; or with `axis_names=()` if one device holds the
+    rows and the metadata of all ranks, in order of rank.
 
     Args:
       rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
@@ -46,7 +46,8 @@ def dispatch_with_xla(
       capacity: rows per rank of the results.
       stamp: for which batch the plan was made, and which this rank sees.
     Returns:
-      `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows nobody writes are zero.
+      `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows that no rank writes are
+      zero.
     """
     dtypes = [x.dtype for x in arrays]
     everyones = [of_all_ranks(_to_bits(x), axis_names, num_ranks) for x in arrays]
@@ -78,11 +79,11 @@ def combine_with_xla(
     dtypes: Sequence[str],
     stamp: Int32[Array, " 5"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
-    """Brings rows home and sums the replicas of each, by slots, then by replicas 0 ... C-1.
+    """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 
     The adjoint of `dispatch_with_xla`, and called like it. Floats narrower than 32 bits accumulate
     in float32, everything else in its own type; rounds once. A row with one source keeps its bits;
-    which NaN the sum of several is, is left to XLA.
+    XLA determines the bits of a NaN that is a sum of several.
 
     Args:
       rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
@@ -92,7 +93,7 @@ def combine_with_xla(
       num_ranks: W.
       num_tokens: rows per rank T of the results.
       dtypes: of the results.
-      stamp: as of `dispatch_with_xla`.
+      stamp: as in `dispatch_with_xla`.
     Returns:
       `[T, ...]`, or without `axis_names` `[W * T, ...]`; rows that no shard names are zero.
     """
@@ -122,7 +123,7 @@ def combine_with_xla(
 def _on_each(
     one_rank: Callable[..., Any], rank: Any, axis_names: tuple[str, ...], num_ranks: int
 ) -> list[Array]:
-    """Results of the rank that runs, or of all ranks one after another."""
+    """Returns the results of the running rank, or those of all ranks in order."""
     if axis_names:
         return one_rank(rank)
     results = jax.vmap(one_rank)(jnp.arange(num_ranks, dtype=jnp.int32))
@@ -142,7 +143,7 @@ class _Sender(NamedTuple):
 
 
 class _Sources(NamedTuple):
-    """The rows `[W, capacity, ...]` of all ranks that one result is summed from."""
+    """The rows `[W, capacity, ...]` of all ranks from which one result is summed."""
 
     bits: Array
     dtype: Any
@@ -159,11 +160,11 @@ class _Sources(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What has been added so far."""
+    """The sum so far."""
 
     num_sources: Int32[Array, " T"]
     totals: list[Array]
-    firsts: list[Array | None]  # the bits of the first source, where they are kept
+    firsts: list[Array | None]  # the bits of the first source, if they are kept
 
 
 def _no_sums(sources: list[_Sources], num_tokens: int) -> _Sums:
@@ -176,7 +177,7 @@ def _no_sums(sources: list[_Sources], num_tokens: int) -> _Sums:
 
 
 def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Sums where shards stand one after another, so that a row is in one of them at most."""
+    """Sums contiguous shards, where a row is in at most one of them."""
     rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)
     slot = jnp.searchsorted(sender.src_row, rows, side="right") - 1
     is_named = rows < (sender.src_row + sender.num_rows)[slot]
@@ -184,7 +185,7 @@ def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Su
 
 
 def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Sums where a row may be in any number of shards: each turn adds the next one of every row."""
+    """Sums rows that may be in any number of shards: each turn adds the next one of every row."""
     num_slots = sender.src_row.size
     rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)[None]
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
@@ -205,7 +206,7 @@ def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _
 
 
 def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Adds to every row the replicas of its shard `slot`; nothing where that is not in [0, S)."""
+    """Adds to every row the replicas of its shard `slot`; nothing if that is not in [0, S)."""
     rows = jnp.arange(slot.size, dtype=jnp.int32)
     for c in range(sender.dst_rank.shape[1]):
         to = sender.dst_rank.at[slot, c]
@@ -225,7 +226,7 @@ def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Su
 
 
 def _round(sums: _Sums, sources: list[_Sources]) -> list[Array]:
-    """The results, as bits."""
+    """Returns the results as bits."""
     results = [_to_bits(x.astype(y.dtype_out)) for x, y in zip(sums.totals, sources, strict=True)]
     return [
         x if first is None else _where_row(sums.num_sources == 1, first, x)
@@ -237,7 +238,7 @@ def _round(sums: _Sums, sources: list[_Sources]) -> list[Array]:
 
 
 def _take_rows(x: Array, rank: Array, row: Array) -> Array:
-    """`x[rank, row]`, zero where there is none."""
+    """Returns `x[rank, row]`, or zero if there is none."""
     if x.size == 0:
         return jnp.zeros((row.size, *x.shape[2:]), x.dtype)
     return x.at[rank, row].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -256,13 +257,13 @@ def _from_bits(bits: Array, dtype: Any) -> Array:
 
 
 def _carrier(dtype: Any) -> Any:
-    """The type that elements of `dtype` travel as."""
+    """Returns the type in which elements of `dtype` are moved."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
 
 
 def _finish(bits: Array, dtype: Any, plan: Plan) -> Array:
-    """The result, or where the plan is invalid what says so."""
+    """Returns the result, or NaN (zero) if the plan is invalid."""
     nan = complex(np.nan, np.nan) if jnp.issubdtype(dtype, jnp.complexfloating) else np.nan
     says_invalid = np.array(nan if jnp.issubdtype(dtype, jnp.inexact) else 0).astype(dtype)
     return _from_bits(jnp.where(plan.is_valid, bits, says_invalid.view(bits.dtype)), dtype)

@@ -17,7 +17,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class Received(NamedTuple):
-    """The replicas of all shards, by the rank and the row that they are sent to."""
+    """The replicas of all shards, sorted by destination rank and row."""
 
     rank: Int32[Array, " WSC"]
     begin: Int32[Array, " WSC"]
@@ -26,7 +26,7 @@ class Received(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What all ranks send, and whether the native handlers would accept it."""
+    """The transfers of all ranks, and whether the native handlers would accept them."""
 
     dst_rank: Int32[Array, "W S C"]  # -1 where nothing moves
     dst_row: Int32[Array, "W S C"]
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 
 def of_all_ranks(x: Array, axis_names: tuple[str, ...], num_ranks: int) -> Array:
-    """`[W, rows, ...]`: gathered, or without `axis_names` the rows of all ranks taken apart."""
+    """Returns `[W, rows, ...]`: gathered, or without `axis_names` the rows split by rank."""
     if axis_names:
         return lax.all_gather(x, axis_names)
     return x.reshape(num_ranks, x.shape[0] // num_ranks, *x.shape[1:])
@@ -52,17 +52,17 @@ def read_plan(
     capacity: int,
     stamp: Int32[Array, " 5"] | None = None,
 ) -> Plan:
-    """Brings the metadata of all ranks together and checks it.
+    """Gathers the metadata of all ranks and checks it.
 
     Args:
       metadata: one rank's view, or that of all ranks.
-      axis_names: the mesh axes whose devices are the ranks; () where one device holds all of them.
+      axis_names: the mesh axes whose devices are the ranks; () if one device holds all of them.
       num_ranks: W.
       num_tokens: rows per rank of the sender's arrays.
       capacity: rows per rank of the receive buffers.
       stamp: for which batch the plan was made, and which this rank sees.
     Returns:
-      The plan. Where it is not valid, its other fields may hold anything.
+      The plan. If it is not valid, its other fields are undefined.
     """
     metadata = _metadata_of_all_ranks(metadata, axis_names, num_ranks)
     seq_len, src_row = metadata.seq_len, metadata.src_offset
@@ -74,7 +74,7 @@ def read_plan(
         dst_row = jnp.zeros((num_ranks, 1, 1), jnp.int32)
         dst_rank = dst_row - 1
 
-    # Nothing below overflows: `num_rows` is at most T + 1, which is as bad as anything longer.
+    # Nothing below overflows: `num_rows` is at most T + 1, which is as invalid as any larger value.
     num_rows = jnp.minimum(seq_len, num_tokens + 1)
     is_negative = seq_len < 0
     if src_row is None:
@@ -115,7 +115,7 @@ def _are_stamps_right(stamp: Int32[Array, " 5"], axis_names: tuple[str, ...]) ->
 
 
 def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
-    """For every row of the rank's receive buffer: whose it is (-1: nobody's) and which."""
+    """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
     _, num_slots, num_replicas = plan.dst_rank.shape
     received = plan.received
     begin = jnp.where(received.rank == rank, received.begin, _MAX_INT32)
@@ -131,7 +131,7 @@ def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
 def _metadata_of_all_ranks(
     metadata: MetadataOperands, axis_names: tuple[str, ...], num_ranks: int
 ) -> MetadataOperands:
-    """Every field with a leading W, in int32; all of them in one collective."""
+    """Returns every field with a leading W, in int32, gathered by one collective."""
     metadata = jax.tree.map(_to_int32, metadata)
     shape = metadata.seq_len.shape
     if len(shape) == 2 and shape[0] == num_ranks:
@@ -143,13 +143,13 @@ def _metadata_of_all_ranks(
 
 
 def _to_int32(field: Array) -> Array:
-    """Values out of range become the nearest that is refused like them."""
+    """Clips out-of-range values to the nearest value that is also rejected."""
     limits = jnp.iinfo(field.dtype)
     return jnp.clip(field, max(limits.min, -2), min(limits.max, _MAX_INT32)).astype(jnp.int32)
 
 
 def _saturating_starts(lengths: Array, limit: int) -> Array:
-    """The exclusive sum along axis 1 of lengths of at most `limit`, itself at most `limit`."""
+    """Returns the exclusive sum along axis 1 of lengths up to `limit`, clipped to `limit`."""
     lengths = lengths.astype(jnp.uint32)
     ends = lax.cumsum(lengths, axis=1)
     has_wrapped = lax.cummax((ends < lengths).astype(jnp.int32), axis=1) > 0

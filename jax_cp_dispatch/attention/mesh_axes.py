@@ -162,7 +162,7 @@ def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], ax
         )
 
 
-# ---- What nobody names.
+# ---- Inference of axes that are not named.
 
 
 def _axes_of(arrays: Sequence[Any], dim: int, mesh, taken: set[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What moves and how, how operands are scaled, and the types of arrays: for all rooms."""
+"""Enumerations of communication and scaling, and the types of arrays."""
 
 import enum
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ _Member = TypeVar("_Member", bound=enum.Enum)  # Self, for the run-time checks o
 
 
 class _Named(enum.IntEnum):
-    """Members may also be given by name."""
+    """An enumeration whose members may also be given by name."""
 
     @classmethod
     def read(cls: type[_Member], op: str, name: str, value: Any) -> _Member:
@@ -25,7 +25,7 @@ class _Named(enum.IntEnum):
 
 
 class CommOverlapType(_Named):
-    """What moves: nothing, sums to the ranks of their rows, or rows to all ranks."""
+    """The communication: none, sums to the ranks of their rows, or rows to all ranks."""
 
     NONE = 0
     RS = 1
@@ -33,7 +33,7 @@ class CommOverlapType(_Named):
 
 
 class CommOverlapMethod(_Named):
-    """How it moves: not beside a GEMM, beside an independent one, by column chunks, in a ring."""
+    """The method: no overlap, during an independent GEMM, by column chunks, or in a ring."""
 
     NONE = 0
     BULK = 1
@@ -42,7 +42,7 @@ class CommOverlapMethod(_Named):
 
 
 class ScalingMode(_Named):
-    """How narrow operands are scaled."""
+    """The scaling of 8-bit operands."""
 
     NO_SCALING = 0
     DELAYED_TENSOR_SCALING = 1

@@ -81,7 +81,7 @@ def check_chunk_maps(
         if len(rows) != num_ranks or any(len(row) != num_ranks for row in rows):
             raise ValueError(
                 f"{op}: {name} has rows of length {[len(row) for row in rows]}, but needs "
-                f"{num_ranks} rows of {num_ranks}, one entry for every two ranks."
+                f"{num_ranks} rows of {num_ranks}, one entry for each pair of ranks."
             )
         what = "sends chunk" if name == "out_chunk" else "fills slot"
         for rank, row in enumerate(rows):

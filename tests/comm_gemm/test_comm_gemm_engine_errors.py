@@ -68,7 +68,7 @@ def test_only_bulk_moves_another_array(kind, method):
         lambda x, w, aux: ENGINE(x, w, comm_overlap=buffer, aux_in=aux),
         *(ones(M, K), ones(K, N), ones(M, N)),
         match=rf"gemm: got an aux_in with buffer {buffer} of CommOverlapMethod\.{method}; an array "
-        r"that moves beside an independent GEMM goes with CommOverlapMethod\.BULK, and only with it"
+        r"that moves during an independent GEMM needs CommOverlapMethod\.BULK, and vice versa"
         r"\. Omit it, or create that buffer",
     )
 

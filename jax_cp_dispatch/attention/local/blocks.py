@@ -5,7 +5,7 @@ those of several KV heads together: small enough for the caches, enough work for
 The G query heads of a KV head lie one after another along the rows of a query block, so K and V are
 never repeated, and all seven products (two forward, five backward) are matmuls. Blocked arrays have
 axes [B*K, blocks, rows, ...]: q, k and v in their own dtype, which a pass widens if it needs to,
-all else in the accumulator's. Rows that nobody uses are zero in them, since 0 * NaN is NaN.
+all else in the accumulator's. Unused rows are zero in them, because 0 * NaN is NaN.
 """
 
 from __future__ import annotations

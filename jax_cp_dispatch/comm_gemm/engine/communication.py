@@ -46,13 +46,13 @@ def with_overlap(
     if is_bulk != (aux_in is not None):
         raise ValueError(
             f"{op}: got {'no' if is_bulk else 'an'} aux_in with buffer {buffer} of {method}; "
-            "an array that moves beside an independent GEMM goes with CommOverlapMethod.BULK, and "
-            f"only with it. {'Pass one.' if is_bulk else 'Omit it, or create that buffer.'}"
+            "an array that moves during an independent GEMM needs CommOverlapMethod.BULK, and "
+            f"vice versa. {'Pass one.' if is_bulk else 'Omit it, or create that buffer.'}"
         )
     if call.fuse_gelu and (is_bulk or not gathers):
         raise ValueError(
             f"{op}: got fuse_gelu with {kind}, {method}; GELU of a product whose sum is not "
-            "complete, or beside a bulk transfer, is not possible. Apply jax.nn.gelu after it."
+            "complete, or during a bulk transfer, is not possible. Apply jax.nn.gelu after it."
         )
     if return_aux and not gathers:
         raise ValueError(f"{op}: got return_aux with {kind}; only an all-gather has one.")

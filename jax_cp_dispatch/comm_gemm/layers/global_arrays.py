@@ -90,7 +90,7 @@ def matmul_on_rank(s: Matmul, x, w, bias, state):
     """Calls the differentiable matmul with one rank's arguments, inside `jax.shard_map`."""
     x, w, *rest = vary_alike([a for a in (x, w, bias) if a is not None], also=s.varying_axes())
     axes, varying = s.comm.axis_names + s.comm.group_axes, varying_axes(x)
-    if varying:  # JAX tracks them: who has the same x shares the state anyway
+    if varying:  # JAX tracks them; ranks with the same x share the state anyway
         axes = tuple(a for a in axes if a in varying)
     scales = None if state is None else scales_of(s.scaling_mode, axes, state)
     return s, x, w, rest[0] if rest else None, scales
