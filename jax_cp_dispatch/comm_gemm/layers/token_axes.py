@@ -107,7 +107,7 @@ def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
     ranks = s.comm.axis_names
     say_once(
         f"{s.op}: tokens are split over {axes} besides axis_name {ranks}, and XLA gathers them "
-        f"over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of {axes} and "
-        f"one of {ranks}, or split them over {(*axes, *ranks)}, and constrain the result with "
+        f"over {axes}: {why}. Call inside jax.shard_map, reshape tokens to a dimension of {axes} "
+        f"and one of {ranks}, or split them over {(*axes, *ranks)}, and constrain the result with "
         "jax.lax.with_sharding_constraint."
     )
