@@ -1,4 +1,4 @@
-// The kernels of dispatch and combine over one fabric: kernels/ bound to a GPU's blocks; blockIdx.y
+// The kernels of dispatch and combine over one fabric: binds kernels/ to a GPU's blocks; blockIdx.y
 // is the rank. Included once for each fabric, by a .cu file.
 #pragma once
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) PullKernel(const __grid_const
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-// ---- Over a network only.
+// ---- For network fabrics only.
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, 1)
@@ -92,7 +92,7 @@ __global__ void QuietKernel(const __grid_constant__ Call) {
   Fabric::Quiet();
 }
 
-// Launches all of a call: plan, move, meet, take.
+// Launches a call: plan, move, exchange signals, take.
 template <typename Fabric>
 cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   const auto ranks = static_cast<unsigned>(call.num_local);
@@ -100,7 +100,7 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   const dim3 many(std::max(1u, static_cast<unsigned>(num_blocks) / ranks), ranks);
   PlanKernel<Fabric><<<one, kPlanThreads, 0, stream>>>(call);
   if (call.is_dispatch) {
-    if constexpr (Fabric::kHasNetwork) {  // on its way while the rest is copied
+    if constexpr (Fabric::kHasNetwork) {  // in transit while the rest is copied
       StageToPutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
       PutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
     }
@@ -108,7 +108,7 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   } else {
     StageKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
   }
-  // Apart from the wait: where one device holds all ranks, all of them have signalled before any
+  // Separate from the wait: if one device holds all ranks, all of them have signalled before any
   // waits, however few blocks run at once.
   SignalKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
   WaitKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
@@ -124,7 +124,7 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Loads every kernel now: loading one when it is first launched may wait for the device, on which a
+// Loads every kernel now. Loading a kernel at its first launch may wait for the device, where a
 // rank may be waiting for the one that loads.
 template <typename Fabric>
 cudaError_t LoadKernelsOver() {

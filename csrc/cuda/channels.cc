@@ -1,4 +1,4 @@
-// The registry of channels: the memory in which the ranks of one kind of call meet, on GPUs.
+// The registry of channels: GPU memory through which the ranks of one kind of call exchange data.
 #include "cuda/channels.h"
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 namespace cpd {
 namespace {
 
-// Signals of a later generation of the same memory are larger than all before.
+// Signals of a later generation of the same memory are larger than all earlier ones.
 constexpr int kGenerationBits = 40;
 
 Status Failed(const std::string& op, const char* what, cudaError_t error) {
@@ -19,7 +19,7 @@ Status Failed(const std::string& op, const char* what, cudaError_t error) {
   return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
 }
 
-// State and error records of `num_ranks` ranks on the current device.
+// The state and error records of `num_ranks` ranks on the current device.
 Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, uint64_t first_epoch,
                  Channel::Local* local) {
   const int64_t bytes = num_ranks * bytes_per_rank;
@@ -86,7 +86,7 @@ void Channel::Free() {
   cudaGetDevice(&before);
   for (auto& [rank, local] : locals_) {
     cudaSetDevice(places_[rank].device);
-    cudaFree(local.state);  // waits for what runs on the device
+    cudaFree(local.state);  // waits for work on the device
     cudaFreeHost(local.errors);
   }
   locals_.clear();
@@ -107,7 +107,7 @@ std::string Channel::TakeError(const std::string& op) {
       const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
       if (raised == record->reported) continue;
       const std::string text = Describe(op, *record, static_cast<int>(places_.size()), num_parts_);
-      // Who was refused tells more than who was told of it.
+      // A rank that rejected something knows more than a rank that was told so.
       const bool is_cause = record->failure != kernels::Failure::kPeer;
       __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);
       if (first.empty() || is_cause) first = text;
@@ -117,7 +117,7 @@ std::string Channel::TakeError(const std::string& op) {
 }
 
 ChannelRegistry& ChannelRegistry::Get() {
-  static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may be gone by then
+  static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may have gone first
   return *registry;
 }
 
@@ -127,7 +127,7 @@ Status ChannelRegistry::Look(const std::string& op, const ChannelKey& key,
     if (released_.count(buffer) == 0) continue;
     return Status::Invalid(op + ": buffer " + std::to_string(buffer) +
                            " has been destroyed. Create another with " + key.maker +
-                           ", and compile again what names it.");
+                           ", and recompile the programs that use it.");
   }
   if (const auto found = channels_.find(key); found != channels_.end()) {
     *channel = found->second;
@@ -146,10 +146,10 @@ Status ChannelRegistry::Find(const std::string& op, const ChannelKey& key,
   if (!status.ok() || *channel) return status;
   if (!may_make) {
     return {StatusCode::kInternal,
-            op + ": is being recorded, and its buffer has not been made before."};
+            op + ": is being recorded, but its buffer has not been allocated."};
   }
   std::lock_guard<std::mutex> making(making_);
-  status = look();  // another device's call may have made it
+  status = look();  // another device's call may have created it
   if (!status.ok() || *channel) return status;
   auto made = std::make_shared<Channel>();
   status = made->Make(op, key, shape, in_slab, process_);

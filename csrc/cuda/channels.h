@@ -1,4 +1,4 @@
-// The registry of channels: the memory in which the ranks of one kind of call meet, on GPUs.
+// The registry of channels: GPU memory through which the ranks of one kind of call exchange data.
 #pragma once
 
 #include <cstdint>
@@ -15,28 +15,28 @@
 
 namespace cpd {
 
-// What a channel is for. Calls that are alike in all of it share one, and run one after another.
+// The key of a channel. Calls with the same key share a channel and run one after another.
 struct ChannelKey {
-  std::string layout;                            // everything that gives memory its form
+  std::string layout;                            // everything that determines the memory layout
   std::vector<int64_t> buffers;                  // ids of registered buffers, per part; 0: none
   std::vector<int64_t> places;                   // of the ranks, in order
-  const char* maker = "create_dispatch_buffer";  // of those buffers, for messages
+  const char* maker = "create_dispatch_buffer";  // creates those buffers, for messages
 
   bool operator<(const ChannelKey& other) const;
 };
 
 // The sizes of a channel.
 struct ChannelShape {
-  int64_t bytes;        // that ranks share, of each
-  int64_t local_bytes;  // of each local rank; begins with kernels::State
-  int num_local;        // ranks on one device: one, or all of them
+  int64_t bytes;        // shared among ranks; bytes of each
+  int64_t local_bytes;  // of each local rank; starts with kernels::State
+  int num_local;        // ranks on one device: one or all
   int num_parts;        // plans, for messages
 };
 
 // One channel, as one process sees it.
 class Channel {
  public:
-  // Of the local ranks together: kernels write here, and the host reads errors.
+  // For all local ranks: kernels write here, and the host reads errors.
   struct Local {
     char* state = nullptr;
     kernels::ErrorRecord* errors_on_device = nullptr;
@@ -47,7 +47,7 @@ class Channel {
   const std::vector<char*>& memory() const { return memory_; }  // by rank
   const Local& local(int first_rank) const { return locals_.at(first_rank); }
 
-  // The first error that a device found since the last look; empty: none.
+  // The first error that a device found since the last call; empty if there is none.
   std::string TakeError(const std::string& op);
 
  private:
@@ -71,16 +71,16 @@ class ChannelRegistry {
  public:
   static ChannelRegistry& Get();
 
-  // The channel of a call, made for all devices of this process when the first of them asks. Not
-  // while a stream is being recorded.
+  // The channel of a call. The first device that asks creates it for all devices of this process,
+  // but not while a stream is being recorded.
   Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
               bool may_make, std::shared_ptr<Channel>* channel);
 
-  // Frees the channels of a registered buffer, when what runs on their devices is over; calls that
-  // name it fail from then on.
+  // Frees the channels of a registered buffer once work on their devices is over. Later calls that
+  // name it fail.
   void Release(int64_t buffer);
 
-  // An id that is created again stands for a buffer again.
+  // Allows an id again whose buffer has been created again.
   void Restore(int64_t buffer);
 
   // Errors that no call has reported yet.
@@ -90,11 +90,12 @@ class ChannelRegistry {
   int64_t process() const { return process_; }
 
  private:
-  // Sets `channel` if it has been made; `mutex_` is held.
+  // Sets `channel` if it exists. Called with `mutex_` held.
   Status Look(const std::string& op, const ChannelKey& key, std::shared_ptr<Channel>* channel);
 
-  // Allocating and freeing may wait for a device on which a rank waits for another's call: then no
-  // call is held up that finds its channel. One channel is made at a time.
+  // Serializes the creation of channels. Allocating and freeing may wait for a device on which a
+  // rank waits for another's call; with a mutex of its own this does not block calls whose channel
+  // exists.
   std::mutex making_, mutex_;
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
   std::set<int64_t> released_;

@@ -1,4 +1,4 @@
-// What a device found wrong, in words: those of the CPU where it is the same.
+// Messages for errors found on a device, with the words of the CPU transports where they apply.
 #include "cuda/errors.h"
 
 #include <sstream>
@@ -68,7 +68,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       break;
     case Failure::kPeer:
       text << " has no result: the plan of rank " << e.peer
-           << " was refused; its error names the cause.";
+           << " was rejected; its error names the cause.";
       break;
     case Failure::kGone:
       text << " has no result: rank " << e.peer
@@ -76,7 +76,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
               "another buffer, or start again.";
       break;
     case Failure::kProgram:
-      text << " makes another call than rank " << e.peer
+      text << " runs another call than rank " << e.peer
            << ". All ranks must run the same programs in the same order.";
       break;
     case Failure::kDeadline:
@@ -86,7 +86,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
               "one. Create another buffer, or start again.";
       break;
     case Failure::kBroken:
-      text << " cannot use this buffer any more: an earlier call on it failed half way. Create "
+      text << " cannot use this buffer any more: an earlier call on it failed halfway. Create "
               "another buffer, or start again.";
       break;
   }

@@ -1,4 +1,4 @@
-// What a device found wrong, in words.
+// Messages for errors found on a device.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What a schedule computes, put on the stream of a GPU: products by cuBLASLt, the rest by kernels.
+// The arithmetic of a schedule on GPUs: products by cuBLASLt, everything else by kernels.
 #include "cuda/gpu_arithmetic.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What a schedule computes, put on the stream of a GPU: products by cuBLASLt, the rest by kernels.
+// The arithmetic of a schedule on GPUs: products by cuBLASLt, everything else by kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,21 +13,21 @@
 
 namespace cpd {
 
-// How kernels and copies share a device with products.
+// How kernels, copies and products share a device.
 struct GpuShare {
-  int num_blocks = 1;       // of a kernel that has the device to itself
+  int num_blocks = 1;       // of a kernel that runs alone
   int num_comm_blocks = 1;  // of a kernel beside a product
   bool use_copy_engine = true;
   LtOptions lt;
 };
 
-// Errors are kept until they are asked for: schedules have none.
+// Errors are stored until status() is called: schedules do not return any.
 class GpuArithmetic final : public Arithmetic {
  public:
   GpuArithmetic(std::string op, int device, GpuShare share)
       : op_(std::move(op)), device_(device), share_(share) {}
 
-  // What follows goes on this stream, for a rank with this scratch.
+  // Sets the stream and the scratch memory of a rank for the next operations.
   void Choose(cudaStream_t stream, const GemmScratch* scratch) {
     stream_ = stream;
     scratch_ = scratch;
@@ -37,12 +37,12 @@ class GpuArithmetic final : public Arithmetic {
   void Sum(const SumTask& task) const override;
   void Copy(const std::vector<RowCopy>& pieces) const override;
   void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const override;
-  // The bias's gradient; scales lie as tensor cores read them before they are multiplied.
+  // Computes only the bias gradient: Prepare() has already swizzled the scales.
   void Finish(const OverlapProblem& problem, const RankMemory& memory,
               const char* lhs_scales) const override;
 
-  // Lays 8-bit operands along what is contracted, and block scales as tensor cores read them:
-  // changes the problem, of the local ranks from `first` on.
+  // Transposes 8-bit operands so that the contracted dimension is contiguous, and swizzles block
+  // scales. Changes the problem accordingly, for the local ranks from `first` on.
   void Prepare(OverlapProblem* problem, int first, const std::vector<GemmScratch>& scratch) const;
 
   const Status& status() const { return status_; }

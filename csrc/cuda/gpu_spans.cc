@@ -1,4 +1,4 @@
-// What ranks on GPUs did and when: events on their streams, read when recording ends.
+// Recorded spans of ranks on GPUs: events on their streams, read when recording ends.
 #include "cuda/gpu_spans.h"
 
 #include <utility>
@@ -21,7 +21,7 @@ int GpuSpans::Begin(const std::string& op, int group, int rank, SpanKind kind,
   std::unique_lock<std::mutex> lock(mutex_);
   if (!enabled_) return -1;
   if (clocks_.count(device) == 0) {
-    lock.unlock();  // others go on
+    lock.unlock();  // the other spans remain
     Clock clock{};
     if (cudaEventCreate(&clock.event) != cudaSuccess) return -1;
     cudaEventRecord(clock.event, stream);

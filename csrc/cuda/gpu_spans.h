@@ -1,4 +1,4 @@
-// What ranks on GPUs did and when: events on their streams, read when recording ends.
+// Recorded spans of ranks on GPUs: events on their streams, read when recording ends.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,21 +13,21 @@
 
 namespace cpd {
 
-// All functions may be called from any thread. While somebody wants to see it, each device waits
-// once, for the time on the host's clock; calls in a recorded command buffer are not seen.
+// All functions are thread-safe. While recording, each device synchronizes once to relate its time
+// to the host's clock. Calls in a recorded command buffer have no spans.
 class GpuSpans {
  public:
   static GpuSpans& Get();
 
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
-  void Start();  // forgets what was recorded before
+  void Start();  // clears earlier spans
 
-  // An event now on the stream; the number to end the span with, or -1.
+  // Records an event on the stream. Returns the number that ends the span, or -1.
   int Begin(const std::string& op, int group, int rank, SpanKind kind, const std::string& name,
             int device, cudaStream_t stream);
   void End(int number, cudaStream_t stream);
 
-  // Waits for what is recorded. Times are of the host's monotonic clock.
+  // Waits for all recorded events. Times are on the host's monotonic clock.
   std::vector<RecordedSpan> Stop();
 
  private:

@@ -1,4 +1,4 @@
-// Slabs of memory that other processes of the same host map, by CUDA's IPC handles.
+// Slabs of memory that other processes of the same host map through CUDA IPC handles.
 #include "cuda/ipc.h"
 
 #include <cuda_runtime_api.h>

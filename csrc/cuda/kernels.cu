@@ -1,4 +1,4 @@
-// Dispatch and combine over mapped memory, and which kernels a call takes.
+// Dispatch and combine over mapped memory; chooses the kernels of a call.
 #include <algorithm>
 #include <atomic>
 

@@ -7,21 +7,21 @@
 
 namespace cpd {
 
-// Launches all of a call: plan, move, meet, take. `num_blocks` move, on all local ranks together.
-// Nothing is read or kept on the host, so a recording of it may be replayed.
+// Launches a call: plan, move, exchange signals, take. `num_blocks` blocks move data, for all local
+// ranks together. The host reads and stores nothing, so a recording of it can be replayed.
 using CallLauncher = cudaError_t (*)(const kernels::Call& call, int num_blocks,
                                      cudaStream_t stream);
 cudaError_t LaunchCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
 
-// Who launches calls between ranks of which some reach each other over a network only: the
-// extension in which NVSHMEM runs, since its device code belongs to the module that starts it.
+// Launches calls in which some ranks reach each other only over a network. The extension that
+// starts NVSHMEM provides it, because NVSHMEM's device code belongs to the module that starts it.
 void SetNetworkLauncher(CallLauncher launch);
 
-// Of the capsule in which it comes: both extensions have to be of one build.
+// The name of its capsule: both extensions must come from one build.
 constexpr const char* kLauncherName = "jax_cp_dispatch call launcher";
 
-// As many blocks as the current device runs at once, when each of them moves rows. Also loads the
-// kernels, so it comes before the first call on a device.
+// The number of blocks that the current device runs at once, with each of them moving rows. Also
+// loads the kernels, so call it before the first call on a device.
 cudaError_t NumResidentBlocks(int* num_blocks);
 
 }  // namespace cpd

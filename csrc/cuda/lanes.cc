@@ -1,5 +1,4 @@
-// The streams on which a device runs overlapped products beside the program's own, and their
-// events.
+// A device's streams for overlapped products, beside the program's own stream, and their events.
 #include "cuda/lanes.h"
 
 #include <algorithm>
@@ -17,7 +16,7 @@ Status Lanes::Find(const std::string& op, int device, int num_local, int64_t gem
   std::shared_ptr<Lanes>& found = all[{device, num_local, gemm_priority, comm_priority}];
   if (found == nullptr) {
     auto made = std::make_shared<Lanes>();
-    int lowest = 0, highest = 0;  // numerically the other way around
+    int lowest = 0, highest = 0;  // CUDA numbers priorities the other way around
     cudaError_t error = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
     for (int i = 0; i < 2 * num_local && error == cudaSuccess; ++i) {
       const int64_t wanted = i % 2 == 0 ? gemm_priority : comm_priority;

@@ -1,5 +1,4 @@
-// The streams on which a device runs overlapped products beside the program's own, and their
-// events.
+// A device's streams for overlapped products, beside the program's own stream, and their events.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,11 +14,11 @@
 
 namespace cpd {
 
-// Streams of each local rank. Calls of one device take turns to put their steps on them.
+// The streams of each local rank. Calls on one device take turns to enqueue their steps.
 class Lanes {
  public:
-  // Those of this device with these priorities, made when they are first asked for and kept: not
-  // while a stream is recorded. 0 is the lowest priority, larger ones are more urgent.
+  // The streams of this device with these priorities. Created on first use, but not while a stream
+  // is being recorded, and then kept. 0 is the lowest priority; larger values are more urgent.
   static Status Find(const std::string& op, int device, int num_local, int64_t gemm_priority,
                      int64_t comm_priority, std::shared_ptr<Lanes>* lanes);
 
@@ -28,10 +27,10 @@ class Lanes {
   }
   const std::vector<cudaStream_t>& streams() const { return streams_; }
 
-  // Numbers count from 0 in each call.
+  // Event numbers start from 0 in each call.
   cudaError_t event(int number, cudaEvent_t* event);
 
-  std::mutex mutex;  // held while a call puts its steps
+  std::mutex mutex;  // held while a call enqueues its steps
 
  private:
   std::vector<cudaStream_t> streams_;

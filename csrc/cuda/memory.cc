@@ -1,4 +1,4 @@
-// Memory at the same offset on several GPUs, which read and write that of the others.
+// Memory at the same offset on several GPUs, which read and write each other's.
 #include "cuda/memory.h"
 
 #include <cuda_runtime_api.h>
@@ -10,11 +10,11 @@ namespace {
 
 Status ToStatus(const std::string& op, const char* what, cudaError_t error) {
   if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();  // forgets it: the next call is not to blame
+  cudaGetLastError();  // clears it: the next call is not to blame
   return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
 }
 
-// Restores the device of the calling thread.
+// Restores the calling thread's current device on destruction.
 class OnDevice {
  public:
   OnDevice() { cudaGetDevice(&before_); }
@@ -24,7 +24,7 @@ class OnDevice {
   int before_ = 0;
 };
 
-// Lets `device` reach the memory of `peer`.
+// Lets `device` access the memory of `peer`.
 Status Connect(const std::string& op, int device, int peer) {
   if (device == peer) return Status::Ok();
   int can = 0;
@@ -44,7 +44,7 @@ Status Connect(const std::string& op, int device, int peer) {
   return ToStatus(op, "enabling peer access", error);
 }
 
-// On the current device. A stream of its own: the default one waits for others.
+// Clears memory of the current device, on a separate stream: the default stream waits for others.
 Status AllocateZeros(const std::string& op, int64_t bytes, char** memory) {
   const std::string what = "allocating " + std::to_string(bytes) +
                            " bytes (JAX may have taken the memory: "
@@ -86,7 +86,7 @@ void FreeOnDevices(const std::vector<Place>& places, const std::vector<char*>& m
   for (size_t r = 0; r < memory.size(); ++r) {
     if (memory[r] == nullptr) continue;
     cudaSetDevice(places[r].device);
-    cudaFree(memory[r]);  // waits for what runs on the device
+    cudaFree(memory[r]);  // waits for work on the device
   }
 }
 

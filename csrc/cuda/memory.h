@@ -1,5 +1,5 @@
-// Memory at the same offset on several GPUs, which read and write that of the others: through
-// pointers, or over a network.
+// Memory at the same offset on several GPUs, which read and write each other's: through pointers,
+// or over a network.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace cpd {
 
-// A GPU: the number of its process, and its ordinal there.
+// A GPU: the number of its process and its ordinal there.
 struct Place {
   int64_t process;
   int device;
@@ -20,28 +20,28 @@ struct Place {
   static Place From(int64_t packed) { return {packed >> 16, static_cast<int>(packed & 0xffff)}; }
 };
 
-// Memory on GPUs of this process, and N times on one of them for as many ranks.
+// Memory on GPUs of this process. For N ranks on one GPU, N blocks there.
 Status AllocateOnDevices(const std::string& op, const std::vector<Place>& places, int64_t bytes,
                          std::vector<char*>* memory);
 void FreeOnDevices(const std::vector<Place>& places, const std::vector<char*>& memory);
 
-// One piece of memory per process, which the others reach since these came up. Processes that map
-// each other's are an island; other islands are reached over a network. Parts of it are
-// handed out without asking the others: ranks that make the same calls in the same order get the
-// same offsets, and a message of the exchange tells those that do not.
+// One slab of memory per process, which all others reach once these are connected. Processes that
+// map each other's slabs form an island; other islands are reached over a network. Each process
+// allocates from its slab independently: ranks that make the same calls in the same order get the
+// same offsets, and a message in the exchange detects those that do not.
 class Slab {
  public:
   static Slab& Get();
 
-  // `bases`: of each process's piece, as this process sees it; of another island, its own.
+  // `bases`: each process's slab, as mapped here; for other islands, the own one.
   void Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> islands);
 
-  // Whether some of these places reach others over a network only.
+  // Whether some of these places reach others only over a network.
   bool NeedsNetwork(const std::vector<int64_t>& places);
   bool IsRemote(int64_t process, int64_t other);
 
-  // Memory that was freed is taken again under the same layout only, since old signals stay in it:
-  // `generation` counts how often, and signals of a later one have to be larger.
+  // Freed memory is reused only for the same layout, since it still contains old signals.
+  // `generation` counts the uses; signals of a later one must be larger.
   Status Allocate(const std::string& op, const std::vector<Place>& places, int64_t bytes,
                   const std::string& layout, std::vector<char*>* memory, int64_t* generation);
   void Free(const std::vector<Place>& places, const std::vector<char*>& memory,

@@ -1,5 +1,5 @@
-// Dispatch and combine over NVSHMEM, where memory cannot be mapped: its device functions as a
-// fabric. Compiled apart from _cuda and linked on the device into _nvshmem.
+// Dispatch and combine over NVSHMEM, for memory that cannot be mapped; NVSHMEM's device functions
+// are the fabric. Compiled separately from _cuda, and device-linked into _nvshmem.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -9,8 +9,8 @@
 namespace cpd {
 namespace {
 
-// Ranks are processing elements. Quiet waits for all that this process's GPU has begun, in whatever
-// block: those of earlier kernels too.
+// Ranks are processing elements. Quiet waits for all operations of this process's GPU, in all
+// blocks, including those of earlier kernels.
 struct Nvshmem {
   static constexpr bool kHasNetwork = true;
 
@@ -28,7 +28,7 @@ struct Nvshmem {
   static __device__ void SetSignal(uint64_t* signal, uint64_t value, int pe) {
     nvshmemx_signal_op(signal, value, NVSHMEM_SIGNAL_SET, pe);
   }
-  // What the network wrote may otherwise come to be seen later than the signal.
+  // Otherwise data from the network may become visible later than the signal.
   static __device__ void Observe(uint64_t* signal, uint64_t value) {
     nvshmem_uint64_test(signal, NVSHMEM_CMP_GE, value);
   }
@@ -44,7 +44,8 @@ cudaError_t LoadNvshmemKernels(int device) {
   return error == cudaSuccess ? LoadKernelsOver<Nvshmem>() : error;
 }
 
-// The caller has made the device current in its own copy of CUDA's runtime, which is another one.
+// The caller has made the device current in its own copy of CUDA's runtime; this module has another
+// copy.
 cudaError_t LaunchNvshmemCall(const Call& call, int num_blocks, cudaStream_t stream) {
   const cudaError_t error = cudaSetDevice(device_here);
   return error == cudaSuccess ? LaunchOver<Nvshmem>(call, num_blocks, stream) : error;

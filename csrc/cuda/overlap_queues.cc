@@ -1,5 +1,5 @@
-// The streams of one call of an overlapped product on a device, for its schedule: CUDA's streams
-// and events, and signals among devices.
+// The queues of one overlapped product on a device: CUDA streams and events, and signals between
+// devices.
 #include "cuda/overlap_queues.h"
 
 #include <utility>
@@ -63,7 +63,7 @@ int OverlapQueues::RecordEvent() {
 void OverlapQueues::WaitForEvent(int event) { Wait(event, chosen_); }
 
 void OverlapQueues::SignalPeer(int, int peer, int signal) {
-  // Whoever waits for what could not be computed is not told that it is there.
+  // After an error, nothing is signalled: no rank should read what was not computed.
   if (!arithmetic_->status().ok()) return;
   arithmetic_->Check(LaunchTell(*meeting_, peer, signal, chosen_), "launching a signal");
 }

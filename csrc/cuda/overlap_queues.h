@@ -1,5 +1,5 @@
-// The streams of one call of an overlapped product on a device, for its schedule: CUDA's streams
-// and events, and signals among devices.
+// The queues of one overlapped product on a device: CUDA streams and events, and signals between
+// devices.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,13 +16,13 @@ namespace cpd {
 
 class OverlapQueues final : public GpuQueues {
  public:
-  // `lanes` is locked by the caller. `meeting` is that of the one rank of this device, null where
-  // all ranks are here.
+  // `lanes` must be locked by the caller. `meeting` is that of this device's one rank, or nullptr
+  // if all ranks are here.
   OverlapQueues(std::string op, int device, int group, int first_rank,
                 std::vector<GemmScratch> scratch, Lanes* lanes, GpuArithmetic* arithmetic,
                 const kernels::Meeting* meeting, bool has_spans);
 
-  // All lanes begin where the program's stream is, and it goes on when they are over.
+  // All lanes start from the program's stream, which continues when they are done.
   void Fork(cudaStream_t stream);
   void Join(cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The kernels around a product: kernels/product.h and kernels/meeting.h bound to a GPU's blocks.
+// The kernels around a product: binds kernels/product.h and kernels/meeting.h to a GPU's blocks.
 #include <algorithm>
 
 #include "cuda/product_kernels.h"
@@ -10,7 +10,7 @@ namespace {
 using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kThreads = 256;
-constexpr int64_t kPieceBytes = 64 << 10;  // of a copy: what a block moves at a time
+constexpr int64_t kPieceBytes = 64 << 10;  // of a copy: bytes that a block moves at a time
 
 __device__ Block ThisBlock() {
   return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), static_cast<int>(blockIdx.x),

@@ -1,5 +1,5 @@
-// Launches of the kernels around a product, and of those with which overlapped products meet. None
-// synchronizes; `num_blocks` are those of one launch.
+// Launches the kernels around a product, and those in which ranks meet for an overlapped product.
+// None synchronizes; `num_blocks` applies to one launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ cudaError_t LaunchTranspose(const kernels::TransposeCall& call, int num_blocks,
                             cudaStream_t stream);
 cudaError_t LaunchSwizzle(const kernels::SwizzleCall& call, int num_blocks, cudaStream_t stream);
 
-// A copy by a kernel: of rows without gaps.
+// Copies rows without gaps, by a kernel.
 cudaError_t LaunchCopy(char* to, const char* from, int64_t num_bytes, int num_blocks,
                        cudaStream_t stream);
 

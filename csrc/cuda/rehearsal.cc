@@ -1,4 +1,4 @@
-// What a call will launch, recorded once and thrown away, before ranks wait for one another.
+// Records the launches of a call once and discards them, before ranks wait for one another.
 #include "cuda/rehearsal.h"
 
 #include <map>
@@ -10,10 +10,10 @@
 namespace cpd {
 namespace {
 
-// A mutex for each device: one whose kernels are being loaded holds up no other.
+// One mutex per device: loading kernels for one does not block another.
 struct Rehearsed {
   std::mutex mutex;
-  bool is_loaded = false;  // the library's handle, and the kernels of our own
+  bool is_loaded = false;  // the library's handle, and this package's kernels
   std::set<std::vector<int64_t>> kernels;
 };
 

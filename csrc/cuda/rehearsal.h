@@ -1,8 +1,8 @@
-// What a call will launch, recorded once and thrown away, before ranks wait for one another.
+// Records the launches of a call once and discards them, before ranks wait for one another.
 //
-// A kernel of cuBLASLt is loaded when it is first launched, and loading may wait for the device: on
-// which a rank may be waiting for the one that loads; nor should a program that XLA records load
-// in the middle of it. Recording loads, and runs nothing.
+// A cuBLASLt kernel is loaded at its first launch. Loading may wait for the device, where a rank
+// may be waiting for the one that loads; and nothing should be loaded while XLA records a program.
+// A recording loads the kernels and runs nothing.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 namespace cpd {
 
-// Puts all steps of a schedule on one stream, and leaves out what is between streams.
+// Puts all steps of a schedule on one stream, without the dependencies between streams.
 class Rehearsal final : public GpuQueues {
  public:
   Rehearsal(GpuArithmetic* arithmetic, const GemmScratch* scratch)
       : arithmetic_(arithmetic), scratch_(scratch) {}
 
-  // Loads what every call needs, then runs `launch` on a stream that is recorded; each once for
-  // these kernels (see KernelsOf) on the device, which is current.
+  // Loads what every call needs, then runs `launch` on a recorded stream. Does each once for these
+  // kernels (see KernelsOf) on the current device.
   Status Run(const std::string& op, int device, const std::vector<int64_t>& kernels,
              const std::function<Status(cudaStream_t)>& launch);
 

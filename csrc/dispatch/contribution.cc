@@ -1,4 +1,4 @@
-// What one rank of a dispatch or combine brings, as bytes for the ranks of other processes.
+// One rank's contribution to a dispatch or combine, as bytes for the ranks of other processes.
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -19,7 +19,7 @@ void WriteRows(const RowArray& array, ByteWriter* writer) {
   writer->Put(array.row_bytes);
 }
 
-// Rows that no memory could hold would overflow later.
+// Sizes that no memory could hold would overflow later.
 bool ReadRows(ByteReader* reader, RowArray* array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   return reader->Get(&array->num_rows) && reader->Get(&array->row_bytes) && array->num_rows >= 0 &&
@@ -35,8 +35,8 @@ bool ReadIntegers(ByteReader* reader, int64_t expected, DispatchContribution* ra
   for (int64_t& value : integers) {
     if (!reader->Get(&value)) return false;
   }
-  // Moving the vector of vectors keeps the integers where they are. Without any, the address is
-  // still one: that of no data means that the field is absent.
+  // Moving the vector of vectors leaves the integers in place. An empty field still needs an
+  // address: a field without one is absent.
   static const int64_t kNone = 0;
   *array = {count > 0 ? integers.data() : &kNone, IntType::kI64};
   return true;

@@ -1,4 +1,4 @@
-// Copy planning: from what the ranks of one dispatch or combine bring to the copies that make it.
+// Copy planning: turns the contributions of the ranks of one dispatch or combine into copies.
 #include "dispatch/dispatch.h"
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 namespace cpd {
 namespace {
 
-// A task is about this many bytes: large enough to hide its bookkeeping, small enough to share.
+// Target size of a task in bytes: large enough to hide its bookkeeping, small enough to share.
 constexpr int64_t kTaskBytes = 512 << 10;
 
-// The parts of all ranks, part by part; every rank brings equally many.
+// The parts of all ranks, part by part; every rank contributes the same number.
 Status SplitParts(const std::string& op,
                   const std::vector<std::unique_ptr<Contribution>>& contributions,
                   std::vector<Ranks>* parts) {
@@ -29,7 +29,7 @@ Status SplitParts(const std::string& op,
   return Status::Ok();
 }
 
-// Begins the messages about one part: its number where there are several.
+// The start of a message about one part: its number if there are several.
 std::string PartName(const std::string& op, size_t part, size_t num_parts) {
   if (num_parts == 1) return op;
   return op + ", plan " + std::to_string(part) + " of 0.." + std::to_string(num_parts - 1);
@@ -47,7 +47,7 @@ std::string CapacityName(const std::string& names, size_t part) {
   return name.empty() ? "capacity" : name;
 }
 
-// Names what all of the parts need, so that the next attempt does not fail on another one.
+// Names the need of every part, so that the next attempt does not fail on another one.
 Status RefuseOverflows(const std::string& op, const std::vector<Ranks>& parts,
                        const std::string& capacity_names) {
   std::string message = op + ":";
@@ -58,14 +58,14 @@ Status RefuseOverflows(const std::string& op, const std::vector<Ranks>& parts,
   return Status::Invalid(message);
 }
 
-// A copy, or with src == nullptr a fill with zeros.
+// A copy, or a fill with zeros if src == nullptr.
 struct Copy {
   char* dst;
   const char* src;
   int64_t num_bytes;
 };
 
-// Pieces of work gathered into tasks of about kTaskBytes: one thread makes a small exchange alone.
+// Pieces of work, gathered into tasks of about kTaskBytes: one thread runs a small exchange alone.
 template <typename Piece>
 class TaskList {
  public:
@@ -110,7 +110,7 @@ void RunCopy(const Copy& copy) {
   }
 }
 
-// Rows of one array on one rank that have the same sources throughout.
+// Rows of one array on one rank that all have the same sources.
 struct SumPiece {
   SumTypes types;
   char* out;
@@ -122,8 +122,8 @@ void RunSum(const SumPiece& piece) {
   SumRows(piece.types, piece.sources, piece.num_elements, piece.out);
 }
 
-// The rows of one owner between two neighbouring boundaries of its segments, and who covers them
-// in (slot, replica) order.
+// The rows of one owner between two neighbouring boundaries of its segments, and the segments that
+// cover them, in (slot, replica) order.
 struct Interval {
   int64_t begin;
   int64_t end;
@@ -150,7 +150,7 @@ std::vector<Interval> CutIntervals(const std::vector<const Segment*>& segments, 
   return intervals;
 }
 
-// Rows of one array that are read elsewhere, as ranges of bytes: begin -> end.
+// Rows of one array that other processes read, as ranges of bytes: begin -> end.
 using Ranges = std::vector<std::pair<int64_t, int64_t>>;
 
 // A row that goes to several ranks is copied once.
@@ -250,7 +250,7 @@ Status PlanCombinePart(const std::string& op, const Ranks& ranks, const std::str
   return Status::Ok();
 }
 
-// Plans all parts with `plan_part` before anything runs, so that a bad one stops the others too.
+// Plans all parts with `plan_part` before anything runs: one invalid part stops the others too.
 template <typename Piece>
 Status PlanParts(const std::string& op,
                  const std::vector<std::unique_ptr<Contribution>>& contributions,

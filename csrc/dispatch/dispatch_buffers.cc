@@ -89,14 +89,14 @@ Status DispatchBuffers::NoSuchBuffer(const std::string& op, int64_t id) const {
   std::ostringstream message;
   if (id > 0 && id < next_id_) {
     message << op << ": buffer " << id
-            << " has been destroyed. Create another with create_dispatch_buffer, and compile again "
-               "what names it.";
+            << " has been destroyed. Create another with create_dispatch_buffer, and recompile the "
+               "programs that use it.";
   } else {
     message << op << ": there is no buffer " << id << "; ";
     if (next_id_ == 1) {
       message << "none has been created";
     } else {
-      message << "ids given so far are 1 to " << next_id_ - 1;
+      message << "ids so far are 1 to " << next_id_ - 1;
     }
     message << ". Pass an id that create_dispatch_buffer returned in this process.";
   }

@@ -31,7 +31,7 @@ class DispatchBuffers : public BufferRegistry<DispatchBufferEntry> {
   // The registry of this process. Never destroyed: completions may release during exit().
   static DispatchBuffers& Get();
 
-  // Refuses limits that no call could have.
+  // Rejects limits that no call could have.
   Status Create(const std::string& op, const DispatchBufferLimits& limits, int64_t* id);
 
   // Never shrinks a limit: each becomes the larger of its current and its requested value.

@@ -1,4 +1,4 @@
-// From the metadata of all ranks to checked segments: everything that is refused before a copy.
+// Turns the metadata of all ranks into checked segments; rejects invalid metadata before any copy.
 #include "dispatch/segments.h"
 
 #include <algorithm>
@@ -7,10 +7,10 @@
 namespace cpd {
 namespace {
 
-// More rows than any array has; sums of a few of them stay far from 2^63.
+// More rows than any array has; sums of a few of them stay far below 2^63.
 constexpr int64_t kManyRows = int64_t{1} << 48;
 
-// Every rank brings arrays and metadata of the same make.
+// Every rank contributes arrays and metadata of the same structure.
 Status CheckShapes(const std::string& op, const Ranks& ranks) {
   const DispatchPart& first = *ranks[0];
   for (size_t r = 1; r < ranks.size(); ++r) {
@@ -35,7 +35,7 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
   return Status::Ok();
 }
 
-// Reads all segments and checks the ranges that could touch memory outside an array.
+// Reads all segments and checks every range that could reach outside an array.
 Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segment>* segments) {
   const auto num_ranks = static_cast<int32_t>(ranks.size());
   for (int32_t src = 0; src < num_ranks; ++src) {
@@ -49,7 +49,7 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
                        " and src_offset ", src_row,
                        "; both must be at least 0. See Metadata.validate().");
       }
-      // At most 2^49, and as far out as anything longer.
+      // Clamped to 2^49, which is out of range like anything larger.
       next_row = std::min(src_row, kManyRows) + std::min(num_rows, kManyRows);
       if (num_rows == 0) continue;
       for (int64_t replica = 0; replica < rank.num_replicas; ++replica) {
@@ -86,11 +86,11 @@ std::vector<int64_t> AnnouncedNeeds(const Ranks& ranks) {
   return need;
 }
 
-// The largest need that exceeds a rank's receive buffers, in words; nothing if all fit.
+// The largest need that exceeds a rank's receive buffers, in words; empty if all fit.
 std::string Overflow(const Ranks& ranks, const std::vector<int64_t>& need,
                      const std::string& capacity_name) {
   size_t most = 0;
-  int64_t capacity = -1;  // of the rank with the largest need among those that do not fit
+  int64_t capacity = -1;  // of the rank with the largest need that exceeds it
   for (size_t dst = 0; dst < ranks.size(); ++dst) {
     for (const RowArray& array : ranks[dst]->buffers) {
       if (need[dst] <= array.num_rows || (capacity >= 0 && need[dst] <= need[most])) continue;
@@ -106,7 +106,7 @@ std::string Overflow(const Ranks& ranks, const std::vector<int64_t>& need,
   return text.str();
 }
 
-// The receive buffers are large enough, for what the counts announce and for what the slots name.
+// Checks that the receive buffers are large enough for the announced counts and for the slots.
 Status CheckCapacity(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
                      const std::vector<Segment>& segments) {
   std::vector<int64_t> need = AnnouncedNeeds(ranks);
@@ -117,7 +117,7 @@ Status CheckCapacity(const std::string& op, const Ranks& ranks, const std::strin
   return overflow.empty() ? Status::Ok() : Invalid(op, ": ", overflow);
 }
 
-// What each pair of ranks announces is what its slots move; less means that slots were cut off.
+// Checks that each pair of ranks announces what its slots move; less means that slots were cut off.
 Status CheckCounts(const std::string& op, const Ranks& ranks,
                    const std::vector<Segment>& segments) {
   const size_t num_ranks = ranks.size();
@@ -138,7 +138,7 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
   return Status::Ok();
 }
 
-// Groups the segments by destination in row order, and refuses rows written twice.
+// Groups the segments by destination in row order; rejects rows that are written twice.
 Status SortByDestination(const std::string& op, size_t num_ranks,
                          const std::vector<Segment>& segments,
                          std::vector<std::vector<Segment>>* received) {
@@ -202,7 +202,7 @@ std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_nam
 Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
                     std::vector<Segment>* segments, std::vector<std::vector<Segment>>* received) {
   Status status = CheckShapes(op, ranks);
-  // Nothing moves, and no array bounds what the slots name.
+  // Nothing moves, and no array bounds the slots.
   if (status.ok() && ranks[0]->tokens.empty()) return status;
   if (status.ok()) status = ReadSegments(op, ranks, segments);
   if (status.ok()) status = CheckCapacity(op, ranks, capacity_name, *segments);

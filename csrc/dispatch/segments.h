@@ -1,4 +1,4 @@
-// From the metadata of all ranks to checked segments: everything that is refused before a copy.
+// Turns the metadata of all ranks into checked segments; rejects invalid metadata before any copy.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace cpd {
 
-// What each rank brings of one part.
+// One part, as each rank contributes it.
 using Ranks = std::vector<const DispatchPart*>;
 
-// One replica of one shard, with everything that the rest needs of it.
+// One replica of one shard, with everything that planning needs to know about it.
 struct Segment {
   int32_t src_rank;
   int32_t dst_rank;
@@ -29,19 +29,19 @@ Status Invalid(const Parts&... parts) {
   return Status::Invalid(message.str());
 }
 
-// All ranks follow the plan of one batch, and it is the batch that each of them sees.
+// Checks that all ranks follow the plan of one batch, and that it is the batch each of them sees.
 Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes);
 
-// The largest need of a rank that its receive buffers, sized by `capacity_name`, are too small for,
-// by the counts that the ranks announce; in words, or nothing.
+// The largest announced need that exceeds a rank's receive buffers, in words; empty if all fit.
+// `capacity_name` is the argument that sets their size.
 std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name);
 
-// Reads the segments of one part and sorts those of each destination by row, or refuses them:
-// arrays that do not fit each other, ranges outside of them, rows written twice, wrong counts.
+// Reads the segments of one part and sorts those of each destination by row. Rejects inconsistent
+// arrays, ranges outside of them, rows written twice and wrong counts.
 Status ReadAndCheck(const std::string& op, const Ranks& ranks, const std::string& capacity_name,
                     std::vector<Segment>* segments, std::vector<std::vector<Segment>>* received);
 
-// Every array has a type that can be summed.
+// Checks that every array has a type that can be summed.
 Status CheckTypes(const std::string& op, const Ranks& ranks);
 
 }  // namespace cpd

@@ -12,8 +12,8 @@ namespace cpd {
 
 using Counts = xla::ffi::Span<const int64_t>;
 
-// Reads each attribute into a variable of its type. Finish() then tells whether all of them were
-// there, and no others.
+// Reads each attribute into a variable of its type. Finish() then fails if one was missing or had
+// another type, or if there are others.
 class AttributeReader {
  public:
   explicit AttributeReader(const xla::ffi::Dictionary& attributes) : attributes_(attributes) {}
@@ -29,7 +29,7 @@ class AttributeReader {
     }
   }
 
-  // For attributes that are read elsewhere, or not needed.
+  // Skips attributes that are read elsewhere or not needed.
   void Skip(size_t count) { num_read_ += count; }
 
   Status Finish() const;
@@ -37,7 +37,7 @@ class AttributeReader {
  private:
   const xla::ffi::Dictionary attributes_;
   size_t num_read_ = 0;
-  std::string_view wrong_;  // the first
+  std::string_view wrong_;  // the first missing or mistyped attribute
 };
 
 }  // namespace cpd

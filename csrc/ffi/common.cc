@@ -1,4 +1,4 @@
-// What the handlers of every operation share: call sites, types, errors, completions.
+// The common part of all handlers: call sites, types, errors, completions.
 #include "ffi/common.h"
 
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
 
 namespace {
 
-// FNV-1a, then mixed with the number among equals.
+// FNV-1a over the signature and the number among equal signatures.
 int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
   uint64_t hash = 0xcbf29ce484222325;
   const auto add = [&hash](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3; };
@@ -33,8 +33,8 @@ int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
   return static_cast<int64_t>(hash);
 }
 
-// Call sites of the programs that are being compiled, by signature. XLA makes those of a program
-// one after another, in an order that depends on the program alone.
+// Call sites of the programs that are being compiled, by signature. XLA creates those of a program
+// one after another, in an order that depends only on the program.
 std::mutex call_sites_mutex;
 auto& num_call_sites = *new std::map<std::string, uint64_t>;
 
@@ -72,8 +72,8 @@ XLA_FFI_DEFINE_HANDLER(BoundMakeCallSite, MakeCallSite, ffi::Ffi::BindInstantiat
 
 }  // namespace
 
-// The state's type is registered here, with the backend that is already up: JAX's own hook
-// replays handlers before types, which keeps the CPU backend from starting.
+// Registers the state's type here, with the running backend: JAX's own hook replays handlers before
+// types, which keeps the CPU backend from starting.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame) {
   static std::once_flag once;
   static XLA_FFI_Error* error = nullptr;
@@ -115,9 +115,10 @@ Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange) con
   }
   exchange->processes = &processes[group];
   if (SharedMemoryTransport() != nullptr) return Status::Ok();
-  return Status::Invalid(exchange->op +
-                         ": the program spans processes, but this one has not been joined to the "
-                         "others. Call jax_cp_dispatch.initialize() before the program is made.");
+  return Status::Invalid(
+      exchange->op +
+      ": the program spans processes, but this process has not joined the others. Call "
+      "jax_cp_dispatch.initialize() before the program is compiled.");
 }
 
 Transport& TransportFor(const Exchange& exchange) {
@@ -140,7 +141,7 @@ void PreferHugePages(void* data, int64_t num_bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (begin + num_bytes) / kHugePage * kHugePage;
-  // A hint: what the system answers changes nothing.
+  // Only a hint: the result does not matter.
   if (end >= first + kLeast) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 

@@ -1,5 +1,4 @@
-// One call of dispatch or combine, on CPU or a GPU: its attributes and operands, checked as they
-// are read.
+// One call of dispatch or combine, on CPU or a GPU: reads and checks its attributes and operands.
 #include "ffi/dispatch_call.h"
 
 #include <algorithm>
@@ -32,7 +31,7 @@ std::string Text(Dims dims) {
 
 Dims Without(Dims dims, size_t num_leading) { return dims.last(dims.size() - num_leading); }
 
-// -1: of less than a byte, or no elements at all.
+// -1 for types of less than a byte, and for types without elements.
 int64_t BytesOf(ffi::DataType type) {
   switch (type) {
     case ffi::PRED:
@@ -52,7 +51,7 @@ int64_t BytesOf(ffi::DataType type) {
   }
 }
 
-// Of one row; -1: none that any memory could hold.
+// The bytes of one row; -1 if no memory could hold it.
 int64_t RowBytes(Dims dims, int64_t element_bytes) {
   int64_t bytes = element_bytes;
   for (const int64_t dim : Without(dims, 1)) {
@@ -74,7 +73,7 @@ class Reader {
     for (size_t p = 0; p < call_.parts.size(); ++p) {
       num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
       if (options_.has_stamp[p] != 0) ++num_fields;
-      num_arrays += options_.num_arrays[p];  // checked: positive, and all together few
+      num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
     }
     const size_t num_args = num_fields + num_arrays;
     const bool has_storage = call_.is_dispatch() && args_.size() == num_args + num_arrays;
@@ -90,7 +89,8 @@ class Reader {
   }
 
  private:
-  // One field of the metadata. Its dimensions: those of views, then `num_dims` (or one less).
+  // Reads one field of the metadata. Its dimensions: that of views, if any, then `num_dims` (or one
+  // less).
   Status Field(size_t p, const char* name, size_t num_dims, IntArray* field, Dims* dims) {
     const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
     const auto type = buffer.has_value() ? ToIntType(buffer->element_type()) : std::nullopt;
@@ -108,7 +108,7 @@ class Reader {
     DispatchPart& part = call_.parts[p];
     const int64_t num_ranks = call_.num_ranks;
     Dims counts, slots, targets, offsets;
-    // Whether there is a dimension of views, the first field tells.
+    // The first field tells whether there is a dimension of views.
     has_views_dim_ = false;
     Status status = Field(p, "num_recv", 2, &part.num_recv, &counts);
     if (!status.ok()) return status;
@@ -152,7 +152,7 @@ class Reader {
     return status;
   }
 
-  // Equally many rows of each rank whose rows are held.
+  // Whether the array has the same number of rows for each rank that it holds.
   bool HoldsRows(Dims dims, int64_t of_each) const {
     return dims.front() % num_held_ == 0 && dims.front() / num_held_ == of_each;
   }
@@ -164,7 +164,7 @@ class Reader {
     const int64_t rows_in = is_dispatch ? num_tokens : capacity;
     const int64_t rows_out = is_dispatch ? capacity : num_tokens;
     const auto num_arrays =
-        static_cast<size_t>(options_.num_arrays[p]);  // at most as many as given
+        static_cast<size_t>(options_.num_arrays[p]);  // at most as many as were passed
     part.tokens.reserve(num_arrays);
     part.buffers.reserve(num_arrays);
     part.types.reserve(num_arrays);
@@ -174,7 +174,7 @@ class Reader {
       const auto wrong = [&](const auto&... what) {
         return Wrong(call_, "array ", a, " of plan ", p, " ", what...);
       };
-      if (!arg.has_value() || !result.has_value()) return wrong("is no array");
+      if (!arg.has_value() || !result.has_value()) return wrong("is not an array");
       const ffi::AnyBuffer out = **result;
       const Dims dims_in = arg->dimensions(), dims_out = out.dimensions();
       if (dims_in.size() == 0 || dims_out.size() == 0) return wrong("is a scalar");
@@ -182,7 +182,7 @@ class Reader {
         return wrong("has rows of shape ", Text(Without(dims_in, 1)), " but its result of ",
                      Text(Without(dims_out, 1)));
       }
-      // An array without rows comes padded: its rows do not count.
+      // An array without rows is padded: its rows do not count.
       if ((rows_in != 0 && !HoldsRows(dims_in, rows_in)) || !HoldsRows(dims_out, rows_out)) {
         return wrong("has ", dims_in.front(), " rows and its result ", dims_out.front(),
                      ", but the attributes say ", rows_in, " and ", rows_out, " for each of ",

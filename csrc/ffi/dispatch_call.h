@@ -1,5 +1,4 @@
-// One call of dispatch or combine, on CPU or a GPU: its attributes and operands, checked as they
-// are read. What a handler does with a call begins with this struct.
+// One call of dispatch or combine, on CPU or a GPU: reads and checks its attributes and operands.
 #pragma once
 
 #include <chrono>
@@ -28,14 +27,14 @@ struct DispatchOptions {
   Counts num_arrays;                // per part: arrays that move
   Counts num_tokens;                // per part: rows in the owner's layout, of one rank
   Counts capacity;                  // per part: rows of the receive buffer, of one rank
-  Counts buffer;                    // per part: id of the registered buffer whose limits hold, or 0
+  Counts buffer;                    // per part: id of the registered buffer with its limits, or 0
 };
 
-// Reads the attributes that the call has on CPU and on GPUs.
+// Reads the attributes that CPU and GPU calls have in common.
 void ReadOptions(AttributeReader* attributes, DispatchOptions* options);
 
-// The arrays hold the rows of one rank, or one after another those of all ranks. Of each array the
-// first rank's rows are told: as many as the plan may name.
+// The arrays hold the rows of one rank, or those of all ranks one after another. Each RowArray
+// describes the first rank's rows: as many as the plan may name.
 struct DispatchCall {
   std::string op;  // begins every message
   Direction direction;
@@ -46,18 +45,18 @@ struct DispatchCall {
   bool is_dispatch() const { return direction == Direction::kDispatch; }
 };
 
-// Everything but the parts. Refuses attributes that are out of range or do not fit each other.
+// Reads everything but the parts. Rejects attributes that are out of range or inconsistent.
 Status ReadAttributes(const DispatchOptions& options, DispatchCall* call);
 
-// The parts, after the attributes. `num_held`: of how many ranks the arrays hold the rows. Refuses
-// operands and results whose number, shapes or types are not those of the attributes.
+// Reads the parts, after the attributes. The arrays hold the rows of `num_held` ranks. Rejects
+// operands and results whose number, shapes or types do not match the attributes.
 //
-// Operands: the metadata of all parts, each field as one rank's view [...] or [1, ...], or as the
-// views of all ranks [W, ...]: num_recv [W + 1], seq_len [S], dst_rank [S(, C)], dst_offset [S(,
-// C)], and src_offset [S] if there is one. Then the stamp [5], of this rank alone, of each part
-// that has one. Then the arrays of all parts: for dispatch x [T, feature...], for combine y
-// [capacity, feature...]. Then, for dispatch, maybe storage to reuse. Results: for dispatch
-// [capacity, feature...], for combine [T, feature...].
+// Operands: first the metadata of all parts, each field as one rank's view [...] or [1, ...], or as
+// the views of all ranks [W, ...]: num_recv [W + 1], seq_len [S], dst_rank [S(, C)], dst_offset
+// [S(, C)], and src_offset [S] if present. Then the stamp [5], of this rank only, of each part that
+// has one. Then the arrays of all parts: x [T, feature...] for dispatch, y [capacity, feature...]
+// for combine. For dispatch, storage to reuse may follow. Results: [capacity, feature...] for
+// dispatch, [T, feature...] for combine.
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& results, int64_t num_held, DispatchCall* call);
 

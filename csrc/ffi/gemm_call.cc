@@ -1,4 +1,4 @@
-// One call of the GEMM handler: its attributes and buffers, and the problem that they describe.
+// One call of the GEMM handler: its attributes, buffers, and the problem that they describe.
 #include "ffi/gemm_call.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-// The BLAS's integers. Products of two collapsed dimensions stay below 2^62.
+// The range of the BLAS's integers. Products of two collapsed dimensions stay below 2^62.
 constexpr int64_t kMost = std::numeric_limits<int>::max();
 
 struct Shape2D {
@@ -22,7 +22,7 @@ struct Shape2D {
   bool is_usable() const { return rows <= kMost && columns <= kMost; }
 };
 
-// A dimension that no integer holds becomes the largest.
+// Dimensions that overflow become the largest integer.
 Shape2D Collapse(const ffi::AnyBuffer& buffer, int64_t boundary) {
   Shape2D shape{1, 1};
   const auto dims = buffer.dimensions();
@@ -36,7 +36,7 @@ Shape2D Collapse(const ffi::AnyBuffer& buffer, int64_t boundary) {
   return shape;
 }
 
-// -1: its elements do not fill rows of that many columns.
+// -1 if its elements do not fill rows of that many columns.
 int64_t NumRows(const ffi::AnyBuffer& buffer, int64_t num_columns) {
   const int64_t count = NumElements(buffer);
   return num_columns > 0 && count >= 0 && count % num_columns == 0 ? count / num_columns : -1;
@@ -46,8 +46,8 @@ std::string Text(Shape2D shape) {
   return "[" + std::to_string(shape.rows) + ", " + std::to_string(shape.columns) + "]";
 }
 
-constexpr int64_t kMostSplits = 1 << 20;   // each has signals of its own
-constexpr int64_t kMostBatches = 1 << 20;  // each has copies of its own
+constexpr int64_t kMostSplits = 1 << 20;   // each has its own signals
+constexpr int64_t kMostBatches = 1 << 20;  // each has its own copies
 
 // Returns the first violated invariant of a call, or nullptr.
 const char* WrongAttribute(const GemmOptions& options) {
@@ -73,7 +73,7 @@ const char* WrongAttribute(const GemmOptions& options) {
   int64_t num_rows = 0;
   for (const int64_t count : options.row_counts) {
     if (count < 0) return "a row count is negative";
-    if (count > kMost - num_rows) return "row counts are above 2**31 - 1 together";
+    if (count > kMost - num_rows) return "the sum of row counts is above 2**31 - 1";
     num_rows += count;
   }
   if (options.num_splits < 1 || options.num_splits > kMostSplits || options.num_batches < 1 ||
@@ -85,9 +85,9 @@ const char* WrongAttribute(const GemmOptions& options) {
   }
   if (options.aggregate && options.num_ranks % 2 != 0) return "pairs need an even number of ranks";
   if (options.in_ring_order && options.gathers_to_aux)
-    return "aux_out is own rows or gathered ones";
+    return "aux_out cannot be both own and gathered rows";
   const bool is_partial = type == CommType::kReduceScatter || method == CommMethod::kBulk;
-  if (options.fuse_gelu && is_partial) return "GELU goes with complete sums alone";
+  if (options.fuse_gelu && is_partial) return "GELU needs complete sums";
   return nullptr;
 }
 
@@ -108,7 +108,7 @@ const char* WrongEpilogue(const GemmOptions& options, const GemmBuffers& buffers
 
 const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
   if (IsByteFloat(p.lhs_type) != (p.scaling != Scaling::kNone))
-    return "8-bit operands and scales go together";
+    return "8-bit operands need scales, and only they do";
   if (p.scaling == Scaling::kTensor && !(IsArray(buffers.lhs_scale_inv, DataType::kF32, 1) &&
                                          IsArray(buffers.rhs_scale_inv, DataType::kF32, 1))) {
     return "tensor scales are one float32 per operand";
@@ -133,7 +133,7 @@ const char* WrongScales(const GemmBuffers& buffers, const OverlapProblem& p) {
     return "swizzled scales need whole tiles";
   }
   if (gathers && !p.gathers_to_aux && buffers.lhs_swizzled.element_type() == ffi::U8) {
-    return "swizzled scales of gathered rows come with these rows alone";
+    return "swizzled scales of gathered rows need the gathered rows";
   }
   return nullptr;
 }
@@ -207,7 +207,8 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   p.m = p.lhs_transposed ? lhs.columns : lhs.rows;
   const int64_t rhs_k = p.rhs_transposed ? rhs.columns : rhs.rows;
   if (!lhs.is_usable() || !rhs.is_usable() || !aux.is_usable()) {
-    return Status::Invalid(op + ": a collapsed dimension is above 2**31 - 1, the BLAS's integers.");
+    return Status::Invalid(
+        op + ": a collapsed dimension is above 2**31 - 1, the largest integer of the BLAS.");
   }
   if (rhs_k != p.k) {
     return Status::Invalid(op + ": lhs " + Text(lhs) + " and rhs " + Text(rhs) +
@@ -218,7 +219,7 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   }
   const bool is_bulk = p.config.method == CommMethod::kBulk;
   if (p.lhs_transposed && p.config.type == CommType::kAllGather && !is_bulk) {
-    return Status::Invalid(op + ": the rows of a transposed lhs are no chunks to gather.");
+    return Status::Invalid(op + ": the rows of a transposed lhs cannot be gathered in chunks.");
   }
   const int64_t out_rows = NumRows(buffers.output, p.n);
   if ((p.config.type == CommType::kNone || is_bulk) && out_rows != p.m) {
@@ -233,16 +234,16 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     const int64_t total = batches * p.rows.total();
     const int64_t rows_in = is_bulk ? aux.rows : p.m;
     const int64_t rows_out = is_bulk ? NumRows(buffers.aux_out, aux.columns) : out_rows;
-    // One side has the rows of all ranks, the other has room for those of each.
+    // One side has the rows of all ranks, the other has capacity for the rows of each rank.
     const int64_t alone = gathers ? rows_in : rows_out, together = gathers ? rows_out : rows_in;
     p.rows.capacity = alone / batches;
     if (is_bulk) p.aux_width = aux.columns;
     if (is_bulk && buffers.aux_out.element_type() != buffers.aux_in.element_type()) {
-      return Status::Invalid(op + ": aux_out is of another type than aux_in.");
+      return Status::Invalid(op + ": aux_out and aux_in have different types.");
     }
     if (is_bulk && (gathers ? ElementBytes(p.aux_type) == 0
                             : !SumIsSupported({p.aux_type, AccumulationType(p.aux_type)}))) {
-      return Status::Invalid(op + ": aux_in is of a type that is not supported.");
+      return Status::Invalid(op + ": the type of aux_in is not supported.");
     }
     const int64_t most = *std::max_element(p.rows.counts.begin(), p.rows.counts.end());
     if (alone < 0 || alone > kMost || p.rows.capacity * batches != alone ||
@@ -253,7 +254,9 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     }
     if (gathers && !is_bulk) p.m = total;
     if (p.m > kMost) {
-      return Status::Invalid(op + ": gathered rows are above 2**31 - 1, the BLAS's integers.");
+      return Status::Invalid(
+          op +
+          ": the number of gathered rows is above 2**31 - 1, the largest integer of the BLAS.");
     }
   }
   if (const char* wrong = WrongEpilogue(options, buffers, p)) {
@@ -269,13 +272,12 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
     const int64_t given = NumElements(buffers.aux_out);
     if (given != need || buffers.aux_out.element_type() != buffers.lhs.element_type()) {
       return Status::Invalid(op + ": aux_out has " + std::to_string(given) +
-                             " elements but the call gives back " + std::to_string(need) +
-                             " of lhs.");
+                             " elements but the call returns " + std::to_string(need) + " of lhs.");
     }
   }
   if (p.config.type == CommType::kReduceScatter && !is_bulk &&
       !GemmIsSupported(p.lhs_type, p.rhs_type, p.partial_type)) {
-    return Status::Invalid(op + ": partial sums are of a type that is not supported.");
+    return Status::Invalid(op + ": the type of partial sums is not supported.");
   }
   if (p.config.type != CommType::kNone && options.comm_overlap_id == 0) {
     const int64_t given = NumBytes(buffers.workspace);

@@ -1,4 +1,4 @@
-// One call of the GEMM handler: its attributes and buffers, and the problem that they describe.
+// One call of the GEMM handler: its attributes, buffers, and the problem that they describe.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct GemmOptions {
   int64_t comm_overlap_method;
   int64_t comm_type;
   int64_t comm_overlap_id;  // 0: the workspace is the buffer
-  int64_t num_splits;       // these five: of a call without a registered buffer
+  int64_t num_splits;       // these five: for calls without a registered buffer
   bool atomic;
   bool overlap_first_gemm;
   bool aggregate;
@@ -37,25 +37,25 @@ struct GemmOptions {
   bool rhs_transposed;
   bool fuse_bias;
   bool fuse_gelu;
-  bool grad;                   // of the epilogues: the bias's gradient, GELU's derivative
-  Counts row_counts;           // of each rank's chunk, per batch
+  bool grad;          // for epilogues: the bias gradient, GELU's derivative
+  Counts row_counts;  // of each rank's chunk, per batch
   int64_t num_batches;
   bool in_ring_order;
   bool gathers_to_aux;
 };
 
-// Reads the attributes that the call has on CPU and on GPUs.
+// Reads the attributes that CPU and GPU calls have in common.
 void ReadOptions(AttributeReader* attributes, GemmOptions* options);
 
-// Absent operands and results are one element, which nobody looks at.
+// Absent operands and results have one element, which is never read.
 struct GemmBuffers {
   xla::ffi::AnyBuffer lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in;
   xla::ffi::AnyBuffer output, bias_grad, pre_gelu_out, aux_out, lhs_swizzled, rhs_swizzled,
       workspace;
 };
 
-// What attributes and shapes say, without memory. Python has checked it; here only what could
-// corrupt memory or hang.
+// Describes the problem, without its memory. Python has checked the call; this checks only what
+// could corrupt memory or hang.
 Status Describe(const std::string& op, const GemmOptions& options, const GemmBuffers& buffers,
                 OverlapProblem* problem);
 

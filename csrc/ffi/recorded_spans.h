@@ -1,4 +1,4 @@
-// Recorded spans as Python takes them.
+// Recorded spans in the form that Python receives.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// What a schedule computes, on the CPU.
+// The arithmetic of a schedule on CPU.
 #include "gemm/arithmetic.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace cpd {
 namespace {
 
-// out = the sum of the sources, in their order (+ bias), rounded once.
+// out = the sum of the sources in order (+ bias), rounded once.
 void SumAndRound(const std::vector<const char*>& sources, DataType type, const char* bias,
                  int64_t num_elements, DataType out_type, char* out) {
   const DataType sum_type = AccumulationType(type);
@@ -40,7 +40,7 @@ void SumAndRound(const std::vector<const char*>& sources, DataType type, const c
 
 void HostArithmetic::Sum(const SumTask& task) const {
   const int64_t bytes = ElementBytes(task.type), to_bytes = ElementBytes(task.to_type);
-  // Rows that lie without gaps are one.
+  // Rows without gaps between them count as one row.
   const bool is_one =
       task.pitch == task.num_columns && task.to_pitch == task.num_columns && task.bias == nullptr;
   const int64_t rows_at_once = is_one ? std::max<int64_t>(task.num_rows, 1) : 1;

@@ -1,5 +1,5 @@
-// What a schedule computes, wherever its memory is: at once on the threads of a CPU, or put on the
-// stream of a GPU that a step runs on.
+// The arithmetic of a schedule: on CPU it runs at once, on the calling threads; on GPUs it is
+// enqueued on the stream of the current step.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace cpd {
 
-// to [num_rows, num_columns] = the sum of the sources, in their order, + bias, rounded once. All
-// sources lie alike; pitches are elements from one row to the next.
+// to [num_rows, num_columns] = the sum of the sources in order, + bias, rounded once. All sources
+// have the same layout; pitches count elements.
 struct SumTask {
   std::vector<const char*> sources;
   DataType type = DataType::kOther;
   int64_t pitch = 0;
   int64_t num_rows = 0, num_columns = 0;
-  const char* bias = nullptr;  // [num_columns], of the type of `to`
+  const char* bias = nullptr;  // [num_columns], with the type of `to`
   char* to = nullptr;
   DataType to_type = DataType::kOther;
   int64_t to_pitch = 0;
@@ -31,14 +31,14 @@ class Arithmetic {
   virtual void Multiply(const GemmTask& task) const = 0;
   virtual void Sum(const SumTask& task) const = 0;
   virtual void Copy(const std::vector<RowCopy>& pieces) const = 0;
-  // Zeros: rows of `row_bytes`, `pitch` bytes after one another.
+  // Fills rows of `row_bytes` with zeros; each starts `pitch` bytes after the previous one.
   virtual void Clear(char* rows, int64_t pitch, int64_t num_rows, int64_t row_bytes) const = 0;
   // See FinishProduct().
   virtual void Finish(const OverlapProblem& problem, const RankMemory& memory,
                       const char* lhs_scales) const = 0;
 };
 
-// On the CPU; products by `gemm`.
+// Arithmetic on CPU; `gemm` computes the products.
 class HostArithmetic final : public Arithmetic {
  public:
   explicit HostArithmetic(GemmFunction gemm) : gemm_(std::move(gemm)) {}

@@ -1,4 +1,4 @@
-// The BLAS that comes with SciPy, and so with JAX: matrix products on the calling thread alone.
+// Matrix products by the BLAS of SciPy (a dependency of JAX), on the calling thread alone.
 #include "gemm/blas.h"
 
 #include <dlfcn.h>
@@ -26,8 +26,7 @@ using Gemm = void (*)(const char* transa, const char* transb, const int* m, cons
 std::atomic<Gemm<float>> sgemm_routine{nullptr};
 std::atomic<Gemm<double>> dgemm_routine{nullptr};
 
-// OpenBLAS has working memory for about a hundred calls at a time, and ends the process when there
-// are more.
+// OpenBLAS has working memory for about a hundred concurrent calls; more abort the process.
 class Turn {
  public:
   Turn() {
@@ -83,7 +82,7 @@ std::vector<std::string> LoadedLibraries() {
   return paths;
 }
 
-struct Names {  // of an OpenBLAS with 32-bit integers
+struct Names {  // in an OpenBLAS with 32-bit integers
   const char *sgemm, *dgemm, *get_num_threads, *set_num_threads;
 };
 constexpr Names kScipy{"scipy_sgemm_", "scipy_dgemm_", "scipy_openblas_get_num_threads",
@@ -111,7 +110,7 @@ std::optional<Library> FindOpenBlas() {
   return std::nullopt;
 }
 
-// A file of its own: the loader takes one with the same inode for the library that it has.
+// A new file: the loader does not load a second library with the same inode.
 int CopyToMemory(const std::string& path) {
   const int from = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (from < 0) return -1;
@@ -141,7 +140,7 @@ bool UseCopyOf(const Library& library) {
       reinterpret_cast<void (*)(int)>(dlsym(handle, library.names.set_num_threads));
   const auto num_threads =
       reinterpret_cast<int (*)()>(dlsym(handle, library.names.get_num_threads));
-  if (set_num_threads != nullptr) set_num_threads(1);  // its own threads sleep from now on
+  if (set_num_threads != nullptr) set_num_threads(1);  // its own threads are idle from now on
   const auto sgemm = reinterpret_cast<Gemm<float>>(dlsym(handle, library.names.sgemm));
   const auto dgemm = reinterpret_cast<Gemm<double>>(dlsym(handle, library.names.dgemm));
   if (num_threads == nullptr || num_threads() != 1 || sgemm == nullptr || dgemm == nullptr) {

@@ -1,4 +1,4 @@
-// The BLAS that comes with SciPy, and so with JAX: matrix products on the calling thread alone.
+// Matrix products by the BLAS of SciPy (a dependency of JAX), on the calling thread alone.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace cpd {
 
-// C [m, n] = A [m, k] B [k, n] + beta C, row-major; `lda` and so on are elements from row to row.
-// A transposed operand lies in memory as [k, m] or [n, k]. Dimensions fit 31 bits.
+// C [m, n] = A [m, k] B [k, n] + beta C, row-major; leading dimensions count elements. A transposed
+// operand is stored as [k, m] or [n, k]. Dimensions fit 31 bits.
 template <typename T>
 struct Product {
   bool a_transposed;
@@ -22,15 +22,15 @@ struct Product {
   int64_t ldc;
 };
 
-// Needs LoadBlas before.
+// Call LoadBlas first.
 void Multiply(const Product<float>& product);
 void Multiply(const Product<double>& product);
 
-// Tells where the routines come from; may be called again. `sgemm` and `dgemm` are Fortran's, of
-// the library that SciPy has loaded. If that is OpenBLAS, a copy of it is loaded beside it that
-// runs each product on the thread that calls it: ranks compute on threads of their own, and one
-// that hands out its work waits for cores that the others need. The first library and its thread
-// count stay as they are. Returns the file of the library, or "" where the given routines are used.
+// Sets the routines; may be called again. `sgemm` and `dgemm` are the Fortran routines of the
+// library that SciPy has loaded. If that is OpenBLAS, a second copy is loaded that runs each
+// product on its calling thread: ranks compute on their own threads, and a product spread over more
+// threads would wait for cores that other ranks need. The first library and its thread count do not
+// change. Returns the file of the copy, or "" if the given routines are used.
 std::string LoadBlas(void* sgemm, void* dgemm);
 
 bool BlasIsLoaded();

@@ -67,8 +67,8 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
   });
 }
 
-// Column chunk i of the product is computed by all ranks, and reduced while chunk i + 1 is. Chunks
-// stand one after another in the buffers.
+// All ranks compute column chunk i, which is reduced while chunk i + 1 is computed. Chunks are
+// stored one after another in the buffers.
 void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
   const int num_splits = num_column_chunks();
   const int64_t column_bytes =

@@ -1,4 +1,4 @@
-// What the schedules share: the chunks of a product, and how rows are gathered and summed.
+// The common part of the schedules: chunks of a product; gathering and summing of rows.
 #include "gemm/comm_overlap.h"
 
 #include <algorithm>
@@ -67,7 +67,7 @@ GemmTask CommOverlapCore::PartialTask(int rank, char* partial) const {
 
 void CommOverlapCore::MultiplyAll(int rank) const {
   const bool gathers = p_.config.method == CommMethod::kNone;
-  if (gathers && p_.scaling == Scaling::kTensor) {  // each chunk has a scale of its own
+  if (gathers && p_.scaling == Scaling::kTensor) {  // each chunk has its own scale
     for (int chunk = 0; chunk < p_.num_ranks(); ++chunk) MultiplyGathered(rank, chunk);
     return;
   }
@@ -170,7 +170,7 @@ char* CommOverlapCore::GatheredScales(int rank) const {
 
 std::vector<RowCopy> CommOverlapCore::CopyChunk(int chunk, const char* rows, const char* scales,
                                                 bool is_alone, int to) const {
-  if (p_.ranks[to].is_elsewhere) return {};  // there it is known where to
+  if (p_.ranks[to].is_elsewhere) return {};  // that process knows the destination
   const bool is_bulk = p_.config.method == CommMethod::kBulk;
   std::vector<RowCopy> pieces;
   const auto copy = [&](const char* from, int64_t bytes, char* gathered) {  // bytes of a row
@@ -200,13 +200,13 @@ std::vector<RowCopy> CommOverlapCore::OwnToGathered(int rank, int to) const {
 }
 
 std::vector<RowCopy> CommOverlapCore::GatheredToGathered(int chunk, int from, int to) const {
-  // What a rank of another process has gathered is not to be seen here.
+  // Rows gathered by another process are not visible here.
   if (p_.ranks[from].is_elsewhere) return OwnToGathered(chunk, to);
   return CopyChunk(chunk, GatheredRows(from), GatheredScales(from), /*is_alone=*/false, to);
 }
 
 void CommOverlapCore::AllGather(int rank, Stream& stream) const {
-  for (int step = 1; step <= p_.num_ranks(); ++step) {  // its own rows last: nobody waits for them
+  for (int step = 1; step <= p_.num_ranks(); ++step) {  // own rows last: no other rank needs them
     const int peer = Rank(rank + step);
     stream.Put("own rows to rank " + std::to_string(peer), peer, OwnToGathered(rank, peer),
                Arrived(rank));
@@ -218,7 +218,7 @@ void CommOverlapCore::Finish(int rank, Stream& stream) const {
   if (!memory.bias_grad && p_.scaling != Scaling::kBlocks) return;
   const bool gathers =
       p_.config.type == CommType::kAllGather && p_.config.method != CommMethod::kBulk;
-  // Pairs of chunks have one signal, for which their product has waited.
+  // A pair of chunks has one signal, which its product has waited for.
   const bool waits = gathers && memory.lhs_swizzled && !p_.config.aggregate;
   if (waits) WaitForAllChunks(rank, stream);
   const char* lhs_scales = gathers ? GatheredScales(rank) : memory.lhs_scales;
@@ -281,7 +281,7 @@ void CommOverlapCore::Reduce(int rank, const Sources& sources, int64_t begin, in
     for (const char*& source : task.sources) source += from;
     task.to = output + (batch * capacity * width() + begin) * to_bytes;
     arithmetic_->Sum(task);
-    // Room that this rank has no rows for.
+    // Capacity beyond this rank's rows.
     arithmetic_->Clear(task.to + count * width() * to_bytes, width() * to_bytes, capacity - count,
                        (end - begin) * to_bytes);
   }

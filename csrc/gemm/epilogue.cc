@@ -1,4 +1,4 @@
-// What becomes of the sums of a product before they are stored: bias, GELU, its derivative.
+// Epilogues, applied to the sums of a product before they are stored: bias, GELU, its derivative.
 #include "gemm/epilogue.h"
 
 #include <cmath>
@@ -8,8 +8,8 @@
 namespace cpd {
 namespace {
 
-// Minimax quotient of polynomials on the range where tanh is not yet 1 in float32; a loop over it
-// becomes vector instructions, unlike std::tanh.
+// Minimax quotient of polynomials on the range where tanh is not yet 1 in float32. Unlike
+// std::tanh, a loop over it is vectorized.
 inline float Tanh(float x) {
   constexpr float kIsOne = 7.90531110763549805f;
   const float z = x * x;
@@ -40,7 +40,7 @@ T GeluDerivative(T x) {
   const T u = T(kSqrtTwoOverPi) * (x + T(kCubic) * x * x * x);
   const T slope = T(kSqrtTwoOverPi) * (1 + T(3 * kCubic) * x * x);
   const T tanh = Tanh(u);
-  // Far out the second term is 0 times infinity.
+  // For large arguments the second term is 0 times infinity.
   const T bend = (1 - tanh * tanh) * slope;
   return T(0.5) * (1 + tanh) + T(0.5) * x * (tanh * tanh < 1 ? bend : 0);
 }

@@ -1,4 +1,4 @@
-// Matrix products on CPU: float32 accumulation, narrow types widened block by block.
+// Matrix products on CPU: float32 accumulation; narrow types are widened block by block.
 #include "gemm/gemm.h"
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 namespace cpd {
 namespace {
 
-// Blocks that are widened before they are multiplied: small beside the operands, large beside what
-// the library packs again.
+// Size of blocks that are widened before they are multiplied: small beside the operands, large
+// beside the blocks that the library packs again.
 constexpr int64_t kBlockM = 512, kBlockN = 1024, kBlockK = 512;
 
-// Those that contract something, in their order.
+// The terms with a non-empty contracted dimension, in order.
 std::vector<Factors> FactorsOf(const GemmTask& task) {
   std::vector<Factors> all{{task.k, task.a, task.b}};
   all.insert(all.end(), task.more.begin(), task.more.end());
@@ -26,7 +26,7 @@ std::vector<Factors> FactorsOf(const GemmTask& task) {
   return all;
 }
 
-// A part of what is contracted, which is widened at once.
+// A part of the contracted dimension, widened at once.
 struct Panel {
   Matrix a, b;
   int64_t begin, k;
@@ -42,7 +42,7 @@ std::vector<Panel> PanelsOf(const GemmTask& task) {
   return panels;
 }
 
-// Whether one call of the library does each product: nothing to widen, nothing to round.
+// Whether the library can compute each product in one call, without widening or rounding.
 template <typename Wide>
 bool IsDirect(const GemmTask& task) {
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Wide));
@@ -73,7 +73,7 @@ void GemmIn(const GemmTask& task) {
     }
     return;
   }
-  // Sums stand in the result, where that is wide, or else in a block that is then rounded.
+  // Sums are stored in the result if it is wide, else in a block that is then rounded.
   const bool in_place = c_bytes == static_cast<int64_t>(sizeof(Wide));
   const std::vector<Panel> panels = PanelsOf(task);
   thread_local std::vector<Wide> a_scratch, b_scratch, sums_scratch;
@@ -95,7 +95,7 @@ void GemmIn(const GemmTask& task) {
       if (index + 1 < panels.size() || (in_place && task.epilogue.is_empty())) return;
       for (int64_t row = 0; row < m; ++row) store_row(sums + row * pitch, i + row, j, n);
     };
-    if (in_place || panels.size() == 1) {  // each block of b is widened once
+    if (in_place || panels.size() == 1) {  // widen each block of b only once
       for (size_t index = 0; index < panels.size(); ++index) {
         const auto b = b_block(panels[index]);
         for (int64_t i = 0; i < task.m; i += kBlockM) multiply(i, index, b);
@@ -110,7 +110,7 @@ void GemmIn(const GemmTask& task) {
   }
 }
 
-// A sum of nothing, and what the epilogue makes of it.
+// The epilogue of an empty sum.
 template <typename Wide>
 void StoreNothing(const GemmTask& task) {
   const std::vector<Wide> zeros(task.n);
@@ -187,7 +187,7 @@ bool GemmIsSupported(DataType a, DataType b, DataType c) {
 }
 
 void RunGemm(const GemmTask& task, int num_threads) {
-  // A part should be worth its thread.
+  // A part should be worth a thread.
   constexpr int64_t kLeast = 64;
   const auto count = static_cast<int>(
       std::clamp<int64_t>(std::max(task.m, task.n) / kLeast, 1, std::max(1, num_threads)));

@@ -1,4 +1,4 @@
-// Matrix products on CPU: float32 accumulation, narrow types widened block by block.
+// Matrix products on CPU: float32 accumulation; narrow types are widened block by block.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,7 @@ struct Factors {
   Matrix a, b;
 };
 
-// c [m, n] = a [m, k] b [k, n] (+ more of them, in their order), and what its epilogue makes of it,
-// rounded once.
+// c [m, n] = a [m, k] b [k, n] (+ further products, in order), then the epilogue, rounded once.
 struct GemmTask {
   int64_t m = 0, n = 0, k = 0;
   Matrix a, b;
@@ -28,7 +27,7 @@ struct GemmTask {
   int64_t c_pitch = 0;  // elements
   Epilogue epilogue = {};
 
-  // The task without the first rows or columns of its result; as many are left as before.
+  // The task of a sub-block of the result: drops the first rows or columns.
   GemmTask FromRow(int64_t row) const;
   GemmTask FromColumn(int64_t column) const;
 };
@@ -37,10 +36,10 @@ using GemmFunction = std::function<void(const GemmTask&)>;
 
 bool GemmIsSupported(DataType a, DataType b, DataType c);
 
-// Repeatable: the same task gives the same bits. Uses `num_threads` threads.
+// Deterministic: the same task gives the same bits. Uses `num_threads` threads.
 void RunGemm(const GemmTask& task, int num_threads);
 
-// The type in which products of these operands are summed.
+// The accumulation type of products of these operands.
 DataType AccumulationType(DataType type);
 
 }  // namespace cpd

@@ -1,4 +1,4 @@
-// A product per group of rows, whose sizes are known only when it runs.
+// Grouped GEMM: one product per group of rows; group sizes are known only at run time.
 #include "gemm/grouped_gemm.h"
 
 #include <algorithm>

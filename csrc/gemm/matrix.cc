@@ -1,4 +1,4 @@
-// Operands of a product as they lie in memory, and blocks of them as floats.
+// Operands of a product in memory, and blocks of them as floats.
 #include "gemm/matrix.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ const float* ValuesOfBytes() {
   return values.data();
 }
 
-// The scale of byte b in two factors: 2^-127 is no normal float, and may be taken for zero.
+// The scale of byte b as two factors: 2^-127 is subnormal and may be flushed to zero.
 struct BlockScale {
   explicit BlockScale(char data)
       : first(data == 0 ? 0.5f : 1.0f), second(FromBits(Bits(static_cast<uint8_t>(data)))) {}
@@ -79,7 +79,7 @@ void WidenTo(const Matrix& block, int64_t num_lines, int64_t length, float* to) 
   }
 }
 
-void WidenTo(const Matrix&, int64_t, int64_t, double*) {}  // float64 goes with itself alone
+void WidenTo(const Matrix&, int64_t, int64_t, double*) {}  // float64 has no narrow type
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Operands of a product as they lie in memory, and blocks of them as floats.
+// Operands of a product in memory, and blocks of them as floats.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,22 @@
 
 namespace cpd {
 
-// What elements of 8 bits are multiplied with. One float32, or a power of two per block of 32
-// elements that are contracted: byte b stands for 2^(b - 127), 255 for NaN.
+// Scales of 8-bit elements. Either one float32, or a power of two per block of 32 contracted
+// elements: byte b is 2^(b - 127), 255 is NaN.
 struct Scales {
   static constexpr int64_t kBlock = 32;
 
-  const char* data = nullptr;  // null: elements stand for themselves
+  const char* data = nullptr;  // nullptr: no scale
   bool is_blocks = false;
   int64_t pitch = 0;  // bytes from one line of scales to the next
-  // Whether a block lies across lines of the matrix, at [line / 32, position], or along one, at
-  // [line, position / 32].
+  // True: a block spans 32 lines of the matrix, with its scale at [line / 32, position]. False: it
+  // spans 32 positions of a line, with its scale at [line, position / 32].
   bool across_lines = false;
-  int64_t line = 0, position = 0;  // where the matrix begins
+  int64_t line = 0, position = 0;  // start of the matrix
 };
 
-// Elements [row, column] at data + (row * pitch + column) elements, or, if `transposed`, at
-// data + (column * pitch + row).
+// Element [row, column] is at data + (row * pitch + column) elements or, if `transposed`, at data +
+// (column * pitch + row).
 struct Matrix {
   const char* data = nullptr;
   DataType type = DataType::kOther;
@@ -31,24 +31,24 @@ struct Matrix {
   bool transposed = false;
   Scales scales = {};
 
-  // Without the first rows or columns.
+  // The matrix without its first rows or columns.
   Matrix FromRow(int64_t row) const;
   Matrix FromColumn(int64_t column) const;
 };
 
-// Elements in a wide type, in the lines in which the matrix lies.
+// The elements in a wide type, in the order of the lines in memory.
 template <typename Wide>
 struct WideBlock {
   const Wide* data;
   int64_t pitch;
 };
 
-// A block of a matrix: where it lies, if it is wide already, or widened into `scratch`.
+// A block of a matrix: in place if it is wide already, else widened into `scratch`.
 template <typename Wide>
 WideBlock<Wide> TakeBlock(const Matrix& matrix, int64_t row, int64_t num_rows, int64_t column,
                           int64_t num_columns, std::vector<Wide>* scratch);
 
-// out[column] += the sum of the matrix's rows, in their order.
+// out[column] += the sum of the matrix's rows in order.
 template <typename Wide>
 void AddRows(const Matrix& matrix, int64_t num_rows, int64_t num_columns, Wide* out);
 

@@ -1,4 +1,4 @@
-// What one rank of an overlapped product brings, and what of it ranks of other processes read.
+// One rank's contribution to an overlapped GEMM, and the parts of it that other processes read.
 #include "gemm/overlap_contribution.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What one rank of an overlapped product brings, and what of it ranks of other processes read.
+// One rank's contribution to an overlapped GEMM, and the parts of it that other processes read.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,15 @@ namespace cpd {
 // Pointers stay valid until the exchange is over.
 class OverlapContribution final : public Contribution {
  public:
-  // `problem` is without memory; its configuration is that of the buffer, if there is one.
+  // `problem` has no memory yet; its configuration is that of the registered buffer, if there is
+  // one.
   OverlapContribution(const OverlapProblem& problem, RankMemory memory);
 
-  // Operands that peers read, as the schedules do, then the buffer.
+  // The operands that peers read, in the order of the schedules, then the buffer.
   std::vector<SharedArray> SharedArrays() override;
 
-  // Between processes: of a rank here, the copies of its operands to where others read them, and
-  // its memory with the buffer there; of a rank elsewhere, what this process finds of it.
+  // Between processes. For a local rank: adds the copies that stage its operands, and returns its
+  // memory with the shared buffer. For a rank elsewhere: returns what this process can read of it.
   RankMemory Share(WorkList* work) const;
 
   const RankMemory& memory() const { return memory_; }
@@ -35,7 +36,7 @@ class OverlapContribution final : public Contribution {
   RankMemory memory_;
   const std::vector<Operand> operands_;
   const int64_t buffer_bytes_;
-  std::vector<char*> shared_;  // of each operand
+  std::vector<char*> shared_;  // by operand
   char* shared_buffer_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// What one overlapped product is: its shapes, types and chunks, and the memory of its ranks.
+// One overlapped GEMM: shapes, types, chunks, and the memory of its ranks.
 #include "gemm/overlap_problem.h"
 
 #include <initializer_list>
@@ -27,7 +27,7 @@ Matrix RhsOf(const OverlapProblem& p, const RankMemory& memory) {
           ScalesOf(p, /*of_lhs=*/false, memory.rhs_scales)};
 }
 
-// Of sizes that are not negative; the largest number where it is beyond 63 bits.
+// The product of nonnegative sizes, clamped to the largest integer of 63 bits.
 int64_t Product(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   bool is_too_large = false;
@@ -43,7 +43,7 @@ int64_t Sum(int64_t a, int64_t b) {
   return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
 }
 
-// Bytes of the scales of a line that is contracted.
+// Bytes of the block scales of one contracted line.
 int64_t BlocksOfLine(int64_t k) {
   return RoundUp((k + Scales::kBlock - 1) / Scales::kBlock, kScalesInTile);
 }
@@ -184,7 +184,7 @@ int64_t BufferRoom::GatheredScalesBytes() const {
 int64_t BufferRoom::Bytes() const {
   const int64_t element = ElementBytes(type);
   const bool is_ring = config.method == CommMethod::kRingExchange;
-  if (config.method == CommMethod::kBulk) {  // else from operand to result
+  if (config.method == CommMethod::kBulk) {  // else directly from operand to result
     return shares_only_buffers ? Product({rows, columns, element}) : 0;
   }
   if (config.type == CommType::kReduceScatter) {
@@ -192,7 +192,7 @@ int64_t BufferRoom::Bytes() const {
     return config.copies ? Product({2 * num_ranks - 1, slot_rows, columns, element}) : 0;
   }
   if (shares_only_buffers) return Sum(GatheredBytes(), GatheredScalesBytes());
-  if (gathers_to_aux) return GatheredScalesBytes();  // the rows arrive in the result
+  if (gathers_to_aux) return GatheredScalesBytes();  // the result receives the rows
   const bool copies = !is_ring || config.copies || config.aggregate;
   return copies ? Sum(GatheredBytes(), GatheredScalesBytes()) : 0;
 }

@@ -1,4 +1,4 @@
-// From what the ranks of one overlapped GEMM bring to the schedule that runs, with its buffer.
+// Turns the contributions to one overlapped GEMM, and its buffer, into a schedule that runs.
 #include "gemm/plan_overlap.h"
 
 #include <string>
@@ -27,8 +27,8 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
                          : gathers ? problem->lhs_type
                                    : problem->partial_type;
   if (spec.type != moved) {
-    return Status::Invalid(op + ": " + buffer + " is of another dtype than what the call moves: " +
-                           spec.parameters + ".");
+    return Status::Invalid(op + ": " + buffer +
+                           " has another dtype than the call moves: " + spec.parameters + ".");
   }
   problem->config = spec.config;
   if (spec.config.aggregate && problem->num_ranks() % 2 != 0) {
@@ -45,7 +45,7 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
 
 namespace {
 
-// The schedule of one call, and what it holds until it is over.
+// The schedule of one call and the resources that it holds.
 struct Schedule {
   std::shared_ptr<OverlapBufferLease> lease;
   std::unique_ptr<CommOverlapCore> core;

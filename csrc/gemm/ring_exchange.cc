@@ -18,14 +18,14 @@ void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
   } else {
     RecordAllGather(rank, streams);
   }
-  if (p_.config.aggregate) {  // its signals tell of pairs, for all of which the product has waited
+  if (p_.config.aggregate) {  // its signals are for pairs, which the products have waited for
     KeepGathered(rank, streams.compute);
   } else if (KeepsGathered()) {
     WaitForAllChunks(rank, streams.communicate);
     KeepGathered(rank, streams.communicate);
   }
   if (p_.config.type == CommType::kAllGather && p_.in_ring_order && p_.ranks[rank].aux_out) {
-    // The atomic ring gives back the chunk that it got.
+    // The atomic ring returns the chunk that it received.
     const RankMemory& memory = p_.ranks[rank];
     const int64_t bytes = p_.rows.num_batches * p_.rows.capacity * p_.k * ElementBytes(p_.lhs_type);
     streams.communicate.Run(
@@ -36,8 +36,8 @@ void CommOverlapP2PBase::Record(int rank, RankStreams streams) const {
   Finish(rank, streams.compute);
 }
 
-// Step i: multiplies chunk r - i, and sends it on while it does. Without copies the GEMM reads the
-// rows where they are, in the memory of their rank, and waits for nothing.
+// Step i multiplies chunk r - i and sends it on at the same time. Without copies the GEMM reads the
+// rows in place, in their rank's memory, and waits for nothing.
 void CommOverlapP2PBase::RecordAllGather(int rank, RankStreams streams) const {
   const int p = p_.num_ranks(), next = Rank(rank + 1), previous = Rank(rank - 1);
   const bool copies = p_.config.copies;
@@ -110,7 +110,7 @@ void CommOverlapP2PBase::RecordPairs(int rank, RankStreams streams) const {
 }
 
 // Slots of the buffer hold row blocks. GEMM i computes block r + i + 1 into slot i, which then goes
-// to that rank, slot i + p; a rank's own block comes last, in slot p - 1.
+// to slot i + p of that rank; a rank's own block comes last, in slot p - 1.
 void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) const {
   if (!p_.config.copies) {
     streams.compute.Run(SpanKind::kComputation, "GEMM of all ranks",
@@ -150,7 +150,7 @@ void CommOverlapP2PBase::RecordReduceScatter(int rank, RankStreams streams) cons
         Chunk("send ", peer), peer,
         {{slot(peer, step - 1 + p), bytes, slot(rank, step - 1), bytes, 1, bytes}}, Arrived(rank));
   }
-  // In the order of the ranks, whatever the order of arrival.
+  // In rank order, whatever the order of arrival.
   Sources sources{{}, p_.rows.capacity, p_.n};
   for (int peer = 0; peer < p; ++peer) {
     sources.first_rows.push_back(slot(rank, peer == rank ? p - 1 : Rank(rank - peer) - 1 + p));

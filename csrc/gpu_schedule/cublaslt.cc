@@ -1,4 +1,4 @@
-// cuBLASLt, opened when it is first needed, and the algorithms that it has chosen.
+// cuBLASLt, opened on first use, and a cache of its algorithms.
 #include "gpu_schedule/cublaslt.h"
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@ Status Failed(const std::string& op, const char* what, int result) {
 
 }  // namespace
 
-// The library's descriptions of one product.
+// The library's descriptors of one product.
 class CublasLt::Descriptors {
  public:
   explicit Descriptors(const lt::Functions& functions) : functions_(functions) {}
@@ -88,7 +88,7 @@ Status CublasLt::Open(const std::string& op, const char* path) {
   }
   if (library == nullptr) {
     const char* why = dlerror();
-    return Status::Invalid(op + ": cuBLASLt does not open (" + (why ? why : "no reason") +
+    return Status::Invalid(op + ": cuBLASLt cannot be opened (" + (why ? why : "no reason") +
                            "). Install nvidia-cublas, which comes with jax[cuda13], or pass "
                            "implementation='xla'.");
   }
@@ -110,7 +110,7 @@ Status CublasLt::Open(const std::string& op, const char* path) {
   find("cublasLtMatmulAlgoGetHeuristic", &functions_.MatmulAlgoGetHeuristic);
   find("cublasLtMatmul", &functions_.Matmul);
   if (missing) {
-    return Status::Invalid(op + ": the cuBLASLt that is installed has no " + missing +
+    return Status::Invalid(op + ": the installed cuBLASLt has no " + missing +
                            ". Install nvidia-cublas 12.9 or newer, or pass implementation='xla'.");
   }
   is_open_ = true;

@@ -1,4 +1,4 @@
-// cuBLASLt, opened when it is first needed, and the algorithms that it has chosen.
+// cuBLASLt, opened on first use, and a cache of its algorithms.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,31 @@
 
 namespace cpd {
 
-// What a product uses of a device.
+// The resources of a device that a product uses.
 struct LtResources {
   int device = 0;
-  char* workspace = nullptr;  // aligned to 256 bytes; of one product at a time
+  char* workspace = nullptr;  // aligned to 256 bytes; for one product at a time
   int64_t workspace_bytes = 0;
   lt::Stream stream = nullptr;
 };
 
-// All functions may be called from any thread.
+// All functions are thread-safe.
 class CublasLt {
  public:
-  static CublasLt& Get();  // never destroyed: CUDA may be gone by then
+  static CublasLt& Get();  // never destroyed: CUDA may have been unloaded by then
 
-  // Opens the library; `path` is for tests, else it is found by its name, like JAX's own.
+  // Opens the library: by name, as JAX does, or from `path` in tests.
   Status Open(const std::string& op, const char* path = nullptr);
 
-  // Opens it and makes the handle of a device, which is current: both allocate, so they come before
-  // anything is recorded.
+  // Opens the library and creates the handle of the current device. Both allocate, so call this
+  // before any recording.
   Status Prepare(const std::string& op, int device);
 
-  // Puts the product on the stream, with the algorithm that is first chosen for its shape. The
-  // device is current.
+  // Enqueues the product on the stream, with the algorithm that was first chosen for its shape, on
+  // the current device.
   Status Multiply(const std::string& op, const LtProduct& product, const LtResources& resources);
 
-  int64_t num_chosen();  // algorithms so far
+  int64_t num_chosen();  // cached algorithms
 
  private:
   struct Chosen {

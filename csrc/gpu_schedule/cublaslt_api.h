@@ -1,6 +1,6 @@
-// The part of cuBLASLt's C interface that is used here, by value: its headers come neither with
-// every toolkit nor with the drivers, and the library is opened when it is first needed. The same
-// since CUDA 12.9; numbers as in NVIDIA's cublasLt.h and library_types.h.
+// The part of cuBLASLt's C interface that is used here, declared by value: not every toolkit or
+// driver has its headers, and the library is opened on first use. Unchanged since CUDA 12.9;
+// numbers as in NVIDIA's cublasLt.h and library_types.h.
 #pragma once
 
 #include <cstddef>
@@ -67,7 +67,7 @@ struct Heuristic {
   int reserved[4];
 };
 
-// The functions, by their names without `cublasLt`.
+// The functions, by name without `cublasLt`.
 struct Functions {
   int (*Create)(Handle*);
   int (*MatmulDescCreate)(MatmulDesc*, int compute_type, int scale_type);

@@ -1,4 +1,4 @@
-// What a rank's product on a GPU computes with besides its operands and results.
+// Scratch memory of a rank's product on a GPU.
 #include "gpu_schedule/gemm_scratch.h"
 
 namespace cpd {
@@ -22,7 +22,7 @@ int64_t GemmScratch::Lay(const OverlapProblem& p, char* data, GemmScratch* scrat
   const bool is_apart = ElementBytes(p.output_type) == 2 && p.fuse_gelu &&
                         (p.scaling != Scaling::kNone || p.n % 8 != 0);
   take(&scratch->sums, is_apart ? 4 * p.m * p.n : 0);
-  return at + (data ? 0 : 255);  // wherever it begins
+  return at + (data ? 0 : 255);  // whatever the alignment of the start
 }
 
 }  // namespace cpd

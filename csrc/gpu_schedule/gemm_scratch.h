@@ -1,4 +1,4 @@
-// What a rank's product on a GPU computes with besides its operands and results.
+// Scratch memory of a rank's product on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace cpd {
 
-// In this order: cuBLASLt's workspace, 8-bit operands laid otherwise, and sums whose epilogue a
-// kernel makes.
+// In this order: cuBLASLt's workspace, transposed 8-bit operands, and sums for an epilogue in a
+// kernel.
 struct GemmScratch {
   static constexpr int64_t kLtBytes = 32 << 20;
 
@@ -17,8 +17,8 @@ struct GemmScratch {
   char* lhs = nullptr;
   char* sums = nullptr;
 
-  // Of the whole product, from anywhere in memory; `data` may be null. Returns the bytes it takes.
-  // Python asks XLA for as many.
+  // Lays out the scratch of a whole product, at any address; `data` may be nullptr. Returns its
+  // size in bytes. Python asks XLA for the same number.
   static int64_t Lay(const OverlapProblem& problem, char* data, GemmScratch* scratch);
 };
 

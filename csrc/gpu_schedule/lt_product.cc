@@ -1,4 +1,4 @@
-// A product as cuBLASLt describes it.
+// The description of a product for cuBLASLt.
 #include "gpu_schedule/lt_product.h"
 
 #include <optional>
@@ -23,8 +23,8 @@ std::optional<lt::Type> TypeOf(DataType type) {
   }
 }
 
-// Table of types in cublasLtMatmul(): equal operands give their own type or float32, of 8 bits they
-// may differ, and give any wider type.
+// The table of types in cublasLtMatmul(): operands of one type give this type or float32; 8-bit
+// operands may differ, and give any wider type.
 bool HasTypes(DataType a, DataType b, DataType c) {
   if (IsByteFloat(a) && IsByteFloat(b)) {
     const bool is_wider = c == DataType::kBF16 || c == DataType::kF16 || c == DataType::kF32;
@@ -34,7 +34,7 @@ bool HasTypes(DataType a, DataType b, DataType c) {
 }
 
 LtMatrix Lay(const Matrix& matrix, int64_t rows, int64_t columns) {
-  // Lines of the matrix are columns there.
+  // Lines of the matrix are columns for cuBLASLt.
   const auto num_lines = static_cast<uint64_t>(matrix.transposed ? columns : rows);
   const auto length = static_cast<uint64_t>(matrix.transposed ? rows : columns);
   return {TypeOf(matrix.type).value_or(lt::kR32F),
@@ -58,7 +58,7 @@ bool LtHasEpilogue(const GemmTask& task) {
   if (IsByteFloat(task.a.type)) return !e.gelu && task.c_type != DataType::kF32;
   if (task.c_type != task.a.type) return false;
   if (!e.gelu) return true;
-  // Its tanh may be an approximation, to fewer bits than float32 has.
+  // Its tanh may be an approximation with fewer bits than float32.
   if (task.c_type == DataType::kF32) return false;
   const char* aux = e.gelu_input ? e.gelu_input : e.pre_gelu;
   if (e.gelu_input && e.bias) return false;
@@ -108,7 +108,7 @@ Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOp
     p.has_block_scales = task.a.scales.is_blocks;
     p.accumulates_fast = !options.use_split_accumulator;
     if (!p.transposes_a || p.transposes_b) {
-      return refuse("8-bit operands are multiplied along their lines alone");
+      return refuse("8-bit operands are multiplied only along their lines");
     }
     if (task.k % 16 != 0 || task.n % 16 != 0 || AlignmentOf(task.a.data) < 16 ||
         AlignmentOf(task.b.data) < 16 || AlignmentOf(task.c) < 16) {

@@ -1,5 +1,5 @@
-// A product as cuBLASLt describes it: columns before rows, so that row-major c = a b is
-// c' = b' a' there, with our b as its A.
+// The description of a product for cuBLASLt, which is column-major: our c = a b is c' = b' a'
+// there, with our b as its A.
 #pragma once
 
 #include <cstdint>
@@ -30,24 +30,25 @@ struct LtProduct {
   const char* bias = nullptr;
   const char* aux = nullptr;
   int64_t aux_pitch = 0;
-  int32_t num_sms = 0;  // 0: all
+  int32_t num_sms = 0;  // 0: all of them
 
-  // What an algorithm is chosen for: everything but where the operands are; of that the alignment.
+  // The key of the algorithm cache: everything but the addresses of operands, which only count by
+  // their alignment.
   std::vector<int64_t> Key() const;
 };
 
 struct LtOptions {
-  bool tf32 = false;                   // float32 operands are rounded to 10 bits of fraction
+  bool tf32 = false;                   // float32 operands are rounded to 10 fraction bits
   bool use_split_accumulator = false;  // of 8-bit products
   int32_t num_sms = 0;
 };
 
-// Whether the library computes the epilogue of a task with the product, or a kernel of our own does
-// after it.
+// Whether the library computes the epilogue of a task with the product; else a kernel does so
+// afterwards.
 bool LtHasEpilogue(const GemmTask& task);
 
-// Refuses what the library cannot multiply; a task whose epilogue it does not have is described
-// without. Blocks' scales lie as tensor cores read them.
+// Fails if the library cannot multiply the operands. Describes a task without its epilogue if the
+// library does not have it. Block scales must be in the order of tensor cores.
 Status DescribeLtProduct(const std::string& op, const GemmTask& task, const LtOptions& options,
                          LtProduct* product);
 

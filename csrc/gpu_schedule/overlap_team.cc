@@ -1,5 +1,5 @@
-// The streams of ranks on GPUs: a schedule is recorded for all ranks, then the steps of those that
-// this device holds are put on its streams, in an order in which no step waits for a later one.
+// The streams of ranks on GPUs. A schedule is recorded for all ranks; then the steps of this
+// device's ranks are enqueued, in an order in which no step waits for a later one.
 #include "gpu_schedule/overlap_team.h"
 
 #include <utility>
@@ -66,17 +66,17 @@ struct OverlapTeam::Step {
   int signal = 0;
 };
 
-// A signal of one rank, as far as the steps so far have counted it.
+// A signal of one rank, as counted by the steps so far.
 struct OverlapTeam::SignalState {
   bool is_added = false;
-  int by = 0;      // who added
+  int by = 0;      // which rank added
   Lane by_lane{};  // and on which stream
-  int event = -1;  // on this device; -1: the adding rank is elsewhere
+  int event = -1;  // on this device; -1: the other rank is elsewhere
 };
 
 namespace {
 
-// Schedules for GPUs are cut into one GEMM per chunk: nothing signals in the middle of one.
+// Schedules for GPUs have one GEMM per chunk: nothing signals in the middle of a GEMM.
 class NoCounters final : public Counters {
  public:
   void Add(int, const Signal&) override {}
@@ -102,7 +102,7 @@ class OverlapTeam::RecordedStream final : public Stream {
   void Add(int peer, Signal signal) override {
     steps.push_back({Step::Kind::kAdd, {}, std::move(signal.name), {}, {}, peer, signal.index});
   }
-  // Signals of schedules count to one.
+  // Every signal of a schedule counts to one.
   void Wait(Signal signal, int64_t, int peer) override {
     steps.push_back({Step::Kind::kWait, {}, std::move(signal.name), {}, {}, peer, signal.index});
   }
@@ -197,7 +197,7 @@ Status OverlapTeam::Enqueue(const std::string& op, GpuQueues* queues) {
     const Step& step = stream.steps[stream.next];
     return {StatusCode::kInternal, op + ": rank " + std::to_string(i / 2) + " waits for signal '" +
                                        step.name + "' of rank " + std::to_string(step.peer) +
-                                       ", which nothing gives."};
+                                       ", which nothing sends."};
   }
   return Status::Ok();
 }

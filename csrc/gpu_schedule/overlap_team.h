@@ -1,8 +1,8 @@
-// The streams of ranks on GPUs: a schedule is recorded for all ranks, then the steps of those that
-// this device holds are put on its streams, in an order in which no step waits for a later one.
+// The streams of ranks on GPUs. A schedule is recorded for all ranks; then the steps of this
+// device's ranks are enqueued, in an order in which no step waits for a later one.
 //
-// The host waits for nothing. Every process and every device puts the steps of one order on its
-// streams, so that streams which the hardware runs one after another cannot hold each other up.
+// The host never waits. Every process and device enqueues the steps in the same order, so streams
+// that the hardware serializes cannot block each other.
 #pragma once
 
 #include <cstdint>
@@ -18,32 +18,32 @@
 
 namespace cpd {
 
-// A configuration as GPUs run it. Chunks are always copied, by a copy engine or a kernel, and one
-// GEMM with a counter per chunk becomes a GEMM per chunk: the library has no such counters. The
-// order of an atomic ring's chunks stays.
+// The configuration for GPUs. Chunks are always copied, by a copy engine or a kernel. One GEMM with
+// a counter per chunk becomes one GEMM per chunk: the library has no such counters. The order of an
+// atomic ring's chunks stays.
 OverlapConfig OnGpus(OverlapConfig config);
 
-// A number for what a call does: the same on ranks that make the same one, in every process.
+// A hash of a call's work: equal, in every process, on ranks that run the same call.
 uint64_t ProgramOf(const std::string& op, const OverlapProblem& problem);
 
-// What decides which kernels a call launches on this device: besides its program, how products are
-// computed there, and which operands its `num_local` ranks have, aligned to what.
+// Everything that decides which kernels a call launches on this device: its program, the settings
+// of its products, and the presence and alignment of operands of its `num_local` ranks.
 std::vector<int64_t> KernelsOf(uint64_t program, const OverlapProblem& problem, int first_local,
                                int num_local, const LtOptions& options);
 
 enum class Lane : uint8_t { kCompute, kCommunicate };
 
-// What a team asks of a device. Steps go on the stream that was chosen last.
+// The interface of a team to a device. Steps go to the stream that was chosen last.
 class GpuQueues {
  public:
   virtual ~GpuQueues() = default;
 
   virtual void Choose(int rank, Lane lane) = 0;
   virtual void Copy(const std::vector<RowCopy>& pieces) = 0;
-  // A point on the stream, and a stream that goes on when it is reached.
+  // Records a point on the stream; makes a stream wait for such a point.
   virtual int RecordEvent() = 0;
   virtual void WaitForEvent(int event) = 0;
-  // Signals of ranks that are not on this device; each counts once a call.
+  // Signals of ranks on other devices; each counts one per call.
   virtual void SignalPeer(int rank, int peer, int signal) = 0;
   virtual void WaitForPeer(int rank, int peer, int signal) = 0;
   virtual void BeginSpan(int rank, SpanKind kind, const std::string& name) = 0;
@@ -52,13 +52,13 @@ class GpuQueues {
 
 class OverlapTeam {
  public:
-  // Ranks [first_local, first_local + num_local) are on this device.
+  // This device holds ranks [first_local, first_local + num_local).
   OverlapTeam(int num_ranks, int num_signals, int first_local, int num_local);
   ~OverlapTeam();
 
   RankStreams streams(int rank);
 
-  // Puts everything on the device's streams. Fails only if the schedule could never end.
+  // Enqueues everything on the device's streams. Fails only if the schedule would never end.
   Status Enqueue(const std::string& op, GpuQueues* queues);
 
  private:

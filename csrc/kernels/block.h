@@ -1,7 +1,7 @@
-// A block of threads and its memory: one of a GPU's thread blocks, or in tests threads of the host.
+// A block of threads and its memory: a thread block of a GPU or, in tests, threads of the host.
 //
-// Everything in this folder is written for a block, so that the same lines run on a GPU and, with
-// the sanitizers watching, without one.
+// Everything in this folder is written for a block, so that the same code runs on a GPU and, under
+// the sanitizers, without one.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #ifdef __CUDACC__
 #define CPD_DEVICE __device__ __forceinline__
 #define CPD_UNROLL _Pragma("unroll")
-#define CPD_NO_UNROLL _Pragma("unroll 1")  // saves registers where it would gain nothing
+#define CPD_NO_UNROLL _Pragma("unroll 1")  // saves registers where unrolling gains nothing
 #else
 #include <chrono>
 #include <thread>
@@ -21,7 +21,7 @@
 namespace cpd {
 
 #ifndef __CUDACC__
-// What `__syncthreads()` is on a GPU.
+// The equivalent of `__syncthreads()`.
 class BlockBarrier {
  public:
   virtual ~BlockBarrier() = default;
@@ -33,7 +33,7 @@ class BlockBarrier {
 struct Block {
   int thread;
   int num_threads;
-  int index;  // of the block among those of its rank
+  int index;  // of the block among the blocks of its rank
   int num_blocks;
 #ifdef __CUDACC__
   CPD_DEVICE void Sync() const { __syncthreads(); }
@@ -43,8 +43,8 @@ struct Block {
 #endif
 };
 
-// ---- Memory that other GPUs see. A release makes visible what the whole block wrote before its
-// last Sync, and what earlier kernels of the stream wrote (causality order is transitive).
+// ---- Memory that other GPUs see. A release makes visible all writes of the block before its last
+// Sync, and those of earlier kernels on the stream (causality order is transitive).
 
 CPD_DEVICE uint64_t LoadAcquire(const uint64_t* p) {
 #ifdef __CUDACC__
@@ -65,7 +65,7 @@ CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
 #endif
 }
 
-// ---- Memory of this rank alone, or of this block.
+// ---- Memory of this rank or block only.
 
 CPD_DEVICE uint64_t AddAndFetch(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// What one call of dispatch or combine is for a GPU: the one parameter of all of its kernels.
+// One call of dispatch or combine on a GPU: the single parameter of all of its kernels.
 #pragma once
 
 #include <cstdint>
@@ -13,46 +13,46 @@ namespace cpd::kernels {
 constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
-constexpr int kTagRun = 1024;  // tags that are put over the network at a time
+constexpr int kTagRun = 1024;  // tags that one put sends over the network
 constexpr int64_t kStampSize = 5;
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
 
-// One array: rows of equal size, one after another; on one device, those of all its ranks.
+// One array: consecutive rows of equal size; on one device, those of all its ranks.
 struct Array {
   const char* in;
   char* out;
   int64_t in_row_bytes;
   int64_t out_row_bytes;
-  int64_t data;    // where its rows are in half a channel
-  int64_t staged;  // where they wait for the network, in a channel
+  int64_t data;    // offset of its rows in half a channel
+  int64_t staged;  // offset of its staged rows in a channel
   DataType in_type;
   DataType out_type;
 };
 
-// Arrays that move as one metadata says.
+// Arrays that move by the same metadata.
 struct Part {
   IntArray num_recv;    // [W + 1]
   IntArray seq_len;     // [S]
   IntArray dst_rank;    // [S, C]
   IntArray dst_offset;  // [S, C]
-  IntArray src_offset;  // [S], or none
-  IntArray stamp;       // [kStampSize] of this rank, or none; see dispatch/dispatch.h
-  bool has_all_views;   // fields are [W, ...], of which a rank reads its own
+  IntArray src_offset;  // [S], or absent
+  IntArray stamp;       // [kStampSize] of this rank, or absent; see dispatch/dispatch.h
+  bool has_all_views;   // fields are [W, ...]; each rank reads its own
   int64_t num_slots;
   int64_t num_replicas;
   int64_t num_tokens;
   int64_t capacity;
-  int64_t rows_per_piece;  // what a block moves at a time
+  int64_t rows_per_piece;  // that a block moves at a time
   int first_array;
   int num_arrays;
-  int64_t tags;         // where the tags of its rows are in half a channel
-  int64_t staged_rows;  // of each array: sent ones of dispatch, fetched ones of combine
-  int64_t first_slot;   // its slots among those of all parts
+  int64_t tags;         // offset of the tags of its rows in half a channel
+  int64_t staged_rows;  // of each array: sent ones for dispatch, fetched ones for combine
+  int64_t first_slot;   // offset of its slots among those of all parts
 };
 
-// What goes wrong on a device, as the host reads it. `raised` counts up on the device and
-// `reported` on the host; the first error stays until it has been reported.
+// An error found on a device, as the host reads it. The device increments `raised`, the host
+// `reported`; the first error stays until it has been reported.
 enum class Failure : int64_t {
   kNone,
   kRank,     // rank: that of the operand, expected: that of the device
@@ -65,11 +65,11 @@ enum class Failure : int64_t {
   kFetched,    // expected: rows that can be fetched, seen: rows to fetch
   kCounts,     // peer; expected: num_recv, seen: sent
   kOverlap,    // expected: rows sent, seen: rows written
-  kPeer,       // peer: whose plan was refused
-  kGone,       // peer: that has given up
-  kProgram,    // peer: whose call is another one
+  kPeer,       // peer: its plan was rejected
+  kGone,       // peer: it has given up
+  kProgram,    // peer: it runs another call
   kDeadline,   // peer; expected and seen: signals
-  kBroken,     // an earlier call failed half way
+  kBroken,     // an earlier call failed halfway
 };
 
 struct ErrorRecord {
@@ -80,15 +80,15 @@ struct ErrorRecord {
   uint64_t epoch;
 };
 
-// How far a rank is; in device memory, so that a recorded call can be replayed.
+// The progress of a rank. In device memory, so that a recorded call can be replayed.
 struct State {
-  uint64_t epoch;  // of this call; counts from 1
-  // 0, or why this call has no result: kRefused, and the next call may go well, or kBroken.
+  uint64_t epoch;  // of this call; starts at 1
+  // 0, or why this call has no result: kRefused (the next call may succeed) or kBroken.
   uint64_t failed;
-  uint64_t broken;  // stays
+  uint64_t broken;  // permanent
   uint64_t blocks_done;
   uint64_t rows_written[kMaxParts];
-  int64_t first_piece[kMaxParts + 1];  // of what this rank sends, part by part
+  int64_t first_piece[kMaxParts + 1];  // rows that this rank sends, by part
 };
 enum : uint64_t { kFine, kRefused, kGivenUp };
 
@@ -99,23 +99,23 @@ struct Slot {
 };
 
 struct Call {
-  // The channel's memory of every rank, at the same offsets on each. Two halves, taken in turn.
-  // Of a remote rank, whose memory is not mapped here, this rank's own.
+  // The channel memory of every rank, at the same offsets on each: two halves, used in turn. For a
+  // remote rank, whose memory is not mapped here, this rank's own.
   char* symmetric[kMaxRanks];
-  bool has_network;       // some ranks are remote to others; the same on all of them
-  int32_t pe[kMaxRanks];  // if so, by which number the network reaches a rank; -1: it is mapped
+  bool has_network;       // some ranks are remote to others; equal on all ranks
+  int32_t pe[kMaxRanks];  // the network's number of a remote rank; -1: it is mapped
   int64_t half_begin, half_bytes;
   int64_t staged_messages, staged_tags;  // in a channel
-  // Of each local rank, local_bytes apart: State, sent [parts, W], then all parts' slots; with a
-  // network, where the rows begin that are fetched of each slot.
+  // For each local rank, local_bytes apart: State, sent [parts, W], then the slots of all parts;
+  // with a network, the start of the rows that are fetched for each slot.
   char* local;
   int64_t local_bytes, first_fetched;
   ErrorRecord* errors;          // per local rank; the host reads them
-  const int32_t* rank_operand;  // or none
+  const int32_t* rank_operand;  // or nullptr
   uint64_t deadline_ns;
-  uint64_t program;  // the same on ranks that make the same call
+  uint64_t program;  // the same on ranks that run the same call
   int num_ranks;
-  int first_rank;  // of the local ranks: one, or all of them on one device
+  int first_rank;  // local ranks: one, or all of them on one device
   int num_local;
   int num_parts;
   int num_arrays;
@@ -124,11 +124,11 @@ struct Call {
   Array arrays[kMaxArrays];
 };
 
-// ---- Where things are. A channel begins with `arrived`: the last call of which each rank has sent
+// ---- Layout. A channel begins with `arrived`: for each rank, the last call of which it has sent
 // everything. Each half holds messages [W][2 + parts] (whether the sender failed, its program, and
-// how many rows it sent of each part), and for dispatch a tag for each row, then all arrays' rows.
-// With a network a staging area follows, which only its own rank sees and the network reads or
-// writes: messages [W], for dispatch a run of tags, then all arrays' rows.
+// the rows it sent of each part), for dispatch a tag per row, then the rows of all arrays. With a
+// network, a staging area follows that only its own rank and the network access: messages [W], for
+// dispatch a run of tags, then the rows of all arrays.
 
 CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
 
@@ -140,7 +140,7 @@ CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
   if (call->is_dispatch) at += AlignUp(8 * kTagRun);
   for (int p = 0; p < call->num_parts; ++p) {
     Part& part = call->parts[p];
-    const int64_t named = part.num_tokens * part.num_replicas;  // by slots that do not overlap
+    const int64_t named = part.num_tokens * part.num_replicas;  // for slots that do not overlap
     const int64_t held = part.capacity * call->num_ranks;
     part.staged_rows = call->is_dispatch                  ? part.num_tokens
                        : named < held && !part.src_offset ? named
@@ -153,7 +153,7 @@ CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {
   return at;
 }
 
-// Fills in the offsets, from the sizes; returns the bytes of a channel per rank.
+// Computes the offsets from the sizes; returns the bytes of a channel per rank.
 CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
   call->half_begin = AlignUp(8 * call->num_ranks);
   int64_t at = AlignUp(call->num_ranks * MessageBytes(*call));
@@ -187,7 +187,7 @@ CPD_HOST_DEVICE inline int64_t LayOutLocal(Call* call) {
   return call->num_local * call->local_bytes;
 }
 
-// A local rank's view of a call.
+// A call as seen by a local rank.
 struct Rank {
   const Call& call;
   int local;
@@ -206,7 +206,7 @@ struct Rank {
                                    AlignUp(8 * call.num_parts * call.num_ranks)) +
            part.first_slot;
   }
-  // Of each slot, where the rows that combine fetches for it begin among the staged ones.
+  // For each slot, the start among the staged rows of the rows that combine fetches.
   CPD_DEVICE int64_t* first_fetched(const Part& part) const {
     return reinterpret_cast<int64_t*>(call.local + local * call.local_bytes + call.first_fetched) +
            part.first_slot;
@@ -215,7 +215,7 @@ struct Rank {
   CPD_DEVICE char* channel() const { return call.symmetric[rank()]; }
   CPD_DEVICE ErrorRecord* error() const { return call.errors + local; }
 
-  // A field of this rank, which has `count` elements per rank.
+  // A field of this rank, with `count` elements per rank.
   CPD_DEVICE IntArray Field(const Part& part, const IntArray& field, int64_t count) const {
     return part.has_all_views ? field.From(static_cast<int64_t>(rank()) * count) : field;
   }
@@ -230,7 +230,7 @@ struct Rank {
   }
 };
 
-// One rank's channel, as anybody sees it.
+// The channel of one rank, as all ranks address it.
 CPD_DEVICE uint64_t* Arrived(const Call& call, int at, int from) {
   return reinterpret_cast<uint64_t*>(call.symmetric[at]) + from;
 }
@@ -244,13 +244,13 @@ CPD_DEVICE uint64_t* Tags(const Call& call, int at, uint64_t epoch, const Part& 
   return reinterpret_cast<uint64_t*>(Half(call, at, epoch) + part.tags);
 }
 
-// Where a message waits that the network will read.
+// The staging place of a message that the network will read.
 CPD_DEVICE uint64_t* StagedMessage(const Rank& rank, int to) {
   return reinterpret_cast<uint64_t*>(rank.channel() + rank.call.staged_messages +
                                      to * MessageBytes(rank.call));
 }
 
-// Leaves the first error for the host. One thread of a rank calls it at a time.
+// Stores the first error for the host. Only one thread of a rank calls it at a time.
 CPD_DEVICE void RaiseAs(ErrorRecord* record, const ErrorRecord& what, int rank, uint64_t epoch) {
   const uint64_t raised = record->raised;
   if (raised != LoadAcquire(&record->reported)) return;

@@ -1,4 +1,5 @@
-// Flat copies by one block: the widest vectors that source and destinations agree on.
+// Flat copies by one block, with the widest vectors that the alignment of source and destinations
+// allows.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +9,21 @@
 
 namespace cpd::kernels {
 
-// Destinations that are written from one read.
+// Destinations of one read.
 constexpr int kMulticast = 8;
 
 struct alignas(16) Vector16 {
   uint32_t words[4];
 };
 
-// bytes = head, then `count` vectors of `width` bytes, then tail; head and tail are below `width`.
+// bytes = head, then `count` vectors of `width` bytes, then tail; head and tail are shorter than
+// `width`.
 struct Cut {
   int width;
   int64_t head, count, tail;
 };
 
-// `apart` has a bit for every way in which addresses differ: the differences, or-ed together.
+// `apart`: the differences between addresses, or-ed together.
 CPD_HOST_DEVICE inline Cut CutCopy(uint64_t from, uint64_t apart, int64_t bytes) {
   int width = 16;
   while (apart & (width - 1)) width /= 2;
@@ -31,7 +33,7 @@ CPD_HOST_DEVICE inline Cut CutCopy(uint64_t from, uint64_t apart, int64_t bytes)
   return {width, head, rest / width, rest % width};
 }
 
-// Vectors [first, count) of one width, behind `begin` bytes.
+// Copies vectors [first, count) of one width, starting at offset `begin`.
 template <typename V>
 CPD_DEVICE void CopyEach(const Block& block, const char* from, char* const* to, int num_to,
                          int64_t begin, int64_t first, int64_t count) {
@@ -44,7 +46,7 @@ CPD_DEVICE void CopyEach(const Block& block, const char* from, char* const* to, 
   }
 }
 
-// Those of 16 bytes, with four reads of every thread in flight; returns where it stops.
+// Copies those of 16 bytes, with four reads of every thread in flight; returns where it stops.
 CPD_DEVICE int64_t CopyFours(const Block& block, const char* from, char* const* to, int num_to,
                              int64_t begin, int64_t count) {
   const Vector16* in = reinterpret_cast<const Vector16*>(from + begin);
@@ -65,7 +67,7 @@ CPD_DEVICE int64_t CopyFours(const Block& block, const char* from, char* const* 
   return end;
 }
 
-// Copies `bytes` to each of `num_to` places. `to` may lie in the block's scratch.
+// Copies `bytes` to each of `num_to` destinations. `to` may be in the block's scratch.
 CPD_DEVICE void Copy(const Block& block, const char* from, char* const* to, int num_to,
                      int64_t bytes) {
   const auto address = reinterpret_cast<uint64_t>(from);
@@ -90,7 +92,7 @@ CPD_DEVICE void Copy(const Block& block, const char* from, char* const* to, int 
   CopyEach<uint8_t>(block, from, to, num_to, bytes - cut.tail, 0, cut.tail);
 }
 
-// Sets `bytes` to one value.
+// Fills `bytes` with one value.
 CPD_DEVICE void Fill(const Block& block, char* to, uint8_t value, int64_t bytes) {
   const Cut cut = CutCopy(reinterpret_cast<uint64_t>(to), 0, bytes);
   for (int64_t i = block.thread; i < cut.head; i += block.num_threads) to[i] = value;

@@ -1,5 +1,5 @@
-// The third kernel of a call: one block per rank tells every rank that it has sent, and waits for
-// every rank. The only kernel that waits; no other kernel can hold the GPU up.
+// The third kernel of a call: one block per rank signals every rank that it has sent, and waits for
+// every rank. It is the only kernel that waits, so no other kernel can block the GPU.
 #pragma once
 
 #include "kernels/block.h"
@@ -9,7 +9,7 @@
 
 namespace cpd::kernels {
 
-// Added to the signal of a rank that has given up: it still grows, and says so in one word.
+// Added to the signal of a rank that has given up: the signal still grows, and one word says both.
 constexpr uint64_t kGone = uint64_t{1} << 63;
 
 struct MeetScratch {
@@ -17,9 +17,9 @@ struct MeetScratch {
   uint64_t is_broken;
 };
 
-// Tells all ranks, also those that get no row: the signal of a call is as well the acknowledgement
-// that this rank has read what it got in the one before, whose half the next call will overwrite.
-// What went over the network is there before any signal, and the signals of the last call too.
+// Signals all ranks, even those that receive no row. The signal also acknowledges that this rank
+// has read the previous call's rows, whose half the next call overwrites. Data sent over the
+// network arrives before any signal, and so do the signals of the last call.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
@@ -53,7 +53,7 @@ CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
   }
 }
 
-// The last signal of a rank. If it is that of this call, what was sent before it is visible.
+// The last signal of a rank. If it belongs to this call, everything sent before it is visible.
 template <typename Fabric>
 CPD_DEVICE uint64_t Heard(const Rank& rank, int from) {
   uint64_t* arrived = Arrived(rank.call, rank.rank(), from);
@@ -65,7 +65,7 @@ CPD_DEVICE uint64_t Heard(const Rank& rank, int from) {
   return seen;
 }
 
-// What is wrong with what `from` said, whose last signal is `arrived`, if anything.
+// The error in the message of `from`, if any; `arrived` is its last signal.
 CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   const Call& call = rank.call;
   const uint64_t epoch = rank.state()->epoch;
@@ -99,7 +99,7 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   return error;
 }
 
-// A rank whose plan was refused waits too: it may not begin the next call before the others have
+// A rank whose plan was rejected waits too: it must not begin the next call before the others have
 // read the last one.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch) {
@@ -121,7 +121,8 @@ CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch)
       Pause();
     }
     const ErrorRecord error = CheckPeer(rank, from, arrived);
-    // Who gives up half way cannot know what the others did since: the channel is at its end.
+    // A rank that gives up halfway cannot know what the others did since: the channel cannot be
+    // used again.
     const bool is_broken = error.failure == Failure::kDeadline || error.failure == Failure::kGone;
     if (error.failure == Failure::kNone || (failed == kRefused && !is_broken)) continue;
     if (mine.failure == Failure::kNone) mine = error;

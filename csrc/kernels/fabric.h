@@ -15,7 +15,7 @@
 
 namespace cpd::kernels {
 
-// All ranks have each other's memory mapped.
+// All ranks map each other's memory.
 struct Mapped {
   static constexpr bool kHasNetwork = false;
 };

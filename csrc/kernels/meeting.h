@@ -1,8 +1,8 @@
-// How ranks on several GPUs meet in one overlapped GEMM, as a block of threads runs it: all begin,
-// then signals go from one to another. Signals are the number of the call and only grow.
+// How ranks on several GPUs meet in one overlapped GEMM, as a block runs it: all begin, then signal
+// one another. A signal is the number of the call and only grows.
 //
-// A rank says that it begins call e when its stream has done with e - 1, so whoever has heard that
-// from all may write to their buffers. Nothing is ever reset.
+// A rank announces call e when its stream has finished e - 1. Whoever has received that from all
+// ranks may write to their buffers. Nothing is ever reset.
 #pragma once
 
 #include "kernels/block.h"
@@ -11,15 +11,15 @@
 
 namespace cpd::kernels {
 
-// One rank's side of a call. A rank's memory begins with began [W], programs [2][W], signals. The
-// programs of two calls lie apart: a rank may begin the next call before another has looked.
+// One rank's side of a call. A rank's memory starts with began [W], programs [2][W], signals. The
+// programs of two calls are separate: a rank may begin the next call before another has read them.
 struct Meeting {
   char* symmetric[kMaxRanks];
   State* state;
   ErrorRecord* error;
   const int32_t* rank_operand;
   uint64_t deadline_ns;
-  uint64_t program;  // the same on ranks that make the same call
+  uint64_t program;  // the same on ranks that run the same call
   int num_ranks;
   int rank;
 };
@@ -47,12 +47,12 @@ CPD_DEVICE void Fail(const Meeting& m, Failure failure, int peer, uint64_t seen)
   RaiseAs(m.error, error, m.rank, m.state->epoch);
 }
 
-// What is told of this call: its number, and whether this rank has given up.
+// The word for this call: its number, and whether this rank has given up.
 CPD_DEVICE uint64_t Told(const Meeting& m) {
   return m.state->failed == kGivenUp ? kGone | m.state->epoch : m.state->epoch;
 }
 
-// Waits until a word has come up to this call. The failure that it ended with, if any.
+// Waits until a word has reached this call. Returns the failure, if any.
 CPD_DEVICE Failure WaitForWord(const Meeting& m, const uint64_t* word, uint64_t* seen) {
   const uint64_t begin = Nanoseconds(), epoch = m.state->epoch;
   while ((*seen = LoadAcquire(word)) < epoch) {
@@ -66,8 +66,8 @@ struct BeginScratch {
   uint64_t first_bad;
 };
 
-// The first kernel of a call: a thread for each rank. Whoever gives up half way cannot know what
-// the others did since, so the buffer is at its end.
+// The first kernel of a call: one thread per rank. A rank that gives up halfway cannot know what
+// the others did since, so the buffer cannot be used again.
 CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratch) {
   if (block.thread == 0) {
     scratch->first_bad = kNowhere;
@@ -109,12 +109,12 @@ CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratc
   }
 }
 
-// What came before on the stream is visible to whoever has seen the signal. One thread.
+// Earlier work on the stream is visible to whoever has seen the signal. Run by one thread.
 CPD_DEVICE void Tell(const Meeting& m, int peer, int signal) {
   StoreRelease(SignalOf(m, peer, signal), Told(m));
 }
 
-// One thread. Rank `peer` is who tells.
+// Run by one thread. Rank `peer` signals.
 CPD_DEVICE void WaitFor(const Meeting& m, int peer, int signal) {
   if (m.state->failed == kGivenUp) return;
   uint64_t seen = 0;
@@ -124,7 +124,7 @@ CPD_DEVICE void WaitFor(const Meeting& m, int peer, int signal) {
   if (AddAndFetch(&m.state->broken, 1) == 1) Fail(m, failure, peer, seen);  // of both streams
 }
 
-// A result of a call that failed becomes NaN, in every type of floats: bytes 0xff.
+// Fills a result of a failed call with NaN, for every float type: bytes 0xff.
 CPD_DEVICE void Spoil(const Block& block, const State* state, char* data, int64_t num_bytes) {
   if (state->failed == kFine) return;
   for (int64_t i = block.index * int64_t{block.num_threads} + block.thread; i < num_bytes;

@@ -1,5 +1,5 @@
-// What ranks that reach each other over a network do besides: dispatch puts its rows, combine gets
-// them. XLA's arrays are no memory that a network reaches, so both go through the staging area.
+// Additional steps for ranks that reach each other over a network: dispatch puts its rows, combine
+// gets them. The network cannot access XLA's arrays, so both use the staging area.
 #pragma once
 
 #include "kernels/block.h"
@@ -10,7 +10,7 @@
 
 namespace cpd::kernels {
 
-// A piece on its way to or from one remote rank.
+// A piece that goes to or comes from one remote rank.
 struct RemotePiece : Piece {
   int rank;
   int64_t row;         // of that rank
@@ -30,7 +30,7 @@ CPD_DEVICE void ForEachRemotePiece(const Block& block, const Rank& rank, Move mo
   });
 }
 
-// Before Put: x, and as many tags as are put at a time.
+// Before Put: stages x, and the tags of one put.
 CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
@@ -45,7 +45,7 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
   }
 }
 
-// Rows and tags go into the channels of remote ranks. They are there when it is quiet.
+// Puts rows and tags into the channels of remote ranks. They have arrived after Quiet.
 template <typename Fabric>
 CPD_DEVICE void Put(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
@@ -67,7 +67,8 @@ CPD_DEVICE void Put(const Block& block, const Rank& rank) {
   });
 }
 
-// After the wait: the rows of remote ranks come to where Pull reads them, once it is quiet.
+// After the wait: gets the rows of remote ranks to where Pull reads them. They have arrived after
+// Quiet.
 template <typename Fabric>
 CPD_DEVICE void Fetch(const Block& block, const Rank& rank) {
   const Call& call = rank.call;

@@ -21,13 +21,13 @@ CPD_DEVICE int64_t Clamp(int64_t rows) {
   return rows < 0 ? 0 : rows < kManyRows ? rows : kManyRows;
 }
 
-// A slot without destination may be longer than the array; nothing of it moves.
+// A slot without destination may be longer than the array; none of it moves.
 CPD_DEVICE int64_t NumPieces(const Part& part, int64_t rows) {
   return rows > part.num_tokens ? 0 : (rows + part.rows_per_piece - 1) / part.rows_per_piece;
 }
 
-// What is wrong with replica `c` of slot `s`, if anything; the checks of csrc/dispatch/segments.cc
-// that one rank can make.
+// The error in replica `c` of slot `s`, if any: the checks of csrc/dispatch/segments.cc that one
+// rank can make.
 CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t src_row, int64_t s,
                                    int64_t c) {
   const Call& call = rank.call;
@@ -67,7 +67,7 @@ CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const Part& part, int64_t s
   return error;
 }
 
-// Writes where the slots of a part begin, and in which pieces they move.
+// Writes where the slots of a part begin, and the pieces in which they move.
 CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Part& part = rank.call.parts[p];
   Slot* slots = rank.slots(part);
@@ -95,7 +95,7 @@ CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratc
   block.Sync();
 }
 
-// The plan was made for what this rank sees of its batch.
+// Checks that the plan was made for the batch that this rank sees.
 CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
   const IntArray& stamp = rank.call.parts[p].stamp;
   if (!stamp) return true;
@@ -115,7 +115,7 @@ CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
   return true;
 }
 
-// Checks every target of a part and counts what each rank gets; the first bad one is raised.
+// Checks every target of a part and counts the rows of each rank; raises the first error.
 CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
   const Part& part = call.parts[p];
@@ -156,8 +156,8 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
   return !is_bad;
 }
 
-// Gives the rows that combine fetches a place among the staged ones, slot by slot and replica by
-// replica. There are enough unless ranges overlap where they are held.
+// Assigns a staging place to the rows that combine fetches, by slot and replica. There is enough
+// room unless ranges overlap on the rank that holds them.
 template <typename Fabric>
 CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
@@ -187,7 +187,7 @@ CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScra
   return total <= part.staged_rows;
 }
 
-// Begins the rank's next call. What is refused here moves nothing, and says so to every rank.
+// Begins the rank's next call. A rejected plan moves nothing and tells every rank.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scratch) {
   const Call& call = rank.call;

@@ -1,6 +1,5 @@
-// What is computed around a product, as a block of threads runs it: sums of partial products with
-// what becomes of them before they are stored, bias gradients, and operands laid as tensor cores
-// read them.
+// The work around a product, as a block runs it: sums of partial products with their epilogue, bias
+// gradients, and operands in the order of tensor cores.
 #pragma once
 
 #include <cmath>
@@ -11,24 +10,24 @@
 
 namespace cpd::kernels {
 
-// to [num_rows, num_columns] = the sum of the sources, in their order, in float32, then bias, GELU
-// or its derivative, rounded once. GELU's arrays lie as `to` does and are of its type.
+// to [num_rows, num_columns] = the sum of the sources in order, in float32, then bias, GELU or its
+// derivative, rounded once. GELU's arrays have the layout and type of `to`.
 struct SumCall {
   const char* sources[kMaxRanks];
   int num_sources;
   DataType type;
   int64_t pitch;  // elements
   int64_t num_rows, num_columns;
-  const char* bias;  // [num_columns], or none
+  const char* bias;  // [num_columns], or nullptr
   bool gelu;
-  char* pre_gelu;          // or none
-  const char* gelu_input;  // or none
+  char* pre_gelu;          // or nullptr
+  const char* gelu_input;  // or nullptr
   char* to;
   DataType to_type;
   int64_t to_pitch;
 };
 
-// GELU by tanh, and its derivative; csrc/gemm/epilogue.cc has the same for vectors.
+// GELU by tanh, and its derivative; csrc/gemm/epilogue.cc has the vectorized version.
 CPD_DEVICE float Gelu(float x) {
   const float u = 0.79788456080286536f * (x + 0.044715f * x * x * x);
   return 0.5f * x * (1 + tanhf(u));
@@ -54,7 +53,7 @@ CPD_DEVICE void StoreSums(const Block& block, const SumCall& call) {
       float sum = 0;
       for (int s = 0; s < call.num_sources; ++s) {
         const auto part = static_cast<float>(reinterpret_cast<const In*>(call.sources[s])[from]);
-        sum = s == 0 ? part : sum + part;  // -0 stays
+        sum = s == 0 ? part : sum + part;  // keeps -0
       }
       if (bias) sum += static_cast<float>(bias[column]);
       if (gelu_input) {
@@ -68,12 +67,12 @@ CPD_DEVICE void StoreSums(const Block& block, const SumCall& call) {
   }
 }
 
-// out[column] = the sum of a matrix's rows, times a scale. Element [row, column] at
-// row * by_row + column * by_column, of which one is 1.
+// out[column] = the sum of a matrix's rows, times a scale. Element [row, column] is at row * by_row
+// + column * by_column; one of the two is 1.
 struct ColumnsCall {
   const char* data;
   DataType type;
-  const float* scale;  // or none
+  const float* scale;  // or nullptr
   int64_t by_row, by_column;
   int64_t num_rows, num_columns;
   char* out;
@@ -86,15 +85,15 @@ struct ColumnsScratch {
   float sums[kMaxGroups][kLanes];
 };
 
-// A block takes 32 columns, whose rows go around among groups of 32 threads; where columns are
-// contiguous, all threads take one. Sums of groups or threads are added in their order.
+// A block takes 32 columns, whose rows alternate among groups of 32 threads; if columns are
+// contiguous, all threads take one column. Sums of groups or threads are added in order.
 template <typename In, typename Out>
 CPD_DEVICE void SumColumns(const Block& block, const ColumnsCall& call, ColumnsScratch* scratch) {
   const auto* data = reinterpret_cast<const In*>(call.data);
   auto* out = reinterpret_cast<Out*>(call.out);
   const int lane = block.thread % kLanes, group = block.thread / kLanes;
   const int num_groups = block.num_threads / kLanes;
-  const bool is_across = call.by_column == 1;  // threads beside one another read one row
+  const bool is_across = call.by_column == 1;  // neighbouring threads read one row
   const int64_t at_once = is_across ? kLanes : 1;
   const int64_t first = is_across ? group : block.thread;
   const int64_t step = is_across ? num_groups : block.num_threads;
@@ -161,7 +160,7 @@ CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
   }
 }
 
-// Block scales as tensor cores read them; see gemm/swizzle.h.
+// Block scales in the order of tensor cores; see gemm/swizzle.h.
 struct SwizzleCall {
   const char* scales;
   char* tiles;
@@ -176,7 +175,7 @@ CPD_DEVICE void Swizzle(const Block& block, const SwizzleCall& call) {
   const int64_t num_tiles = tiles_across * ((call.num_lines + kLines - 1) / kLines);
   for (int64_t tile = block.index; tile < num_tiles; tile += block.num_blocks) {
     for (int i = block.thread; i < kLines * kScales; i += block.num_threads) {
-      // Byte i of a tile is that of line i % 16 / 4 * 32 + i / 16 and block i % 4.
+      // Byte i of a tile belongs to line i % 16 / 4 * 32 + i / 16 and block i % 4.
       const int64_t line = tile / tiles_across * kLines + i % 16 / 4 * 32 + i / 16;
       const int64_t index = tile % tiles_across * kScales + i % 4;
       const int64_t at = call.across ? index * call.pitch + line : line * call.pitch + index;

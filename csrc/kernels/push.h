@@ -1,4 +1,4 @@
-// The second and the fourth kernel of `dispatch`: rows go into the channels of those that get them,
+// The second and the fourth kernel of `dispatch`: rows go into the channels of the receiving ranks,
 // and from there into the result.
 #pragma once
 
@@ -18,8 +18,8 @@ struct PushScratch {
   int num;
 };
 
-// The last of `n` slots, in the order of their first pieces, that begins at or before a piece; it
-// is the one that holds it, since empty slots begin where the next one does.
+// The last of `n` slots, by first piece, that begins at or before a piece. It contains the piece,
+// since empty slots begin where the next one does.
 CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t piece) {
   int64_t low = 0, high = n;
   while (high - low > 1) {
@@ -29,7 +29,7 @@ CPD_DEVICE int64_t FindSlot(const Slot* slots, int64_t n, int64_t piece) {
   return low;
 }
 
-// Rows of a slot that a block moves at a time: whole shards where they are small.
+// Rows of a slot that a block moves at a time; whole shards if they are small.
 struct Piece {
   const Part& part;
   int64_t slot;
@@ -38,7 +38,7 @@ struct Piece {
   int64_t first_target, end_target;  // those of this slot
 };
 
-// Calls visit(piece) for each one of this block, with all its threads.
+// Calls visit(piece) for each piece of this block, with all its threads.
 template <typename Visit>
 CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) {
   const Call& call = rank.call;
@@ -61,7 +61,7 @@ CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) 
   }
 }
 
-// The rows of a piece, for some of its replicas: each array is read once.
+// Copies the rows of a piece for some of its replicas: each array is read once.
 CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
                          PushScratch* scratch) {
   const Call& call = rank.call;
@@ -90,13 +90,13 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piec
   }
 }
 
-// Rows go into the channels of all ranks that get them, but remote ones.
+// Copies rows into the channels of all receiving ranks, except remote ones.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
   const Call& call = rank.call;
   ForEachPiece(block, rank, [&](const Piece& piece) {
     for (int64_t t = piece.first_target; t < piece.end_target;) {
-      int num = 0;  // t and num are the same on all threads
+      int num = 0;  // t and num are equal on all threads
       for (; t < piece.end_target && num < kMulticast; ++t) {
         const int64_t dst = piece.dst_rank[t];
         if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
@@ -118,7 +118,7 @@ struct UnpackScratch {
   uint64_t num_written;
 };
 
-// `n` rows of one array, some written and some not; each goes by a few threads of the block.
+// Takes `n` rows of one array, some written and some not; a few threads of the block take each row.
 CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to, const uint64_t* tags,
                            uint64_t epoch, int64_t n, int64_t row_bytes) {
   Block few = block;
@@ -135,7 +135,7 @@ CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to, const
   }
 }
 
-// A result without a plan that fits: NaN in floats, -1 in signed integers.
+// Fills a result that has no valid plan: NaN for floats, -1 for signed integers.
 CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   for (int p = 0; p < call.num_parts; ++p) {
@@ -152,8 +152,8 @@ CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   }
 }
 
-// Rows with this call's tag are copied, others are zero. Every tag stands for one row that
-// arrived: fewer than were sent means that a row was written twice.
+// Copies rows with this call's tag and clears the others. Every tag stands for one row that
+// arrived: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   const Call& call = rank.call;
   State* state = rank.state();
@@ -199,7 +199,7 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
     return;
   }
-  for (int p = 0; p < call.num_parts; ++p) {  // the last block has seen what all of them found
+  for (int p = 0; p < call.num_parts; ++p) {  // the last block sees the counts of all
     uint64_t sent = 0;
     for (int from = 0; from < call.num_ranks; ++from) {
       sent += Message(call, rank.rank(), epoch, from)[2 + p];

@@ -1,4 +1,4 @@
-// Sums over the items of a block's list, in order.
+// Prefix sums over a block's items, in order.
 #pragma once
 
 #include "kernels/block.h"
@@ -18,8 +18,8 @@ CPD_DEVICE Share ShareOf(const Block& block, int64_t n) {
   return {begin, begin + each < n ? begin + each : n};
 }
 
-// The sum of `mine` over the threads before this one; `*total` becomes that over all of them.
-// `scratch` holds 2 * kMaxThreads numbers; free again after the next Sync.
+// The sum of `mine` over the threads before this one; `*total` becomes the sum over all threads.
+// `scratch` holds 2 * kMaxThreads numbers and is free again after the next Sync.
 CPD_DEVICE int64_t SumBefore(const Block& block, int64_t mine, int64_t* scratch, int64_t* total) {
   int64_t* from = scratch;
   int64_t* to = scratch + kMaxThreads;

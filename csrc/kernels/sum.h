@@ -1,4 +1,4 @@
-// The second and the fourth kernel of `combine`: every rank lays its rows open in its channel, and
+// The second and the fourth kernel of `combine`: every rank exposes its rows in its channel, and
 // the owners pull and sum them.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace cpd::kernels {
 
-// Copies rows [0, num_rows) of a part into this rank's own channel, from where it says `place`.
+// Copies rows [0, num_rows) of a part into this rank's own channel, from the address `place`.
 CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, int64_t num_rows,
                        char* base, int64_t Array::* place) {
   for (int64_t begin = block.index * part.rows_per_piece; begin < num_rows;
@@ -29,7 +29,7 @@ CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, i
   }
 }
 
-// Lays y open: copies it into this rank's channel.
+// Exposes y: copies it into this rank's channel.
 CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
@@ -40,14 +40,14 @@ CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
   }
 }
 
-// Rows [begin, end) of the owner, as one rank holds them: row r is row r + shift there.
+// Rows [begin, end) of the owner, as one rank holds them: row r is its row r + shift.
 struct Source {
   int64_t begin, end;
   int64_t shift;
-  const char* half;  // the beginning of the channel where rows have been fetched
+  const char* half;  // the start of the channel for fetched rows
 };
 
-// More sources than this under one piece of rows are looked up row by row, which is slow.
+// If a piece of rows has more sources, they are looked up row by row, which is slow.
 constexpr int kMaxSources = 256;
 
 struct SumScratch {
@@ -55,7 +55,7 @@ struct SumScratch {
   Source sources[kMaxSources];
 };
 
-// Where an owner's rows come from, in the order of slots, then replicas.
+// The sources of an owner's rows, in the order of slots, then replicas.
 template <typename Fabric>
 struct Sources {
   const Rank& rank;
@@ -70,7 +70,7 @@ struct Sources {
         dst_rank(rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas)),
         dst_offset(rank.Field(part, part.dst_offset, part.num_slots * part.num_replicas)) {}
 
-  // `num_fetched` replicas of the slot before this one are remote.
+  // `num_fetched`: remote replicas of the slot before this one.
   CPD_DEVICE Source At(int64_t s, int64_t c, int64_t num_fetched) const {
     const int64_t t = s * part.num_replicas + c;
     const Slot& slot = slots[s];
@@ -82,7 +82,7 @@ struct Sources {
             Half(rank.call, static_cast<int>(dst_rank[t]), rank.state()->epoch)};
   }
 
-  // Calls visit(source) for each one of slots [first, last) that reaches into rows [begin, end).
+  // Calls visit(source) for each source in slots [first, last) that overlaps rows [begin, end).
   template <typename Visit>
   CPD_DEVICE void ForEach(int64_t first, int64_t last, int64_t begin, int64_t end,
                           Visit visit) const {
@@ -107,7 +107,7 @@ struct Sources {
            (row + source.shift) * array.in_row_bytes;
   }
 
-  // Gathers those of rows [begin, end) in `scratch`; returns how many there are, also if they do
+  // Gathers the sources of rows [begin, end) in `scratch`; returns their number, even if they do
   // not fit.
   CPD_DEVICE int64_t Gather(const Block& block, int64_t begin, int64_t end,
                             SumScratch* scratch) const {
@@ -129,7 +129,7 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
   T items[N];
 };
 
-// N elements that lie side by side: the sum so far, and what to write of it.
+// N adjacent elements: accumulates them, and writes the sum.
 template <typename In, typename Acc, typename Out, int N>
 struct Sum {
   Elements<In, N> first{};
@@ -163,7 +163,8 @@ struct Sum {
   }
 };
 
-// Sums rows [begin, end) of one array, from gathered sources or, if there are too many, from all.
+// Sums rows [begin, end) of one array, from the gathered sources or, if there are too many, from
+// all.
 template <typename In, typename Acc, typename Out, int N, typename Fabric>
 CPD_DEVICE void SumRowsOf(const Block& block, const Sources<Fabric>& sources, const Array& array,
                           char* out, int64_t begin, int64_t end, int64_t num_gathered,
@@ -187,7 +188,7 @@ CPD_DEVICE void SumRowsOf(const Block& block, const Sources<Fabric>& sources, co
   }
 }
 
-// 16 bytes of input at a time, where rows and the result are cut that way.
+// 16 bytes of input at a time, if rows and the result are aligned to that.
 template <typename In, typename Acc, typename Out, typename Fabric>
 CPD_DEVICE void SumArray(const Block& block, const Sources<Fabric>& sources, const Array& array,
                          char* out, int64_t begin, int64_t end, int64_t num_gathered,
@@ -229,7 +230,7 @@ CPD_DEVICE void SumByType(const Array& array, const Arguments&... arguments) {
     case DataType::kE4M3:
     case DataType::kE5M2:
     case DataType::kOther:
-      return;  // refused by the handler
+      return;  // rejected by the handler
   }
 }
 

@@ -1,4 +1,4 @@
-// Element types of arrays: their sizes, and conversions of the narrow floats.
+// Element types of arrays: sizes, and conversions of the narrow floats.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace cpd {
 
 enum class DataType : uint8_t {
-  kE4M3,  // of 8 bits, without infinities
+  kE4M3,  // 8 bits, without infinities
   kE5M2,
   kBF16,
   kF16,
@@ -29,7 +29,7 @@ enum class DataType : uint8_t {
 
 int64_t ElementBytes(DataType type);
 
-// Which multiply but do not sum.
+// Types that multiply but do not sum.
 inline bool IsByteFloat(DataType type) {
   return type == DataType::kE4M3 || type == DataType::kE5M2;
 }

@@ -1,4 +1,4 @@
-// Marks functions that run on the host and, where a CUDA compiler reads them, on a GPU too.
+// Marks functions that compile for the host and, with a CUDA compiler, also for GPUs.
 #pragma once
 
 #ifdef __CUDACC__

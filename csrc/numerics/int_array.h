@@ -1,4 +1,4 @@
-// Integers as metadata brings them: of 32 or 64 bits, signed or not.
+// Integers of metadata: 32 or 64 bits, signed or unsigned.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace cpd {
 
 enum class IntType : uint8_t { kI32, kU32, kI64, kU64 };
 
-// What does not fit 63 bits reads as negative.
+// Values above 63 bits read as negative.
 struct IntArray {
   const void* data = nullptr;
   IntType type = IntType::kI32;
@@ -29,7 +29,7 @@ struct IntArray {
     return -1;
   }
 
-  // Without the first i.
+  // The array without its first i elements.
   CPD_HOST_DEVICE IntArray From(int64_t i) const {
     const int64_t bytes = type == IntType::kI32 || type == IntType::kU32 ? 4 : 8;
     return {static_cast<const char*>(data) + i * bytes, type};

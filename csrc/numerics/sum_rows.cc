@@ -1,4 +1,4 @@
-// Sums rows of several sources in a fixed order, in a wider type, rounding once.
+// Sums rows of several sources in a fixed order and a wider type; rounds once.
 #include "numerics/sum_rows.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void Sum(const std::vector<const char*>& sources, int64_t num_elements, char* ou
     const auto at = [&](size_t s) { return reinterpret_cast<const In*>(sources[s]) + begin; };
     const auto wide = [](In x) { return static_cast<Wrap>(static_cast<Acc>(x)); };
     size_t s = 1;
-    for (; s + 4 <= sources.size(); s += 4) {  // with fewer passes over the sums
+    for (; s + 4 <= sources.size(); s += 4) {  // fewer passes over the sums
       const In *a = at(s), *b = at(s + 1), *c = at(s + 2), *d = at(s + 3);
       for (int64_t i = 0; i < n; ++i) {
         sum[i] = (((sum[i] + wide(a[i])) + wide(b[i])) + wide(c[i])) + wide(d[i]);
@@ -88,7 +88,7 @@ void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t nu
     case DataType::kE4M3:
     case DataType::kE5M2:
     case DataType::kOther:
-      return;  // refused when the exchange was planned
+      return;  // rejected when the exchange was planned
   }
 }
 

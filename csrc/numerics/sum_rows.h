@@ -1,4 +1,4 @@
-// Sums rows of several sources in a fixed order, in a wider type, rounding once.
+// Sums rows of several sources in a fixed order and a wider type; rounds once.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace cpd {
 
-// Accumulates bf16, f16 and f32 in f32, everything else in its own type. `out` is `in`, or the
-// type of accumulation.
+// bf16, f16 and f32 accumulate in f32, all other types in their own. `out` is `in`, or the
+// accumulation type.
 struct SumTypes {
   DataType in = DataType::kOther;
   DataType out = DataType::kOther;
@@ -17,7 +17,7 @@ struct SumTypes {
 
 bool SumIsSupported(SumTypes types);
 
-// out[i] = sources[0][i] + sources[1][i] + ..., from the left; zero if there is no source.
+// out[i] = sources[0][i] + sources[1][i] + ..., from left to right; zero without sources.
 void SumRows(SumTypes types, const std::vector<const char*>& sources, int64_t num_elements,
              char* out);
 

@@ -1,4 +1,5 @@
-// One way to place documents: close one rank after the other, the longest remains first.
+// A construction of placements: closes one rank after another, the longest remaining document
+// first.
 #include "planner/close_ranks.h"
 
 #include "planner/whole_closer.h"
@@ -37,8 +38,8 @@ class Closer : WholeCloser {
   }
 
  private:
-  // A document of about the work of a rank gets one while there are short ones beside it: the less
-  // is cut off, the more a shorter document beside it saves.
+  // A document with about the work of a rank gets a rank of its own while there are short documents
+  // to add: the less is cut off, the more a shorter document beside it saves.
   bool CloseWithDense() {
     if (closing_.dense_percent == 0) return false;
     for (int64_t i = pool_.size() - 1; i >= 0; --i) {

@@ -1,4 +1,4 @@
-// What is left while ranks are closed one after the other, and the ways to take of it.
+// The remaining documents while ranks are closed one after another, and ways to take from them.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ struct Sum {
   }
 };
 
-// The least x in [low, high) for which `holds`, which is true from some x on; `high` if for none.
+// The least x in [low, high) for which the monotonic predicate `holds` is true; `high` if there is
+// none.
 template <typename Predicate>
 int64_t FirstThat(int64_t low, int64_t high, const Predicate& holds) {
   while (low < high) {
@@ -60,11 +61,11 @@ class ClosingState {
 
   int64_t Work(const Piece& piece) const { return pairs_(piece.start, piece.end); }
 
-  // Tokens by which a slice, or a document kept back, needs to be better. This and the next vary
-  // from rank to rank with a seed: 0, 1, 4 or 16 times what is given.
+  // Tokens that a slice, or a reserved document, must save. This and the next vary from rank to
+  // rank with a seed: 0, 1, 4 or 16 times the given value.
   int64_t SliceGain() const { return closing_.slice_gain * factor_; }
 
-  // The work of so many mean tokens too much or too little is as bad as one key.
+  // A deviation from the wanted work by that of this many mean tokens costs as much as one key.
   int64_t Leniency() const { return 8 * (factor_ > 0 ? factor_ : 1); }
 
   void Vary() {
@@ -76,7 +77,7 @@ class ClosingState {
 
   void Give(const Piece& piece) { pieces_->push_back(piece); }
 
-  // Short documents of all lengths, with which later ranks are filled to the token.
+  // Reserves short documents of all lengths, to fill later ranks to the token.
   void KeepBack(int64_t num) {
     const int64_t among = pool_.size() * 3 / 4;
     num = std::min(num, among / 3);
@@ -102,7 +103,7 @@ class ClosingState {
     std::sort(sums->begin(), sums->end());
   }
 
-  // The k shortest without `leaves`, and `joins`.
+  // The k shortest without `leaves`, plus `joins`.
   void TakeShortest(int64_t k, const Sum& joins, const Sum& leaves) {
     for (int64_t i : {joins.second, joins.first}) {
       if (i >= 0) Give(pool_.Take(i));
@@ -124,7 +125,7 @@ class ClosingState {
     if (from > longest.start) pool_.Insert({longest.start, from, longest.document});
   }
 
-  // So many tokens from the head of a document: the shortest uncut one that has more.
+  // Takes this many tokens from the head of the shortest uncut document that is longer.
   void TakeHead(int64_t num) {
     while (num > 0) {
       int64_t i = FirstThat(0, pool_.size(), [&](int64_t i) { return pool_[i].end > num; });
@@ -149,7 +150,7 @@ class ClosingState {
   int64_t factor_ = 1;
   uint64_t random_ = 0;
   RankPieces ranks_;
-  std::vector<Piece>* pieces_ = nullptr;  // of the rank that is being closed
+  std::vector<Piece>* pieces_ = nullptr;  // of the rank being closed
   std::vector<Sum> sums_, removals_;
 };
 

@@ -1,4 +1,4 @@
-// What is not placed yet: one piece of each document, ordered by where it ends.
+// The unplaced items: one piece of each document, ordered by its end.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace cpd {
 
-// A sorted array with room at both ends: most is taken from the front, cut pieces return near the
-// back.
+// A sorted array with room at both ends: most items are taken from the front, and cut pieces return
+// near the back.
 class ItemPool {
  public:
-  // `sorted` by `Before`.
+  // `sorted` must be ordered by `Before`.
   explicit ItemPool(const std::vector<Piece>& sorted)
       : items_(sorted), last_(static_cast<int64_t>(sorted.size())) {}
 

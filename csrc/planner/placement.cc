@@ -1,4 +1,4 @@
-// Which rank keeps which tokens of packed documents: the choice among constructions.
+// Chooses among constructions which rank keeps which tokens of packed documents.
 #include "planner/placement.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ int64_t ReceivedKeys(const PairCount& pairs, std::vector<Piece>* pieces) {
     }
   }
   if (!pieces->empty()) pieces->resize(last + 1);
-  int64_t keys = 0, seen = 0;  // of this document: keys [0, seen) are here or not needed again
+  int64_t keys = 0, seen = 0;  // of this document: keys [0, seen) are local or not needed again
   int32_t document = -1;
   for (const Piece& piece : *pieces) {
     if (piece.document != document) document = piece.document, seen = 0;
@@ -71,7 +71,8 @@ RankPieces PlaceDocuments(const PlacementProblem& problem) {
   }
   std::sort(sorted.begin(), sorted.end(), ItemPool::Before);
 
-  // The steps grow with the documents, not with their square: of very many, fewer ways are tried.
+  // The number of steps grows linearly with the documents: if there are very many, fewer
+  // constructions are tried.
   const auto num_documents = static_cast<int64_t>(sorted.size());
   const int64_t num_seeds = problem.num_ranks <= kFewRanks ? 2 * kSeeds : kSeeds;
   const int64_t most_seeds =

@@ -1,5 +1,4 @@
-// Which rank keeps which tokens of packed documents: equal tokens, nearly equal work, few keys
-// moved.
+// Places the tokens of packed documents on ranks: equal tokens, nearly equal work, few moved keys.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +6,7 @@
 
 namespace cpd {
 
-// Query-key pairs of attention to at most `window` earlier tokens of the document, oneself
+// Query-key pairs of causal attention to at most `window` tokens of the document, the query's own
 // included.
 struct PairCount {
   int64_t window = 0;  // 0: all of them
@@ -35,18 +34,18 @@ struct PlacementProblem {
   int64_t tokens_per_rank =
       0;  // all ranks together hold at least the documents; the rest is padding
   PairCount pairs;
-  int64_t tolerance_ppm = 10'000;  // how far the most loaded rank may be above the mean
+  int64_t tolerance_ppm = 10'000;  // allowed excess of the most loaded rank over the mean
 };
 
-// The pieces of each rank; what a rank lacks in tokens is padding.
+// The pieces of each rank; missing tokens of a rank are padding.
 using RankPieces = std::vector<std::vector<Piece>>;
 
-// Work of all ranks over their number, and the most that a rank should do; rounded down.
+// The mean work per rank, and the most that a rank should have; rounded down.
 int64_t WorkLimit(const PlacementProblem& problem);
 
-// What an assignment amounts to. Keys of a document travel to a rank once.
+// The cost of an assignment. A rank receives a key of a document only once.
 struct PlacementCost {
-  int64_t excess = 0;         // pairs of the most loaded rank beyond the limit, at least 0
+  int64_t excess = 0;         // excess of the most loaded rank over the limit, at least 0
   int64_t received_keys = 0;  // over all ranks
 
   bool operator<(const PlacementCost& other) const {
@@ -55,12 +54,12 @@ struct PlacementCost {
 };
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks);
 
-// Keys that a rank with these pieces receives. Sorts the pieces by document and start, and joins
-// those that touch.
+// The keys that a rank with these pieces receives. Sorts the pieces by document and start, and
+// joins adjacent ones.
 int64_t ReceivedKeys(const PairCount& pairs, std::vector<Piece>* pieces);
 
-// The best of several constructions, after repair. Integers only, a fixed number of steps: equal
-// problems give equal results on every machine.
+// The best of several constructions, after repair. Uses integers only and a fixed number of steps:
+// equal problems give equal results on every machine.
 RankPieces PlaceDocuments(const PlacementProblem& problem);
 
 }  // namespace cpd

@@ -8,13 +8,13 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kPieces = 14;     // of a rank, that are considered
-constexpr int64_t kRanks = 96;      // below the limit, that are considered
-constexpr int64_t kShiftRanks = 8;  // the same, where a tail has to be cut
+constexpr int64_t kPieces = 14;     // pieces of a rank to consider
+constexpr int64_t kRanks = 96;      // ranks below the limit to consider
+constexpr int64_t kShiftRanks = 8;  // the same if a tail has to be cut
 constexpr size_t kShiftPieces = 8;
-constexpr int64_t kSteps = 8;       // for each rank above it, at most, and
-constexpr int64_t kMoreSteps = 24;  // for all of them
-constexpr int64_t kCut = 32;        // keys that a cut is worth beside those that it moves
+constexpr int64_t kSteps = 8;       // steps for each rank above the limit, and
+constexpr int64_t kMoreSteps = 24;  // additional steps in total
+constexpr int64_t kCut = 32;        // extra cost of a cut, in keys
 
 __extension__ typedef __int128 Wide;  // products of tokens and pairs
 
@@ -32,7 +32,7 @@ struct Exchange {
   int64_t other = -1;
   Group out, in;
 
-  // Fewer keys for the work that goes away.
+  // Fewer keys per unit of removed work.
   bool operator<(const Exchange& e) const {
     if (other < 0 || e.other < 0) return other >= 0 && e.other < 0;
     return static_cast<Wide>(cost) * e.gain < static_cast<Wide>(e.cost) * gain;
@@ -63,7 +63,8 @@ class Repair {
   }
 
  private:
-  // The rank has nothing else of the document, so the piece costs as many keys elsewhere.
+  // The rank has nothing else of the document, so the piece costs the same number of keys
+  // elsewhere.
   static bool IsAlone(const std::vector<Piece>& pieces, int i) {
     for (int j = 0; j < static_cast<int>(pieces.size()); ++j) {
       if (j != i && pieces[j].document == pieces[i].document) return false;
@@ -71,7 +72,7 @@ class Repair {
     return true;
   }
 
-  // Of nothing, one or two pieces.
+  // Zero, one or two pieces.
   std::vector<Group> Groups(int64_t rank) const {
     const std::vector<Piece>& pieces = ranks_[rank];
     std::vector<Group> groups(1);
@@ -94,7 +95,7 @@ class Repair {
     return groups;
   }
 
-  // The piece whose head goes to the other rank: the longest that stays and starts its document.
+  // The piece whose head moves: the longest that stays and starts its document.
   int64_t Longest(int64_t rank, const Group& leaves) const {
     int64_t longest = -1;
     const std::vector<Piece>& pieces = ranks_[rank];
@@ -114,9 +115,9 @@ class Repair {
       if (other == heavy || work_[other] >= limit_) continue;
       for (const Group& in : Groups(other)) {
         for (const Group& out : outs) {
-          const int64_t head = in.tokens - out.tokens;  // that goes to the other, or comes from it
+          const int64_t head = in.tokens - out.tokens;  // tokens that move there, or come back
           const int64_t head_work = head >= 0 ? problem_.pairs(head) : -problem_.pairs(-head);
-          const int64_t change = out.work - in.work + head_work;  // of work that goes away
+          const int64_t change = out.work - in.work + head_work;  // removed work
           if (change <= 0 || work_[other] + change > limit_) continue;
           const Exchange found{std::abs(head) + kCut, std::min(change, need), other, out, in};
           if (!(found < best)) continue;
@@ -152,8 +153,8 @@ class Repair {
     for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.pairs(piece.start, piece.end);
   }
 
-  // Cuts the tail off a piece for as many tokens from the head of another, or of padding: fewest
-  // keys for the work that goes away. False if nothing helps.
+  // Swaps the tail of a piece for the same number of tokens from the head of another, or of
+  // padding: fewest keys per unit of removed work. Returns false if nothing helps.
   bool ShiftTail(int64_t heavy) {
     const int64_t need = work_[heavy] - limit_;
     Exchange best;
@@ -167,7 +168,7 @@ class Repair {
       for (size_t p : Largest(ranks_[heavy])) {
         const Piece& piece = ranks_[heavy][p];
         const auto consider = [&](size_t s, const Piece& source, int64_t most) {
-          // Grows with the tokens until the two cuts stand at the same place of their documents.
+          // Grows with the tokens until both cuts are at the same position of their documents.
           const auto gain = [&](int64_t num) {
             const int64_t comes = problem_.pairs(source.start, source.start + num);
             return problem_.pairs(piece.end - num, piece.end) - (source.document < 0 ? 0 : comes);
@@ -222,7 +223,7 @@ class Repair {
 
   int64_t Keys(std::vector<Piece> pieces) const { return ReceivedKeys(problem_.pairs, &pieces); }
 
-  // The pieces with most tokens, by index.
+  // The pieces with the most tokens, by index.
   static std::vector<size_t> Largest(const std::vector<Piece>& pieces) {
     std::vector<size_t> order(pieces.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;

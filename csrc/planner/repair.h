@@ -5,8 +5,9 @@
 
 namespace cpd {
 
-// Exchanges documents between a rank above the limit and one below it, equally many tokens, as few
-// cuts as possible, until all ranks keep the limit or nothing helps. A bounded number of steps.
+// Exchanges equal numbers of tokens between a rank above the limit and one below it, with as few
+// cuts as possible, until all ranks keep the limit or nothing helps. Takes a bounded number of
+// steps.
 void RepairBalance(const PlacementProblem& problem, RankPieces* ranks);
 
 }  // namespace cpd

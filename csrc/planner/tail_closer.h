@@ -1,4 +1,4 @@
-// Closes a rank with the tail of a document that is cut, beside the shortest documents.
+// Closes a rank with the tail of a cut document, beside the shortest documents.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ class TailCloser : protected ClosingState {
  protected:
   using ClosingState::ClosingState;
 
-  // Beside the cheapest tokens there are.
+  // The tail beside the cheapest tokens.
   bool FitsWhole(const Piece& item) const {
     int64_t room = tokens_per_rank_ - item.num_tokens();
     if (room < 0) return false;
@@ -37,7 +37,7 @@ class TailCloser : protected ClosingState {
 
   bool CloseWithTailOf(Piece longest) {
     const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens());
-    // Where the tail starts that leaves room for so many other tokens.
+    // The start of the tail that leaves room for this many other tokens.
     const auto start = [&](int64_t fill) { return longest.end - (tokens_per_rank_ - fill); };
     const auto fits = [&](int64_t fill, int64_t work) {
       const int64_t from = start(fill);
@@ -70,7 +70,7 @@ class TailCloser : protected ClosingState {
     Sum joins{0, 0, is_closed ? k : -1, -1}, leaves;
     FindExchange(k, num, tokens, work, fits, &best, &joins, &leaves);
 
-    // Or a slice from the head of the same document, whose keys come here anyhow.
+    // Or a slice from the head of the same document, whose keys this rank receives anyway.
     int64_t slice = 0, dropped = 0, kept = -1;
     {
       int64_t fill = tokens, fill_work = work;
@@ -129,7 +129,8 @@ class TailCloser : protected ClosingState {
     return true;
   }
 
-  // Up to two of the last documents that fit for one or two longer ones: fewest tokens that do.
+  // Swaps up to two of the last documents that fit for one or two longer ones, with the fewest
+  // tokens that fit.
   template <typename Fits>
   void FindExchange(int64_t k, int64_t num, int64_t tokens, int64_t work, const Fits& fits,
                     int64_t* best, Sum* joins, Sum* leaves) {
@@ -156,7 +157,7 @@ class TailCloser : protected ClosingState {
     for (const Sum& out : removals_) attempt(out);
   }
 
-  // No tail keeps the limit: tokens alone decide.
+  // No tail keeps the limit: only tokens count.
   void CloseByTokens() {
     const Piece longest = pool_.Take(pool_.size() - 1);
     TakeTail(longest, std::max(longest.start, longest.end - tokens_per_rank_));
@@ -178,7 +179,7 @@ class TailCloser : protected ClosingState {
   }
 
  private:
-  static constexpr int64_t kWindow = 16;  // documents around the last that fits, to exchange
+  static constexpr int64_t kWindow = 16;  // documents around the last that fits, for swaps
 };
 
 }  // namespace cpd

@@ -1,4 +1,4 @@
-// Closes a rank with whole documents, to the token and near a wanted work.
+// Closes a rank with whole documents, exactly in tokens and close to a wanted work.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ class WholeCloser : protected TailCloser {
  protected:
   using TailCloser::TailCloser;
 
-  // The longest that leave room for the shortest, then these, to the token.
+  // The longest documents that leave room for the shortest, then these, to the token.
   void CloseWithWhole(int64_t mean, int64_t used_tokens, int64_t used_work) {
     const int64_t target = std::min(limit_, mean);
-    // So much less leaves the other ranks a mean well below the limit.
+    // This much less leaves the other ranks a mean well below the limit.
     const int64_t less = (limit_ - target) * (ranks_left_ - 1) / 8;
     int64_t room = tokens_per_rank_ - used_tokens, work = target - used_work;
     ListCheapest();
@@ -45,7 +45,8 @@ class WholeCloser : protected TailCloser {
     }
   }
 
-  // Work of the so many cheapest tokens: padding, the shortest documents, the head of the next.
+  // The work of the given number of cheapest tokens: padding, the shortest documents, the head of
+  // the next.
   int64_t Cheapest(int64_t tokens) const {
     tokens -= std::min(tokens, padding_);
     const auto above =
@@ -55,8 +56,8 @@ class WholeCloser : protected TailCloser {
     return sum.work + pairs_(tokens - sum.tokens);
   }
 
-  // The shortest documents into the room; then, for the tokens that are still missing, one document
-  // of the rank for one or two others, near the wanted work; at last a head.
+  // Fills the room with the shortest documents. For the missing tokens, swaps one document of the
+  // rank for one or two others, close to the wanted work; finally takes a head.
   void FillExactly(int64_t room, int64_t least_work, int64_t most_work, int64_t wanted_work) {
     const int64_t pad = std::min(room, padding_);
     padding_ -= pad, room -= pad;
@@ -107,7 +108,7 @@ class WholeCloser : protected TailCloser {
       }
     }
     if (best.out >= 0 || best.first >= 0) {
-      for (int64_t i : {best.second, best.first}) {  // the second stands behind the first
+      for (int64_t i : {best.second, best.first}) {  // the second comes after the first
         if (i >= 0) Give(pool_.Take(i));
       }
       if (best.out >= 0) {
@@ -119,7 +120,7 @@ class WholeCloser : protected TailCloser {
   }
 
  private:
-  static constexpr int64_t kTried = 64;  // documents tried as the first of two
+  static constexpr int64_t kTried = 64;  // candidates for the first of two documents
   std::vector<Sum> cheapest_;
 };
 

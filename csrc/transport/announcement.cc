@@ -1,4 +1,4 @@
-// What processes of one host tell each other about an exchange.
+// Messages about an exchange between processes of one host.
 #include "transport/announcement.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the registries of buffers share: errors about buffers that calls use.
+// The common part of the registries of buffers: errors about buffers in use.
 #include "transport/buffer_registry.h"
 
 namespace cpd {

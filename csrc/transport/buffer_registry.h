@@ -1,4 +1,4 @@
-// What the registries of buffers share: buffers under ids, counts of their uses, and errors.
+// The common part of the registries of buffers: ids, counts of uses, and errors.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ Status BufferIsInUse(const std::string& op, int64_t id, int64_t num_calls, bool 
 Status BuffersAreInUse(const std::string& op, const std::map<int64_t, int64_t>& num_calls,
                        bool counts_ranks);
 
-// `Entry` is a BufferUsage with the description of a buffer; `Buffer` is an Entry with whatever
-// only the registry sees. All functions may be called from any thread. `op` begins every message.
+// `Entry` is a BufferUsage with the description of a buffer; `Buffer` is an Entry with the state
+// that only the registry sees. All functions are thread-safe. `op` begins every message.
 template <typename Entry, typename Buffer = Entry>
 class BufferRegistry {
  public:
@@ -77,7 +77,7 @@ class BufferRegistry {
   explicit BufferRegistry(bool counts_ranks) : counts_ranks_(counts_ranks) {}
   ~BufferRegistry() = default;
 
-  // These two are called with the lock held.
+  // Both are called with the lock held.
   virtual Status NoSuchBuffer(const std::string& op, int64_t id) const = 0;
   virtual void Destroyed(int64_t /*id*/) {}
 

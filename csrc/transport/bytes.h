@@ -1,4 +1,4 @@
-// Plain values to bytes and back, for what processes of one host tell each other.
+// Plain values to bytes and back, for messages between processes of one host.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ class ByteWriter {
   std::string bytes_;
 };
 
-// Every read says whether there was so much.
+// Every read returns whether there were enough bytes.
 class ByteReader {
  public:
   explicit ByteReader(std::string_view bytes) : bytes_(bytes) {}

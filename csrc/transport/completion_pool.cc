@@ -1,4 +1,4 @@
-// Threads that run completions, as many as there are completions at a time.
+// A pool of threads for completions, with a thread for each concurrent completion.
 #include "transport/completion_pool.h"
 
 #include <pthread.h>
@@ -15,13 +15,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Waking a thread takes longer than an exchange of small arrays. In a loop the next task comes
-// within this time, and a thread that is still awake has it at once. It yields meanwhile: whoever
-// else can run, does.
+// within this time, and a thread that is still awake takes it at once. Meanwhile it yields to other
+// threads.
 constexpr std::chrono::microseconds kSpinTime{50};
 
 }  // namespace
 
-// One core is left to whoever brings the next task.
+// Leaves one core to the thread that brings the next task.
 CompletionPool::CompletionPool(std::chrono::milliseconds idle_limit)
     : idle_limit_(idle_limit),
       max_spinning_(std::max(1u, std::thread::hardware_concurrency()) - 1) {}
@@ -37,7 +37,7 @@ void CompletionPool::Run(std::function<void()> task) {
   num_queued_ = queue_.size();
   if (queue_.size() <= num_spinning_) return;
   if (queue_.size() <= num_spinning_ + num_sleeping_) {
-    lock.unlock();  // first, or the thread wakes only to wait for the lock
+    lock.unlock();  // first: otherwise the thread wakes only to wait for the lock
     wake_.notify_one();
     return;
   }
@@ -48,8 +48,8 @@ void CompletionPool::Run(std::function<void()> task) {
     }).detach();
     ++num_threads_;
   } catch (const std::system_error&) {
-    // The system has no thread left. A busy one of ours takes the task when it is done; without
-    // any, only the caller can.
+    // The system has no more threads. A busy thread of the pool takes the task when it finishes; if
+    // there is none, only the caller can run it.
     if (num_threads_ > 0) return;
     task = Pop();
     lock.unlock();
@@ -61,7 +61,7 @@ void CompletionPool::Loop() {
   while (std::function<void()> task = NextTask()) task();
 }
 
-// Empty when the thread should end.
+// Returns an empty function if the thread should end.
 std::function<void()> CompletionPool::NextTask() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (queue_.empty() && num_spinning_ < max_spinning_) {
@@ -82,7 +82,7 @@ std::function<void()> CompletionPool::NextTask() {
   return nullptr;
 }
 
-// Called with the lock held, on a queue that is not empty.
+// Called with the lock held and a non-empty queue.
 std::function<void()> CompletionPool::Pop() {
   std::function<void()> task = std::move(queue_.front());
   queue_.pop_front();

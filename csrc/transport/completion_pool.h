@@ -1,4 +1,4 @@
-// Threads that run completions, as many as there are completions at a time.
+// A pool of threads for completions, with a thread for each concurrent completion.
 #pragma once
 
 #include <atomic>
@@ -10,12 +10,12 @@
 
 namespace cpd {
 
-// Completing one rank may run the rest of its program, which may wait for what another completion
-// starts. A task therefore never queues behind a busy thread: for every queued task there is an
-// idle thread, and if there are not enough, one is added.
+// Completing a rank may run the rest of its program, which may wait for another completion. So a
+// task never queues behind a busy thread: there is an idle thread for every queued task, and the
+// pool adds threads if there are too few.
 class CompletionPool {
  public:
-  // A thread that had nothing to do for `idle_limit` ends.
+  // A thread ends after it has been idle for `idle_limit`.
   explicit CompletionPool(std::chrono::milliseconds idle_limit = std::chrono::seconds(10));
 
   void Run(std::function<void()> task);
@@ -32,8 +32,8 @@ class CompletionPool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> queue_;
-  std::atomic<size_t> num_queued_{0};  // for threads that look without the lock
-  // Idle threads, also those on their way to a task: each looks at the queue before it ends.
+  std::atomic<size_t> num_queued_{0};  // read without the lock
+  // Idle threads, including those about to take a task: each looks at the queue before it ends.
   size_t num_spinning_ = 0;
   size_t num_sleeping_ = 0;
   size_t num_threads_ = 0;

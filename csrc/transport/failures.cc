@@ -1,4 +1,4 @@
-// What the transports share of failing: executions that have failed, and how their ranks are told.
+// Failed executions, and how their ranks are notified; common to the transports.
 #include "transport/failures.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace cpd {
 namespace {
 
-// How long after a failure its ranks are told.
+// Delay between a failure and the notification of its ranks.
 constexpr std::chrono::milliseconds kGrace{100};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the transports share of failing: executions that have failed, and how their ranks are told.
+// Failed executions, and how their ranks are notified; common to the transports.
 #pragma once
 
 #include <chrono>
@@ -11,15 +11,15 @@
 
 namespace cpd {
 
-// Tombstones: who comes later to anything of these executions fails at once.
+// Records of failed executions: a rank that arrives later fails at once.
 class FailedRuns {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Returns when it is forgotten: after a deadline, when nobody waits for a late one any more.
+  // Returns when the record expires: after a deadline, when no late rank is expected any more.
   Clock::time_point Add(int64_t run_id, const Status& status, std::chrono::milliseconds deadline);
-  const Status* Find(int64_t run_id) const;  // none: it has not failed
-  // Returns when there is something to forget next.
+  const Status* Find(int64_t run_id) const;  // nullptr: it has not failed
+  // Returns when the next record expires.
   Clock::time_point Forget(Clock::time_point now);
 
  private:
@@ -30,13 +30,14 @@ class FailedRuns {
   std::map<int64_t, Failure> runs_;
 };
 
-// A completion runs the rest of a rank's program, which may wait for another rank's: each on its
-// own thread. A failure comes a little late: XLA abandons the rest of a rank's program, also a
-// collective that needs nothing of ours, in which other ranks may wait already and, without this
-// one, would for ever. Until then the rank gets to what is ready.
+// A completion runs the rest of a rank's program, which may wait for another rank's, so each runs
+// on its own thread. Failures are reported with a short delay: XLA then abandons the rest of the
+// rank's program, including a collective that does not depend on this package. Other ranks may
+// already wait in that collective, and would wait for ever. The delay lets the rank reach what is
+// ready.
 void CompleteEach(CompletionPool& pool, std::vector<Completion> completions, const Status& status);
 
-// "[0, 3]": the ranks for which `arrived` is `wanted`.
+// "[0, 3]": the ranks for which `arrived` equals `wanted`.
 std::string RankList(const std::vector<bool>& arrived, bool wanted);
 
 }  // namespace cpd

@@ -1,5 +1,5 @@
-// The transport between the virtual CPU devices of one process: ranks publish pointers and return,
-// the last one to arrive plans and copies, every rank is completed on its own thread.
+// The transport between the virtual CPU devices of one process. Ranks publish pointers and return;
+// the last to arrive plans and copies; every rank completes on its own thread.
 #include "transport/in_process.h"
 
 #include <pthread.h>
@@ -39,8 +39,7 @@ struct Rendezvous {
 
 using Meetings = std::map<ExchangeKey, std::shared_ptr<Rendezvous>>;
 
-// Where the ranks that `meeting` misses wait instead: a rank that came with another operation, or
-// in another order.
+// Where the ranks that `meeting` misses wait instead: in another operation, or in another order.
 std::string WaitElsewhere(const Meetings& meetings, const ExchangeKey& key,
                           const Rendezvous& meeting) {
   std::ostringstream out;
@@ -68,8 +67,8 @@ std::string MissingRanks(const Meetings& meetings, const ExchangeKey& key,
           << " ranks arrived, ranks " << RankList(meeting.arrived, true)
           << " wait for missing ranks " << RankList(meeting.arrived, false) << "."
           << WaitElsewhere(meetings, key, meeting)
-          << " Every rank of the axis must make this call the same number of times; see "
-             "whether a missing rank raised an error of its own, or pass a longer deadline.";
+          << " Every rank of the axis must make this call the same number of times; check whether "
+             "a missing rank raised its own error, or pass a longer deadline.";
   return message.str();
 }
 
@@ -101,8 +100,8 @@ class InProcess final : public Transport {
         message << exchange.op << ": rank " << rank << " arrived "
                 << (rank < 0 || rank >= exchange.num_ranks ? "but ranks are" : "twice; ranks are")
                 << " 0.." << exchange.num_ranks - 1
-                << ". Every other mesh axis must be manual where this is called, so that each of "
-                   "its groups is told apart.";
+                << ". Every other mesh axis must be manual where this is called, so that its "
+                   "groups can be distinguished.";
         const Status failure{StatusCode::kInternal, message.str()};
         std::vector<Completion> own;
         own.push_back(std::move(completion));
@@ -137,7 +136,7 @@ class InProcess final : public Transport {
       for (int64_t i = 0; i < std::min<int64_t>(num_helpers, num_tasks - 1); ++i) {
         scheduler([this, meeting] { Work(*meeting, /*self=*/-1); });
       }
-    } catch (const std::exception&) {  // then with fewer helpers
+    } catch (const std::exception&) {  // continue with fewer helpers
     }
     Work(*meeting, rank);
   }
@@ -177,14 +176,14 @@ class InProcess final : public Transport {
     return meeting;
   }
 
-  // The watchdog looks again by then. Called with the lock held.
+  // Makes the watchdog look again by then. Called with the lock held.
   void WakeBy(Clock::time_point time) {
     if (time >= next_wake_) return;
     next_wake_ = time;
     wake_.notify_one();
   }
 
-  // A planner that throws (no memory for a plan of very many pieces) fails every rank too.
+  // A planner that throws (no memory for a plan with very many pieces) also fails every rank.
   static Status Plan(const Exchange& exchange, Rendezvous& meeting) {
     try {
       return exchange.planner(meeting.contributions, &meeting.work);
@@ -193,9 +192,9 @@ class InProcess final : public Transport {
     }
   }
 
-  // One failed exchange fails the whole execution: a group of ranks that went on alone could reach
-  // a collective of XLA, which waits for the failed ones and then ends the process. The ranks that
-  // wait anywhere in this execution are handed back to be told. Called with the lock held.
+  // One failed exchange fails the whole execution. Ranks that continued alone could reach an XLA
+  // collective, which waits for the failed ranks and then aborts the process. Returns the ranks
+  // that wait anywhere in this execution, for the caller to notify. Called with the lock held.
   std::vector<Completion> FailRun(int64_t run_id, const Status& status,
                                   std::chrono::milliseconds deadline) {
     WakeBy(failed_runs_.Add(run_id, status, deadline));
@@ -210,7 +209,7 @@ class InProcess final : public Transport {
     return waiting;
   }
 
-  // Fails the execution, and `own`, which wait no longer in a meeting.
+  // Fails the execution, and the ranks in `own`, which no longer wait in a meeting.
   void FailAll(std::unique_lock<std::mutex> lock, int64_t run_id, const Status& status,
                std::chrono::milliseconds deadline, std::vector<Completion> own) {
     std::vector<Completion> waiting = FailRun(run_id, status, deadline);
@@ -221,8 +220,8 @@ class InProcess final : public Transport {
     CompleteEach(pool_, std::move(waiting), status);
   }
 
-  // A completion runs the rest of a rank's program, which may wait for another rank's: each on its
-  // own thread, and the caller's own rank (if any) last, inline.
+  // A completion runs the rest of a rank's program, which may wait for another rank's. So each runs
+  // on its own thread; the caller's own rank (if any) comes last, inline.
   void CompleteAll(Rendezvous& meeting, int self) {
     Completion own;
     if (self >= 0) own = std::exchange(meeting.completions[self], nullptr);
@@ -240,14 +239,14 @@ class InProcess final : public Transport {
       meeting.work.run(task);
       ++num_done;
     }
-    // Whoever closes the last task sees every other thread's copies (acquire-release).
+    // The thread that finishes the last task sees the copies of all others (acquire-release).
     if (num_done > 0 && meeting.num_open_tasks.fetch_sub(num_done) == num_done) {
       CompleteAll(meeting, self);
     }
   }
 
-  // Each piece on its own thread, when the gate opens. The last piece clears the work, perhaps
-  // while the gate or the loop that starts the pieces is still on its way out: both are kept here.
+  // Runs each piece on its own thread when the gate opens. The last piece clears the work, perhaps
+  // before the gate or the loop that starts the pieces has returned: keep both alive here.
   void RunAtOnce(int64_t run_id, const std::shared_ptr<Rendezvous>& meeting) {
     auto begin = [this, run_id, meeting, num_tasks = meeting->work.num_tasks] {
       for (int64_t task = 0; task < num_tasks; ++task) {
@@ -266,7 +265,7 @@ class InProcess final : public Transport {
 
   void Finish(int64_t run_id, Rendezvous& meeting) {
     const Status status = meeting.work.outcome ? meeting.work.outcome() : Status::Ok();
-    meeting.work = {};  // what it holds is free before anybody is told
+    meeting.work = {};  // releases what it holds before any rank is notified
     if (status.ok()) {
       CompleteAll(meeting, /*self=*/-1);
       return;
@@ -297,9 +296,9 @@ class InProcess final : public Transport {
         const Status status{StatusCode::kDeadlineExceeded,
                             MissingRanks(meetings_, it->first, meeting)};
         const int64_t run_id = it->first.run_id;
-        const auto deadline = meeting.deadline;  // of a meeting that is about to go
+        const auto deadline = meeting.deadline;  // of a meeting that is about to be erased
         expired.push_back({run_id, deadline, status, FailRun(run_id, status, deadline)});
-        it = meetings_.begin();  // more than one may be gone
+        it = meetings_.begin();  // several may have been erased
       }
       const FailureListener listener = listener_;
       lock.unlock();

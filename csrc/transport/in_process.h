@@ -5,11 +5,11 @@
 
 namespace cpd {
 
-// The one transport of this process. Never destroyed: detached threads wait on its condition
-// variables, and destroying one of those hangs exit().
+// The in-process transport. Never destroyed: detached threads wait on its condition variables, and
+// destroying one of those hangs exit().
 Transport& InProcessTransport();
 
-// Who is told of executions that failed here, other than through `Fail`.
+// Called for executions that fail here, except through `Fail`.
 using FailureListener =
     std::function<void(int64_t run_id, const Status&, std::chrono::milliseconds deadline)>;
 void TellFailuresOfInProcess(FailureListener listener);

@@ -1,4 +1,4 @@
-// Messages between the processes of one host: one local socket to each, and who has ended.
+// Messages between the processes of one host, over one local socket per peer; detects ended peers.
 #include "transport/links.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The next message of an exchange comes within about this time: waking up would take as long.
+// The next message of an exchange comes within about this time; waking up would take as long.
 constexpr std::chrono::microseconds kMessageSpinTime{50};
 
 }  // namespace
@@ -49,8 +49,8 @@ int64_t Links::pid(int process) const {
   return link ? link->peer.pid : 0;
 }
 
-// False: there is no room now. What cannot be sent at all is dropped: the receiving side of the
-// link learns that the peer has ended.
+// Returns false if the socket has no room now. Drops what cannot be sent at all: the receiving side
+// of the link detects that the peer has ended.
 bool Links::SendNow(Link* link, const std::string& bytes) {
   while (true) {
     if (send(link->peer.socket_fd, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
@@ -86,7 +86,8 @@ bool Links::Receive(Link* link) {
       continue;
     }
     if (n == 0) return false;
-    // A peer that ends with messages unread resets the connection; what it sent can still be read.
+    // A peer that ends with unread messages resets the connection; its own messages can still be
+    // read.
     if (errno == EINTR || errno == ECONNRESET) continue;
     return errno == EAGAIN || errno == EWOULDBLOCK;
   }
@@ -105,7 +106,7 @@ void Links::Loop() {
       const short events = static_cast<short>(link->outbox.empty() ? POLLIN : POLLIN | POLLOUT);
       polled.push_back({link->peer.socket_fd, events, 0});
       of_poll.push_back(link.get());
-      polled.push_back({link->peer.pid_fd, POLLIN, 0});  // below 0 it is ignored
+      polled.push_back({link->peer.pid_fd, POLLIN, 0});  // poll ignores negative descriptors
       of_poll.push_back(link.get());
     }
     const bool spins = Clock::now() - last_message < kMessageSpinTime;

@@ -1,4 +1,4 @@
-// Messages between the processes of one host: one local socket to each, and who has ended.
+// Messages between the processes of one host, over one local socket per peer; detects ended peers.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@
 
 namespace cpd {
 
-// A process at the other end of a socket that keeps the borders of messages (SOCK_SEQPACKET).
+// A process at the other end of a socket that preserves message boundaries (SOCK_SEQPACKET).
 struct Peer {
   int process;
   int64_t pid;
   int socket_fd;
-  int pid_fd;  // -1: only the end of the socket tells the end of the process
+  int pid_fd;  // -1: only the end of the socket reveals the end of the process
 };
 
-// Sends without waiting and receives on a thread of its own. Messages of one peer come in the order
-// in which they were sent; then, once, that it has ended. Never destroyed, as that thread stays.
+// Sends without blocking; receives on its own thread. Delivers the messages of a peer in order,
+// then reports its end once. Never destroyed, because that thread never ends.
 class Links {
  public:
   static constexpr size_t kMaxMessageBytes = 8192;
@@ -33,7 +33,7 @@ class Links {
   Links(std::vector<Peer> peers, OnMessage on_message, OnEnd on_end);
   void Start();
 
-  // From any thread. To a process that has ended: nothing.
+  // Thread-safe. Does nothing if the process has ended.
   void Send(int process, std::string bytes);
 
   int64_t pid(int process) const;  // 0: no such peer
@@ -43,7 +43,7 @@ class Links {
     explicit Link(Peer peer) : peer(peer) {}
     const Peer peer;
     std::mutex mutex;
-    std::deque<std::string> outbox;  // what the socket had no room for
+    std::deque<std::string> outbox;  // messages that did not fit the socket
     bool has_ended = false;
   };
 

@@ -12,8 +12,8 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kGranuleBytes = 1 << 20;  // of memory taken at a time
-// When nothing is in use, more than this goes back to the system.
+constexpr int64_t kGranuleBytes = 1 << 20;  // of memory committed at a time
+// If nothing is in use, memory beyond this is returned to the system.
 constexpr int64_t kKeptBytes = int64_t{1} << 30;
 
 }  // namespace

@@ -10,8 +10,8 @@
 
 namespace cpd {
 
-// Address space is plenty and costs nothing; memory is taken where rows are written, and kept for
-// the next ones. All functions may be called from any thread.
+// Address space costs nothing. Memory is committed where rows are written, and kept for the next
+// exchange. All functions are thread-safe.
 class SharedArena {
  public:
   static constexpr int64_t kPageBytes = 4096;
@@ -19,15 +19,15 @@ class SharedArena {
     return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
 
-  // `fd` is a segment of `num_bytes`, mapped at `base` by whoever made it.
+  // `fd` is a segment of `num_bytes`, mapped at `base` by the caller.
   SharedArena(int fd, char* base, int64_t num_bytes);
 
-  // The lowest free range, aligned to pages; -1: there is none.
+  // The lowest free range, aligned to pages; -1 if there is none.
   int64_t Allocate(int64_t num_bytes);
-  // What `Allocate` gave, and nobody reads any more.
+  // Frees a range from `Allocate` that is no longer read.
   void Free(int64_t offset, int64_t num_bytes);
 
-  // Takes memory for a range before it is written: a write without memory would kill the process.
+  // Commits memory for a range before it is written: a write without memory would kill the process.
   Status Commit(int64_t offset, int64_t num_bytes);
 
   char* at(int64_t offset) const { return base_ + offset; }
@@ -41,7 +41,7 @@ class SharedArena {
   char* const base_;
   const int64_t num_bytes_;
   std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;  // offset -> bytes, never two that touch
+  std::map<int64_t, int64_t> free_;  // offset -> bytes; no two are adjacent
   std::vector<bool> committed_;      // by granule
   int64_t num_committed_ = 0;
 };

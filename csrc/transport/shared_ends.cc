@@ -1,4 +1,4 @@
-// How exchanges end: done, failed, given up at the deadline, or with a process.
+// The end of exchanges: success, failure, a missed deadline, or the end of a process.
 #include <algorithm>
 #include <utility>
 
@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kToRead{200};
 std::vector<Completion> SharedExchanges::Close(SharedMeeting* meeting) {
   const bool has_told = meeting->phase == Phase::kEnding;
   meeting->phase = Phase::kOver;
-  meeting->work = {};  // what it holds is free before anybody is told
+  meeting->work = {};  // releases what it holds before any rank is notified
   std::vector<Completion> completions;
   for (Completion& completion : meeting->completions) {
     if (completion) completions.push_back(std::exchange(completion, nullptr));
@@ -42,7 +42,7 @@ void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
                               const Status& status, std::chrono::milliseconds deadline,
                               std::vector<Completion> own, bool tell_others) {
   const bool is_new = failed_runs_.Find(run_id) == nullptr;
-  const Status why = is_new ? status : *failed_runs_.Find(run_id);  // the first says why
+  const Status why = is_new ? status : *failed_runs_.Find(run_id);  // the first failure is reported
   if (is_new) WakeBy(failed_runs_.Add(run_id, status, deadline));
   std::vector<MeetingPtr> unfinished;
   for (const auto& [id, meeting] : meetings_) {
@@ -59,7 +59,7 @@ void SharedExchanges::FailAll(std::unique_lock<std::mutex> lock, int64_t run_id,
         for (Completion& completion : Close(meeting.get())) own.push_back(std::move(completion));
         break;
       case Phase::kStaging:
-      case Phase::kPulling:  // told when the pieces that are running have ended
+      case Phase::kPulling:  // notified when the running pieces have ended
         if (meeting->failure.ok()) meeting->failure = why;
         if (meeting->phase == Phase::kPulling && meeting->work.fail) meeting->work.fail(why);
         break;
@@ -131,7 +131,7 @@ void SharedExchanges::Watch() {
         next_wake_ = std::min(next_wake_, meeting->expires);
         continue;
       }
-      // If this process was stopped, what the others have said may lie unread.
+      // If this process was stopped, messages from the others may still be unread.
       if (!std::exchange(meeting->is_overdue, true)) {
         meeting->expires = now + kToRead;
         next_wake_ = std::min(next_wake_, meeting->expires);
@@ -140,7 +140,7 @@ void SharedExchanges::Watch() {
       late.try_emplace(meeting->key.run_id, meeting);
     }
     for (const auto& [run_id, meeting] : late) {
-      if (!meeting->Waits()) continue;  // it came to its end while others were failed
+      if (!meeting->Waits()) continue;  // it ended while others were failed
       const Status why{StatusCode::kDeadlineExceeded,
                        WhyLate(*meeting, OthersThan(*meeting), pid_of)};
       FailAll(std::move(lock), run_id, why, meeting->deadline, {});

@@ -1,4 +1,4 @@
-// All exchanges between processes that this one takes part in, and how they proceed.
+// All exchanges between processes that involve this one, and their progress.
 #pragma once
 
 #include <chrono>
@@ -38,50 +38,53 @@ class SharedExchanges final : public Transport {
 
   // ---- Ranks arrive.
 
-  // Writes what the rank brings into this process's segment, with address space for its arrays.
+  // Writes the rank's contribution into this process's segment and reserves address space for its
+  // arrays.
   Status Publish(const Exchange& exchange, Contribution* contribution, Announcement* announcement,
                  int64_t* range_bytes);
 
-  // The functions below are called with the lock held, unless they say otherwise.
+  // The functions below are called with the lock held, unless stated otherwise.
 
   MeetingPtr FindOrOpen(const ExchangeKey& key, int num_ranks, std::chrono::milliseconds deadline,
                         const std::string& op, const std::string& signature);
   void Adopt(const Exchange& exchange, SharedMeeting* meeting);
   Status Arrive(SharedMeeting* meeting, int rank, int process, int num_ranks);
 
-  // True for who is to proceed. The next round of a loop opens a new meeting under the same key.
+  // Returns true if the caller should proceed. The next round of a loop opens a new meeting under
+  // the same key.
   bool CloseIfComplete(SharedMeeting* meeting);
 
   // ---- All ranks have arrived. These are called without the lock.
 
   void Proceed(const MeetingPtr& meeting);
 
-  // A planner that throws (no memory for a plan of very many pieces) fails every rank too.
+  // A planner that throws (no memory for a plan with very many pieces) also fails every rank.
   Status Plan(SharedMeeting* meeting);
 
-  // For pieces of `meeting` that wait for ranks of other processes.
+  // For tasks of `meeting` that wait for ranks of other processes.
   Elsewhere ElsewhereOf(SharedMeeting* meeting);
 
-  // What a rank elsewhere brings, with its arrays where this process reads them.
+  // The contribution of a rank elsewhere, with its arrays at the addresses where this process reads
+  // them.
   Status ReadRank(SharedMeeting* meeting, int rank);
   void RunAll(int64_t num_tasks, std::function<void(int64_t)> run, std::function<void()> then);
   void EndStaging(const MeetingPtr& meeting);
   void Pull(const MeetingPtr& meeting);
-  // Pieces that wait for one another, each on a thread of its own.
+  // Runs tasks that wait for one another, each on its own thread.
   void RunAtOnce(const MeetingPtr& meeting);
   void EndPulling(const MeetingPtr& meeting);
   void EndWell(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
   void EndFailed(std::unique_lock<std::mutex> lock, SharedMeeting* meeting);
 
-  // ---- The end, again with the lock held. The ranks of this process are handed back to be told.
+  // ---- The end, again with the lock held. Each returns the local ranks to notify.
 
   std::vector<Completion> Close(SharedMeeting* meeting);
 
-  // What other processes may still read stays until they say, or have ended.
+  // Data that other processes may still read stays until they report that they are done, or end.
   void FreeIfDone(SharedMeeting* meeting);
 
   // One failed exchange fails the whole execution, in all processes: see in_process.cc. `own` are
-  // ranks that wait in no meeting (any more).
+  // ranks that no longer wait in a meeting.
   void FailAll(std::unique_lock<std::mutex> lock, int64_t run_id, const Status& status,
                std::chrono::milliseconds deadline, std::vector<Completion> own,
                bool tell_others = true);
@@ -89,44 +92,44 @@ class SharedExchanges final : public Transport {
   // A rank that came to the wrong call gives up at about the time when others miss it elsewhere.
   void Remember(const MeetingPtr& meeting);
 
-  // Where ranks wait that `late` may miss, or did not long ago.
+  // The meetings in which the ranks that `late` misses may wait, now or until recently.
   SharedMeetings OthersThan(const SharedMeeting& late) const;
 
-  // ---- Messages: on the thread of the links, which must not wait, without the lock.
+  // ---- Messages. Called on the thread of the links, which must not block; without the lock.
 
   void OnMessage(int process, const std::string& bytes);
   void OnAnnouncement(int process, const Announcement& announcement);
-  // A meeting that `process` takes part in, or null.
+  // A meeting that involves `process`, or nullptr.
   MeetingPtr Find(int process, int64_t id) const;
   void OnReady(int process, int64_t id);
   void OnSignal(const SignalNotice& notice);
   void OnOver(int process, int64_t id);
   void OnDone(int process, int64_t id);
 
-  // What a process that has ended has staged can still be read; what it has not, never comes.
+  // Data that an ended process has staged can still be read; other data of it never arrives.
   void OnEnd(int process);
 
   // ---- Deadlines.
 
-  // The watchdog looks again by then. Called with the lock held.
+  // Makes the watchdog look again by then. Called with the lock held.
   void WakeBy(Clock::time_point time);
   void Watch();
 
   const int process_;
   const int num_helpers_;
   SharedArena arena_;
-  std::map<int, SharedSegment> segments_;  // of the other processes
+  std::map<int, SharedSegment> segments_;  // by process
   std::mutex mutex_;
   std::condition_variable wake_;
   Clock::time_point next_wake_ = Clock::now();
   std::map<int64_t, MeetingPtr> meetings_;  // all whose ranges are in use
-  std::map<ExchangeKey, MeetingPtr> open_;  // those that miss ranks
-  SharedMeetings given_up_;                 // the last that never had all ranks
+  std::map<ExchangeKey, MeetingPtr> open_;  // those with missing ranks
+  SharedMeetings given_up_;                 // the latest that never had all ranks
   int64_t next_meeting_ = 0;
   std::set<int> ended_;
   FailedRuns failed_runs_;
   CompletionPool pool_;
-  Links links_;  // last: its thread uses everything above
+  Links links_;  // last: its thread uses all members above
 };
 
 }  // namespace cpd

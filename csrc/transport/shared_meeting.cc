@@ -1,4 +1,4 @@
-// One exchange between processes, as one of them sees it: who has come, and how far it is.
+// One exchange between processes, as seen by one of them: arrived ranks and progress.
 #include "transport/shared_meeting.h"
 
 #include <fstream>
@@ -9,7 +9,7 @@
 namespace cpd {
 namespace {
 
-// The letter that /proc has for the state of a process; 0: there is no such process.
+// The state of a process, as a letter from /proc; 0 if there is no such process.
 char StateOf(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -30,7 +30,7 @@ std::string RanksOf(const SharedMeeting& meeting, int process) {
   return RankList(its, true);
 }
 
-// Where a missing rank came instead: to another operation or shape, or in another order.
+// Where a missing rank is instead: in another operation or shape, or in another order.
 void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
                   std::ostringstream* message) {
   for (size_t rank = 0; rank < meeting.arrived.size(); ++rank) {
@@ -79,7 +79,7 @@ bool SharedMeeting::Misses(int process) const {
   const Participant& its = participants.at(process);
   switch (phase) {
     case Phase::kMeeting:
-    case Phase::kStaging:  // what there is to do is not known yet
+    case Phase::kStaging:  // the plan is not known yet
       return !its.is_ready;
     case Phase::kWaiting:
       return work.tasks_wait ? !its.is_over : !its.is_ready;
@@ -134,9 +134,9 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
               << RanksOf(meeting, process) << (is_ending ? " are not done" : " did not come");
       separator = ", of ";
     }
-    message << ". Expected: " << meeting.participants.size()
-            << " other processes. Seen: " << num_seen
-            << ". See whether it is stopped or the machine overloaded, or pass a longer deadline.";
+    message
+        << ". Expected: " << meeting.participants.size() << " other processes. Seen: " << num_seen
+        << ". Check whether it is stopped or the machine is overloaded, or pass a longer deadline.";
     return message.str();
   }
   message << meeting.num_arrived << "/" << meeting.arrived.size() << " ranks arrived, ranks "
@@ -157,9 +157,9 @@ std::string WhyLate(const SharedMeeting& meeting, const SharedMeetings& others,
   }
   message << ".";
   AddElsewhere(meeting, others, &message);
-  message << " Every rank of the axis must make this call the same number of times, in the same "
-             "programs; see whether a missing rank raised an error of its own, or pass a longer "
-             "deadline.";
+  message
+      << " Every rank of the axis must make this call the same number of times, in the same "
+         "programs; check whether a missing rank raised its own error, or pass a longer deadline.";
   return message.str();
 }
 
@@ -168,8 +168,8 @@ std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid) {
   message << meeting.op << ": expected ranks " << RanksOf(meeting, process) << " of process "
           << process << " (pid " << pid << "), seen: it has ended (" << meeting.num_arrived << "/"
           << meeting.arrived.size()
-          << " ranks had arrived). See what it wrote last; what is left of the job can end in its "
-             "own time, and the job can be started again at once.";
+          << " ranks had arrived). Check its last output. The other processes may end later; the "
+             "job can be restarted at once.";
   return message.str();
 }
 

@@ -1,4 +1,4 @@
-// Ranks of this process announce themselves to the other processes.
+// Announces ranks of this process to the other processes.
 #include "transport/shared_memory.h"
 
 #include <pthread.h>
@@ -47,11 +47,11 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
   if (exchange.processes == nullptr ||
       static_cast<int>(exchange.processes->size()) != exchange.num_ranks || rank < 0 ||
       rank >= exchange.num_ranks || (*exchange.processes)[rank] != process_) {
-    return refuse({StatusCode::kInternal,
-                   exchange.op + ": rank " + std::to_string(rank) + " is not one of process " +
-                       std::to_string(process_) +
-                       ". Every other mesh axis must be manual where this is called, so that "
-                       "each of its groups is told apart."});
+    return refuse(
+        {StatusCode::kInternal, exchange.op + ": rank " + std::to_string(rank) +
+                                    " is not one of process " + std::to_string(process_) +
+                                    ". Every other mesh axis must be manual where this is called, "
+                                    "so that its groups can be distinguished."});
   }
   Announcement announcement{
       exchange.key, rank, exchange.num_ranks, 0, exchange.deadline.count(), 0, 0};
@@ -79,7 +79,7 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
     }
   }
   if (!failure.ok()) {
-    arena_.Free(range.first, range.second);  // nobody has been told of it
+    arena_.Free(range.first, range.second);  // not announced to any process
     std::vector<Completion> own;
     own.push_back(std::move(completion));
     FailAll(std::move(lock), exchange.key.run_id, failure, exchange.deadline, std::move(own));
@@ -125,7 +125,7 @@ Status SharedExchanges::Publish(const Exchange& exchange, Contribution* contribu
                 " bytes do not fit the free part of this "
                 "process's segment of " +
                 std::to_string(arena_.num_bytes()) +
-                " bytes. Set JAX_CP_DISPATCH_SEGMENT_BYTES to more, in all processes."};
+                " bytes. Increase JAX_CP_DISPATCH_SEGMENT_BYTES in all processes."};
   }
   int64_t at = offset + SharedArena::PageAligned(announcement->num_bytes);
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -181,8 +181,8 @@ Status SharedExchanges::Arrive(SharedMeeting* meeting, int rank, int process, in
     std::ostringstream message;
     message << meeting->op << ": rank " << rank << " of process " << process << " arrived twice, "
             << "or in a group of " << num_ranks << " instead of " << meeting->num_ranks()
-            << " ranks. Every other mesh axis must be manual where this is called, so that each "
-               "of its groups is told apart.";
+            << " ranks. Every other mesh axis must be manual where this is called, so that its "
+               "groups can be distinguished.";
     return {StatusCode::kInternal, message.str()};
   }
   meeting->arrived[rank] = true;

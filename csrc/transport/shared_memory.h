@@ -10,26 +10,26 @@
 
 namespace cpd {
 
-// Memory that this process reads and `process` writes, or for the own process the other way round.
+// Memory that `process` writes and this process reads. The own segment is the reverse.
 struct SharedSegment {
   int process;
-  int fd;  // of the own one
+  int fd;  // of the own segment only
   char* base;
   int64_t num_bytes;
 };
 
-// `op` in messages tells ranks; processes are named beside them. Never destroyed: threads of its
-// own wait on what it holds.
+// Messages name the ranks of `op` and their processes. Never destroyed: its threads wait on its
+// members.
 std::unique_ptr<Transport> MakeSharedMemoryTransport(SharedSegment own,
                                                      std::vector<SharedSegment> others,
                                                      std::vector<Peer> peers);
 
-// The one transport of this process, once `StartSharedMemory` has made it; before: none.
+// The shared-memory transport of this process, or nullptr before `StartSharedMemory`.
 Transport* SharedMemoryTransport();
 void StartSharedMemory(SharedSegment own, std::vector<SharedSegment> others,
                        std::vector<Peer> peers);
 
-// The number of this process among those that were started; without: 0.
+// The number of this process in its job; 0 without a job.
 int ThisProcess();
 
 }  // namespace cpd

@@ -1,4 +1,4 @@
-// What other processes say of an exchange: on the thread of the links, which must not wait.
+// Handles messages from other processes on the thread of the links, which must not block.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace cpd {
 namespace {
 
-// Far more than a job has, or one of its ranks has to tell.
+// Far more than any job has, or any of its ranks needs.
 constexpr int64_t kMostRanks = 1 << 16;
 constexpr int64_t kMostBytes = 1 << 30;
 
@@ -63,7 +63,7 @@ void SharedExchanges::OnAnnouncement(int process, const Announcement& announceme
       announcement.num_ranks <= kMostRanks && announcement.rank >= 0 &&
       announcement.rank < announcement.num_ranks && announcement.deadline_ms > 0 &&
       announcement.deadline_ms <= kLongestDeadline.count() &&
-      // Reads each byte once, so that nothing changes between a check and its use.
+      // Reads each byte once, so that nothing changes between check and use.
       FromBytes(std::string_view(segment.base + announcement.offset, announcement.num_bytes),
                 &description);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -112,7 +112,7 @@ void SharedExchanges::OnReady(int process, int64_t id) {
   pool_.Run([this, meeting] { Pull(meeting); });
 }
 
-// Before all processes are ready none of them signals, so the work is there.
+// No process signals before all are ready, so the work exists.
 void SharedExchanges::OnSignal(const SignalNotice& notice) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = meetings_.find(notice.meeting);

@@ -1,5 +1,5 @@
-// When all ranks have arrived: the exchange is planned, what ranks elsewhere read is copied into
-// this process's segment, and when all have done so its own ranks pull what they are to have.
+// The exchange after all ranks have arrived: it is planned, and rows for other processes are copied
+// into this process's segment. When all processes have done so, local ranks pull their rows.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -11,11 +11,11 @@
 namespace cpd {
 namespace {
 
-// Pieces of work that any thread may run. Threads that come late find nothing.
+// Tasks that any thread may run. Late threads find none left.
 struct Job {
   int64_t num_tasks;
   std::function<void(int64_t)> run;
-  std::function<void()> then;  // run by whoever ends the last piece
+  std::function<void()> then;  // run by the thread that ends the last task
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> num_open{0};
 
@@ -25,7 +25,7 @@ struct Job {
       run(task);
       ++num_done;
     }
-    // Whoever closes the last task sees every other thread's copies (acquire-release).
+    // The thread that finishes the last task sees the copies of all others (acquire-release).
     if (num_done > 0 && num_open.fetch_sub(num_done) == num_done) then();
   }
 };
@@ -100,7 +100,8 @@ Status SharedExchanges::ReadRank(SharedMeeting* meeting, int rank) {
   auto contribution = meeting->exchange.reader(description.contribution);
   const auto arrays = contribution ? contribution->SharedArrays() : std::vector<SharedArray>{};
   if (!contribution || arrays.size() != description.array_offsets.size()) {
-    return refuse("sent bytes that are none of a rank. All processes must run the same version.");
+    return refuse(
+        "sent bytes that do not describe a rank. All processes must run the same version.");
   }
   for (size_t i = 0; i < arrays.size(); ++i) {
     const int64_t offset = description.array_offsets[i];
@@ -172,7 +173,7 @@ void SharedExchanges::EndPulling(const MeetingPtr& meeting) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (meeting->failure.ok()) meeting->failure = status;
   if (!meeting->failure.ok()) return EndFailed(std::move(lock), meeting.get());
-  if (meeting->work.tasks_wait) {  // which fail alone: their ranks succeed when all others do
+  if (meeting->work.tasks_wait) {  // local tasks can fail alone; success needs all processes
     meeting->phase = Phase::kEnding;
     meeting->expires = Clock::now() + meeting->deadline;
     meeting->is_overdue = false;

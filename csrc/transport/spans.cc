@@ -1,4 +1,4 @@
-// What ranks did and when, recorded while somebody wants to see it.
+// Recorded spans: what each rank did and when.
 #include "transport/spans.h"
 
 #include <chrono>

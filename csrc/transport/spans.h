@@ -1,4 +1,4 @@
-// What ranks did and when, recorded while somebody wants to see it.
+// Recorded spans: what each rank did and when.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace cpd {
 
-// The clock of all spans, a monotonic one.
+// The monotonic clock of all spans.
 int64_t SteadyNanoseconds();
 
 struct RecordedSpan {
@@ -24,14 +24,14 @@ struct RecordedSpan {
   int64_t duration_ns;
 };
 
-// All functions may be called from any thread.
+// All functions are thread-safe.
 class SpanRecorder {
  public:
   static SpanRecorder& Get();
 
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
-  void Start();                      // forgets what was recorded before
-  std::vector<RecordedSpan> Stop();  // in the order in which they ended
+  void Start();                      // clears earlier spans
+  std::vector<RecordedSpan> Stop();  // in the order of their ends
   void Record(RecordedSpan span);
 
  private:
@@ -40,7 +40,7 @@ class SpanRecorder {
   std::vector<RecordedSpan> spans_;
 };
 
-// From its construction to its end. The strings outlive it.
+// Records from construction to destruction. The strings must outlive it.
 class SpanScope {
  public:
   SpanScope(const std::string& op, int group, int rank, SpanKind kind, const std::string& name);
@@ -54,7 +54,7 @@ class SpanScope {
   const int rank_;
   const SpanKind kind_;
   const std::string& name_;
-  const int64_t start_ns_;  // -1: nobody wants to see it
+  const int64_t start_ns_;  // -1: not recording
 };
 
 }  // namespace cpd

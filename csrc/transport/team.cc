@@ -1,5 +1,5 @@
-// Streams of ranks, recorded, then run, each on its own thread. Of ranks in other processes only
-// what they put to ranks here runs here: these fetch it.
+// Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other processes,
+// only their puts to local ranks run here: local ranks fetch those.
 #include "transport/team.h"
 
 #include <atomic>
@@ -30,8 +30,8 @@ void CopyRows(const std::vector<RowCopy>& pieces) {
   }
 }
 
-// The signals of one rank. Whoever adds does so after its copy, under the lock that the waiting
-// one takes.
+// The signals of one rank. The sender adds after its copy, under the lock that the waiting stream
+// takes.
 class Team::RankCounters final : public Counters {
  public:
   RankCounters(Team* team, int rank, int num_counters)
@@ -61,8 +61,8 @@ class Team::RankCounters final : public Counters {
       message << team_->op_ << ": rank " << rank_ << " waited " << team_->deadline_.count()
               << " ms for rank " << team_->NameOf(peer) << ", signal '" << signal.name
               << "': expected " << count << ", seen " << counts_[signal.index]
-              << ". The rank has arrived, but its part is not done: see whether it is stopped or "
-                 "the machine overloaded, or pass a longer deadline.";
+              << ". The rank has arrived, but its part is not done: check whether it is stopped or "
+                 "the machine is overloaded, or pass a longer deadline.";
       lock.unlock();
       team_->Fail({StatusCode::kDeadlineExceeded, message.str()});
       return false;
@@ -101,7 +101,7 @@ class Team::RecordedStream final : public Stream {
     });
   }
 
-  // Ranks of two processes do not write each other's memory: the peer is told, and fetches.
+  // Processes do not write each other's memory: the peer is notified and fetches the rows.
   void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) override {
     if (team_->elsewhere_.Holds(peer)) return Add(peer, team_->Fetchable(signal));
     if (is_elsewhere_) {
@@ -123,7 +123,7 @@ class Team::RecordedStream final : public Stream {
   }
 
   void Add(int peer, Signal signal) override {
-    if (is_elsewhere_) return;  // its process tells this one
+    if (is_elsewhere_) return;  // its process notifies this one
     steps_.push_back([this, peer, signal = std::move(signal)] {
       team_->counters_[rank_]->Add(peer, signal);
       return true;
@@ -144,7 +144,7 @@ class Team::RecordedStream final : public Stream {
       for (const auto& step : steps_) {
         if (!step() || !team_->status().ok()) return;
       }
-    } catch (const std::exception& error) {  // no memory: the others would wait in vain
+    } catch (const std::exception& error) {  // no memory: the others must not wait for it
       team_->Fail({StatusCode::kInternal,
                    team_->op_ + (is_elsewhere_ ? ": fetching from rank " : ": rank ") +
                        std::to_string(rank_) + " threw " + error.what()});
@@ -213,7 +213,7 @@ std::string Team::NameOf(int rank) const {
 void Team::Fail(Status status) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!status_.ok()) return;  // the first says why
+    if (!status_.ok()) return;  // the first failure is reported
     status_ = std::move(status);
   }
   for (auto& counters : counters_) counters->WakeToFail();

@@ -1,5 +1,5 @@
-// Streams of ranks, recorded, then run, each on its own thread. Of ranks in other processes only
-// what they put to ranks here runs here: these fetch it.
+// Streams of ranks: recorded first, then run, each on its own thread. Of ranks in other processes,
+// only their puts to local ranks run here: local ranks fetch those.
 #pragma once
 
 #include <chrono>
@@ -15,12 +15,12 @@
 
 namespace cpd {
 
-// How bytes of a put get to the peer; for tests, a link that takes its time.
+// How the bytes of a put reach the peer; tests replace it with a slow link.
 using Link = std::function<void(const std::vector<RowCopy>&)>;
 
 void CopyRows(const std::vector<RowCopy>& pieces);
 
-// The ranks of one call that have met. Its tasks wait for one another: all of them have to run at
+// The ranks of one call that have met. Its tasks wait for one another, so all of them must run at
 // the same time.
 class Team {
  public:
@@ -30,27 +30,27 @@ class Team {
 
   RankStreams streams(int rank);
 
-  // What there is to run, when all is recorded: the streams that have something to do.
+  // The tasks after recording: the streams that are not empty.
   std::vector<int> Tasks() const;
 
-  // Runs a stream from its beginning to its end, or to the first failure of any rank.
+  // Runs a stream to its end, or to the first failure of any rank.
   void Run(int task);
 
   // Of all ranks; final when all tasks have ended.
   Status status();
 
-  // A rank elsewhere has added to a counter of a rank here. What is none is ignored.
+  // A rank elsewhere has added to a counter of a local rank. Ignores unknown ranks and counters.
   void Add(int rank, int counter);
 
-  // Ends all waiting. The first one says why.
+  // Ends all waiting. The first failure is reported.
   void Fail(Status status);
 
  private:
   class RankCounters;
   class RecordedStream;
 
-  // Behind the signals there is a counter for each of them: what is put with it lies where its rank
-  // has it, and can be fetched.
+  // Each signal has a second counter: of its puts that their rank has staged, so that they can be
+  // fetched.
   Signal Fetchable(const Signal& signal) const;
   std::string NameOf(int rank) const;
 

@@ -1,4 +1,4 @@
-// The transport interface: ranks meet, their common work is planned once, run, and completed.
+// The transport interface: ranks meet; their common work is planned once, runs, and completes.
 #pragma once
 
 #include <chrono>
@@ -11,10 +11,10 @@
 
 namespace cpd {
 
-// Three years, the longest that Python lets through: clocks count nanoseconds in 64 bits.
+// Three years, the maximum that Python accepts: clocks count nanoseconds in 64 bits.
 constexpr std::chrono::milliseconds kLongestDeadline{100'000'000'000};
 
-// More rows than any array has: sums and products of a few such numbers stay far from 2^63.
+// More rows than any array has: sums and products of a few such numbers stay far below 2^63.
 constexpr int64_t kMostRows = int64_t{1} << 48;
 
 enum class StatusCode { kOk, kInvalidArgument, kDeadlineExceeded, kInternal };
@@ -30,9 +30,10 @@ struct Status {
   }
 };
 
-// Names one exchange. `run_id` is the same on all ranks of one execution of a program, `call_site`
-// tells the calls of one program apart, `group` the independent groups of one call (the other axes
-// of a larger mesh). A loop meets under the same key again, once the previous round is over.
+// Identifies one exchange. `run_id` is the same on all ranks of one execution of a program.
+// `call_site` distinguishes the calls of one program, and `group` the independent groups of one
+// call (the other axes of a larger mesh). A loop uses the same key again once the previous round is
+// over.
 struct ExchangeKey {
   int64_t run_id;
   int64_t call_site;
@@ -45,86 +46,87 @@ struct ExchangeKey {
   }
 };
 
-// An array of one rank that ranks of other processes read: `shared` becomes the address at which
-// this process finds the rows that they do.
+// An array of one rank that ranks of other processes read. `shared` is set to the address at which
+// this process sees the staged rows.
 struct SharedArray {
   char** shared;
   int64_t num_bytes;
 };
 
-// What one rank brings to an exchange. The transport keeps it alive until the exchange is over.
+// What one rank contributes to an exchange. The transport keeps it alive until the exchange is
+// over.
 class Contribution {
  public:
   virtual ~Contribution() = default;
 
-  // For ranks of other processes: everything but the arrays themselves, and which of those they
-  // may read, in an order that does not depend on the process.
+  // For ranks of other processes: `Write` gives everything but the arrays; `SharedArrays` gives the
+  // arrays that they may read, in an order that does not depend on the process.
   virtual std::string Write() const { return {}; }
   virtual std::vector<SharedArray> SharedArrays() { return {}; }
 };
 
-// What `Write` wrote, in another process; none: the bytes are not that.
+// Reads the bytes of `Write` in another process. Returns nullptr if they are invalid.
 using ContributionReader = std::function<std::unique_ptr<Contribution>(std::string_view bytes)>;
 
-// Rows on their way to ranks of other processes: copied to where those read them.
+// Rows for ranks of other processes, copied to where those read them.
 struct StagedCopy {
   char* to;
   const char* from;
   int64_t num_bytes;
 };
 
-// Memory that pieces of work write and ranks of other processes read where it is.
+// Memory that tasks write and ranks of other processes read in place.
 struct SharedRange {
   char* begin;
   int64_t num_bytes;
 };
 
-// Ranks of other processes, for pieces of work that wait for them: counters of theirs can be added
-// to, their memory only read.
+// Ranks of other processes, for tasks that wait for them: local tasks can add to their counters and
+// read their memory.
 struct Elsewhere {
-  std::vector<bool> holds;  // by rank; none: all ranks are here
-  // Tells the process of `rank`, which calls `WorkList::add`. What has been written before is seen
-  // by who has waited for it.
+  std::vector<bool> holds;  // by rank; empty: all ranks are in this process
+  // Notifies the process of `rank`, which calls `WorkList::add`. Earlier writes are visible to
+  // whoever has waited for it.
   std::function<void(int rank, int counter)> add = {};
-  std::function<std::string(int rank)> name = {};  // of its process, for messages
+  std::function<std::string(int rank)> name = {};  // the process of a rank, for messages
 
   bool Holds(int rank) const { return !holds.empty() && holds[rank]; }
 };
 
-// Pieces of work, each run exactly once. They must not throw.
+// Tasks, each run exactly once. They must not throw.
 struct WorkList {
   int64_t num_tasks = 0;
   std::function<void(int64_t task)> run;
 
-  // Made before, and before any rank elsewhere runs its pieces.
+  // Copies made first, before any rank elsewhere runs its tasks.
   std::vector<StagedCopy> staging = {};
   std::vector<SharedRange> written = {};
 
-  // Whether pieces wait for one another: all of them then run at the same time, each on a thread of
-  // its own. Otherwise any thread may run any piece, and none may wait.
+  // Whether tasks wait for one another: then all of them run at the same time, each on its own
+  // thread. Otherwise any thread may run any task, and none may wait.
   bool tasks_wait = false;
-  // Holds the work back until its argument is called, from any thread; none: at once.
+  // Delays the work until its argument is called, from any thread. Empty: no delay.
   std::function<void(std::function<void()> begin)> gate = {};
-  // What became of it, asked when the last piece is over; none: it succeeded.
+  // The result, asked for when the last task is over. Empty: success.
   std::function<Status()> outcome = {};
 
-  // ---- Of pieces that wait for ranks of other processes.
-  Elsewhere elsewhere = {};  // in: known to the planner
-  // A rank elsewhere has added to a counter of a rank here. Does not wait.
+  // ---- For tasks that wait for ranks of other processes.
+  Elsewhere elsewhere = {};  // input: known to the planner
+  // A rank elsewhere has added to a counter of a local rank. Does not block.
   std::function<void(int rank, int counter)> add = {};
-  // Ends all waiting: what is waited for will not come.
+  // Ends all waiting: the awaited signals will not come.
   std::function<void(const Status&)> fail = {};
 };
 
-// Looks at the contributions of all ranks together, in rank order: either all of them are valid and
-// `work` becomes the copies to make, or the error is for every rank.
+// Checks the contributions of all ranks together, in rank order. If all of them are valid, `work`
+// becomes the copies to make; otherwise every rank gets the error.
 using Planner =
     std::function<Status(const std::vector<std::unique_ptr<Contribution>>&, WorkList* work)>;
 
 // Called exactly once per rank. It may run the rest of that rank's program, so it can take long.
 using Completion = std::function<void(const Status&)>;
 
-// Offers a piece of work to another thread, which may run it at any later time or never.
+// Offers a task to another thread, which may run it at any later time or never.
 using Scheduler = std::function<void(std::function<void()>)>;
 
 struct Exchange {
@@ -134,8 +136,8 @@ struct Exchange {
   std::chrono::milliseconds deadline;
   Planner planner;
 
-  // ---- Between processes. What is pointed to lives as long as the program.
-  const std::vector<int>* processes = nullptr;  // of each rank; none: all ranks are here
+  // ---- Between processes. The pointers are valid as long as the program.
+  const std::vector<int>* processes = nullptr;  // by rank; nullptr: all ranks are in this process
   std::string_view signature = {};              // operation, shapes and attributes, for messages
   ContributionReader reader = {};
 };
@@ -144,16 +146,17 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Brings `contribution` as `rank` and returns at once: it never waits for a peer. `completion`
-  // runs when the exchange is over for all ranks: done, or failed for every one of them. A failure
-  // fails every unfinished exchange of the same execution (run_id), and those still to come.
+  // Adds `contribution` for `rank` and returns at once: it never waits for a peer. `completion`
+  // runs when the exchange is over for all ranks: it succeeded, or failed for every one of them. A
+  // failure also fails every unfinished and every later exchange of the same execution (run_id).
   virtual void Join(const Exchange& exchange, int rank, std::unique_ptr<Contribution> contribution,
                     Completion completion, int num_helpers, const Scheduler& scheduler) = 0;
 
-  // Fails everything unfinished or still to come of this execution, as a failed exchange does.
+  // Fails all unfinished and later exchanges of this execution, as a failed exchange does.
   virtual void Fail(int64_t run_id, const Status& status, std::chrono::milliseconds deadline) = 0;
 
-  // A rank that cannot join: it and everything unfinished or still to come of this execution fails.
+  // For a rank that cannot join: fails it, and all unfinished and later exchanges of this
+  // execution.
   virtual void Refuse(const Exchange& exchange, const Status& status, Completion completion) = 0;
 };
 

@@ -89,5 +89,5 @@ def wrong_gemms() -> dict[str, tuple[Call, str]]:
         "a shorter result": (with_result(0, np.float32, M - 1, N), "row counts do not fit"),
         "a narrower result": (with_result(0, np.float32, M, N - 1), "row counts do not fit"),
         "a smaller workspace": (with_result(6, np.float32, M, N - 1), "the workspace has"),
-        "a workspace of integers": (with_result(6, np.int32, M, N), "partial sums are of a type"),
+        "a workspace of integers": (with_result(6, np.int32, M, N), "the type of partial sums"),
     }

@@ -108,7 +108,7 @@ def test_ids_that_name_nothing(function, op):
     destroy_dispatch_buffer(buffer)
     with pytest.raises(ValueError, match=rf"{op}: buffer {buffer} has been destroyed\. Create"):
         function(buffer)
-    with pytest.raises(ValueError, match=f"no buffer {buffer + 1}; ids given so far are 1 to"):
+    with pytest.raises(ValueError, match=f"no buffer {buffer + 1}; ids so far are 1 to"):
         function(buffer + 1)
     for number in (0, -1, 2**63):
         with pytest.raises(ValueError, match=rf"{op}: buffer is {number}; .* is positive"):

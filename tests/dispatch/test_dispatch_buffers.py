@@ -172,7 +172,7 @@ def test_destroyed_or_unknown_id_when_traced():
     destroy_dispatch_buffer(buffer)
     with pytest.raises(ValueError, match=f"dispatch: buffer {buffer} has been destroyed"):
         sending(buffer)(X, METADATA)
-    with pytest.raises(ValueError, match=f"dispatch: there is no buffer {buffer + 1}; ids given"):
+    with pytest.raises(ValueError, match=f"dispatch: there is no buffer {buffer + 1}; ids so far"):
         sending(buffer + 1)(X, METADATA)
     with pytest.raises(ValueError, match=f"combine: buffer {buffer} has been destroyed"):
         program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))(

@@ -1,6 +1,6 @@
-// A network between ranks that are threads of the host, as unhelpful as one may be: puts and gets
-// happen at Quiet and not before, in any order, from what their sources hold by then; a signal
-// comes late, and what came before it is to be seen only by who asks for it.
+// An adverse network between ranks that are threads of the host. Puts and gets happen only at
+// Quiet, in any order, with the contents of their sources at that time. A signal comes late, and
+// what came before it is visible only to a rank that asks for the signal.
 #pragma once
 
 #include <algorithm>
@@ -23,19 +23,19 @@ class AdverseNetwork {
  public:
   static constexpr bool kHasNetwork = true;
 
-  // The channels of the ranks, of `bytes` each; `seed` for the order in which things happen.
+  // The channels of the ranks, of `bytes` each; `seed` sets the order of events.
   static void Start(std::vector<char*> memory, int64_t bytes, unsigned seed) {
     Instance() = std::make_unique<AdverseNetwork>(std::move(memory), bytes, seed);
   }
-  // Delivers what is under way; then the memory may go.
+  // Delivers what is in transit; then the memory may be freed.
   static void Stop() { Instance().reset(); }
   // What has been asked for so far.
   static int64_t num_puts() { return Instance()->num_puts_; }
   static int64_t num_gets() { return Instance()->num_gets_; }
-  // The calling thread belongs to this rank. Elsewhere each rank is a process.
+  // Binds the calling thread to this rank. On GPUs each rank is a process.
   static void Enter(int rank) { ThisRank() = rank; }
 
-  // ---- What a fabric has, in csrc/kernels/fabric.h.
+  // ---- The interface of a fabric, as in csrc/kernels/fabric.h.
 
   static void Put(const Block& block, char* to, const char* from, int64_t bytes, int pe) {
     block.Sync();
@@ -71,7 +71,7 @@ class AdverseNetwork {
   }
 
  private:
-  struct Message {  // to a place at a rank, unless it is a signal alone
+  struct Message {  // to an address at a rank, unless it is only a signal
     char* to;
     const char* from;
     int64_t bytes;
@@ -79,7 +79,7 @@ class AdverseNetwork {
     uint64_t value;
     int pe;
   };
-  struct Arrival {  // which nobody there has asked for yet
+  struct Arrival {  // which no rank has asked for yet
     char* to;
     std::vector<char> bytes;
   };
@@ -99,7 +99,7 @@ class AdverseNetwork {
     return rank;
   }
 
-  // Which rank calls: the addresses it gives lie in its own channel, all of them.
+  // The calling rank: the addresses that it passes are in its own channel.
   int RankOf(const void* address, int64_t bytes) const {
     const auto* at = static_cast<const char*>(address);
     for (size_t r = 0; r < memory_.size(); ++r) {
@@ -152,13 +152,13 @@ class AdverseNetwork {
     while (!here.signals.empty()) Send(ThisRank());
   }
 
-  // One of the signals of a rank, and what belongs to it; the order of those to others is any.
+  // One of the signals of a rank, with its data; signals to different ranks come in any order.
   void Send(int rank) {
     auto& signals = ranks_[rank].signals;
     const auto chosen = signals.begin() + rng_() % signals.size();
     const Message message = *chosen;
     signals.erase(chosen);
-    for (const Message& other : signals) {  // two on their way to one word might pass each other
+    for (const Message& other : signals) {  // two in transit to one word might overtake each other
       if (other.pe == message.pe && other.signal == message.signal) std::abort();
     }
     if (message.bytes > 0) {

@@ -1,5 +1,5 @@
-// The GPU's kernels on threads of the host: ranks at once, blocks at once, threads of a block at
-// once, and kernels of one rank after another, as a stream runs them.
+// The GPU kernels on threads of the host: ranks, blocks and threads run concurrently; kernels of
+// one rank run one after another, as on a stream.
 #pragma once
 
 #include <pthread.h>
@@ -45,7 +45,7 @@ void Launch(int num_blocks, int num_threads, Kernel kernel) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What a rank's stream runs for one call; the order is that of csrc/cuda/call_kernels.h.
+// The work of a rank's stream for one call, in the order of csrc/cuda/call_kernels.h.
 template <typename Fabric = Mapped>
 void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
   const Rank rank{call, local};

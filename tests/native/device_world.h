@@ -1,4 +1,4 @@
-// Random plans for the GPU's kernels, the memory of some ranks, and what must come out.
+// Random plans for the GPU kernels, the memory of some ranks, and the expected results.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace cpd::kernels {
 
-// Memory that the kernels see: a GPU's test names an allocator.
+// Memory that the kernels access: the test on a GPU passes an allocator.
 #ifdef CPD_TEST_ALLOCATOR
 template <typename T>
 using Seen = std::vector<T, CPD_TEST_ALLOCATOR<T>>;
@@ -36,14 +36,14 @@ inline int64_t Draw(Rng& rng, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(rng);
 }
 
-// One part of one rank, and what the ranks hold of it.
+// One part of one rank, and the arrays that its ranks hold.
 struct Plan {
   Seen<int32_t> num_recv, seq_len, dst_rank, src_offset;
   Seen<int64_t> dst_offset;
-  Seen<int32_t> stamp = {};  // none, or kStampSize checksums
+  Seen<int32_t> stamp = {};  // empty, or kStampSize checksums
 };
 
-// A world of ranks with one channel; the same plans go there and back.
+// A world of ranks with one channel; the same plans serve dispatch and combine.
 struct World {
   struct Made {
     int64_t num_slots, num_replicas, num_tokens, capacity;
@@ -61,7 +61,7 @@ struct World {
   int num_blocks = 2, num_threads = 3;
   int64_t rows_per_piece = 3;
   bool use_src_offset = true;
-  std::vector<int> islands;  // of each rank: whose memory it has mapped; empty: all of it
+  std::vector<int> islands;  // of each rank: the ranks whose memory it maps; empty: all
 
   bool IsRemote(int a, int b) const { return !islands.empty() && islands[a] != islands[b]; }
 
@@ -122,7 +122,7 @@ struct World {
     return call;
   }
 
-  // Poison for the results.
+  // Fills the results with poison.
   void Clear() {
     for (Made& part : parts) {
       for (auto& ranks : part.out) {
@@ -131,7 +131,7 @@ struct World {
     }
   }
 
-  // The error of a rank since the last look.
+  // The error of a rank since the last call.
   ErrorRecord Take(int rank) {
     ErrorRecord record = errors[rank];
     if (record.raised == record.reported) return {};
@@ -147,7 +147,8 @@ struct World {
   }
 };
 
-// A plan as Metadata allows: holes, replicas, rows named twice, destinations in any order.
+// A plan with everything that Metadata allows: holes, replicas, rows used twice, destinations in
+// any order.
 inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t num_replicas,
                             int64_t num_tokens, std::vector<int64_t> row_bytes,
                             bool has_src_offset) {
@@ -210,7 +211,7 @@ inline void FillArrays(World* world, Rng& rng, bool small_floats = false) {
   }
 }
 
-// out[d][dst_offset + i] = x[s][src_offset + i], by its definition.
+// By definition: out[d][dst_offset + i] = x[s][src_offset + i].
 inline void CheckDispatched(const World& world) {
   for (const World::Made& part : world.parts) {
     for (size_t a = 0; a < part.row_bytes.size(); ++a) {
@@ -230,7 +231,7 @@ inline void CheckDispatched(const World& world) {
   }
 }
 
-// x[s][src_offset + i] = the float32 sum over slots, then replicas, from the left.
+// x[s][src_offset + i] = the float32 sum over slots, then replicas, from left to right.
 inline void CheckCombined(const World& world) {
   for (const World::Made& part : world.parts) {
     for (size_t a = 0; a < part.row_bytes.size(); ++a) {

@@ -1,6 +1,6 @@
-// A cuBLASLt of plain loops on the host, for what is described to it. It refuses what the real one
-// is documented to refuse: 8-bit operands that do not lie along their lines, sizes and addresses
-// that tensor cores cannot read, epilogues it does not have. Built as a library of its own.
+// A cuBLASLt made of plain loops on the host. It rejects what the real library documents as
+// unsupported: 8-bit operands that are not contiguous along the contracted dimension, sizes and
+// addresses that tensor cores cannot read, epilogues that it lacks. Built as a separate library.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +22,7 @@ struct Desc {
   T Get(int attribute, T otherwise = {}) const {
     const auto found = attributes.find(attribute);
     if (found == attributes.end()) return otherwise;
-    if (found->second.size() != sizeof(T)) std::abort();  // of another type than documented
+    if (found->second.size() != sizeof(T)) std::abort();  // of an undocumented type
     T value;
     std::memcpy(&value, found->second.data(), sizeof value);
     return value;
@@ -60,7 +60,7 @@ void Store(void* data, int type, int64_t i, float value) {
   if (type == lt::kR16F) static_cast<F16*>(data)[i] = F16::Round(value);
 }
 
-// As tensor cores read it: tiles of 128 lines and 4 blocks.
+// In the order of tensor cores: tiles of 128 lines and 4 blocks.
 float BlockScale(const void* scales, int64_t line, int64_t block, int64_t num_blocks) {
   const int64_t tiles = (num_blocks + 3) / 4;
   const int64_t tile = line / 128 * tiles + block / 4, in = line % 128;
@@ -145,7 +145,7 @@ API int cublasLtMatmulPreferenceSetAttribute(lt::Preference preference, int attr
   return cublasLtMatmulDescSetAttribute(preference, attribute, data, bytes);
 }
 
-// The algorithm remembers what alignment it was chosen for.
+// The algorithm stores the alignment that it was chosen for.
 API int cublasLtMatmulAlgoGetHeuristic(lt::Handle, lt::MatmulDesc desc, lt::MatrixLayout a,
                                        lt::MatrixLayout b, lt::MatrixLayout, lt::MatrixLayout d,
                                        lt::Preference preference, int, lt::Heuristic* found,

@@ -1,7 +1,7 @@
 // Coverage-guided fuzzing of how the handlers of dispatch and combine read a call: any attributes,
-// and any number, shapes and types of arrays, are refused, or describe memory that is there. On CPU
-// the ranks' exchange is then planned and run; of a call on a GPU all memory is touched that its
-// kernels may. See fuzz.sh.
+// and any number, shapes and types of arrays, are rejected or describe valid memory. For a call on
+// CPU, the ranks' exchange is then planned and run; for a call on a GPU, all memory is touched that
+// its kernels may touch. See fuzz.sh.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -17,7 +17,7 @@ using Numbers = std::vector<int64_t>;
 
 Counts ToCounts(const Numbers& numbers) { return {numbers.data(), numbers.size()}; }
 
-// What a program says of a call, before and after something in it has become wrong.
+// The description of a call, before and after something in it becomes invalid.
 struct Program {
   Direction direction;
   int64_t num_ranks, deadline_ms;
@@ -152,7 +152,7 @@ void RunOnCpu(Chooser& c) {
   for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
 }
 
-// Reads what the kernels may read, and writes what they may write.
+// Reads what the kernels may read and writes what they may write.
 void Touch(const kernels::Call& call) {
   volatile int64_t seen = 0;
   for (int p = 0; p < call.num_parts; ++p) {

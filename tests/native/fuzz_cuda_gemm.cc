@@ -1,6 +1,6 @@
-// Coverage-guided fuzzing of how the GEMM handler for GPUs reads a call, on the host: any
-// dictionary of attributes, and any number, shapes and types of arrays, are refused, or describe
-// memory that is there. What is left is computed as a CPU does. See fuzz.sh.
+// Coverage-guided fuzzing, on the host, of how the GEMM handler for GPUs reads a call: any
+// attributes, and any number, shapes and types of arrays, are rejected or describe valid memory.
+// Accepted calls are computed as on CPU. See fuzz.sh.
 #include <algorithm>
 #include <deque>
 #include <memory>
@@ -16,7 +16,7 @@
 namespace cpd {
 namespace {
 
-// Attributes as XLA hands them over: sorted by name, each of some type.
+// Attributes in the form in which XLA passes them: sorted by name, each with a type.
 class Attributes {
  public:
   explicit Attributes(Chooser* chooser) : c_(*chooser) {}
@@ -131,7 +131,7 @@ void AddAll(const GemmOptions& o, Counts places, Chooser& c, Attributes* attribu
   a.Add("memory", std::string_view("devices"));
 }
 
-// What a product of this problem may write besides its results.
+// Touches what a product of this problem may write besides its results.
 void Touch(const GemmScratch& scratch, const OverlapProblem& p) {
   const bool is_scaled = p.scaling != Scaling::kNone;
   if (reinterpret_cast<uintptr_t>(scratch.lt) % 256 != 0) __builtin_trap();
@@ -149,7 +149,7 @@ void Run(Chooser& c) {
   GemmProgram program(&c, /*most_ranks=*/2);
   const bool is_one_device = c.Flag();
   const bool has_rank_dim = is_one_device && program.options.comm_type != 0;
-  // In place of a workspace for sums GPUs have scratch, of any type.
+  // GPUs have scratch, of any type, instead of a workspace for sums.
   constexpr int64_t kScratch = GemmScratch::kLtBytes + (1 << 16);
   if (!c.Seldom()) program.shapes.back() = {program.shapes.back().type, {kScratch / 4}};
   std::vector<int64_t> places = {-1};
@@ -197,7 +197,7 @@ void Run(Chooser& c) {
     FinishProduct(problem, memory[0], memory[0].lhs_scales);
     return;
   }
-  if (!has_all_ranks) return;  // the other ranks' memory is elsewhere
+  if (!has_all_ranks) return;  // other ranks' memory is elsewhere
   problem.config = OnGpus(problem.config);
   problem.shares_only_buffers = true;
   const int64_t buffer_bytes = BufferBytes(problem);

@@ -1,5 +1,5 @@
-// What the fuzzers of custom calls share: numbers, arrays in memory of exactly their size, and the
-// frame in which XLA hands arrays and attributes to a handler.
+// The common part of the fuzzers of custom calls: numbers, arrays in memory of exactly their size,
+// and the frame in which XLA passes arrays and attributes to a handler.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
@@ -18,7 +18,7 @@
 
 namespace cpd {
 
-// At and beside every limit that a check has.
+// At and next to every limit that is checked.
 constexpr int64_t kHostile[] = {-1,
                                 0,
                                 1,
@@ -32,8 +32,8 @@ constexpr int64_t kHostile[] = {-1,
                                 std::numeric_limits<int64_t>::max(),
                                 std::numeric_limits<int64_t>::min()};
 
-// Mostly what fits, which the fuzzer's bytes decide: others are refused at the first look. Bytes
-// that are missing are 0, and fit.
+// Mostly valid values, as the fuzzer's bytes decide: others are rejected at once. Missing bytes are
+// 0, which is valid.
 class Chooser {
  public:
   Chooser(const uint8_t* bytes, size_t num_bytes) : data_(bytes, num_bytes) {}
@@ -55,7 +55,7 @@ class Chooser {
   XLA_FFI_DataType Type(XLA_FFI_DataType fitting) {
     return Seldom() ? static_cast<XLA_FFI_DataType>(Number(0, 34)) : fitting;
   }
-  // Those dimensions, or with another size, one more or one less.
+  // These dimensions, or changed: another size, one more or one less.
   std::vector<int64_t> Dims(std::vector<int64_t> fitting) {
     for (int64_t& dim : fitting) dim = std::max<int64_t>(MostlyOrHostile(dim), 0);
     if (Seldom()) fitting.insert(fitting.begin(), std::max<int64_t>(MostlyOrHostile(1), 0));
@@ -74,7 +74,7 @@ class Chooser {
   FuzzedDataProvider data_;
 };
 
-// A message begins with the call.
+// Checks that the message begins with the name of the call.
 inline bool IsRefused(const Status& status, const std::string& op) {
   if (status.ok()) return false;
   if (op.empty() || status.message.rfind(op, 0) != 0) __builtin_trap();
@@ -87,7 +87,7 @@ struct Shape {
   std::vector<int64_t> dims;
 };
 
-// Bytes of an element as XLA stores it.
+// Bytes of an element in XLA's storage.
 inline int64_t StoredBytes(XLA_FFI_DataType type) {
   switch (type) {
     case XLA_FFI_DataType_S16:
@@ -111,11 +111,10 @@ inline int64_t StoredBytes(XLA_FFI_DataType type) {
   }
 }
 
-// Arrays of one rank, in memory of exactly their size, so that the sanitizer sees every access
-// beside it.
+// Arrays of one rank, in memory of exactly their size: the sanitizer sees every access outside.
 class Arrays {
  public:
-  // What no memory could hold has a dimension of 0: XLA has no other such arrays.
+  // Shapes that exceed the memory get a dimension of 0: XLA has no such arrays otherwise.
   static constexpr int64_t kMostBytes = 80 << 20;
   static int64_t Fit(Shape* shape) {
     int64_t bytes = StoredBytes(shape->type);
@@ -129,7 +128,7 @@ class Arrays {
     return is_large || is_empty ? 0 : bytes;
   }
 
-  // `behind`: the end of memory for it that is there already; allocating much takes long.
+  // `behind`: the end of existing memory to use; allocating much takes long.
   XLA_FFI_Buffer* Make(Shape shape, char* behind = nullptr) {
     const int64_t num_bytes = Fit(&shape);
     Array& array = arrays_.emplace_back();

@@ -1,6 +1,6 @@
-// Coverage-guided fuzzing of what the GEMM handler on CPU checks of a call: any attributes and
-// shapes, with a registered buffer or without, are refused, or describe products of all ranks that
-// end and stay within the arrays. See fuzz.sh.
+// Coverage-guided fuzzing of how the GEMM handler on CPU checks a call: any attributes and shapes,
+// with or without a registered buffer, are rejected or describe products of all ranks that end and
+// stay within the arrays. See fuzz.sh.
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -19,7 +19,7 @@ GemmBuffers Make(const std::vector<Shape>& shapes, Arrays* rank) {
   return {b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13]};
 }
 
-// A buffer that fits the call, mostly; what is left of it in the registry is none.
+// Mostly a buffer that matches the call. Removed from the registry at the end.
 class Buffer {
  public:
   static constexpr int64_t kId = 7;

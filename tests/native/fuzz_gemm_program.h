@@ -1,5 +1,5 @@
-// Calls of the GEMM handlers for the fuzzers: attributes and shapes that fit each other, and then
-// one thing or another that does not. And a BLAS, which the sanitizers see into.
+// Calls of the GEMM handlers for the fuzzers: consistent attributes and shapes, then a few invalid
+// ones. Also a BLAS that the sanitizers can check.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace cpd {
 
-// As Fortran has it: column-major, everything by address.
+// In Fortran's convention: column-major, all arguments by address.
 template <typename T>
 void PlainBlas(const char* transa, const char* transb, const int* m, const int* n, const int* k,
                const T* alpha, const T* a, const int* lda, const T* b, const int* ldb,
@@ -76,7 +76,7 @@ class GemmProgram {
     num_ranks = std::max<int64_t>(o.num_ranks, 1);
   }
 
-  // What is right for the shapes, which any attribute may deny.
+  // Changes attributes that were consistent with the shapes.
   void Spoil() {
     GemmOptions& o = options;
     for (int64_t* number : {&o.deadline_ms, &o.num_threads, &o.scaling_mode, &o.comm_overlap_method,
@@ -134,7 +134,7 @@ class GemmProgram {
     const auto result = [&](bool is_there) { return is_there ? Dims(multiplied, n) : Dims(1, 1); };
     Shape gathered{c_.Type(aux), Dims(aux_out, width)};
     if (!is_bulk) gathered = {c_.Type(lhs), o.gathers_to_aux ? Dims(together, k) : Dims(alone, k)};
-    // A workspace with all that is needed.
+    // A workspace that is large enough.
     const int64_t rows = 2 * std::max<int64_t>(o.num_ranks, 1) * (alone + together);
     const int64_t columns = 4 * (std::max(n, k) + width) + 8 * blocks + 64;
     shapes = {
@@ -158,7 +158,7 @@ class GemmProgram {
   std::vector<int64_t> row_counts_;
 };
 
-// What a target does with one input; each defines it.
+// What a target does with one input; each target defines it.
 void Run(Chooser& chooser);
 
 }  // namespace cpd

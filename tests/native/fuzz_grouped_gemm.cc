@@ -1,6 +1,5 @@
-// Coverage-guided fuzzing of what the grouped GEMM's handler checks of a call: any attributes,
-// shapes and sizes of groups are refused, or describe products that stay within the arrays. See
-// fuzz.sh.
+// Coverage-guided fuzzing of how the grouped GEMM handler checks a call: any attributes, shapes and
+// group sizes are rejected or describe products that stay within the arrays. See fuzz.sh.
 #include <vector>
 
 #include "ffi/cpu/grouped_gemm_call.h"

@@ -1,5 +1,5 @@
-// Coverage-guided fuzzing of what the handlers check of a plan: any bytes as the metadata of all
-// ranks are refused, or make copies and sums that stay within the arrays. See fuzz.sh.
+// Coverage-guided fuzzing of how the handlers check a plan: any bytes as the metadata of all ranks
+// are rejected, or give copies and sums that stay within the arrays. See fuzz.sh.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <cstring>
@@ -15,7 +15,7 @@ constexpr DataType kTypes[] = {DataType::kF32, DataType::kBF16, DataType::kI8, D
                                DataType::kOther};
 constexpr int64_t kTypeBytes[] = {4, 2, 1, 8, 1};
 
-// Memory of exactly the size that is said, so that the sanitizer sees every access beside it.
+// Memory of exactly the stated size: the sanitizer sees every access outside.
 class Memory {
  public:
   char* Take(int64_t num_bytes) {
@@ -27,7 +27,7 @@ class Memory {
     const auto type = static_cast<IntType>(data.ConsumeIntegralInRange(0, 3));
     const bool is_wide = type == IntType::kI64 || type == IntType::kU64;
     char* bytes = Take(count * (is_wide ? 8 : 4));
-    // Small numbers mostly: others are refused at the first look.
+    // Mostly small numbers: others are rejected at once.
     for (int64_t i = 0; i < count; ++i) {
       const int64_t value = data.ConsumeBool() ? data.ConsumeIntegralInRange<int64_t>(-1, 6)
                                                : data.ConsumeIntegral<int64_t>();
@@ -45,7 +45,7 @@ RowArray Rows(FuzzedDataProvider& data, Memory& memory, int64_t row_bytes) {
   return {memory.Take(num_rows * row_bytes), num_rows, row_bytes};
 }
 
-// Mostly what another rank has, as a program on all devices does.
+// Mostly the values of another rank, as in a program on all devices.
 int64_t Alike(FuzzedDataProvider& data, int64_t common, int64_t most) {
   return data.ConsumeIntegralInRange(0, 15) ? common
                                             : data.ConsumeIntegralInRange<int64_t>(0, most);

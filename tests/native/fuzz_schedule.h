@@ -1,4 +1,4 @@
-// Runs the schedule of an overlapped GEMM that the handlers have let through; for the fuzzers.
+// Runs the schedule of an overlapped GEMM that the handlers have accepted; for the fuzzers.
 #pragma once
 
 #include <chrono>
@@ -14,14 +14,14 @@
 
 namespace cpd {
 
-// What has been described can be done, and ends.
+// An accepted description can be run, and ends.
 inline void RunSchedule(const OverlapProblem& problem, int64_t buffer_id,
                         const std::vector<std::unique_ptr<Contribution>>& ranks) {
   Exchange exchange;
   exchange.op = "fuzz";
   exchange.key = {};
   exchange.num_ranks = problem.num_ranks();
-  exchange.deadline = std::chrono::seconds(40);  // none is late: a deadlock
+  exchange.deadline = std::chrono::seconds(40);  // no rank is late, so this is a deadlock
   WorkList work;
   const auto gemm = [](const GemmTask& task) { RunGemm(task, /*num_threads=*/1); };
   if (!PlanOverlap(exchange, problem, buffer_id, gemm, ranks, &work).ok()) __builtin_trap();

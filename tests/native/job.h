@@ -1,4 +1,5 @@
-// Several "processes" of a job in one: joined by sockets and segments as real ones are.
+// Several "processes" of a job within one process, connected by sockets and segments as real ones
+// are.
 #pragma once
 
 #include <fcntl.h>
@@ -11,7 +12,7 @@
 
 namespace cpd {
 
-// Several "processes", never destroyed, as theirs is not.
+// Several "processes". Never destroyed, like their transports.
 struct Job {
   Job(int num_processes, int64_t segment_bytes = int64_t{8} << 30) {
     std::vector<SharedSegment> own, seen;
@@ -60,7 +61,7 @@ struct Job {
   std::vector<int> segments;  // file descriptors
 };
 
-// Reachable for good, for whoever looks for memory that is lost.
+// Always reachable, for leak checkers.
 template <typename... Arguments>
 Job& NewJob(Arguments... arguments) {
   static auto& jobs = *new std::vector<std::unique_ptr<Job>>;

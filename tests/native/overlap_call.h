@@ -1,5 +1,5 @@
-// A call of an overlapped GEMM by all ranks and a check of its results, without XLA, Python and a
-// BLAS: streams are threads, the GEMM is a plain loop or whatever a test has instead.
+// Runs an overlapped GEMM on all ranks and checks its results, without XLA, Python or a BLAS:
+// streams are threads, and the GEMM is a plain loop or a function of the test.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@ using std::chrono::milliseconds;
 enum ArrayName { kLhs, kRhs, kBias, kAuxIn };
 using Values = std::function<float(ArrayName name, int rank, int64_t row, int64_t column)>;
 
-// Sums of their products are exact, in every order and in bfloat16.
+// Values whose sums of products are exact, in every order and in bfloat16.
 inline float SmallInteger(ArrayName name, int rank, int64_t row, int64_t column) {
   uint32_t x = static_cast<uint32_t>(((name * 31 + rank) * 31 + row) * 31 + column) * 2654435761u;
   x = (x ^ x >> 15) * 0x2c1b3c6du;
   return static_cast<float>(static_cast<int>((x ^ x >> 12) % 5) - 2);
 }
 
-// Reading peers without a put is seen, too.
+// Reads of peers without a put are seen, too.
 class SeenReads final : public Stream {
  public:
   SeenReads(Stream* stream, std::function<void()> see) : stream_(stream), see_(std::move(see)) {}
@@ -59,7 +59,7 @@ struct StandIns {
   milliseconds deadline{60000};
 };
 
-// A thread for every stream that runs.
+// A thread for every stream.
 inline CompletionPool& Pool() {
   static auto* pool = new CompletionPool;  // its threads may outlive main()
   return *pool;
@@ -67,7 +67,7 @@ inline CompletionPool& Pool() {
 
 class Call {
  public:
-  // `problem` without memory; m is looked at if the product is independent (bulk).
+  // `problem` has no memory; its m is used if the product is independent (bulk).
   explicit Call(OverlapProblem problem, bool has_bias = false, Values values = SmallInteger)
       : p_(std::move(problem)),
         gathers_(p_.config.type == CommType::kAllGather),
@@ -83,7 +83,7 @@ class Call {
       a.rhs = Array(p_.rhs_type, p_.k, p_.n, p_.rhs_transposed);
       a.output = Array(p_.output_type, is_bulk_ ? p_.m : rows_out, p_.n);
       const auto fill = [&](Array* array, ArrayName name, int64_t num_rows, int64_t num_columns) {
-        // Room without rows stays poison: who reads it spreads it.
+        // Capacity without rows stays poison: whoever reads it spreads it.
         const bool has_room = gathers_ && name == (is_bulk_ ? kAuxIn : kLhs);
         for (int64_t i = 0; i < num_rows; ++i) {
           if (has_room && i % p_.rows.capacity >= p_.rows.counts[rank]) continue;
@@ -138,7 +138,7 @@ class Call {
     return team.status();
   }
 
-  // Whether every element of every result is what a plain computation says, and nothing else has
+  // Whether every element of every result equals that of a plain computation, and nothing else has
   // been written.
   bool IsRight() const {
     for (int rank = 0; rank < p_.num_ranks(); ++rank) {
@@ -159,7 +159,7 @@ class Call {
     return true;
   }
 
-  // Whose memory that is.
+  // The rank that owns this memory.
   int RankOf(const char* address) const {
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
       const Arrays& a = ranks_[rank];
@@ -217,7 +217,7 @@ class Call {
     return Dot(lhs.matrix(), row, ranks_[rank].rhs.matrix(), column, p_.k);
   }
 
-  // Where a chunk begins among all rows of a batch, as `rank` has them.
+  // The start of a chunk among all rows of a batch, in the order of `rank`.
   int64_t Begin(int rank, int chunk) const {
     const int p = p_.num_ranks();
     int64_t begin = 0;
@@ -228,7 +228,7 @@ class Call {
     }
   }
 
-  // Calls `is_right` with each row of a chunk: where it is among all rows, and alone.
+  // Calls `is_right` for each row of a chunk: its position among all rows, and within the chunk.
   bool AllRows(int rank, int chunk, const std::function<bool(int64_t, int64_t)>& is_right) const {
     for (int64_t batch = 0; batch < p_.rows.num_batches; ++batch) {
       for (int64_t i = 0; i < p_.rows.counts[chunk]; ++i) {
@@ -262,12 +262,11 @@ class Call {
     return true;
   }
 
-  // Parts are rounded to the type in which they lie, summed in float32 in the order of the ranks,
-  // and rounded again.
+  // Addends are rounded to their stored type, summed in float32 in rank order, and rounded again.
   bool SumIsRight(int rank, const char* what, int64_t num_columns, const Array& output,
                   DataType type,
                   const std::function<float(int peer, int64_t row, int64_t column)>& part) const {
-    // Without copies there are no parts: each rank multiplies the operands of all.
+    // Without copies there are no addends: each rank multiplies the operands of all.
     const DataType part_type = is_bulk_            ? p_.aux_type
                                : !p_.config.copies ? DataType::kF32
                                                    : p_.partial_type;

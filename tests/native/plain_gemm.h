@@ -1,4 +1,4 @@
-// Arrays of poison with a guard behind them, and a GEMM that is a plain loop over them.
+// Poisoned arrays with a guard behind them, and a GEMM that is a plain loop over them.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace cpd {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kGuardBytes = 0;  // the sanitizer sees accesses behind the end, reads too
+inline constexpr int64_t kGuardBytes = 0;  // the sanitizer sees accesses past the end, also reads
 #else
 inline constexpr int64_t kGuardBytes = 64;
 #endif
@@ -59,7 +59,7 @@ inline void PlainGemm(const GemmTask& task) {
   }
 }
 
-// Rows of poison, with a guard behind them. Without rows and columns: an array that is not there.
+// Poisoned rows with a guard behind them. Without rows and columns: an absent array.
 class Array {
  public:
   Array() = default;

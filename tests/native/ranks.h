@@ -1,4 +1,5 @@
-// What the native tests share: checks, and ranks that join an exchange as XLA's handlers do.
+// The common part of the native tests: checks, and ranks that join an exchange as XLA's handlers
+// do.
 #pragma once
 
 #include <chrono>
@@ -29,7 +30,7 @@ inline bool Contains(const Status& status, const char* text) {
   return false;
 }
 
-// Work that another thread runs later, or never, as the thread pool of a busy process does.
+// Tasks that another thread runs later, or never, as in the thread pool of a busy process.
 class Helpers {
  public:
   explicit Helpers(uint32_t seed) : rng_(seed) {}
@@ -49,7 +50,7 @@ class Helpers {
   std::vector<std::thread> threads_;
 };
 
-// A completion, and what it will be told.
+// A completion, and the future of its status.
 inline std::pair<Completion, std::future<Status>> Promised() {
   auto done = std::make_shared<std::promise<Status>>();
   std::future<Status> status = done->get_future();

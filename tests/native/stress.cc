@@ -20,7 +20,7 @@ int64_t Draw(Rng& rng, int64_t low, int64_t high) {  // both included
   return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
 }
 
-// One row of metadata in one of the types that a program may bring.
+// One row of metadata, in one of the types that a program may use.
 struct Integers {
   std::vector<int64_t> values;
   std::vector<char> bytes;
@@ -39,7 +39,7 @@ struct Integers {
   }
 };
 
-// One rank's share of one part, with what it must hold after the exchange.
+// One rank's share of one part, with the expected contents after the exchange.
 struct RankPart {
   Integers dst_rank, dst_offset, seq_len, src_offset, num_recv;
   IntArray dst_rank_view, dst_offset_view, seq_len_view, src_offset_view, num_recv_view;
@@ -82,7 +82,7 @@ void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
           mine.dst_offset.values.push_back(0);
           continue;
         }
-        filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows that nobody writes
+        filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows without a source
         mine.dst_offset.values.push_back(filled[dst]);
         filled[dst] += length;
         part->ranks[dst].num_recv.values[r] += length;
@@ -100,7 +100,7 @@ void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
   }
 }
 
-// The definition of both operations, an element at a time.
+// The definition of both operations, one element at a time.
 void Expect(bool is_dispatch, Part* part) {
   for (size_t a = 0; a < part->row_elements.size(); ++a) {
     const int64_t width = part->row_elements[a];
@@ -251,7 +251,7 @@ class Rank {
     return brought;
   }
 
-  // Waits for what is open; false when something failed, and then the program ends here.
+  // Waits for all open calls. Returns false if something failed; the program then ends here.
   bool Finish() {
     bool all_ok = true;
     for (Open& open : open_) {

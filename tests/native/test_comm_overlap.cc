@@ -1,5 +1,5 @@
-// The values of overlapped GEMMs: each schedule against a plain computation, the order in which
-// ranks are summed, and where sums are rounded. Prints what failed and exits with 1.
+// Values of overlapped GEMMs: each schedule against a plain computation, the order in which ranks
+// are summed, and the rounding of sums. Prints what failed and exits with 1.
 #include "overlap_call.h"
 #include "overlap_problems.h"
 
@@ -15,7 +15,7 @@ void ResultsAreThoseOfAPlainComputation(int num_ranks, int64_t num_batches, int6
     problem.rows.capacity += empty_room;
     is_odd = !is_odd;
     problem.rhs_transposed = is_odd;
-    // Rows of a transposed array are not contiguous: nobody gathers them.
+    // Rows of a transposed array are not contiguous, so they are never gathered.
     const bool can_transpose = problem.config.type == CommType::kReduceScatter ||
                                problem.config.method == CommMethod::kBulk;
     problem.lhs_transposed = can_transpose && is_odd != (empty_room > 0);
@@ -51,7 +51,7 @@ void RanksAreSummedInTheirOrder() {
 void PartsAreRoundedAndSumsAreWide() {
   for (const float low : {0x1p-9f, 0x1p-7f}) {
     for (OverlapProblem& problem : ReducingProblems({1, 2, 1})) {
-      if (!problem.config.copies) continue;  // it has no parts
+      if (!problem.config.copies) continue;  // it has no addends
       problem.k = 1;
       problem.partial_type = problem.aux_type = DataType::kBF16;
       const Call call(problem, /*has_bias=*/false, [&](ArrayName name, int, int64_t, int64_t) {

@@ -1,6 +1,6 @@
-// Products as cuBLASLt is told of them, against plain sums in float64: each type, layout, epilogue
-// and scaling mode, on a library of plain loops that is opened and called like the real one.
-// Prints what failed and exits with 1.
+// The descriptions of products for cuBLASLt, against plain sums in float64: each type, layout,
+// epilogue and scaling mode, with a library of plain loops that is opened and called like the real
+// one. Prints what failed and exits with 1.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -35,7 +35,7 @@ float ValueOf(DataType type, const char* data, int64_t i) {
   }
 }
 
-// Small numbers in any type; of 8 bits, any byte that is a number of moderate size.
+// Small numbers of any type; for 8-bit types, any byte that is a number of moderate size.
 void Fill(DataType type, std::vector<char>* data) {
   const int64_t count = static_cast<int64_t>(data->size()) / ElementBytes(type);
   for (int64_t i = 0; i < count; ++i) {
@@ -48,7 +48,7 @@ void Fill(DataType type, std::vector<char>* data) {
   }
 }
 
-// Rows of a matrix, with room between them, at an address aligned like one of the device's.
+// Rows of a matrix with gaps between them, at an address with the alignment of a device's.
 struct Operand {
   Operand(DataType type, int64_t rows, int64_t columns, bool transposed, int64_t room)
       : bytes((transposed ? columns : rows) * ((transposed ? rows : columns) + room) *
@@ -193,13 +193,13 @@ void WideOperands() {
         for (const Kind kind : {Kind::kPlain, Kind::kBias, Kind::kGelu, Kind::kGeluAlone,
                                 Kind::kBiasGelu, Kind::kGeluGradient}) {
           const bool has_gelu = kind != Kind::kPlain && kind != Kind::kBias;
-          if (has_gelu && type == DataType::kF32) continue;  // by a kernel of our own
+          if (has_gelu && type == DataType::kF32) continue;  // by this package's own kernel
           Case c{type, type, type};
           c.a_transposed = a_transposed;
           c.b_transposed = b_transposed;
           c.kind = kind;
           IsRight(c);
-          c.first_row = 3;  // addresses that are aligned to less
+          c.first_row = 3;  // less aligned addresses
           c.kind = kind == Kind::kGelu || kind == Kind::kBiasGelu ? Kind::kGeluAlone : kind;
           if (kind == Kind::kGeluGradient) continue;
           IsRight(c);
@@ -251,13 +251,13 @@ Status Describe(const GemmTask& task, LtProduct* product, LtOptions options = {}
   return DescribeLtProduct("gemm", task, options, product);
 }
 
-// What the library cannot do is refused, and what a kernel of our own does is left to it.
+// What the library cannot multiply is rejected; what this package's kernels do is left to them.
 void WhatTheLibraryCannotDo() {
   LtProduct product;
   GemmTask task = Task(DataType::kF32, DataType::kBF16, 4, 8, 8);
   CHECK(Contains(Describe(task, &product), "on GPUs operands and result of these element types"));
   task = Task(DataType::kE4M3, DataType::kBF16, 4, 16, 16);
-  CHECK(Contains(Describe(task, &product), "along their lines alone"));
+  CHECK(Contains(Describe(task, &product), "only along their lines"));
   task.b.transposed = true;
   CHECK(Describe(task, &product).ok());
   task.k = 24;
@@ -321,7 +321,7 @@ void AnAlgorithmIsChosenOnceForAShape() {
   CHECK(multiply(Task(DataType::kF32, DataType::kF32, 4, 8, 8)) == first);
   CHECK(multiply(Task(DataType::kF32, DataType::kF32, 3, 8, 8)) == first + 1);
   GemmTask moved = Task(DataType::kF32, DataType::kF32, 4, 8, 8);
-  moved.a.data += 4;  // its address is aligned to less
+  moved.a.data += 4;  // its address is less aligned
   CHECK(multiply(moved) == first + 2);
 }
 
@@ -331,7 +331,7 @@ void AnAlgorithmIsChosenOnceForAShape() {
 int main(int, char** arguments) {
   using cpd::CublasLt;
   CHECK(cpd::Contains(CublasLt::Get().Open("gemm", "/nowhere.so"),
-                      "gemm: cuBLASLt does not open (/nowhere.so"));
+                      "gemm: cuBLASLt cannot be opened (/nowhere.so"));
   CHECK(cpd::Contains(CublasLt::Get().Open("gemm", "libm.so.6"), "has no cublasLtMatmul"));
   const std::string program = arguments[0];
   const std::string fake = program.substr(0, program.find_last_of('/') + 1) + "libfake_cublaslt.so";

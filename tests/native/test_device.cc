@@ -1,4 +1,5 @@
-// The GPU's kernels, run block by block on the host, against plain loops: values, refusals, errors.
+// The GPU kernels, run block by block on the host, against plain loops: values, rejected plans,
+// errors. Prints what failed and exits with 1.
 #include <cstdio>
 #include <cstdlib>
 
@@ -10,7 +11,7 @@ namespace {
 using namespace cpd;           // NOLINT
 using namespace cpd::kernels;  // NOLINT
 
-// All ranks but `absent`, at once; `times` calls without meeting in between.
+// All ranks but `absent`, concurrently; `times` calls without synchronization in between.
 void Run(World& world, int times = 1, int absent = -1) {
   std::vector<Call> calls;
   for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
@@ -75,7 +76,7 @@ void OneDeviceHoldsAllRanks() {
   } while (world.num_ranks != 4 || world.parts.size() != 1);
   World::Made& part = world.parts[0];
   Call call = world.MakeCall(0);
-  // The same as arrays and views of all ranks, one after another.
+  // The same with the arrays and views of all ranks, one after another.
   std::vector<int32_t> num_recv, seq_len, dst_rank, src_offset;
   std::vector<int64_t> dst_offset;
   std::vector<std::vector<char>> x(part.row_bytes.size()), out(part.row_bytes.size());
@@ -142,7 +143,7 @@ World SmallWorld(int num_ranks, bool is_dispatch) {
   return world;
 }
 
-// A plan that one rank refuses has no result anywhere, and the next call goes well.
+// A plan that one rank rejects has no result on any rank, and the next call succeeds.
 void BadPlansAreRefusedEverywhere() {
   struct Case {
     Failure failure;
@@ -223,7 +224,7 @@ void ReceiversCheckCountsAndOverlaps() {
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 7);
 }
 
-// A rank that makes another call than the others is found out, not read as if it were theirs.
+// A rank that makes another call than the others is detected; its data is not read as theirs.
 void AnotherProgramIsNamed() {
   World world = SmallWorld(2, true);
   Call calls[] = {world.MakeCall(0), world.MakeCall(1)};
@@ -235,7 +236,7 @@ void AnotherProgramIsNamed() {
   CHECK(world.Take(1).failure == Failure::kProgram);
 }
 
-// Everybody names the rank that did not come; afterwards the channel is at its end for all.
+// Every rank names the one that did not come; afterwards the channel cannot be used again.
 void AnAbsentRankIsNamed() {
   World world = SmallWorld(3, true);
   Run(world);

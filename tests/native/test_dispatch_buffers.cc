@@ -1,5 +1,5 @@
-// The registry of dispatch buffers without Python: who may enter, what is in use, what has gone,
-// also when threads do all of it at once. Prints what failed and exits with 1.
+// The registry of dispatch buffers without Python: admission, uses in flight and destroyed buffers,
+// also from several threads at once. Prints what failed and exits with 1.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -60,7 +60,7 @@ void UnknownIsNotDestroyed() {
   CHECK(Create(registry) == 1);
   CHECK(Create(registry) == 2);
   for (const int64_t id : {int64_t{0}, int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
-    const std::string text = "no buffer " + std::to_string(id) + "; ids given so far are 1 to 2";
+    const std::string text = "no buffer " + std::to_string(id) + "; ids so far are 1 to 2";
     CHECK(Refused(Acquire(registry, id), text.c_str()));
     CHECK(Refused(registry.Grow("grow", id, 1, 1, 1), text.c_str()));
     CHECK(Refused(registry.Destroy("destroy", id), text.c_str()));
@@ -106,7 +106,7 @@ void LimitsHoldAndGrow() {
 
   CHECK(registry.Grow("grow", id, 9, 1, 3).ok());
   CHECK(Acquire(registry, id, {2, 9}).ok());
-  CHECK(Acquire(registry, id, {0, 1}).ok());  // compiled with less than there is
+  CHECK(Acquire(registry, id, {0, 1}).ok());  // compiled for less than the actual capacity
   CHECK(registry.Grow("grow", id, 1, 1, 1).ok());
   CHECK(Acquire(registry, id, {1, 9, 64}).ok());  // wider rows
   const DispatchBufferEntry entry = Find(registry, id);
@@ -141,8 +141,8 @@ void WhatIsInUseStays() {
   CHECK(Refused(Acquire(registry, idle), "buffer 1 has been destroyed"));
 }
 
-// Calls come and go on one buffer after another, each of which somebody grows and tries to destroy
-// all the while: nobody is inside one that is destroyed, and nobody enters it any more.
+// Calls use one buffer after another while other threads grow them and try to destroy them all: no
+// call is inside a destroyed buffer, and none enters one.
 void CallsAgainstDestruction() {
   constexpr int kCallers = 4, kBuffers = 50;
   DispatchBuffers registry;
@@ -155,7 +155,7 @@ void CallsAgainstDestruction() {
     callers.emplace_back([&, caller] {
       for (int64_t call = 0; !over; ++call) {
         std::this_thread::sleep_for(
-            std::chrono::microseconds(100));  // so that all are out at times
+            std::chrono::microseconds(100));  // so that at times none is in use
         const int64_t id = current;
         const Status status = Acquire(registry, id, {caller % 2, call % 9, call});
         if (!status.ok()) {

@@ -38,7 +38,7 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
                               const char* message) {
   constexpr int64_t kSlots = 1 << 16;
   float row = 0;
-  // All but the last slot stay at home: they only take up rows.
+  // All slots but the last are not sent: they only occupy rows.
   std::vector<int64_t> lengths(kSlots, seq_len), offsets(kSlots, dst_offset);
   std::vector<int64_t> ranks(kSlots, -1), first_rows(kSlots, src_offset);
   ranks.back() = 0;
@@ -96,7 +96,7 @@ void OverflowsNameTheLargestNeedOfEveryPart() {
   CHECK(Contains(status, "rank 2 would receive 8 tokens but second is 4. Pass second>=8,"));
 }
 
-// A rank whose batch is not that of the plan, and a plan of another batch, are refused.
+// Rejects a rank whose batch is not that of the plan, and a plan of another batch.
 void StampsAreCompared() {
   std::vector<std::vector<std::array<int64_t, 4>>> need(1, {{}, {}, {}});
   using Stamp = std::array<int32_t, kStampSize>;
@@ -105,7 +105,7 @@ void StampsAreCompared() {
     for (int rank = 0; rank < 3; ++rank) {
       auto* mine = static_cast<DispatchContribution*>(contributions[rank].get());
       mine->parts[0].stamp = {stamps[rank].data(), IntType::kI32};
-      // As the other processes read it.
+      // As other processes read it.
       contributions[rank] = ReadDispatchContribution(Direction::kDispatch, 3, mine->Write());
       CHECK(contributions[rank] != nullptr);
     }

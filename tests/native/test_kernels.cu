@@ -1,6 +1,5 @@
-// The GPU's kernels on one GPU: ranks on streams of their own, all ranks in one launch, and
-// recorded calls that are replayed; against the same plain loops as test_device.cc. For
-// compute-sanitizer too.
+// The GPU kernels on one GPU: one stream per rank, all ranks in one launch, and recorded calls that
+// are replayed, against the same plain loops as test_device.cc. Also for compute-sanitizer.
 #include <cuda_runtime_api.h>
 
 #include <new>
@@ -47,7 +46,7 @@ using namespace cpd::kernels;  // NOLINT
     }                                                                                        \
   } while (0)
 
-// Every rank's call on a stream of its own, `times` in a row; recorded once and replayed, or not.
+// Every rank's call on its own stream, `times` in a row; recorded once and replayed, or not.
 void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool recorded) {
   std::vector<Call> calls;
   for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));

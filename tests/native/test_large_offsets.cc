@@ -1,4 +1,4 @@
-// Rows beyond 4 GiB move right: large ranges of addresses over little memory.
+// Rows beyond 4 GiB move correctly: large address ranges over little memory.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,7 +16,7 @@ constexpr int64_t kAliasedRows = 32;
 constexpr int64_t kSrcRow = kNumRows - 3, kDstRow = kNumRows - 5;  // both beyond 4 GiB
 static_assert(kDstRow * kRowBytes > int64_t{1} << 32);
 
-// All but the last rows are the same few, over and over; the last ones are on their own.
+// All rows share a little memory, except the last ones, which have their own.
 char* Reserve() {
   const int file = memfd_create("rows", 0);
   CHECK(file >= 0 && ftruncate(file, 2 * kAliasedRows * kRowBytes) == 0);

@@ -1,5 +1,5 @@
-// Dispatch and combine between ranks of which some reach each other over a network only, run block
-// by block on the host: the same bits as by mapped memory, the same refusals, and an end to each
+// Dispatch and combine in which some ranks reach each other only over a network, run block by block
+// on the host: the same bits as with mapped memory, the same rejections, and a deadline for each
 // wait.
 #include <cstdio>
 #include <cstdlib>
@@ -13,8 +13,8 @@ namespace {
 using namespace cpd;           // NOLINT
 using namespace cpd::kernels;  // NOLINT
 
-// All ranks but `absent`, at once; `times` calls without meeting in between. Returns how many puts
-// and gets there were.
+// All ranks but `absent`, concurrently; `times` calls without synchronization in between. Returns
+// the number of puts and gets.
 int64_t Run(World& world, int times = 1, int absent = -1) {
   static unsigned seed = 0;
   std::vector<Call> calls;
@@ -77,7 +77,7 @@ World SmallWorld(bool is_dispatch, std::vector<int> islands) {
   return world;
 }
 
-// More tags in a piece than are put at a time, in rows of odd sizes.
+// A piece with more tags than one put sends, in rows of odd sizes.
 void LongPieces() {
   Rng rng(13);
   World world{};
@@ -93,7 +93,7 @@ void LongPieces() {
   CheckDispatched(world);
 }
 
-// More sources under a piece than a block gathers: they are looked up row by row.
+// More sources for a piece than a block gathers: they are looked up row by row.
 void ManySources() {
   Rng rng(14);
   World world{};
@@ -134,7 +134,7 @@ bool IsSpoiled(const World& world, int rank) {
   return true;
 }
 
-// A plan that one rank refuses has no result anywhere, and the next call goes well.
+// A plan that one rank rejects has no result on any rank, and the next call succeeds.
 void BadPlansAreRefusedEverywhere() {
   for (const bool is_dispatch : {true, false}) {
     World world = SmallWorld(is_dispatch, {0, 1, 0});
@@ -154,7 +154,8 @@ void BadPlansAreRefusedEverywhere() {
   }
 }
 
-// Ranges that overlap where they are held are summed both, as long as there is room to fetch them.
+// Ranges that overlap on the rank that holds them are both summed, as long as there is room to
+// fetch them.
 void OverlappingRanges() {
   for (const int num_slots : {4, 5}) {
     World world{};
@@ -191,7 +192,7 @@ void OverlappingRanges() {
   }
 }
 
-// Everybody names the rank that did not come; afterwards the channel is at its end for all.
+// Every rank names the one that did not come; afterwards the channel cannot be used again.
 void AnAbsentRankIsNamed() {
   for (const int absent : {1, 2}) {
     World world = SmallWorld(absent == 1, {0, 1, 0});
@@ -216,7 +217,7 @@ void AnAbsentRankIsNamed() {
   }
 }
 
-// The same plans by mapped memory alone have the same bits.
+// With mapped memory only, the same plans give the same bits.
 void TheSameBits() {
   for (const bool is_dispatch : {true, false}) {
     World far = SmallWorld(is_dispatch, {0, 0, 1, 2}), near = far;

@@ -1,5 +1,5 @@
-// The registry of communication buffers, and work whose pieces wait for one another, with a gate
-// and an outcome, through the transport. Prints what failed and exits with 1.
+// The registry of communication buffers, and tasks that wait for one another, with a gate and an
+// outcome, through the transport. Prints what failed and exits with 1.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -16,7 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kCanRunOutOfMemory = false;  // a sanitizer ends the process instead
+constexpr bool kCanRunOutOfMemory = false;  // a sanitizer aborts the process instead
 #else
 constexpr bool kCanRunOutOfMemory = true;
 #endif
@@ -37,7 +37,7 @@ std::shared_ptr<OverlapBufferLease> Lease(int64_t id, int64_t group = 0) {
   return lease;
 }
 
-// ---- What an id stands for.
+// ---- The description under an id.
 
 void DestroyedAsOftenAsCreated() {
   CHECK(Contains(Registry().Destroy("destroy", 1), "destroy: there is no buffer 1. Create it"));
@@ -85,7 +85,7 @@ void ABufferInUseStays() {
   CHECK(Registry().DestroyAll("destroy").ok());
 }
 
-// Each group and rank has memory of its own, the same in every call.
+// Each group and rank has its own memory, the same in every call.
 void CallsOfAGroupShareItsMemory() {
   CHECK(Registry().Create("create", 1, Spec("a")).ok());
   std::vector<char*> all;
@@ -171,9 +171,9 @@ void ThreadsUseTheRegistryAtOnce() {
   CHECK(Registry().DestroyAll("destroy").ok());
 }
 
-// ---- Work whose pieces wait for one another.
+// ---- Tasks that wait for one another.
 
-// All wait until `count` have come.
+// A barrier for `count` threads.
 class Barrier {
  public:
   explicit Barrier(int64_t count) : num_missing_(count) {}
@@ -217,7 +217,7 @@ void PiecesRunAtTheSameTime(int64_t run_id, int64_t num_tasks) {
   }
 }
 
-// Its ranks, those that wait elsewhere in the execution, and those that come later.
+// The ranks of the call, those that wait elsewhere in the execution, and later ones.
 void TheOutcomeIsThatOfEveryRank() {
   const Exchange exchange = MakeExchange(200, 3, [](const auto&, WorkList* work) {
     work->num_tasks = 4;
@@ -255,10 +255,10 @@ void TheGateHoldsTheWorkBack() {
   std::thread(std::move(begin)).join();
   for (auto& status : ranks) CHECK(status.get().ok());
   CHECK(num_run == 2);
-  CHECK(held.use_count() == 1);  // what the work holds is free before anybody is told
+  CHECK(held.use_count() == 1);  // releases what it holds before any rank is notified
 }
 
-// As calls on one buffer do it: the lease is the gate, and its end lets the next call begin.
+// As for calls on one buffer: the lease is the gate, and its end lets the next call begin.
 void CallsOnOneBufferTakeTurns() {
   static constexpr int kCalls = 6, kGroups = 2, kTasks = 4;
   CHECK(Registry().Create("create", 1, Spec("a")).ok());
@@ -280,7 +280,7 @@ void CallsOnOneBufferTakeTurns() {
               CHECK(barrier->Wait());
             };
             work->outcome = [&inside, group, lease] {
-              std::memset(lease->memory(0), 1, 64);  // unless they take turns, a race
+              std::memset(lease->memory(0), 1, 64);  // unless they take turns, this is a race
               inside[group] = 0;
               return Status::Ok();
             };
@@ -292,7 +292,7 @@ void CallsOnOneBufferTakeTurns() {
     }
   }
   for (auto& status : ranks) CHECK(status.get().ok());
-  CHECK(Registry().Destroy("destroy", 1).ok());  // who has been told uses it no more
+  CHECK(Registry().Destroy("destroy", 1).ok());  // a rank that has been notified no longer uses it
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Schedules of overlapped GEMMs on the streams of GPUs, without a GPU: streams are lists that run
-// in any order that events and signals allow; all ranks on one device, and a device for each rank,
-// which then knows no memory of the others but their buffers. Prints what failed and exits with 1.
+// Schedules of overlapped GEMMs on the streams of GPUs, without a GPU: streams are lists whose
+// items run in any order that events and signals allow. All ranks share one device, or each has its
+// own and sees only the buffers of the others. Prints what failed and exits with 1.
 #include <array>
 #include <map>
 #include <random>
@@ -13,10 +13,10 @@
 namespace cpd {
 namespace {
 
-// What devices have told each other: who, about which signal.
+// Messages between devices: the sender, and the signal.
 using Told = std::set<std::array<int, 2>>;  // rank that is told, signal
 
-// One device. An operation that is not ready says so and runs later.
+// One device. An operation that is not ready returns false and runs later.
 class FakeDevice final : public GpuQueues {
  public:
   explicit FakeDevice(Told* told) : told_(told) {}
@@ -80,7 +80,7 @@ class FakeDevice final : public GpuQueues {
   int num_events_ = 0, num_open_ = 0;
 };
 
-// Computes when the device comes to it.
+// Computes when the device reaches the operation.
 class QueuedArithmetic final : public Arithmetic {
  public:
   explicit QueuedArithmetic(FakeDevice* device) : device_(device) {}
@@ -153,8 +153,8 @@ void ResultsAreThoseOfAPlainComputation(int num_ranks, bool on_one_device) {
   }
 }
 
-// What is loaded before ranks meet is known by all that chooses kernels, and not by where memory
-// is.
+// The kernels to load before ranks meet depend on everything that chooses kernels, but not on
+// addresses.
 void KernelsAreKnownByWhatChoosesThem() {
   alignas(256) static char memory[1024];
   OverlapProblem problem;
@@ -188,14 +188,14 @@ void KernelsAreKnownByWhatChoosesThem() {
   CHECK(of() == plain);
 }
 
-// A schedule that waits for what nobody says is refused instead of left hanging.
+// A schedule that waits for a signal that never comes is rejected instead of left hanging.
 void AWaitWithoutASignalIsRefused() {
   Told told;
   FakeDevice device(&told);
   OverlapTeam team(2, 1, 0, 2);
   team.streams(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
   CHECK(Contains(team.Enqueue("op", &device),
-                 "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which nothing gives"));
+                 "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which nothing sends"));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Overlapped GEMMs hide their communication, on a virtual clock and by the order of events;
-// recorded spans show it; ranks that fail or are late are named. Prints what failed and exits
+// Overlapped GEMMs hide their communication, as a virtual clock and the order of events show;
+// recorded spans show it too; ranks that fail or are late are named. Prints what failed and exits
 // with 1.
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ namespace {
 // Two rows of each rank.
 std::vector<int64_t> Counts(int num_ranks) { return std::vector<int64_t>(num_ranks, 2); }
 
-// ---- Overlap on a virtual clock. The GEMM of a rank takes one time, its communication another.
+// ---- Overlap on a virtual clock. A rank's GEMM and its communication take given times.
 
 struct Times {
   double gemm, communication;  // of one rank, in seconds
@@ -33,7 +33,7 @@ double SecondsOf(const OverlapProblem& problem, Times times) {
   const auto gemm = [=](const GemmTask& task) {
     VirtualStreams::Pass(times.gemm * static_cast<double>(task.m * task.n * task.k) / flops);
   };
-  // What a rank keeps crosses no link; all else is one chunk for each of its peers.
+  // A rank's own rows cross no link; all others are one chunk for each of its peers.
   const int64_t width = p.config.method == CommMethod::kBulk    ? p.aux_width
                         : p.config.type == CommType::kAllGather ? p.k
                                                                 : p.n;
@@ -61,12 +61,13 @@ double SecondsOf(const OverlapProblem& problem, Times times) {
 
 constexpr Times kTimes[] = {{1, 1}, {1, 0.5}, {0.5, 1}};
 
-// ---- Overlap by the order of events, on the threads of a team: of each rank one product and one
-// step of its communication are under way at the same time, or they wait for each other in vain.
+// ---- Overlap by the order of events, on the threads of a team: one product and one communication
+// step of each rank must be in progress at the same time, or both wait for each other until the
+// deadline.
 
 class Meetings {
  public:
-  // Which product of each rank, and which of its steps, counted from 1.
+  // The product and the step of each rank, counted from 1.
   Meetings(int num_ranks, int product, int step)
       : product_(product), step_(step), of_rank_(num_ranks) {}
 
@@ -128,7 +129,7 @@ void CommunicationIsHidden(const char* name, const OverlapProblem& problem, int 
   CHECK(call.IsRight());
 }
 
-// The control: what is not hidden shows.
+// The control: communication that is not hidden shows.
 void NothingIsHiddenWithoutOverlap(CommType type) {
   for (const Times times : kTimes) {
     const double seconds = SecondsOf(Problem(type, CommMethod::kNone, Counts(8)), times);
@@ -143,7 +144,7 @@ void EveryOverlappedMethodHidesItsCommunication() {
     NothingIsHiddenWithoutOverlap(type);
     CommunicationIsHidden(gathers ? "bulk AG" : "bulk RS",
                           Problem(type, CommMethod::kBulk, Counts(8)), 1, 1);
-    // A sum's first part is computed before it is sent.
+    // The first addend is computed before it is sent.
     OverlapProblem ring = Problem(type, CommMethod::kRingExchange, Counts(8));
     CommunicationIsHidden(gathers ? "ring AG" : "ring RS", ring, gathers ? 1 : 2, 1);
     ring.config.atomic = true;
@@ -161,7 +162,7 @@ void EveryOverlappedMethodHidesItsCommunication() {
   pipeline.config.atomic = true;
   CommunicationIsHidden("atomic pipeline RS", pipeline, 2, 1);
   pipeline.config.atomic = false;
-  // The last two chunks are reduced when nothing is left to multiply.
+  // The last two chunks are reduced when no product is left.
   pipeline.config.overlap_first_gemm = true;
   pipeline.n = pipeline.config.num_splits = 32;
   CommunicationIsHidden("pipeline RS, first GEMM overlapped", pipeline, 3, 1);
@@ -205,7 +206,7 @@ void SpansShowTheOverlap() {
 
 // ---- Failures.
 
-// Whoever waits for the rank is told, and does not wait until the deadline.
+// Ranks that wait for it are notified at once, before the deadline.
 void AThrowingGemmFailsTheCall() {
   for (const OverlapProblem& problem : AllProblems({2, 1, 2, 1})) {
     const Call call(problem);
@@ -221,7 +222,7 @@ void AThrowingGemmFailsTheCall() {
   }
 }
 
-// Opens once, and for good.
+// Opens once and stays open.
 class Gate {
  public:
   void Open() {

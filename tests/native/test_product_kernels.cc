@@ -1,5 +1,5 @@
-// The kernels around a product on threads of the host: sums and their epilogues, bias gradients and
-// the order of scales against what the CPU does, transposes, and ranks that meet, come late or run
+// The kernels around a product on threads of the host: sums and epilogues, bias gradients and the
+// order of scales against the CPU's results; transposes; and ranks that meet, come late or run
 // another program. Prints what failed and exits with 1.
 #include <cmath>
 #include <random>
@@ -42,7 +42,7 @@ char* Data(std::vector<T>* values) {
   return reinterpret_cast<char*>(values->data());
 }
 
-// Bit for bit what the CPU sums.
+// Bit for bit what the CPU computes.
 template <typename In, typename Out>
 void SumsAreThoseOfTheCpu(bool has_bias) {
   constexpr int64_t kRows = 5, kColumns = 37, kPitch = 40, kParts = 3;
@@ -189,7 +189,7 @@ void OnThreads(int num_ranks, Work work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What a rank puts before it tells is there for the one that has waited, call after call.
+// Data that a rank puts before it signals is there for the rank that has waited, call after call.
 void RanksMeet() {
   constexpr int kRanks = 3;
   Ranks ranks(kRanks);
@@ -212,7 +212,7 @@ void ALateRankIsNamed() {
   ranks.Begin(0);
   CHECK(Contains(Status::Invalid(ranks.Error(0)),
                  "op: rank 0 waited for rank 1 until the deadline: signal expected 1, seen 0"));
-  // It comes: the other has given up, and results are spoiled on both.
+  // It arrives late: the other has given up, and results are NaN on both.
   ranks.Begin(1);
   WaitFor(ranks.meetings[1], 0, 0);
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 1 waited for rank 0"));
@@ -229,7 +229,7 @@ void ALateRankIsNamed() {
   ranks.errors[1] = {};
   ranks.states[1].broken = ranks.states[1].failed = 0;
   ranks.states[1].epoch = 1;
-  ranks.Begin(1);  // who did not fail is told
+  ranks.Begin(1);  // ranks that did not fail are notified
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 0 gave up on this buffer"));
 }
 
@@ -240,7 +240,7 @@ void AMissingSignalIsNamed() {
   WaitFor(ranks.meetings[0], 1, 0);
   CHECK(Contains(Status::Invalid(ranks.Error(0)), "rank 0 waited for rank 1 until the deadline"));
   CHECK(ranks.states[0].failed == kGivenUp && ranks.states[1].failed == kFine);
-  Tell(ranks.meetings[0], 1, 0);  // tells that it has given up
+  Tell(ranks.meetings[0], 1, 0);  // signals that it has given up
   WaitFor(ranks.meetings[1], 0, 0);
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 0 gave up on this buffer"));
 }
@@ -249,8 +249,8 @@ void AnotherProgramIsNamed() {
   Ranks ranks(2);
   ranks.meetings[1].program = 8;
   OnThreads(2, [&](int r) { ranks.Begin(r); });
-  CHECK(Contains(Status::Invalid(ranks.Error(0)), "rank 0 makes another call than rank 1"));
-  CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 1 makes another call than rank 0"));
+  CHECK(Contains(Status::Invalid(ranks.Error(0)), "rank 0 runs another call than rank 1"));
+  CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 1 runs another call than rank 0"));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The transport between processes, as several of its kind in one process: joined by sockets and
-// segments as real ones are, under loads, ends and messages that a program cannot be made to show.
+// The transport between processes, with several instances in one process: connected by sockets and
+// segments as real ones are, under loads, ends and messages that a program cannot reproduce. Prints
+// what failed and exits with 1.
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -74,7 +75,7 @@ RowArray Rows(std::vector<float>& x, int64_t row_floats) {
           row_bytes};
 }
 
-// There and home again and again under the same keys, each rank late by its own random times.
+// Dispatch and combine repeatedly under the same keys, with random delays for each rank.
 void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t row_floats) {
   const auto num_ranks = static_cast<int>(processes.size());
   std::vector<std::thread> threads;
@@ -114,7 +115,7 @@ void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t 
   for (std::thread& thread : threads) thread.join();
 }
 
-// At any moment: while ranks arrive, while rows are staged or pulled, or when all is over.
+// Ends a process at any moment: while ranks arrive, while rows are staged or pulled, or at the end.
 void AProcessEnds(std::chrono::microseconds after) {
   static std::vector<int> processes = {0, 1, 2};
   Job& job = NewJob(3);
@@ -129,7 +130,7 @@ void AProcessEnds(std::chrono::microseconds after) {
       std::vector<float> x(6 * kRowFloats, 1), buffer(6 * kRowFloats);
       const AllToAll plan(rank, {{2, 2, 2}, {2, 2, 2}, {2, 2, 2}});
       Status status;
-      while (status.ok()) {  // until it is told
+      while (status.ok()) {  // until it is notified
         const Exchange exchange = MakeExchange(1, processes, milliseconds(20000));
         status =
             JoinIn(job, exchange, rank,
@@ -180,7 +181,7 @@ void BadPlansAndTwiceTheSameRank() {
   for (auto& rank : ranks) CHECK(Contains(rank.get(), "arrived twice"));
 }
 
-// What no process of this version sends; at worst the ranks that wait are told.
+// Messages that this version never sends; at worst, waiting ranks get an error.
 void HostileMessagesDoNoHarm() {
   static std::vector<int> processes = {0, 1};
   Job& job = NewJob(2);
@@ -198,7 +199,7 @@ void HostileMessagesDoNoHarm() {
   CHECK(!waiting.get().ok());
 }
 
-// Rows of which only those that move take memory: the first ones, and the last ones.
+// Only the rows that move take memory: the first and the last ones.
 void OffsetsAbove4GiB() {
   static std::vector<int> processes = {0, 1};
   Job& job = NewJob(2, int64_t{32} << 30);

@@ -1,6 +1,6 @@
-// Overlapped GEMMs between processes, as several of their kind in one process: the values of every
-// schedule, and how it ends when a process does, or does not do its part. Prints what failed and
-// exits with 1.
+// Overlapped GEMMs between processes, with several instances in one process: the values of every
+// schedule, and the outcome if a process ends or does not do its part. Prints what failed and exits
+// with 1.
 #include <atomic>
 
 #include "gemm/overlap_buffers.h"
@@ -13,11 +13,11 @@
 namespace cpd {
 namespace {
 
-using Processes = std::vector<int>;  // of each rank; kept for good
+using Processes = std::vector<int>;  // of each rank; never freed
 
 constexpr int64_t kFewBytes = 16 << 20;  // of a segment: sanitizers have few addresses
 
-// Who is told at once does not wait for this: a test that does never ends.
+// Far longer than an immediate notification takes: the test fails if a rank waits this long.
 constexpr milliseconds kLong = std::chrono::hours(24);
 
 Exchange MakeExchange(int64_t run_id, const Processes& processes, const OverlapProblem& call,
@@ -72,8 +72,8 @@ void ResultsAreThoseOfAPlainComputation(Job& job, const Processes& processes, in
   }
 }
 
-// Two calls with one registered buffer, at the same time, in another order in each process: each
-// has memory of its own, so neither waits for the other. In use until its call is over.
+// Two concurrent calls with one registered buffer, in a different order in each process: each has
+// its own memory, so neither waits for the other. The buffer is in use until its call is over.
 void OneBufferForCallsInAnyOrder() {
   static const Processes processes = {0, 1};
   Job& job = NewJob(2);
@@ -117,7 +117,7 @@ void OneBufferForCallsInAnyOrder() {
   }
 }
 
-// Address space that is set aside for a segment, and memory for it.
+// Reserved address space for a segment, and its memory.
 void NoRoomIsAnError() {
   static const Processes processes = {0, 1};
   OverlapProblem problem = Problem(CommType::kReduceScatter, CommMethod::kNone, {2, 2});
@@ -130,7 +130,7 @@ void NoRoomIsAnError() {
   Job& job = NewJob(2);
   OverlapProblem few = problem;
   few.n = 1;
-  const Call small(few);  // its first memory is enough for what is told of the next call, too
+  const Call small(few);  // its first memory also holds the announcements of the next call
   Exchange first = MakeExchange(2, processes, small.problem(), kLong, PlainGemm);
   for (std::future<Status>& rank : JoinAll(job, first, small)) CHECK(rank.get().ok());
   close(job.segments[1]);  // the system has no more
@@ -142,7 +142,8 @@ void NoRoomIsAnError() {
   CHECK(small.IsRight());
 }
 
-// At any moment: the others are told at once, and no rank of theirs waits for the deadline.
+// Ends a process at any moment: the others are notified at once, and none of their ranks waits for
+// the deadline.
 void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after) {
   static const Processes processes = {0, 1, 2};
   Job& job = NewJob(3, kFewBytes);
@@ -155,7 +156,7 @@ void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
       Status status;
-      while (status.ok()) {  // until it is told
+      while (status.ok()) {  // until it is notified
         const Exchange exchange = MakeExchange(1, processes, call.problem(), kLong, PlainGemm);
         status = JoinIn(job, exchange, rank,
                         std::make_unique<OverlapContribution>(call.problem(),
@@ -169,8 +170,8 @@ void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after
   for (std::thread& thread : threads) thread.join();
 }
 
-// Its GEMM is not done by the deadline: all ranks are told whose part is missing, those that would
-// wait longer, too; what it does later harms nobody.
+// A GEMM is not done by the deadline: all ranks learn whose part is missing, even those with a
+// longer deadline; its later work does no harm.
 void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
   static const Processes processes = {0, 1, 0, 2};
   Job& job = NewJob(3, kFewBytes);
@@ -199,7 +200,7 @@ void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
   CHECK(Contains(ranks[1].get(), told));
 }
 
-// Of one rank: all are told at once.
+// A failure of one rank: all are notified at once.
 void AGemmThatThrows() {
   static const Processes processes = {0, 1, 2, 1};
   Job& job = NewJob(3, kFewBytes);
@@ -230,7 +231,7 @@ void Failures() {
     APartThatIsNotDone(Problem(CommType::kReduceScatter, method, {1, 1, 1, 1}), ", signal 'chunk ");
   }
   OverlapProblem direct = Problem(CommType::kAllGather, CommMethod::kRingExchange, {1, 1, 1, 1});
-  direct.config.copies = false;  // nobody waits in the middle
+  direct.config.copies = false;  // no rank waits in the middle
   APartThatIsNotDone(direct, "the parts of ranks [1] are not done");
 }
 

@@ -40,8 +40,8 @@ Exchange MakeExchange(int64_t run_id, int num_ranks, milliseconds deadline, Plan
 
 const Planner kNothingToDo = [](const auto&, WorkList*) { return Status::Ok(); };
 
-// Every rank sends shard d, of random length, to rank d: there with dispatch, home with combine,
-// again and again under the same keys, while other groups do the same.
+// Every rank sends shard d, of random length, to rank d with dispatch and returns it with combine,
+// repeatedly under the same keys, while other groups do the same.
 void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
   constexpr int kTokens = 64;
   const int64_t capacity = int64_t{kTokens} * num_ranks;
@@ -146,7 +146,7 @@ void LateRanksFindTheError() {
   CHECK(Contains(late.get(), "missing ranks [1]"));
 }
 
-// Other groups and other calls of a failed execution neither wait nor go on; other executions do.
+// Other groups and other calls of a failed execution fail too; other executions continue.
 void OneFailureFailsTheExecution() {
   Exchange exchange = MakeExchange(6, 2, milliseconds(20000), kNothingToDo);
   Exchange group = exchange, call = exchange, other = exchange;
@@ -169,7 +169,7 @@ void RanksThatCannotBe(int64_t run_id, int rank, const char* message) {
   for (auto* status : {&waiting, &wrong, &late}) CHECK(Contains(status->get(), message));
 }
 
-// A rank that came with another operation is named, and where it waits.
+// A rank that came with another operation is named, with the place where it waits.
 void RanksInAnotherCallAreNamed() {
   Exchange dispatch = MakeExchange(8, 3, milliseconds(100), kNothingToDo);
   Exchange combine = dispatch, in_other_group = dispatch, in_other_run = dispatch;
@@ -193,7 +193,7 @@ void RanksInAnotherCallAreNamed() {
   CHECK(unconcerned.get().ok());
 }
 
-// A rank that may not join fails those that wait for it and those that come later.
+// A rank that may not join fails the ranks that wait for it and those that come later.
 void ARefusedRankFailsTheExecution() {
   const Exchange exchange = MakeExchange(13, 3, milliseconds(20000), kNothingToDo);
   Exchange call = exchange;
@@ -206,7 +206,7 @@ void ARefusedRankFailsTheExecution() {
   }
 }
 
-// Busy threads are never waited for; idle ones work again, and end when there is nothing to do.
+// Tasks never wait for busy threads; idle threads are reused, and end when there is nothing to do.
 void ThePoolGrowsAndShrinks() {
   constexpr int kTasks = 6;
   static auto* pool = new CompletionPool(std::chrono::hours(1));  // its threads outlive this

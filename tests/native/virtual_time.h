@@ -1,5 +1,5 @@
-// Streams on a clock that only their work moves: how long a schedule takes if products and copies
-// take given times. Whatever the threads do meanwhile, the answer is the same.
+// Streams on a virtual clock that only their work advances: the duration of a schedule for given
+// times of products and copies. The result does not depend on the actual threads.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ class VirtualStreams {
     double read;  // of other communication, in which a rank reads from its peers
   };
 
-  // Work on a stream says so how long it takes.
+  // Work on a stream states its duration.
   static void Pass(double seconds) { now_ += seconds; }
 
   VirtualStreams(int num_ranks, int num_signals, Times times) : times_(std::move(times)) {
@@ -39,7 +39,7 @@ class VirtualStreams {
     return lines_[2 * rank]->num_reads() + lines_[2 * rank + 1]->num_reads();
   }
 
-  // From the beginning of all streams to the end of the last one.
+  // From the start of all streams to the end of the last one.
   double Run() {
     std::vector<double> ends(lines_.size());
     std::vector<std::thread> threads;
@@ -55,7 +55,7 @@ class VirtualStreams {
   }
 
  private:
-  // Each signal is added to once, at a time that whoever waits for it continues at.
+  // Each signal is added to once; whoever waits for it continues at that time.
   class RankCounters final : public Counters {
    public:
     RankCounters(VirtualStreams* all, int num_signals) : all_(all), added_at_(num_signals, -1) {}

@@ -1,4 +1,4 @@
-// Python's view of overlapped GEMMs: the registry of their buffers, their BLAS, recorded spans.
+// Python bindings of overlapped GEMMs: the registry of their buffers, the BLAS, recorded spans.
 #include "ffi/cpu/comm_gemm.h"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ void Create(const std::string& op, int64_t id, int comm_type, int method, int64_
   Check(OverlapBuffers::Get().Create(op, id, spec));
 }
 
-// The least that holds what moves, whichever way 8-bit elements are scaled.
+// The smallest buffer that holds what moves, however 8-bit elements are scaled.
 int64_t BufferBytesFor(int comm_type, int method, bool copies, int64_t num_ranks, int64_t rows,
                        int64_t slot_rows, int64_t columns, const std::string& dtype,
                        bool has_scales, bool gathers_to_aux) {
@@ -64,7 +64,7 @@ int64_t BufferBytesFor(int comm_type, int method, bool copies, int64_t num_ranks
   room.columns = columns;
   room.type = FloatType(dtype);
   room.gathers_to_aux = gathers_to_aux;
-  // GPUs move even an auxiliary array through it.
+  // On GPUs even an auxiliary array moves through the buffer.
   room.shares_only_buffers = room.config.method == CommMethod::kBulk;
   if (!has_scales) return room.Bytes();
   room.scaling = Scaling::kTensor;
@@ -98,7 +98,7 @@ nb::dict List() {
   return buffers;
 }
 
-// SciPy gives its routines to other extensions as capsules, named by their C signature.
+// SciPy exports its routines as capsules, named by their C signature.
 void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Python's view of overlapped GEMMs: the registry of their buffers, their BLAS, recorded spans.
+// Python bindings of overlapped GEMMs: the registry of their buffers, the BLAS, recorded spans.
 #pragma once
 
 #include "nanobind/nanobind.h"

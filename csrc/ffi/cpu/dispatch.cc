@@ -22,7 +22,7 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-// The registered buffers that one rank uses in one exchange; released when the last copy is gone.
+// The registered buffers that one rank uses in one exchange; released on destruction.
 class BufferUse {
  public:
   BufferUse() = default;
@@ -79,7 +79,7 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
   auto use = std::make_unique<BufferUse>();
   for (size_t p = 0; p < call.parts.size() && status.ok(); ++p) {
     DispatchPart& part = call.parts[p];
-    // A rank out of range must not index the metadata; the transport refuses it.
+    // A rank out of range must not index the metadata; the transport rejects it.
     part.Select(std::clamp(rank, 0, call.num_ranks - 1));
     for (const RowArray& array : call.is_dispatch() ? part.buffers : part.tokens) {
       PreferHugePages(array.data, array.num_bytes());
@@ -95,7 +95,7 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
   mine->direction = call.direction;
   mine->num_ranks = call.num_ranks;
   mine->parts = std::move(call.parts);
-  // Asked once: the answer is read from a file each time.
+  // Read only once: the answer comes from a file.
   static const int num_helpers =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
   transport.Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
@@ -118,7 +118,7 @@ ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
     if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
     return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
                 results);
-  } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
+  } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
 }

@@ -1,4 +1,4 @@
-// Python's view of the registry of dispatch buffers: plain numbers in, tuples or ValueError out.
+// Python bindings of the registry of dispatch buffers: integers in, tuples or ValueError out.
 #include "ffi/cpu/dispatch_buffers.h"
 
 #include <chrono>
@@ -17,7 +17,7 @@ void Check(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message.c_str());
 }
 
-// In the order of the fields of DispatchBuffer, the deadline in milliseconds.
+// In the order of the fields of DispatchBuffer; the deadline in milliseconds.
 nb::tuple ToTuple(const DispatchBufferEntry& entry) {
   return nb::make_tuple(entry.limits.capacity, entry.limits.row_bytes,
                         static_cast<int64_t>(entry.limits.deadline.count()),

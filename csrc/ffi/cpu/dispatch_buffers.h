@@ -1,4 +1,4 @@
-// Python's view of the registry of dispatch buffers.
+// Python bindings of the registry of dispatch buffers.
 #pragma once
 
 #include "nanobind/nanobind.h"

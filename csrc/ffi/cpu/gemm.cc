@@ -67,7 +67,7 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     const auto gemm = [num_threads](const GemmTask& task) { RunGemm(task, num_threads); };
     return PlanOverlap(exchange, problem, buffer_id, gemm, ranks, work);
   };
-  // All that there is to know of a rank elsewhere is part of the signature.
+  // The signature contains everything about ranks of other processes.
   exchange.reader = [problem](std::string_view) {
     RankMemory memory;
     memory.is_elsewhere = true;
@@ -98,7 +98,7 @@ ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> ra
                               *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
                               *rhs_swizzled, *workspace};
     return Gemm(site, run_id, *rank.typed_data(), *group.typed_data(), options, buffers);
-  } catch (const std::exception& error) {  // no memory or no thread: this rank did not arrive
+  } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
 }

@@ -1,5 +1,4 @@
-// One call of the grouped GEMM's handler: its attributes and buffers, and the product they
-// describe.
+// One call of the grouped GEMM handler: its attributes, buffers, and the product they describe.
 #include "ffi/cpu/grouped_gemm_call.h"
 
 #include <algorithm>
@@ -38,7 +37,7 @@ const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b
   p.num_groups = NumElements(b.group_sizes);
   if (b.group_sizes.dimensions().size() != 1 ||
       !IsArray(b.group_sizes, DataType::kI32, p.num_groups))
-    return "group_sizes are no int32";
+    return "group_sizes needs int32";
   p.m = left[0];
   p.k = left[1];
   p.n = contracts_rows ? right[1] : right[options.rhs_transposed ? 1 : 2];
@@ -52,14 +51,14 @@ const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b
   p.output_type = ToRealType(b.output.element_type());
   if (!GemmIsSupported(p.lhs_type, p.rhs_type, p.output_type)) return "a type is not supported";
   if (IsByteFloat(p.lhs_type) != (options.scaling_mode != 0)) {
-    return "8-bit operands and scales go together";
+    return "8-bit operands need scales, and only they do";
   }
   const bool fits = contracts_rows     ? HasDims(b.rhs, {p.m, p.n})
                     : p.rhs_transposed ? HasDims(b.rhs, {p.num_groups, p.n, p.k})
                                        : HasDims(b.rhs, {p.num_groups, p.k, p.n});
   if (!fits || !(contracts_rows ? HasDims(b.output, {p.num_groups, p.k, p.n})
                                 : HasDims(b.output, {p.m, p.n}))) {
-    return "shapes do not fit each other";
+    return "the shapes are inconsistent";
   }
   p.lhs = static_cast<const char*>(b.lhs.untyped_data());
   p.rhs = static_cast<const char*>(b.rhs.untyped_data());

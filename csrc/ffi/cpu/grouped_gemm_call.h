@@ -1,5 +1,4 @@
-// One call of the grouped GEMM's handler: its attributes and buffers, and the product they
-// describe.
+// One call of the grouped GEMM handler: its attributes, buffers, and the product they describe.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,7 @@ struct GroupedGemmOptions {
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, GroupedGemmOptions* options);
 
-// Absent operands are one element, which nobody looks at.
+// Absent operands have one element, which is never read.
 struct GroupedGemmBuffers {
   xla::ffi::AnyBuffer lhs;
   xla::ffi::AnyBuffer lhs_scale_inv;  // [g]
@@ -34,8 +33,8 @@ struct GroupedGemmBuffers {
   xla::ffi::AnyBuffer output;
 };
 
-// Everything but what the sizes of groups say. Python has checked it; here only what could corrupt
-// memory.
+// Describes everything but the group sizes. Python has checked the call; this checks only what
+// could corrupt memory.
 Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffers& buffers,
                        GroupedProduct* product);
 

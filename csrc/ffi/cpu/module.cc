@@ -1,4 +1,4 @@
-// The Python module that hands the CPU's XLA FFI handlers and registries to JAX.
+// The Python module with the XLA FFI handlers and registries for CPU.
 #include "ffi/common.h"
 #include "ffi/cpu/comm_gemm.h"
 #include "ffi/cpu/dispatch_buffers.h"

@@ -1,4 +1,4 @@
-// Python's view of the planner: documents to pieces.
+// Python bindings of the planner: documents to pieces.
 #include "ffi/cpu/planner.h"
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Python's view of the planner: documents to pieces.
+// Python bindings of the planner: documents to pieces.
 #pragma once
 
 #include "nanobind/nanobind.h"

@@ -1,4 +1,4 @@
-// Python's view of the transport between processes: sockets and segments in, which it has made.
+// Python bindings of the transport between processes. Python creates the sockets and segments.
 #include "ffi/cpu/processes.h"
 
 #include <errno.h>
@@ -29,7 +29,8 @@ namespace {
       ("initialize: the segment of process " + std::to_string(process) + " " + why).c_str());
 }
 
-// Only what the segment is large enough for is mapped: reading beyond it would kill the process.
+// Maps only segments of at least the expected size: reading beyond their end would kill the
+// process.
 SharedSegment Map(int process, int fd, int64_t num_bytes, bool is_own) {
   struct stat status;
   if (fstat(fd, &status) != 0) Refuse(process, std::string("has no size: ") + std::strerror(errno));
@@ -42,7 +43,7 @@ SharedSegment Map(int process, int fd, int64_t num_bytes, bool is_own) {
   if (base == MAP_FAILED) {
     Refuse(process, "of " + std::to_string(num_bytes) +
                         " bytes cannot be mapped: " + std::strerror(errno) +
-                        ". Set JAX_CP_DISPATCH_SEGMENT_BYTES to less, in all processes.");
+                        ". Reduce JAX_CP_DISPATCH_SEGMENT_BYTES in all processes.");
   }
   madvise(base, num_bytes, MADV_DONTDUMP);
   return {process, fd, static_cast<char*>(base), num_bytes};

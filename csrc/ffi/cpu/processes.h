@@ -1,4 +1,4 @@
-// Python's view of the transport between processes.
+// Python bindings of the transport between processes.
 #pragma once
 
 #include "nanobind/nanobind.h"

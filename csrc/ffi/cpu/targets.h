@@ -1,4 +1,4 @@
-// The handlers of this extension by the name under which JAX registers them.
+// The handlers of this extension, by the names under which JAX registers them.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@ namespace cpd {
 struct Target {
   const char* name;
   XLA_FFI_Handler* execute;
-  bool meets_others = true;  // and so needs a call site
+  bool meets_others = true;  // then it needs a call site
 };
 
 std::vector<Target> DispatchTargets();

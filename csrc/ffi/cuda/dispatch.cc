@@ -1,4 +1,4 @@
-// XLA FFI handlers of dispatch and combine on GPUs: operands in, kernels on the stream.
+// XLA FFI handlers of dispatch and combine on GPUs: they read operands and launch kernels.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
   if (call.has_network) key.layout += "network,";
   for (int p = 0; p < call.num_parts; ++p) {
     const kernels::Part& part = call.parts[p];
-    if (call.has_network) {  // the staging area has these sizes too
+    if (call.has_network) {  // these are also the sizes of the staging area
       add(part.num_tokens);
       add(static_cast<bool>(part.src_offset));
     }
@@ -66,7 +66,7 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
   return key;
 }
 
-// Which ranks are to be reached over the network from here. All of them find alike whether any are.
+// Finds the ranks that this one reaches over the network. All ranks agree whether there are any.
 void FindRemotes(const CudaOptions& options, const Placement& placement, kernels::Call* call) {
   if (options.memory != "slab") return;
   call->has_network = Slab::Get().NeedsNetwork(placement.places);
@@ -111,7 +111,7 @@ Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
   call.local = channel->local(placement.rank).state;
   call.errors = channel->local(placement.rank).errors_on_device;
-  // Also after an error: the other ranks run this call too, and wait for this one.
+  // Launch even after an error: the other ranks run this call too, and wait for this one.
   if (const cudaError_t error = LaunchCall(call, num_blocks, stream); error != cudaSuccess) {
     return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
   }
@@ -141,7 +141,7 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
   }
 }
 
-// The operands of both stages are those of the CPU's handlers; see ffi/dispatch_call.h.
+// Both stages have the operands of the CPU handlers; see ffi/dispatch_call.h.
 template <ffi::ExecutionStage kStage>
 auto Binding() {
   return BindOperands<kStage>().Attrs();

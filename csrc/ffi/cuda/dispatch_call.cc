@@ -1,4 +1,5 @@
-// One custom call on a GPU: what its attributes and operands tell the kernels. Needs no CUDA.
+// One dispatch or combine call on a GPU: turns attributes and operands into the kernels' parameter.
+// Needs no CUDA.
 #include "ffi/cuda/dispatch_call.h"
 
 #include <algorithm>
@@ -8,7 +9,7 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-// Pieces of some 100 kB, and several for each block where there is as much.
+// Pieces of about 100 kB, and several per block if there is enough data.
 int64_t RowsPerPiece(const kernels::Call& call, const kernels::Part& part, int num_blocks) {
   int64_t row_bytes = 0;
   for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
@@ -75,7 +76,7 @@ Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call) {
 Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
                         const ffi::RemainingRets& results, int64_t num_local, int num_blocks,
                         DispatchCall* call, kernels::Call* on_device) {
-  // More makes no sense, and sizes would not fit 63 bits.
+  // More are not useful, and sizes would exceed 63 bits.
   constexpr int64_t kMostReplicas = 1 << 14;
   Status status = ReadOperands(options, args, results, num_local, call);
   if (!status.ok()) return status;

@@ -1,4 +1,5 @@
-// One custom call on a GPU: what its attributes and operands tell the kernels. Needs no CUDA.
+// One dispatch or combine call on a GPU: turns attributes and operands into the kernels' parameter.
+// Needs no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace cpd {
 
-// Those of the CPU, and what GPUs are told besides.
+// The attributes of the CPU, and those that only GPUs need.
 struct CudaOptions {
   DispatchOptions call;
   Counts places;            // of all ranks, group by group; -1: one device holds all of them
@@ -24,21 +25,21 @@ Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options)
 
 struct Placement {
   std::vector<int64_t> places;  // of the ranks of this group
-  int rank = 0;                 // the first on this device
+  int rank = 0;                 // the first rank on this device
   int group = 0;
-  bool on_one_device = false;  // which holds all ranks
+  bool on_one_device = false;  // one device holds all ranks
 };
 
-// Where `here`, a device of a process, stands among `places`, those of all groups, one after
-// another; one of -1 where a device holds all ranks. `num_ranks` is one that GPUs take.
+// Finds `here`, a device of a process, among `places`, which are those of all groups, one after
+// another; or a single -1 if one device holds all ranks. `num_ranks` must be within the GPU limits.
 Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
                    Placement* placement);
 
-// Everything but the parts; refuses more than GPUs take.
+// Reads everything but the parts; rejects calls beyond the GPU limits.
 Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call);
 
-// The parts, after the attributes, and all of it for the kernels of `num_local` ranks; refuses what
-// no kernel could take.
+// Reads the parts, after the attributes, and fills in the kernels' parameter for `num_local` ranks.
+// Rejects what no kernel could process.
 Status ReadCudaOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                         const xla::ffi::RemainingRets& results, int64_t num_local, int num_blocks,
                         DispatchCall* call, kernels::Call* on_device);

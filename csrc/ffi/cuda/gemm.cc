@@ -1,5 +1,5 @@
-// XLA FFI handlers of GEMMs on GPUs, alone or overlapped with communication: operands in, products
-// and copies on streams. The host waits for nothing.
+// XLA FFI handlers of GEMMs on GPUs, alone or overlapped with communication: they read operands,
+// then enqueue products and copies on streams. The host never waits.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -44,7 +44,7 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   constexpr int kBlocksPerSm = 8;
   const int num_sms = NumSms(device);
   const bool overlaps = static_cast<CommMethod>(options.call.comm_overlap_method) !=
-                        CommMethod::kNone;  // else one has the device after the other
+                        CommMethod::kNone;  // without overlap, each has the device in turn
   const auto of_comm = static_cast<int>(std::clamp<int64_t>(options.num_comm_sm, 1, num_sms));
   GpuShare share;
   share.num_blocks = kBlocksPerSm * num_sms;
@@ -99,7 +99,7 @@ void SpoilResults(const GemmBuffers& buffers, const kernels::State* state, int n
   }
 }
 
-// The problem as GpuArithmetic::Prepare() leaves it, for descriptions alone.
+// The problem as GpuArithmetic::Prepare() changes it, for descriptions only.
 OverlapProblem AsPrepared(OverlapProblem problem) {
   if (problem.scaling == Scaling::kNone) return problem;
   problem.rhs_transposed = true;
@@ -239,7 +239,7 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
   }
 }
 
-// The operands are those of the CPU's handler; see ffi/cpu/gemm.cc.
+// The operands are those of the CPU handler; see ffi/cpu/gemm.cc.
 XLA_FFI_DEFINE_HANDLER(InitializeGemm, GemmIn<false>, BindOperands<kInitialize>().Attrs());
 XLA_FFI_DEFINE_HANDLER(ExecuteGemm, GemmIn<true>, BindOperands<kExecute>().Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});

@@ -16,8 +16,7 @@ Status Wrong(const std::string& op, const char* what) {
                          ". Call it through jax_cp_dispatch.");
 }
 
-// Whether a buffer of all ranks is one element, which the call has no use for, or has their
-// dimension.
+// Whether a buffer for all ranks has a dimension of ranks, or is a single unused element.
 bool HoldsRanks(const ffi::AnyBuffer& all, int64_t num_ranks) {
   const auto dims = all.dimensions();
   return (dims.size() > 1 && dims[0] == num_ranks) || NumElements(all) == 1;
@@ -57,7 +56,7 @@ BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_rank
   const auto dims = all.dimensions();
   dims_.assign(dims.begin(), dims.end());
   int64_t offset = 0;
-  // What the call has no use for is one element, for all ranks together.
+  // An unused array is one element for all ranks together.
   if (dims_.size() > 1 && dims_[0] == num_ranks) {
     dims_.erase(dims_.begin());
     offset = rank * (NumBytes(all) / num_ranks);
@@ -87,17 +86,17 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
                     const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
                     bool has_all_ranks, CudaGemmCall* call) {
   if (args.size() != kNumArgs || results.size() != kNumResults) {
-    return Wrong(op, "their number is another");
+    return Wrong(op, "their number is wrong");
   }
   std::vector<ffi::AnyBuffer> all;
   for (size_t i = 0; i < kNumArgs; ++i) {
     const auto arg = args.get<ffi::AnyBuffer>(i);
-    if (!arg.has_value()) return Wrong(op, "one is no array");
+    if (!arg.has_value()) return Wrong(op, "one is not an array");
     all.push_back(*arg);
   }
   for (size_t i = 0; i < kNumResults; ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Wrong(op, "a result is no array");
+    if (!result.has_value()) return Wrong(op, "a result is not an array");
     all.push_back(**result);
   }
   const int64_t num_local = has_all_ranks ? options.num_ranks() : 1;

@@ -15,10 +15,10 @@
 
 namespace cpd {
 
-// Those of the CPU, and what GPUs are told besides.
+// The attributes of the CPU, and those that only GPUs need.
 struct CudaGemmOptions {
   GemmOptions call;
-  Counts places;            // see CudaOptions; one of -1 also where there is no communication
+  Counts places;            // see CudaOptions; a single -1 also without communication
   std::string_view memory;  // "devices" of this process, or a "slab" per process
   int64_t gemm_priority, comm_priority;
   int64_t num_comm_sm;
@@ -33,7 +33,7 @@ struct CudaGemmOptions {
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaGemmOptions* options);
 
-// The array of one rank among those of all ranks, which have a dimension of ranks before theirs.
+// The array of one rank within an array of all ranks, whose first dimension is the rank.
 class BufferView {
  public:
   BufferView(const xla::ffi::AnyBuffer& all, int64_t rank, int64_t num_ranks);
@@ -45,19 +45,19 @@ class BufferView {
   std::unique_ptr<XLA_FFI_Buffer> raw_;
 };
 
-// One call, as it lies in the memory of this device.
+// One call, with its memory on this device.
 struct CudaGemmCall {
-  std::vector<BufferView> views;     // which the buffers of several ranks live as long as
+  std::vector<BufferView> views;     // own the shapes of `buffers` if there are several ranks
   std::vector<GemmBuffers> buffers;  // of each local rank
   OverlapProblem problem;            // without memory
-  std::vector<GemmScratch> scratch;  // of each local rank, in what XLA gave for the call
+  std::vector<GemmScratch> scratch;  // of each local rank, in memory from XLA
 };
 
-// Before anything is made for the ranks: no more than GPUs take.
+// Checks the number of ranks against the GPU limit, before anything is created for them.
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options);
 
-// The arrays, and what they and the attributes describe. `has_all_ranks`: arrays have a dimension
-// of ranks before theirs. Refuses what does not fit, and what GPUs do not take.
+// Reads the arrays and the problem that they and the attributes describe. `has_all_ranks`: arrays
+// have a first dimension of ranks. Rejects invalid calls, and those beyond the GPU limits.
 Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
                     const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& results,
                     bool has_all_ranks, CudaGemmCall* call);

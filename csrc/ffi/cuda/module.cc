@@ -1,5 +1,5 @@
-// The Python module that hands the GPU's XLA FFI handlers and memory to JAX. It needs no CUDA
-// library to load: the runtime is linked in, and the driver is looked for when it is first used.
+// The Python module with the XLA FFI handlers and memory for GPUs. It loads without any CUDA
+// library: the runtime is linked in, and the driver is opened on first use.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -35,7 +35,7 @@ nb::dict Registrations() {
   return targets;
 }
 
-// (how many GPUs there are, and why there are none).
+// (the number of GPUs, and why there are none).
 nb::tuple DeviceCount() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

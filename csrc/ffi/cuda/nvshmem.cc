@@ -1,8 +1,8 @@
 // The Python module that starts NVSHMEM: one process per GPU, memory that all of them reach, and
-// the kernels for those that cannot map it.
+// the kernels for GPUs that cannot map it.
 //
-// NVSHMEM ends the process where it fails, so that everything which can be asked before is asked
-// before: the Python side (initialize) looks for a GPU, and shares the id.
+// NVSHMEM aborts the process on failure, so everything that can be checked is checked first: the
+// Python side (initialize) looks for a GPU and shares the id.
 #include <cuda_runtime_api.h>
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -44,12 +44,12 @@ bool IsRunning() { return nvshmemx_init_status() >= NVSHMEM_STATUS_IS_INITIALIZE
 nb::bytes UniqueId() {
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
   if (nvshmemx_get_uniqueid(&id) != 0) {
-    throw std::runtime_error("initialize: NVSHMEM made no unique id");
+    throw std::runtime_error("initialize: NVSHMEM could not create a unique id");
   }
   return nb::bytes(reinterpret_cast<const char*>(&id), sizeof id);
 }
 
-// A second world is silently ignored by NVSHMEM, so it is refused here.
+// NVSHMEM silently ignores a second world, so this rejects it.
 void Start(int rank, int num_ranks, const std::string& id_bytes, int device) {
   CheckDevice(device);
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -64,7 +64,8 @@ void Start(int rank, int num_ranks, const std::string& id_bytes, int device) {
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     if (nvshmemx_set_attr_uniqueid_args(rank, num_ranks, &id, &attributes) != 0 ||
         nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes) != 0 || !IsRunning()) {
-      throw std::runtime_error("initialize: NVSHMEM did not start; NVSHMEM_DEBUG=INFO tells more");
+      throw std::runtime_error(
+          "initialize: NVSHMEM did not start; set NVSHMEM_DEBUG=INFO for details");
     }
   }
   if (nvshmem_my_pe() != rank || nvshmem_n_pes() != num_ranks) {
@@ -75,8 +76,8 @@ void Start(int rank, int num_ranks, const std::string& id_bytes, int device) {
   }
 }
 
-// The slabs of all processes as this one sees them, 0 where it cannot. All processes call it, with
-// the same size.
+// The slabs of all processes as mapped here; 0 if not mapped. All processes must call it, with the
+// same size.
 std::vector<uint64_t> MakeSlab(int64_t bytes) {
   if (!IsRunning()) throw std::runtime_error("initialize: NVSHMEM does not run");
   void* mine = nvshmem_calloc(1, bytes);

@@ -1,4 +1,5 @@
-// Where a custom call on a GPU stands: on which device, as which rank, and whether it is recorded.
+// The context of a custom call on a GPU: its device, its rank, and whether its stream is being
+// recorded.
 #include "ffi/cuda/place.h"
 
 #include <cstdlib>

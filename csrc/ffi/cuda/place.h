@@ -1,4 +1,5 @@
-// Where a custom call on a GPU stands: on which device, as which rank, and whether it is recorded.
+// The context of a custom call on a GPU: its device, its rank, and whether its stream is being
+// recorded.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,13 +13,14 @@
 
 namespace cpd {
 
-// Makes `device` current, and finds it among `places`; see LocateRanks.
+// Makes `device` current and finds it among `places`; see LocateRanks.
 Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
                      Placement* placement);
 
 bool IsRecorded(cudaStream_t stream);
 
-// Whether each call waits and reports its own errors, instead of leaving them to a later one.
+// Whether each call synchronizes and reports its own errors, instead of leaving them to a later
+// call.
 bool ChecksEachCall();
 
 }  // namespace cpd

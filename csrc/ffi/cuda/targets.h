@@ -1,4 +1,4 @@
-// The handlers of the CUDA extension by the name under which JAX registers them.
+// The handlers of the CUDA extension, by the names under which JAX registers them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace cpd {
 constexpr auto kInitialize = xla::ffi::ExecutionStage::kInitialize;
 constexpr auto kExecute = xla::ffi::ExecutionStage::kExecute;
 
-// What each handler gets first, in both stages; its attributes follow.
+// The first operands of every handler, in both stages; attributes follow.
 template <xla::ffi::ExecutionStage kStage>
 auto BindOperands() {
   return xla::ffi::Ffi::Bind<kStage>()
@@ -26,7 +26,7 @@ auto BindOperands() {
 
 struct CudaTarget {
   const char* name;
-  XLA_FFI_Handler* initialize;  // makes the memory of a call, before anything is recorded
+  XLA_FFI_Handler* initialize;  // allocates the memory of a call, before anything is recorded
   XLA_FFI_Handler* execute;
 };
 
