@@ -28,7 +28,7 @@ Matrix RhsOf(const OverlapProblem& p, const RankMemory& memory) {
 }
 
 // The product of nonnegative sizes, clamped to the largest integer of 63 bits.
-int64_t Product(std::initializer_list<int64_t> sizes) {
+int64_t ClampedProduct(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   bool is_too_large = false;
   for (const int64_t size : sizes) {
@@ -38,7 +38,7 @@ int64_t Product(std::initializer_list<int64_t> sizes) {
   return is_too_large ? std::numeric_limits<int64_t>::max() : product;
 }
 
-int64_t Sum(int64_t a, int64_t b) {
+int64_t ClampedSum(int64_t a, int64_t b) {
   int64_t sum = 0;
   return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
 }
@@ -164,7 +164,7 @@ int64_t ScalesBytes(const OverlapProblem& p, bool of_lhs) {
 }
 
 int64_t BufferRoom::GatheredBytes() const {
-  const int64_t bytes = Product({rows, columns, ElementBytes(type)});
+  const int64_t bytes = ClampedProduct({rows, columns, ElementBytes(type)});
   const bool is_aligned = scaling == Scaling::kNone || bytes > (int64_t{1} << 62);
   return is_aligned ? bytes : RoundUp(bytes, 64);
 }
@@ -174,9 +174,9 @@ int64_t BufferRoom::GatheredScalesBytes() const {
     case Scaling::kNone:
       return 0;
     case Scaling::kTensor:
-      return Product({num_ranks, sizeof(float)});
+      return ClampedProduct({num_ranks, sizeof(float)});
     case Scaling::kBlocks:
-      return Product({rows, BlocksOfLine(columns)});
+      return ClampedProduct({rows, BlocksOfLine(columns)});
   }
   return 0;
 }
@@ -185,16 +185,16 @@ int64_t BufferRoom::Bytes() const {
   const int64_t element = ElementBytes(type);
   const bool is_ring = config.method == CommMethod::kRingExchange;
   if (config.method == CommMethod::kBulk) {  // else directly from operand to result
-    return shares_only_buffers ? Product({rows, columns, element}) : 0;
+    return shares_only_buffers ? ClampedProduct({rows, columns, element}) : 0;
   }
   if (config.type == CommType::kReduceScatter) {
-    if (!is_ring) return Product({rows, columns, element});
-    return config.copies ? Product({2 * num_ranks - 1, slot_rows, columns, element}) : 0;
+    if (!is_ring) return ClampedProduct({rows, columns, element});
+    return config.copies ? ClampedProduct({2 * num_ranks - 1, slot_rows, columns, element}) : 0;
   }
-  if (shares_only_buffers) return Sum(GatheredBytes(), GatheredScalesBytes());
+  if (shares_only_buffers) return ClampedSum(GatheredBytes(), GatheredScalesBytes());
   if (gathers_to_aux) return GatheredScalesBytes();  // the result receives the rows
   const bool copies = !is_ring || config.copies || config.aggregate;
-  return copies ? Sum(GatheredBytes(), GatheredScalesBytes()) : 0;
+  return copies ? ClampedSum(GatheredBytes(), GatheredScalesBytes()) : 0;
 }
 
 int64_t GatheredScalesOffset(const OverlapProblem& p) {
