@@ -11,13 +11,13 @@ _LONGEST = 1e8  # three years; the handlers' clock counts nanoseconds in 64 bits
 
 def check_deadline(op: str, deadline: float | None) -> float:
     """Returns the deadline in seconds; None selects the default."""
-    deadline_milliseconds(op, deadline)
-    return DEFAULT_DEADLINE if deadline is None else deadline
+    seconds = DEFAULT_DEADLINE if deadline is None else deadline
+    deadline_milliseconds(op, seconds)
+    return seconds
 
 
-def deadline_milliseconds(op: str, deadline: float | None) -> int:
+def deadline_milliseconds(op: str, deadline: float) -> int:
     """Converts `deadline` from seconds to the handlers' unit; `op` is for error messages."""
-    deadline = DEFAULT_DEADLINE if deadline is None else deadline
     needs = "a positive number of seconds"
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"{op}: deadline is {deadline!r}; it needs to be {needs}.")

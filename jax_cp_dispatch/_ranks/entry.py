@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh, other_axes
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.deadline import deadline_milliseconds
+from jax_cp_dispatch._ranks.deadline import check_deadline, deadline_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation
 from jax_cp_dispatch._ranks.placement import Place, find_place
 
@@ -37,7 +37,7 @@ def find_ranks(
     comm = Communicator(
         axis_names=names,
         implementation=implementation,
-        deadline_ms=deadline_milliseconds(op, deadline),
+        deadline_ms=deadline_milliseconds(op, check_deadline(op, deadline)),
     )
     place = find_place(op, names, mesh, arrays)
     if place.is_global and not place.open_axes:  # otherwise the lowering knows them

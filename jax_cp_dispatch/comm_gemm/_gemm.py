@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.deadline import deadline_milliseconds
+from jax_cp_dispatch._ranks.deadline import check_deadline, deadline_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
 from jax_cp_dispatch.comm_gemm.checks import (
@@ -137,7 +137,7 @@ def gemm(
     out_dtype = result_dtype(op, lhs, rhs, preferred_element_type)
     free_lhs = _free(lhs, contracting_dims[0])
     free_rhs = _free(rhs, contracting_dims[1])
-    deadline_ms = deadline_milliseconds(op, deadline)
+    deadline_ms = deadline_milliseconds(op, check_deadline(op, deadline))
     call = GemmCall(
         op=op,
         comm=Communicator(implementation=implementation, deadline_ms=deadline_ms),
