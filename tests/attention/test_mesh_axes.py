@@ -211,7 +211,9 @@ def test_a_plan_of_the_whole_batch_for_its_groups():
     operands = draw(CASE)
     plan = plan_attention(operands[4], world_size=2)
     options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
-    with pytest.raises(ValueError, match=r"all 2 rows.*\('data',\) splits them into 2 groups"):
+    with pytest.raises(
+        ValueError, match=r"all 2 rows.*\('data',\) splits them into 2 independent groups"
+    ):
         context_parallel_attention(*operands[:3], plan=plan, batch_axis="data", **options)
 
 

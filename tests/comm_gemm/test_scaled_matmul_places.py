@@ -174,7 +174,7 @@ def test_blocks_of_global_arrays_are_those_of_a_rank():
     mesh = mesh_of(4)
     call = {"axis_name": AXIS, "scaling_mode": MXFP8, "mesh": mesh}
     x, w = jnp.ones((8, 64)), jnp.ones((64, 64))
-    match = "16 elements are contracted on a rank, forward or in the derivative"
+    match = "16 elements are contracted on a rank, in the forward pass or in the derivative"
     with pytest.raises(ValueError, match=f"matmul_reduce_scatter: {match}"):
         jax.jit(partial(matmul_reduce_scatter, **call)).trace(x, w)
     loss = lambda x, w: all_gather_matmul(x, w, **call).sum()
