@@ -70,7 +70,7 @@ def test_output_times_and_trace(algorithm, options, rearranged, tmp_path):
 
 
 def check_trace(events, got):
-    """A process for each rank, a thread for each kind; what begins together is one step."""
+    """A process for each rank, a thread for each kind; spans that start together form one step."""
     labels = Counter((e["name"], e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M")
     kinds = ("computation", "communication")
     assert labels == Counter(
@@ -117,7 +117,7 @@ def test_trace_of_any_spans(tmp_path):
         ("hamilton", {"positions": np.zeros((1, 5), np.int32)}, r"positions has shape \(1, 5\)"),
     ],
 )
-def test_refused(algorithm, options, message):
+def test_invalid_options_are_rejected(algorithm, options, message):
     operands = draw(Case("ring", W, 4))
     q, k, v, *_ = operands
     options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
@@ -125,7 +125,7 @@ def test_refused(algorithm, options, message):
         PROFILES[algorithm](q, k, v, **options)
 
 
-def test_unknown_keyword_is_refused():
+def test_unknown_keyword_is_rejected():
     q, k, v, *_ = draw(Case("ring", W, 4))
     with pytest.raises(TypeError, match="ring_attention_profile: got colour; it takes the keyw"):
         PROFILES["ring"](q, k, v, mesh=mesh_of(W), axis_name=AXIS, colour=1)

@@ -46,9 +46,9 @@ def out_and_gradients(fn, q, k, v, g):
 
 
 def assert_close(results, references, *, relative=1e-5, least=1e-30):
-    """Compared relative to the largest entry, as gradients of one softmax differ widely.
+    """Compares relative to the largest entry, because gradients of one softmax differ widely.
 
-    Or to `least`, where entries are differences of numbers of that size.
+    If entries are differences of larger numbers, `least` is the size of these numbers.
     """
     assert len(results) == len(references)
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, references, strict=False):
@@ -71,13 +71,13 @@ def attend_by_plan(q, k, v, g, plan, *, mesh):
     return out_and_gradients(partial(context_parallel_attention, **options), q, k, v, g)
 
 
-# For plans of 8 x 32 rows: what fits all of them.
+# Capacities that fit every plan of 8 x 32 rows.
 ROOMY = PlanConfig(block=16, q_capacity=80, kv_capacity=256, max_kv_destinations=8)
 
 
 @pytest.mark.parametrize("num_ranks, per_rank", [(1, 128), (2, 96), (5, 50), (8, 64)])
 def test_equals_dense_attention(num_ranks, per_rank):
-    """Also where neither documents nor blocks divide the rows of a rank."""
+    """Includes documents and blocks that do not divide the rows of a rank."""
     q, k, v, g, segment_ids = draw(num_ranks, batch=2, num_tokens=num_ranks * per_rank)
     fn = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh_of(num_ranks)), *x))
     assert_close(fn(q, k, v, g), expected(q, k, v, g, segment_ids))
@@ -111,7 +111,7 @@ def test_extreme_documents(kind):
         segment_ids[:, -1] = 1
     plan = plan_attention(segment_ids, None, world_size=8, config=ROOMY)
     results = attend_by_plan(q, k, v, g, plan, mesh=mesh_of(8))
-    # A token alone has dq = p (g v - g out) k with out = v.
+    # A single token has dq = p (g v - g out) k with out = v.
     is_alone = kind in ("one token each", "last row only")
     least = float(np.prod([np.abs(x).max() for x in (g, v, k)])) if is_alone else 1e-30
     assert_close(results, expected(q, k, v, g, segment_ids), least=least)
@@ -206,7 +206,7 @@ def test_explicit_mesh_set_for_the_context():
 
 @pytest.mark.parametrize("form", ["global", "slice"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_of_shard_map(form, check_vma):
+def test_inside_shard_map(form, check_vma):
     q, k, v, g, segment_ids = draw(10, batch=2, num_tokens=8 * 32)
     plan = plan_attention(segment_ids, None, world_size=8, config=CONFIG)
     rows = P(None, AXIS)
@@ -224,7 +224,7 @@ def test_inside_of_shard_map(form, check_vma):
 
 
 def test_scan_over_layers_with_remat():
-    """A model's way of using it: gradients through a scanned, rematerialised stack."""
+    """As in a model: gradients through a scanned, rematerialised stack."""
     q, k, v, _, segment_ids = draw(11, batch=1, num_tokens=8 * 16, num_kv_heads=4)
     balanced = attend(segment_ids, mesh_of(8))
 
@@ -249,7 +249,7 @@ def test_scan_over_layers_with_remat():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
-# ---- What is refused.
+# ---- Invalid calls.
 
 
 @pytest.fixture
@@ -295,13 +295,13 @@ def call(small, **options):
         ({"implementation": "a"}, "context_parallel_attention: implementation is 'a'"),
     ],
 )
-def test_refused(small, options, message):
+def test_invalid_calls_are_rejected(small, options, message):
     with pytest.raises(ValueError, match=message):
         call(small, **options)
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_plan_that_does_not_fit_is_refused(small):
+def test_plan_for_other_ranks_or_rows_is_rejected(small):
     segment_ids = small[-1]
     plan = plan_attention(segment_ids, None, world_size=4)
     with pytest.raises(ValueError, match="world_size=4 but mesh axis 'cp' has 8 devices"):
@@ -321,7 +321,7 @@ def test_capacity_too_small_for_a_traced_plan_fails_on_all_ranks(small):
 
 
 def test_mesh_with_an_axis_that_only_replicates():
-    """Devices along an unnamed axis compute the same, each group by itself."""
+    """Groups of devices along an unnamed axis compute the same result independently."""
     q, k, v, g, segment_ids = draw(13, batch=1, num_tokens=4 * 32)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "idle"))
     results = jax.jit(lambda *x: out_and_gradients(attend(segment_ids, mesh), *x))(q, k, v, g)

@@ -1,4 +1,4 @@
-"""`choose_algorithm` and the lengths it is told."""
+"""`choose_algorithm`, and the document lengths it receives."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_choices(lengths, options, expected):
 
 
 def test_a_two_sided_window_is_counted():
-    """(w - 1, 0) is what a causal window of w means: the same pairs, so the same computation."""
+    """A causal window w equals (w - 1, 0): the same pairs, and so the same prediction."""
     one_sided = choose(None, window=256)
     two_sided = choose(None, window=(255, 0), causal=False)
     whole = choose(None, causal=False)
@@ -62,8 +62,8 @@ def test_rows_in_another_order_change_nothing():
     assert choose(rows) == choose(rows[::-1])
 
 
-def test_of_times_that_are_close_the_best_balanced_one_is_chosen(monkeypatch):
-    """Within 3 %; and of equally balanced ones the simplest."""
+def test_best_balance_wins_among_close_times(monkeypatch):
+    """Close means within 3 %; among equally balanced algorithms, the simplest wins."""
 
     def predicted(ring, zigzag, hamilton):
         def near(workload, **options):
@@ -84,7 +84,7 @@ def test_of_times_that_are_close_the_best_balanced_one_is_chosen(monkeypatch):
 
 
 def test_document_lengths():
-    """Padding, also in the middle, counts token by token; positions tell documents apart."""
+    """Each padding token counts by itself, also in the middle; positions separate documents."""
     ids = np.array([[1, 1, 2, 0, 0, 4], [3, 3, 3, 0, 0, 5]])
     assert document_lengths(ids) == ((2, 1, 1, 1, 1), (3, 1, 1, 1))
     positions = np.array([[0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])

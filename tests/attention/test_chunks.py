@@ -1,6 +1,6 @@
-"""Layouts, documents and chunks: whose tokens stand where, and that work is equal on all ranks.
+"""Layouts, documents and chunks: where each token is stored, and that all ranks work equally.
 
-On the host, and each table in one small program.
+Runs on the host, with one small program per table.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ quick_attended_tokens = jax.jit(
 
 
 def schedules(num_ranks):
-    """By name, all that there are for this many ranks."""
+    """Returns by name all schedules that exist for this number of ranks."""
     found = {
         "ring": schedule_of("a test", Ring(), num_ranks),
         "hamilton": schedule_of("a test", Hamilton(), num_ranks),
@@ -46,7 +46,7 @@ def schedules(num_ranks):
 
 
 def tabulate(num_ranks, fns):
-    """`fn(rank, step)` of each, [rank, step, ...], all in one program."""
+    """Returns `fn(rank, step)` for all ranks and steps, [rank, step, ...], from one program."""
 
     def run(numbers):
         over_steps = lambda fn: lambda rank: jax.vmap(lambda step: fn(rank, step))(numbers)
@@ -62,7 +62,7 @@ def tokens_of(placement, rank):
 
 
 def pieces(chunking, rank, chunk):
-    """The tokens of a chunk, from the definition: every C-th part of each of the rank's blocks."""
+    """Returns the tokens of a chunk by definition: every C-th part of each of the rank's blocks."""
     tokens = []
     for first, length in chunking.layout.blocks[rank]:
         rows = -(-chunking.layout.block_rows // chunking.num_chunks)
@@ -77,7 +77,7 @@ def pieces(chunking, rank, chunk):
 @pytest.mark.parametrize("make", PLACEMENTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("per_rank", [1, 2, 5, 8])
-def test_every_token_stands_on_one_rank_in_order(make, num_ranks, per_rank):
+def test_every_token_is_on_one_rank_in_order(make, num_ranks, per_rank):
     placement = make(num_ranks, per_rank)
     assert placement.num_ranks == num_ranks
     assert placement.num_tokens == num_ranks * per_rank
@@ -103,7 +103,7 @@ def test_zigzag_permutation_is_that_of_blocks(num_ranks, per_rank):
 
 
 @pytest.mark.parametrize("num_tokens, num_ranks", [(7, 2), (4, 0), (-2, 2)])
-def test_tokens_that_cannot_be_split_are_refused(num_tokens, num_ranks):
+def test_tokens_that_cannot_be_split_are_rejected(num_tokens, num_ranks):
     with pytest.raises(ValueError, match=f"{num_tokens} tokens cannot be split over {num_ranks}"):
         zigzag_permutation(num_tokens, num_ranks)
 
@@ -127,7 +127,7 @@ def test_tokens_that_cannot_be_split_are_refused(num_tokens, num_ranks):
     ),
 )
 @few_examples
-def test_attended_tokens_are_those_of_the_definition(seed, longest, told_by, mask):
+def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
     shape = (2, 24)
     segment_ids, positions = pack(np.random.default_rng(seed), *shape, max_length=longest)
     if told_by != "segments":
@@ -151,7 +151,7 @@ def test_without_segment_ids_each_row_is_one_document(causal):
 
 @pytest.mark.parametrize("num_ranks", range(1, 10))
 def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
-    """And at step 0 its own, in their slots."""
+    """At step 0 each rank holds its own chunks, in their slots."""
     found = schedules(num_ranks)
     tables = tabulate(num_ranks, {name: schedule.held for name, schedule in found.items()})
     ranks = np.arange(num_ranks)[:, None]
@@ -160,7 +160,7 @@ def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
         assert found[name].num_ranks == num_ranks
         np.testing.assert_array_equal(source[:, 0], np.repeat(ranks, C, axis=1), err_msg=name)
         np.testing.assert_array_equal(chunk[:, 0], 0 * ranks + np.arange(C), err_msg=name)
-        of_step = np.sort(chunk, axis=-1)  # one of each number, as `most_tokens` counts
+        of_step = np.sort(chunk, axis=-1)  # one token of each number, as `most_tokens` counts
         np.testing.assert_array_equal(of_step, np.broadcast_to(np.arange(C), of_step.shape))
         every = np.sort((source * C + chunk).reshape(num_ranks, -1))
         np.testing.assert_array_equal(every, 0 * ranks + np.arange(num_ranks * C), err_msg=name)
@@ -178,7 +178,7 @@ def test_every_rank_holds_every_chunk_of_every_rank_once(num_ranks):
     ],
 )
 def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, seed):
-    """Any chunks of any ranks: cut, put in order and back; and the ranges that name them there."""
+    """Cuts any chunks of any ranks, orders them and restores them; also checks their key ranges."""
     rng = np.random.default_rng(seed)
     placement = make(num_ranks, per_rank)
     chunking = Chunking(placement, num_chunks)
@@ -204,7 +204,7 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
     held, rows, back, same, (first, last) = jax.tree.map(np.asarray, read(slots, start, end))
     assert same
     np.testing.assert_array_equal(rows[0, : tokens.size, 0], tokens)
-    # The way back: tokens return to where they were, all other rows are zero.
+    # Back again: tokens return to their rows, all other rows are zero.
     want = [
         np.where(np.isin(x, inside), x + 1, 0) for x, inside in zip(held, of_slots, strict=True)
     ]
@@ -218,7 +218,7 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
 @pytest.mark.parametrize("num_ranks", [1, 3, 4, 8])
 @pytest.mark.parametrize("per_rank", [1, 6, 13])
 def test_most_tokens_of_a_step(make, num_ranks, per_rank):
-    """No schedule holds more at any rank and step; with equal blocks all hold as many."""
+    """No rank holds more at any step; with equal blocks all ranks hold the same number."""
     placement = make(num_ranks, per_rank)
     for name, schedule in schedules(num_ranks).items():
         chunking = Chunking(placement, schedule.num_chunks)
@@ -236,7 +236,7 @@ def test_most_tokens_of_a_step(make, num_ranks, per_rank):
 
 
 def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
-    """Query-key pairs of one document that each rank computes at each step, by schedule.
+    """Returns the query-key pairs of one document per rank and step, by schedule.
 
     A rank holds `rows_per_chunk` rows for every chunk of the schedule.
     """
@@ -261,7 +261,7 @@ def pairs(num_ranks, make, rows_per_chunk, *, causal=True):
 
 @pytest.mark.parametrize("num_ranks", range(2, 10))
 def test_causal_work_is_equal_for_all_ranks_at_every_step(num_ranks):
-    """In zigzag layout, where halves of chunks come out even; step 0 has its own diagonal."""
+    """In zigzag layout the halves of chunks balance; step 0 also has the diagonal."""
     make = halves_in_zigzag if num_ranks in (3, 8) else zigzag_layout
     for name, (rows, work) in pairs(num_ranks, make, 2).items():
         assert (work[:, 1:] == rows**2 // 2).all(), name
@@ -276,8 +276,8 @@ def test_full_work_is_equal_in_any_layout(make):
         assert (work == rows**2).all()
 
 
-def test_causal_work_on_contiguous_parts_is_not():
-    """A ring as it stands: the last rank works at every step, the first only at one."""
+def test_causal_work_on_contiguous_parts_is_unequal():
+    """In a plain ring the last rank works at every step, the first one only once."""
     rows, work = pairs(4, contiguous_layout, 6)["ring"]
     np.testing.assert_array_equal(work[:, 0], rows * (rows + 1) // 2)
     works = np.arange(1, 4) <= np.arange(4)[:, None]

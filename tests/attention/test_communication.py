@@ -1,4 +1,4 @@
-"""ring_exchange and chunk_exchange: values, transposes, errors, and what they are compiled to."""
+"""ring_exchange and chunk_exchange: values, transposes, errors, and the compiled collectives."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ W = 5
 ORDER = [2, 0, 4, 3, 1]
 SHIFTS = [1, -1, 0, 3, 7, -12]
 RING = [[0, 1, 2, 3, 4]]
-MAPS = {  # the second one leaves links without a chunk
+MAPS = {  # the second map leaves some links without a chunk
     "all links": chunk_maps(hamiltonian_cycles(W)),
     "two cycles": chunk_maps([RING[0], RING[0][::-1]]),
 }
@@ -29,7 +29,7 @@ def implementation(request):
 
 
 def draw(*shape):
-    """Small integers, in arrays of several types and ranks."""
+    """Returns small integers in arrays of several dtypes and numbers of dimensions."""
     integers = np.random.default_rng(0).integers(-9, 10, (*shape, 2, 3))
     return {
         "float32": np.float32(integers),
@@ -46,12 +46,12 @@ def assert_same(got, want):
 
 
 def shifted(x, shift):
-    """What each rank gets: the rows of the rank `shift` before it."""
+    """Returns what each rank receives: the rows of the rank `shift` positions before it."""
     return jax.tree.map(lambda rows: np.roll(rows, shift, axis=0), x)
 
 
 def exchanged(x, out_chunk):
-    """Chunk by chunk, from the definition of the map."""
+    """Moves each chunk by the definition of the map."""
 
     def move(chunks):
         result = np.zeros_like(chunks)
@@ -69,7 +69,7 @@ def num_chunks(out_chunk):
 
 
 def test_ring_exchange(implementation):
-    """By any number of ranks, any arrays in one call, on permuted devices."""
+    """Any shift, any arrays in one call, on permuted devices."""
     x = draw(W)
 
     def local(x):
@@ -84,7 +84,7 @@ def test_ring_exchange(implementation):
 
 
 def test_chunk_exchange(implementation):
-    """Slots that nobody fills are zero."""
+    """Slots that no rank fills are zero."""
     x = {name: draw(W, num_chunks(maps[0])) for name, maps in MAPS.items()}
 
     def local(x):
@@ -97,7 +97,7 @@ def test_chunk_exchange(implementation):
 
 
 def test_transposes(implementation):
-    """The way back: the shift negated, the maps swapped; and <y, A x> = <A' y, x>, exactly."""
+    """The transpose negates the shift or swaps the maps; <y, A x> = <A' y, x>, exactly."""
     out_chunk, in_chunk = MAPS["two cycles"]
     x = draw(W, 2)["float32"]
     y = np.float32(np.random.default_rng(1).integers(-9, 10, x.shape))
@@ -127,7 +127,7 @@ def test_transposes(implementation):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axes_of_a_larger_mesh(implementation, check_vma):
-    """Along one axis, and along two as one, the major one first, on permuted devices."""
+    """Along one axis, and along two axes as one, the major one first, on permuted devices."""
     x = np.arange(8 * 3, dtype=np.float32).reshape(2, 4, 3)
     cycles = two_level_cycles(4, 2)
     chunks = np.arange(8 * 4, dtype=np.float32).reshape(2, 4, 4)
@@ -155,17 +155,17 @@ def test_axes_of_a_larger_mesh(implementation, check_vma):
 
 
 def test_one_rank(implementation):
-    """Everything comes back."""
+    """All rows return to the same rank."""
     x = np.ones((1, 2), np.float32)
     local = lambda x: ring_exchange(x, axis_name=AXIS, shift=3, implementation=implementation)
     np.testing.assert_array_equal(on_ranks(local, mesh_of(1))(x), x)
 
 
-# ---- What they are compiled to.
+# ---- Compiled collectives.
 
 
 def collectives(lowered):
-    """Exchanges in the compiled program, in order."""
+    """Returns the exchanges of the compiled program, in order."""
     kind = re.compile(r" = .*? (collective-permute|all-gather|all-to-all|custom-call)(?:-start)?\(")
     return kind.findall(lowered.compile().as_text())
 
@@ -181,7 +181,7 @@ def test_all_arrays_move_in_one_exchange():
 
 
 def test_each_link_carries_one_chunk():
-    """As many bytes of every rank as in a ring, spread over its links."""
+    """Each rank sends as many bytes as in a ring, spread over its links."""
     rows = np.zeros((W, 24), np.float32)
 
     def arcs_and_bytes(fn):
@@ -209,7 +209,7 @@ def test_all_links_at_once_are_an_all_to_all():
     assert collectives(program) == ["all-to-all"]
 
 
-# ---- What is refused.
+# ---- Invalid calls.
 
 
 def run_chunk_exchange(maps, chunks=4, **options):
@@ -218,7 +218,7 @@ def run_chunk_exchange(maps, chunks=4, **options):
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_refused():
+def test_invalid_calls_are_rejected():
     good = MAPS["all links"]
     with pytest.raises(ValueError, match="ring_exchange: implementation is 'smoke'; there are"):
         on_ranks(lambda x: ring_exchange(x, axis_name=AXIS, implementation="smoke"), mesh_of(W))(

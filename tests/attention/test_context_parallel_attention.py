@@ -1,6 +1,6 @@
-"""Every algorithm from global arrays: lengths that do not divide, and axes of batch and heads.
+"""Every algorithm on global arrays: lengths that do not divide, and batch and head axes.
 
-`test_balanced_attention.py` has "balanced" on all kinds of meshes, and what is refused.
+`test_balanced_attention.py` covers "balanced" on all kinds of meshes, and invalid calls.
 """
 
 import copy
@@ -86,7 +86,7 @@ def test_axes_of_batch_and_heads(axes):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("told_by", ["segments", "positions"])
 def test_auto_sees_the_documents(layout, told_by, monkeypatch):
-    """In the order of the sequence, those of one group of the batch, and the window."""
+    """`"auto"` receives them in sequence order, for one group of the batch, with the window."""
     lengths = ((5, 1, 6), (3, 9))
     rows = [[(n, at) for n, length in enumerate(row) for at in range(length)] for row in lengths]
     segment_ids, positions = np.moveaxis(np.array(rows), -1, 0)
@@ -129,7 +129,7 @@ EQUAL = [
 
 @pytest.mark.parametrize("one, other", EQUAL, ids=str)
 def test_equal_algorithms_share_a_program(one, other, monkeypatch):
-    """Objects compare by value: another one that is equal is not traced again."""
+    """Objects compare by value: an equal object causes no new trace."""
     traced = []
     local = api._local
 
@@ -168,7 +168,7 @@ def test_a_choice_can_be_passed_on():
 
 
 def test_auto_takes_its_options(monkeypatch):
-    """The hardware for the choice, and the config for the plan that it leads to."""
+    """The hardware for the choice, and the config for the resulting plan."""
     seen = {}
 
     def choose(lengths, **options):
@@ -197,7 +197,7 @@ def test_auto_takes_its_options(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
-def test_refused(options, message):
+def test_invalid_calls_are_rejected(options, message):
     x = np.ones((1, T, 2, 8), np.float32)
     if "plan" in options:
         options = options | {"plan": plan_attention(np.ones((1, T), np.int32), world_size=2)}

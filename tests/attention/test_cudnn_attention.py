@@ -1,6 +1,6 @@
-"""Local attention for CUDA without a GPU: what is lowered, and what cuDNN is asked for.
+"""Local attention lowered for CUDA without a GPU: the cuDNN calls and their options.
 
-Programs run with cuDNN's calls emulated; on a GPU `gpu/test_gpu_attention.py` compares the results.
+Programs run with emulated cuDNN calls; on a GPU, `gpu/test_gpu_attention.py` compares results.
 """
 
 import re
@@ -41,19 +41,19 @@ def lengths(num_rows, position):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Programs of the CPU take the way of CUDA, whatever their dtype."""
+    """Makes CPU programs take the CUDA path, whatever their dtype."""
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_p", Forward)
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p", Backward)
     for module in (local, rotating):
         monkeypatch.setattr(module, "attend_blocks", cudnn.attend)
         monkeypatch.setattr(module, "gradients_of_blocks", cudnn.gradients)
-    for name in ("_forward", "_backward"):  # what has been traced before is not asked
+    for name in ("_forward", "_backward"):  # cached traces would bypass the patch
         monkeypatch.setattr(local, name, getattr(local, name).__wrapped__)
 
 
 @pytest.fixture
 def only_dense(emulated, monkeypatch):
-    """Whatever is not left to cuDNN as a whole gives NaN."""
+    """Makes every computation that does not go to cuDNN as a whole return NaN."""
 
     def poison(of):
         nan = lambda x: x + jnp.nan
@@ -86,7 +86,7 @@ def dense_results(*operands):
 
 @pytest.mark.usefixtures("only_dense")
 @pytest.mark.parametrize("ranges", DENSE)
-def test_dense_ranges_are_left_to_cudnn(ranges):
+def test_dense_ranges_go_to_cudnn(ranges):
     *operands, _ = inputs(0)
     ranges = DENSE[ranges](2, 37, 45)
     assert_equals_oracle(dense_results(*operands[:3], ranges, operands[3]), operands, ranges)
@@ -100,7 +100,7 @@ def test_more_queries_than_keys():
 
 
 @quick_jit
-def any_results(*operands):  # a function of its own, traced without poison, in small tiles
+def any_results(*operands):  # a separate function, traced without poison, in small tiles
     return results(*operands)
 
 
@@ -109,7 +109,7 @@ def any_results(*operands):  # a function of its own, traced without poison, in 
     "ranges", ["packed", "window", "random", "causal", "empty", "one document"]
 )
 def test_other_ranges_are_computed_in_tiles(ranges, monkeypatch):
-    """Tiles of 16 rows: in some a document begins, some are causal, full or out of reach."""
+    """Tiles of 16 rows: in some a document begins; others are causal, full or masked out."""
     monkeypatch.setattr(tiles, "TILE_ROWS", 16)
     *operands, _ = inputs(2, T=48, S=64)
     one_document = lambda *_: rows(2, 48, lambda i: 0 * i + 3, lambda i: i + 1)
@@ -119,7 +119,7 @@ def test_other_ranges_are_computed_in_tiles(ranges, monkeypatch):
 
 @pytest.mark.usefixtures("only_dense")
 def test_gradients_of_merged_parts():
-    """The lse and the output of the whole softmax, not those of the keys at hand."""
+    """They use the lse and output of the whole softmax, not those of the local keys."""
     q, k, v, dout, _ = inputs(3, T=32, S=40)
     parts = [(k[:, :24], v[:, :24]), (k[:, 24:], v[:, 24:])]
     ranges = [rows(2, 32, lambda i: 0 * i, lambda i, n=n: 0 * i + n) for n in (24, 16)]
@@ -157,19 +157,19 @@ def test_cotangent_of_the_lse():
 
 
 @pytest.mark.usefixtures("only_dense")
-def test_every_step_of_dense_attention_is_left_to_cudnn():
-    """Zigzag halves of several chunks: two pieces of queries, which see two lengths of keys."""
+def test_every_step_of_dense_attention_goes_to_cudnn():
+    """Zigzag halves of several chunks: two pieces of queries attend to different key lengths."""
     case = Case("hamilton", 3, 8, heads=(4, 2))
     check(case, draw(case))
 
 
-# ---- What is lowered.
+# ---- Lowering.
 
 SHAPES = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}
 
 
 def cudnn_calls(fn, *arguments, platform="cuda"):
-    """(target, mask) of each call, in the order of the program."""
+    """Returns (target, mask) of each call, in program order."""
     text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     calls = (line for line in text.splitlines() if "custom_call @__cudnn$" in line)
     found = [re.search(r"@__cudnn\$(\w+)\(.*mask_type[^A-Z]+([A-Z]+)", call) for call in calls]
@@ -177,7 +177,7 @@ def cudnn_calls(fn, *arguments, platform="cuda"):
 
 
 def lower_both(shapes, dtype=jnp.bfloat16, platform="cuda", use_lse=False, **options: Any):
-    """Calls of the forward pass, and of the forward and the backward pass."""
+    """Returns the calls of the forward pass, and those of both passes."""
     q, k, v, *_ = inputs(5, **(SHAPES | shapes), dtype=dtype)
     start, end = RANGES["causal"](1, 256, 256)
     attend = lambda q, k, v: local_attention(q, k, v, start, end, **options)
@@ -190,19 +190,19 @@ def lower_both(shapes, dtype=jnp.bfloat16, platform="cuda", use_lse=False, **opt
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_programs_for_cuda_call_cudnn(dtype):
-    masks = 2 * ("CAUSAL", "PADDING")  # at once, and in tiles
+    masks = 2 * ("CAUSAL", "PADDING")  # in one call, and in tiles
     forward = [("fmhaSoftmax", mask) for mask in masks]
     backward = [("fmhaSoftmaxBackward", mask) for mask in masks]
     assert lower_both({}, dtype) == (forward, forward + backward)
 
 
-def test_what_cudnn_is_told():
+def test_operands_of_the_cudnn_calls():
     q, k, v, *_ = inputs(5, **SHAPES, dtype=jnp.bfloat16)
     start, end = RANGES["causal"](1, 256, 256)
     fn = lambda q, k, v: local_attention(q, k, v, start, end, scale=0.375)
     text = jax.jit(fn).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     causal, padded, *_ = (line for line in text.splitlines() if "custom_call @__cudnn$" in line)
-    # One batch row and KV head each, with the query heads that share it.
+    # Each has one batch row and one KV head, with the query heads that share it.
     query, key = "tensor<2x2x256x64xbf16>", "tensor<2x1x256x64xbf16>"
     for call, lengths in ((causal, ""), (padded, ", tensor<2xi32>, tensor<2xi32>")):
         assert f": ({query}, {key}, {key}{lengths}) -> ({query}, tensor<2x2x256xf32>" in call
@@ -221,7 +221,7 @@ def test_what_cudnn_is_told():
     ],
     ids=str,
 )
-def test_what_cudnn_does_not_know_is_blockwise(case):
+def test_unsupported_options_are_blockwise(case):
     assert lower_both(case.pop("shapes", {}), **case) == ([], [])
 
 

@@ -1,4 +1,4 @@
-"""Attention has one derivative, in reverse mode, and says so; what is linear has them all."""
+"""Attention has one derivative, in reverse mode; linear operations have all."""
 
 from functools import partial
 from typing import Any
@@ -47,11 +47,11 @@ FUNCTIONS = {
 }
 
 
-# Without jit, shard_map does not take the derivative of local attention in balanced attention.
+# Without jit, shard_map cannot differentiate local attention inside balanced attention.
 @pytest.mark.parametrize(
     "name, jit", [*((name, True) for name in FUNCTIONS), ("ring_attention", False)]
 )
-def test_other_derivatives_of_attention_are_refused_by_name(name, jit):
+def test_other_derivatives_of_attention_are_rejected_by_name(name, jit):
     attend = FUNCTIONS[name]
     loss = lambda x: (attend(x) ** 2).sum()
     compiled = jax.jit if jit else (lambda f: f)
@@ -66,19 +66,19 @@ def test_other_derivatives_of_attention_are_refused_by_name(name, jit):
     second = rf"^{op}: is differentiable once; .*stop_gradient"
     with pytest.raises(NotImplementedError, match=second):
         compiled(jax.grad(lambda x: jax.grad(loss)(x).sum()))(Q)
-    # Forward over reverse is both.
+    # Forward over reverse uses both modes.
     with pytest.raises(NotImplementedError, match=rf"{second}|{forward}"):
         compiled(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)))(Q)
 
 
-def test_the_value_of_a_gradient_may_stand_in_a_loss():
+def test_the_value_of_a_gradient_may_be_used_in_a_loss():
     loss = lambda x: (local(x) ** 2).sum()
     with_gradient = lambda x: loss(x) + jax.grad(loss)(jax.lax.stop_gradient(x)).sum()
     np.testing.assert_allclose(jax.grad(with_gradient)(Q), jax.grad(loss)(Q), rtol=1e-6)
 
 
 def test_dispatch_and_combine_have_all_derivatives():
-    """They are linear: their tangent is the same movement, also of a gradient."""
+    """They are linear: the tangent is the same movement, also for a gradient."""
     rng = np.random.default_rng(1)
     plan = random_plan(rng, W, 3, T, num_replicas=2)
     capacity = capacity_of(plan)
@@ -90,7 +90,7 @@ def test_dispatch_and_combine_have_all_derivatives():
     np.testing.assert_array_equal(sent, dispatched(plan, dx, capacity))
     _, brought = jax.jvp(lambda y: bring(y, metadata), (sent,), (sent,))
     np.testing.assert_allclose(brought, combined(plan, np.asarray(sent), T), rtol=1e-5, atol=1e-6)
-    # The gradient of half the square of what is sent is combine(dispatch(x)), linear in x.
+    # The gradient of half the squared norm of dispatch(x) is combine(dispatch(x)), linear in x.
     square = jax.grad(lambda x: 0.5 * (send(x, metadata) ** 2).sum())
     _, product = jax.jvp(square, (x,), (dx,))
     np.testing.assert_allclose(

@@ -26,7 +26,7 @@ ORACLE_OPTIONS = ("scale", "logit_soft_cap", "window")
 quick_static_jit = functools.partial(
     quick_jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv", "block_heads")
 )
-# Compiled once for all tests that use the same shapes.
+# Compiled once for all tests with the same shapes.
 run = quick_static_jit(with_cotangents)
 forward = quick_static_jit(local_attention)
 backward = quick_static_jit(local_attention_backward)
@@ -61,7 +61,7 @@ def test_random_ranges(seed):
 
 @pytest.mark.parametrize("K, block_heads", [(1, None), (8, None), (8, 2)])
 def test_query_heads_share_kv_heads(K, block_heads):
-    """Ratios 8 and 1 (2 everywhere else), under all options that change the result."""
+    """Ratios 8 and 1 (other tests use 2), with all options that change the result."""
     operands = inputs(1, N=8, K=K, B=2)
     ranges = random_ranges(1, 2, 37, 45)
     assert_equals_oracle(operands, ranges, **ALL_OPTIONS, block_heads=block_heads)
@@ -109,7 +109,7 @@ def test_float64_accumulates_in_float64():
 
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
-def test_nothing_to_do(shape):
+def test_empty_arrays(shape):
     q, k, v, dout, dlse = inputs(6, **shape)
     zeros = jnp.zeros(q.shape[:2], jnp.int32)
     out, lse, *grads = with_cotangents(q, k, v, zeros, zeros + 4, dout, dlse)
@@ -125,7 +125,7 @@ def test_large_logits_do_not_overflow():
     assert all(np.all(np.isfinite(x)) for x in results)
 
 
-def test_rows_that_nobody_uses_are_not_read():
+def test_unused_rows_are_not_read():
     q, k, v, dout, dlse = inputs(8)
     used_q, used_kv = np.arange(37) % 3 > 0, (np.arange(45) > 4) & (np.arange(45) < 30)
     start, end = rows(2, 37, lambda i: 5 + i // 4, lambda i: np.where(used_q, 20 + i // 4, 0))
@@ -139,7 +139,7 @@ def test_rows_that_nobody_uses_are_not_read():
 
 
 def test_adjoint_of_the_jacobian():
-    """<cotangent, J tangent> = <J' cotangent, tangent>, J by central differences in float64."""
+    """<cotangent, J tangent> = <J' cotangent, tangent>, with J by central differences, float64."""
     rng = np.random.default_rng(9)
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs(9))
     ranges = RANGES["causal"](2, 37, 45)
@@ -159,9 +159,9 @@ def test_adjoint_of_the_jacobian():
 
 @pytest.mark.parametrize("first", [0, 20])
 def test_merged_pieces_are_the_whole(first):
-    """Forward pieces merge; backward of each piece with the merged lse and out adds up.
+    """Merges forward pieces; sums the backward passes of all pieces, given the merged lse and out.
 
-    Keys before `first` are not used: with 20 nobody attends the first piece.
+    Keys before `first` are not used: with 20, no query attends to the first piece.
     """
     q, k, v, dout, dlse = inputs(11, S=40)
     start, end = random_ranges(12, 2, 37, 40)
@@ -179,7 +179,7 @@ def test_merged_pieces_are_the_whole(first):
 
 
 def test_derivative_through_the_merge():
-    """The lse gradient carries what the other piece does to this one's weight."""
+    """The lse gradient carries the effect of the other piece on this one's weight."""
     q, k, v, dout, dlse = inputs(13)
     start, end = RANGES["full"](2, 37, 45)
 
@@ -240,7 +240,7 @@ def test_inside_remat_and_a_transform(transform):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
-    """Queries are sharded, keys replicated: dk and dv are summed over the mesh."""
+    """Queries are sharded and keys replicated: dk and dv are summed over the mesh."""
     mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     q, k, v, dout, dlse = inputs(15, T=36)
     start, end = random_ranges(15, 2, 36, 45)
@@ -264,7 +264,7 @@ def test_inside_shard_map(check_vma):
 
 
 def test_memory_is_linear():
-    """Temporary memory is a few copies of the operands, not the 1 GiB of a head's logits."""
+    """Temporary memory is a few copies of the operands, not the 1 GiB of one head's logits."""
     x = jax.ShapeDtypeStruct((1, 16384, 2, 16), jnp.float32)
     ranges = jax.ShapeDtypeStruct((1, 16384), jnp.int32)
     lse = jax.ShapeDtypeStruct((1, 2, 16384), jnp.float32)

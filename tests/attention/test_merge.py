@@ -1,4 +1,4 @@
-"""Merging two partial softmaxes: against the definition, at -inf, and in its gradients."""
+"""Merging two partial softmaxes: the definition, an lse of -inf, and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ SHAPE = B, T, N, HV = 2, 3, 4, 5
 
 
 def partial_result(rng, empty_share=0.0):
-    """An output and its lse; rows without keys are (0, -inf), as `local_attention` returns them."""
+    """Returns an output and its lse; rows without keys are (0, -inf), as in `local_attention`."""
     out, lse = rng.normal(size=SHAPE), rng.normal(size=(B, N, T)) * 5
     lse = np.where(rng.random(lse.shape) < empty_share, -np.inf, lse)
     out = np.where(np.swapaxes(lse, 1, 2)[..., None] > -np.inf, out, 0)
@@ -56,7 +56,7 @@ def test_order_and_grouping_do_not_matter():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_an_empty_side_leaves_the_other_exactly():
+def test_an_empty_side_returns_the_other_exactly():
     full = float32(*partial_result(np.random.default_rng(2)))
     empty = jnp.zeros(SHAPE), jnp.full((B, N, T), -jnp.inf)
     for merged in (merge_pair(full, empty), merge_pair(empty, full)):
@@ -80,7 +80,7 @@ def test_gradients_with_one_empty_side_are_finite():
         assert np.all(np.isfinite(gradient))
 
 
-def test_gradients_are_the_numerical_ones():
+def test_gradients_match_numerical_ones():
     rng = np.random.default_rng(4)
     with jax.enable_x64(True):
         parts = tuple(jnp.asarray(x) for x in (*partial_result(rng), *partial_result(rng)))

@@ -1,7 +1,7 @@
 """Which mesh and which of its axes `context_parallel_attention` uses: named, or inferred.
 
-Compiled programs are read for what they gather: an axis that is not used costs its devices, which
-then all compute the same.
+The tests count gathers in compiled programs: devices along an unused axis all compute the same
+result, so they are wasted.
 """
 
 import warnings
@@ -23,7 +23,7 @@ T = 24
 CASE = Case("ring", 1, T, documents="segments", batch=2, heads=(4, 2))
 AXES = ("data", AXIS, "tp")
 SHARDED = P("data", AXIS, "tp")
-SOME_ALGORITHMS = ["balanced", "hamilton"]  # by a plan, and round the ranks
+SOME_ALGORITHMS = ["balanced", "hamilton"]  # one that follows a plan, and one that rotates
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,13 @@ def spec_of(array):
     return spec + (None,) * (array.ndim - len(spec))
 
 
-# ---- What is inferred.
+# ---- Inferred axes.
 
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "types alone"])
 @pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
 @pytest.mark.usefixtures("no_warning")
-def test_types_tell_explicit_axes(algorithm, is_set):
+def test_explicit_axes_are_read_from_types(algorithm, is_set):
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
@@ -96,7 +96,7 @@ def test_types_tell_explicit_axes(algorithm, is_set):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
 @pytest.mark.usefixtures("no_warning")
-def test_placed_arrays_tell_all_axes(algorithm, kind):
+def test_all_axes_are_read_from_placed_arrays(algorithm, kind):
     mesh = mesh_of_kind(kind)
     operands = draw(CASE)
     q, k, v = placed(operands[:3], mesh)
@@ -107,7 +107,7 @@ def test_placed_arrays_tell_all_axes(algorithm, kind):
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_tell_what_queries_do_not():
+def test_axes_are_also_read_from_keys():
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
     q, k, v, g = operands[:4]
@@ -118,8 +118,8 @@ def test_keys_tell_what_queries_do_not():
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_named_axes_are_taken_as_they_are():
-    """`()` is none, whatever the arrays tell."""
+def test_named_axes_override_inference():
+    """`()` means no axis, however the arrays are sharded."""
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
     q, k, v = placed(operands[:3], mesh)
@@ -130,7 +130,7 @@ def test_named_axes_are_taken_as_they_are():
     assert spec_of(out)[:3] == ("data", AXIS, None)
 
 
-# ---- What cannot be inferred.
+# ---- Axes that cannot be inferred.
 
 
 def compiled_program(mesh, arrays, segment_ids, **options):
@@ -138,7 +138,7 @@ def compiled_program(mesh, arrays, segment_ids, **options):
     return run.lower(*arrays).compile()
 
 
-def test_automatic_axes_in_a_program_are_warned_of_once():
+def test_automatic_axes_in_a_program_cause_one_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
@@ -159,7 +159,7 @@ def test_automatic_axes_in_a_program_are_warned_of_once():
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_named_axes_gather_nothing_and_are_not_warned_of():
+def test_named_axes_gather_nothing_and_cause_no_warning():
     mesh = mesh_of_kind(AxisType.Auto)
     operands = draw(CASE)
     arrays = placed(operands[:4], mesh)
@@ -170,8 +170,8 @@ def test_named_axes_gather_nothing_and_are_not_warned_of():
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_no_warning_where_nothing_can_be_lost():
-    """Axes that are used, those of one device, and sizes that an axis cannot split."""
+def test_no_warning_without_a_possible_cost():
+    """Axes that are used, axes of one device, and sizes that an axis cannot split."""
     for shape, names in (((4,), (AXIS,)), ((1, 2), ("data", AXIS)), ((3, 2), ("data", AXIS))):
         mesh = permuted_mesh(shape, names)
         x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
@@ -181,7 +181,7 @@ def test_no_warning_where_nothing_can_be_lost():
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_a_plan_is_for_the_whole_batch():
-    """It says so where the batch is sharded; segment ids are planned by each group."""
+    """It is rejected if the batch is sharded; segment ids are planned by each group."""
     mesh = mesh_of_kind(AxisType.Explicit)
     operands = draw(CASE)
     plan = plan_attention(operands[4], world_size=2)
@@ -193,7 +193,7 @@ def test_a_plan_is_for_the_whole_batch():
 
 
 def test_a_plan_in_a_program_whose_batch_may_be_sharded():
-    """Types do not tell automatic axes: a warning tells the cost, until the caller says `()`."""
+    """Types do not show automatic axes: a warning states the cost, except for `()`."""
     mesh = mesh_of_kind(AxisType.Auto)
     plan = plan_attention(draw(CASE)[4], world_size=2)
     x = jax.ShapeDtypeStruct((2, T, 4, 8), np.float32)
@@ -207,7 +207,7 @@ def test_a_plan_in_a_program_whose_batch_may_be_sharded():
         jax.eval_shape(partial(attend, batch_axis=()), x, x, x)
 
 
-def test_a_plan_of_the_whole_batch_for_its_groups():
+def test_a_plan_of_the_whole_batch_is_rejected_for_groups():
     operands = draw(CASE)
     plan = plan_attention(operands[4], world_size=2)
     options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
@@ -223,7 +223,7 @@ def test_a_plan_of_the_whole_batch_for_its_groups():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("heads, algorithm", [((4, 1), "balanced"), ((12, 6), "zigzag")])
 def test_kv_heads_are_repeated(heads, algorithm, kind):
-    """4 devices: each KV head is held by those whose query heads read it; gradients are summed."""
+    """4 devices: those whose query heads read a KV head hold a copy; gradients are summed."""
     case = Case("ring", 1, T, documents="segments", heads=heads)
     mesh = permuted_mesh((2, 4), (AXIS, "tp"), kind)
     operands = draw(case)
@@ -236,7 +236,7 @@ def test_kv_heads_are_repeated(heads, algorithm, kind):
     check(results, operands, case)
 
 
-# ---- What is refused.
+# ---- Invalid calls.
 
 
 Q = np.ones((1, 8, 3, 8), np.float32)
@@ -274,7 +274,7 @@ def test_no_mesh():
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
-def test_inside_of_shard_map(algorithm, instead, given):
+def test_inside_shard_map(algorithm, instead, given):
     mesh = mesh_of(2)
     options: Any = {"axis_name": AXIS, "algorithm": algorithm}
     options |= {"mesh": mesh} if given == "mesh" else {}
@@ -310,7 +310,7 @@ IDS = np.ones((1, 8), np.int32)
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
-def test_outside_of_shard_map(op, call, instead, is_set):
+def test_outside_shard_map(op, call, instead, is_set):
     message = f"^{op}: axis_name 'cp' is not manual here.*inside jax.shard_map over 'cp'.*{instead}"
     run = jax.jit(partial(call, axis_name=AXIS))
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
-"""`jax.vmap(..., spmd_axis_name=...)`: stages of a pipeline, each on its own place of a mesh axis.
+"""`jax.vmap(..., spmd_axis_name=...)`: stages of a pipeline, each at its own index of a mesh axis.
 
-The function sees one stage. The axis in front of its arrays stays sharded over the mesh axis.
+The function sees one stage. The leading axis of its arrays stays sharded over the mesh axis.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ def stacked(examples) -> Any:
 
 
 def over_stages(fn: Any, **options) -> Any:
-    """`fn` of one stage, for all of them."""
+    """Applies `fn`, which handles one stage, to all stages."""
     return jax.vmap(fn, spmd_axis_name="stage", **options)
 
 
@@ -59,9 +59,9 @@ CASE = Case("ring", W, 12, documents="segments", heads=(4, 2))
 @pytest.mark.parametrize("ids", ["of each stage", "of all", "concrete"])
 @pytest.mark.parametrize("algorithm", ["balanced", "ring", "zigzag", "hamilton"])
 def test_attention_of_each_stage(algorithm, ids):
-    """Forward and backward equal dense attention of the stage, and nothing leaves a stage."""
+    """Forward and backward equal dense attention of the stage; no data leaves a stage."""
     examples = [draw(CASE, seed) for seed in range(STAGES)]
-    if ids != "of each stage":  # the arrays differ, the documents do not
+    if ids != "of each stage":  # arrays differ between stages, documents do not
         examples = [(*example[:4], *examples[0][4:]) for example in examples]
     *arrays, segment_ids, _ = zip(*examples, strict=True)
     arrays = placed([np.stack(x) for x in arrays], P("stage", None, AXIS))
@@ -84,7 +84,7 @@ def test_attention_of_each_stage(algorithm, ids):
         return out, *pull_back(g)
 
     compiled = run.lower(*arrays, traced).compile()
-    from_each = [] if ids != "of all" else ["all-reduce"]  # traced[0] comes from the first stage
+    from_each = [] if ids != "of all" else ["all-reduce"]  # traced[0] is from the first stage
     assert set(collectives_over(compiled, MESH, "stage")) <= set(from_each)
     results = compiled(*arrays, traced)
     for x in results:
@@ -141,7 +141,7 @@ def test_movement_of_each_stage(own, where):
         check_all_ranks([np.asarray(result)[stage] for result in results], x[stage], y[stage], plan)
 
 
-# ---- Functions of one rank, inside a shard_map that does not check over what arrays vary.
+# ---- Functions of one rank, inside a shard_map with check_vma=False.
 
 
 PLAN = plan_attention(draw(CASE)[4], world_size=W, config=PlanConfig(block=4))
@@ -182,7 +182,7 @@ def test_attention_on_each_rank(attend: Any):
 
 
 def exchanges(x):
-    """One step of a ring; and two chunks on two rings, of which each is the other's reverse."""
+    """One step of a ring, and two chunks on two rings, each the reverse of the other."""
     out_chunk, in_chunk = chunk_maps([list(range(W)), list(range(W))[::-1]])
     chunks = x.reshape(2, -1, F)
     return ring_exchange(x, axis_name=AXIS), chunk_exchange(
@@ -206,14 +206,14 @@ def test_exchanges_of_each_stage():
     turned, chunks, pulled = (np.asarray(y).reshape(STAGES, W, T, F) for y in results)
     rows = x.reshape(STAGES, W, T, F)
     forth, back = np.roll(rows, 1, axis=1), np.roll(rows, -1, axis=1)
-    half = np.arange(T)[:, None] < T // 2  # the other chunk goes the other way
+    half = np.arange(T)[:, None] < T // 2  # the other chunk goes in the opposite direction
     np.testing.assert_array_equal(turned, forth)
     np.testing.assert_array_equal(chunks, np.where(half, forth, back))
     np.testing.assert_array_equal(pulled, back + np.where(half, back, forth))
 
 
 def test_local_attention_of_each_stage():
-    """Every device of a stage computes the same, since this needs no ranks."""
+    """Every device of a stage computes the same result, because no ranks are involved."""
     random = np.random.default_rng(0)
     q, k, v, g = (random.normal(size=(STAGES, 1, 8, 2, 4)).astype(np.float32) for _ in range(4))
     start = jnp.zeros((1, 8), jnp.int32)
@@ -242,7 +242,7 @@ def test_local_attention_of_each_stage():
             np.testing.assert_allclose(np.asarray(x)[stage], y, rtol=1e-4, atol=1e-5)
 
 
-def test_stages_over_an_explicit_axis_are_refused(unchecked_types):
+def test_stages_over_an_explicit_axis_are_rejected(unchecked_types):
     mesh = permuted_mesh((STAGES, W), ("stage", AXIS), AxisType.Explicit)
     x = jax.device_put(np.ones((STAGES, 1, 8, 2, 4), np.float32), NamedSharding(mesh, P("stage")))
     attend = partial(context_parallel_attention, axis_name=AXIS, algorithm="ring")

@@ -20,7 +20,7 @@ from jax_cp_dispatch import (
 
 
 def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.float32):
-    """q, k, v, a cotangent and the segment ids of random documents, padding among them."""
+    """Returns q, k, v, a cotangent and the segment ids of random documents with padding."""
     rng = np.random.default_rng(seed)
     segment_ids, _ = pack(rng, batch, num_tokens, max_length=max_length)
     heads = (4, num_kv_heads, num_kv_heads, 4)
@@ -29,7 +29,7 @@ def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.fl
 
 
 def expected(arrays, segment_ids, window=None, **options):
-    """Output and gradients in float64, of the batch as it was before placement."""
+    """Returns output and gradients in float64, for the batch before placement."""
     start, end = causal_ranges(segment_ids)
     if window is not None:
         start = np.maximum(start, end - window)
@@ -54,7 +54,7 @@ def out_and_gradients(q, k, v, g, plan, *, mesh, options=()):
 
 
 def attend_placed(arrays, placement, mesh, **options):
-    """Into placed order, attention there, and back."""
+    """Places the arrays, applies attention, and restores the order."""
     options = tuple(options.items())
     results = out_and_gradients(
         *placement.apply(arrays), placement.plan, mesh=mesh, options=options
@@ -84,7 +84,7 @@ def test_window(window):
     *arrays, segment_ids = draw(5, batch=1, num_tokens=4 * 48, max_length=150)
     placement = place_tokens(segment_ids=segment_ids, world_size=4, window=window)
     results = attend_placed(arrays, placement, mesh_of(4))
-    # A token that sees itself alone has gradients that are differences of equal numbers.
+    # If a token attends only to itself, its gradients are differences of equal numbers.
     least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if window == 1 else 1e-30
     assert_close(results, expected(arrays, segment_ids, window=window), least=least)
 
@@ -100,7 +100,7 @@ def test_grouped_heads_scale_and_soft_cap(num_kv_heads):
 
 @pytest.mark.parametrize("lengths", [[192], [1] * 192, [24] * 8, [], [100, 3, 5, 60]])
 def test_extreme_documents(lengths):
-    """One huge document, one token each, all equal, only padding: one program serves them all."""
+    """One huge document, one token each, all equal, only padding: one program serves all."""
     *arrays, _ = draw(0, batch=1, num_tokens=192)
     segment_ids = np.zeros((1, 192), int)
     segment_ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)

@@ -1,6 +1,6 @@
 """Ring, zigzag and Hamilton attention equal dense attention, forward and backward.
 
-Few programs: the cases cover the values of most options in pairs, and each number of ranks to 8.
+To keep programs few, the cases cover pairs of option values, and every number of ranks up to 8.
 `sweep_attention.py` runs many more.
 """
 
@@ -21,9 +21,9 @@ from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule
 from jax_cp_dispatch.cycles import chunk_maps
 
 MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
-# Ranks 0 and 1, and 2 and 3, exchange their chunk: it never gets to the others.
+# Ranks 0 and 1, and 2 and 3, exchange their chunk: it never reaches the others.
 TWO_PAIRS = 2 * ([[-1, 0, -1, -1], [0, -1, -1, -1], [-1, -1, -1, 0], [-1, -1, 0, -1]],)
-# Other rows than 2 * chunks leave blocks and chunks uneven, some of them empty.
+# If 2 * chunks does not divide the rows, blocks and chunks are uneven, some of them empty.
 CASES = [
     Case("ring", 5, 6, causal=True, window=7, layout="zigzag", heads=(3, 1), check_vma=False,
          dtype="bfloat16"),
@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_attention(case):
-    """On permuted devices; what NaN there is in rows of padding reaches no result."""
+    """On permuted devices; NaN in padding rows reaches no result."""
     operands = draw(case)
     order = np.random.default_rng(0).permutation(case.num_ranks)
     got = check(case, operands, out_and_gradients(case, mesh_of(case.num_ranks, order)))
@@ -76,7 +76,7 @@ def test_equals_dense_attention(case):
     ids=str,
 )
 def test_many_blocks(case, monkeypatch):
-    """As with many rows: several blocks of queries and of keys, the last ones filled up."""
+    """As with many rows: several blocks of queries and keys, the last ones padded."""
     blocks = {"block_q": 8, "block_kv": 8}
     monkeypatch.setattr(sequence, "blocks_of_ranks", lambda *_, **__: blocks)
     check(case, draw(case))
@@ -90,7 +90,7 @@ def test_float64(cycles):
 
 
 def test_one_program_serves_all_batches_and_repeats_bit_for_bit():
-    """The documents of a batch are data: nothing is traced again."""
+    """The documents of a batch are data: a new batch causes no new trace."""
     case = Case("hamilton", 3, 8, documents="segments", layout="zigzag")
     program = out_and_gradients(case)
     operands = [draw(case, seed) for seed in range(4)]
@@ -113,7 +113,7 @@ def test_one_axis_of_a_larger_mesh():
 
 
 def test_scan_over_layers_with_remat():
-    """A model's way of using it: gradients through a scanned, rematerialised stack."""
+    """As in a model: gradients through a scanned, rematerialised stack."""
     case = Case("hamilton", 3, 4)
     q, k, v, *_ = draw(case)
     v = np.concatenate([v, v], axis=-1)  # as wide as q, so that layers stack
@@ -144,14 +144,14 @@ def test_no_tokens():
         assert result.size == 0 and result.shape[:2] == (1, 0)
 
 
-def test_own_cycles_may_be_an_array():
+def test_custom_cycles_may_be_an_array():
     rows = [[2, 1, 0], [0, 1, 2]]
     array, lists = (Hamilton(cycles=cycles) for cycles in (np.array(rows), rows))
     assert array == lists and hash(array) == hash(lists)
     assert schedule_of("a test", array, 3) == CycleSchedule(((2, 1, 0), (0, 1, 2)))
 
 
-# ---- What is refused.
+# ---- Invalid calls.
 
 SMALL = Case("hamilton", 3, 4, documents="both")
 ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
@@ -189,7 +189,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         ("ring", {"window": 2.5}, "window is 2.5; it needs to be an int, a pair"),
     ],
 )
-def test_options_refused(algorithm, options, message):
+def test_invalid_options_are_rejected(algorithm, options, message):
     case = dataclasses.replace(SMALL, algorithm=algorithm, **options)
     with pytest.raises((ValueError, TypeError), match=message):
         out_and_gradients(case)(*draw(SMALL))
@@ -209,7 +209,7 @@ def test_options_refused(algorithm, options, message):
         (5, lambda at: at[:, ::2], ValueError, r"positions has shape \(1, 2\) but q has B, T = "),
     ],
 )
-def test_operands_refused(place, change, error, message):
+def test_invalid_operands_are_rejected(place, change, error, message):
     operands = list(draw(SMALL))
     operands[place] = change(operands[place])
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""What the programs of ring, zigzag and Hamilton attention hold: exchanges first, and no copies."""
+"""The programs of ring, zigzag and Hamilton attention: exchanges come first, without copies."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ CASES = [  # and their number of chunks
 
 
 def program(case):
-    """The function of all ranks, and shapes of q, k, v."""
+    """Returns the function of all ranks, and the shapes of q, k, v."""
     rows = P(None, AXIS)
     attend = jax.shard_map(
         case.function, mesh=mesh_of(case.num_ranks), in_specs=(rows,) * 3, out_specs=rows
@@ -41,7 +41,7 @@ def is_jaxpr(value):
 
 
 def flattened(jaxpr):
-    """All equations, those of an inner jaxpr in place of the one that calls it."""
+    """Yields all equations; an inner jaxpr replaces the equation that calls it."""
     for equation in jaxpr.eqns:
         inner = list(inner_jaxprs(equation))
         if not inner:
@@ -51,7 +51,7 @@ def flattened(jaxpr):
 
 
 def loops(jaxpr):
-    """All scans over steps, as (length, equations); those of blocks are inside of them."""
+    """Yields all scans over steps as (length, equations); scans over blocks are inside them."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             yield equation.params["length"], list(flattened(equation.params["jaxpr"].jaxpr))
@@ -61,7 +61,7 @@ def loops(jaxpr):
 
 
 def loop_of_steps(case, implementation):
-    """The kinds of exchange and attention in the loop, in order, and bytes that a step sends."""
+    """Returns the exchanges and attention calls of the loop, in order, and the bytes per step."""
     attend, operands = program(dataclasses.replace(case, implementation=implementation))
     jaxpr = jax.make_jaxpr(attend)(*operands).jaxpr
     by_xla = ("ppermute", "all_to_all")
@@ -79,27 +79,27 @@ def loop_of_steps(case, implementation):
     order = [e.primitive.name for e in equations if e.primitive.name in (*kinds, "attend_blocks")]
     sent = [e.invars[0].aval for e in equations if e.primitive.name in by_xla]
     num_bytes = sum(x.size * x.dtype.itemsize for x in sent)
-    if "all_to_all" in order:  # of which one part stays
+    if "all_to_all" in order:  # one part of which stays
         num_bytes -= num_bytes // case.num_ranks
     return order, num_bytes
 
 
 @pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
 def test_exchange_comes_before_attention(case, num_chunks):
-    """n - 1 exchanges, all in the loop; each moves as many bytes as a ring's, in chunks."""
+    """n - 1 exchanges, all in the loop; each moves as many bytes as a ring step, in chunks."""
     all_links = 1 < num_chunks == case.num_ranks - 1
     by_xla = ["all_to_all"] * 2 if all_links else ["ppermute"] * 2 * num_chunks  # keys and values
     order, num_bytes = loop_of_steps(case, "xla")
     assert order == [*by_xla, "attend_blocks"]
     assert num_bytes == case.rows * case.heads[1] * (8 + 4) * 4
-    # Without a choice both are traced, and lowering takes one of them.
+    # If no implementation is named, both are traced, and lowering selects one.
     order, _ = loop_of_steps(case, None)
     assert order == ["dispatch", *by_xla, "attend_blocks"]
 
 
 @pytest.mark.parametrize("case, num_chunks", CASES, ids=str)
 def test_exchanges_of_the_backward_pass(case, num_chunks):
-    """Keys n - 1 times, gradients n times; in the loop both leave before the step's attention."""
+    """Keys move n - 1 times, gradients n times; in the loop both are sent before attention."""
     attend, operands = program(dataclasses.replace(case, implementation="xla"))
     q, _, v = operands
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
@@ -118,12 +118,12 @@ def test_exchanges_of_the_backward_pass(case, num_chunks):
     assert both == [*exchange, *exchange, "gradients_of_blocks"]
     anywhere = sum(name in kinds for name in names(flattened(jaxpr)))
     outside = anywhere - 3 * len(exchange)
-    assert outside == 3 * len(exchange)  # keys of step 1; gradients of the last step, and home
+    assert outside == 3 * len(exchange)  # of keys: step 1; of gradients: the last two steps
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_exchange_comes_before_attention_in_the_compiled_program(implementation):
-    """XLA's schedule, which is what runs, keeps this order."""
+    """XLA's schedule, which is executed, keeps this order."""
     case = Case("hamilton", 3, 8, layout="zigzag", implementation=implementation)
     attend, operands = program(case)
     text = str(jax.jit(attend).lower(*operands).compile().as_text())
@@ -138,8 +138,8 @@ def test_exchange_comes_before_attention_in_the_compiled_program(implementation)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks, layout", [(3, "zigzag"), (7, "zigzag"), (7, "contiguous")])
-def test_kept_for_the_backward_pass(num_ranks, layout, dtype):
-    """q, k, v, out in float32, lse and the ranges of the rows; nothing for each step."""
+def test_residuals_of_the_backward_pass(num_ranks, layout, dtype):
+    """q, k, v, out in float32, lse and the key ranges of the rows; nothing per step."""
     case = Case("hamilton", num_ranks, 60, layout=layout, dtype=dtype)
     attend, operands = program(case)
     residuals = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], *operands)
@@ -148,7 +148,7 @@ def test_kept_for_the_backward_pass(num_ranks, layout, dtype):
     out = num_tokens * N * v.shape[3] * 4
     lse, ranges = num_tokens * N * 4, num_tokens * 2 * 4
     needed = num_bytes([q, k, v]) + out + lse + ranges
-    tables = 16 * 4 * num_ranks**2  # where halves of rows go in zigzag layout
+    tables = 16 * 4 * num_ranks**2  # destinations of half the rows in zigzag layout
     assert needed <= num_bytes(residuals) <= needed + tables
 
 

@@ -1,6 +1,6 @@
-"""Products of gathered tokens, scattered sums of products: values of all methods.
+"""`all_gather_matmul` and `matmul_reduce_scatter`: values of all methods.
 
-Most programs hold every method at once, which also makes them many calls in flight.
+Most programs contain every method, so many calls are in flight at the same time.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def run_all(op, mesh, *operands, check_vma=True, **options):
     ],
 )
 def test_every_method_gives_the_product(num_ranks, batch, counts, order, check_vma):
-    """Bias once; uneven tokens, also none, of several batches; rank and device number differ."""
+    """Adds the bias once; tokens are uneven or absent, in several batches, on permuted devices."""
     mesh, options = mesh_of(num_ranks, order), {"row_counts": counts, "check_vma": check_vma}
     x, w, bias = of_gather(num_ranks, batch, max(counts or (3,)))
     x = with_nan_behind(x, counts)
@@ -76,7 +76,7 @@ def test_every_method_gives_the_product(num_ranks, batch, counts, order, check_v
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_random_values_of_each_type(dtype):
-    """More rows and columns than one; float32 sums, rounded once."""
+    """Several rows and columns; float32 sums, rounded once."""
     with jax.enable_x64(dtype == "float64"):
         dtype, p = jnp.dtype(dtype), 2
         draw = lambda seed, *shape: jnp.asarray(normal(seed, p, *shape), dtype)
@@ -103,7 +103,7 @@ def test_random_values_of_each_type(dtype):
 
 
 def test_operands_of_different_types():
-    """bfloat16 tokens with a float32 weight, or the other way; a bias of any float type."""
+    """bfloat16 tokens with a float32 weight, or vice versa; a bias of any float type."""
     for op, types, expect in (
         (all_gather_matmul, ("bfloat16", "float32", "bfloat16"), oracle.all_gather_matmul),
         (matmul_reduce_scatter, ("float32", "bfloat16", "float16"), oracle.matmul_reduce_scatter),
@@ -126,7 +126,7 @@ def test_the_same_bits_every_time_and_on_every_rank():
     """Values that each order of summation rounds differently."""
     p = 4
     x, w, _ = of_gather(p, (), 6, normal)
-    w = np.stack([w[0]] * p)  # the gathered product is then the same on all ranks
+    w = np.stack([w[0]] * p)  # then the gathered product is equal on all ranks
     whole = of_scatter(p, (), 24, normal)[0]
 
     def local(x, whole, w):
@@ -144,8 +144,8 @@ def test_the_same_bits_every_time_and_on_every_rank():
         assert len(set(bits(list(np.asarray(got))))) == 1, name
 
 
-def test_sums_are_in_the_order_of_the_ranks():
-    """Float32 sums of 1e8, 1, -1e8 and 3 tell in which order they were made, on every rank."""
+def test_sums_are_in_rank_order():
+    """Float32 sums of 1e8, 1, -1e8 and 3 show the order of the additions, on every rank."""
     p, orders = 4, np.array(list(itertools.permutations([1e8, 1, -1e8, 3])), np.float32)
     w = np.ascontiguousarray(orders.T)[:, None, :]  # [p, 1, 24]
     expected = oracle.sums_in_rank_order(w[:, 0])
@@ -170,7 +170,7 @@ GROUPED = [
     [*((*group, AxisType.Auto) for group in GROUPED), (*GROUPED[0], AxisType.Explicit)],
 )
 def test_groups_of_ranks_are_independent(names, sizes, axes, kind):
-    """tp as either axis of a mesh, or as two of them; with automatic and with explicit axes."""
+    """tp is either axis of a mesh, or two of them; axes are automatic or explicit."""
     mesh = permuted_mesh(sizes, names, kind)
     x, w = integers(0, 2, 4, 2, K), integers(1, 2, 4, K, N)
     whole = integers(2, 2, 4, 8, K)
@@ -192,8 +192,8 @@ def test_groups_of_ranks_are_independent(names, sizes, axes, kind):
         equal(second[group], oracle.matmul_reduce_scatter(whole[group], w[group]))
 
 
-def test_where_other_axes_are_automatic():
-    """shard_map over tp alone: the batch is split over an axis that it leaves to XLA."""
+def test_other_axes_may_be_automatic():
+    """shard_map over tp alone: the batch is sharded over an axis that XLA partitions."""
     mesh = permuted_mesh((2, 4), ("data", "tp"))
     x, w = integers(0, 4, 8, K), integers(1, K, 4 * N)
     mapped = jax.shard_map(
@@ -207,12 +207,12 @@ def test_where_other_axes_are_automatic():
     equal(jax.jit(mapped)(x, w), np.asarray(x) @ w)
 
 
-# ---- Inside of other programs.
+# ---- Inside other programs.
 
 
 @pytest.mark.parametrize("gather, scatter", [("ring", "pipeline"), ("none", "ring")])
-def test_inside_of_scan(gather, scatter):
-    """A layer of two products, its result the next one's input."""
+def test_inside_scan(gather, scatter):
+    """A layer of two products; its result is the input of the next iteration."""
     p, layers = 3, 4
     x = integers(0, p, 2, K)
     up = np.sign(integers(1, p, layers, K, 2))
@@ -237,7 +237,7 @@ def test_inside_of_scan(gather, scatter):
 
 
 def test_under_vmap():
-    """Examples of tokens and weights, of tokens alone in any dimension, of weights alone."""
+    """Batches of tokens and weights, of tokens alone in any dimension, and of weights alone."""
     p, examples = 2, 3
     x, w = integers(0, p, examples, 4, K), integers(1, p, examples, K, N)
     turned = np.moveaxis(x, 1, 2)
@@ -263,8 +263,8 @@ def test_under_vmap():
             equal(weights[:, :, i], expect(x[:, 0], w[:, i]))
 
 
-def test_many_calls_beside_other_collectives():
-    """XLA runs calls of one program in any order, and ours between its own."""
+def test_many_calls_next_to_other_collectives():
+    """XLA runs the calls of a program in any order, and ours between its own collectives."""
     p = 4
     x, w = integers(0, p, 4, 4), integers(1, p, 4, 4)
 
@@ -290,8 +290,8 @@ def test_without_jit():
     equal(got, oracle.matmul_reduce_scatter(x, w, bias))
 
 
-def test_nothing_to_multiply():
-    """No tokens, nothing to contract, or no columns."""
+def test_empty_operands():
+    """No tokens, a contracted dimension of size zero, or no columns."""
     p = 2
     for tokens, k, n in ((0, K, N), (4, 0, N), (4, K, 0)):
         x, w = np.ones((p, tokens, k), np.float32), np.ones((p, k, n), np.float32)

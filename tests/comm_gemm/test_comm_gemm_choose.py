@@ -1,4 +1,4 @@
-"""Which method "auto" takes: predictions, measured tables, and what every process reads."""
+"""The method that "auto" chooses: predictions, measured tables, and the table file."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def table(**seconds):
 )
 @settings(max_examples=200, deadline=None)
 def test_predictions_are_at_least_the_bound(op, m, k, n, num_ranks, hardware):
-    """No overlap is faster than the product alone; one after the other is their sum."""
+    """Overlap is never faster than the product alone; without overlap, times add up."""
     machine = dataclasses.replace(HARDWARE[hardware], ranks_per_node=None)
     shape = CommGemmShape(op, m, k, n, num_ranks, 2)
     shared = num_ranks if machine.topology == "shared_memory" else 1
@@ -57,7 +57,7 @@ def test_predictions_are_at_least_the_bound(op, m, k, n, num_ranks, hardware):
         assert predict_comm_gemm(shape, method, hardware=machine) >= gemm * (1 - 1e-9)
 
 
-def test_overlap_pays_where_communication_is_large_and_none_where_there_is_nothing_to_hide():
+def test_overlap_is_chosen_only_if_there_is_communication_to_hide():
     large = CommGemmShape(AG, 16384, 8192, 3584, 8, 2)
     choice = choose_comm_gemm(large, hardware=HARDWARE["h100"])
     assert choice.options["method"] == "RING_EXCHANGE"
@@ -75,12 +75,12 @@ def test_a_measured_shape_decides_and_the_nearest_corrects_others():
     near = dataclasses.replace(SHAPE, m=2048)
     choice = choose_comm_gemm(near, table=measured)
     assert choice.label == "ring" and "from M=4096" in choice.reason
-    other = dataclasses.replace(SHAPE, num_ranks=4)  # nothing like it is measured
+    other = dataclasses.replace(SHAPE, num_ranks=4)  # no similar shape is measured
     without = choose_comm_gemm(other)
     assert choose_comm_gemm(other, table=measured).seconds == without.seconds
 
 
-def test_auto_runs_what_the_table_says_also_backward():
+def test_auto_follows_the_table_also_backward():
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     x, w = jnp.ones((8, 6)), jnp.ones((6, 4))
     forward = CommGemmShape(AG, 8, 6, 1, 4, 4)
@@ -134,7 +134,7 @@ def test_tune_measures_every_method_and_the_table_survives_a_file(tmp_path):
     assert done.stdout.split("\n")[:-1] == here
 
 
-def test_refused(tmp_path):
+def test_invalid_calls_are_rejected(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     with pytest.raises(ValueError, match="tune: got a shape of 'matmul'"):
         tune([("matmul", 8, 8, 8)], mesh=mesh, axis_name="tp")
@@ -159,8 +159,8 @@ def test_nothing_to_choose_on_one_rank():
     np.testing.assert_array_equal(product(jnp.ones((4, 3)), jnp.ones((3, 2))), np.full((4, 2), 3))
 
 
-def test_the_derivative_of_a_pipeline_is_the_ring_that_copies():
-    """And of a ring without copies the same."""
+def test_the_derivative_of_a_pipeline_is_a_ring_with_copies():
+    """The derivative of a ring without copies is a ring without copies."""
     sizes = MatmulSizes(
         comm_type=CommOverlapType.RS,
         m=64,

@@ -1,6 +1,6 @@
-"""Derivatives of overlapped products: of all methods, adjoint, of second order, of a whole MLP.
+"""Derivatives of overlapped products: all methods, adjoints, second order, and a whole MLP.
 
-Most programs hold every method at once, which also makes them many calls in flight.
+Most programs contain every method, so many calls are in flight at the same time.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def dense(x, w, bias):
 
 
 def over_mesh(fn, mesh, kind, batch):
-    """The product of whole arrays, as `dense`: x and w split as the layer wants them."""
+    """The product of whole arrays, like `dense`; shards x and w as the layer requires."""
     rows, columns = P(*batch, AXIS, None), P(*batch, None, AXIS)
     specs = {
         all_gather_matmul: ((rows, P(None, AXIS), P(AXIS)), columns),
@@ -50,7 +50,7 @@ def over_mesh(fn, mesh, kind, batch):
 
 
 def with_gathered(op, num_ranks):
-    """Each method, those that gather with what the derivative needs kept, or gathered again."""
+    """Each method; methods that gather keep the tokens for the derivative, or gather them again."""
     for name, fn in methods(op, num_ranks).items():
         if op is matmul_reduce_scatter:
             yield name, fn
@@ -61,7 +61,7 @@ def with_gathered(op, num_ranks):
 
 @pytest.mark.parametrize("op", [all_gather_matmul, matmul_reduce_scatter])
 def test_derivatives_equal_the_dense_ones(op):
-    """Of every method, through shard_map, with a bias that is split or one for all ranks."""
+    """For every method, through shard_map, with a sharded or replicated bias."""
     M, p, batch = 8, 4, (2,)
     x, w, bias = integers(0, *batch, M, K * p), integers(1, K * p, N * p), integers(2, N * p)
     dy = integers(3, *batch, M, N * p)
@@ -92,7 +92,7 @@ def inner(a, b):
     ],
 )
 def test_derivatives_of_uneven_tokens(op, expect):
-    """Exact; NaN behind a rank's own tokens, of x or of dy, reaches nothing."""
+    """Exact; NaN after a rank's own tokens, in x or dy, reaches no result."""
     p, counts, batch = 3, (2, 0, 4), (2,)
     make = of_gather if op is all_gather_matmul else of_scatter
     x, w, bias = make(p, batch, max(counts) if op is all_gather_matmul else sum(counts))
@@ -159,7 +159,7 @@ def test_derivatives_are_adjoint():
     ],
 )
 def test_derivatives_of_narrow_types(op, types, rows, expect):
-    """Each gradient has its operand's type and is rounded once, from float32 sums."""
+    """Each gradient has the type of its operand and is rounded once, from float32 sums."""
     p = 2
     x, w, bias = (jnp.asarray(a) for a in of_gather(p, (), 40, normal))
     x, w, bias = x.astype(types[0]), w.astype(types[1]), bias.astype(types[0])
@@ -201,7 +201,7 @@ def test_second_derivatives(op, options):
 
 @pytest.mark.parametrize("gather, scatter", [("ring", "pipeline"), ("none", "ring")])
 def test_mlp_equals_the_unsharded_one(gather, scatter):
-    """Two layers with gelu and biases; the batch over data, tokens and features over tp."""
+    """Two layers with gelu and biases; batch over data, tokens and features over tp."""
     B, S, D, F = 2, 8, 6, 12
     mesh = permuted_mesh((2, 4), ("data", "tp"))
     draw = lambda seed, *shape: normal(seed, *shape) / np.float32(np.sqrt(shape[0]))

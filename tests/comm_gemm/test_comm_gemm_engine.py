@@ -1,4 +1,4 @@
-"""`gemm` with registered buffers of every type, and many users of one buffer at a time."""
+"""`gemm` with registered buffers of every type, and concurrent calls of one buffer."""
 
 import threading
 from functools import partial
@@ -24,7 +24,7 @@ SHARED_BIAS = np.stack([BIAS[0]] * P_)
 
 
 def create(kind, method, shape=None, dtype="float32", num_ranks=P_, **options):
-    """A buffer that fits the arrays above."""
+    """Creates a buffer that fits the arrays above."""
     shape = shape or ((M, K) if kind == "AG" else (M, N))
     return create_comm_overlap_buffer(kind, method, shape, dtype, num_ranks, **options)
 
@@ -43,7 +43,7 @@ with_ranks: Any = partial(gemm, axis_name=AXIS)
 
 @pytest.mark.parametrize("options", [{}, {"use_ce": False}, {"aggregate_ag": True}])
 def test_ring_of_an_all_gather(options):
-    """With what it gathered and without, and a bias."""
+    """With and without returning the gathered rows, and with a bias."""
     buffer = create("AG", "RING_EXCHANGE", **options)
 
     def local(x, w, bias):
@@ -68,7 +68,7 @@ REDUCING = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reduce_scatter_with_partial_sums_of_a_type(dtype):
-    """Each is rounded to the buffer's, then summed in float32; without copies there are none."""
+    """Each is rounded to the buffer's type, then summed in float32; direct rings have none."""
     calls = [
         partial(with_ranks, comm_overlap=create("RS", method, dtype=dtype, **options))
         for method, options in REDUCING
@@ -107,19 +107,19 @@ def test_atomic_rings_in_a_pair(num_ranks, use_ce, implementation):
     equal(alone, expected)
     equal(aux, own)
     equal(out, oracle.engine_scatter(expected, back, atomic=True))
-    # The order of the pair is its own affair: the two together are a plain layer.
+    # The order is internal to the pair: together the two form a plain layer.
     straight, _ = oracle.engine_gather(x, w)
     equal(out, oracle.engine_scatter(straight, back))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bulk_beside_an_independent_gemm(dtype):
-    """What moves and what is multiplied have nothing to do with each other."""
+def test_bulk_during_an_independent_gemm(dtype):
+    """The array that moves is independent of the operands of the GEMM."""
     shape = (M, 6)
     gather = create("AG", "BULK", shape, dtype)
     scatter = create("RS", "BULK", shape, dtype)
     part, whole = integers(4, P_, T, 6, dtype=dtype), integers(5, P_, M, 6, dtype=dtype)
-    other = integers(6, P_, 2, 3, K)  # any number of rows, in any dimensions
+    other = integers(6, P_, 2, 3, K)  # any number of rows, in several dimensions
 
     def local(lhs, other, w, bias, part, whole):
         return (
@@ -137,7 +137,7 @@ def test_bulk_beside_an_independent_gemm(dtype):
     equal(summed, oracle.bulk_scatter(whole))
 
 
-def test_buffer_of_no_communication():
+def test_buffer_without_communication():
     buffer = create("NONE", "NONE")
     got = gemm(*map(jnp.asarray, (WHOLE[0], W[0])), bias=jnp.asarray(BIAS[0]), comm_overlap=buffer)
     equal(got, WHOLE[0] @ W[0] + BIAS[0])
@@ -151,7 +151,7 @@ def test_a_larger_buffer_of_another_shape_serves():
 
 
 def test_types_of_operands_and_result():
-    """Narrow operands, a wide or a narrow result; dimensions of rows and columns come back."""
+    """Narrow operands, a wide or narrow result; the result keeps the free dimensions."""
     buffer = create("AG", "RING_EXCHANGE", dtype="bfloat16")
     x = jnp.asarray(X, jnp.bfloat16)
     w = W[:, :, :6].reshape(P_, K, 2, 3)
@@ -168,7 +168,7 @@ def test_types_of_operands_and_result():
 
 
 def test_transposed_weight():
-    """The contracted dimension of rhs may be its last one."""
+    """The contracted dimension of rhs may be the last one."""
     gather = create("AG", "RING_EXCHANGE")
     scatter = create("RS", "PIPELINE")
     turned: Any = {"contracting_dims": ((1,), (1,))}
@@ -184,11 +184,11 @@ def test_transposed_weight():
     equal(summed, oracle.engine_scatter(WHOLE, W))
 
 
-# ---- The user's layer on registered buffers.
+# ---- The matmul layer with registered buffers.
 
 
 def test_layers_with_buffers():
-    """Batches and derivatives as without a buffer; calls are counted on the forward one."""
+    """Batches and derivatives as without a buffer; the forward buffer counts the calls."""
     gather = create("AG", "RING_EXCHANGE")
     scatter = create("RS", "RING_EXCHANGE", dtype="bfloat16")
 
@@ -211,11 +211,11 @@ def test_layers_with_buffers():
     assert list_comm_overlap_buffers()[gather].num_calls > 0
 
 
-# ---- One buffer, many users.
+# ---- One buffer, many calls.
 
 
 def test_many_calls_of_one_buffer():
-    """In one program, at the same time and one after another, and in another program."""
+    """Concurrent and sequential calls in one program, and calls in another program."""
     buffer = create("RS", "RING_EXCHANGE")
     call = partial(with_ranks, comm_overlap=buffer)
 
@@ -252,8 +252,8 @@ def test_programs_of_several_threads_share_a_buffer():
     assert outcomes == dict.fromkeys(range(3), True)
 
 
-def test_groups_have_memory_of_their_own():
-    """Two groups of two ranks on a larger mesh: one buffer, twice its memory."""
+def test_groups_have_separate_memory():
+    """Two groups of two ranks on a larger mesh share one buffer and use twice its memory."""
     buffer = create("AG", "RING_EXCHANGE", (4, K), num_ranks=2)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("data", AXIS))

@@ -1,4 +1,4 @@
-"""What `gemm` refuses when it is traced, and buffers that do not fit a call of either layer."""
+"""Calls that `gemm` rejects at trace time, and buffers that do not match a call."""
 
 import re
 from functools import partial
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 BF16 = "bfloat16"
 
 
-# ---- Buffers that do not fit.
+# ---- Buffers that do not match.
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ BF16 = "bfloat16"
          r"as 4 devices\. Create one with tp_size=4"),
     ],
 )  # fmt: skip
-def test_buffers_that_do_not_fit(kind, method, options, message):
-    """In a layer, and where it can be the same in the engine's layer."""
+def test_buffers_that_do_not_match(kind, method, options, message):
+    """In `all_gather_matmul` or `matmul_reduce_scatter`, and in `gemm` where it applies."""
     buffer = create(kind, method, **{"shape": (M, K), **options})
     layer = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, buffer=buffer)
     refused(layer, ones(T, K), ones(K, N), match=f"all_gather_matmul: {message}")
@@ -57,7 +57,7 @@ def test_method_of_another_buffer():
     )
 
 
-# ---- The engine's layer.
+# ---- `gemm`.
 
 
 @pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "RING_EXCHANGE"),
@@ -97,7 +97,7 @@ def test_arrays_of_bulk():
     )
 
 
-def test_neither_without_a_buffer_that_moves_something():
+def test_aux_options_need_a_buffer_that_communicates():
     none = create("NONE", "NONE")
     for options in ({}, {"comm_overlap": none}):
         refused(
@@ -126,7 +126,7 @@ def test_auxiliary_results_of_a_reduce_scatter():
     )
 
 
-def test_atomic_ring_without_the_one_that_takes_its_order_back():
+def test_atomic_ring_without_its_pair():
     ring = create("AG", "RING_EXCHANGE", atomic_gemm=True)
     others: list[Any] = [
         (None, "nothing"),
@@ -150,7 +150,7 @@ def test_atomic_ring_without_the_one_that_takes_its_order_back():
     )
 
 
-def test_ids_of_no_buffer():
+def test_ids_without_a_buffer():
     buffer = create("AG", "RING_EXCHANGE")
     destroy_comm_overlap_buffer(buffer)
     for wrong, message in (
@@ -171,7 +171,7 @@ def test_ids_of_no_buffer():
         )
 
 
-def test_places_of_the_engine():
+def test_gemm_where_ranks_are_missing():
     buffer = create("AG", "RING_EXCHANGE")
     x, w = jnp.ones((T, K)), jnp.ones((K, N))
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_shapes_of_communicating_products():
 
 
 def test_derivatives_of_communicating_products():
-    """Neither mode; the message names the layers that have one."""
+    """There is none in either mode; the message names the functions that have one."""
     buffer = create("AG", "RING_EXCHANGE")
     call = partial(ENGINE, comm_overlap=buffer)
     match = r"gemm: with communication it has no derivative of its own\. Use all_gather_matmul or m"

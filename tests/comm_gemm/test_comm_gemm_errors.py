@@ -1,4 +1,4 @@
-"""What the user's layer refuses when it is traced: options, operands, places, and platforms."""
+"""Errors of the overlapped matmuls at trace time: options, operands, meshes and platforms."""
 
 from functools import partial
 from typing import Any
@@ -220,7 +220,7 @@ def test_buffers_of_layers_that_scale():
     )
 
 
-def test_tokens_that_do_not_divide():
+def test_tokens_that_do_not_divide_among_the_ranks():
     refused(
         SCATTER,
         *(ones(M - 1, K), ones(K, N)),
@@ -229,7 +229,7 @@ def test_tokens_that_do_not_divide():
     )
 
 
-def test_layers_outside_of_shard_map():
+def test_layers_outside_shard_map():
     for op in (GATHER, SCATTER):
         with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found\. Call"):
             op(jnp.ones((M, K)), jnp.ones((K, N)))

@@ -1,4 +1,4 @@
-"""A rank that does not come to a product: all others get one error in time, and life goes on."""
+"""A rank misses a product: all others get one error in time, and the process continues."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ DEADLINE = 2.0
 
 
 def expect_everywhere(result, match, *, but=()):
-    """Each rank has the same error; the next computation runs."""
+    """Every rank gets the same error; the next computation runs."""
     errors = set()
     for rank, shard in enumerate(result.addressable_shards):
         if rank not in but:
@@ -33,7 +33,7 @@ def expect_everywhere(result, match, *, but=()):
     (GATHER, {}), (SCATTER, {"method": "pipeline"}), (SCATTER, {"method": "none"}),
 ])  # fmt: skip
 def test_rank_that_never_comes(op, options):
-    """All others wait for the deadline and name it."""
+    """All others wait until the deadline and name the missing rank."""
     x, w = ones(M, K), ones(K, N)
 
     def local(x, w):
@@ -46,12 +46,12 @@ def test_rank_that_never_comes(op, options):
         program(x, w),
         rf"{op.func.__name__} over axis 'cp': deadline of 2000 ms passed: 3/4 ranks arrived, ranks "
         r"\[0, 1, 2\] wait for missing ranks \[3\]",
-        but=(3,),  # it has nothing to fail by
+        but=(3,),  # it has no call that could fail
     )
 
 
 def test_rank_that_fails_before_the_call():
-    """Its own error is there too; the others name it; the same program then runs."""
+    """Its own error is reported too, and the others name it; then the same program runs."""
 
     def check(x, rank, bad_rank):
         if rank == bad_rank:

@@ -1,4 +1,4 @@
-"""Products of global arrays under plain `jit`: automatic and explicit axes, batches, padding."""
+"""GEMMs of global arrays under plain `jit`: automatic and explicit axes, batches, padding."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ MESHES = {
     ],
 )
 def test_two_layers_and_their_gradients_equal_dense_ones(name, rows, gathered):
-    """Also of tokens that do not divide, and gathered again for the derivative."""
+    """Includes tokens that do not divide, and tokens gathered again for the derivative."""
     mesh = MESHES[name]()
     arrays = [
         jnp.concatenate([x] * 2) if i == 0 and name == "no other ranks" else x
@@ -88,7 +88,7 @@ def test_two_layers_and_their_gradients_equal_dense_ones(name, rows, gathered):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * largest)
 
 
-def test_compiled_program_has_no_collective_of_xla_but_that_of_the_batch():
+def test_xla_communicates_only_over_the_batch_axis():
     mesh = Mesh(devices(2, 4), ("dp", "tp"))
     sharded = placed(mesh, operands(S), S)
     layers = two_layers(mesh, method="ring")
@@ -98,18 +98,18 @@ def test_compiled_program_has_no_collective_of_xla_but_that_of_the_batch():
     loss = lambda *a: layers(*a).sum()
     both = jax.jit(jax.grad(loss, (0, 1, 3))).lower(*sharded).compile().as_text() or ""
     assert "all-gather" not in both and "reduce-scatter" not in both
-    assert "all-reduce" in both  # gradients of weights, over dp
+    assert "all-reduce" in both  # of weight gradients, over dp
 
 
 @pytest.mark.parametrize("name", ["automatic axes", "explicit axes"])
-def test_tokens_that_do_not_divide_outside_of_jit(name):
+def test_tokens_that_do_not_divide_without_jit(name):
     mesh, rows = MESHES[name](), 7
     arrays = operands(rows)
     out = two_layers(mesh, method="ring")(*placed(mesh, arrays, rows))
     np.testing.assert_array_equal(out, dense(*arrays))
 
 
-def test_mesh_that_is_set_and_arrays_that_tell_it():
+def test_mesh_from_the_context_and_from_the_arrays():
     mesh = Mesh(devices(2, 4), ("dp", "tp"))
     x, w, *_ = placed(mesh, operands(S), S)
     want = np.asarray(operands(S)[0] @ operands(S)[1])
@@ -121,7 +121,7 @@ def test_mesh_that_is_set_and_arrays_that_tell_it():
         np.testing.assert_array_equal(product(*unplaced), want)
 
 
-def test_refused():
+def test_invalid_calls_are_rejected():
     mesh = Mesh(devices(2, 4), ("dp", "tp"))
     x, w = jnp.ones((S, K)), jnp.ones((K, 6))
     with pytest.raises(

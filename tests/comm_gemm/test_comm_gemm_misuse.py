@@ -1,4 +1,4 @@
-"""Operands and derivatives that products do not take: errors name the function that was called."""
+"""Unsupported operands and derivatives of GEMMs: errors name the function that was called."""
 
 import re
 from typing import Any
@@ -58,7 +58,7 @@ def test_forward_mode(name):
 
 @pytest.mark.parametrize("operand", ["x", None, [[1.0, 2.0], [1.0]]])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_what_is_no_array(name, operand):
+def test_operands_that_are_not_arrays(name, operand):
     with pytest.raises(
         TypeError, match=rf"^{name}: (x|lhs) is .*; it needs to be an array, or nes"
     ):
@@ -71,7 +71,7 @@ def test_lists_are_arrays(name):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_types_that_are_none(name):
+def test_unknown_dtypes(name):
     message = rf"^{name}: preferred_element_type is 'foo' for operands of float32; it needs to be"
     with pytest.raises(TypeError, match=message):
         PRODUCTS[name](X, W, preferred_element_type="foo")
@@ -94,8 +94,8 @@ def test_other_arguments():
             call()
 
 
-def test_no_features():
-    """Nothing is contracted, or there is no column: zeros, or nothing at all."""
+def test_zero_features():
+    """Zero contracted elements give zeros; zero columns give an empty result."""
     for product in PRODUCTS.values():
         assert not np.asarray(product(jnp.ones((8, 0)), jnp.ones((0, 8)))).any()
         assert product(X, jnp.ones((4, 0))).shape == (8, 0)

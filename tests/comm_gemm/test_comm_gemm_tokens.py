@@ -1,7 +1,8 @@
-"""Overlapped GEMMs of global arrays whose tokens are split over context and tensor parallelism.
+"""Overlapped GEMMs of global arrays with tokens sharded over context and tensor parallelism.
 
-Tokens over ("cp", "tp") are gathered over tp alone: a product's are split over cp, and the sum's
-over both again, forward and backward. Nothing is gathered over cp, which the compiled text shows.
+Tokens over ("cp", "tp") are gathered over tp alone. The product's tokens stay sharded over cp; the
+sum's are sharded over both again, forward and backward. The compiled text shows that nothing is
+gathered over cp.
 """
 
 import functools
@@ -43,7 +44,7 @@ def put(mesh, array, spec):
 
 
 def operands(mesh, tokens=TOKENS, shape=(B, T)):
-    """x, a column-split weight and its bias, a row-split weight and its bias, on the mesh."""
+    """x, a column-sharded weight and its bias, a row-sharded weight and its bias, on the mesh."""
     rng = np.random.default_rng()
     plain = [
         integers(rng, *shape, D),
@@ -74,7 +75,7 @@ def dense_two_layers(x, w, b, w2, b2):
 
 
 def dense_gradients(plain, dy):
-    """Of (y * dy).sum(), from the definition."""
+    """Returns the gradients of (y * dy).sum(), from the definition."""
     x, w, b, w2, _ = plain
     h, dh = x @ w + b, dy @ w2.T
     over_tokens = tuple(range(x.ndim - 1))
@@ -83,13 +84,13 @@ def dense_gradients(plain, dy):
 
 
 def run(program, *arrays):
-    """The result, and the kinds of XLA's own collectives in the compiled program."""
+    """Returns the result, and the kinds of XLA collectives in the compiled program."""
     compiled = jax.jit(program).lower(*arrays).compile()
     return compiled(*arrays), set(re.findall(COLLECTIVES, compiled.as_text() or ""))
 
 
 def split_as(array, spec):
-    """Whether a result is split as a spec says; axes of one device do not count."""
+    """Whether a result is sharded by this spec, ignoring axes of one device."""
     want = NamedSharding(array.sharding.mesh, spec)
     return array.sharding.is_equivalent_to(want, array.ndim)
 
@@ -114,7 +115,7 @@ def test_each_layer_keeps_tokens_on_their_other_axes(kind, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES[:2])
 def test_gradients_of_two_layers(sizes, kind, gathered):
-    """dx is split as x; gradients of weights are summed over data and cp, and that is all."""
+    """dx is sharded as x; weight gradients are summed over data and cp; nothing else moves."""
     mesh = mesh_of(sizes, kind)
     plain, placed = operands(mesh)
     dy = integers(np.random.default_rng(), B, T, D)
@@ -135,7 +136,7 @@ def test_gradients_of_two_layers(sizes, kind, gathered):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_in_a_loop(kind):
-    """A residual stream and its gradient, in `lax.scan`, keep their sharding too."""
+    """A residual stream and its gradient keep their sharding in `lax.scan`."""
     mesh = mesh_of((1, 4, 2), kind)
     (x, w, b, w2, b2), placed = operands(mesh)
 
@@ -156,7 +157,7 @@ def test_blocks_in_a_loop(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_batch_dimensions(kind):
-    """Each keeps its axes; tokens may be split over several other ones."""
+    """Each keeps its axes; tokens may be sharded over several other axes."""
     mesh = mesh_of((2, 2, 2), kind)
     plain, placed = operands(mesh, P(None, "data", ("cp", "tp")), shape=(3, 2, T))
     with jax.set_mesh(mesh):
@@ -170,8 +171,8 @@ def test_several_batch_dimensions(kind):
     assert split_as(out, P(("data", "cp", "tp"))) and not found
 
 
-def test_unlike_sizes_of_the_other_axes():
-    """Tokens over an axis of 4, beside one of 2 that is the batch's, or no one's."""
+def test_other_axes_of_different_sizes():
+    """Tokens over an axis of 4; an axis of 2 shards the batch, or nothing."""
     mesh = mesh_of((2, 4, 1), names=("data", "cp", "tp"))
     plain, placed = operands(mesh)
     out, found = run(functools.partial(two_layers, method="none", mesh=mesh), *placed)
@@ -184,11 +185,11 @@ def test_scaled_operands():
     (x, w, *_), placed = operands(mesh)
     scaled = functools.partial(up, method="ring", scaling_mode="CURRENT_TENSOR_SCALING", mesh=mesh)
     out, found = run(scaled, *placed[:2])
-    np.testing.assert_array_equal(out, x @ w)  # such small integers are exact in 8 bits
+    np.testing.assert_array_equal(out, x @ w)  # these small integers are exact in 8 bits
     assert split_as(out, HIDDEN) and "all-gather" not in found
 
 
-def test_mesh_by_argument_by_context_and_of_the_arrays():
+def test_mesh_from_argument_context_and_arrays():
     mesh = mesh_of((1, 4, 2))
     plain, placed = operands(mesh)
     want = dense_two_layers(*plain)
@@ -196,12 +197,12 @@ def test_mesh_by_argument_by_context_and_of_the_arrays():
     out, found = run(functools.partial(layers, mesh=mesh), *placed)
     np.testing.assert_array_equal(out, want)
     assert split_as(out, TOKENS) and not found
-    out = layers(*placed)  # without jit, the arrays tell it
+    out = layers(*placed)  # without jit, the arrays determine it
     np.testing.assert_array_equal(out, want)
     assert split_as(out, TOKENS)
 
 
-def test_tokens_over_the_other_axis_alone_are_split_over_both():
+def test_tokens_over_the_other_axis_alone_end_up_sharded_over_both():
     mesh = mesh_of((1, 4, 2))
     plain, placed = operands(mesh, P("data", "cp"))
     out, found = run(functools.partial(two_layers, method="ring", mesh=mesh), *placed)
@@ -211,9 +212,9 @@ def test_tokens_over_the_other_axis_alone_are_split_over_both():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ranks_axis_first(kind):
-    """Tokens over ("tp", "cp") do not stand side by side in a group of ranks.
+    """Tokens over ("tp", "cp") are not adjacent within a group of ranks.
 
-    Explicit axes bring them there. XLA gathers them over automatic axes, and a warning says so.
+    With explicit axes they are moved. With automatic axes XLA gathers them, with a warning.
     """
     mesh = mesh_of((1, 4, 2), kind)
     plain, placed = operands(mesh, P("data", ("tp", "cp")))
@@ -230,7 +231,7 @@ def test_the_ranks_axis_first(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_do_not_divide_among_all_devices(kind):
-    """12 tokens go to 4 places on cp, but not to 8 devices: they are gathered, with a warning."""
+    """12 tokens divide among 4 ranks of cp, but not among 8 devices: a warning, and a gather."""
     mesh = mesh_of((1, 4, 2), kind)
     plain, placed = operands(mesh, P("data", "cp"), shape=(B, 12))
     with jax.set_mesh(mesh), pytest.warns(UserWarning, match="12 tokens do not divide among 8"):
@@ -238,7 +239,7 @@ def test_tokens_that_do_not_divide_among_all_devices(kind):
     np.testing.assert_array_equal(out, dense_two_layers(*plain))
 
 
-def test_without_such_tokens_nothing_is_said(recwarn):
+def test_no_warning_for_other_tokens(recwarn):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tp"))
     rng = np.random.default_rng()
     x, w = integers(rng, 4, T, D), integers(rng, D, F)

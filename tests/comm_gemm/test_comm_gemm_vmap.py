@@ -1,7 +1,7 @@
-"""Products of tensor parallelism and on one device under `jax.vmap`, as pipelines call it.
+"""Tensor-parallel GEMMs, and GEMMs on one device, under `jax.vmap` as in pipelines.
 
-With `spmd_axis_name` and without, with weights of each example and one for all, inside `shard_map`
-and on global arrays, forward and backward.
+With and without `spmd_axis_name`, with weights per example or shared, inside `shard_map` and on
+global arrays, forward and backward.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
 
 STAGES, B, T, K, N = 2, 2, 8, 4, 8
-SPECS = {  # of one stage's x, w and result
+SPECS = {  # of x, w and result of one stage
     all_gather_matmul: (P("dp", "tp"), P(None, "tp"), P("dp", None, "tp")),
     matmul_reduce_scatter: (P("dp", None, "tp"), P("tp", None), P("dp", "tp", None)),
 }
@@ -30,7 +30,7 @@ def integers(rng, *shape):
 
 
 def operands(has_weights):
-    """x, w, dy; the product and its gradients, from the definition."""
+    """Returns x, w, dy, and the product and its gradients from the definition."""
     rng = np.random.default_rng()
     x, dy = integers(rng, STAGES, B, T, K), integers(rng, STAGES, B, T, N)
     w = integers(rng, *([STAGES] if has_weights else []), K, N)
@@ -82,7 +82,7 @@ def test_around_shard_map(op, has_weights, spmd):
     ids=["gather", "gather again", "scatter"],
 )
 def test_on_global_arrays(op, options, has_weights, spmd):
-    """Each stage's devices compute their own examples; results are split as the operands are."""
+    """Each stage's devices compute their own examples; results are sharded like the operands."""
     mesh = mesh_of()
     fn = functools.partial(op, axis_name="tp", method="ring", mesh=mesh, **options)
     out, (dx, dw), (of_x, of_w, of_out) = check(fn, has_weights, spmd, mesh, SPECS[op])
@@ -97,7 +97,7 @@ def test_on_global_arrays_over_explicit_axes(op):
 
 
 @pytest.mark.parametrize("op", SPECS)
-def test_spmd_axis_name_of_an_explicit_axis_is_refused(op):
+def test_spmd_axis_name_of_an_explicit_axis_is_rejected(op):
     mesh = mesh_of(AxisType.Explicit)
     fn = functools.partial(op, axis_name="tp", method="ring")
     name = op.__name__
@@ -140,7 +140,7 @@ def test_grouped(spmd):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("op", SPECS)
 def test_no_tokens(op, kind):
-    """Zero tokens, or no example at all: empty results and gradients, and zeros for the weight."""
+    """Zero tokens or zero examples: empty results and gradients, and zeros for the weight."""
     mesh, (of_x, of_w, of_out) = mesh_of(kind), SPECS[op]
     local = functools.partial(op, axis_name="tp", method="ring")
     program = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_out)
@@ -156,7 +156,7 @@ def test_no_tokens(op, kind):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("op", SPECS)
 def test_one_rank(op, kind):
-    """By every method that the operation has, inside `shard_map` and on global arrays."""
+    """Every method of the operation, inside `shard_map` and on global arrays."""
     mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(kind,) * 2)
     (x, w, _), want, _ = operands(has_weights=False)
     of_x, of_w, of_out = SPECS[op]

@@ -1,4 +1,4 @@
-"""The registry of communication buffers: counts, memory, and destroying at any moment."""
+"""The registry of communication buffers: counts, memory, and destruction at any time."""
 
 import re
 import threading
@@ -51,13 +51,13 @@ def test_equal_arguments_share_one_counted_buffer():
         ValueError, match=f"buffer {buffer} has been destroyed. Create it with crea"
     ):
         destroy_comm_overlap_buffer(buffer)
-    assert create() == buffer  # and it is there again
+    assert create() == buffer  # and it exists again
     destroy_all_comm_overlap_buffers()
     assert list_comm_overlap_buffers() == {}
     destroy_all_comm_overlap_buffers()
 
 
-def test_ids_that_name_nothing():
+def test_ids_without_a_buffer():
     with pytest.raises(
         ValueError, match=r"destroy_comm_overlap_buffer: there is no buffer 12345\."
     ):
@@ -93,8 +93,8 @@ def test_threads_that_create_and_destroy_at_the_same_time():
 # ---- Memory.
 
 
-def test_nothing_is_allocated_while_a_program_is_made():
-    """The first call takes the memory, later ones of the same group find it."""
+def test_nothing_is_allocated_while_a_program_is_compiled():
+    """The first call allocates the memory; later calls of the same group reuse it."""
     p, x, w = 2, np.ones((2, 4, 3), np.float32), np.ones((2, 3, 5), np.float32)
     buffer = create(comm_type="RS", buffer_shape=(4, 5), tp_size=p)
     huge = create(buffer_shape=(1 << 20, 1 << 21), tp_size=8)
@@ -109,14 +109,14 @@ def test_nothing_is_allocated_while_a_program_is_made():
     assert list_comm_overlap_buffers()[huge].num_bytes == 0
 
 
-# ---- Destroyed at the wrong moment.
+# ---- Destroyed at the wrong time.
 
 P_, X, W = 4, np.ones((4, 8, 3), np.float32), np.ones((4, 3, 5), np.float32)
 SUM = oracle.matmul_reduce_scatter(X, W)
 
 
 def fails(result, match):
-    """Every rank says the same; the next computation runs."""
+    """Every rank gets the same error; the next computation runs."""
     for shard in result.addressable_shards:
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             np.asarray(shard.data)
@@ -126,7 +126,7 @@ def fails(result, match):
 
 @pytest.mark.parametrize("method", ["RING_EXCHANGE", "PIPELINE"])
 def test_a_program_outlives_its_buffer(method):
-    """It fails clearly, and runs again when the buffer is created again."""
+    """It fails with a clear error, and runs again once the buffer is created again."""
     again = partial(create, comm_type="RS", method=method, buffer_shape=(8, 5))
     buffer = again()
     call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
@@ -142,8 +142,8 @@ def test_a_program_outlives_its_buffer(method):
     np.testing.assert_array_equal(program(X, W), SUM)
 
 
-def test_destroyed_before_all_ranks_have_come():
-    """One rank is late, and finds the buffer gone: an error on all of them."""
+def test_destroyed_before_all_ranks_arrive():
+    """One rank is late and finds the buffer destroyed: all ranks get an error."""
     buffer = create(comm_type="RS", buffer_shape=(8, 5))
     gate = Gate(rank=2)
 
@@ -160,14 +160,14 @@ def test_destroyed_before_all_ranks_have_come():
     np.testing.assert_array_equal(program(X, W), SUM)
 
 
-def test_a_buffer_in_use_stays():
-    """Neither destroying refuses later use, nor does a refused one change a count."""
+def test_a_buffer_in_use_is_kept():
+    """A failed attempt to destroy it neither blocks later use nor changes a count."""
     n = 768
     x = np.ones((2, n, n), np.float32)
     buffer = create(comm_type="RS", buffer_shape=(n, n), tp_size=2, gemm_priority=7)
     other = create()
 
-    def local(x, w):  # calls of one buffer take turns, so that it is in use for long
+    def local(x, w):  # calls of one buffer take turns, so it is in use for a long time
         call = partial(gemm, comm_overlap=buffer, axis_name=AXIS)
         return sum(call(x * i, w) for i in range(32))
 
@@ -187,7 +187,7 @@ def test_a_buffer_in_use_stays():
         destroy_all_comm_overlap_buffers()
     assert set(list_comm_overlap_buffers()) == {buffer, other}
     assert create(comm_type="RS", buffer_shape=(n, n), tp_size=2, gemm_priority=7) == buffer
-    destroy_comm_overlap_buffer(buffer)  # the one of the two that is not the last
+    destroy_comm_overlap_buffer(buffer)  # the first of two references
     np.testing.assert_array_equal(result, np.full((2, n // 2, n), n * 32 * 31))
     assert list_comm_overlap_buffers()[buffer][1:4] == (1, 0, 32)
     destroy_comm_overlap_buffer(buffer)
@@ -209,8 +209,8 @@ def test_a_rank_that_never_comes_leaves_the_buffer_free():
     destroy_comm_overlap_buffer(buffer)
 
 
-def test_memory_that_is_not_to_be_had():
-    """A failed allocation is an error of the call, and the buffer can be destroyed."""
+def test_memory_that_cannot_be_allocated():
+    """A failed allocation is an error of the call; the buffer can still be destroyed."""
     buffer = create(comm_type="RS", buffer_shape=(1 << 20, 1 << 22))
     call = partial(matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
     result = on_ranks(call, mesh_of(P_))(X, W)

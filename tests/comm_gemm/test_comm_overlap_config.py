@@ -1,4 +1,4 @@
-"""What a communication buffer is made from: its id, its defaults, its bytes, what is refused."""
+"""The parameters of a communication buffer: ids, defaults, bytes, and invalid values."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ RING = CommOverlapMethod.RING_EXCHANGE
 
 
 def id_of(**options):
-    """The id alone; nothing stays."""
+    """Returns the id alone; no buffer remains."""
     buffer = create(**options)
     destroy_comm_overlap_buffer(buffer)
     return buffer
@@ -70,9 +70,9 @@ def test_every_parameter_is_part_of_the_id():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(OTHER), max_size=4), st.lists(st.sampled_from(OTHER), max_size=4))
-def test_ids_are_equal_where_all_parameters_are(first, second):
+def test_ids_are_equal_if_all_parameters_are(first, second):
     merged = [{name: x for other in all for name, x in other.items()} for all in (first, second)]
-    for options in merged:  # what does not go together
+    for options in merged:  # invalid combinations
         if options.get("aggregate_ag") and (len(options) > 1):
             del options["aggregate_ag"]
         if options.get("method") == "BULK":
@@ -93,11 +93,11 @@ def test_ids_are_equal_where_all_parameters_are(first, second):
         {"num_comm_sm": 1, "set_sm_margin": False, "use_ce": True},  # the defaults of the ring
     ],
 )
-def test_equal_arguments_may_be_spelled_in_different_ways(options):
+def test_equal_arguments_may_be_written_in_different_ways(options):
     assert id_of(**options) == id_of()
 
 
-def test_defaults_are_those_of_the_method():
+def test_defaults_depend_on_the_method():
     parameters = ("comm_cga_size", "num_comm_sm", "set_sm_margin", "use_ce")
     defaults = {}
     for method in ("RING_EXCHANGE", "PIPELINE", "BULK"):
@@ -151,7 +151,7 @@ def test_ids_are_the_same_in_every_process():
     ],
 )
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4), ("float64", 8)])
-def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dtype, size):
+def test_bytes_before_a_buffer_exists(kind, method, options, num_elements, dtype, size):
     arguments = {**BASE, "comm_type": kind, "method": method, "buffer_dtype": dtype, **options}
     assert comm_overlap_buffer_bytes(**arguments) == num_elements * size
     assert list_comm_overlap_buffers() == {}
@@ -160,11 +160,11 @@ def test_bytes_before_a_buffer_is_there(kind, method, options, num_elements, dty
 @pytest.mark.parametrize(
     "shape, options, num_bytes",
     [
-        ((64, 32), {}, 64 * 32 + 64 * 4),  # rows, and a line of 4 scales of blocks for each
+        ((64, 32), {}, 64 * 32 + 64 * 4),  # rows, and 4 block scales for each
         ((64, 129), {}, 64 * 129 + 64 * 8),
-        ((3, 33), {}, 128 + 16),  # rows up to 64 bytes; scales of 4 ranks are 4 floats
+        ((3, 33), {}, 128 + 16),  # rows padded to 64 bytes; the scales of 4 ranks are 4 floats
         ((64, 32), {"use_ce": False}, 64 * 4),  # scales alone
-        ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has none
+        ((64, 32), {"method": "BULK"}, 64 * 32),  # whose array has no rows
     ],
 )
 def test_bytes_with_scales(shape, options, num_bytes):
@@ -223,8 +223,8 @@ def test_bytes_with_scales(shape, options, num_bytes):
         ({"aggregate_ag": True, "atomic_gemm": True}, ValueError, "aggregate_ag with .*=True; it "),
     ],
 )  # fmt: skip
-def test_parameters_that_are_refused(options, error, message):
-    """By the size as by the buffer itself; nothing is created."""
+def test_invalid_parameters_are_rejected(options, error, message):
+    """The byte count and the buffer reject them alike; nothing is created."""
     for function in (create_comm_overlap_buffer, comm_overlap_buffer_bytes):
         with pytest.raises(error, match=f"^{function.__name__}: .*{message}"):
             function(**{**BASE, **options})

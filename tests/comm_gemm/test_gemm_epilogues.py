@@ -1,5 +1,6 @@
-"""Bias, GELU, its derivative and the bias's gradient, fused into products of every scaling mode,
-transposition and kind of chunk."""
+"""Bias, GELU, its derivative and the bias gradient, fused into GEMMs.
+
+Every scaling mode, transposition and kind of chunk."""
 
 import itertools
 from functools import partial
@@ -35,7 +36,7 @@ LAYOUTS = list(itertools.product((False, True), (False, True)))  # lhs, rhs tran
 
 
 def draw(seed, num_ranks, mode, shape, layout="row") -> Scaled:
-    """Operands whose products are of all sizes where GELU bends, and beyond."""
+    """Operands whose products cover the range in which GELU bends, and beyond it."""
     if mode == WIDE:
         x = normal(seed, num_ranks, *shape) / np.float32(4)
         return Scaled(x, np.zeros((num_ranks, 1)), x.astype(np.float64))
@@ -43,7 +44,7 @@ def draw(seed, num_ranks, mode, shape, layout="row") -> Scaled:
 
 
 def scaled(lhs, rhs, mode, **options):
-    """The call, and its operands: data and scales, which are nothing without scaling."""
+    """Returns the call and its operands: data and scales; without scaling, no scales."""
 
     def call(*operands, **more):
         a, a_scale, b, b_scale = map(jnp.asarray, operands)
@@ -54,7 +55,7 @@ def scaled(lhs, rhs, mode, **options):
 
 
 def all_epilogues(call, bias, gelu_input, **options):
-    """By name; those of a complete sum."""
+    """Returns the epilogues by name, computed from the complete sum."""
     return {
         "bias": call(bias=bias, **options),
         "gelu": call(fuse_gelu=True, **options),
@@ -68,7 +69,7 @@ def all_epilogues(call, bias, gelu_input, **options):
 
 
 def check_all(results, product, bias, gelu_input, rhs_sum, name):
-    """The product in float64, [..., m, n]; `rhs_sum` the sum of rhs over what is contracted."""
+    """The product in float64, [..., m, n], and `rhs_sum`, the sum of rhs over the contraction."""
     near(results["bias"], product + bias, name)
     out, pre = results["gelu"]
     near(pre, product, name)
@@ -91,7 +92,7 @@ def check_all(results, product, bias, gelu_input, rhs_sum, name):
 
 @pytest.mark.parametrize("mode", [WIDE, CURRENT, MXFP8])
 def test_every_transposition(mode):
-    """In float32, and one more way of each: in bfloat16, by XLA, or both."""
+    """In float32, and once more for each: in bfloat16, by XLA, or both."""
     m = 70
     narrow = partial(np.asarray, dtype=jnp.bfloat16)
     bias, gelu_input = narrow(normal(2, N)), narrow(3 * normal(3, m, N))
@@ -128,8 +129,8 @@ def test_every_transposition(mode):
             check_all(result, product, added, before, rhs_sum, name)
 
 
-def test_gelu_far_out():
-    """No NaN where the cube overflows, or tanh is 1."""
+def test_gelu_of_large_arguments():
+    """There is no NaN where the cube overflows or tanh is 1."""
     x = np.array([-1e20, -1e13, -200, -30, -9, -5, -1, -1e-3, 0, 1e-3, 1, 5, 9, 30, 200, 1e20])
     x = x[:, None].astype(np.float32)
     one = jnp.ones((1, 1))
@@ -141,12 +142,12 @@ def test_gelu_far_out():
             rtol = 1e-5 if dtype == "float32" else 1e-13
             np.testing.assert_allclose(out, gelu(x), rtol=rtol, atol=rtol)
             slope = gemm(ones, one.astype(dtype), fuse_gelu=True, grad=True, gelu_input=values)
-            want = gelu_derivative(np.clip(x, -30, 30))  # 0 and 1 beyond
+            want = gelu_derivative(np.clip(x, -30, 30))  # 0 and 1 outside
             np.testing.assert_allclose(slope, want, rtol=rtol, atol=rtol)
 
 
 def test_results_of_several_dimensions():
-    """pre_gelu and gelu_input have the shape of the output; a bias is one row."""
+    """pre_gelu and gelu_input have the output's shape; a bias is one row."""
     lhs, rhs = normal(0, 2, 3, 4), normal(1, 4, 5, 6)
     lhs, rhs, bias = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(normal(2, 30))
     out, pre = gemm(lhs, rhs, bias=bias, fuse_gelu=True)
@@ -159,7 +160,7 @@ def test_results_of_several_dimensions():
 
 
 def test_derivative_of_gelu():
-    """Of both results, in every transposition, in float64; twice, too."""
+    """First and second derivatives of both results, in every transposition, in float64."""
     with jax.enable_x64(True):
         draw = lambda seed, *shape: jnp.asarray(normal(seed, *shape), np.float64)
         a, b, bias = draw(0, 5, 7), draw(1, 7, 6), draw(2, N)
@@ -189,8 +190,8 @@ def test_derivative_of_gelu():
         close(jax.jit(jax.grad(slope(fused)))(a), jax.grad(slope(plain))(a), "float64")
 
 
-def test_epilogues_of_nothing():
-    """No rows, nothing to contract, or no columns."""
+def test_epilogues_of_empty_operands():
+    """No rows, a contracted dimension of size zero, or no columns."""
     sizes = (0, 4, N), (5, 0, N), (5, 4, 0)
     operands = [(normal(0, n), normal(1, m, n)) for m, _, n in sizes]
 
@@ -210,7 +211,7 @@ def test_epilogues_of_nothing():
 
 @pytest.mark.parametrize("mode", [WIDE, CURRENT])
 def test_chunks_of_an_all_gather(mode):
-    """Each chunk's part of the output, and one gradient of the bias of all of them."""
+    """Each chunk's part of the output, and one bias gradient from all chunks."""
     p = 4
     lhs = draw(0, p, mode, (T, K))
     rhs = draw(1, p, mode, (K, N), "column")
@@ -242,8 +243,8 @@ def test_chunks_of_an_all_gather(mode):
 
 
 @pytest.mark.parametrize("mode", [WIDE, MXFP8])
-def test_bias_of_sums_and_beside_bulk(mode):
-    """A bias once; its gradient is that of this rank's rhs, whatever is summed."""
+def test_bias_of_sums_and_during_bulk(mode):
+    """The bias is added once; its gradient uses this rank's rhs, whatever is summed."""
     p = 4
     lhs = draw(0, p, mode, (p * T, K))
     rhs = draw(1, p, mode, (K, N), "column")
@@ -294,10 +295,10 @@ def test_bias_of_sums_and_beside_bulk(mode):
 
 
 def test_a_layer_and_its_derivative_by_hand():
-    """What the epilogues are for: gelu(x w + b) forward; dx, dw and db from the fused parts."""
+    """The purpose of the epilogues: gelu(x w + b) forward, and dx, dw and db from fused parts."""
     p = 2
     x, w, bias = normal(0, p, T, K) / 4, normal(1, p, K, N), normal(2, p, N)
-    dhidden = normal(3, p, p * T, N)  # of the layer's result
+    dhidden = normal(3, p, p * T, N)  # of the layer's output
     shape = (p * T, K)
     gather = create_comm_overlap_buffer("AG", "RING_EXCHANGE", shape, "float32", p)
     scatter = create_comm_overlap_buffer("RS", "RING_EXCHANGE", shape, "float32", p)
@@ -306,7 +307,7 @@ def test_a_layer_and_its_derivative_by_hand():
         call = partial(gemm, axis_name=AXIS)
         fused: Any = {"bias": bias, "fuse_gelu": True, "return_aux": True}
         hidden, pre, gathered = call(x, w, comm_overlap=gather, **fused)
-        # dhidden stands for a product with the next layer's weight.
+        # dhidden replaces a product with the next layer's weight.
         eye = jnp.eye(N)
         backward: Any = {"fuse_gelu": True, "fuse_bias": True, "grad": True, "gelu_input": pre}
         dpre, dbias = gemm(dhidden, eye, **backward)

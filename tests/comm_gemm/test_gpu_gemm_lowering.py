@@ -1,4 +1,4 @@
-"""GEMMs for GPUs, lowered without one: what the custom calls are told, and what falls to XLA."""
+"""GEMMs lowered for GPUs without a GPU: attributes of the custom calls, and fallbacks to XLA."""
 
 import functools
 import pathlib
@@ -32,7 +32,7 @@ X, K, N = np.zeros((8, 32), np.float32), np.zeros((32, 16), np.float32), 16
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
-    """As if the extension were there, built or not; the tests here run nothing."""
+    """Pretends that the extension exists, built or not; these tests execute nothing."""
     released = []
     extension = types.SimpleNamespace(
         set_process=lambda process: None,
@@ -51,7 +51,7 @@ def lowered(fn, *arguments):
 
 
 def calls(text):
-    """The attributes of the GEMM calls, by name, and their result types."""
+    """Returns the attributes of the GEMM calls by name, and their result types."""
     found = re.findall(
         r"custom_call @jax_cp_dispatch\.gemm\(.*?\{(.*)\} : .*?-> (?:tuple<)?(.*)", text
     )
@@ -87,7 +87,7 @@ def test_tf32_on_request():
     assert attributes["tf32"] == "true"
 
 
-def test_gelu_of_lines_that_the_library_cannot_write_needs_room_for_sums():
+def test_gelu_that_the_library_cannot_fuse_needs_space_for_sums():
     fn = functools.partial(gemm, fuse_gelu=True)
     for n, extra in ((16, 0), (12, 4 * 8 * 12)):
         x, w = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 32), (32, n)))
@@ -95,7 +95,7 @@ def test_gelu_of_lines_that_the_library_cannot_write_needs_room_for_sums():
         assert f"tensor<{SCRATCH + -(-extra // 256) * 256}xui8>" in results
 
 
-def test_operands_of_8_bits_may_have_to_be_laid_otherwise():
+def test_8_bit_operands_may_need_another_layout():
     one = jnp.ones((1,), jnp.float32)
     x, w = (a.astype(jnp.float8_e4m3fn) for a in (X, K))
     options = {
@@ -145,7 +145,7 @@ def test_global_arrays_over_explicit_axes():
     assert numbers(attributes["places"].split(":")[0]) == ORDER
 
 
-def test_what_a_buffer_says_reaches_the_gpu(cuda):
+def test_options_of_a_buffer_reach_the_gpu(cuda):
     buffer = create_comm_overlap_buffer(
         "RS", "PIPELINE", (32, 16), "float32", W,
         num_splits=2, gemm_priority=1, comm_priority=3, num_comm_sm=12,
@@ -165,7 +165,7 @@ def test_what_a_buffer_says_reaches_the_gpu(cuda):
 
 
 def fallen(fn, *arguments):
-    """Why a program falls to XLA."""
+    """Returns why a program falls back to XLA."""
     from jax_cp_dispatch._ranks import implementations
 
     implementations.say_once.cache_clear()
@@ -175,7 +175,7 @@ def fallen(fn, *arguments):
     return str(said[0].message)
 
 
-def test_what_gpus_lack_falls_to_xla_with_the_reason():
+def test_unsupported_gemms_fall_back_to_xla_with_a_reason():
     half = X.astype(jnp.bfloat16)
     assert "does not multiply bfloat16 with float32" in fallen(gemm, half, K)
     to_half = functools.partial(gemm, preferred_element_type=jnp.bfloat16)
@@ -184,14 +184,14 @@ def test_what_gpus_lack_falls_to_xla_with_the_reason():
     assert "ragged_dot" in fallen(grouped_gemm, X, np.zeros((2, 32, 16), np.float32), sizes)
 
 
-def test_a_transport_that_is_named_is_refused_with_the_reason():
+def test_a_named_transport_is_rejected_with_a_reason():
     half = X.astype(jnp.bfloat16)
     named = functools.partial(gemm, implementation="cuda_peer")
     with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* bfloat16 with fl"):
         lowered(named, half, K)
 
 
-def test_ranks_over_the_network_take_xla_and_neighbours_do_not(monkeypatch):
+def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     monkeypatch.setattr(places, "connected_islands", lambda: [0, 0, 2, 2])
     on = lambda *processes: np.array([types.SimpleNamespace(process_index=p) for p in processes])
     monkeypatch.setattr(places, "_in_order", lambda *_: on(0, 1, 2, 3))
@@ -200,12 +200,12 @@ def test_ranks_over_the_network_take_xla_and_neighbours_do_not(monkeypatch):
     assert places.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=4)) == said
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)
-    assert calls(lowered(gemm, X, K))  # alone
+    assert calls(lowered(gemm, X, K))  # a single rank
 
 
 @pytest.mark.parametrize("kind, method", [("AG", "RING_EXCHANGE"), ("RS", "PIPELINE")])
 def test_one_gpu_that_holds_all_ranks(kind, method):
-    """As tests/gpu and the benchmark call it."""
+    """With the calls of tests/gpu and the benchmark."""
     gathers = kind == "AG"
     call = GemmCall(
         op="test",

@@ -26,7 +26,7 @@ def slices(sizes):
 
 
 def products(lhs, rhs, sizes, bias=None):
-    """[M, N] in float64; zero behind the last group."""
+    """[M, N] in float64; zero after the last group."""
     out = np.zeros((len(lhs), rhs.shape[2]))
     for group, rows in enumerate(slices(sizes)):
         out[rows] = np.float64(lhs[rows]) @ rhs[group] + (0 if bias is None else bias[group])
@@ -41,7 +41,7 @@ def products_of_rows(lhs, rhs, sizes):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("sizes, num_rows", SIZES)
 def test_every_form_and_its_derivative(sizes, num_rows, implementation):
-    """Ragged and empty groups, rows behind the last one; integers are exact."""
+    """Ragged and empty groups, rows after the last group; integers are exact."""
     groups = len(sizes)
     lhs, rhs = integers(0, num_rows, K), integers(1, groups, K, N)
     bias, dy = integers(2, groups, N), integers(3, num_rows, N)
@@ -74,7 +74,7 @@ def test_every_form_and_its_derivative(sizes, num_rows, implementation):
 @settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5), seed=st.integers(0, 99))
 def test_ragged_dot_is_the_oracle(sizes, seed):
-    """One program for all sizes: they are read where it runs."""
+    """One program serves all sizes, because it reads them at run time."""
     lhs, rhs = normal(seed, 200, 33), normal(seed + 1, 5, 33, 17)
     got, want = _BOTH(lhs, rhs, np.array(sizes, np.int32))
     inside = np.arange(200)[:, None] < sum(sizes)
@@ -89,7 +89,7 @@ def _BOTH(lhs, rhs, sizes):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_types(dtype):
-    """Rounded once, to the operands' type or another."""
+    """Rounded once, to the operands' type or to another one."""
     with jax.enable_x64(dtype == "float64"):
         lhs, rhs = normal(0, 12, K, dtype=dtype), normal(1, 4, K, N, dtype=dtype)
         sizes = np.array([3, 0, 5, 4], np.int32)
@@ -106,7 +106,7 @@ def test_types(dtype):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("mode", ["CURRENT_TENSOR_SCALING", "delayed_tensor_scaling"])
 def test_one_scale_per_group(mode, implementation):
-    """Products of 8-bit values, each group's times its own two scales; also of rows."""
+    """8-bit products, multiplied by two scales per group; also with contracted rows."""
     sizes, random = np.array([3, 0, 5, 4], np.int32), np.random.default_rng(0)
     values = {name: np.array([decode_byte(b, name) for b in range(256)]) for name in
               ("float8_e4m3fn", "float8_e5m2")}  # fmt: skip
@@ -135,7 +135,7 @@ def test_one_scale_per_group(mode, implementation):
 
 
 def test_on_each_rank_and_under_vmap():
-    """Each rank has its own sizes; examples run one after another."""
+    """Each rank has its own group sizes; examples run in sequence."""
     lhs, rhs = integers(0, 4, 10, K), integers(1, 4, 3, K, N)
     sizes = np.array([[3, 3, 4], [0, 10, 0], [1, 2, 3], [0, 0, 0]], np.int32)
     want = np.stack([products(*each) for each in zip(lhs, rhs, sizes, strict=True)])
@@ -148,7 +148,7 @@ def test_on_each_rank_and_under_vmap():
 
 
 def test_gradients_where_one_operand_is_the_same_on_all_ranks():
-    """Those of the experts are summed over ranks; ranks without rows have a part, too."""
+    """Expert gradients are summed over ranks; ranks without rows take part."""
     lhs, rhs, bias = integers(0, 4, 10, K), integers(1, 3, K, N), integers(2, 3, N)
     sizes = np.array([[3, 3, 4], [0, 10, 0], [1, 2, 3], [0, 0, 0]], np.int32)
 
@@ -169,7 +169,7 @@ def test_gradients_where_one_operand_is_the_same_on_all_ranks():
         equal(each, want)
 
 
-def test_sizes_that_do_not_fit_are_an_error_where_it_runs():
+def test_invalid_sizes_are_an_error_at_run_time():
     lhs, rhs = jnp.ones((4, K)), jnp.ones((2, K, N))
     for sizes, message in (
         (
@@ -232,7 +232,7 @@ SCALE = jnp.ones(2)
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("unchecked_types")
-def test_refused_before_anything_is_traced(changes, error, message):
+def test_invalid_calls_are_rejected_at_trace_time(changes, error, message):
     arguments = {"lhs": jnp.ones((4, K)), "rhs": jnp.ones((2, K, N)),
                  "group_sizes": jnp.ones(2, jnp.int32), **changes}  # fmt: skip
     with pytest.raises(error, match=f"^grouped_gemm: .*{message}"):

@@ -1,4 +1,4 @@
-"""What overlapped GEMMs did and when, and how much of the communication was hidden."""
+"""Profiles of overlapped GEMMs: spans, and the share of communication that was hidden."""
 
 import json
 
@@ -50,7 +50,7 @@ def mapped(fn, mesh, **options):
     )
 
 
-def test_spans_of_a_ring_are_those_of_its_schedule(tmp_path):
+def test_spans_of_a_ring_match_its_schedule(tmp_path):
     p = 4
     mesh = Mesh(np.array(jax.devices()[:p]), ("tp",))
     x, w = jnp.ones((p * 64, 32)), jnp.ones((32, 64))
@@ -69,7 +69,7 @@ def test_spans_of_a_ring_are_those_of_its_schedule(tmp_path):
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(profile.spans)
 
 
-def test_groups_are_ranks_of_their_own_and_a_direct_ring_sends_nothing():
+def test_groups_have_separate_ranks_and_a_direct_ring_sends_nothing():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
     fn = mapped(matmul_reduce_scatter, mesh, method="ring", use_ce=False)
     profile = overlap_profile(fn, jnp.ones((8, 8)), jnp.ones((8, 4)))
@@ -77,6 +77,6 @@ def test_groups_are_ranks_of_their_own_and_a_direct_ring_sends_nothing():
     assert profile.communication == profile.exposed_communication == 0.0
 
 
-def test_a_program_without_overlap_is_refused():
+def test_a_program_without_overlap_is_rejected():
     with pytest.raises(ValueError, match="ran no GEMM with communication on a transport"):
         overlap_profile(jax.jit(lambda x: x + 1), jnp.ones(3))

@@ -26,7 +26,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("lhs, rhs, dims, text", LAYOUTS)
 def test_plain_product_and_its_derivative(lhs, rhs, dims, text):
-    """In every transposition, with several dimensions contracted and several free ones."""
+    """Every transposition, with several contracted and several free dimensions."""
     lhs, rhs = integers(0, *lhs), integers(1, *rhs)
     expected, pull = jax.vjp(partial(jnp.einsum, text), lhs, rhs)
     bias = integers(2, rhs.size // np.prod([rhs.shape[d] for d in dims[1]]))
@@ -48,7 +48,7 @@ def test_plain_product_and_its_derivative(lhs, rhs, dims, text):
 
 
 def test_plain_product_of_types():
-    """Mixed types, a wide sum of narrow operands, float64."""
+    """Mixed types, a wide result of narrow operands, float64."""
     lhs, rhs = jnp.asarray(integers(0, 4, K), jnp.bfloat16), jnp.asarray(integers(1, K, N))
     expected = np.asarray(lhs, np.float32) @ np.asarray(rhs)
     assert gemm(lhs, rhs).dtype == jnp.float32
@@ -64,7 +64,7 @@ def test_plain_product_of_types():
         np.testing.assert_allclose(gemm(lhs, rhs), lhs @ rhs, rtol=1e-13, atol=1e-13)
 
 
-def test_plain_product_inside_other_transformations():
+def test_plain_product_under_transformations():
     """vmap, second derivatives, and arrays without elements."""
     lhs, rhs = jnp.asarray(integers(0, 3, 4, K)), jnp.asarray(integers(1, 3, K, N))
     equal(jax.vmap(gemm)(lhs, rhs), lhs @ rhs)
@@ -72,7 +72,7 @@ def test_plain_product_inside_other_transformations():
     twice = lambda fn: jax.grad(
         lambda a, b: jnp.sum(jax.grad(lambda a: jnp.sum(fn(a, b) ** 3))(a) ** 2)
     )
-    signs = jnp.sign(lhs[0]), jnp.sign(rhs[0])  # so that all numbers are below 2**24
+    signs = jnp.sign(lhs[0]), jnp.sign(rhs[0])  # keeps all numbers below 2**24
     equal(jax.jit(twice(gemm))(*signs), jax.jit(twice(jnp.matmul))(*signs))
     assert gemm(lhs[0, :0], rhs[0]).shape == (0, N)
     bias = integers(2, N)
@@ -83,7 +83,7 @@ def test_plain_product_inside_other_transformations():
 @pytest.mark.parametrize("out", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(600, 1100, 1100), (600, 300, 1100)])
 def test_narrow_operands_of_several_blocks(shape, out):
-    """More rows, columns and contracted elements than are widened at a time."""
+    """More rows, columns and contracted elements than one widened block."""
     m, k, n = shape
     rng = np.random.default_rng(0)
     a, b, bias = (rng.integers(-2, 3, size).astype(np.float32) for size in ((m, k), (k, n), (n,)))
@@ -98,8 +98,8 @@ def test_narrow_operands_of_several_blocks(shape, out):
     np.testing.assert_array_equal(turned, want)
 
 
-def test_one_device_takes_all_cores_and_leaves_scipys_thread_count_alone():
-    """The library that SciPy has loaded runs with as many threads as before."""
+def test_one_device_uses_all_cores_and_keeps_scipys_thread_count():
+    """The BLAS that SciPy has loaded keeps its number of threads."""
     program = """
 import ctypes, os, re
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,5 +1,6 @@
-"""`gemm` of 8-bit operands: every transposition, type and scaling mode, and chunks that move with
-their scales through every type of buffer."""
+"""`gemm` of 8-bit operands: every transposition, type and scaling mode.
+
+Chunks move with their scales through every type of buffer."""
 
 import importlib
 import itertools
@@ -41,7 +42,7 @@ LAYOUTS = list(itertools.product((False, True), (False, True)))  # lhs, rhs tran
 
 
 def scaled(lhs, rhs, mode):
-    """The call, and its operands: data and scales."""
+    """Returns the call and its operands: data and scales."""
 
     def call(*operands, **options):
         a, a_scale, b, b_scale = map(jnp.asarray, operands)
@@ -56,7 +57,7 @@ def scaled(lhs, rhs, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transposition_and_type(mode):
-    """Two dimensions contracted, blocks of 32 across their border, two free ones on each side."""
+    """Two contracted dimensions, blocks of 32 across their border, two free ones on each side."""
     rows, contracted, columns = (5, 7), (2, 48), (3, 13)
     calls, operands, wants = {}, {}, {}
     for (left, right), (lhs_type, rhs_type) in itertools.product(LAYOUTS, TYPES):
@@ -97,8 +98,8 @@ def test_every_transposition_and_type(mode):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("turned", [False, True])
-def test_more_than_is_widened_at_a_time(mode, turned):
-    """Several blocks of rows, columns and of what is contracted; float32 in place, bfloat16 not."""
+def test_several_widened_blocks(mode, turned):
+    """Several blocks of rows, columns and the contraction; only float32 is written in place."""
     m, k, n = 530, 544, 1040
     lhs = drawn(0, mode, E4M3, (k, m) if turned else (m, k), "column" if turned else "row")
     rhs = drawn(1, mode, E5M2, (n, k) if turned else (k, n), "row" if turned else "column")
@@ -110,10 +111,10 @@ def test_more_than_is_widened_at_a_time(mode, turned):
 
 
 def test_special_blocks():
-    """Scales 2**-127, 2**127 and NaN, and bytes that are NaN; nothing reaches another row."""
+    """Scales 2**-127, 2**127 and NaN, and NaN bytes; nothing reaches another row."""
     rng = np.random.default_rng(0)
     data = rng.integers(1, 8, (5, 64)).astype(np.uint8)  # the smallest magnitudes
-    data[0] += 0x70  # of the largest, so that products are normal floats
+    data[0] += 0x70  # of the largest magnitudes, so products are normal floats
     data[3, 2] = 0x7F
     scales = np.full((5, 2), 127, np.uint8)
     scales[0], scales[1], scales[2, 1] = 0, 254, 255
@@ -130,7 +131,7 @@ def test_special_blocks():
 
 
 def tiles_of(scales):
-    """Of one line of lhs, or column of rhs, after the other; filled with zeros."""
+    """Line by line of lhs, or column by column of rhs; padded with zeros."""
     lines, blocks = scales.shape
     tiles = np.zeros((-(-lines // 128), -(-blocks // 4), 512), np.uint8)
     line, block = np.indices(scales.shape)
@@ -140,7 +141,7 @@ def tiles_of(scales):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_scales_as_tensor_cores_read_them(implementation):
-    """Both operands' in tiles, from either layout, more than one of them; filled with zeros."""
+    """Scales of both operands in tiles, from either layout, several tiles; padded with zeros."""
     m, k, n = 130, 160, 70
     calls, operands, wants = {}, {}, {}
     for left, right in LAYOUTS:
@@ -159,14 +160,14 @@ def test_scales_as_tensor_cores_read_them(implementation):
             scaling_mode=ScalingMode.MXFP8_1D_SCALING,
         )
         scales = [lhs.scale_inv, rhs.scale_inv]
-        if implementation == "xla":  # takes the fill as it is
+        if implementation == "xla":  # keeps the padding unchanged
             scales = [np.where(scale == 255, np.uint8(0), scale) for scale in scales]
         operands[name] = dict(zip(SCALED, (lhs.data, scales[0], rhs.data, scales[1]), strict=True))
         of_lhs = laid(lhs.scale_inv, "column" if left else "row")
         of_rhs = laid(rhs.scale_inv, "row" if right else "column")
         wants[name] = [tiles_of(x[:lines, : k // 32]) for x, lines in ((of_lhs, m), (of_rhs, n))]
 
-    # What is public does not return them.
+    # The public API does not return them.
     bind = lambda operands: {name: bind_gemm(calls[name], **x) for name, x in operands.items()}
     for name, results in run_once(jax.jit(bind), operands).items():
         equal(results.lhs_swizzled, wants[name][0], name)
@@ -175,7 +176,7 @@ def test_scales_as_tensor_cores_read_them(implementation):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_examples_under_vmap(mode):
-    """Each with its own scales, or one operand for all of them."""
+    """Each example has its own scales, or all share one operand."""
     lhs = drawn_by_ranks(0, 3, mode, E4M3, (4, 64))
     rhs = drawn_by_ranks(1, 3, mode, E4M3, (64, 6), "column")
     call, operands = scaled(lhs, rhs, mode)
@@ -187,7 +188,7 @@ def test_examples_under_vmap(mode):
     near(one, lhs.values @ rhs.values[0])
 
 
-def test_nothing_to_multiply():
+def test_empty_operands():
     one = np.ones(1, np.float32)
     for m, k, n in ((0, 64, 6), (4, 0, 6), (4, 64, 0)):
         call, _ = scaled((), (), MODES[1])
@@ -222,7 +223,7 @@ def with_ranks(lhs, rhs, mode, **options):
     ],
 )
 def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
-    """Every rank's tensor has another scale; what is gathered is the 8 bits."""
+    """Every rank's tensor has its own scale; the 8-bit values are gathered."""
     p, shape = num_ranks, (num_ranks * T, K)
     lhs = drawn_by_ranks(0, p, mode, E5M2, (T, K))
     rhs = drawn_by_ranks(1, p, mode, E4M3, (K, N), "column")
@@ -255,8 +256,8 @@ def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
     [(4, MODES[0], (2, 0, 3, 1)), (4, MXFP8, (2, 0, 3, 1)), (1, MODES[1], None),
      (3, MXFP8, (1, 2, 0)), (8, MODES[1], None)],
 )  # fmt: skip
-def test_sums_of_products_with_scales_of_their_own(num_ranks, mode, order):
-    """Partial sums move wide, or in the buffer's type."""
+def test_sums_of_products_with_scales_per_rank(num_ranks, mode, order):
+    """Partial sums move in float32, or in the buffer's type."""
     p, shape = num_ranks, (num_ranks * T, N)
     lhs = drawn_by_ranks(0, p, mode, E4M3, (p * T, K))
     rhs = drawn_by_ranks(1, p, mode, E5M2, (K, N), "column")
@@ -282,9 +283,9 @@ def test_sums_of_products_with_scales_of_their_own(num_ranks, mode, order):
     assert np.all(off <= roundings) and np.any(off > 1e-3 * roundings)
 
 
-def test_scales_that_moved_as_tensor_cores_read_them(monkeypatch):
-    """Gathered rows' scales in the order of the ranks; beside bulk, or of a sum, a rank's own."""
-    p, lines = 4, 40  # the gathered lines fill a tile and begin another
+def test_moved_scales_as_tensor_cores_read_them(monkeypatch):
+    """Scales of gathered rows are in rank order; with bulk or sums, a rank has its own scales."""
+    p, lines = 4, 40  # the gathered lines fill one tile and start another
     seen = []
 
     def spy(call, **operands):
@@ -292,7 +293,7 @@ def test_scales_that_moved_as_tensor_cores_read_them(monkeypatch):
         return seen[-1]
 
     module = importlib.import_module("jax_cp_dispatch.comm_gemm._gemm")
-    monkeypatch.setattr(module, "bind_gemm", spy)  # what is public does not return them
+    monkeypatch.setattr(module, "bind_gemm", spy)  # the public API does not return them
     lhs = drawn_by_ranks(0, p, MXFP8, E4M3, (lines, K))
     rhs = drawn_by_ranks(1, p, MXFP8, E4M3, (K, N), "column")
     call, operands = with_ranks(lhs, rhs, MXFP8)
@@ -324,8 +325,8 @@ def test_scales_that_moved_as_tensor_cores_read_them(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bulk_beside_a_scaled_product(mode):
-    """What moves is bytes as they are, or wide; either operand may be transposed."""
+def test_bulk_during_a_scaled_product(mode):
+    """Moves bytes unchanged, or wide values; either operand may be transposed."""
     p = 4
     lhs = drawn_by_ranks(0, p, mode, E4M3, (K, 10), "column")
     rhs = drawn_by_ranks(1, p, mode, E4M3, (N, K), "row")
@@ -355,7 +356,7 @@ def test_bulk_beside_a_scaled_product(mode):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_groups_of_ranks_keep_their_scales_apart(mode):
-    """Two groups on a permuted mesh share a buffer's id, and neither rows nor scales."""
+    """Two groups on a permuted mesh share a buffer id, but neither rows nor scales."""
     groups, p = 2, 4
     names = ("data", "tp")
     lhs = drawn_by_ranks(0, groups * p, mode, E4M3, (T, K))

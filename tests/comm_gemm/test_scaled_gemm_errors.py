@@ -1,4 +1,4 @@
-"""What `gemm` refuses of scaled operands and of epilogues, when it is traced."""
+"""Scaled operands and epilogues that `gemm` rejects at trace time."""
 
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ def test_scaling_without_scales(mode, given, missing):
         (BF16, BF16, "NO_SCALING", {"rhs_scale_inv": jnp.ones(1)}, ValueError, "got rhs_scale_inv"),
     ],
 )  # fmt: skip
-def test_types_that_do_not_go_with_a_scaling_mode(lhs, rhs, mode, options, error, message):
+def test_types_that_do_not_match_a_scaling_mode(lhs, rhs, mode, options, error, message):
     scales = {} if mode == "NO_SCALING" else {f"{x}_scale_inv": jnp.ones(1) for x in ("lhs", "rhs")}
     with jax.enable_x64(True), pytest.raises(error, match=f"^gemm: {message}"):
         PLAIN(
@@ -89,7 +89,7 @@ U8 = partial(np.zeros, dtype=np.uint8)
          r"be a multiple of 32, the elements that share a scale\. Pad it with zeros to 64"),
     ],
 )  # fmt: skip
-def test_scales_that_do_not_fit(lhs, rhs, mode, changed, message):
+def test_scales_of_another_shape_or_type(lhs, rhs, mode, changed, message):
     if mode == MXFP8:
         scales = {"lhs": U8((128, 4)), "rhs": U8((4, 128))}
     else:
@@ -100,7 +100,7 @@ def test_scales_that_do_not_fit(lhs, rhs, mode, changed, message):
 
 
 def test_transposed_operands_that_break_a_block():
-    """The dimension that is contracted is the first of lhs, the last of rhs."""
+    """The contracted dimension is the first of lhs and the last of rhs."""
     lhs, rhs = jnp.ones((40, M), E4M3), jnp.ones((N, 40), E4M3)
     scales = {"lhs_scale_inv": jnp.ones(1), "rhs_scale_inv": jnp.ones(1)}
     turned: Any = {"contracting_dims": ((0,), (1,)), "scaling_mode": MXFP8, **scales}
@@ -146,13 +146,13 @@ def test_buffers_of_another_type_than_the_scaled_operand():
          r"\(8, 3\); it needs that of the output, 40 elements\. Pass pre_gelu of the forward pass"),
     ],
 )  # fmt: skip
-def test_epilogues_that_do_not_go_together(options, message):
+def test_invalid_combinations_of_epilogues(options, message):
     with pytest.raises(ValueError, match=f"^gemm: {message}"):
         PLAIN(jnp.ones((M, K)), jnp.ones((K, N)), **options)
 
 
 def test_gelu_input_of_one_chunk():
-    """With a ring, the output has the rows of all ranks."""
+    """In a ring, the output has the rows of all ranks."""
     buffer = create("AG", "RING_EXCHANGE")
     options: Any = {"comm_overlap": buffer, "fuse_gelu": True, "grad": True}
     refused(
@@ -163,7 +163,7 @@ def test_gelu_input_of_one_chunk():
 
 
 def test_derivatives_of_scaled_products_and_of_derivatives():
-    """Rounding has none, and a fused backward pass is written by hand."""
+    """Rounding has no derivative, and the fused backward pass has none either."""
     one = jnp.ones(1)
     quantized = {"scaling_mode": CURRENT, "lhs_scale_inv": one}
     scaled = lambda scale: PLAIN(
@@ -179,7 +179,7 @@ def test_derivatives_of_scaled_products_and_of_derivatives():
 
 @pytest.mark.parametrize("kind, method", [("RS", "RING_EXCHANGE"), ("RS", "PIPELINE"),
                                           ("RS", "BULK"), ("AG", "BULK")])  # fmt: skip
-def test_gelu_of_what_is_not_complete(kind, method):
+def test_gelu_of_incomplete_sums(kind, method):
     buffer = create(kind, method, (M, K))
     options = {"aux_in": jnp.ones((M, K))} if method == "BULK" else {}
     refused(

@@ -1,5 +1,6 @@
-"""Overlapped products of 8 bits and their derivatives: all methods in all scaling modes, uneven
-tokens, and the state of delayed scaling from step to step."""
+"""Overlapped 8-bit GEMMs and their derivatives: all methods in all scaling modes.
+
+Also uneven tokens, and the state of delayed scaling from step to step."""
 
 from functools import partial
 from typing import Any
@@ -35,14 +36,14 @@ from jax_cp_dispatch.scaling import MatmulScaling
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", [GATHER, SCATTER])
 def test_every_method(op, mode):
-    """Values and derivatives of several batches on a permuted mesh."""
+    """Values and derivatives for several batches on a permuted mesh."""
     p = 4
     names = [
         name
         for name in methods(op, p)
         if name not in ("pipeline of 1", "pipeline of more than columns")
     ]
-    names = ("ring", "xla") if mode == DELAYED else names  # the others differ as in CURRENT
+    names = ("ring", "xla") if mode == DELAYED else names  # other methods differ as in CURRENT
     x, w, dy, bias = of(op, p, (2,), 3)
     scales = SCALES if mode == DELAYED else None
     want = ORACLES[op](x, w, dy, mode, scales=scales, bias=bias)
@@ -74,7 +75,7 @@ def test_numbers_of_ranks(num_ranks, mode, op, name):
     [(GATHER, DELAYED), (GATHER, CURRENT), (GATHER, MXFP8), (SCATTER, DELAYED)],
 )
 def test_uneven_tokens(op, mode):
-    """What stands behind a rank's own tokens, of x or of dy, reaches no value, scale or state."""
+    """Rows after a rank's own tokens, in x or dy, reach no value, scale or state."""
     p, counts = 3, (2, 0, 4)
     x, w, dy, bias = of(op, p, (2,), 2)
     gathers = op is GATHER
@@ -85,7 +86,7 @@ def test_uneven_tokens(op, mode):
     want = ORACLES[op](x, w, dy, mode, counts, scales, bias)
     real = [oracle.real(x, counts), w, dy] if gathers else [x, w, oracle.real(dy, counts)]
     moved = with_nan_behind(x if gathers else dy, counts)
-    moved[1] = 1e6  # that rank has no tokens
+    moved[1] = 1e6  # this rank has no tokens
     x, dy = (moved, dy) if gathers else (x, moved)
     names = ("ring, no copies", "xla") if mode == MXFP8 else ("ring", "pipeline of 3")
     options: Any = {"names": names, "counts": counts, "check_vma": False}
@@ -95,8 +96,8 @@ def test_uneven_tokens(op, mode):
             check_state(got[-1], dict(zip(("x", "w", "dy"), real, strict=True)))
 
 
-def test_nan_on_one_rank_keeps_the_scale_of_all():
-    """It comes into the history, as the largest of all ranks."""
+def test_nan_on_one_rank_keeps_the_scale_of_all_ranks():
+    """NaN enters the history, as the largest magnitude of all ranks."""
     p, state = 4, state_of()[0]
     call = partial(GATHER, axis_name=AXIS, method="none", scaling_mode=DELAYED)
     local = lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, state)[-1]
@@ -111,7 +112,7 @@ def test_nan_on_one_rank_keeps_the_scale_of_all():
 
 
 def test_types_of_results():
-    """bfloat16 in and out; a gradient has its operand's type."""
+    """bfloat16 in and out; a gradient has the type of its operand."""
     p, bf16 = 2, jnp.bfloat16
     x, w, dy, bias = (jnp.asarray(a, bf16) for a in of(SCATTER, p, (), 3))
     w = w.astype(jnp.float32)
@@ -127,7 +128,7 @@ def test_types_of_results():
 
 
 def test_training_with_delayed_scaling():
-    """The gradient by the state takes its place in the next step; nothing is left of the first."""
+    """The gradient with respect to the state replaces it in the next step."""
     p = 2
     x, w, dy, _ = of(GATHER, p, (), 3)
     factors: Any = np.array([1, 0, 30, 0.5], np.float32)
@@ -156,8 +157,8 @@ def test_training_with_delayed_scaling():
     np.testing.assert_array_equal(after.x.amax_history, np.stack([history["x"]] * p))
 
 
-def test_inside_of_other_transformations():
-    """vmap with scales per example, and a layer that is computed again for its derivative."""
+def test_under_other_transformations():
+    """vmap with scales per example, and a layer that is recomputed for its derivative."""
     p, examples = 2, 2
     arrays = [[a * np.float32(1 + 4 * i) for a in of(GATHER, p, (), 2)] for i in range(examples)]
     x, w, dy, _ = (np.stack(a, axis=1) for a in zip(*arrays, strict=True))
@@ -174,8 +175,8 @@ def test_inside_of_other_transformations():
     check((y, dx, dw), wants[0], "checkpoint")
 
 
-def test_nothing_to_multiply():
-    """No tokens: nothing to round either."""
+def test_no_tokens():
+    """Without tokens there is nothing to quantize."""
     p = 2
     x, w, dy, bias = of(GATHER, p, (), 0)
     results = run_all(GATHER, mesh_of(p), DELAYED, x, w, bias, dy, names=("ring",))

@@ -1,4 +1,4 @@
-"""Overlapped products of 8 bits on meshes of more axes, in registered buffers, on global arrays."""
+"""Overlapped 8-bit GEMMs on meshes of several axes, in registered buffers, on global arrays."""
 
 from functools import partial
 from typing import Any
@@ -34,11 +34,11 @@ from jax_cp_dispatch.buffers import create_comm_overlap_buffer
 
 
 @pytest.mark.parametrize("op, mode", [(GATHER, CURRENT), (SCATTER, DELAYED)])
-def test_groups_share_a_state_but_no_scale(op, mode):
-    """Two groups of four ranks: current scales are a group's, a delayed state is of them all."""
+def test_groups_share_a_state_but_no_current_scale(op, mode):
+    """Two groups of four ranks: each has its own current scale; both share a delayed state."""
     p, groups, names = 4, 2, ("data", "tp")
     state = state_of()[0] if mode == DELAYED else None
-    sizes = 1, 3, 4, 5  # of the second group
+    sizes = 1, 3, 4, 5  # in the second group
     of_groups = [of(op, p, (), 2)]
     of_groups.append([a * np.float32(size) for a, size in zip(of_groups[0], sizes, strict=True)])
     arrays: list[Any] = [np.concatenate(each) for each in zip(*of_groups, strict=True)]
@@ -63,8 +63,8 @@ def test_groups_share_a_state_but_no_scale(op, mode):
 
 
 @pytest.mark.parametrize("mode", [DELAYED, CURRENT])
-def test_arrays_that_another_axis_does_not_split(mode):
-    """The result and the next state are the same on all of its ranks, and known to be."""
+def test_arrays_replicated_over_another_axis(mode):
+    """The result and the next state are equal on all of its ranks, as JAX's types show."""
     p, names = 4, ("data", "tp")
     x, w, dy, _ = of(GATHER, p, (), 2)
     spec = P("tp")
@@ -82,7 +82,7 @@ def test_arrays_that_another_axis_does_not_split(mode):
 
 
 def test_registered_buffers_of_8_bits():
-    """Of either operand's type; the derivative of a sum gathers 8 bits without one."""
+    """Buffers of either operand's type; the derivative of a sum gathers 8 bits without one."""
     p = 4
     gathers = create_comm_overlap_buffer("AG", "RING_EXCHANGE", (p * 3, K), E4M3, p)
     scatters = create_comm_overlap_buffer("RS", "PIPELINE", (p * 3, N), "bfloat16", p)
@@ -103,7 +103,7 @@ def test_registered_buffers_of_8_bits():
         for (op, _), (x, w, dy, bias) in zip(calls, arrays, strict=True)
     ]
     check(gathered, wants[0], "gather")
-    check(summed[1:], wants[1][1:], "scatter")  # dx, dw, dbias; y of rounded parts
+    check(summed[1:], wants[1][1:], "scatter")  # dx, dw, dbias; y from rounded parts
     off = np.abs(np.asarray(summed[0]) - wants[1][0]).max() / np.abs(wants[1][0]).max()
     assert 1e-5 < off < p * 2**-8
 
@@ -112,7 +112,7 @@ def test_registered_buffers_of_8_bits():
     "kind, mode", [*((AxisType.Auto, mode) for mode in MODES), (AxisType.Explicit, DELAYED)]
 )
 def test_global_arrays(kind, mode):
-    """Under plain jit: as on ranks, of a batch that is split over another axis."""
+    """Under plain jit: the same as on ranks, with a batch sharded over another axis."""
     dp, p, B, S = 2, 4, 2, 8
     mesh = permuted_mesh((dp, p), ("dp", "tp"), kind)
     per_rank = of(GATHER, p, (B,), S // p)
@@ -126,7 +126,7 @@ def test_global_arrays(kind, mode):
     run = jax.jit(lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, state))
     got = run_once(run, *operands)
     scales = SCALES if mode == DELAYED else None
-    # A current scale of x is that of a group of ranks, which has a part of the batch.
+    # A current scale of x belongs to a group of ranks, which has a part of the batch.
     parts = [per_rank] if mode != CURRENT else [
         tuple(a[:, i : i + 1] if a.ndim == 4 else a for a in per_rank) for i in range(dp)
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_global_arrays(kind, mode):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_sums(kind):
-    """Tokens that do not divide, where axes are automatic; another axis splits nothing."""
+    """Tokens that do not divide, with automatic axes; another axis shards nothing."""
     p, mode = 4, DELAYED
     mesh = permuted_mesh((2, p), ("dp", "tp"), kind)
     rows = 7 if kind == AxisType.Auto else 8
@@ -170,7 +170,7 @@ def test_global_sums(kind):
 
 
 def test_blocks_of_global_arrays_are_those_of_a_rank():
-    """16 elements of 64 are no block; refused where it is traced, forward and backward."""
+    """16 elements of 64 are not a block; this is rejected at trace time, forward and backward."""
     mesh = mesh_of(4)
     call = {"axis_name": AXIS, "scaling_mode": MXFP8, "mesh": mesh}
     x, w = jnp.ones((8, 64)), jnp.ones((64, 64))

@@ -1,4 +1,4 @@
-"""Operands of 8 bits: values, roundings, block scales, byte orders and delayed scales."""
+"""8-bit operands: values, rounding, block scales, byte orders and delayed scales."""
 
 import jax
 import jax.numpy as jnp
@@ -40,20 +40,20 @@ update_jit = jax.jit(DelayedScaling.update, static_argnames=("dtype", "margin", 
 
 
 def bytes_of(data):
-    """Bytes as the oracle's `encode`: -1 for any NaN."""
+    """Returns bytes like the oracle's `encode`: -1 for any NaN."""
     data = np.asarray(data)
     return np.where(np.isnan(data.astype(np.float32)), -1, data.view(np.uint8).astype(int))
 
 
 def cast(x, name):
-    """Rounded to 8 bits without a scale; float32 in one program whatever its size."""
+    """Rounds to 8 bits without a scale; one program serves float32 arrays of any size."""
     filled = np.pad(x, (0, -len(x) % 1024))
     q = quantize_jit(filled, DELAYED, dtype=jnp.dtype(name), state=DelayedScaling.init())
     return np.asarray(q.data)[: len(x)]
 
 
 def wide_range(seed, low=-140, high=127):
-    """Float32 of all magnitudes, each block about one of its own, with zeros of both signs."""
+    """Float32 values of all magnitudes, a different one per block, with zeros of both signs."""
     rng = np.random.default_rng(seed)
     center = np.repeat(rng.integers(low, high, (SHAPE[0], SHAPE[1] // 32)), 32, axis=1)
     exponent = np.clip(center + rng.integers(-20, 2, SHAPE), -149, 126)
@@ -62,7 +62,7 @@ def wide_range(seed, low=-140, high=127):
 
 
 def laid(x, layout):
-    """Blocks along the last dimension, laid along the first for "column"; its own inverse."""
+    """Transposes blocks of the last dimension to the first one for "column"; its own inverse."""
     return np.asarray(x) if layout == "row" else np.asarray(x).T
 
 
@@ -90,7 +90,7 @@ def test_every_byte_has_the_value_of_its_table(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_scale_byte_is_its_power_of_two(name):
+def test_every_scale_byte_is_a_power_of_two(name):
     finite = np.arange(oracle.magnitudes(name).size, dtype=np.uint8)
     data = np.tile(np.resize(finite, 128), (256, 1))
     scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], 4)
@@ -106,7 +106,7 @@ def test_every_scale_byte_is_its_power_of_two(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_float_of_16_bits_is_rounded_once_and_to_even(name, dtype):
+def test_every_16_bit_float_is_rounded_once_and_to_even(name, dtype):
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
     np.testing.assert_array_equal(bytes_of(cast(x, name)), oracle.encode(oracle.flushed(x), name))
 
@@ -205,7 +205,7 @@ def test_delayed_scaling_step_by_step(name, margin):
 def test_the_history_forgets_after_1024_steps():
     amaxes = np.full(oracle.HISTORY + 3, 7.0, np.float32)
     amaxes[:2] = np.nan, 100.0
-    amaxes[-2] = np.inf  # when 100 leaves: the scale stays for one more step
+    amaxes[-2] = np.inf  # when 100 leaves the history, the scale is kept for one more step
 
     @jax.jit
     def run(amaxes):
@@ -275,7 +275,7 @@ def test_zero_tiny_and_special_blocks(layout):
         np.testing.assert_array_equal(value[:6, 32:], x[:6, 32:])
 
 
-def test_inputs_of_any_float_and_outputs_too():
+def test_inputs_and_outputs_of_any_float_type():
     x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         narrow = x.astype(dtype)
@@ -289,7 +289,7 @@ def test_inputs_of_any_float_and_outputs_too():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(128, 4), (130, 9)])
-def test_padding_is_zero_and_comes_off(shape, layout):
+def test_padding_is_zero_and_can_be_removed(shape, layout):
     scales = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
     padded = laid(pad_scales(jnp.asarray(laid(scales, layout)), layout=layout), layout)
     assert padded.shape == (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
@@ -299,7 +299,7 @@ def test_padding_is_zero_and_comes_off(shape, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_swizzle_is_the_offset_formula(layout):
+def test_swizzle_follows_the_offset_formula(layout):
     shape = 256, 12
     scales = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     tiles = swizzle_scales(jnp.asarray(laid(scales, layout)), layout=layout)

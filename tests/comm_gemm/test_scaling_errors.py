@@ -1,4 +1,4 @@
-"""What quantize, dequantize, the byte orders and delayed scales refuse."""
+"""Errors of quantize, dequantize, the byte orders and delayed scales."""
 
 from typing import Any
 
