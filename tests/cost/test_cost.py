@@ -1,4 +1,4 @@
-"""The cost model: pairs against brute force, schedules worked out by hand, and its direction.
+"""The cost model: pairs against brute force, schedules computed by hand, and published trends.
 
 Machines of the tests: attention runs at 4 FLOP/s, which is one pair of one head of size 1 per
 second, and a link moves one byte per second. With one head of size 1 and one byte per element,
@@ -79,16 +79,16 @@ def test_pairs_of_ranks(causal, window, zigzag):
 @pytest.mark.parametrize(
     "algorithm, backward, expected",
     [
-        # Rank 1 decides: 3 pairs of its own, then all 4 with rank 0. 1 s latency and 4 bytes.
+        # Rank 1 is the slowest: 3 local pairs, then all 4 with rank 0. 1 s latency and 4 bytes.
         ("ring", False, [(3, 5, 4), (4, 0, 0)]),
         # Rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2: 2 pairs each in the second step.
         ("zigzag", False, [(3, 5, 4), (2, 0, 0)]),
         ("hamilton", False, [(3, 5, 4), (2, 0, 0)]),
         ("all_gather", False, [(0, 5, 4), (5, 0, 0), (0, 0, 0)]),
-        # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a step of their own.
+        # 5/2 of the FLOPs; dK and dV have 4 bytes per element and end with a separate step.
         ("zigzag", True, [(7.5, 5, 4), (5, 17, 16), (0, 17, 16)]),
         ("all_gather", True, [(0, 5, 4), (12.5, 0, 0), (0, 17, 16)]),
-        # 1 query row (1 byte) and 2 key rows (4 bytes) go out, 1 row of output comes home.
+        # 1 query row (1 byte) and 2 key rows (4 bytes) are sent, 1 row of output returns.
         ("balanced", False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
         ("balanced", True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
     ],
@@ -146,7 +146,7 @@ def test_two_nodes(rails, ring, flat, two_level):
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
 @pytest.mark.parametrize("causal", [True, False])
 def test_schedules_differ_in_links_only(num_ranks, causal):
-    """Equal bytes and steps, and where links cost nothing, equal times."""
+    """Equal bytes and steps; if links cost nothing, equal times."""
     workload = model(num_ranks, causal=causal)
     for backward in (False, True):
         sent = {
@@ -158,7 +158,7 @@ def test_schedules_differ_in_links_only(num_ranks, causal):
     predictions = predict(workload, hardware=free, with_backward=True)
     assert predictions["hamilton"].total == pytest.approx(predictions["zigzag"].total)
     assert predictions["balanced"].total == pytest.approx(predictions["zigzag"].total)
-    slowest = 2 - 1 / num_ranks if causal else 1  # of the ring; its first step is half as long
+    slowest = 2 - 1 / num_ranks if causal else 1  # of the ring, whose first step is half as long
     assert predictions["ring"].total == pytest.approx(slowest * predictions["zigzag"].total, 1e-3)
 
 
@@ -176,7 +176,7 @@ def test_more_bandwidth_never_takes_more_time(num_ranks):
 
 
 def test_balanced_estimate():
-    """Short documents stay at home; one long one goes everywhere; a plan's own numbers win."""
+    """Short documents stay local; one long document moves everywhere; a given plan decides."""
     short = model(lengths=((4096,) * 8,), causal=True)
     assert predict(short, hardware=SLOW)["balanced"].bytes_per_rank == 0
     long = predict(model(causal=True), hardware=SLOW)
@@ -186,8 +186,8 @@ def test_balanced_estimate():
     assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
 
 
-def test_packed_documents_unbalance_what_one_document_does_not():
-    """Half of the sequence is one document, the other half short ones: the slowest rank decides."""
+def test_packed_documents_cause_imbalance():
+    """One document fills half of the sequence, short ones the rest: the slowest rank decides."""
     lengths = ((4 * 4096, *(512,) * 32),)
     predictions = predict(model(lengths=lengths, causal=True), hardware=HARDWARE["h100"])
     assert predictions["ring"].imbalance > 3
@@ -197,12 +197,12 @@ def test_packed_documents_unbalance_what_one_document_does_not():
     assert rows["ring"].compute == pytest.approx(3 * predictions["ring"].compute)
 
 
-def test_shared_memory_hides_nothing_and_lends_idle_cores():
+def test_shared_memory_hides_nothing_and_shares_idle_cores():
     workload = model(causal=True)
     predictions = predict(workload, hardware=HARDWARE["cpu"], with_backward=True)
     for name, prediction in predictions.items():
         assert prediction.total == pytest.approx(prediction.compute + prediction.communication)
-        # Of 32 parts of work a ring's last rank does one alone, on one of two cores.
+        # The last rank of a ring does one of 32 parts of the work alone, on one of two cores.
         assert prediction.imbalance == pytest.approx(33 / 32 if name == "ring" else 1, rel=1e-3)
     one_core = dataclasses.replace(HARDWARE["cpu"], cores=1)
     assert predict(workload, hardware=one_core)["ring"].imbalance == pytest.approx(1)
@@ -215,16 +215,16 @@ def gain(name, workload, algorithm="hamilton"):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096])
-def test_published_direction_of_machines(causal, tokens):
-    """arXiv:2509.26541: most on 8 MI300X, least on 8 H100, two nodes of H100 (K_16) between."""
+def test_published_trend_of_machines(causal, tokens):
+    """arXiv:2509.26541: largest gain on 8 MI300X, smallest on 8 H100; two H100 nodes between."""
     one_node, two_nodes = model(8, tokens, causal=causal), model(16, tokens, causal=causal)
     full_mesh = gain("mi300x", one_node)
     assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 64, 512])
-def test_published_direction_of_sizes(num_ranks):
-    """The same paper: the gain is gone where computation exceeds 1.5 times the communication."""
+def test_published_trend_of_sizes(num_ranks):
+    """The same paper: there is no gain if computation exceeds 1.5 times the communication."""
     algorithm = "hamilton" if num_ranks == 8 else "hamilton_nodes"
     for tokens in (512, 32768):
         workload = model(num_ranks, tokens, causal=True)

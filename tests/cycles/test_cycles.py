@@ -1,4 +1,4 @@
-"""Cycles over ranks: every link once, every slot sees every rank; callers' own are checked."""
+"""Cycles over ranks: each uses every link once and visits every rank; custom ones are checked."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ NODES = [(m, u) for m in range(1, 13) for u in range(1, 7) if u > 1 or m not in 
 
 
 def arcs(rows, *, closed=True):
-    """All `(tail, head)`, in order of rows."""
+    """Returns all links `(tail, head)`, in row order."""
     rows = np.asarray(rows)
     tails, heads = (rows, np.roll(rows, -1, 1)) if closed else (rows[:, :-1], rows[:, 1:])
     return np.stack([tails.ravel(), heads.ravel()], axis=1)
@@ -45,7 +45,7 @@ def assert_permutations(rows, num_ranks):
 
 
 def travel(rows, out_chunk):
-    """Owners `[step][rank][chunk]`, found by moving chunks over the links of `out_chunk`."""
+    """Returns owners `[step][rank][chunk]`, by moving chunks over the links of `out_chunk`."""
     out_chunk = np.asarray(out_chunk)
     num_ranks, num_chunks = len(out_chunk), len(rows)
     held = np.repeat(np.arange(num_ranks)[:, None], num_chunks, axis=1)
@@ -121,7 +121,7 @@ def test_hamiltonian_paths_use_each_link_once():
             np.testing.assert_array_equal(ends, (np.arange(m) + m // 2) % m)
 
 
-def test_chunks_that_follow_the_maps_see_every_rank_once():
+def test_chunks_that_follow_the_maps_visit_every_rank_once():
     of_flat = [hamiltonian_cycles(n) for n in DECOMPOSABLE if n <= 24]
     of_nodes = [two_level_cycles(m, u) for m, u in NODES if 1 < m * u <= 24]
     for rows in of_flat + of_nodes:
@@ -164,7 +164,7 @@ def test_two_levels_use_each_link_inside_once_and_one_between(rail_aligned):
         inside = links[:, 0] // m == links[:, 1] // m
         between = links[~inside]
         np.testing.assert_array_equal((between[:, 0] // m + 1) % u, between[:, 1] // m)
-        for side in between.T:  # the last ranks of nodes of 3 or 5 have none
+        for side in between.T:  # the last ranks of nodes of size 3 or 5 have none
             connected = [r for r in range(n) if m not in (3, 5) or r % m < m - 1]
             assert sorted(side) == connected
         for node in range(u):
@@ -197,7 +197,7 @@ def test_links_between_nodes_of_even_size_have_a_formula():
                 assert maps.inter_in[rank] == [(node - 1) % u * m + opposite, place]
 
 
-def test_what_does_not_exist_is_refused_with_the_way_out(unchecked_types):
+def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
     for n in (4, 6):
         with pytest.raises(ValueError, match=rf"n is {n}.*Tillson 1980.*direct_sources\({n}\)"):
             hamiltonian_cycles(n)
@@ -217,7 +217,7 @@ def test_what_does_not_exist_is_refused_with_the_way_out(unchecked_types):
         two_level_cycles(2, True)
 
 
-def test_cycles_are_taken_as_lists_tuples_and_arrays():
+def test_cycles_may_be_lists_tuples_or_arrays():
     rows = hamiltonian_cycles(5)[:3]
     want = tuple(map(tuple, rows))
     for given in (rows, want, np.array(rows), np.array(rows, np.uint8)):
@@ -241,13 +241,13 @@ def test_cycles_are_taken_as_lists_tuples_and_arrays():
         ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\], needs to be rows of integers"),
     ],
 )
-def test_wrong_cycles_are_refused(unchecked_types, cycles, error, message):
+def test_invalid_cycles_are_rejected(unchecked_types, cycles, error, message):
     with pytest.raises(error, match=message) as caught:
         check_cycles(cycles, 3)
     assert str(caught.value).startswith("check_cycles: ")
 
 
-def test_whoever_takes_cycles_refuses_wrong_ones(unchecked_types):
+def test_every_function_rejects_invalid_cycles(unchecked_types):
     shared = [[0, 1, 2], [1, 2, 0]]
     for op in (chunk_maps, cycle_sources, source_is_earlier):
         with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
@@ -258,7 +258,7 @@ def test_whoever_takes_cycles_refuses_wrong_ones(unchecked_types):
         chunk_maps([[0]])
 
 
-def test_chunk_maps_are_taken_as_lists_and_arrays():
+def test_chunk_maps_may_be_lists_or_arrays():
     out_chunk, in_chunk = chunk_maps(two_level_cycles(3, 2))
     want = (2, tuple(map(tuple, out_chunk)), tuple(map(tuple, in_chunk)))
     assert check_chunk_maps(out_chunk, in_chunk, 6) == want
@@ -280,14 +280,14 @@ def test_chunk_maps_are_taken_as_lists_and_arrays():
         ({"out": lambda m: [[-1, 1, 0], *m[1:]]}, r"out_chunk\[0\]\[1\] is 1 but in_chunk\[1\]"),
     ],
 )
-def test_wrong_chunk_maps_are_refused(unchecked_types, change, message):
+def test_invalid_chunk_maps_are_rejected(unchecked_types, change, message):
     maps = dict(zip(("out", "in"), chunk_maps([[0, 1, 2], [0, 2, 1]]), strict=True))
     maps |= {name: alter(maps[name]) for name, alter in change.items()}
     with pytest.raises(ValueError, match=f"^check_chunk_maps: .*{message}"):
         check_chunk_maps(maps["out"], maps["in"], 3)
 
 
-# Against recorded results of another implementation, where these are present.
+# Recorded results of another implementation, if they are present.
 @pytest.mark.parametrize("num_ranks", [8, 12, 16])
 def test_recorded_cycles(num_ranks):
     cycles = recorded(f"gen_hamilton_circle_{num_ranks}")
@@ -300,7 +300,8 @@ def test_recorded_maps_and_sources():
     assert out_chunk == recorded("out_mapping_circle_8")
     assert in_chunk == recorded("in_mapping_circle_8")
     assert source_is_earlier(cycles) == recorded("source_rank_per_iter_8")
-    # Recorded is each rank's place in each cycle: after as many steps it holds the first's chunk.
+    # The records give each rank's position in each cycle: after that many steps, it holds the
+    # chunk of the first rank.
     place = np.array(recorded("mask_index_circle_8"))
     rank, chunk = np.indices(place.shape)
     first = [row[0] for row in cycles]

@@ -1,7 +1,7 @@
-"""Custom calls as a user may write them, one thing wrong in each. See handmade_gemms for a GEMM.
+"""Custom calls as a user may write them, each with one error; see handmade_gemms for GEMMs.
 
-As a program, `python handmade_calls.py TARGET FIRST` makes the calls from number FIRST on, on one
-device, and prints a JSON line with what came of each; a call that kills the process has none.
+As a program, `python handmade_calls.py TARGET FIRST` makes all calls from number FIRST, on one
+device, and prints the outcome of each as a JSON line. A call that kills the process has no line.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ HUGE = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of one rank; shapes of results are (dtype, shape)."""
+    """A call of one rank; results are given as (dtype, shape)."""
 
     attributes: dict[str, Any]
     metadata: list[np.ndarray]
@@ -54,7 +54,7 @@ def array_of(dtype, values) -> np.ndarray:
 
 
 def array(target) -> np.ndarray:
-    """Different small integers, with the rows that the operand of `target` has."""
+    """Returns different small integers, with as many rows as the operand of `target`."""
     num_rows = NUM_TOKENS if target == "dispatch" else CAPACITY
     return np.arange(1, 1 + num_rows * WIDTH, dtype=np.float32).reshape(num_rows, WIDTH)
 
@@ -100,13 +100,13 @@ def right_result(target) -> np.ndarray:
 
 
 def wrong_calls(target) -> dict[str, tuple[Call, str]]:
-    """By name: the call, and what its error says."""
+    """Returns by name the call and its expected error."""
     call = right_call(target)
     if target == "gemm":
         return handmade_gemms().wrong_gemms()
     x = array(target)
     rows_out = call.results[0][1][0]
-    # Of the attributes and operands as the handlers name them.
+    # Attributes and operands, named as in the handlers.
     by_attributes = {
         "no ranks": ({"num_ranks": np.int64(0)}, "num_ranks is 0"),
         "less than no ranks": ({"num_ranks": np.int64(-1)}, "num_ranks is -1"),
@@ -252,7 +252,7 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         ("two huge sources", int64(HUGE, HUGE), "names 3 rows from row"),
     ):
         wrong[name] = sources.with_metadata(4, field), text
-    # A second plan, of which the attributes do not know, and one that only they know.
+    # A second plan that the attributes do not count, and one that exists only in them.
     wrong["a plan too many"] = (
         dataclasses.replace(call, metadata=call.metadata * 2),
         "there are 9 operands and 1 results",

@@ -1,4 +1,4 @@
-"""Custom calls of a GEMM as a user may write them, one thing wrong in each; see handmade_calls."""
+"""Custom calls of a GEMM as a user may write them, each with one error; see handmade_calls."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ W = np.arange(K * N, dtype=np.float32).reshape(K, N) - 7
 
 
 def right_gemm() -> Call:
-    """A reduce-scatter of one rank: a product, and its sum over that rank."""
+    """A reduce-scatter of one rank: a product and its sum over this rank."""
     numbers = {
         **{"num_ranks": 1, "deadline_ms": 1000, "num_threads": 1, "scaling_mode": 0},
         **{"comm_overlap_method": 0, "comm_type": 1, "comm_overlap_id": 0, "num_splits": 4},
@@ -42,7 +42,7 @@ def right_product() -> np.ndarray:
 
 
 def wrong_gemms() -> dict[str, tuple[Call, str]]:
-    """By name: the call, and what its error says."""
+    """Returns by name the call and its expected error."""
     call = right_gemm()
     by_attributes = {
         "no ranks": ("num_ranks", 0, "row_counts needs one count per rank"),

@@ -1,4 +1,4 @@
-"""Dispatch buffers on the host: limits, ids, errors, threads, and that nothing stays behind."""
+"""Dispatch buffers on the host: limits, ids, errors, threads, and leaks."""
 
 import gc
 import math
@@ -42,7 +42,7 @@ def test_a_buffer_is_its_limits():
     assert list(list_dispatch_buffers()) == [second]
     destroy_all_dispatch_buffers()
     assert list_dispatch_buffers() == {}
-    assert create() == second + 1  # ids never come back
+    assert create() == second + 1  # ids are never reused
 
 
 def test_growing_never_shrinks():
@@ -103,7 +103,7 @@ NAMING = [
 
 
 @pytest.mark.parametrize("function, op", NAMING)
-def test_ids_that_name_nothing(function, op):
+def test_ids_without_a_buffer(function, op):
     buffer = create()
     destroy_dispatch_buffer(buffer)
     with pytest.raises(ValueError, match=rf"{op}: buffer {buffer} has been destroyed\. Create"):
@@ -118,7 +118,7 @@ def test_ids_that_name_nothing(function, op):
             function(other)
 
 
-def test_an_id_is_no_traced_value():
+def test_a_traced_id_is_rejected():
     with pytest.raises(TypeError, match=r"x: buffer is .*Tracer.*; it needs to be the int"):
         jax.make_jaxpr(lambda buffer: buffers.buffer_limits("x", buffer))(create())
 
@@ -163,7 +163,7 @@ def test_threads_that_create_and_destroy_at_the_same_time():
     assert set(list_dispatch_buffers()) == {before, *(id for mine in ids for id in mine[::2])}
 
 
-def test_one_of_the_threads_that_destroy_a_buffer_does():
+def test_exactly_one_of_several_threads_destroys_a_buffer():
     ids = [create() for _ in range(100)]
 
     def work(thread):
@@ -197,14 +197,14 @@ def test_ten_thousand_buffers_leave_nothing_behind():
                 destroy_dispatch_buffer(buffer)
         gc.collect()
 
-    # Fills the holes of the heap, which would hide a leak; 96 bytes are what an entry takes.
+    # Fills holes in the heap that would hide a leak; an entry takes 96 bytes.
     filling = [np.empty(96, np.uint8) for _ in range(50_000)]
     cycles(1000)
     memory, *others = resources()
     cycles(10_000)
     memory_after, *others_after = resources()
-    # Threads of other tests may have ended meanwhile.
+    # Threads of other tests may have ended in the meantime.
     assert all(after <= before for before, after in zip(others, others_after, strict=True))
-    assert memory_after - memory < 1 << 19  # a hundred bytes each would be twice that
+    assert memory_after - memory < 1 << 19  # 100 bytes per buffer would be twice that
     assert list_dispatch_buffers() == {}
     del filling

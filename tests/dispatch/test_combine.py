@@ -1,4 +1,4 @@
-"""combine sums wide, in a fixed order, and rounds once."""
+"""combine sums in a wide type, in a fixed order, and rounds once."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ W, S, T = 8, 6, 32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
-def test_combine_accumulates_wide_and_rounds_once(dtype):
+def test_combine_accumulates_in_a_wide_type_and_rounds_once(dtype):
     rng = np.random.default_rng(12)
     plan = random_plan(rng, W, S, T, 4)
     dtype = jnp.dtype(dtype)
@@ -54,7 +54,7 @@ def test_half_precision_rounds_as_numpy_does_over_the_whole_range():
     assert np.isnan(got[~finite]).all()
 
 
-def test_combine_sums_in_the_preferred_type_where_that_is_wider():
+def test_combine_sums_in_the_preferred_type_if_it_is_wider():
     forward, _ = compute_metadata(np.full((2, 1), 1), np.array([[[0, 1]], [[0, 1]]]))
     y = np.full((2, 2, 3), 100, np.int8)
     metadata = {f.name: getattr(forward, f.name) for f in dataclasses.fields(forward)}
@@ -62,4 +62,4 @@ def test_combine_sums_in_the_preferred_type_where_that_is_wider():
     np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.int32))
     got = run_combine(metadata, y, 1, preferred_element_type=np.float32)
     np.testing.assert_array_equal(got, np.full((2, 1, 3), 200, np.float32))
-    assert run_combine(metadata, y, 1)[0, 0, 0] == np.int8(-56)  # in its own width it wraps
+    assert run_combine(metadata, y, 1)[0, 0, 0] == np.int8(-56)  # in its own type it wraps

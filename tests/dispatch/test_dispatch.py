@@ -48,7 +48,7 @@ _run_with_static_shapes = {}
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_replicas=st.sampled_from([1, 2]))
-def test_any_plan_moves_as_the_definition_says(seed, num_replicas):
+def test_any_plan_matches_the_definition(seed, num_replicas):
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, W, S, T, num_replicas)
     capacity = W * T * num_replicas
@@ -74,7 +74,7 @@ def test_agrees_with_the_simulated_network():
     np.testing.assert_array_equal(run_dispatch(plan, x, capacity), perfect)
 
 
-def test_forward_then_reverse_brings_every_sent_row_home():
+def test_forward_then_reverse_returns_every_sent_row():
     rng = np.random.default_rng(3)
     seq_len = rng.integers(0, 6, (W, S)).astype(np.int32)
     destinations = rng.integers(-1, W, (W, S)).astype(np.int32)
@@ -94,7 +94,7 @@ def test_forward_then_reverse_brings_every_sent_row_home():
         assert not got[r, : len(sent)][~sent].any()
 
 
-def test_replicas_of_keys_come_home_side_by_side_and_combine_sums_them():
+def test_combine_sums_the_returned_replicas_of_keys():
     """The reverse KV plan fills a buffer (C, T) of copies; `combine` is the sum over its C."""
     num_documents, degree, num_tokens = 3, 4, 48
     _, _, forward, reverse, _ = create_qkv_dispatch(
@@ -120,7 +120,7 @@ def test_replicas_of_keys_come_home_side_by_side_and_combine_sums_them():
 
 
 @pytest.mark.parametrize("order", [[3, 1, 7, 0, 6, 2, 5, 4], list(range(7, -1, -1))])
-def test_rank_is_the_place_on_the_axis_not_the_device_number(order):
+def test_rank_is_the_axis_index_not_the_device_number(order):
     rng = np.random.default_rng(4)
     plan = random_plan(rng, W, S, T)
     x = rng.normal(size=(W, T, 3)).astype(np.float32)
@@ -129,8 +129,8 @@ def test_rank_is_the_place_on_the_axis_not_the_device_number(order):
     np.testing.assert_array_equal(got, dispatched(plan, x, capacity))
 
 
-def test_groups_of_a_larger_mesh_exchange_apart():
-    """On mesh (data 2, cp 4) each data row is a group of its own, with its own plan."""
+def test_groups_of_a_larger_mesh_exchange_separately():
+    """On mesh (data 2, cp 4) each index of data is a separate group with its own plan."""
     rng = np.random.default_rng(5)
     plans = [random_plan(rng, 4, S, T) for _ in range(2)]
     capacity = max(map(capacity_of, plans))
@@ -166,7 +166,7 @@ def test_two_mesh_axes_can_be_one_axis_of_ranks():
 
 
 def test_result_stays_replicated_over_axes_that_the_operands_do_not_vary_over():
-    """With check_vma, a tensor-parallel axis that holds copies can keep out_specs without it."""
+    """With check_vma, out_specs need not name a tensor-parallel axis over which data is copied."""
     rng = np.random.default_rng(7)
     plan = random_plan(rng, 4, S, T)
     capacity = capacity_of(plan)
@@ -282,7 +282,7 @@ def test_donated_storage_is_written_in_place():
         donate_argnums=1,
     )
     sharding = jax.sharding.NamedSharding(mesh_of(W), P(AXIS))
-    # Made by XLA: a device array that shares memory with NumPy could not be donated.
+    # Created by XLA: a device array that shares memory with NumPy cannot be donated.
     poison = jax.jit(lambda: jnp.full((W, capacity, 4), jnp.nan), out_shardings=sharding)
     storage = poison()
     before = [shard.data.unsafe_buffer_pointer() for shard in storage.addressable_shards]
@@ -295,15 +295,15 @@ SMAPS = pathlib.Path("/proc/self/smaps")
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def test_large_results_come_in_huge_pages():
-    """Where the system gives them on demand: page by page, fresh memory costs several copies."""
+def test_large_results_use_huge_pages():
+    """If the system grants them on request: with small pages, fresh memory costs several copies."""
     rows = 16 << 20
     m, _ = compute_metadata(np.array([[rows]], np.int32), np.zeros((1, 1), np.int32))
     move = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=rows), mesh_of(1))
     got = move(np.ones((1, rows), np.int8), m)
     assert np.asarray(got).all()
     if not HUGE_PAGES.exists():
-        return  # this system has none; the result is right all the same
+        return  # this system has none; the result is still correct
     middle = got.addressable_shards[0].data.unsafe_buffer_pointer() + rows // 2
     for region in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.M)[1:]:
         first, end = (int(x, 16) for x in region.split(" ", 1)[0].split("-"))

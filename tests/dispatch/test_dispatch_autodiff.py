@@ -120,7 +120,7 @@ def test_scan_and_remat(plan):
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
 
 
-def test_vmap_with_one_plan_makes_one_call_with_wider_rows(plan):
+def test_vmap_with_one_plan_is_one_call_with_wider_rows(plan):
     rng = np.random.default_rng(5)
     metadata = Metadata(**plan)
     capacity = int(plan["num_total_recv_tokens"].max())
@@ -158,7 +158,7 @@ def test_vmap_with_a_plan_per_example():
 
 
 def test_bfloat16_gradients_round_once():
-    """Nine copies of one row come home as their float32 sum, not as a chain of bfloat16 sums."""
+    """Nine copies of one row return as their float32 sum, not as a chain of bfloat16 sums."""
     plan = random_plan(np.random.default_rng(7), W, S, T, 9)
     send, _, capacity = operations(plan)
     y = np.random.default_rng(8).normal(size=(W, capacity, 3)).astype(jnp.bfloat16)
@@ -169,8 +169,8 @@ def test_bfloat16_gradients_round_once():
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "float8_e5m2"])
-def test_gradients_of_dtypes_that_travel_as_others(plan, dtype):
-    """Complex numbers sum as pairs, floats of one byte in float32, rounded once."""
+def test_gradients_of_dtypes_that_move_as_others(plan, dtype):
+    """Complex numbers are summed as pairs, 8-bit floats in float32, rounded once."""
     rng = np.random.default_rng(9)
     send, _, capacity = operations(plan)
     x = jnp.zeros((W, T, 3), dtype)

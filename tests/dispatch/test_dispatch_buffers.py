@@ -1,4 +1,4 @@
-"""Calls with `buffer=`: its limits, errors, life time, and everything else as without one."""
+"""Calls with `buffer=`: limits, errors and lifetime; all else is as without a buffer."""
 
 import time
 
@@ -22,7 +22,7 @@ from jax_cp_dispatch.buffers import (
 pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
 
 W, S, T, F = 8, 3, 8, 2
-CAPACITY = W * T * 2  # of every plan with two replicas
+CAPACITY = W * T * 2  # enough for every plan with two replicas
 RNG = np.random.default_rng(0)
 PLAN = random_plan(RNG, W, S, T, 2)
 METADATA = Metadata(**PLAN)
@@ -35,7 +35,7 @@ def create(**options):
 
 
 def program(fn, *, check_vma=True):
-    """`fn(rank's x, rank's metadata)` on every rank."""
+    """Runs `fn(x, metadata)` on every rank."""
     return on_ranks(fn, mesh_of(W), check_vma=check_vma)
 
 
@@ -44,20 +44,20 @@ def sending(buffer):
 
 
 def slow(x, rounds):
-    """`x`, after arithmetic that it depends on."""
+    """Returns `x` after arithmetic that it depends on."""
     busy = jnp.broadcast_to(x[:1, :1], (256, 256))
     busy = jax.lax.fori_loop(0, rounds, lambda _, a: jnp.sin(a) + 0.5, busy)
     return x + (busy[0, 0] > 1e6)
 
 
 def slow_sending(buffer):
-    """A program (x, rounds of arithmetic before the call, metadata)."""
+    """Returns a program (x, rounds of arithmetic before the call, metadata)."""
     send = lambda x, rounds, m: dispatch(slow(x, rounds), m, axis_name=AXIS, buffer=buffer)
     return program(send, check_vma=False)
 
 
 def refuses(fn, match):
-    """The running program fails, and the process lives: the next one is right."""
+    """The running program fails, and the process survives: the next result is correct."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         jax.block_until_ready(fn())
     np.testing.assert_array_equal(
@@ -69,8 +69,8 @@ def refuses(fn, match):
 # ---- Limits.
 
 
-def test_capacity_is_that_of_the_buffer():
-    """And every rank of every call is counted."""
+def test_capacity_comes_from_the_buffer():
+    """Every rank of every call is counted."""
     buffer, other = create(), create(capacity=CAPACITY + 7)
     send = sending(buffer)
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_capacity_is_that_of_the_buffer():
     }
 
 
-def test_plan_that_does_not_fit_the_buffer():
+def test_plan_that_exceeds_the_buffer():
     buffer = create(capacity=5)
     refuses(lambda: sending(buffer)(X, METADATA), r"would receive \d+ tokens but capacity is 5")
     assert list_dispatch_buffers()[buffer].num_in_use == 0
@@ -108,8 +108,8 @@ def test_deadline(own):
     destroy_dispatch_buffer(buffer)
 
 
-def test_growth_by_itself_and_by_hand():
-    """A program that was compiled before keeps its capacity, and runs on."""
+def test_automatic_and_explicit_growth():
+    """A program that was compiled before keeps its capacity and still runs."""
     buffer = create(row_bytes=1)
     send = sending(buffer)
     send(X, METADATA)
@@ -125,7 +125,7 @@ def test_growth_by_itself_and_by_hand():
 
 
 def test_groups():
-    """Each place on the other mesh axes is one group; growing lets them in."""
+    """Each index of the other mesh axes is one group; growing the buffer admits more groups."""
     buffer = create()
     plans = [random_plan(np.random.default_rng(seed), 4, S, T) for seed in range(2)]
     metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
@@ -148,11 +148,11 @@ def test_groups():
         np.testing.assert_array_equal(got[group], dispatched(plans[group], x[group], CAPACITY))
 
 
-# ---- The end of a buffer.
+# ---- Destroyed buffers.
 
 
 def test_destroyed_id_in_a_compiled_program():
-    """Every rank gets the error: none is left to wait, whichever comes first."""
+    """Every rank gets the error; none keeps waiting, whichever arrives first."""
     buffer = create()
     send = slow_sending(buffer)
     rounds = np.arange(W, dtype=np.int32)
@@ -163,7 +163,7 @@ def test_destroyed_id_in_a_compiled_program():
             lambda shift=shift: send(X, np.roll(rounds, shift), METADATA),
             rf"dispatch over axis 'cp': buffer {buffer} has been destroyed. Create another",
         )
-    assert create() == buffer + 1  # and its id stays dead
+    assert create() == buffer + 1  # its id is not reused
     refuses(lambda: send(X, rounds, METADATA), rf"buffer {buffer} has been destroyed")
 
 
@@ -180,8 +180,8 @@ def test_destroyed_or_unknown_id_when_traced():
         )
 
 
-def test_a_buffer_in_use_stays():
-    """One rank holds the call open; those that have arrived use the buffer."""
+def test_a_buffer_in_use_is_kept():
+    """One rank keeps the call open; the ranks that have arrived use the buffer."""
     buffer, spare = create(), create()
     gate = Gate(rank=3)
     send = lambda x, m: dispatch(gate.wait_at(x), m, axis_name=AXIS, buffer=buffer)
@@ -199,11 +199,11 @@ def test_a_buffer_in_use_stays():
     destroy_dispatch_buffer(buffer)
 
 
-def test_whoever_waited_for_the_program_may_destroy():
-    """Every call lets go of the buffer before its result is there."""
+def test_a_buffer_can_be_destroyed_once_results_are_ready():
+    """Every call releases the buffer before its result is ready."""
     buffer = create()
     send = sending(buffer)
-    for _ in range(200):  # what `destroy` asks for; a new buffer would need a new program
+    for _ in range(200):  # as `destroy` requires; a new buffer would need a new program
         jax.block_until_ready(send(X, METADATA))
         assert list_dispatch_buffers()[buffer].num_in_use == 0
     destroy_dispatch_buffer(buffer)
@@ -213,7 +213,7 @@ def test_whoever_waited_for_the_program_may_destroy():
         destroy_dispatch_buffer(buffer)
 
 
-# ---- Everything else is as without a buffer.
+# ---- All else is as without a buffer.
 
 
 def test_combine():
@@ -227,7 +227,7 @@ def test_combine():
         bring(longer, METADATA)
 
 
-def test_queries_and_keys_have_buffers_of_their_own():
+def test_queries_and_keys_have_separate_buffers():
     kv_plan = random_plan(np.random.default_rng(1), W, 5, T, 1)
     q_buffer, kv_buffer = create(), create(capacity=W * T)
     send = program(

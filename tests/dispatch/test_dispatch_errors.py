@@ -1,4 +1,4 @@
-"""Bad input is refused before anything moves: by Python when traced, else on every rank at once."""
+"""Invalid input is rejected before anything moves: at trace time, or on every rank at once."""
 
 import threading
 import time
@@ -40,7 +40,7 @@ def rows(*feature, dtype=np.float32, num_rows=T):
     return np.zeros((W, num_rows, *feature), dtype)
 
 
-# ---- What Python sees.
+# ---- Errors at trace time.
 
 
 def test_negative_capacity(plan):
@@ -53,12 +53,12 @@ def test_negative_num_tokens(plan):
         bring(plan, rows(2), num_tokens=-3)
 
 
-def test_deadline_that_is_none(plan):
+def test_deadline_of_zero(plan):
     with pytest.raises(ValueError, match=r"dispatch: deadline is 0; it needs to be a positive"):
         move(plan, rows(2), deadline=0)
 
 
-def test_deadline_that_is_as_good_as_none(plan):
+def test_deadline_that_is_practically_infinite(plan):
     for deadline in (1e10, 1e300):
         move(plan, rows(2), deadline=deadline)
 
@@ -80,7 +80,7 @@ def test_arrays_of_different_length(plan):
         move(plan, (rows(2), rows(2, num_rows=8)))
 
 
-def test_dtype_of_less_than_a_byte(plan):
+def test_dtype_smaller_than_a_byte(plan):
     with pytest.raises(TypeError, match="dispatch: x has dtype int4, less than a byte"):
         move(plan, rows(2, dtype=jnp.int4))
 
@@ -90,12 +90,12 @@ def test_dtype_that_cannot_be_summed(plan):
         bring(plan, rows(2, dtype=jnp.bool_))
 
 
-def test_axis_that_is_not_there(plan):
+def test_missing_axis(plan):
     with pytest.raises(ValueError, match=r"axis_name 'nope' is not an axis of the mesh here"):
         move(plan, rows(2), axis_name="nope")
 
 
-def test_outside_of_shard_map(plan):
+def test_outside_shard_map(plan):
     with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found. Call dispatch in"):
         dispatch(jnp.zeros((T, 2)), Metadata(**plan), axis_name=AXIS, capacity=4)
 
@@ -120,7 +120,7 @@ def test_storage_of_another_shape(plan):
         run(rows(2), rows(3, num_rows=8), Metadata(**plan))
 
 
-def test_fields_that_do_not_fit_each_other(plan):
+def test_fields_of_inconsistent_shapes(plan):
     plan["dst_offset"] = plan["dst_offset"][:, :, :1]
     with pytest.raises(
         ValueError, match=r"metadata.dst_offset has shape \[4, 1\] but seq_len \[4\]"
@@ -160,12 +160,12 @@ def test_other_platform(plan):
         ({"out": 1.0}, r"out holds float32\[\] but the result is float32\[256, 2\]"),
     ],
 )
-def test_arguments_of_another_kind(plan, options, match):
+def test_arguments_of_the_wrong_type(plan, options, match):
     with pytest.raises((TypeError, ValueError), match=match):
         move(plan, rows(2), **options)
 
 
-def test_mesh_and_metadata_of_another_kind(plan):
+def test_mesh_and_metadata_of_the_wrong_type(plan):
     metadata: Any = Metadata(**plan)
     with pytest.raises(TypeError, match=r"mesh is 'cp'; it needs to be a jax.sharding.Mesh"):
         dispatch(rows(2), metadata, axis_name=AXIS, capacity=4, mesh=AXIS)
@@ -174,7 +174,7 @@ def test_mesh_and_metadata_of_another_kind(plan):
         dispatch(rows(2), metadata, axis_name=AXIS, capacity=4)
 
 
-def test_implementation_that_is_none(plan):
+def test_unknown_implementation(plan):
     with pytest.raises(ValueError, match=r"implementation is 'nccl'; there are 'in_process'"):
         move(plan, rows(2), implementation="nccl")
 
@@ -191,7 +191,7 @@ def test_capacity_that_is_not_static(plan):
         jax.jit(lambda n: move(plan, rows(2), capacity=n))(4)
 
 
-# ---- What only the values show: every rank gets the error, and the next program runs.
+# ---- Errors at run time: every rank gets the error, and the next program runs.
 
 
 def expect_on_every_rank(fn, match):
@@ -222,7 +222,7 @@ def test_rank_out_of_range(plan):
     )
 
 
-def test_more_rows_named_than_there_are(plan):
+def test_more_rows_named_than_exist(plan):
     plan["seq_len"][2, 0] = T + 1
     plan["dst_rank"][2, 0, 0] = 0
     expect_on_every_rank(
@@ -243,7 +243,7 @@ def test_overlapping_destinations():
     )
 
 
-def test_offset_outside_of_the_buffer(plan):
+def test_offset_outside_the_buffer(plan):
     rank, slot, replica = np.argwhere((plan["dst_rank"] == 5) & (plan["seq_len"] > 0)[..., None])[0]
     plan["dst_offset"][rank, slot, replica] = 2**31
     expect_on_every_rank(lambda: move(plan, rows(2)), r"rank 5 would receive 21474836\d\d tokens")
@@ -257,7 +257,7 @@ def test_slots_cut_off_by_a_static_bound(plan):
     )
 
 
-def test_rank_that_never_comes_is_named(plan):
+def test_missing_rank_is_named(plan):
     def local(x, m):
         here = lambda x: dispatch(x, m, axis_name=AXIS, capacity=W * T * 2, deadline=2.0)
         away = lambda x: jnp.zeros_like(jax.eval_shape(here, x)) + 0 * jnp.sum(x)
@@ -269,12 +269,12 @@ def test_rank_that_never_comes_is_named(plan):
     )
 
 
-def test_ranks_that_come_late_find_the_error_at_once(plan):
-    """The group failed without them; they do not meet, and wait, anew."""
+def test_late_ranks_get_the_error_at_once(plan):
+    """The group failed without them; they do not wait for a new meeting."""
 
     def late(x, rank):
         if rank == 2:
-            time.sleep(3.0)  # the others have given up, and have not forgotten why
+            time.sleep(3.0)  # the others have given up, and the reason is still recorded
         return x
 
     def local(x, m):

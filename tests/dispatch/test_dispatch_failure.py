@@ -1,4 +1,4 @@
-"""A rank that does not do its part: all ranks get one error in time, and the process goes on."""
+"""A rank does not do its part: all ranks get one error in time, and the process continues."""
 
 import dataclasses
 import re
@@ -47,7 +47,7 @@ _good = on_ranks(send, mesh_of(W))
 
 
 def spoiled(plan=PLAN, rank=6):
-    """A plan that promises `rank` a token too many, and what its error says."""
+    """Returns a plan that promises `rank` one token too many, and its error."""
     counts = plan["num_recv_tokens"].copy()
     counts[rank, 1] += 1
     message = f"rank {rank} expects {counts[rank, 1]} tokens from rank 1 .num_recv_tokens. but"
@@ -55,7 +55,7 @@ def spoiled(plan=PLAN, rank=6):
 
 
 def errors_of(fn, *args):
-    """What each device says about a result of `fn`, which fails; the next program is right."""
+    """Returns each device's error for a result of `fn`, which fails; the next program succeeds."""
     result = jax.tree.leaves(fn(*args))[0]
     errors = []
     for shard in result.addressable_shards:
@@ -67,14 +67,14 @@ def errors_of(fn, *args):
 
 
 def all_say(fn, *args, match):
-    """Every device has the same error."""
+    """Every device gets the same error."""
     errors = errors_of(fn, *args)
     assert len(errors) == len(jax.devices())
     assert len(set(errors)) == 1
     assert re.search(match, errors[0]), errors[0]
 
 
-# ---- Ranks that do not come, or elsewhere.
+# ---- Ranks that never arrive, or arrive at another call.
 
 
 def test_default_deadline_is_a_minute_and_can_be_set():
@@ -85,7 +85,7 @@ def test_default_deadline_is_a_minute_and_can_be_set():
 
 
 def test_rank_that_never_comes():
-    """All others wait for the deadline."""
+    """All others wait until the deadline."""
 
     def local(y, m):
         here = lambda y: bring(y, m, deadline=DEADLINE)
@@ -95,7 +95,7 @@ def test_rank_that_never_comes():
     run = on_ranks(local, mesh_of(W)).lower(Y, METADATA).compile()
     result = run(Y, METADATA)
     for rank, shard in enumerate(result.addressable_shards):
-        if rank != 0:  # it has nothing to fail by
+        if rank != 0:  # it has no call that could fail
             with pytest.raises(
                 jax.errors.JaxRuntimeError,
                 match=r"combine over axis 'cp': deadline of 2000 ms passed: 7/8 ranks arrived, "
@@ -115,14 +115,14 @@ ELSEWHERE = {
 
 
 def fewer_slots(m):
-    """A rank's view without its last slot."""
+    """Returns a rank's view without its last slot."""
     cut = {name: getattr(m, name)[:-1] for name in ("dst_rank", "dst_offset", "seq_len")}
     return dataclasses.replace(m, **cut)
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
-def test_ranks_that_come_elsewhere(kind):
-    """One program can do so only by branching on the rank; each call misses the other's ranks."""
+def test_ranks_that_arrive_at_another_call(kind):
+    """A program can do so only by branching on the rank; each call misses the other's ranks."""
 
     def local(x, m):
         usual = lambda x: send(x, m, deadline=DEADLINE)
@@ -140,7 +140,7 @@ def test_ranks_that_come_elsewhere(kind):
 
 
 def test_rank_that_fails_before_the_call():
-    """Its own error is there too; the others name it."""
+    """Its own error is reported too; the others name it."""
 
     def check(x, rank, bad_rank):
         if rank == bad_rank:
@@ -160,11 +160,11 @@ def test_rank_that_fails_before_the_call():
     np.testing.assert_array_equal(run(X, METADATA, np.full(W, -1)), expected)
 
 
-# ---- Plans that do not fit.
+# ---- Invalid plans.
 
 
 def test_metadata_of_another_plan_on_one_rank():
-    """Each rank brings its own slice: here rank 4 brings that of another batch."""
+    """Each rank passes its own slice: here rank 4 passes that of another batch."""
     other = Metadata(**random_plan(np.random.default_rng(7), W, S, T))
 
     def mixed(mine, others):
@@ -181,7 +181,7 @@ def test_metadata_of_another_plan_on_one_rank():
 
 
 def test_plan_made_under_jit_that_needs_more_slots_than_its_bound():
-    """The reverse plan is cut off, which the way back finds."""
+    """The reverse plan is truncated, which the reverse exchange detects."""
 
     def there_and_back(x, seq_len, destinations):
         forward, reverse = compute_metadata(seq_len, destinations, max_recv_seqs=W)
@@ -196,7 +196,7 @@ def test_plan_made_under_jit_that_needs_more_slots_than_its_bound():
         run,
         X,
         copies(seq_len),
-        copies(np.full((W, 2), 5, np.int32)),  # rank 5 gets 16 shards, its plan back has 8 slots
+        copies(np.full((W, 2), 5, np.int32)),  # rank 5 receives 16 shards; its plan has 8 slots
         match=r"rank \d expects \d tokens from rank 5 .*a static bound \(max_recv_seqs.*too small",
     )
 
@@ -252,7 +252,7 @@ def test_global_arrays_under_plain_jit():
     np.testing.assert_array_equal(run(x, METADATA), expected)
 
 
-# ---- Where it happens.
+# ---- Failures in different places.
 
 
 def test_in_the_middle_of_a_loop():
@@ -265,7 +265,7 @@ def test_in_the_middle_of_a_loop():
     bad, message = spoiled()
     run = on_ranks(local, mesh_of(W))
     stack = lambda *plans: jax.tree.map(lambda *a: np.stack(a, 1), *plans)
-    moved = combined(PLAN, dispatched(PLAN, np.ones_like(X), CAPACITY), T)  # 1 + how often each row
+    moved = combined(PLAN, dispatched(PLAN, np.ones_like(X), CAPACITY), T)
     expected = X * (1 + moved) ** 4
     np.testing.assert_array_equal(run(X, stack(*[METADATA] * 4)), expected)
     all_say(run, X, stack(METADATA, METADATA, bad, METADATA), match=message)
@@ -292,8 +292,8 @@ def test_in_the_backward_pass():
     all_say(run, X, Y, METADATA, bad, match=f"combine over axis 'cp': {message}")
 
 
-def test_in_one_group_of_two():
-    """A rank that stayed away finds the error at its next call; the other group is done by then."""
+def test_in_one_of_two_groups():
+    """A rank that was missing gets the error at its next call; the other group is done by then."""
     plan = random_plan(np.random.default_rng(3), 4, S, T)
     metadata = jax.tree.map(lambda a: np.stack([a, a]), Metadata(**plan))
 
@@ -321,8 +321,8 @@ def test_in_one_group_of_two():
     np.testing.assert_array_equal(_good(X, METADATA), dispatched(PLAN, X, CAPACITY))
 
 
-def test_beside_a_collective_that_does_not_depend_on_it():
-    """No rank leaves the program before it has joined what others wait in: XLA would end us."""
+def test_next_to_an_independent_collective():
+    """Failing ranks still join the collective; otherwise XLA would abort the process."""
     bad, message = spoiled()
 
     def local(x, m):
@@ -335,7 +335,7 @@ def test_beside_a_collective_that_does_not_depend_on_it():
     jax.block_until_ready(run(X, METADATA))
 
 
-def test_other_programs_run_while_one_waits_for_its_deadline():
+def test_other_programs_run_while_one_waits_until_its_deadline():
     def local(x, m):
         here = lambda x: send(x, m, deadline=3.0)
         away = lambda x: jnp.zeros((CAPACITY, F)) + 0 * x[0]

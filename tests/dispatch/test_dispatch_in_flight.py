@@ -16,7 +16,7 @@ W, S, T, F = 4, 5, 8, 6
 
 
 def full_plan(rng, num_ranks, num_tokens) -> dict[str, Any]:
-    """A random permutation of all blocks of rows: every rank sends and receives all its rows."""
+    """Returns a random permutation of row blocks: every rank sends and receives all its rows."""
     shards = (num_ranks, num_ranks)
     dst_rank = rng.permutation(np.repeat(np.arange(num_ranks), num_ranks)).reshape(shards)
     length = num_tokens // num_ranks
@@ -64,8 +64,8 @@ def test_many_independent_calls_in_one_program_and_loops_with_collectives():
     np.testing.assert_allclose(looped, carry, rtol=1e-5, atol=1e-5)
 
 
-def test_many_calls_beside_other_collectives():
-    """XLA runs calls of one program in any order, and our exchanges between its own."""
+def test_many_calls_next_to_other_collectives():
+    """XLA runs the calls of a program in any order, and our exchanges between its collectives."""
     plan = random_plan(np.random.default_rng(0), W, S, T, 2)
     capacity = int(plan["num_total_recv_tokens"].max()) + 2
     x = np.random.default_rng(1).integers(-8, 9, (W, T, F)).astype(np.float32)
@@ -93,14 +93,14 @@ def test_many_calls_beside_other_collectives():
         np.testing.assert_array_equal(run(x, Metadata(**plan)), expected)
 
 
-def test_a_long_chain_of_programs_that_eat_their_argument():
-    """Every program gives its result in the shape, and maybe the memory, of what it consumes."""
+def test_a_long_chain_of_programs_that_donate_their_argument():
+    """Every result has the shape, and possibly the memory, of the donated argument."""
     plan = full_plan(np.random.default_rng(9), W, T)
     place = NamedSharding(mesh_of(W), P(AXIS))
     metadata = jax.device_put(Metadata(**plan), place)
     move = lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=T)
     step = jax.jit(move, donate_argnums=0)
-    # Made by XLA: a device array that shares memory with NumPy could not be donated.
+    # Created by XLA: a device array that shares memory with NumPy cannot be donated.
     x = first = jax.jit(
         lambda: jnp.arange(W * T * F, dtype=jnp.float32).reshape(-1, F), out_shardings=place
     )()

@@ -1,4 +1,4 @@
-"""dispatch and combine wherever a call may stand: meshes, kinds of axes, placed arrays, loops."""
+"""dispatch and combine in every supported context: meshes, axis types, placed arrays, loops."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ from jax_cp_dispatch import Metadata, combine, dispatch
 
 
 def axes_of(array):
-    """How an array is split, without trailing dimensions that are not."""
+    """Returns how an array is sharded, without trailing unsharded dimensions."""
     spec = [entry[0] if isinstance(entry, tuple) else entry for entry in array.sharding.spec]
     return tuple(spec + [None] * (array.ndim - len(spec)))
 
 
-# ---- Under plain jit, on a shuffled mesh (tp, cp): each place on tp is a group of its own.
+# ---- Under plain jit, on a shuffled mesh (tp, cp): each index of tp is a separate group.
 
 
 def tp_mesh(kind: Any = AxisType.Auto):
@@ -41,7 +41,7 @@ def tp_mesh(kind: Any = AxisType.Auto):
 
 
 def check_split(results):
-    """Rows over the ranks, features as they came."""
+    """Rows are sharded over the ranks; features keep their sharding."""
     for array in results:
         assert axes_of(array) == (AXIS, "tp")
 
@@ -58,7 +58,7 @@ def test_placed_arrays(metadata_spec):
     check_split(results)
 
 
-def test_placed_arrays_whose_rows_are_not_split():
+def test_placed_arrays_with_unsharded_rows():
     mesh = tp_mesh()
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P(None, "tp")))
     results = jax.jit(moves_and_gradients)(x, y, METADATA)
@@ -96,7 +96,7 @@ def test_without_jit(kind):
 
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "typed arguments"])
-def test_explicit_axes_show_in_the_types(is_set):
+def test_explicit_axes_appear_in_the_types(is_set):
     mesh = tp_mesh(AxisType.Explicit)
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
     types = []
@@ -124,7 +124,7 @@ def test_explicit_axes_show_in_the_types(is_set):
 
 @pytest.mark.parametrize("ranks", [AxisType.Auto, AxisType.Explicit])
 def test_axes_of_both_kinds(ranks):
-    """Types show the explicit ones alone; features over an automatic one beside it are gathered."""
+    """Types show only explicit axes; features over an automatic axis next to them are gathered."""
     other = AxisType.Auto if ranks == AxisType.Explicit else AxisType.Explicit
     mesh = tp_mesh((other, ranks))
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
@@ -135,7 +135,7 @@ def test_axes_of_both_kinds(ranks):
 
 
 def test_two_axes_are_one_axis_of_ranks():
-    """Rank = place on the first of `axis_name`, then on the second, wherever they stand."""
+    """The rank counts along `axis_name` in row-major order, whatever their order in the mesh."""
     names = ("data", "pod")
     plan = random_plan(np.random.default_rng(3), 8, S, T)
     x, y = integers(8 * T, F, seed=4), integers(8 * CAPACITY, F, seed=5)
@@ -156,7 +156,7 @@ def test_one_device_holds_all_ranks():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_vmap(kind):
-    """With one plan it is one call with wider rows; a plan for each example makes a loop."""
+    """One plan gives one call with wider rows; a plan per example gives a loop."""
     x, plans = integers(2, W * T, F), [PLAN, random_plan(np.random.default_rng(6), W, S, T, 2)]
     metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
     placed = jax.device_put(x, NamedSharding(tp_mesh(kind), P(None, AXIS, "tp")))
@@ -179,7 +179,7 @@ def test_vmap(kind):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_donated_storage_is_written_in_place(kind):
-    """And brought to where the rows are, where it lies elsewhere."""
+    """Storage on other devices is first moved to the rows."""
     mesh = tp_mesh(kind)
     x = jax.device_put(X, NamedSharding(mesh, P(AXIS, "tp")))
     places = lambda a: [s.data.unsafe_buffer_pointer() for s in a.addressable_shards]
@@ -188,7 +188,7 @@ def test_donated_storage_is_written_in_place(kind):
         return dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY, out=out)
 
     for spec, donated in (P(AXIS, "tp"), 1), (P(AXIS), ()):
-        # Made by XLA: a device array that shares memory with NumPy could not be donated.
+        # Created by XLA: a device array that shares memory with NumPy cannot be donated.
         split = NamedSharding(mesh, spec)
         storage = jax.jit(lambda: jnp.full(Y.shape, jnp.nan), out_shardings=split)()
         before = places(storage)
@@ -199,7 +199,7 @@ def test_donated_storage_is_written_in_place(kind):
         assert (places(got) == before) == bool(donated)
 
 
-def test_donated_storage_is_gone_also_where_the_call_was_refused():
+def test_donated_storage_is_deleted_even_if_the_call_is_rejected():
     mesh = tp_mesh(AxisType.Auto)
     split = NamedSharding(mesh, P(AXIS, "tp"))
     x = jax.device_put(X, split)
@@ -217,13 +217,13 @@ def test_donated_storage_is_gone_also_where_the_call_was_refused():
         move(x, PLAN["num_recv_tokens"], storage)
 
 
-# ---- Partly manual: some axes inside a shard_map, others outside of it.
+# ---- Partly manual meshes: some axes inside a shard_map, others outside.
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
-def test_manual_ranks_beside_another_axis(kind, check_vma):
-    """Inside `shard_map` over the ranks, features split over tp: outside of it, or inside too."""
+def test_manual_ranks_next_to_another_axis(kind, check_vma):
+    """Inside `shard_map` over the ranks, features are sharded over tp: outside or also inside."""
     features = "tp" if kind == AxisType.Manual else None
     mesh = tp_mesh(AxisType.Auto if features else kind)
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P(AXIS, "tp")))
@@ -244,7 +244,7 @@ def test_manual_ranks_beside_another_axis(kind, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_ranks_that_are_not_manual_inside_another_axis(kind, check_vma):
-    """Two plans at the same time: one for each place on a manual axis, on all of its ranks."""
+    """Two concurrent plans: one for each index of a manual axis, on all of its ranks."""
     mesh = permuted_mesh((2, W), ("data", AXIS), kind)
     plans = [PLAN, random_plan(np.random.default_rng(6), W, S, T, 2)]
     metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
@@ -276,7 +276,7 @@ def test_ranks_that_are_not_manual_inside_another_axis(kind, check_vma):
 
 
 def test_branches_and_loops():
-    """Both branches of a condition hold calls, and so does a loop of unknown length."""
+    """Both branches of a condition contain calls, and so does a loop of unknown length."""
 
     def run(x, y, flag, steps):
         send = lambda x: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY)
@@ -324,7 +324,7 @@ def test_gradient_of_a_scan_with_rematerialisation():
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
 
 
-# ---- What does not fit is refused when the program is made.
+# ---- Errors when the program is compiled.
 
 
 def test_rows_that_do_not_divide(unchecked_types):
@@ -343,7 +343,7 @@ def test_metadata_of_one_rank_with_arrays_of_all(unchecked_types, kind):
 
 
 def test_an_axis_of_another_size(unchecked_types):
-    """Python sees it in the types or in `mesh=`; else the compiler passes our error on."""
+    """Python reads it from the types or `mesh=`; otherwise the compiler reports our error."""
     move = lambda x, mesh=None: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY, mesh=mesh)
     message = "metadata is for world_size=4 but axis 'cp' has 2 devices. Plan with world_size=2"
     for kind in AxisType.Auto, AxisType.Explicit:
@@ -365,7 +365,7 @@ def test_an_axis_that_the_mesh_of_the_program_lacks(unchecked_types):
         jax.jit(lambda x: dispatch(x, METADATA, axis_name=AXIS, capacity=CAPACITY))(x)
 
 
-def test_an_axis_that_is_manual_in_part(unchecked_types):
+def test_axes_of_which_only_some_are_manual(unchecked_types):
     mesh = permuted_mesh((2, 4), ("pod", "data"))
     move = lambda x: dispatch(x, METADATA, axis_name=("pod", "data"), capacity=CAPACITY)
     run = jax.shard_map(move, mesh=mesh, axis_names={"pod"}, in_specs=P("pod"), out_specs=P("pod"))

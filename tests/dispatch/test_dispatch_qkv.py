@@ -23,7 +23,7 @@ BRING = {"axis_name": AXIS, "q_num_tokens": TQ, "kv_num_tokens": TKV}
 
 
 def tokens(num_q, num_kv, *, seed, dtype=np.float32):
-    """q, and the pair (k, v) [W, rows, ...]: small integers, so that sums are exact."""
+    """Returns q and the pair (k, v) [W, rows, ...]: small integers, so sums are exact."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.integers(-8, 9, (W, *shape)).astype(dtype)
     return draw(num_q, 4), (draw(num_kv, 2, 3), draw(num_kv, 2))
@@ -39,7 +39,7 @@ def brought(q, kv):
 
 
 def expect_equal(got, expected):
-    """In structure, dtype and value, whether or not the ranks have a dimension of their own."""
+    """Compares structure, dtype and value, with or without a separate rank dimension."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
@@ -47,7 +47,7 @@ def expect_equal(got, expected):
 
 
 def all_ranks(tree):
-    """[W, rows, ...] as arrays of all ranks."""
+    """Returns [W, rows, ...] as arrays of all ranks."""
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
 
 
@@ -76,7 +76,7 @@ def test_same_as_two_calls():
     [("in_process", AxisType.Auto), ("in_process", AxisType.Explicit), ("xla", AxisType.Auto)],
 )
 def test_on_arrays_of_all_ranks_with_gradients(implementation, kind):
-    """Under plain jit; <dispatch_qkv(x), y> = <x, combine_qkv(y)>, and each VJP is the other."""
+    """Under plain jit; <dispatch_qkv(x), y> = <x, combine_qkv(y)>; each VJP is the other one."""
     split = NamedSharding(permuted_mesh((2, W), ("tp", AXIS), kind), P(AXIS))
     x, y = tokens(TQ, TKV, seed=3), tokens(Q_ROWS, KV_ROWS, seed=4)
 
@@ -95,7 +95,7 @@ def test_on_arrays_of_all_ranks_with_gradients(implementation, kind):
 
 
 def test_gradient_of_one_side_alone():
-    """Keys are used and queries are not; segment ids travel with the keys and have no tangent."""
+    """Only the keys are used; segment ids move with the keys and have no tangent."""
     q, (k, _) = tokens(TQ, TKV, seed=5)
     ids = np.arange(W * TKV, dtype=np.int32).reshape(W, TKV)
 
@@ -150,7 +150,7 @@ def test_one_side_moves_nothing(implementation, empty):
 def test_donated_storage_is_written_in_place():
     split = NamedSharding(mesh_of(W), P(AXIS))
     x = tokens(TQ, TKV, seed=7)
-    # Made by XLA: a device array that shares memory with NumPy could not be donated.
+    # Created by XLA: a device array that shares memory with NumPy cannot be donated.
     poison = lambda: jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan), all_ranks(sent(*x)))
     storage = jax.jit(poison, out_shardings=split)()
     places = lambda tree: [
@@ -169,12 +169,12 @@ def test_donated_storage_is_written_in_place():
     assert places(got) == before
 
 
-# ---- What does not fit.
+# ---- Invalid calls.
 
 
 @pytest.mark.parametrize("bad, name", [(0, "q"), (1, "kv")])
-def test_the_plan_that_does_not_fit_is_named(unchecked_types, bad, name):
-    """And keeps the other from moving: on every rank both fail."""
+def test_the_invalid_plan_is_named(unchecked_types, bad, name):
+    """It also stops the other plan: both fail on every rank."""
     x, y = tokens(TQ, TKV, seed=8), tokens(Q_ROWS, KV_ROWS, seed=9)
     run = on_ranks(lambda q, kv, *m: dispatch_qkv(q, kv, *m, **SEND), mesh_of(W))
     bring = on_ranks(lambda q, kv, *m: combine_qkv(q, kv, *m, **BRING), mesh_of(W))
@@ -189,7 +189,7 @@ def test_the_plan_that_does_not_fit_is_named(unchecked_types, bad, name):
     expect_equal(bring(*y, *METADATA), brought(*y))
 
 
-def test_arguments_that_do_not_fit_are_named(unchecked_types):
+def test_invalid_arguments_are_named(unchecked_types):
     q, kv = all_ranks(tokens(TQ, TKV, seed=10))
 
     def refuse(message, *, metadata=METADATA, kv=kv, call=dispatch_qkv, **options):

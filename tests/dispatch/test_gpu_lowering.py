@@ -1,4 +1,4 @@
-"""Programs for GPUs, lowered without one: what the custom calls are told, and what is refused."""
+"""Programs lowered for GPUs without a GPU: attributes of the custom calls, and errors."""
 
 import pathlib
 import re
@@ -25,7 +25,7 @@ X = np.zeros((W * T, 3), np.float32)
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
-    """As if the extension were there, built or not; the tests here run nothing."""
+    """Pretends that the extension exists, built or not; these tests execute nothing."""
     extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
     monkeypatch.setattr(runtime, "cuda", extension)
     return extension
@@ -36,7 +36,7 @@ def lowered(fn, *arguments):
 
 
 def calls(text):
-    """(target, attributes) of the custom calls of this package."""
+    """Returns (target, attributes) of this package's custom calls."""
     found = re.findall(r"custom_call @jax_cp_dispatch\.(\w+)\(.*?\{(.*)", text)
     return [(target, rest) for target, rest in found]
 
@@ -136,7 +136,7 @@ def test_xla_serves_gpus_as_well():
     assert "all_gather" in text
 
 
-def test_without_the_extension_xla_serves_and_a_named_transport_is_refused(monkeypatch):
+def test_without_the_extension_xla_serves_and_a_named_transport_is_rejected(monkeypatch):
     monkeypatch.setattr(runtime, "cuda", None)
     monkeypatch.setattr(runtime, "cuda_reason", "the package was built without CUDA")
     with pytest.warns(UserWarning, match=r"XLA's collectives .* built without CUDA"):

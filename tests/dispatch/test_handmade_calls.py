@@ -1,4 +1,4 @@
-"""Custom calls that were written by hand and are wrong raise an error; the process lives on."""
+"""Invalid handwritten custom calls raise an error; the process survives."""
 
 import json
 import pathlib
@@ -10,14 +10,14 @@ import pytest
 from handmade_calls import TARGETS, right_result, wrong_calls
 
 PROGRAM = pathlib.Path(__file__).with_name("handmade_calls.py")
-LIMIT = 1200  # seconds, of a process that hangs
+LIMIT = 1200  # seconds until a hanging process is killed
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """By target: what came of the right call, then of each wrong one.
+    """Returns by target the outcomes of the valid call and of each invalid one.
 
-    All calls in one process. Where a call kills it, another process makes those that are left.
+    One process makes all calls. If a call kills it, another process makes the remaining ones.
     """
 
     def of(target):
@@ -38,8 +38,8 @@ def outcomes():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_right_call(outcomes, target):
-    """The control: what is refused below is refused for the one thing that is wrong in it."""
+def test_valid_call(outcomes, target):
+    """The control: calls below are rejected only for their one error."""
     outcome = outcomes[target]["right"]
     np.testing.assert_array_equal(outcome.get("result"), right_result(target), str(outcome))
 
@@ -47,7 +47,7 @@ def test_right_call(outcomes, target):
 @pytest.mark.parametrize(
     "target, name", [(target, name) for target in TARGETS for name in wrong_calls(target)]
 )
-def test_wrong_call(outcomes, target, name):
+def test_invalid_call(outcomes, target, name):
     outcome = outcomes[target][name]
     assert "error" in outcome, outcome
     assert wrong_calls(target)[name][1] in outcome["error"]

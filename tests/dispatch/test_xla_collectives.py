@@ -1,4 +1,4 @@
-"""Movement by XLA's collectives alone, against the definition; invalid plans say so everywhere."""
+"""Movement by XLA's collectives alone, against the definition; invalid plans give NaN."""
 
 import functools
 
@@ -17,7 +17,7 @@ from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 
 W, S, T, C = 8, 5, 24, 2
-CAPACITY = W * T  # enough for every plan here, so that one program serves many plans
+CAPACITY = W * T  # enough for every plan, so one program serves many plans
 
 FLOATS = [name for name in dir(ml_dtypes) if name.startswith("float8_")]
 MOVED = [
@@ -25,7 +25,7 @@ MOVED = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", *FLOATS),
 ]
 INTEGERS = [f"{sign}int{width}" for sign in ("", "u") for width in (8, 16, 32, 64)]
-SUMMED = [  # what arrives, what it accumulates in, what it is rounded to
+SUMMED = [  # the type that arrives, of the sum, and of the rounded result
     *[(name, name, name) for name in ("float32", "float64", "complex64", "complex128", *INTEGERS)],
     *[(name, "float32", name) for name in ("float16", "bfloat16")],
     *[("bfloat16", "float32", "float32"), ("float32", "float32", "bfloat16")],
@@ -37,12 +37,12 @@ def operands(plan):
 
 
 def bits(x):
-    """Compared as bytes, so that NaN and -0.0 count."""
+    """Compares bytes, so NaN and -0.0 count."""
     return np.ascontiguousarray(x).view(np.uint8)
 
 
 def random_bits(rng, shape, dtype):
-    """Every pattern, so every NaN; booleans have but two."""
+    """Returns every bit pattern, including every NaN; booleans have only two."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.bool_):
         return rng.integers(0, 2, shape).astype(bool)
@@ -85,7 +85,7 @@ def assert_as_defined(got, plan, x, y):
 
 @functools.cache
 def program():
-    """One compilation for all plans of W, S, C without `src_offset`."""
+    """Compiles once for all plans of W, S, C without `src_offset`."""
     return on_ranks(both, mesh_of(W))
 
 
@@ -101,7 +101,7 @@ def test_every_dtype_moves_bit_for_bit():
             np.testing.assert_array_equal(bits(received), bits(dispatched(plan, raw, CAPACITY)))
 
 
-def test_sums_are_those_of_the_fixed_order_rounded_once():
+def test_sums_have_a_fixed_order_and_round_once():
     rng = np.random.default_rng(1)
     plan = random_plan(rng, W, S, T, 3)
     results = tuple(result for _, _, result in SUMMED)
@@ -133,7 +133,7 @@ def test_a_row_with_one_source_keeps_its_bits(has_src_offset):
         np.testing.assert_array_equal(bits(total), bits(combined(plan, raw, T, raw.dtype)))
 
 
-def test_any_plan_moves_as_the_definition_says():
+def test_any_plan_matches_the_definition():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         plan = random_plan(rng, W, S, T, C)
@@ -142,7 +142,7 @@ def test_any_plan_moves_as_the_definition_says():
 
 
 @pytest.mark.parametrize("num_ranks, check_vma", [(1, True), (5, True), (5, False)])
-def test_rank_is_the_place_on_a_permuted_axis(num_ranks, check_vma):
+def test_rank_is_the_index_on_a_permuted_axis(num_ranks, check_vma):
     rng = np.random.default_rng(num_ranks)
     plan = random_plan(rng, num_ranks, S, T, C)
     plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)
@@ -154,7 +154,7 @@ def test_rank_is_the_place_on_a_permuted_axis(num_ranks, check_vma):
 
 @pytest.mark.parametrize("is_global", [True, False])
 def test_two_mesh_axes_can_be_one_axis_of_ranks(is_global):
-    """And the metadata may be those of all ranks, or a slice with a leading 1."""
+    """The metadata may be global, or a slice with a leading dimension of 1."""
     rng = np.random.default_rng(4)
     plan = random_plan(rng, W, S, T, C)
     x, y = random_rows(rng)
@@ -170,7 +170,7 @@ def test_two_mesh_axes_can_be_one_axis_of_ranks(is_global):
 
 
 def test_rows_may_be_named_by_many_slots_and_by_none():
-    """One program for every multiplicity: disjoint shards, chains, and all slots on one row."""
+    """One program serves every multiplicity: disjoint shards, chains, all slots on one row."""
     run = on_ranks(both, mesh_of(W))
     for seed in range(8):
         rng = np.random.default_rng(seed)
@@ -214,11 +214,11 @@ def test_one_device_may_hold_all_ranks(has_src_offset):
     assert_as_defined([out.reshape(W, -1, 3) for out in got], plan, x, y)
 
 
-# ---- Plans that the native handlers refuse.
+# ---- Plans that the native handlers reject.
 
 
 def plain_plan(unmoved=()):
-    """Shard s of rank r, three rows, goes to rank r + s; but not the `unmoved` ones (r, s)."""
+    """Shard s of rank r, three rows, goes to rank r + s, except the `unmoved` ones (r, s)."""
     dst_rank = np.full((W, S, C), -1, np.int32)
     dst_rank[:, :, 0] = np.add.outer(np.arange(W), np.arange(S)) % W
     for r, s in unmoved:
@@ -237,7 +237,7 @@ def plain_plan(unmoved=()):
     )
 
 
-# What is wrong: the shards that do not move, the field, the place, the value there.
+# Each error: the shards that do not move, the field, its index, and the invalid value.
 INVALID = {
     "destination past the capacity": ([], "dst_offset", (3, 0, 0), CAPACITY - 2),
     "destination past 32 bits": ([], "dst_offset", (3, 0, 0), 2**32 - 2),
@@ -262,7 +262,7 @@ def test_invalid_plans_fill_every_rank_with_nan(what):
     assert all(np.isnan(out).all() for out in program()(x, y, m))
 
 
-def test_invalid_plans_are_told_in_every_dtype():
+def test_invalid_plans_are_reported_in_every_dtype():
     m = plain_plan()
     m.num_recv_tokens[2, 1] = 4
     floats = ["bfloat16", "float32", "complex64", "float8_e4m3b11fnuz", "float8_e8m0fnu"]
@@ -277,7 +277,7 @@ def test_invalid_plans_are_told_in_every_dtype():
             assert not out.any()
 
 
-def test_what_moves_nothing_is_not_checked():
+def test_slots_that_move_nothing_are_not_checked():
     m = plain_plan([(3, 4), (5, 4)])
     x, y = random_rows(np.random.default_rng(8))
     expected = program()(x, y, m)
@@ -289,7 +289,7 @@ def test_what_moves_nothing_is_not_checked():
         assert not np.isnan(got).any()
 
 
-# ---- Nothing to move, and how the package calls it.
+# ---- Empty plans, and use as a lowering rule.
 
 
 @pytest.mark.parametrize("num_slots, num_tokens, capacity", [(0, 0, 4), (S, T, 0)])
@@ -327,8 +327,8 @@ mlir.register_lowering(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_it_serves_as_the_lowering_rule_of_a_primitive(check_vma):
-    """With the loop over rows named several times, whose carry must vary like its operands."""
+def test_use_as_the_lowering_rule_of_a_primitive(check_vma):
+    """Includes the loop over rows named several times; its carry must vary like its operands."""
     rng = np.random.default_rng(9)
     plan = random_plan(rng, W, S, T, C)
     plan["src_offset"] = rng.integers(0, T - plan["seq_len"] + 1).astype(np.uint32)

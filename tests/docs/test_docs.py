@@ -1,4 +1,4 @@
-"""What the README shows runs, and what the pages link to is there."""
+"""The README's example runs, links resolve, and tables match the result files."""
 
 import importlib
 import pathlib
@@ -22,13 +22,13 @@ def test_first_example_of_the_readme(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
-def test_paths_that_contributors_are_told_of_are_there():
+def test_paths_in_contributing_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     folders = r"(?:benchmarks|csrc|docs|examples|jax_cp_dispatch|tests)"
     paths = set(re.findall(rf"(?:^|[\s`])({folders}(?:/[\w.]+)*)(?=[\s`,])", text, flags=re.M))
@@ -38,25 +38,25 @@ def test_paths_that_contributors_are_told_of_are_there():
 
 
 def anchors(page):
-    """The names under which GitHub links to a page's headings."""
+    """Returns the anchors by which GitHub links to a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     titles = re.findall(r"^#+ (.*)", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_headings_lead_somewhere(page):
+def test_links_to_headings_resolve(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
-def test_readme_comes_to_its_results_within_700_words():
+def test_readme_reaches_its_results_within_700_words():
     before, _ = (ROOT / "README.md").read_text().split("\n<!-- benchmarks:begin -->")
     assert len(before.split()) <= 700
 
 
-def test_benchmark_tables_are_those_of_the_result_files(monkeypatch):
+def test_benchmark_tables_match_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     pages = importlib.import_module("table").pages()
     assert [path.name for path in pages] == ["README.md", "benchmarks.md"]

@@ -1,4 +1,4 @@
-"""The API reference and the page on names hold what is public, each name once, and nothing else.
+"""The API reference and the page on names list every public name once, and nothing else.
 
 Sphinx is not needed: `./run docs` builds the pages and treats warnings as errors.
 """
@@ -16,7 +16,7 @@ API = ROOT / "docs" / "api"
 
 
 def public_modules():
-    """The package, and what is importable beside it under a name without an underscore."""
+    """Returns the package and its modules without an underscore in their names."""
     yield jax_cp_dispatch
     for found in pkgutil.iter_modules(jax_cp_dispatch.__path__):
         if not found.name.startswith("_"):
@@ -24,7 +24,7 @@ def public_modules():
 
 
 def public_objects():
-    """From a name to the modules that offer it."""
+    """Maps each name to the modules that export it."""
     homes: dict[str, list] = {}
     for module in public_modules():
         for name in getattr(module, "__all__", ()):
@@ -34,7 +34,7 @@ def public_objects():
 
 
 def documented():
-    """Every directive of the API's pages: the page, the module and the name."""
+    """Yields the page, module and name of every directive on the API pages."""
     for page in sorted(API.glob("*.md")):
         module = ""
         for line in page.read_text().splitlines():
@@ -85,7 +85,7 @@ def exists_here(token, keywords):
     return True
 
 
-def test_names_that_others_are_compared_with_exist():
+def test_names_in_the_comparison_exist():
     parameters = set()
     for name, (module, *_) in public_objects().items():
         thing = getattr(module, name)

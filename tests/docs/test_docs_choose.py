@@ -1,6 +1,6 @@
-"""docs/choose_an_algorithm.md: its code runs, its numbers and messages hold, its pictures are new.
+"""docs/choose_an_algorithm.md: code runs, numbers and messages are right, pictures are current.
 
-The code is run block by block in one process; what it prints stands below it on the page.
+The code blocks run in one process; the page shows their output below each.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch):
         out = capsys.readouterr().out
         assert not printed or out == printed
     assert len(blocks) == 5
-    # Other cycles, the same attention.
+    # Other cycles give the same attention.
     profile = names["profile"].out[:, names["in_order"]]
     np.testing.assert_allclose(profile, names["out"], rtol=1e-5, atol=1e-5)
     assert (tmp_path / "trace.json").is_file()
@@ -62,7 +62,7 @@ def test_quoted_gains_are_predicted(hardware, ranks, tokens, algorithm, quoted):
     assert f"{row['ms']['zigzag'] / row['ms'][algorithm]:.{decimals}f}" == number
 
 
-def test_pictures_are_those_that_the_script_draws(tmp_path):
+def test_pictures_match_the_script(tmp_path):
     images = ROOT / "docs" / "images"
     spec = importlib.util.spec_from_file_location("draw", images / "draw.py")
     assert spec and spec.loader
@@ -73,7 +73,7 @@ def test_pictures_are_those_that_the_script_draws(tmp_path):
         assert (tmp_path / name).read_text() == (images / name).read_text(), name
 
 
-def test_refused_pictures(tmp_path):
+def test_invalid_pictures_are_rejected(tmp_path):
     from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_schedules
 
     with pytest.raises(ValueError, match="plot_cycles: nodes is 2 but there are 3 ranks"):

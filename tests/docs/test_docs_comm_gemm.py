@@ -1,4 +1,4 @@
-"""docs/comm_gemm.md: its code runs and gives what it says, and its picture is the script's."""
+"""docs/comm_gemm.md: code runs with the stated results, and the picture is current."""
 
 import importlib.util
 import pathlib
@@ -53,14 +53,14 @@ def drawing_script():
     return script
 
 
-def test_picture_is_the_one_that_the_script_draws(tmp_path):
+def test_picture_matches_the_script(tmp_path):
     drawing_script().draw(tmp_path)
     drawn = (tmp_path / "overlap.svg").read_text()
     assert drawn == (ROOT / "docs" / "images" / "overlap.svg").read_text()
 
 
 def test_picture_follows_the_cost_model():
-    """Its totals are the predictions, but for the time that starting chunks takes."""
+    """Its totals equal the predictions, except for the time to start chunks."""
     script, times = drawing_script(), {}
     for title, run in script.overlaps().items():
         assert title.endswith(", predicted")
@@ -81,7 +81,7 @@ def test_picture_follows_the_cost_model():
         assert total + latency == pytest.approx(choice.seconds[label], rel=1e-6), label
 
 
-def test_empty_pictures_are_refused(tmp_path):
+def test_empty_pictures_are_rejected(tmp_path):
     from jax_cp_dispatch.plots import plot_overlap
 
     for profiles in ({}, {"nothing": cpd.profiling.OverlapProfile(None, ())}):

@@ -1,14 +1,14 @@
-"""Every message that docs/errors.md quotes is one that the sources can raise."""
+"""The sources can raise every message that docs/errors.md quotes."""
 
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
-GAP = ".{0,200}?"  # names and numbers, and the code that puts them in
+GAP = ".{0,200}?"  # names and numbers, and the code that inserts them
 
 
 def sources():
-    """All sources as one text, in which adjacent string literals are one."""
+    """Returns all sources as one text, with adjacent string literals joined."""
     files = [*(ROOT / "jax_cp_dispatch").rglob("*.py"), *(ROOT / "csrc").rglob("*.cc")]
     return re.sub(r'"\s*f?"', "", "\n".join(path.read_text() for path in files))
 

@@ -1,4 +1,4 @@
-"""Every public name stands on a page of the documentation."""
+"""The documentation mentions every public name."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_public_names_stand_on_a_page(module):
+def test_public_names_are_mentioned(module):
     text = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
     absent = [name for name in MODULES[module].__all__ if not re.search(rf"\b{name}\b", text)]
     assert not absent

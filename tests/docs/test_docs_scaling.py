@@ -1,4 +1,4 @@
-"""docs/scaling.md: its code runs, and its picture is the script's."""
+"""docs/scaling.md: its code runs, and its picture is current."""
 
 import importlib.util
 import pathlib
@@ -13,13 +13,13 @@ def test_code_blocks_run():
     page = (ROOT / "docs" / "scaling.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     names: dict = {}
-    for code in blocks:  # they assert what they say
+    for code in blocks:  # the blocks contain assertions
         exec(code, names)
     assert len(blocks) == 5
 
 
-def test_picture_is_the_one_that_the_script_draws(tmp_path):
-    """From the offsets that `swizzle_scales` gives, which are those of the formula beside it."""
+def test_picture_matches_the_script(tmp_path):
+    """The offsets that `swizzle_scales` gives equal those of the formula next to the picture."""
     path = ROOT / "docs" / "images" / "draw_swizzle.py"
     spec = importlib.util.spec_from_file_location("draw_swizzle", path)
     assert spec and spec.loader

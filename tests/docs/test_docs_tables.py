@@ -1,6 +1,4 @@
-"""The pages' code blocks run and print what stands below them; every cell of their tables of ranks
-is what the code computes.
-"""
+"""Code blocks of the pages run and print the output shown; tables of ranks are computed values."""
 
 import pathlib
 import re
@@ -30,7 +28,7 @@ def test_page(page, num_cells, capsys):
             continue
         head, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         name = CELL.fullmatch(head)
-        if cells[0] == "rank 0":  # the header names the object, if the rows are its fields
+        if cells[0] == "rank 0":  # if the rows are fields, the header names their object
             owner = name and names[name[1]]
             continue
         assert name, line

@@ -1,6 +1,6 @@
-"""The limits that the README and docs name: what does not work, and what does beside it.
+"""The limits that the README and docs state: what does not work, and what works instead.
 
-Those with a subject of their own (threads, dtypes of sums, deadlines, caches) stand in its file.
+Limits of one topic (threads, dtypes of sums, deadlines, caches) are tested in its own file.
 """
 
 import os
@@ -50,8 +50,8 @@ def inside(fn, mesh, in_specs=ROWS, out_specs=ROWS, **options):
 
 
 @pytest.mark.parametrize("implementation, gathers", [("in_process", False), ("xla", True)])
-def test_only_xlas_collectives_hold_the_rows_of_all_ranks(implementation, gathers):
-    """And it cannot refuse a plan that does not fit: `test_xla_collectives.py`."""
+def test_only_xlas_collectives_gather_the_rows_of_all_ranks(implementation, gathers):
+    """They also cannot reject an invalid plan: see `test_xla_collectives.py`."""
     move = inside(partial(send, implementation=implementation), mesh_of(W))
     text = compiled(move, X, METADATA).as_text()
     assert ("all-gather" in text) is gathers
@@ -112,7 +112,7 @@ def test_export_takes_calls_inside_shard_map_with_our_custom_calls_named():
     mesh = mesh_of(W)
     (x,) = on_devices(mesh, (X, P(AXIS)))
     metadata = jax.device_put(METADATA, NamedSharding(mesh, P(AXIS)))
-    for around in (mesh, mesh.abstract_mesh):  # placed arguments tell the devices
+    for around in (mesh, mesh.abstract_mesh):  # placed arguments determine the devices
         again = exported(inside(send, around), x, metadata)
         np.testing.assert_array_equal(jax.jit(again.call)(x, metadata), SENT)
     with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
@@ -176,7 +176,7 @@ ONE_GROUP_FAILS = """
 """
 
 
-def test_a_group_that_waits_in_a_collective_for_one_that_failed_ends_with_the_process():
+def test_a_group_that_waits_in_a_collective_for_a_failed_group_ends_the_process():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(ONE_GROUP_FAILS)],
         env=os.environ | {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=2"},
@@ -199,7 +199,7 @@ def test_combine_sums_no_booleans_and_elements_have_whole_bytes(unchecked_types)
         jax.eval_shape(partial(send, mesh=mesh_of(W)), jnp.zeros((W * T, F), "int4"), METADATA)
 
 
-def test_where_a_result_has_no_elements_the_values_of_a_plan_are_not_checked():
+def test_plans_of_empty_results_are_not_checked():
     wrong = cpd.Metadata(**{**PLAN, "dst_offset": PLAN["dst_offset"] + 99})
     move = jax.jit(partial(send, mesh=mesh_of(W)))
     assert jax.block_until_ready(move(X[:, :0], wrong)).shape == (W * CAPACITY, 0)
@@ -226,7 +226,7 @@ def test_rotating_attention_moves_all_keys_whatever_the_mask(algorithm):
     assert exchanges(segment_ids=documents) == exchanges(window=2) == exchanges()
 
 
-def test_a_plan_made_inside_jit_has_room_for_all_keys_on_every_rank():
+def test_a_plan_made_inside_jit_reserves_space_for_all_keys_on_every_rank():
     documents = np.repeat(np.arange(1, 17), 64)[None]
     config = cpd.PlanConfig(block=32)
     make = partial(cpd.plan_attention, world_size=W, config=config)
@@ -243,7 +243,7 @@ def test_one_long_document_makes_balanced_attention_gather_most_keys():
     for name, lengths in {"one": [tokens], "many": [256] * (tokens // 256)}.items():
         ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
         plan = cpd.plan_attention(ids, world_size=ranks)
-        moved[name] = plan.num_kv_tokens_moved / ((ranks - 1) * tokens)  # of an all-gather
+        moved[name] = plan.num_kv_tokens_moved / ((ranks - 1) * tokens)
     assert moved["one"] > 0.75 and moved["many"] < 0.05
 
 
@@ -290,17 +290,17 @@ def test_scaled_operands_are_not_gathered_again_and_grouped_products_take_no_mxf
         )  # fmt: skip
 
 
-# ---- What the pages say in numbers.
+# ---- Numbers on the pages.
 
 
-def test_versions_are_those_of_the_package():
+def test_versions_match_the_package():
     readme, project = (ROOT / "README.md").read_text(), (ROOT / "pyproject.toml").read_text()
     (python,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
     (jax_version,) = re.findall(r'"jax>=([\d.]+)"', project)
     assert f"Python {python} to" in readme and f"jax {jax_version} or newer" in readme
 
 
-def test_limits_on_gpus_are_those_of_the_sources():
+def test_gpu_limits_match_the_sources():
     header = "".join(path.read_text() for path in (ROOT / "csrc" / "kernels").glob("*.h"))
     size = lambda name: re.findall(rf"\b{name} = (\d+)", header)[0]
     page = (ROOT / "docs" / "gpu.md").read_text()

@@ -1,4 +1,4 @@
-"""Tests that need one GPU: skipped with the reason, or failed where the GPU is required.
+"""Tests that need one GPU: without it they are skipped, or fail if a GPU is required.
 
 Run them with JAX on the GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/gpu`; with
 `JAX_CP_DISPATCH_REQUIRE_GPU=1` a missing GPU is a failure.

@@ -1,4 +1,4 @@
-"""Overlapped products of one process of worker.py, compared with NumPy: integers, so exact."""
+"""Overlapped GEMMs of one process of worker.py, compared exactly with NumPy on integers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +25,13 @@ METHODS: list[tuple[Any, Any, dict[str, Any]]] = [
 
 def multiply(num_ranks: int, rank: int, place: Callable, read: Callable, on_ranks: Callable,
              name: dict[str, Any]) -> None:  # fmt: skip
-    """Every method, several times on the same channel.
+    """Runs every method several times on the same channel.
 
     Args:
-      num_ranks, rank: of the processes, and this one.
-      place: from an array with a dimension of ranks to a global one.
-      read: this process's part of a global array.
-      on_ranks: a function of local arrays as a program over the mesh.
+      num_ranks, rank: the number of processes, and the index of this one.
+      place: makes a global array from one with a rank dimension.
+      read: returns this process's part of a global array.
+      on_ranks: makes a program over the mesh from a function of local arrays.
       name: axis_name, implementation and deadline.
     """
     for op, oracle, options in METHODS:

@@ -12,7 +12,7 @@ from local_cases import RANGES, assert_close, inputs
 from jax_cp_dispatch import local_attention, local_attention_backward, merge_partials
 
 SHAPES = {"B": 2, "T": 384, "S": 384, "N": 4, "K": 2, "H": 64, "Hv": 64}
-# Probabilities and gradients are rounded to 8 bits; relative to the largest magnitude.
+# Relative to the largest magnitude; probabilities and gradients are rounded to 8 bits.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
 
 
@@ -50,7 +50,7 @@ def test_shapes(shapes):
 
 
 def test_gradients_of_merged_parts():
-    """cuDNN's derivative takes the lse and the output of the whole softmax."""
+    """cuDNN's derivative receives the lse and the output of the whole softmax."""
     q, k, v, dout, _ = inputs(2, **SHAPES, dtype=jnp.bfloat16)
     part = RANGES["full"](2, 384, 192)
     held: Any = [(k[:, :192], v[:, :192], *part), (k[:, 192:], v[:, 192:], *part)]

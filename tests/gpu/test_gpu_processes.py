@@ -1,5 +1,6 @@
-"""Several processes on one GPU: the same exchanges over CUDA's IPC and over NVSHMEM, by pointers
-and as over a network."""
+"""Several processes on one GPU: the same exchanges over CUDA IPC and NVSHMEM.
+
+NVSHMEM is tested through pointers, and through puts and gets as over a network."""
 
 import contextlib
 import os
@@ -13,11 +14,11 @@ import time
 import pytest
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
-LIMIT = 45  # seconds of all processes; a call that waits ends before, by its own deadline
+LIMIT = 45  # seconds for all processes; a waiting call ends earlier, at its own deadline
 
 
 def run(num_processes, transport, *arguments, pointers=True):
-    """The exit status of each process, None past the limit, and what each has printed."""
+    """Returns each process's exit status, None past the limit, and its output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -33,7 +34,7 @@ def run(num_processes, transport, *arguments, pointers=True):
     }
     codes, outputs = [], []
     with contextlib.ExitStack() as stack:
-        # In files, not pipes: what a process has printed is there also when it never ends.
+        # Files, not pipes: they keep the output of a process that never ends.
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(num_processes)]
         workers = [
             subprocess.Popen(

@@ -29,7 +29,7 @@ def no_errors():
 
 
 def flat(x):
-    """[W, rows, ...] as the arrays of all ranks on one device."""
+    """Returns [W, rows, ...] as arrays of all ranks on one device."""
     return jnp.asarray(np.asarray(x).reshape(-1, *np.shape(x)[2:]))
 
 
@@ -50,7 +50,7 @@ def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
     x = {f"{n} bytes": rng.integers(0, 256, (num_ranks, T, n), np.uint8) for n in sizes}
     x["bfloat16"] = rng.normal(size=(num_ranks, T, 2, 5)).astype(jnp.bfloat16)
     move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **OURS))
-    for _ in range(4):  # through both halves of the buffer, more than once
+    for _ in range(4):  # uses both halves of the buffer several times
         move({k: flat(v) for k, v in x.items()}, Metadata(**plan))
     got = move({k: flat(v) for k, v in x.items()}, Metadata(**plan))
     for name, rows in x.items():
@@ -74,7 +74,7 @@ def test_combine_sums_in_order(num_ranks, dtype):
         np.testing.assert_array_equal(per_rank(got, num_ranks), exact)
 
 
-def test_gradients_are_those_of_xla(num_ranks):
+def test_gradients_equal_those_of_xla(num_ranks):
     plan = Metadata(**plan_of(num_ranks))
     capacity = int(np.max(plan.num_total_recv_tokens))
     rng = np.random.default_rng(3)
@@ -124,7 +124,7 @@ def test_donated_storage_and_buffers():
         jax.block_until_ready(move(flat(x), Metadata(**plan), out))
 
 
-def test_a_plan_that_does_not_fit_spoils_the_result_and_is_raised():
+def test_an_invalid_plan_gives_nan_and_raises():
     plan = plan_of(4)
     x = flat(np.ones((4, T, 3), np.float32))
     move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity_of(plan), **OURS))

@@ -36,9 +36,9 @@ def no_errors():
 
 
 def is_gradient_of_gelu(got, want, z, dtype, name):
-    """z times a slope of at most 1.13, rounded once or, with z, twice.
+    """Compares within the rounding of the result and, in 16 bits, of the slope at z.
 
-    In 16 bits the library's tanh may be an approximation, so the slope is known to an ulp at 1.
+    There the library's tanh may be an approximation, so the slope has an error of one ulp at 1.
     """
     if dtype == "float32":
         return close(got, want, dtype, name)
@@ -48,7 +48,7 @@ def is_gradient_of_gelu(got, want, z, dtype, name):
 
 
 def are_column_sums(got, output, dtype):
-    """Of what came back, in float32 and in any order, rounded once."""
+    """Compares with sums of the returned output, made in float32 in any order and rounded once."""
     output = np.asarray(output).astype(np.float64)
     want = output.sum(0)
     of_sums = len(output) * float(np.finfo(np.float32).eps) / 2 * np.abs(output).sum(0)
@@ -58,8 +58,8 @@ def are_column_sums(got, output, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("n", [48, 44])  # the library's epilogues, and our own
-def test_epilogues_are_those_of_xla(dtype, n):
+@pytest.mark.parametrize("n", [48, 44])  # the library's epilogues, and this package's own
+def test_epilogues_equal_those_of_xla(dtype, n):
     x, w = normal(0, 40, 32, dtype=dtype), normal(1, 32, n, dtype=dtype)
     bias, pre = normal(2, n, dtype=dtype), normal(3, 40, n, dtype=dtype)
     z = x.astype(np.float64) @ w.astype(np.float64)
@@ -139,7 +139,7 @@ SCATTERING = {
 
 
 def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dtype="float32"):
-    """Of each rank: the output and what is gathered."""
+    """Returns each rank's output and gathered rows."""
     p, n, total = len(x), w.shape[-1], sum(counts)
     rows = total if kind == AG else max(counts)
     call = GemmCall(
@@ -188,10 +188,10 @@ def test_reduce_scatter(name, counts):
 
 
 def test_a_loop_of_products_replays():
-    """XLA may record the body once; what a call reads is another array in each round."""
+    """XLA may record the body once; each iteration reads another array."""
     rounds, (p, tokens, k) = 20, (2, 8, 32)
     rng = np.random.default_rng(0)
-    # Rows and signs change places, half of the columns on each rank: exact, and no sum grows.
+    # Permutes rows and signs, half of the columns on each rank: exact, and sums do not grow.
     first, second = (
         np.eye(k, dtype=np.float32)[rng.permutation(k)] * rng.choice([-1, 1], k).astype(np.float32)
         for _ in range(2)

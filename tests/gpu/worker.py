@@ -1,6 +1,4 @@
-"""One process of test_gpu_processes.py: joins the others, exchanges, multiplies, compares with
-NumPy.
-"""
+"""One process of test_gpu_processes.py: exchanges and multiplies with others, against NumPy."""
 
 import argparse
 import pathlib
@@ -29,7 +27,7 @@ def main() -> None:
     parser.add_argument("--absent", type=int, default=-1)
     options = parser.parse_args()
     num_ranks, rank = options.num_processes, options.process
-    # All processes share the one GPU, which NCCL refuses: only calls of this package may run.
+    # All processes share one GPU, which NCCL rejects: only calls of this package may run.
     jax.distributed.initialize(options.address, num_ranks, rank, local_device_ids=[0])
     world = connect_gpus()
     if world.implementation == "xla":
@@ -40,7 +38,7 @@ def main() -> None:
     rng = np.random.default_rng(1)
 
     def global_array(per_rank):
-        """[W, rows, ...] with each process's slice on its GPU."""
+        """Returns [W, rows, ...] with each process's slice on its GPU."""
         mine = jax.device_put(per_rank[rank], jax.local_devices()[0])
         shape = (num_ranks * per_rank.shape[1], *per_rank.shape[2:])
         sharding = NamedSharding(mesh, P("cp"))
@@ -73,7 +71,7 @@ def main() -> None:
         np.testing.assert_array_equal(home, combined(plan, y, T, np.float32)[rank])
     over = world.implementation
     if "over the network" in world.reason:
-        over += ", network"  # where products are XLA's
+        over += ", network"  # where XLA computes the GEMMs
     else:
         multiply(num_ranks, rank, global_array, local, on_ranks, name)
     print(f"process {rank} over {over}: ok", flush=True)

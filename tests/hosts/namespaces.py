@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with their own names, addresses and shared memory.
 
-For root. Every host is a network namespace; a program on it also gets a name of its own (a UTS
-namespace), its own /dev/shm and its own /etc/hosts (a mount namespace). They are joined by one pair
-of virtual interfaces with addresses of 10.77.0.0/24, and reach nothing else.
+Needs root. Every host is a network namespace. A program on it also gets its own name (a UTS
+namespace), and its own /dev/shm and /etc/hosts (a mount namespace). One pair of virtual interfaces
+with addresses in 10.77.0.0/24 joins the hosts; they reach nothing else.
 """
 
 import os
@@ -18,7 +18,7 @@ ADDRESSES = "10.77.0.1", "10.77.0.2"
 
 
 class Done(NamedTuple):
-    """How a process ended: its code, negative for a signal, its output, and after how long."""
+    """The exit code of a process (negative for a signal), its output, and its duration."""
 
     code: int
     text: str
@@ -26,14 +26,14 @@ class Done(NamedTuple):
 
 
 class Process(NamedTuple):
-    """One that runs on a host."""
+    """A process that runs on a host."""
 
     popen: subprocess.Popen
     output: pathlib.Path
 
 
 class TwoHosts:
-    """Creates the hosts on entering, ends what still runs and removes them on leaving."""
+    """Creates the hosts on entry; on exit, ends processes that still run and removes the hosts."""
 
     def __init__(self):
         self.names = [f"cpd{os.getpid()}-{letter}" for letter in "ab"]
@@ -66,12 +66,12 @@ class TwoHosts:
         self.folder.cleanup()
 
     def set_hosts_file(self, host: int, lines: str) -> None:
-        """/etc/hosts of programs that are started from now on."""
+        """Sets /etc/hosts for programs that are started from now on."""
         text = f"127.0.0.1 localhost\n{lines}"
         pathlib.Path(self.folder.name, f"hosts{host}").write_text(text)
 
     def cut(self) -> None:
-        """The network between them is gone."""
+        """Takes the network between the hosts down."""
         _run(f"ip -n {self.names[1]} link set veth down")
 
     def mend(self) -> None:
@@ -111,7 +111,7 @@ class TwoHosts:
         time.sleep(0.05)
 
     def wait(self, processes: list[Process], limit: float) -> list[Done]:
-        """Until all have ended; those that have not after `limit` seconds are killed."""
+        """Waits until all have ended; kills those that still run after `limit` seconds."""
         begin = time.monotonic()
         ended: dict[int, float] = {}
         while len(ended) < len(processes) and time.monotonic() < begin + limit:

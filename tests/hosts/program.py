@@ -1,4 +1,4 @@
-"""What a process of a job over two hosts does; `two_hosts.py` starts it.
+"""One process of a job over two hosts; `two_hosts.py` starts it.
 
 python program.py ADDRESS NUM_PROCESSES PROCESS KIND [--timeout S]
 """
@@ -48,22 +48,22 @@ def _parse() -> argparse.Namespace:
 
 
 def _before(options) -> None:
-    """What is wrong with this process, before it is joined to the others."""
+    """Applies the fault of this process before it joins the others."""
     module = importlib.import_module("jax_cp_dispatch._ranks.processes.initialize")
-    if options.kind == "one host":  # as clones of a snapshot may look
+    if options.kind == "one host":  # as clones of a snapshot may appear
         setattr(module, "_host", lambda: "the same")  # noqa: B010
     if options.kind == "small files" and options.process == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
 def dispatch_over_all(options) -> None:
-    """Ten exchanges over all hosts, then what is left to do."""
+    """Makes ten exchanges over all hosts, then does the remaining work."""
     move_over(mesh_of_all(), times=10)
     time.sleep(options.work)
 
 
 def dispatch_for_ever(options) -> None:
-    """Says when it has begun."""
+    """Reports when it has started."""
     move_over(mesh_of_all())
     print("begun", flush=True)
     while True:
@@ -72,9 +72,9 @@ def dispatch_for_ever(options) -> None:
 
 
 def dispatch_inside(options) -> None:
-    """Groups inside each process, and inside each host: by the package's own transport."""
+    """Groups inside each process and inside each host use the package's own transport."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # as of a way that was not asked for
+        warnings.simplefilter("error", UserWarning)  # as for a fallback
         by_process = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         for implementation in None, "in_process":
             move_over(mesh_of_groups(by_process, options.num_processes), own=implementation)
@@ -109,7 +109,7 @@ def expect_refusal(call) -> None:
 
 
 def ring_inside(mesh: Mesh) -> None:
-    """Keys go around in each group; between hosts by collective-permutes."""
+    """Rotates keys in each group; between hosts by collective-permutes."""
     spec = P(mesh.axis_names)
     x = draw(6, mesh.size, 2)
     shift = lambda x: cp.ring_exchange(x, axis_name=AXIS)
@@ -146,7 +146,7 @@ def mesh_of_groups(devices, num_groups: int) -> Mesh:
 
 
 def move_over(mesh: Mesh, times: int = 1, own: str | None = None, deadline: float = 60.0) -> None:
-    """Exchanges of each group of ranks, checked; by a transport of this package unless XLA's."""
+    """Checks exchanges of each group of ranks; inside a host, by a transport of this package."""
     num_groups = mesh.shape.get("group", 1)
     num_ranks = mesh.shape[AXIS]
     spec = P(mesh.axis_names)
@@ -162,7 +162,7 @@ def move_over(mesh: Mesh, times: int = 1, own: str | None = None, deadline: floa
     program = on_ranks(local, mesh, spec)
     rows = place(x, mesh, spec)
     text = program.lower(rows).as_text()
-    assert ("jax_cp_dispatch.dispatch" in text) != spans_hosts(mesh), "the other way was chosen"
+    assert ("jax_cp_dispatch.dispatch" in text) != spans_hosts(mesh), "an unexpected transport"
     want = [
         dispatched(plan, x[g * num_ranks : (g + 1) * num_ranks], capacity)
         for g in range(num_groups)
@@ -172,7 +172,7 @@ def move_over(mesh: Mesh, times: int = 1, own: str | None = None, deadline: floa
 
 
 def costs(options) -> None:
-    """XLA's way against the package's, for groups of two ranks: in a process, a host, over both."""
+    """Compares XLA's collectives with the package's transports: in a process, a host, over both."""
     devices = np.array(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
     near = Mesh(devices.reshape(-1, 2), ("group", AXIS))
     far = Mesh(devices.reshape(2, -1).T, ("group", AXIS))
@@ -181,14 +181,14 @@ def costs(options) -> None:
         own = seconds(near, None, megabytes)
         inside, between = (seconds(mesh, "xla", megabytes) for mesh in (near, far))
         print(
-            f"{megabytes} MB per rank: {1e3 * own:.1f} ms inside {where}; XLA's way "
-            f"{inside / own:.1f} times that, between hosts {between / own:.1f} times",
+            f"{megabytes} MB per rank: {1e3 * own:.1f} ms inside {where}; by XLA "
+            f"{inside / own:.1f} times that, and between hosts {between / own:.1f} times",
             flush=True,
         )
 
 
 def seconds(mesh: Mesh, own: str | None, megabytes: int) -> float:
-    """The median of a dispatch of random segments."""
+    """Returns the median time of a dispatch of random segments."""
     spec, num_ranks = P(mesh.axis_names), mesh.shape[AXIS]
     plan, capacity = plan_of(3, num_ranks)
     x = draw(5, mesh.size, megabytes << 14)  # of 16 rows in float32
@@ -209,7 +209,7 @@ def spans_hosts(mesh: Mesh) -> bool:
 
 
 def host_of(device) -> int:
-    """Half of the processes are on each host."""
+    """Half of the processes run on each host."""
     return 2 * device.process_index // jax.process_count()
 
 

@@ -1,9 +1,9 @@
-"""Jobs over two hosts, made of network namespaces: how they end, what serves, what fails how.
+"""Jobs over two hosts, made of network namespaces: ends, transports and failures.
 
     python tests/hosts/two_hosts.py [--jobs 20] [CASE ...]
 
-For root, and not part of the test suite: it takes some minutes, most of them waiting for JAX's
-watchdog. Every wait has an end. Prints a line for each case; the exit code is that of a test.
+Needs root, and is not part of the test suite: it takes some minutes, mostly to wait for JAX's
+watchdog. Every wait has a deadline. Prints a line for each case; exits with 1 if a case fails.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LIMIT = 240.0  # seconds for any job
 
 
 class Job:
-    """The processes of one job, the first half of them on the first host."""
+    """The processes of one job, the first half on the first host."""
 
     ports = iter(range(20000, 30000))
 
@@ -42,7 +42,7 @@ class Job:
         )
 
     def run(self, *last: str) -> list[Done]:
-        """All processes, to their ends; `last` are options of the last one."""
+        """Runs all processes to their end; `last` holds options of the last one."""
         every = [self.start(p) for p in range(self.num_processes - 1)]
         every.append(self.start(self.num_processes - 1, *last))
         return self.hosts.wait(every, LIMIT)
@@ -55,7 +55,7 @@ def expect_success(all_done: list[Done]) -> None:
 
 
 def ends(hosts: TwoHosts, num_jobs: int) -> str:
-    """Whichever process has how much left to do."""
+    """Ends well, whichever process has work left, and however much."""
     for _ in range(num_jobs):
         num_processes = random.choice([2, 4])
         work = [f"--work={random.choice([0, 0.1, 3, 6])}" for _ in range(2)]
@@ -76,7 +76,7 @@ def inside(hosts: TwoHosts, num_jobs: int) -> str:
 
 
 def network(hosts: TwoHosts, num_jobs: int) -> str:
-    """It goes for good while both exchange."""
+    """The network goes down permanently while both hosts exchange."""
     job = Job(hosts, "for ever")
     both = [job.start(process) for process in range(2)]
     wait_for_text(hosts, both, "begun")
@@ -98,7 +98,7 @@ def killed(hosts: TwoHosts, num_jobs: int) -> str:
     done = hosts.wait(both, LIMIT)[0]
     assert done.code == 1 and done.seconds < 30, done
     assert "Error" in done.text, done.text
-    return f"the other one was told, and ended after {done.seconds:.1f} s"
+    return f"the other process got an error and ended after {done.seconds:.1f} s"
 
 
 def wait_for_text(hosts: TwoHosts, processes: list[Process], text: str) -> None:
@@ -109,11 +109,11 @@ def wait_for_text(hosts: TwoHosts, processes: list[Process], text: str) -> None:
             process.output.read_text()[-2000:] for process in processes
         ]
         hosts.pause()
-    raise AssertionError(f"{text!r} was not said in {LIMIT} s")
+    raise AssertionError(f"{text!r} was not printed within {LIMIT} s")
 
 
 def alike(hosts: TwoHosts, num_jobs: int) -> str:
-    """Where memory cannot be shared, all hear it soon and get the same answer."""
+    """If memory cannot be shared, all processes learn it soon and get the same answer."""
     for kind, reason in ("one host", "Connection refused"), ("small files", "File too large"):
         num_processes = 2 if kind == "one host" else 4
         all_done = Job(hosts, kind, num_processes=num_processes, devices=1).run()
@@ -138,7 +138,7 @@ def missing(hosts: TwoHosts, num_jobs: int) -> str:
 
 
 def unreachable(hosts: TwoHosts, num_jobs: int) -> str:
-    """A name that stands for the host itself, as Debian's installer writes it."""
+    """A host name that resolves to the host itself, as Debian's installer writes it."""
     hosts.set_hosts_file(1, f"127.0.1.1 {hosts.names[1]}\n")
     try:
         for done in Job(hosts, "ends", devices=1).run():
@@ -146,7 +146,7 @@ def unreachable(hosts: TwoHosts, num_jobs: int) -> str:
             assert "127.0.1.1" in done.text.splitlines()[-1], done
     finally:
         hosts.set_hosts_file(1, "".join(map("{} {}\n".format, ADDRESSES, hosts.names)))
-    return "refused by all"
+    return "rejected by all"
 
 
 def costs(hosts: TwoHosts, num_jobs: int) -> str:
@@ -157,7 +157,7 @@ def costs(hosts: TwoHosts, num_jobs: int) -> str:
         ).run()
         expect_success(all_done)
         lines += [line for line in all_done[0].text.splitlines() if " MB per rank: " in line]
-    return "\n  ".join(["what XLA's way costs, on this machine", *lines])
+    return "\n  ".join(["time of XLA's collectives on this machine", *lines])
 
 
 CASES = ends, checkpoint, inside, alike, missing, unreachable, killed, network, costs
@@ -171,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.cases) - set(names):
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so the hosts are removed
     failed = False
     with TwoHosts() as hosts:
         for case in CASES:

@@ -69,7 +69,7 @@ def test_kv_counts_by_the_rank_of_the_key():
 def test_attention_lengths(world_size, num_shards):
     rng = np.random.default_rng(num_shards)
     shard_len, dispatch = oracle.random_shards(rng, world_size, num_shards)
-    context = shard_len + rng.integers(0, 9, shard_len.shape)  # also in the padding: ignored
+    context = shard_len + rng.integers(0, 9, shard_len.shape)  # also in padding: ignored
     got = compute_attn_layout_seqlens(shard_len, context, dispatch)
     for name, want in oracle.attn_layout(shard_len, context, dispatch).items():
         np.testing.assert_array_equal(np.asarray(getattr(got, name)), want, err_msg=name)
@@ -129,11 +129,11 @@ def test_traced_equals_concrete_also_under_vmap():
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), plan, many)
 
 
-def test_known_values_are_planned_exactly_inside_jit():
+def test_constants_inside_jit_are_planned_exactly():
     @jax.jit
     def inside(x):
         _, reverse = compute_metadata(SEQ_LEN, DISPATCH)
-        reverse.validate()  # still known, so that all that is for the host works
+        reverse.validate()  # still concrete, so host functions work
         return x + reverse.num_seqs
 
     np.testing.assert_array_equal(inside(0), [3, 2])
@@ -209,10 +209,10 @@ def test_get_slice_has_the_numbers_of_one_rank_without_padding():
                     whole = np.asarray(getattr(metadata, name))[rank]
                     np.testing.assert_array_equal(getattr(view, name), whole[:end])
                     assert end == len(whole) or not (whole[end:] > 0).any()
-                assert view.num_recv_tokens.shape == (5,)  # one count for each rank, and the sum
+                assert view.num_recv_tokens.shape == (5,)  # one count per rank, and their sum
     starts = dataclasses.replace(plan, src_offset=np.zeros(plan.seq_len.shape, np.uint32))
     assert starts.get_slice(1).src_offset.shape == starts.get_slice(1).seq_len.shape
-    # What the compiler has to know does not depend on values: padding stays.
+    # Static shapes do not depend on values: padding is kept.
     assert jax.jit(lambda m: m.get_slice(0))(plan).seq_len.shape == plan.seq_len.shape[1:]
 
 
@@ -222,7 +222,7 @@ def test_a_slice_of_an_idle_rank_is_empty():
     assert plan.get_slice(1).dst_rank.shape == (1,)
 
 
-def test_views_refuse_what_is_no_plan_of_all_ranks():
+def test_views_reject_plans_without_all_ranks():
     plan, _ = compute_metadata(SEQ_LEN, DISPATCH)
     with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 2\)"):
         plan.get_slice(2)
@@ -271,11 +271,11 @@ def test_normalize_dtype_checks_the_range():
         numpy_plan(num_total_recv_tokens=big).normalize_dtype()
 
 
-# --- what the constructor derives -----------------------------------------------------------
+# --- derived fields --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_totals_that_are_left_out_are_derived(as_array):
+def test_omitted_totals_are_derived(as_array):
     rng = np.random.default_rng(5)
     for num_replicas in (1, 2):
         plan, _ = compute_metadata(*oracle.random_shards(rng, 3, 4, num_replicas))
@@ -291,7 +291,7 @@ def test_totals_that_are_left_out_are_derived(as_array):
         jax.tree.map(np.testing.assert_array_equal, traced, derived)
 
 
-def test_a_plan_of_placeholders_stays_one():
+def test_a_plan_of_placeholders_is_unchanged():
     specs = Metadata(dst_rank=0, dst_offset=0, seq_len=0, num_recv_tokens=0, world_size=2)
     assert specs.num_seqs is None and specs.num_total_recv_tokens is None
     none = Metadata(
@@ -363,7 +363,7 @@ def test_validate_finds_gaps_and_overlaps_inside_the_buffer():
             dataclasses.replace(plan, dst_offset=np.array([offsets])).validate()
 
 
-def test_validate_reverse_knows_what_never_left():
+def test_validate_reverse_checks_shards_that_were_not_sent():
     seq_len, dispatch = (
         np.array([[2, 3], [4, 1]]),
         np.array([[[-1, 1], [0, -1]], [[1, 1], [-1, 0]]]),
@@ -371,7 +371,7 @@ def test_validate_reverse_knows_what_never_left():
     _, reverse = compute_metadata(seq_len, dispatch)
     reverse.validate()
     moved = np.array(reverse.dst_offset)
-    moved[0, 0] = 5  # where replica 0 of a shard would come back that was not sent
+    moved[0, 0] = 5  # where replica 0 of an unsent shard would return
     with pytest.raises(ValueError, match="slot 0: dst_offset 5 "):
         dataclasses.replace(reverse, dst_offset=moved).validate()
     mask = np.array(reverse.seq_recv_mask)
@@ -380,7 +380,7 @@ def test_validate_reverse_knows_what_never_left():
         dataclasses.replace(reverse, seq_recv_mask=mask).validate()
 
 
-def test_validate_is_for_the_host():
+def test_validate_rejects_traced_values():
     with pytest.raises(TypeError, match="Validate on the host"):
         jax.jit(lambda m: m.validate())(numpy_plan(np.int32))
 

@@ -21,7 +21,7 @@ bounded = settings(max_examples=25, deadline=None)
 
 
 def tokens(rng, seq_len, capacity):
-    """Rows of every rank; those that belong to no shard are poison."""
+    """Returns rows of every rank; rows outside shards are poisoned."""
     x = rng.standard_normal((len(seq_len), capacity, FEATURE)).astype(np.float32)
     x[np.arange(capacity) >= seq_len.sum(1)[:, None]] = np.nan
     return x
@@ -32,7 +32,7 @@ def poison(world_size, capacity):
 
 
 def slots(shape):
-    """Reverse slots for anything, so that all examples of one shape share a program."""
+    """Returns enough reverse slots, so all examples of one shape share a program."""
     world_size, num_shards, num_replicas = shape
     return world_size * num_shards * (num_replicas or 1)
 
@@ -52,7 +52,7 @@ def test_plans_equal_the_oracle_and_are_valid(seed, shape):
     plans = compute_metadata(seq_len, dispatch, max_recv_seqs=bound)
     for plan, fields in zip(plans, oracle.plan(seq_len, dispatch, bound), strict=True):
         oracle.assert_fields(plan, fields)
-        plan.validate()  # sent = received per pair, ranges disjoint and without gaps
+        plan.validate()  # sent = received per pair; ranges are disjoint and without gaps
     if dispatch.ndim == 2:
         arguments = seq_len, seq_len + 1, dispatch
         lengths = compute_attn_layout_seqlens(*arguments, max_recv_seqs=bound)

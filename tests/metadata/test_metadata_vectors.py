@@ -57,7 +57,7 @@ def test_hand_cases():
     assert len(cases) == 11
     for case in cases.values():
         vector = {name: np.array(value) for name, value in case.items()}
-        # Recorded are non-zero lengths; a slot in use may have length 0.
+        # The records contain non-zero lengths; a slot in use may have length 0.
         for prefix in ("fwd", "rev"):
             used = (vector[prefix + "_dst_rank"] >= 0).reshape(
                 *vector[prefix + "_seq_len"].shape, -1

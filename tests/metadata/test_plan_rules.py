@@ -1,4 +1,4 @@
-"""What `Metadata.validate` accepts is moved; what only it refuses does not matter to movement."""
+"""Movement accepts every plan that `Metadata.validate` accepts, and ignores summaries and gaps."""
 
 import numpy as np
 import pytest
@@ -26,9 +26,9 @@ def changed(plan, **fields):
 
 
 def unread(plan):
-    """The plan with each of the summaries wrong, or left out."""
+    """Yields the plan with each summary wrong or omitted."""
     counts = plan["num_recv_tokens"].copy()
-    counts[:, -1] = 0  # only a sum above the capacity is refused
+    counts[:, -1] = 0  # only a sum above the capacity is rejected
     yield changed(plan, num_recv_tokens=counts)
     yield changed(plan, num_total_recv_tokens=plan["num_total_recv_tokens"] + 1)
     yield changed(plan, num_seqs=np.full(W, 99, np.int32))
@@ -51,7 +51,7 @@ def test_movement_does_not_read_summaries(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_validate_checks_summaries_that_are_given(seed):
+def test_validate_checks_given_summaries(seed):
     plan, _ = plan_and_rows(seed)
     Metadata(**plan).validate()
     *wrong, left_out = unread(plan)
@@ -62,7 +62,7 @@ def test_validate_checks_summaries_that_are_given(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_plan_with_gaps_is_moved_and_rows_in_them_are_zero(seed):
+def test_a_plan_with_gaps_is_moved_and_its_gaps_are_zero(seed):
     plan, x = plan_and_rows(seed)
     gap = changed(plan, dst_offset=plan["dst_offset"] + 2)
     capacity = capacity_of(plan) + 2

@@ -83,7 +83,7 @@ class Call {
       a.rhs = Array(p_.rhs_type, p_.k, p_.n, p_.rhs_transposed);
       a.output = Array(p_.output_type, is_bulk_ ? p_.m : rows_out, p_.n);
       const auto fill = [&](Array* array, ArrayName name, int64_t num_rows, int64_t num_columns) {
-        // Capacity without rows stays poison: whoever reads it spreads it.
+        // Capacity without rows stays poisoned: a read would spread the poison.
         const bool has_room = gathers_ && name == (is_bulk_ ? kAuxIn : kLhs);
         for (int64_t i = 0; i < num_rows; ++i) {
           if (has_room && i % p_.rows.capacity >= p_.rows.counts[rank]) continue;

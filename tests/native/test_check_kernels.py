@@ -1,4 +1,4 @@
-"""The check of compiled kernels finds spills, stacks and kernels that are missing."""
+"""The check of compiled kernels finds spills, stack frames and missing kernels."""
 
 import pathlib
 import subprocess
@@ -43,12 +43,12 @@ def check(tmp_path, log):
     "name, stack, spills, code",
     [("none", 0, 0, 0), ("Pull", 16, 0, 1), ("Push", 0, 8, 1), ("missing", 0, 0, 1)],
 )
-def test_what_is_refused(tmp_path, name, stack, spills, code):
+def test_kernels_that_are_rejected(tmp_path, name, stack, spills, code):
     log = "".join(
         lines_of(kernel, stack, spills) if kernel == name else lines_of(kernel)
         for kernel in KERNELS[: -1 if name == "missing" else None]
     )
-    # A kernel of several types: the last of them is no better than the worst.
+    # A kernel of several types: the worst one counts, not the last.
     log += lines_of("Pull") * (name == "Pull")
     assert check(tmp_path, log)[0] == code
 
@@ -65,7 +65,7 @@ def test_kernels_over_nvshmem_have_the_stack_of_its_functions(tmp_path, name, st
             NAME.format(n=len(kernel) + 6, kernel=kernel),
             NVSHMEM_NAME.format(n=len(kernel) + 6, kernel=kernel),
         )
-        # A function of NVSHMEM's, which is no kernel.
+        # A function of NVSHMEM, not a kernel.
         log += "ptxas info    : Function properties for _Z14nvshmemi_quietIL13threadgroup_t3EEvv\n"
         log += "    512 bytes stack frame, 64 bytes spill stores, 64 bytes spill loads\n"
         log += LINKED.format(n=len(kernel) + 6, kernel=kernel, stack=stack * mine)

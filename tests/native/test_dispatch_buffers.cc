@@ -155,7 +155,7 @@ void CallsAgainstDestruction() {
     callers.emplace_back([&, caller] {
       for (int64_t call = 0; !over; ++call) {
         std::this_thread::sleep_for(
-            std::chrono::microseconds(100));  // so that at times none is in use
+            std::chrono::microseconds(100));  // so at times no buffer is in use
         const int64_t id = current;
         const Status status = Acquire(registry, id, {caller % 2, call % 9, call});
         if (!status.ok()) {

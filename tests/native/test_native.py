@@ -1,4 +1,4 @@
-"""The native core, without XLA and Python, on its own and under the compiler's sanitizers."""
+"""The native core without XLA and Python: plain, and under the compiler's sanitizers."""
 
 import concurrent.futures
 import functools
@@ -11,13 +11,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-# Seconds. Only a deadlock takes as long, however busy the machine is.
+# Seconds. Only a deadlock takes this long, however busy the machine is.
 LIMIT = 1200
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-# The sanitizers check more than the plain build does, but their own memory is a multiple of the
-# addresses.
+# The sanitizers check more than the plain build, but need a multiple of the address space.
 LARGE = ("test_large_offsets",)
 TESTS = (
     "test_transport",
@@ -38,9 +37,9 @@ BUILDS = {
     "address,undefined": TESTS + ON_ONE_THREAD,
     "": LARGE,
 }
-# Everything without XLA and Python.
+# All sources without XLA and Python.
 FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu_schedule")
-# What a test opens as a library, or has besides of the rooms that see CUDA.
+# What a test opens as a library, or also needs from the CUDA folders.
 LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
 SOURCES = (ROOT / "csrc/cuda/errors.cc",)
 
@@ -68,7 +67,7 @@ def require_sanitizer(option, folder):
 
 
 def unit_of(name, folder):
-    """The sources of a folder as one: reading the standard headers takes most of the time."""
+    """Includes the sources of a folder in one file: standard headers take most of the time."""
     unit = folder / f"all_of_{name}.cc"
     sources = sorted((ROOT / "csrc" / name).glob("*.cc"))
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
@@ -77,7 +76,7 @@ def unit_of(name, folder):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """From a sanitizer to the folder where its programs of tests/native are, each built once."""
+    """Maps a sanitizer to the folder of its tests/native programs; each is built once."""
 
     @functools.cache
     def build(sanitizer):
@@ -118,4 +117,4 @@ def test_random_programs(programs, sanitizer):
     assert ran.returncode == 0, ran.stderr
     counts = {what: int(n) for n, what in re.findall(r"(\d+) ([^,;:]+)", ran.stdout)}
     assert counts["programs"] == NUM_PROGRAMS
-    assert min(counts.values()) > 0, counts  # every kind of fault came up
+    assert min(counts.values()) > 0, counts  # every kind of fault occurred

@@ -154,8 +154,7 @@ void BadPlansAreRefusedEverywhere() {
   }
 }
 
-// Ranges that overlap on the rank that holds them are both summed, as long as there is room to
-// fetch them.
+// Ranges that overlap on the rank that holds them are both summed if there is space to fetch them.
 void OverlappingRanges() {
   for (const int num_slots : {4, 5}) {
     World world{};

@@ -258,7 +258,7 @@ void ASlowGemmIsNamed(const OverlapProblem& problem, const char* message) {
 }
 
 // What rank 0 sends does not arrive before rank 1 has given up. Rank 0 itself does not wait: what
-// it needs is there when it begins.
+// it needs is available when it starts.
 void ASlowLinkIsNamed() {
   const Call call(Problem(CommType::kAllGather, CommMethod::kRingExchange, {2, 2}));
   Gate has_arrived, has_failed;

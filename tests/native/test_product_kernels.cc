@@ -189,7 +189,7 @@ void OnThreads(int num_ranks, Work work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Data that a rank puts before it signals is there for the rank that has waited, call after call.
+// In every call, data that a rank puts before its signal is visible to the rank that has waited.
 void RanksMeet() {
   constexpr int kRanks = 3;
   Ranks ranks(kRanks);

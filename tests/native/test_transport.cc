@@ -169,7 +169,7 @@ void RanksThatCannotBe(int64_t run_id, int rank, const char* message) {
   for (auto* status : {&waiting, &wrong, &late}) CHECK(Contains(status->get(), message));
 }
 
-// A rank that came with another operation is named, with the place where it waits.
+// A rank that arrived with another operation is named, together with this operation.
 void RanksInAnotherCallAreNamed() {
   Exchange dispatch = MakeExchange(8, 3, milliseconds(100), kNothingToDo);
   Exchange combine = dispatch, in_other_group = dispatch, in_other_run = dispatch;

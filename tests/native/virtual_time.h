@@ -55,7 +55,7 @@ class VirtualStreams {
   }
 
  private:
-  // Each signal is added to once; whoever waits for it continues at that time.
+  // Each signal is added to once; streams that wait for it continue at that time.
   class RankCounters final : public Counters {
    public:
     RankCounters(VirtualStreams* all, int num_signals) : all_(all), added_at_(num_signals, -1) {}

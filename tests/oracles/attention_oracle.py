@@ -1,13 +1,13 @@
-"""NumPy float64 attention over key ranges, and its gradients written out by hand."""
+"""NumPy float64 attention over key ranges, with handwritten gradients."""
 
 import numpy as np
 
 
 def allowed_keys(kv_start, kv_end, num_keys, window=None):
-    """`[B, T, S]`: which keys each query attends, with a window only the last of its range.
+    """`[B, T, S]`: the keys that each query attends to; a window keeps only the end of its range.
 
-    A window (left, right) reaches from so many before to so many behind the query, of which the
-    last stands at the last key.
+    A window (left, right) spans `left` keys before to `right` keys after the query. The last query
+    is aligned with the last key.
     """
     position = np.arange(num_keys)
     start, end = np.asarray(kv_start, np.int64)[..., None], np.asarray(kv_end, np.int64)[..., None]
@@ -21,7 +21,7 @@ def allowed_keys(kv_start, kv_end, num_keys, window=None):
 
 
 def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window):
-    """Logits' slope, probabilities `[B, N, T, S]` and lse `[B, N, T]`."""
+    """Slope of the logits, probabilities `[B, N, T, S]` and lse `[B, N, T]`."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     heads_per_group = q.shape[2] // k.shape[2]
     k = np.repeat(k, heads_per_group, axis=2)

@@ -1,7 +1,7 @@
-"""NumPy oracle of overlapped products: float64, rank by rank, from the definition.
+"""NumPy oracle of overlapped GEMMs: float64, rank by rank, from the definition.
 
-Arrays have a leading rank axis; `counts` are each rank's tokens per batch. A rank's array has room
-for the most; what stands behind its own tokens is not read, and zero where it is written.
+Arrays have a leading rank axis; `counts` are each rank's tokens per batch. Every rank's array has
+space for the largest count; rows after its own tokens are not read, and zero in results.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ def wide(*arrays) -> Any:
 
 
 def even(x, num_ranks=None):
-    """The counts of ranks whose arrays are full, or of tokens that are divided evenly."""
+    """Returns the counts of full arrays, or of evenly divided tokens."""
     rows = x.shape[-2]
     return (rows,) * len(x) if num_ranks is None else (rows // num_ranks,) * num_ranks
 
@@ -26,7 +26,7 @@ def gathered(x, counts=None):
 
 
 def scattered(total, counts):
-    """[*batch, M, N] as [p, *batch, T, N], the rest zero."""
+    """[*batch, M, N] as [p, *batch, T, N]; other rows are zero."""
     room = np.zeros((len(counts), *total.shape[:-2], max(counts), total.shape[-1]))
     begin = 0
     for rank, count in enumerate(counts):
@@ -81,7 +81,7 @@ def matmul_reduce_scatter_gradients(x, w, dy, counts=None):
 
 
 def product_of_rows(a, b):
-    """a' b, summed over batches and rows."""
+    """a^T b, summed over batches and rows."""
     rows = range(a.ndim - 1)
     return np.tensordot(a, b, (rows, rows))
 
@@ -91,18 +91,18 @@ def sum_of_rows(dy):
 
 
 def sums_in_rank_order(parts):
-    """Float32 [p, ...] summed as ((0 + 1) + 2) + ..., with a rounding after each."""
+    """Sums float32 [p, ...] as ((0 + 1) + 2) + ..., rounding after each addition."""
     total = parts[0].astype(np.float32)
     for part in parts[1:]:
         total = (total + part.astype(np.float32)).astype(np.float32)
     return total
 
 
-# ---- The engine's layer: all arrays have two dimensions behind that of the ranks.
+# ---- `gemm`: all arrays have two dimensions after the rank axis.
 
 
 def ring_order(rank, num_ranks):
-    """The order in which an atomic ring's rank meets the chunks: r - 1, r - 2, ..., r."""
+    """The order in which a rank of an atomic ring receives the chunks: r - 1, r - 2, ..., r."""
     return [(rank - step) % num_ranks for step in range(1, num_ranks + 1)]
 
 
@@ -118,7 +118,7 @@ def engine_gather(lhs, rhs, bias=None, *, atomic=False):
 
 
 def engine_scatter(lhs, rhs, bias=None, *, atomic=False):
-    """The reduce-scatter [p, M/p, N]; the atomic ring's lhs stands in ring order."""
+    """The reduce-scatter [p, M/p, N]; the lhs of the atomic ring is in ring order."""
     (lhs,) = wide(lhs)
     p, rows, k = lhs.shape
     if atomic:

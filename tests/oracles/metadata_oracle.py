@@ -1,10 +1,10 @@
-"""Brute-force oracle of planning: NumPy loops over shards and tokens, nothing of the package."""
+"""Brute-force oracle of planning: NumPy loops over shards and tokens, without package code."""
 
 import numpy as np
 
 
 def random_shards(rng, world_size, num_shards, num_replicas=None, max_len=7):
-    """Lengths and destinations with holes, zero lengths, rows that stay, and empty ranks."""
+    """Draws lengths and destinations with holes, zero lengths, rows that stay, and empty ranks."""
     shape = (world_size, num_shards) + (() if num_replicas is None else (num_replicas,))
     seq_len = rng.integers(0, max_len, (world_size, num_shards))
     dispatch = rng.integers(-1, world_size, shape)
@@ -19,7 +19,7 @@ def random_shards(rng, world_size, num_shards, num_replicas=None, max_len=7):
 
 
 def last_used(used):
-    """[W, S] bool -> last used slot + 1."""
+    """Maps [W, S] bool to the last used slot + 1."""
     return np.array([max([i + 1 for i, u in enumerate(row) if u], default=0) for row in used])
 
 
@@ -74,7 +74,7 @@ def plan(seq_len, dispatch, num_slots=None):
 
 
 def plan_kv(mapping, position, context, num_kv, kv_tokens, seq_len, q_dispatch, num_slots=None):
-    """Oracle of compute_metadata_kv, by laying out each rank query after query."""
+    """Oracle of compute_metadata_kv, which lays out each rank query by query."""
     world_size = len(seq_len)
     first_row, first_slot = np.zeros(q_dispatch.shape, int), np.zeros(q_dispatch.shape, int)
     rows, slots = np.zeros(world_size, int), np.zeros(world_size, int)
@@ -122,8 +122,8 @@ def attn_layout(shard_len, context, dispatch, num_slots=None):
 def spanning_documents(rng, world_size, num_shards, num_replicas):
     """KV inputs of documents that span ranks: shard i of a document sees its shards 0 … i.
 
-    Slots are dealt to documents at random, in global order, at most `num_replicas` a document;
-    slots left over are padding. Returns the arguments of compute_metadata_kv without num_seqs.
+    Assigns slots to documents at random, in global order, at most `num_replicas` per document;
+    remaining slots are padding. Returns the arguments of compute_metadata_kv without num_seqs.
     """
     shape = (world_size, num_shards)
     seq_len = np.zeros(shape, int)
@@ -148,7 +148,7 @@ def spanning_documents(rng, world_size, num_shards, num_replicas):
 
 
 def move(tensor, output, dst_rank, dst_offset, seq_len, src_offset=None):
-    """What a perfect network does, token by token."""
+    """Moves rows as a perfect network does, token by token."""
     output = output.copy()
     for r, s in np.ndindex(seq_len.shape):
         start = seq_len[r, :s].sum() if src_offset is None else src_offset[r, s]

@@ -8,8 +8,8 @@ import numpy as np
 def random_plan(rng, num_ranks, num_slots, num_tokens, num_replicas=1) -> dict[str, Any]:
     """Lengths, destinations and offsets as plain arrays: holes, empty slots, padding anywhere.
 
-    Every rank's shards fill at most `num_tokens` rows. Receive ranges stand one after another in
-    a random order, so neither order nor gaps come from a planner.
+    Every rank's shards fill at most `num_tokens` rows. Receive ranges are adjacent, in a random
+    order, which no planner would produce.
     """
     W, S, C = num_ranks, num_slots, num_replicas
     cuts = np.sort(rng.integers(0, num_tokens + 1, (W, S)), axis=1)
@@ -58,7 +58,7 @@ def named_rows(plan):
 
 
 def dispatched(plan, x, capacity):
-    """`x [W, T, ...]` in the receive buffers `[W, capacity, ...]`; the rest is zero."""
+    """Moves `x [W, T, ...]` to receive buffers `[W, capacity, ...]`; other rows are zero."""
     out = np.zeros((x.shape[0], capacity, *x.shape[2:]), x.dtype)
     for r, row, d, dst_row in named_rows(plan):
         out[d, dst_row] = x[r, row]

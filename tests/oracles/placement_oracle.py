@@ -1,4 +1,4 @@
-"""What a placement must be, worked out one token at a time from the documents alone."""
+"""Checks a placement one token at a time, from the documents alone."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def documents_of(lengths, columns):
-    """For each token of the batch, row by row: its document (-1: padding) and its place in it."""
+    """Returns each token's document (-1: padding) and its position in it, row by row."""
     document = np.full((len(lengths), columns), -1)
     position = np.zeros((len(lengths), columns), int)
     number = 0
@@ -20,7 +20,7 @@ def documents_of(lengths, columns):
 
 
 def deliver(metadata, rows, capacity):
-    """Moves rows `[W, T]` as the metadata says, ranges named by src_offset; -1: nobody wrote."""
+    """Moves rows `[W, T]` by the metadata, from ranges at src_offset; -1 marks unwritten rows."""
     fields = ("dst_rank", "dst_offset", "seq_len", "src_offset")
     dst_rank, dst_offset, seq_len, src_offset = (
         np.asarray(getattr(metadata, name)).astype(np.int64) for name in fields
@@ -47,7 +47,7 @@ def deliver(metadata, rows, capacity):
 
 
 def check_placement(placement, lengths, window=None):
-    """Asserts one place for every token, its keys for every query; returns pairs, keys moved."""
+    """Asserts that each token has one place and each query its keys; returns pairs, keys moved."""
     world_size, columns = placement.world_size, placement.columns
     document, position = documents_of(lengths, columns)
     total = len(document)
@@ -81,9 +81,10 @@ def check_placement(placement, lengths, window=None):
 
 
 def fewest_keys(lengths, world_size, limit, unit):
-    """Keys moved at least if no rank may have more pairs, of documents of so many units of tokens.
+    """Returns the fewest moved keys if each rank has at most `limit` pairs.
 
-    Tries every placement that cuts at units; None if all of them exceed the limit.
+    Document lengths are in units of `unit` tokens. Tries every placement that cuts at units;
+    returns None if all of them exceed the limit.
     """
     document, position = documents_of([lengths], sum(lengths))
     end = (position + 1) * unit
@@ -104,7 +105,7 @@ def fewest_keys(lengths, world_size, limit, unit):
 
 
 def keys_if_fillers_were_free(lengths, world_size, tokens, tolerance):
-    """A bound from below: every document alone, its tails as large as tokens and work allow."""
+    """A lower bound: each document alone, with tails as large as tokens and work allow."""
     work = lambda end: end * (end + 1) // 2
     limit = int((1 + tolerance) * sum(work(int(n)) for n in lengths) / world_size)
     keys = 0
@@ -120,7 +121,7 @@ def keys_if_fillers_were_free(lengths, world_size, tokens, tolerance):
 
 
 def _ways(total, world_size):
-    """All ways to give every rank equally many; the first that is free goes to the next rank."""
+    """Yields all ways to give every rank equally many; the first free one goes to the next rank."""
     share = total // world_size
 
     def extend(ranks, left):

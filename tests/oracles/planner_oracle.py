@@ -1,10 +1,10 @@
-"""What a plan must be, worked out from the segment ids alone, one token at a time."""
+"""Checks a plan one token at a time, from the segment ids alone."""
 
 import numpy as np
 
 
 def first_keys(segment_ids, positions=None, window=None):
-    """First column that each column attends, [B, T]; -1 at padding."""
+    """First column that each column attends to, [B, T]; -1 at padding."""
     first = documents(segment_ids, positions)
     if window is None:
         return first
@@ -33,7 +33,7 @@ def pairs_per_rank(segment_ids, positions, world_size, window=None):
 
 
 def deliver(metadata, rows, capacity):
-    """Moves row numbers as the metadata says; returns them per rank, -1 where nothing arrived."""
+    """Moves row numbers by the metadata; returns them per rank, -1 for rows without data."""
     dst_rank, dst_offset, seq_len, received = (
         np.asarray(x).astype(np.int64)
         for x in (
@@ -74,10 +74,10 @@ def deliver(metadata, rows, capacity):
 
 
 def check_plan(plan, segment_ids, positions=None, window=None):
-    """Asserts that the plan computes each query once, with the keys that it attends."""
+    """Asserts that the plan computes each query once, with the keys that it attends to."""
     batch, columns = segment_ids.shape
     world_size = plan.world_size
-    # rows[r] are the token numbers, b * columns + column, of rank r in its own order.
+    # rows[r] are the token numbers b * columns + column of rank r, in its own order.
     rows = np.arange(batch * columns).reshape(batch, world_size, -1)
     rows = rows.swapaxes(0, 1).reshape(world_size, -1)
     first = first_keys(segment_ids, positions, window).reshape(-1)

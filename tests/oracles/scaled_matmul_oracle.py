@@ -1,7 +1,7 @@
-"""NumPy oracle of overlapped products of 8 bits and their derivatives, in float64.
+"""NumPy oracle of overlapped 8-bit GEMMs and their derivatives, in float64.
 
-x and w are rounded to e4m3, dy to e5m2, or e4m3 in blocks; each rounding counts as identity.
-Arrays have a leading rank axis; scales of delayed scaling are those of x, w and dy.
+x and w are rounded to e4m3, dy to e5m2, or to e4m3 in blocks; the derivative of rounding is the
+identity. Arrays have a leading rank axis; delayed scales are those of x, w and dy.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ ONE = np.float32(1)
 
 
 def rounded(x, mode, name, *, scale=None, along=-1):
-    """What x, of one rank, stands for in 8 bits; `scale` of a tensor, or blocks along a dimension.
+    """The values of x, of one rank, after rounding to 8 bits with a tensor scale or block scales.
 
-    Without a scale, that of the largest magnitude of x.
+    Without a scale, uses the one of the largest magnitude of x.
     """
     x = np.asarray(x).astype(np.float32)
     if mode == MXFP8:
@@ -36,7 +36,7 @@ def largest(x):
 
 
 def of_ranks(x, mode, name, *, scale=None, shared=False, along=-1):
-    """Each rank's, with a scale of its own, or one for all."""
+    """Rounds each rank's array, with one scale per rank or one for all."""
     if shared and scale is None and mode != MXFP8:
         scale = scaling_oracle.tensor_scale(largest(x), name)
     return np.stack([rounded(each, mode, name, scale=scale, along=along) for each in x])
@@ -78,7 +78,7 @@ def matmul_reduce_scatter(x, w, dy, mode, counts=None, scales=None, bias: Any = 
 
 
 def real(x, counts):
-    """Zero behind each rank's own rows."""
+    """Zeroes the rows after each rank's own."""
     x = np.array(x)
     for rank, count in enumerate(counts or ()):
         x[rank][..., count:, :] = 0
@@ -86,6 +86,6 @@ def real(x, counts):
 
 
 def next_state(history, scale, x, name, margin=0):
-    """(history, scale) after a step with x, of all ranks."""
+    """(history, scale) after a step with x of all ranks."""
     history = np.concatenate([[largest(x)], history[:-1]]).astype(np.float32)
     return history, scaling_oracle.tensor_scale(max(history), name, margin, otherwise=float(scale))

@@ -1,4 +1,4 @@
-"""Oracle of 8-bit scaling: NumPy and Python floats, tables and searches, nothing of the package."""
+"""Oracle of 8-bit scaling: NumPy and Python floats, tables and searches, without package code."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ def table(name):
 
 @functools.cache
 def magnitudes(name):
-    """All finite magnitudes; the position of one is its byte."""
+    """All finite magnitudes; the index of each is its byte."""
     values = table(name)[:128]
     return values[np.isfinite(values)]
 
@@ -43,13 +43,13 @@ def largest(name):
 
 
 def ties(name):
-    """Midpoints of neighbouring magnitudes, exact in float64 and in float32."""
+    """Midpoints between adjacent magnitudes, exact in float64 and in float32."""
     values = magnitudes(name)
     return (values[1:] + values[:-1]) / 2
 
 
 def encode(x, name):
-    """Bytes of the nearest values, of two the even byte, saturated; -1 stands for any NaN."""
+    """Bytes of the nearest values, ties to even, saturated; -1 stands for any NaN."""
     with np.errstate(invalid="ignore"):  # signalling NaNs
         x = np.asarray(x).astype(np.float64)
     magnitude, middle = np.abs(np.where(np.isnan(x), 0, x)), ties(name)
@@ -64,7 +64,7 @@ def decode_scale(byte):
 
 
 def flushed(x):
-    """float32 as the package reads it: subnormals are zeros of their sign."""
+    """float32 as the package reads it: subnormals become zeros of the same sign."""
     with np.errstate(over="ignore", invalid="ignore"):
         x = np.asarray(x).astype(np.float32)
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
@@ -103,7 +103,7 @@ def mxfp8_value(data, scales, name):
 
 
 def tensor_scale(amax, name, margin=0, otherwise=1.0):
-    """f32: what a tensor with this largest magnitude is multiplied with."""
+    """The float32 scale of a tensor with this largest magnitude."""
     if not np.isfinite(amax) or amax == 0:
         return np.float32(otherwise)
     scale = largest(name) / 2.0**margin / float(amax)
@@ -111,13 +111,13 @@ def tensor_scale(amax, name, margin=0, otherwise=1.0):
 
 
 def tensor(x, scale, name):
-    """Bytes as `encode`; one float32 multiplication, rounded, then to 8 bits, rounded."""
+    """Bytes as in `encode`: one rounded float32 multiplication, then rounding to 8 bits."""
     with np.errstate(over="ignore"):
         return encode(flushed(x) * scale, name)
 
 
 class History:
-    """Delayed scaling as a list of all amaxes that there ever were."""
+    """Delayed scaling as a list of all past amaxes."""
 
     def __init__(self):
         self.amaxes, self.scale = [], np.float32(1)
@@ -131,5 +131,5 @@ class History:
 
 
 def tile_offset(row, block):
-    """Where a 128 x 4 tile of scales holds one of them."""
+    """The offset of one scale in a 128 x 4 tile."""
     return (row % 32) * 16 + (row // 32) * 4 + block

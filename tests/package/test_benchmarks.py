@@ -1,6 +1,6 @@
-"""The tables of the benchmarks: from results alone, whatever rows these have; `run_all` runs all.
+"""Benchmark tables depend on result files alone, whatever rows these have; `run_all` runs all.
 
-What they say of the committed results is compared in `test_docs.py`.
+`test_docs.py` compares the committed tables with the committed results.
 """
 
 import ast
@@ -24,7 +24,7 @@ import table  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 @pytest.fixture
 def pages(tmp_path):
-    """A function of results by name: the README and docs/benchmarks.md that follow from them."""
+    """Returns a function of results by name that renders the README and docs/benchmarks.md."""
 
     def of(results):
         for name, result in results.items():
@@ -35,17 +35,17 @@ def pages(tmp_path):
     return of
 
 
-def test_each_program_writes_the_result_file_of_its_name_and_nothing_else_is_there():
+def test_each_program_writes_one_result_file_of_its_name():
     programs = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert set(RESULTS) == programs
     shown = {of.__name__ for of in sections.ALL}
-    assert shown == programs - {"predicted_attention"}  # docs/choose_an_algorithm.md has that one
+    assert shown == programs - {"predicted_attention"}  # in choose_an_algorithm.md
     assert {of.__name__ for of in table.LINES} <= shown
 
 
 @pytest.mark.parametrize("module", [sections, table], ids=lambda module: module.__name__)
-def test_no_number_is_typed_into_the_texts(module):
-    """Names such as float32 aside: every number on the pages is computed from the results."""
+def test_texts_contain_no_literal_numbers(module):
+    """Except in names such as float32, every number on the pages comes from the results."""
     tree = ast.parse(pathlib.Path(module.__file__).read_text())
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     specs = {spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)
@@ -59,7 +59,7 @@ def test_no_number_is_typed_into_the_texts(module):
 
 @pytest.mark.parametrize("name", sorted(RESULTS))
 def test_results_may_lack_rows(pages, name):
-    """Every second row, or all but one, or all."""
+    """Keeps every second row, one row, or none."""
     for rows in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(0, 0)):
         result = copy.deepcopy(RESULTS[name])
         result["rows"] = result["rows"][rows]
@@ -76,8 +76,8 @@ def test_results_may_lack_files(pages, tmp_path):
         assert page.count("jax ") == 1  # one section, with machine and versions
 
 
-def test_a_method_that_did_not_run_says_why(pages):
-    """As where the package `ringattention` is not installed."""
+def test_a_method_that_did_not_run_states_the_reason(pages):
+    """For example, if the package `ringattention` is not installed."""
     result = copy.deepcopy(RESULTS["attention"])
     del result["versions"]["ringattention"]
     for row in result["rows"]:
@@ -96,7 +96,7 @@ def test_a_method_that_did_not_run_says_why(pages):
     assert "of the memory of sharded dense attention" not in pages({"attention_growth": growth})[1]
 
 
-def test_the_time_is_told_when_every_result_knows_its_own(pages):
+def test_the_total_time_is_shown_if_every_result_has_one(pages):
     results = {name: result | {"took_s": 60} for name, result in RESULTS.items()}
     assert f"All benchmarks together take {len(results)} minutes." in pages(results)[1]
     del results["growth"]["took_s"]
@@ -121,7 +121,7 @@ def test_a_quick_run_writes_results_and_pages_elsewhere(tmp_path):
     assert (BENCHMARKS / "results" / "growth.json").read_bytes() == committed
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_name_is_rejected():
     done = run_all("grwth")
     assert done.returncode == 2 and "no benchmark is called grwth" in done.stderr
 

@@ -1,4 +1,4 @@
-"""The demonstration runs as a user runs it, is right, and refuses what it cannot do."""
+"""The demonstration runs as a user runs it, is right, and rejects invalid requests."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ from jax_cp_dispatch.demo.documents import Document, pack_documents, read_docume
 
 
 def run_demo(*arguments, cwd):
-    """In a process of its own, because it chooses its devices."""
+    """Runs the demo in a separate process, because it configures its devices."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
     return subprocess.run(
         [sys.executable, "-m", "jax_cp_dispatch", "demo", *map(str, arguments)],
@@ -28,7 +28,7 @@ def run_demo(*arguments, cwd):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Documents of many lengths, one of them binary and one of them empty."""
+    """Writes documents of many lengths, one binary and one empty."""
     rng = np.random.default_rng(0)
     for index, length in enumerate([3000, 700, 40, 900, 1500, 5, 0, 2200]):
         letters = rng.integers(32, 127, length).astype(np.uint8)
@@ -60,13 +60,13 @@ def test_demo_is_right(folder, tmp_path_factory, long_documents):
     assert "[7/7]" in done.stderr
 
 
-def test_folder_that_is_not_there(tmp_path):
+def test_missing_folder(tmp_path):
     done = run_demo("nowhere", cwd=tmp_path)
     assert done.returncode == 2
     assert "demo: nowhere is not a folder. Name one that holds text files." in done.stderr
 
 
-def test_sizes_that_make_no_sense(tmp_path):
+def test_invalid_sizes(tmp_path):
     for option in ("--ranks", "--tokens-per-rank", "--longest"):
         done = run_demo(tmp_path, option, 0, cwd=tmp_path)
         assert done.returncode == 2
@@ -79,7 +79,7 @@ def test_folder_without_text(tmp_path):
     assert "no text file matches '*'" in done.stderr
 
 
-def test_reading_skips_what_is_not_text_and_repeats_its_order(folder):
+def test_reading_skips_binary_files_and_has_a_fixed_order(folder):
     first = list(read_documents(folder, pattern="*", seed=1))
     assert sorted(len(d.tokens) for d in first) == [5, 40, 700, 900, 1500, 2200, 3000]
     again = [d.name for d in read_documents(folder, pattern="*", seed=1)]
@@ -114,7 +114,7 @@ def test_packing_cuts_documents_to_the_longest():
     assert packed.spans == (("50", 0, 20), ("9", 20, 29), ("30", 29, 49))
 
 
-def test_packing_otherwise_is_refused():
+def test_unknown_packing_is_rejected():
     with pytest.raises(ValueError, match="long_documents is 'bend'; needs span or cut"):
         pack_documents(documents(5), num_ranks=1, tokens_per_rank=8, long_documents="bend")
 

@@ -1,4 +1,4 @@
-"""The doctor finds what is there, tries every transport, and says when one is wrong."""
+"""The doctor reports what is available, tests every transport, and reports a faulty one."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def report(capsys, *, is_json=True):
     return code, json.loads(printed) if is_json else printed
 
 
-def test_tells_what_is_there_and_tries_every_transport(capsys):
+def test_reports_what_is_available_and_tests_every_transport(capsys):
     code, told = report(capsys)
     assert code == 0 and told["ok"]
     findings = {finding.pop("name"): finding for finding in told["findings"]}
@@ -29,7 +29,7 @@ def test_tells_what_is_there_and_tries_every_transport(capsys):
     }
     for name, implementation in available_implementations().items():
         found = findings[f"transport {name}"]["found"]
-        if name == "shared_memory":  # has processes of its own
+        if name == "shared_memory":  # starts its own processes
             assert "right between 2 processes" in found
         else:
             assert ("right on 8 ranks" if implementation.available else "the platform") in found
@@ -48,7 +48,7 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
     assert "Something is wrong" in told
 
 
-def test_what_fails_or_is_not_here_is_told(capsys, monkeypatch):
+def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
     there = {"a": Implementation(False, "no such processes"), "b": Implementation(True, "")}
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
     monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))

@@ -1,4 +1,4 @@
-"""Every example runs to its end, in a process of its own, and verifies itself."""
+"""Every example completes in a separate process and verifies its own result."""
 
 import pathlib
 import subprocess
@@ -16,7 +16,7 @@ def test_example(path):
     assert "verified" in done.stdout
 
 
-def test_examples_are_there_and_short():
+def test_examples_exist_and_are_short():
     assert len(EXAMPLES) >= 2
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 120, path.name

@@ -14,7 +14,7 @@ PLAN, _ = cp.compute_metadata(np.full((W, 1), T), np.zeros((W, 1), np.int32))  #
 
 
 def late(x):
-    """Rank 1 leaves the others alone: it takes the branch without an exchange."""
+    """Rank 1 takes the branch without an exchange, so the others wait."""
     return jax.lax.axis_index(AXIS) == 1
 
 
@@ -40,13 +40,13 @@ def said(run, *operands):
         ),
     ],
 )
-def test_a_rank_that_does_not_come(name, call):
+def test_a_missing_rank(name, call):
     x = np.ones((W, 1, T, 1, 8), np.float32)
     run = on_ranks(lambda x: jax.lax.cond(late(x), lambda x: 2 * x, call, x), mesh_of(W))
     assert f"{name} over axis 'cp': deadline of 200 ms passed" in said(run, x)
 
 
-def test_a_plan_that_does_not_fit():
+def test_a_plan_that_exceeds_the_capacity():
     x = np.ones((W, T), np.float32)
     send = lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=T)
     too_few = "rank 0 would receive 8 tokens but capacity is 4"
@@ -87,7 +87,7 @@ def test_a_plan_that_attention_cannot_carry_out():
 
 
 def test_a_program_on_one_device_raises_value_error():
-    """JAX's faster path for such programs; docs/errors.md says how to catch both."""
+    """JAX has a faster path for such programs; docs/errors.md says how to catch both errors."""
     plan, _ = cp.compute_metadata(np.array([[T]]), np.array([[0]]))
     run = on_ranks(lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=1), mesh_of(1))
     assert "would receive 4 tokens but capacity is 1" in said(run, np.ones((1, T)), plan)

@@ -1,4 +1,4 @@
-"""Every public function at one rank, where nothing has to move: the case a model starts with."""
+"""Every public function with one rank, where nothing moves: the first case of a new model."""
 
 import inspect
 
@@ -17,7 +17,7 @@ T, N, K, H = 32, 4, 2, 8
 IDS = np.repeat([1, 2, 0], [20, 9, 3])[None]
 ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton", "auto")
 
-# They know no number of ranks: other tests hold them.
+# They do not depend on the number of ranks; other tests cover them.
 WITHOUT_RANKS = {
     *("available_implementations", "current_tuning", "use_tuning", "initialize"),
     *("quantize", "dequantize", "pad_scales", "unpad_scales", "swizzle_scales", "unswizzle_scales"),
@@ -31,7 +31,7 @@ def normal(*shape, seed=0):
 
 
 def on_rank(fn, *arrays):
-    """`fn` inside `shard_map` over one device."""
+    """Runs `fn` inside `shard_map` over one device."""
     mapped = jax.shard_map(fn, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
     return jax.tree.map(np.asarray, jax.jit(mapped)(*arrays))
 
@@ -48,7 +48,7 @@ def causal(q, k, v, ids=IDS):
 
 
 def one_shard():
-    """All rows to the only rank."""
+    """Sends all rows to the only rank."""
     return cpd.compute_metadata(np.array([[5, 3]]), np.zeros((1, 2), np.int32))
 
 
@@ -194,7 +194,7 @@ def test_metadata():
 
 
 def test_key_metadata():
-    """Two queries of one document: the second one reads the keys of both."""
+    """Two queries of one document: the second one attends to the keys of both."""
     forward, reverse = cpd.metadata.compute_metadata_kv(
         kv_to_q_mapping=np.array([[[[0, 0], [0, 1]], [[0, 1], [-1, -1]]]]),
         kv_to_q_rank=np.array([[[0, 0], [1, -1]]]),
@@ -237,7 +237,7 @@ def test_cycles():
 @pytest.mark.parametrize("function", [cpd.all_gather_matmul, cpd.matmul_reduce_scatter])
 def test_overlapped_gemms(function, method):
     if function is cpd.all_gather_matmul and method == "pipeline":
-        method = "auto"  # a gather has no pipeline
+        method = "auto"  # an all-gather has no pipeline
     x, w = normal(6, 8), normal(8, 4, seed=1)
     out = on_rank(lambda x, w: function(x, w, axis_name=AXIS, method=method), x, w)
     close(out, x.astype(np.float64) @ w)
@@ -279,7 +279,7 @@ def test_profile_of_a_gemm():
     assert profile.total >= 0
 
 
-def test_every_public_function_is_tried():
+def test_every_public_function_is_covered():
     tried = inspect.getsource(inspect.getmodule(qkv) or inspect)
     functions = {
         name

@@ -1,4 +1,4 @@
-"""The package as a whole: who imports whom, public names, versions, and what is installed."""
+"""The package as a whole: imports between its parts, public names, versions, and installation."""
 
 import ast
 import importlib.metadata
@@ -12,10 +12,10 @@ from jax_cp_dispatch._ranks import runtime
 
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
-# What everybody may import, and it nothing.
+# Every part may import these; they import no part.
 SHARED = {"_arguments", "_dtypes", "_window"}
 
-# Rooms of the package, from the ground up, and the rooms that each may import besides.
+# Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {
     **{name: set() for name in SHARED},
     "cpu_devices": set(),
@@ -39,7 +39,7 @@ ALLOWED = {
     "demo": {"_dispatch", "attention", "cost", "cpu_devices", "planner", "plots"},
 }
 
-# The rooms inside a package in the same way: its folders, and the files beside them.
+# Likewise the parts inside a package: its folders and files.
 INSIDE = {
     "attention": {
         "local": set(),
@@ -69,12 +69,12 @@ INSIDE = {
 }
 
 
-def room_of(path, package=SOURCE):
+def part_of(path, package=SOURCE):
     return path.relative_to(package).parts[0].removesuffix(".py")
 
 
 def imported_modules(path):
-    """Names of modules, and of what is imported from them."""
+    """Returns the names of modules, and the names imported from them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -83,7 +83,7 @@ def imported_modules(path):
 
 
 def imported_rooms(path, package):
-    """The rooms of `package`, by its dotted name, that a file imports."""
+    """Returns the parts of `package`, given its dotted name, that a file imports."""
     for module in imported_modules(path):
         if module == package:
             yield "the top"
@@ -93,32 +93,32 @@ def imported_rooms(path, package):
 
 def test_imports_follow_the_architecture():
     for path in SOURCE.rglob("*.py"):
-        room = room_of(path)
-        if room in ("__init__", "__main__"):
+        part = part_of(path)
+        if part in ("__init__", "__main__"):
             continue
-        allowed = ALLOWED[room] | {room} | SHARED
+        allowed = ALLOWED[part] | {part} | SHARED
         if path.name == "runtime.py":
-            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # nothing else sees the extensions
+            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # no other part imports the extensions
         assert set(imported_rooms(path, "jax_cp_dispatch")) <= allowed, path
 
 
 @pytest.mark.parametrize("package", INSIDE)
-def test_rooms_inside_a_package(package):
+def test_imports_inside_a_package(package):
     table, folder = INSIDE[package], SOURCE / package
     for path in folder.rglob("*.py"):
-        room = room_of(path, folder)
-        if room == "__init__":
+        part = part_of(path, folder)
+        if part == "__init__":
             continue
         imported = set(imported_rooms(path, f"jax_cp_dispatch.{package}"))
-        assert imported <= table[room] | {room}, path
+        assert imported <= table[part] | {part}, path
 
 
 @pytest.mark.parametrize("table", [ALLOWED, *INSIDE.values()], ids=["the package", *INSIDE])
-def test_no_circle(table):
+def test_no_import_cycle(table):
     below = set()
-    for room, allowed in table.items():
-        assert allowed <= below, room
-        below.add(room)
+    for part, allowed in table.items():
+        assert allowed <= below, part
+        below.add(part)
 
 
 def test_public_names_exist_and_are_documented():
@@ -127,7 +127,7 @@ def test_public_names_exist_and_are_documented():
     assert jax_cp_dispatch.__all__ == sorted(jax_cp_dispatch.__all__)
 
 
-def test_version_is_that_of_the_distribution():
+def test_version_matches_the_distribution():
     try:
         installed = importlib.metadata.version("jax_cp_dispatch")
     except importlib.metadata.PackageNotFoundError:
@@ -157,18 +157,18 @@ GOOD = {
         ({"built_ffi": (1, 0)}, r"built with XLA FFI headers 1.0 but jaxlib"),
     ],
 )
-def test_versions_that_do_not_fit_are_refused_at_import(change, message):
+def test_unsupported_versions_are_rejected_at_import(change, message):
     with pytest.raises(ImportError, match=message):
         runtime.check_versions(**{**GOOD, **change})
 
 
-def test_versions_that_fit():
+def test_supported_versions():
     runtime.check_versions(**GOOD)
     runtime.check_versions(**{**GOOD, "installed_ffi": None, "jax_version": "0.11.0.dev20260101"})
 
 
 def test_built_with_the_oldest_supported_headers():
-    """Newer ones would keep an older jaxlib's CPU backend from starting."""
+    """With newer headers, the CPU backend of an older jaxlib would not start."""
     from jax_cp_dispatch import _cpu
 
     assert _cpu.ffi_api_version() == (0, 3)

@@ -1,4 +1,4 @@
-"""Everything works where JAX promotes neither ranks nor dtypes, as in JAX's own test cases."""
+"""Everything works if JAX promotes neither ranks nor dtypes, as in JAX's own tests."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ W = 4
 
 @pytest.fixture(autouse=True)
 def strict():
-    """With 64-bit types on, which would mix with ours."""
+    """Enables 64-bit types, which would mix with ours."""
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("strict"),
@@ -72,7 +72,7 @@ def test_placed_attention():
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
-def test_plans_that_know_their_batch():
+def test_plans_with_a_recorded_batch():
     q, k = draw(1, 8 * W, 2, 8), draw(1, 8 * W, 1, 8)
     ids = np.repeat(np.arange(1, 3, dtype=np.uint32), [10, 8 * W - 10])[None]
 

@@ -1,7 +1,7 @@
-"""Invalid calls over the whole public API: each is refused before anything moves.
+"""Invalid calls over the whole public API: each is rejected before anything moves.
 
-A message begins with the operation, says what it got, and what it needs or what to do next. What
-only values can show is refused while the program runs: see test_dispatch_errors.py.
+A message starts with the operation, and says what it got and what it needs or what to do next.
+Errors in values appear at run time: see test_dispatch_errors.py.
 """
 
 import re
@@ -119,7 +119,7 @@ def overlap_buffer(
     return cp.buffers.create_comm_overlap_buffer(comm_type, method, shape, dtype, W, **options)
 
 
-# Name, call, and what the message says after "<operation>: ".
+# Name, call, and the message after "<operation>: ".
 CASES = [
     # Plans.
     ("compute_metadata", lambda: cp.compute_metadata(LENGTHS * 1.0, WHERE), "dtype float.*integer"),
@@ -399,14 +399,14 @@ CASES = [
 ]
 
 
-def test_the_list_spans_the_public_api():
+def test_the_list_covers_the_public_api():
     names = {name.split(".")[0] for name, _, _ in CASES}
     public = {name for room in (cp, *vars(cp).values()) for name in getattr(room, "__all__", ())}
     assert len(CASES) >= 40 and names <= public
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
-def test_refused(index):
+def test_rejected(index):
     name, call, says = CASES[index]
     buffer = cp.buffers.create_dispatch_buffer(capacity=5)
     before = cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()
@@ -415,7 +415,7 @@ def test_refused(index):
     message = str(caught.value)
     assert re.match(rf"{re.escape(name)}: ", message), message
     assert re.search(says, message, flags=re.S), message
-    # Nothing was created, counted, or written over.
+    # Nothing was created, counted or overwritten.
     assert (cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()) == before
     cp.buffers.destroy_dispatch_buffer(buffer)
     for array in (X, Q, HEADS, LHS, RHS):

@@ -1,4 +1,4 @@
-"""Tokens placed once per batch: every token, every key, equal tokens, nearly equal work."""
+"""Placement of tokens once per batch: all tokens, all keys, equal tokens, nearly equal work."""
 
 import json
 import pickle
@@ -39,7 +39,7 @@ def test_extreme_batches(name, world_size, window):
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_batch(data):
-    """Of any lengths on any ranks, with padding and a window."""
+    """Any lengths on any number of ranks, with padding and a window."""
     world_size = data.draw(st.integers(1, 8))
     columns = world_size * data.draw(st.integers(1, 24))
     window = data.draw(st.none() | st.integers(1, columns + 1))
@@ -58,12 +58,12 @@ def test_any_batch(data):
     check_placement(placement, lengths, window)
 
 
-UNIT = 64  # tokens; cuts of the placement may stand anywhere, those of the exact search at these
+UNIT = 64  # tokens; a placement may cut anywhere, the exact search only at multiples of this
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_near_the_optimum_of_small_cases(seed):
-    """Never above the limit where some placement is below it, and few more keys than the least."""
+    """Within the limit if any placement is, with few more keys than the minimum."""
     rng = np.random.default_rng(seed)
     world_size = int(rng.integers(2, 4))
     total = world_size * int(rng.integers(3, 7 if world_size == 2 else 5))
@@ -83,7 +83,7 @@ def test_near_the_optimum_of_small_cases(seed):
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 32])
 def test_one_document_is_spread_with_equal_work(world_size):
-    """Tails beside slices of the same document's head: less moves than with zigzag."""
+    """Tails are next to slices of the same document's head, so less moves than with zigzag."""
     tokens = 4096
     placement = place_tokens([world_size * tokens], world_size=world_size)
     assert placement.plan.imbalance <= 1.01
@@ -102,7 +102,7 @@ def real_batches():
 
 @pytest.mark.parametrize("lengths, world_size", real_batches())
 def test_real_lengths(lengths, world_size):
-    """Balanced to a hundredth, with keys near what no placement can do without."""
+    """Balanced to 1 %, with few more keys than the lower bound for every placement."""
     placement = place_tokens(lengths, world_size=world_size)
     plan = placement.plan
     plan.kv_metadata.validate()
@@ -137,7 +137,7 @@ def test_lengths_and_segment_ids_give_the_same_placement():
     assert np.array_equal(by_lengths.permutation, by_ids.permutation)
 
 
-def test_documents_of_one_segment_end_where_positions_do_not_increase():
+def test_positions_that_do_not_increase_start_a_new_document():
     segment_ids = np.ones((1, 64), int)
     positions = np.concatenate([np.arange(40), np.arange(24)])[None]
     placement = place_tokens(segment_ids=segment_ids, positions=positions, world_size=4)
@@ -145,7 +145,7 @@ def test_documents_of_one_segment_end_where_positions_do_not_increase():
 
 
 def test_apply_and_restore():
-    """Arrays of any shape in any pytree; rank r of the columns holds its places."""
+    """Arrays of any shape in any pytree; the columns of rank r are in its order."""
     lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
     placement = place_tokens(lengths, world_size=world_size, columns=columns)
     rng = np.random.default_rng(0)
@@ -161,8 +161,8 @@ def test_apply_and_restore():
     np.testing.assert_array_equal(on_device, arrays["tokens"])
 
 
-def test_labels_stay_those_of_their_tokens():
-    """Shifted before they are placed, each is still the next token of its document."""
+def test_labels_stay_with_their_tokens():
+    """Labels are shifted before placement; each is still the next token of its document."""
     lengths = [[20, 40, 4]]
     tokens = np.random.default_rng(1).integers(0, 1000, (1, 64))
     labels = np.roll(tokens, -1, axis=1)
@@ -174,7 +174,7 @@ def test_labels_stay_those_of_their_tokens():
 
 
 def test_a_loader_starts_no_backend_and_sends_the_placement():
-    """In a process of its own; the same bits arrive as are made here."""
+    """In a separate process; the result is bitwise the same as here."""
     program = """
 import pickle, sys
 import jax_cp_dispatch, jax._src.xla_bridge as bridge
@@ -191,7 +191,7 @@ sys.stdout.buffer.write(pickle.dumps((placement, batch)))
     jax.tree.map(np.testing.assert_array_equal, sent.plan, here.plan)
 
 
-def test_capacities_of_the_config_are_kept_or_refused():
+def test_capacities_of_the_config_are_used_or_rejected():
     lengths = [[600, 300, 100, 24]]
     config = PlacementConfig(kv_capacity=2000, max_transfers=32, max_pieces=16)
     plan = place_tokens(lengths, world_size=4, config=config).plan
@@ -226,7 +226,7 @@ def test_capacities_of_the_config_are_kept_or_refused():
         ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 occurs in separate runs"),
     ],
 )
-def test_refusals(arguments, message, unchecked_types):
+def test_invalid_calls_are_rejected(arguments, message, unchecked_types):
     with pytest.raises(ValueError, match=message):
         place_tokens(**{"world_size": 2, **arguments})
 
@@ -237,21 +237,21 @@ def test_lengths_and_ids_are_integers(arguments, unchecked_types):
         place_tokens(world_size=2, **arguments)
 
 
-def test_arrays_of_another_batch_are_refused():
+def test_arrays_of_another_batch_are_rejected():
     placement = place_tokens([[8]], world_size=2)
     with pytest.raises(ValueError, match=r"shape \[1, 9\] but the placement is for \[1, 8, ...\]"):
         placement.apply(np.zeros((1, 9)))
 
 
 @pytest.mark.parametrize("options", [{"balance_tolerance": -0.1}, {"kv_capacity": 0}])
-def test_config_out_of_its_domain_is_refused(options):
+def test_config_values_out_of_range_are_rejected(options):
     with pytest.raises(ValueError, match="PlacementConfig: "):
         PlacementConfig(**options)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rank_is_above_the_tolerance(seed):
-    """With some hundred tokens per rank, also where most of them are padding."""
+    """With some hundred tokens per rank, even if most of them are padding."""
     rng = np.random.default_rng(seed)
     world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
     left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))

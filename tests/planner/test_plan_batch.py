@@ -1,4 +1,4 @@
-"""A plan knows the batch that it was made for: another one fails on all ranks, or is NaN."""
+"""A plan records its batch: another batch fails on all ranks, or gives NaN with XLA."""
 
 import re
 from functools import partial
@@ -24,7 +24,7 @@ MADE_FOR_ANOTHER = "the plan was made for another batch"
 
 
 def draw(num_batches=1):
-    """Queries, keys and values, then the documents of some batches: segment ids and positions."""
+    """Returns queries, keys and values, then segment ids and positions of several batches."""
     rng = np.random.default_rng()
     qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
     batches = [pack(rng, 2, T, max_length=20) for _ in range(num_batches)]
@@ -50,7 +50,7 @@ def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
 
 
 def all_fail(out, match):
-    """Every device has the same error."""
+    """Every device gets the same error."""
     errors = set()
     for shard in out.addressable_shards:
         with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
@@ -59,7 +59,7 @@ def all_fail(out, match):
     assert len(out.addressable_shards) == W and len(errors) == 1
 
 
-def test_the_batch_of_the_plan_is_taken():
+def test_the_batch_of_the_plan_is_accepted():
     qkv, (segment_ids, positions) = draw()
     unseen = attend(qkv, make_plan(segment_ids))
     np.testing.assert_array_equal(attend(qkv, make_plan(segment_ids), segment_ids), unseen)
@@ -69,7 +69,7 @@ def test_the_batch_of_the_plan_is_taken():
 
 
 def test_another_batch_fails_on_all_ranks():
-    """As with a loader that is one batch ahead; and where a single token differs."""
+    """For example, a loader that is one batch ahead, or a single token that differs."""
     qkv, (ours, _), (others, _) = draw(2)
     all_fail(attend(qkv, make_plan(ours), others), MADE_FOR_ANOTHER + ": the segment ids of rank")
     rank = int(np.random.default_rng().integers(W))
@@ -98,7 +98,7 @@ def test_by_xla_another_batch_is_nan():
 
 
 def test_plans_made_inside_the_program():
-    """On each rank, and by whatever dtype the ids have there."""
+    """On each rank, with segment ids of any dtype."""
     qkv, (ours, _), (others, _) = draw(2)
 
     @jax.jit
@@ -115,7 +115,7 @@ def test_plans_made_inside_the_program():
     all_fail(step(*qkv, ours, others), MADE_FOR_ANOTHER)
 
 
-def test_ids_beyond_32_bits_are_those_of_the_plan():
+def test_ids_beyond_32_bits_match_the_plan():
     qkv, (segment_ids, _) = draw()
     hashed = np.random.default_rng().permutation(np.arange(1, segment_ids.max() + 1) << 40)
     wide = np.array([0, *hashed])[segment_ids]
@@ -132,7 +132,7 @@ def test_ids_beyond_32_bits_are_those_of_the_plan():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_ranks_that_follow_plans_of_different_batches(window):
-    """Or of one batch, but of different windows."""
+    """Also plans of one batch with different windows."""
     qkv, (ours, _), (others, _) = draw(2)
     others = ours if window else others
     others = plan_attention(others, world_size=W, window=window, config=CONFIG)

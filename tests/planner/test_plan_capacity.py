@@ -1,4 +1,4 @@
-"""Whether a batch fits given capacities: known before a step, inside it, and from its error."""
+"""Whether a batch fits given capacities: known before a step, inside it, and from the error."""
 
 import dataclasses
 import pathlib
@@ -24,13 +24,13 @@ LONG = np.ones((1, T), np.int32)
 
 
 def needs_of(plan):
-    """Counted from a plan that was given all the room there is."""
+    """Counts the needs in a plan with maximal capacities."""
     q, kv = plan.q_metadata, plan.kv_metadata
     received = [np.asarray(x.num_total_recv_tokens).max() for x in (q, kv)]
     return *received, (np.asarray(kv.dst_rank) >= 0).sum(-1).max()
 
 
-def test_needs_are_those_of_the_plan():
+def test_needs_match_the_plan():
     rng = np.random.default_rng()
     for _ in range(10):
         segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))
@@ -65,7 +65,7 @@ def attend(x, segment_ids, config):
     )
 
 
-def test_the_step_of_the_docs_keeps_its_donated_state_where_the_batch_does_not_fit():
+def test_the_documented_step_keeps_its_donated_state_if_the_batch_does_not_fit():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -82,10 +82,10 @@ def test_the_step_of_the_docs_keeps_its_donated_state_where_the_batch_does_not_f
     assert not np.array_equal(changed, before)
 
 
-def test_the_error_names_what_makes_the_batch_fit():
-    """All ranks' largest needs, and the arguments: who follows it has no second error."""
+def test_the_error_names_sufficient_capacities():
+    """The largest needs of all ranks, and the arguments: following it prevents a second error."""
     x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
-    # Most work at home is on the last ranks, so the first rank's needs are not the largest.
+    # The last ranks have most local work, so the first rank's needs are not the largest.
     segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
     config = PlanConfig(BLOCK, q_capacity=17, kv_capacity=20)
     run = jax.jit(lambda ids, config: attend(x, ids, config), static_argnames="config")

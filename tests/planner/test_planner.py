@@ -1,4 +1,4 @@
-"""`plan_attention`: every query meets exactly its keys, work is balanced, capacities hold."""
+"""`plan_attention`: every query gets exactly its keys, work is balanced, capacities suffice."""
 
 from functools import partial
 
@@ -14,12 +14,12 @@ from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.planner.balance import balance_blocks
 
-# (B, W, T, block); blocks divide T or not, a block may be longer than T.
+# (B, W, T, block); blocks need not divide T, and a block may be longer than T.
 SHAPES = [(1, 1, 24, 8), (3, 3, 10, 4), (2, 8, 3, 4)]
 
 
 def pack(lengths, columns):
-    """One batch row: negative lengths are padding; the last length is cut or padded to fit."""
+    """Returns one batch row; negative lengths are padding; the last length is cut or padded."""
     row = np.zeros(columns, np.int32)
     column = 0
     for number, length in enumerate(lengths, start=1):
@@ -30,7 +30,7 @@ def pack(lengths, columns):
 
 
 def told_apart_by_positions(segment_ids):
-    """The same documents where neighbours share a segment id, with positions that have gaps."""
+    """Gives adjacent documents one segment id, and positions with gaps that separate them."""
     live = segment_ids > 0
     starts = np.diff(live.astype(np.int32), axis=1, prepend=0) == 1
     column = np.arange(segment_ids.shape[1])
@@ -40,7 +40,7 @@ def told_apart_by_positions(segment_ids):
 
 
 def roomy(batch, world_size, columns, block):
-    """Capacities for anything, so that all plans of one shape share one compiled program."""
+    """Returns sufficient capacities, so all plans of one shape share one compiled program."""
     rows = batch * world_size * columns
     return PlanConfig(
         block=block, q_capacity=rows, kv_capacity=rows, max_kv_destinations=world_size
@@ -65,7 +65,7 @@ def test_plan_is_exact_for_any_packing(data):
     positions = np.broadcast_to(np.arange(world_size * columns), segment_ids.shape)
     if data.draw(st.booleans()):
         segment_ids, positions = told_apart_by_positions(segment_ids)
-    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # one more program
+    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # uses another program
     plan = plan_attention(
         segment_ids,
         positions,
@@ -114,7 +114,7 @@ def test_all_padding_moves_nothing():
     assert plan.imbalance == plan.imbalance_before == 1
 
 
-def test_equal_documents_at_home_stay_there():
+def test_equal_local_documents_do_not_move():
     segment_ids = np.repeat(np.arange(1, 5, dtype=np.int32), 24)[None]
     plan = plan_attention(segment_ids, None, world_size=4, config=PlanConfig(block=8))
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
@@ -129,7 +129,7 @@ def test_a_document_over_all_ranks_is_balanced():
     check_plan(plan, segment_ids)
 
 
-# Of any 96 columns: the plan by default, and one whose capacities are too small.
+# Plans of any 96 columns: by default, and with capacities that are too small.
 _traced = jax.jit(
     lambda segment_ids: [
         plan_attention(segment_ids, None, world_size=4, config=config)
@@ -160,7 +160,7 @@ def test_constants_inside_jit_get_exact_capacities():
     assert program(0) == eager.kv_end.sum()
 
 
-def test_inside_shard_map_every_rank_finds_the_same_plan():
+def test_inside_shard_map_every_rank_computes_the_same_plan():
     segment_ids = pack([3, 50, -5, 9, 1, 20], 96)[None]
     config = roomy(1, 4, 24, 8)
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
@@ -179,7 +179,7 @@ def test_inside_shard_map_every_rank_finds_the_same_plan():
     np.testing.assert_array_equal(kv_end, eager.kv_end)
 
 
-def test_traced_plan_beyond_its_capacity_tells_the_need():
+def test_traced_plan_beyond_its_capacity_reports_the_need():
     plan = _traced(np.ones((1, 96), np.int32))[1]
     assert plan.kv_start.shape == (4, 8)
     assert plan.q_metadata.num_total_recv_tokens.sum() == 96

@@ -22,7 +22,7 @@ def pack(lengths):
 def test_balance_on_real_lengths(path, world_size, num_samples):
     batches = [x for x in json.loads(path.read_text()) if x["tokens"] == world_size * TOKENS]
     assert len(batches) >= num_samples
-    # Those that always fit, so that all plans of one size share one compiled program.
+    # Capacities that always fit, so all plans of one size share one compiled program.
     config = PlanConfig(
         q_capacity=2 * TOKENS + 128,
         kv_capacity=world_size * TOKENS,

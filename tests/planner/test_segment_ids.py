@@ -1,4 +1,4 @@
-"""Segment ids mean the same to every algorithm, in every integer dtype, or are refused alike."""
+"""Segment ids mean the same to every algorithm, in every integer dtype, or are rejected alike."""
 
 from functools import partial
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 CONFIG = PlanConfig(block=4)
 ALGORITHMS = (Balanced(CONFIG), "ring", "zigzag", "hamilton")
 T = 24
-# Documents of one batch row each, numbered from 1 in order; 0 is padding.
+# Documents of one batch row each, numbered in order from 1; 0 is padding.
 DOCUMENTS = np.repeat([[1, 2, 0, 3, 4, 5], [1, 1, 2, 0, 0, 3]], 4, axis=1)
 
 
 def attend(segment_ids, positions=None, **options):
-    """The output for queries, keys and values that are always the same, and what it must be."""
+    """Returns the output for fixed queries, keys and values, and the expected one."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1))
     options = {"mesh": mesh_of(3), "axis_name": AXIS, **options}
@@ -57,7 +57,7 @@ def equals(out, documents):
 
 
 def named(documents, ids, dtype):
-    """The same documents under other ids; padding stays 0."""
+    """Returns the same documents with other ids; padding stays 0."""
     return np.array([0, *ids], object)[documents].astype(dtype)
 
 
@@ -91,7 +91,7 @@ def test_traced_ids_are_compared_in_their_own_dtype(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_traced_ids_that_the_host_would_refuse(algorithm):
+def test_traced_ids_that_the_host_would_reject(algorithm):
     """Negative is padding, and each run of an id is a document."""
     segment_ids = np.repeat([[1, 2, -1, 1, 2, 1], [-3, 7, 7, 0, 7, -3]], 4, axis=1)
     runs = np.repeat([[1, 2, 0, 3, 4, 5], [0, 1, 1, 0, 2, 0]], 4, axis=1)
@@ -99,7 +99,7 @@ def test_traced_ids_that_the_host_would_refuse(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_positions_tell_runs_of_one_id_apart(algorithm):
+def test_positions_separate_runs_of_one_id(algorithm):
     segment_ids = np.repeat([[5, 6, 0, 5, 5, 6], [1, 1, 1, 0, 0, 1]], 4, axis=1)
     positions = np.tile(np.arange(4), (2, 6))
     positions[1, 4:8] += 4  # one document of 8 tokens
@@ -118,7 +118,7 @@ def test_positions_tell_runs_of_one_id_apart(algorithm):
         ({(0, 23): 1}, "segment 1 occurs in separate runs of batch row 0, but a document must be"),
     ],
 )
-def test_refused_alike(algorithm, change, message):
+def test_rejected_alike(algorithm, change, message):
     segment_ids = DOCUMENTS.copy()
     for place, value in change.items():
         segment_ids[place] = value
@@ -131,7 +131,7 @@ def test_refused_alike(algorithm, change, message):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_positions_beyond_32_bits_are_refused(algorithm):
+def test_positions_beyond_32_bits_are_rejected(algorithm):
     positions = np.full(DOCUMENTS.shape, 2**40)
     with pytest.raises(ValueError, match="positions has a value beyond 32 bits"):
         attend(DOCUMENTS, positions, algorithm=algorithm)
@@ -153,7 +153,7 @@ def test_zigzag_layout_keeps_documents_together_in_the_sequence(algorithm):
         attend(apart, **options)
 
 
-def test_ids_that_were_gathered_where_not_all_axes_are_manual():
+def test_gathered_ids_on_a_partly_manual_mesh():
     mesh = permuted_mesh((2, 4), ("other", AXIS))
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(), axis_names={AXIS})

@@ -1,4 +1,4 @@
-"""What `initialize` says where memory cannot be shared. Run by the launcher with what is wrong.
+"""Messages of `initialize` if memory cannot be shared. The launcher runs it with the fault's name.
 
 python -m jax_cp_dispatch.launch tests/processes/choices.py host | version
 """
@@ -21,7 +21,7 @@ from jax_cp_dispatch._ranks.processes import coordination
 module = importlib.import_module("jax_cp_dispatch._ranks.processes.initialize")
 wrong = sys.argv[1]
 process = int(coordination.os.environ["JAX_PROCESS_ID"])
-if process == 1:  # as if it were another one's
+if process == 1:  # as if it belonged to another host
     told = getattr(module, f"_{wrong}")()
     setattr(module, f"_{wrong}", lambda: told + " of another")
 

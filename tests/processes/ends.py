@@ -1,4 +1,4 @@
-"""A process of a job without the launcher, which has work left when process 0 has none.
+"""A process of a job without the launcher; it still has work when process 0 is done.
 
 python ends.py ADDRESS NUM_PROCESSES PROCESS FOLDER [explicitly | raises]
 """
@@ -26,7 +26,7 @@ if process == 0:
 else:
     while not last_line.exists():
         time.sleep(0.01)
-    time.sleep(3)  # time enough for JAX to end this process, if nobody waited for it
+    time.sleep(3)  # enough time for JAX to end this process, if no other process waited for it
     client: Any = distributed.global_state.client
     client.key_value_set("still", "there")
     print("done", flush=True)

@@ -1,11 +1,11 @@
-"""Ranks that fail in every way, again and again: what all others see. Run by the launcher.
+"""Ranks fail in every way, repeatedly; checks the errors of all others. Run by the launcher.
 
     python -m jax_cp_dispatch.launch --processes 4 tests/processes/failures.py --trials 9 late stop
 
 In each trial one process, the victim, fails while all others call a dispatch, or an overlapped GEMM
-if the kind begins with "gemm"; then all that are alive make an exchange that has to be right.
-Prints the trials that went as they should, of each kind. A killed process stays dead, so there are
-at most as many of these trials as leave two processes.
+if the kind starts with "gemm". Then all live processes make an exchange with a correct result.
+Prints the number of successful trials of each kind. A killed process is not replaced, so these
+trials end when two processes are left.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from places import AXIS, T, check, draw, on_ranks, place, plan_of
 import jax_cp_dispatch as cp
 
 DEADLINE = 3.0
-LATE = 1.5 * DEADLINE  # after the others have given up, and before they forget why
+LATE = 1.5 * DEADLINE  # after the others have given up, while the reason is still recorded
 
-# What the others must be told, beside the operation: by kind, of the victim's rank and process.
+# The expected message after the operation, by kind, with the victim's rank and process.
 TOLD = {
     "late": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "raises": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
@@ -67,7 +67,7 @@ TOLD |= {
 
 
 class Job:
-    """The programs of one mesh, one device of each process that is alive."""
+    """The programs of one mesh, with one device of each live process."""
 
     def __init__(self, processes):
         self.processes = processes
@@ -85,11 +85,11 @@ class Job:
         self.other_shapes = self.dispatch(self.capacity + 1)
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
         self.product = self.multiply(5)
-        # All call these two: programs that not all have called equally often never meet again.
+        # All call these two equally often; otherwise a program's ranks never meet again.
         self.checked = self.dispatch(self.capacity + 2)
         self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
         self.num_calls = 0  # of `call_of`
-        # Here for all: a program that is first called from other lines is another one to JAX.
+        # Here for all: JAX treats a program that is first called from another line as a new one.
         self.call(self.checked)
         self.call(self.program)
         self.call(self.product, *self.matrices)
@@ -101,7 +101,7 @@ class Job:
         return jax.tree.map(lambda a: place(a, self.mesh), plan)
 
     def plan_batches(self):
-        """Of the documents of two steps: who leaves one out comes with those of the other."""
+        """Plans the documents of two steps: a rank that skips one passes the plan of the other."""
         tokens = self.num_ranks * T
         capacities = (4 * T, tokens, self.num_ranks)
         self.plans = [
@@ -126,7 +126,7 @@ class Job:
         return on_ranks(lambda x, m: cp.dispatch(x, m, **options), self.mesh)
 
     def multiply(self, num_columns, method="ring"):
-        """The tokens of all ranks with a weight, by rows; its columns are as many as asked for."""
+        """Returns a program: all ranks' tokens times a weight, reduce-scattered by rows."""
 
         def local(x, w):
             x = jax.numpy.tile(x, (self.num_ranks, 1))
@@ -140,7 +140,7 @@ class Job:
         jax.block_until_ready(program(*(operands or (self.here, self.metadata))))
 
     def call_of(self, kind):
-        """What the others call while the victim fails."""
+        """The call of the others while the victim fails."""
         self.num_calls += 1
         if kind.startswith("gemm"):
             self.call(self.product, *self.matrices)
@@ -152,7 +152,7 @@ class Job:
             self.call(self.program)
 
     def catch_up(self, kind):
-        """Who was stopped may have got what the others waited for, and have called once more."""
+        """Makes the calls that a process has missed: a stopped one may have made one more."""
         counts = jax.make_array_from_callback(
             (self.num_ranks,), self.here.sharding, lambda _: np.array([self.num_calls])
         )
@@ -162,14 +162,14 @@ class Job:
                 self.call_of(kind)
 
     def prove(self):
-        """All that are alive exchange, and begin the next trial together."""
+        """All live processes exchange, and start the next trial together."""
         check(
             self.proof(self.here, self.metadata), dispatched(self.plan, self.x, self.capacity + 3)
         )
 
 
 def fail(kind, job, pid):
-    """What the victim does. Raises what its own call raises."""
+    """The action of the victim. Raises what its own call raises."""
     if kind in ("late", "gemm late"):
         time.sleep(LATE)
         job.call_of(kind)
@@ -177,7 +177,7 @@ def fail(kind, job, pid):
         try:
             raise ZeroDivisionError
         except ZeroDivisionError:
-            time.sleep(LATE)  # it goes on with something else
+            time.sleep(LATE)  # it continues with another call
         raise jax.errors.JaxRuntimeError("its own error, before the call")
     elif kind == "shapes":
         job.call(job.other_shapes)
@@ -195,7 +195,7 @@ def fail(kind, job, pid):
             job.mesh,
         )  # fmt: skip
         job.call(bring)
-    elif kind == "version":  # of the program: it sends something else along
+    elif kind == "version":  # of the program: it sends additional data
         options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
         capacities: Any = {"q_capacity": job.capacity, "kv_capacity": job.capacity}
         job.call(
@@ -214,7 +214,7 @@ def fail(kind, job, pid):
 
 
 def trial(kind, job, pids):
-    """Whether this process saw what it should."""
+    """Returns whether this process saw the expected result."""
     victim = job.processes[-1]
     here, rank = jax.process_index(), job.num_ranks - 1
     job.prove()

@@ -1,10 +1,9 @@
-"""Overlapped GEMMs between processes: part of the suite, and what one process computes beforehand.
+"""Overlapped GEMMs between processes: part of the suite, and reference results of one process.
 
     python -m jax_cp_dispatch.launch --processes 1 --devices 4 tests/processes/gemms.py path.npz
     python -m jax_cp_dispatch.launch --processes 2 --devices 2 tests/processes/suite.py path.npz
 
-Every method has to be near what NumPy says, and have the same bits as between the ranks of one
-process.
+Every method must be close to NumPy, and have the same bits as between the ranks of one process.
 """
 
 import itertools
@@ -54,11 +53,11 @@ def methods(op, num_ranks):
     return {name: partial(op, **options) for name, options in table.items() if fits(name)}
 
 
-# ---- What is computed in one process, too.
+# ---- Computed in one process, too.
 
 
 def counts_of(num_ranks):
-    """Tokens of each rank; the second has none."""
+    """Returns the number of tokens of each rank; the second has none."""
     return tuple((3 * rank + 2) % 5 for rank in range(num_ranks))
 
 
@@ -71,7 +70,7 @@ def drawn(op, num_ranks):
 
 
 def every_method(op, mesh):
-    """{name: result of all ranks}, of uneven tokens."""
+    """Returns {name: result of all ranks}, for uneven tokens."""
     counts = counts_of(mesh.size)
 
     def local(x, w, bias):
@@ -84,7 +83,7 @@ def every_method(op, mesh):
 
 
 def scaled_programs(num_ranks, is_short=IS_SHORT):
-    """(product, scaling mode, method); derivatives are products, too."""
+    """Yields (GEMM, scaling mode, method); derivatives are GEMMs, too."""
     few = [(GATHER, MXFP8, "ring, no copies"), (SCATTER, CURRENT, "ring")]
     modes = itertools.cycle([MXFP8, DELAYED, CURRENT])
     every = [(op, next(modes), name) for op in (GATHER, SCATTER) for name in methods(op, num_ranks)]
@@ -92,7 +91,7 @@ def scaled_programs(num_ranks, is_short=IS_SHORT):
 
 
 def scaled(op, mode, name, mesh):
-    """(y, dx, dw, dbias) of all ranks, from 8-bit operands."""
+    """Returns (y, dx, dw, dbias) of all ranks, from 8-bit operands."""
     x, w, dy, bias = (place(a, mesh) for a in of(op, mesh.size, (2,), 3))
     fn = partial(methods(op, mesh.size)[name], axis_name=AXIS, scaling_mode=mode)
     state = state_of()[0] if mode == DELAYED else None
@@ -101,7 +100,7 @@ def scaled(op, mode, name, mesh):
 
 
 def write(path, mesh, scaled_ones):
-    """What the ranks of one process compute."""
+    """Returns the results of the ranks of one process."""
     results: dict[str, Any] = {
         f"{op.__name__} {name}": result
         for op in (GATHER, SCATTER)
@@ -114,7 +113,7 @@ def write(path, mesh, scaled_ones):
 
 
 def check_bits(name, got):
-    """Against what one process has written, if it has."""
+    """Compares with the results that one process has written, if any."""
     for path in sys.argv[1:]:
         if path.endswith(".npz"):
             want = np.load(path)[name]
@@ -157,7 +156,7 @@ def test_scaled_products():
 
 
 def test_gemms_with_buffers():
-    """Every type, in groups that live in one process and across; memory is given back."""
+    """Every type, in groups inside one process and across processes; memory is released."""
     if jax.device_count() < 4:
         return buffers_of(mesh_of_all(), 1, jax.device_count())
     half = jax.device_count() // 2
@@ -206,7 +205,7 @@ def buffers_of(mesh, num_groups, p):
 
 
 def test_products_in_loops_and_of_global_arrays():
-    """Equal calls that need no order, a loop, and the layer of plain `jit`; gradients are bulk."""
+    """Independent equal calls, a loop, and the layer under plain `jit`; gradients are bulk."""
     mesh = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,))
     rows, columns = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P(None, AXIS))
     p = mesh.size
@@ -240,7 +239,7 @@ def test_products_in_loops_and_of_global_arrays():
 
 
 def test_profile():
-    """Of the ranks of this process; they fetch what others send."""
+    """Profiles the ranks of this process; they fetch what others send."""
     mesh, p = mesh_of_all(), jax.device_count()
     fn = on_ranks(lambda x, w: GATHER(x, w, axis_name=AXIS, method="ring"), mesh)
     operands = place(integers(0, p, 2, K), mesh), place(integers(1, p, K, N), mesh)
@@ -254,7 +253,7 @@ def test_profile():
 
 
 def test_a_buffer_that_one_process_has_destroyed():
-    """All ranks are told, and the next program runs."""
+    """All ranks get the error, and the next program runs."""
     mesh, p = mesh_of_all(), jax.device_count()
     buffer = create_comm_overlap_buffer("RS", "PIPELINE", (p * 7, N), "float32", p)
     x, w = integers(0, p, p * 3, K), integers(1, p, K, N)

@@ -1,4 +1,4 @@
-"""Calls back to back, each rank late by a random time of its own. Run by the launcher.
+"""Calls back to back, each rank delayed by its own random time. Run by the launcher.
 
 python -m jax_cp_dispatch.launch --processes 4 tests/processes/loops.py 10000
 python -m jax_cp_dispatch.launch --processes 4 tests/processes/loops.py 1000 gemms
@@ -21,7 +21,7 @@ PER_PROGRAM = 100
 
 
 def late(rng, x):
-    """`x`, when this process gets to it."""
+    """Returns `x` after this process's delay."""
 
     def wait(x):
         time.sleep(rng.choice([0, 0, 1e-4, 1e-3]))
@@ -31,7 +31,7 @@ def late(rng, x):
 
 
 def gemms(mesh, num_calls):
-    """All-gathers and reduce-scatters in turn; exact, since they permute columns."""
+    """Alternates all-gathers and reduce-scatters; exact, because they permute columns."""
     W, K = jax.device_count(), 16 * jax.device_count()
     rng, order = np.random.default_rng(jax.process_index()), np.random.default_rng(0)
     forth = np.eye(K, dtype=np.float32)[:, order.permutation(K)]
@@ -59,7 +59,7 @@ def gemms(mesh, num_calls):
 
 
 def dispatches(mesh, num_calls):
-    """Rows go on and on; those that arrive are the next to be sent."""
+    """Sends rows on repeatedly; those that arrive are sent next."""
     W = jax.device_count()
     plan, capacity = plan_of(0, W)
     capacity = max(capacity, T)

@@ -1,4 +1,4 @@
-"""Ranks on the devices of all processes, their arrays, and checks of this process's part."""
+"""Meshes over the devices of all processes, their arrays, and checks of this process's part."""
 
 import pathlib
 import sys
@@ -14,11 +14,11 @@ from movement_oracle import random_plan
 AXIS = "cp"
 RANKS = P(AXIS)
 S, T = 5, 16
-IS_SHORT = "--short" in sys.argv  # fewer programs to compile
+IS_SHORT = "--short" in sys.argv  # compiles fewer programs
 
 
 def all_devices():
-    """Shuffled alike everywhere: rank, device and process numbers all differ."""
+    """Shuffles equally in all processes: rank, device and process numbers all differ."""
     devices = np.array(jax.devices())
     return devices[np.random.default_rng(0).permutation(len(devices))]
 
@@ -28,13 +28,13 @@ def mesh_of_all():
 
 
 def place(x, mesh, spec=RANKS):
-    """An array that every process knows, on the devices of all."""
+    """Places an array that every process has on the devices of all."""
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
 
 
 def check(got, want, exact=True):
-    """Of the ranks of this process."""
+    """Returns the part of the ranks of this process."""
     assert got.shape == want.shape, (got.shape, want.shape)
     for shard in got.addressable_shards:
         if exact:
@@ -44,7 +44,7 @@ def check(got, want, exact=True):
 
 
 def on_ranks(fn, mesh, spec=RANKS, **options):
-    """`fn(local...)` per rank, from and to arrays with a leading rank axis."""
+    """Runs `fn(local...)` per rank, from and to arrays with a leading rank axis."""
 
     def local(*args):
         return jax.tree.map(lambda a: a[None], fn(*jax.tree.map(lambda a: a[0], args)))
@@ -53,7 +53,7 @@ def on_ranks(fn, mesh, spec=RANKS, **options):
 
 
 def draw(seed, num_ranks, *shape, dtype: Any = np.float32):
-    """Small integers, whose sums are exact."""
+    """Returns small integers, whose sums are exact."""
     return np.random.default_rng(seed).integers(0, 9, (num_ranks, T, *shape)).astype(dtype)
 
 

@@ -1,9 +1,9 @@
-"""The suite of every operation between processes: run by the launcher in each of them.
+"""Tests of every operation between processes; the launcher runs this file in each process.
 
     python -m jax_cp_dispatch.launch --processes 2 --devices 4 tests/processes/suite.py
 
-Every process computes what all ranks should have, and compares its own ranks' part. Arguments:
---short, names of tests, and the path of what `gemms.py` has written.
+Every process computes the expected results of all ranks, and compares those of its own ranks.
+Arguments: --short, names of tests, and the path of the file that `gemms.py` has written.
 """
 
 import itertools
@@ -73,7 +73,7 @@ def test_gradient_is_the_adjoint():
 
 
 def test_groups_in_one_process_and_across():
-    """On one axis of two; a group may live in one process, and the others beside it."""
+    """Along one of two axes; a group may be inside one process, next to other groups."""
     if jax.device_count() < 4:
         return
     for shape in ((2, jax.device_count() // 2), (jax.device_count() // 2, 2)):
@@ -102,8 +102,8 @@ def dispatch_in_groups(mesh, num_groups, num_ranks):
     )
 
 
-def test_calls_of_one_program_are_told_apart():
-    """Equal calls that need no order, an inner function called twice, a loop."""
+def test_calls_of_one_program_are_distinguished():
+    """Independent equal calls, an inner function called twice, a loop."""
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(5, W)
     capacity = max(capacity, T)
@@ -131,8 +131,8 @@ def test_calls_of_one_program_are_told_apart():
         check(result, want.astype(np.float32))
 
 
-def test_programs_of_one_process_do_not_disturb():
-    """One process alone compiles a program with an equal call; then all compile another."""
+def test_programs_of_one_process_do_not_interfere():
+    """One process compiles a program with an equal call; then all compile another."""
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(6, W)
     x, m = jax.tree.map(lambda a: place(a, mesh), (draw(0, W, 2), cp.Metadata(**plan)))
@@ -191,7 +191,7 @@ def test_attention():
             check(got, expected.astype(np.float32), exact=False)
 
 
-def test_a_bad_plan_is_refused_on_all_ranks():
+def test_an_invalid_plan_is_rejected_on_all_ranks():
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(8, W)
     bad = {**plan, "num_recv_tokens": plan["num_recv_tokens"].copy()}

@@ -1,4 +1,4 @@
-"""One process of test_gpu_world.py: joins the others with GPUs that are only pretended."""
+"""One process of test_gpu_world.py: joins the others with emulated GPUs."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Virtual CPU devices start with threads enough; whoever starts them otherwise is warned."""
+"""Virtual CPU devices start with enough threads; otherwise there is a warning."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from jax_cp_dispatch import cpu_devices
 
 
 def run(program, **environment):
-    """In a process of its own: devices and threads are chosen once."""
+    """Runs in a separate process: devices and threads are chosen once."""
     names = ("PJRT_NPROC", "NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     inherited = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
@@ -93,7 +93,7 @@ def test_warns_once():
         ("0.10.2", 1, 1, False),
     ],
 )
-def test_who_can_deadlock(version, num_devices, num_threads, expected):
+def test_configurations_that_can_deadlock(version, num_devices, num_threads, expected):
     assert cpu_devices._can_deadlock(version, num_devices, num_threads) is expected
 
 
@@ -106,7 +106,7 @@ def test_who_can_deadlock(version, num_devices, num_threads, expected):
         ({}, len(os.sched_getaffinity(0))),
     ],
 )
-def test_threads_that_the_backend_starts_with(monkeypatch, environment, expected):
+def test_number_of_threads_of_the_backend(monkeypatch, environment, expected):
     for name in ("PJRT_NPROC", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -144,5 +144,5 @@ print(len(asked))
         ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, 0),
     ],
 )
-def test_memory_is_kept_unless_the_environment_speaks_of_it(environment, num_options):
+def test_memory_is_kept_unless_the_environment_configures_it(environment, num_options):
     assert run(MEMORY, **environment) == f"{num_options}\n"

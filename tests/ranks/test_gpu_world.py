@@ -1,4 +1,4 @@
-"""Two real processes agree on a GPU transport; their GPUs are pretended, what they tell is not."""
+"""Two real processes agree on a GPU transport; only their GPUs are emulated."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
 SLABS = {
     "nvshmem": ["slabs [100, 200] of 2097152, islands [0, 0]"] * 2,
     "ipc": [f"slabs {own} of 2097152, islands [0, 0]" for own in ([5000, 7000], [7000, 5001])],
-    # The network is given the own address for another process's.
+    # The network returns this process's own address for another process.
     "far": [f"slabs {[own] * 2} of 2097152, islands [0, 1]" for own in (100, 200)],
 }
 
@@ -79,7 +79,7 @@ def test_nvshmem_is_not_started_between_hosts_without_a_network():
     )
 
 
-def test_islands_map_the_same():
+def test_islands_map_the_same_ranks():
     hosts = [[a // 4 == b // 4 for b in range(8)] for a in range(8)]
     assert find_islands(hosts) == [0] * 4 + [4] * 4
     assert describe_islands(find_islands(hosts)) == (
@@ -87,11 +87,11 @@ def test_islands_map_the_same():
     )
     assert describe_islands([0] * 8) == "all through pointers"
     assert describe_islands([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
-    # 0 and 1, and 1 and 2, but not 0 and 2: they have not mapped the same.
+    # 0 and 1, and 1 and 2, but not 0 and 2: they map different ranks.
     chain = [[True, True, False], [True, True, True], [False, True, True]]
     assert find_islands(chain) == [0, 1, 2]
 
 
-def test_a_process_without_a_job_is_told_so():
+def test_a_process_without_a_job_gets_an_error():
     with pytest.raises(RuntimeError, match=r"connect_gpus: .* no job. Call jax.distributed.init"):
         tell_and_hear("connect_gpus", "ready", "", timeout=1.0)

@@ -1,4 +1,4 @@
-"""Every implementation of movement: the same bits, the same gradients, the same plans refused."""
+"""All implementations of movement give the same bits and gradients, and reject the same plans."""
 
 import warnings
 from typing import Any
@@ -41,12 +41,12 @@ def capacity_of(plan):
 
 
 def bits(x):
-    """Compared as bytes, so that NaN and -0.0 count."""
+    """Compares bytes, so NaN and -0.0 count."""
     return np.ascontiguousarray(x).view(np.uint8)
 
 
 def random_bits(rng, dtype, *shape):
-    """Elements of any value, NaN of every kind included."""
+    """Returns elements of any value, including every kind of NaN."""
     dtype = jnp.dtype(dtype)
     if dtype.kind == "b":
         return rng.random(shape) < 0.5
@@ -54,7 +54,7 @@ def random_bits(rng, dtype, *shape):
 
 
 def small_integers(rng, dtype, *shape):
-    """Whose sums are exact in every type."""
+    """Returns values whose sums are exact in every type."""
     return rng.integers(0, 4, shape).astype(jnp.dtype(dtype))
 
 
@@ -64,8 +64,8 @@ def wide_types():
         yield
 
 
-def test_every_dtype_travels_bit_for_bit(implementation, wide_types):
-    """In one call: also rows of 1, 3, 7 and 17 bytes, of none, and of several dimensions."""
+def test_every_dtype_moves_bit_for_bit(implementation, wide_types):
+    """In one call: rows of 1, 3, 7 and 17 bytes, empty rows, and rows of several dimensions."""
     rng = np.random.default_rng(0)
     plan = plan_of("three replicas")
     capacity = capacity_of(plan)
@@ -84,7 +84,7 @@ def test_every_dtype_travels_bit_for_bit(implementation, wide_types):
         np.testing.assert_array_equal(bits(got[name]), bits(expected), err_msg=name)
 
 
-def test_every_summable_dtype_comes_home(implementation, wide_types):
+def test_every_summable_dtype_returns(implementation, wide_types):
     rng = np.random.default_rng(1)
     plan = plan_of("three replicas")
     y = {n: small_integers(rng, n, W, capacity_of(plan), 3) for n in [*SUMMABLE, "float8_e4m3fn"]}
@@ -101,7 +101,7 @@ def test_every_summable_dtype_comes_home(implementation, wide_types):
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
-def test_dtypes_of_less_than_a_byte_are_refused(unchecked_types, dtype):
+def test_dtypes_smaller_than_a_byte_are_rejected(unchecked_types, dtype):
     move = lambda x: dispatch(
         x, Metadata(**plan_of("one replica")), axis_name=AXIS, capacity=9, mesh=mesh_of(W)
     )
@@ -111,7 +111,7 @@ def test_dtypes_of_less_than_a_byte_are_refused(unchecked_types, dtype):
 
 @pytest.mark.parametrize("kind", ["three replicas", "rows named twice"])
 def test_values_and_gradients_are_the_same_bits(kind):
-    """Sums that round: in one order, and once, so that all implementations round alike."""
+    """Sums round once, in one order, so all implementations round alike."""
     rng = np.random.default_rng(2)
     plan = plan_of(kind)
     capacity = capacity_of(plan)
@@ -144,7 +144,7 @@ def test_values_and_gradients_are_the_same_bits(kind):
 
 
 def test_on_arrays_of_all_ranks(implementation):
-    """Under plain jit, where features stay on their devices; <dispatch(x), y> = <x, combine(y)>."""
+    """Under plain jit, features stay on their devices; <dispatch(x), y> = <x, combine(y)>."""
     rng = np.random.default_rng(3)
     plan = plan_of("rows named twice")
     capacity = capacity_of(plan)
@@ -166,7 +166,7 @@ def test_on_arrays_of_all_ranks(implementation):
     assert sent.sharding.is_equivalent_to(split, 2)
 
 
-# ---- Plans that do not fit: an error of the native handlers, NaN (or zero) of XLA's collectives.
+# ---- Invalid plans: an error from native handlers, NaN (or zero) from XLA's collectives.
 
 
 def _a_rank_too_large(plan):
@@ -200,7 +200,7 @@ def _a_source_beyond_the_rows(plan):
     plan["src_offset"][rank, slot] = T
 
 
-def test_plans_that_do_not_fit_are_refused_on_all_ranks(implementation):
+def test_invalid_plans_are_rejected_on_all_ranks(implementation):
     good = plan_of("rows named twice")
     capacity = capacity_of(good)
     x = np.random.default_rng(4).normal(size=(W, T, 3)).astype(np.float32)
@@ -239,7 +239,7 @@ def test_plans_that_do_not_fit_are_refused_on_all_ranks(implementation):
 
 
 def test_ranks_without_rows(implementation):
-    """T = 0 moves nothing, but a plan that names rows all the same is refused."""
+    """T = 0 moves nothing, but a plan that still names rows is rejected."""
     plan: dict[str, Any] = {n: np.zeros_like(v) for n, v in plan_of("one replica").items()}
     plan["world_size"] = W
     x = np.zeros((W, 0, 3), np.float32)
@@ -273,8 +273,8 @@ def test_names_and_reasons():
 
 
 @pytest.mark.parametrize("place", ["shard_map", "all ranks", "explicit axes"])
-def test_lowering_for_a_platform_that_has_no_transport(place):
-    """XLA's collectives serve it, without a device of it; unasked, a warning says so once."""
+def test_lowering_for_a_platform_without_a_transport(place):
+    """XLA's collectives serve it, even without such a device; by default, one warning says so."""
     plan = plan_of("three replicas")
     kind = jax.sharding.AxisType.Explicit if place == "explicit axes" else None
     mesh = permuted_mesh((W,), (AXIS,), kind or jax.sharding.AxisType.Auto)
@@ -295,9 +295,9 @@ def test_lowering_for_a_platform_that_has_no_transport(place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lower("xla")
-    if place == "all ranks":  # the partitioner chooses, when it compiles
+    if place == "all ranks":  # the partitioner chooses during compilation
         return
     with pytest.warns(UserWarning, match="moves rows with XLA's collectives.*is 'rocm'") as said:
         lower(None)
         lower(None)
-    assert len(said) == 1, "one for dispatch and combine, and for all that follow"
+    assert len(said) == 1, "one warning for dispatch, combine and all later calls"

@@ -1,11 +1,11 @@
-"""Calls are told apart in JAX's persistent compilation cache."""
+"""JAX's persistent compilation cache distinguishes calls."""
 
 import subprocess
 import sys
 
 
-def test_calls_of_a_program_are_told_apart_in_a_persistent_cache(tmp_path):
-    """With automatic axes a program holds only the address of our callback, which caches ignore."""
+def test_a_persistent_cache_distinguishes_calls(tmp_path):
+    """With automatic axes a program stores only our callback's address, which caches ignore."""
     program = f"""
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

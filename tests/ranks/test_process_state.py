@@ -1,11 +1,11 @@
-"""A process: caches cleared, the package imported again, forks, its end with work in flight."""
+"""One process: cleared caches, a second import, forks, and exits with work in flight."""
 
 import subprocess
 import sys
 
 import pytest
 
-# A compiled call on all of 4 devices, and what it must give.
+# A compiled call on 4 devices, and its expected result.
 PROGRAM = """
 import os, sys
 import jax, numpy as np

@@ -1,4 +1,4 @@
-"""Several processes: every operation, every failure, the launcher, and what is left behind."""
+"""Several processes: every operation, every failure, the launcher, and leftovers."""
 
 import concurrent.futures
 import fcntl
@@ -44,7 +44,7 @@ def in_shared_memory():
     "devices, asked, number", [(1, ["test_every_method_of_the_products"], 1), (2, [], 15)]
 )
 def test_every_operation(tmp_path, monkeypatch, devices, asked, number):
-    """GEMMs have the same bits as here, in one process. Programs from a cache would not meet."""
+    """GEMMs have the same bits as in this one process. Cached programs would not meet."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     path = str(tmp_path / "gemms.npz")
@@ -59,7 +59,7 @@ def test_every_operation(tmp_path, monkeypatch, devices, asked, number):
 
 
 def test_every_failure():
-    """One trial of each kind, the last of which kill a process each; the others live on."""
+    """One trial of each kind; the last ones kill a process each, and the others survive."""
     before = in_shared_memory()
     done = launch(PROGRAMS / "failures.py", processes=4)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr[-4000:]
@@ -91,7 +91,7 @@ def free_address():
 
 @pytest.mark.parametrize("how", [[], ["explicitly"]])
 def test_process_0_leaves_last(tmp_path, how):
-    """Without the launcher, whatever the others still have to do: JAX's service lives in it."""
+    """Without the launcher, whatever work the others have: it hosts JAX's service."""
     address = free_address()
     job = [
         subprocess.Popen(
@@ -109,7 +109,7 @@ def test_process_0_leaves_last(tmp_path, how):
 
 
 def meet_all(places, timeout):
-    """What the meeting returns to each, or the message of its error."""
+    """Returns each process's result of the meeting, or its error message."""
     address = free_address()
 
     def meet_one(place) -> Any:
@@ -130,7 +130,7 @@ def test_processes_meet():
     assert meet_all([Place(0, 1, "a", "name of a")], 30.0) == [True]
 
 
-def test_who_does_not_come_is_named():
+def test_missing_processes_are_named():
     places = [Place(process, 4, "a", "name of a") for process in range(4)]
     for told in meet_all(places[:2], 1.0):
         assert "waited 1 s at 127.0.0.1:" in told
@@ -139,7 +139,7 @@ def test_who_does_not_come_is_named():
         assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
 
 
-def test_who_is_of_another_job_is_named():
+def test_processes_of_another_job_are_named():
     places = [Place(0, 2, "a", "name of a"), Place(1, 3, "b", "name of b")]
     for told in meet_all(places, 30.0):
         assert "process 1 of 3 on host name of b joined a job of 2 processes" in told
@@ -154,8 +154,8 @@ def test_an_address_has_a_port(address):
         meet(address, Place(1, 2, "a", "name of a"), 1.0)
 
 
-def test_the_launcher_tells_and_ends(tmp_path):
-    """Output of each process, the first code that is not 0, and an end for what is stuck."""
+def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
+    """It prints each process's output, returns the first nonzero code, and ends stuck processes."""
     program = tmp_path / "program.py"
     program.write_text(
         "import os, pathlib, sys, time\n"
@@ -175,7 +175,7 @@ def test_the_launcher_tells_and_ends(tmp_path):
     assert "[1] 1 ['--an', 'argument'] 3\n" in done.stdout
 
 
-def test_the_launcher_passes_signals_on(tmp_path):
+def test_the_launcher_forwards_signals(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import signal, sys, time\n"
@@ -190,7 +190,7 @@ def test_the_launcher_passes_signals_on(tmp_path):
     assert job.returncode == 128 + signal.SIGTERM
 
 
-def test_a_segment_is_private_nameless_and_of_a_fixed_size(monkeypatch):
+def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
     monkeypatch.setenv(segment.SEGMENT_BYTES, str(1 << 20))
     before = in_shared_memory()
     fd, num_bytes = segment.make_segment()
@@ -219,14 +219,14 @@ def test_a_segment_is_private_nameless_and_of_a_fixed_size(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
-def test_segment_bytes_have_to_be_a_number(monkeypatch, text):
+def test_segment_bytes_must_be_a_number(monkeypatch, text):
     monkeypatch.setenv(segment.SEGMENT_BYTES, text)
     with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
         segment.segment_bytes()
 
 
-def test_strangers_are_not_let_in():
-    """Whoever connects without the token, or says nothing, is left out; the wait has an end."""
+def test_unauthenticated_connections_are_rejected():
+    """Connections without the token, or without a message, are ignored; the wait has a deadline."""
     listener, name = segment.listen()
     cards = {0: Card(name, new_token()), 1: Card("nobody", new_token())}
     strangers = []

@@ -2,9 +2,9 @@
 
     python tests/stress/stress.py --programs 2000 --seed 0
 
-A fixed number of program structures is compiled; each run has fresh plans, data, and delays per
-rank. Some programs fail on purpose, next to good ones. Exits with 1 on a wrong result, on a wrong
-or a missing error, and on a hang.
+Compiles a fixed number of program structures; each run has new plans, data, and delays per rank.
+Some programs fail on purpose, next to valid ones. Exits with 1 on a wrong result, on a wrong or
+missing error, and on a hang.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 
 class Stress:
-    """Threads that take numbers of programs, and what they saw."""
+    """Threads that take program numbers, and their results."""
 
     def __init__(self, seed: int, num_programs: int, num_structures: int, failures: float):
         self.seed, self.numbers = seed, collections.deque(range(num_programs))
@@ -103,7 +103,7 @@ class Stress:
                 )
 
     def destroy_a_buffer(self, number):
-        """A compiled program whose buffer goes away."""
+        """Runs a compiled program whose buffer is destroyed."""
         buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1)
         devices = tuple(range(NUM_DEVICES))
         program = Program(Structure(1, devices, "int32", False, True, (("buffer", 0),)), buffer)

@@ -1,11 +1,11 @@
-"""Several processes under everything that can happen to them; prints what was seen.
+"""Stress test of several processes; prints the outcome of each kind of run.
 
     python tests/stress/stress_processes.py                         all of it, about an hour
     python tests/stress/stress_processes.py --trials 9 kill loops   some of it, shorter
 
 Runs the suite of every operation with 2, 4 and 8 processes, trials of every failure, jobs that lose
-one process after another, and dispatches back to back with delays. Exits with 1 if anything was not
-as it should be, or was left behind.
+processes one by one, and dispatches back to back with delays. Exits with 1 if a run failed or left
+shared-memory segments behind.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def launch(program, *arguments, processes, devices=1):
 
 
 def run_suite(_):
-    """Every operation; GEMMs bit by bit as in one process."""
+    """Every operation; GEMMs have the same bits as in one process."""
     for processes, devices in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2)):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "gemms.npz")
@@ -49,7 +49,7 @@ def run_suite(_):
 
 
 def run_failures(options):
-    """One process fails, again and again, and lives on."""
+    """One process fails repeatedly and survives."""
     for kind in FAILURES:
         done = launch("failures.py", f"--trials={options.trials}", kind, processes=3)
         found = re.findall(rf"{kind}: (\d+) of", done.stdout)
@@ -57,7 +57,7 @@ def run_failures(options):
 
 
 def run_kill(options):
-    """Each job loses two of four processes; the next one starts at once."""
+    """Each job loses two of four processes; the next job starts at once."""
     for kind in KILLS:
         num_right = num_killed = 0
         done = None
@@ -72,7 +72,7 @@ def run_kill(options):
 
 
 def run_loops(options):
-    """Back to back, each rank late by its own times."""
+    """Calls back to back, each rank delayed by its own times."""
     number = str(options.dispatches)
     for processes, devices in ((2, 1), (4, 1), (2, 4)):
         for what, arguments in (("dispatches", []), ("GEMMs", ["gemms"])):

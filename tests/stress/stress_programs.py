@@ -1,7 +1,7 @@
-"""Random programs around dispatch and combine, and what they must give, for stress.py.
+"""Random programs around dispatch and combine, and their expected results, for stress.py.
 
 A program is written once: the package runs it on devices, the oracle in NumPy. Values are small
-integers, so that every result is exact in every dtype.
+integers, so every result is exact in every dtype.
 """
 
 import functools
@@ -25,7 +25,7 @@ TAGS = np.arange(CAPACITY)[:, None] % 5
 
 
 class Structure(NamedTuple):
-    """What is compiled. An op is a name and the plan that it moves by."""
+    """The structure of a program, which is compiled. An op is a name and the number of its plan."""
 
     groups: int  # the mesh is groups x ranks
     devices: tuple[int, ...]
@@ -40,13 +40,13 @@ class Structure(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What changes from run to run: arrays [groups, ranks, ...]."""
+    """The inputs of one run: arrays [groups, ranks, ...]."""
 
     x: Any
     plans: tuple[Any, ...]
     delays: Any  # rounds of arithmetic before each call of "delay"
-    is_here: Any  # who takes part in "maybe"
-    flags: Any  # which way "cond" goes; the same on all ranks of a group
+    is_here: Any  # the ranks that take part in "maybe"
+    flags: Any  # the branch of "cond"; the same on all ranks of a group
 
 
 # ---- Programs, written once: `on` moves rows, either the package on devices or the oracle.
@@ -63,7 +63,7 @@ def move(on, h, seen, p, **options):
 
 
 def many(on, h, seen, p):
-    """Independent calls: more meetings are open at a time than one."""
+    """Independent calls: several meetings are open at a time."""
     received = [on.dispatch(wrap(h + i), (p + i) % NUM_PLANS) for i in range(5)]
     home = [on.combine(y + on.tags, (p + i) % NUM_PLANS) for i, y in enumerate(received)]
     return wrap(sum(map(wrap, home))), wrap(sum(received[1:], seen + received[0]))
@@ -206,7 +206,7 @@ class OnOracle:
         return step(h, seen)
 
 
-# ---- Making and running them.
+# ---- Compiling and running programs.
 
 
 def random_structure(rng, index) -> Structure:
@@ -215,7 +215,7 @@ def random_structure(rng, index) -> Structure:
     num_ops = int(rng.integers(1, 8))
     ops = [(str(rng.choice(names)), int(rng.integers(NUM_PLANS))) for _ in range(num_ops)]
     ops.insert(int(rng.integers(num_ops + 1)), (CALLS[index % len(CALLS)], 0))
-    if index % 5 == 1:  # then a call at which a rank that was away finds the error
+    if index % 5 == 1:  # then a call at which a rank that was missing gets the error
         at = int(rng.integers(num_ops + 1))
         ops[at:at] = [("maybe", 1), ("move", 2)]
     groups = 1 if is_global else int(rng.choice([1, 2, 4]))
@@ -254,7 +254,7 @@ class Program:
             self.run, self.place = jax.jit(mapped), NamedSharding(mesh, self.rows)
 
     def start(self, inputs: Inputs):
-        """Launches; the results may not be there yet."""
+        """Launches the program; the results may not be ready yet."""
         structure, W = self.structure, self.structure.num_ranks
         plans = tuple(
             jax.tree.map(lambda *a: np.stack(a), *(cp.Metadata(**plan) for plan in plans))
@@ -267,13 +267,13 @@ class Program:
         return self.run(jax.device_put(inputs, self.place))
 
     def finish(self, results):
-        """Waits; the results as int64 [groups, ranks, rows, F]."""
+        """Waits; returns the results as int64 [groups, ranks, rows, F]."""
         shape = (self.structure.groups, self.structure.num_ranks, -1, F)
         return [np.asarray(x).astype(np.int64).reshape(shape) for x in results]
 
 
 def expected(structure: Structure, inputs: Inputs):
-    """The results, and how many exchanges make them."""
+    """Returns the results, and their number of exchanges."""
     on = OnOracle(structure, inputs)
     h, seen = inputs.x, np.zeros((structure.groups, structure.num_ranks, CAPACITY, F), int)
     for name, p in structure.ops:
@@ -307,13 +307,13 @@ def random_inputs(rng, structure: Structure) -> Inputs:
 
 
 def can_fail(structure: Structure) -> bool:
-    """XLA's ppermute waits for the devices of all groups, also for one that failed."""
+    """XLA's ppermute waits for the devices of all groups, including a group that failed."""
     return structure.groups == 1 or "ppermute" not in dict(structure.ops)
 
 
 def spoil(rng, structure: Structure, inputs: Inputs) -> tuple[Inputs, str]:
-    """Inputs that must fail, and what the error must say."""
-    inputs.flags[:] = NUM_PLANS  # every "cond" of plan 0 moves by it
+    """Returns inputs that must fail, and the expected error."""
+    inputs.flags[:] = NUM_PLANS  # every "cond" uses plan 0
     G, W = structure.groups, structure.num_ranks
     group, rank, other = int(rng.integers(G)), int(rng.integers(W)), int(rng.integers(W))
     if ("maybe", 1) in structure.ops and rng.random() < 0.7:

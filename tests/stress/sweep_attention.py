@@ -2,10 +2,10 @@
 
     python tests/stress/sweep_attention.py --programs 60 --seed 1
 
-Every number of ranks (1 to 9 and 16) with every algorithm, layout and mask, in random order;
-documents, lengths, heads, dtype, implementation and the rest are drawn for each, for half of them
-blocks of few rows, so that there are many. Prints the worst errors, relative to the largest entry;
-exits with 1 if one exceeds the tolerance or does not run.
+Runs every number of ranks (1 to 9 and 16) with every algorithm, layout and mask, in random order.
+Draws documents, lengths, heads, dtype, implementation and other options for each; half of the
+programs have many blocks of few rows. Prints the worst errors, relative to the largest entry. Exits
+with 1 if an error exceeds the tolerance or a program does not run.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def window(rng, mask):
 
 
 def blocks(rng):
-    """Those that are chosen for the rows, or small ones."""
+    """Returns a patch with default or small block sizes."""
     if rng.integers(2):
         return mock.patch.object(sequence, "blocks_of_ranks", sequence.blocks_of_ranks)
     sizes = {"block_q": int(rng.choice([8, 16])), "block_kv": int(rng.choice([8, 24]))}

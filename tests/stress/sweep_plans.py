@@ -1,7 +1,8 @@
-"""Very many random plans against the brute-force oracle: the long form of the metadata tests.
+"""Compares many random plans with the brute-force oracle: the long form of the metadata tests.
 
-`python tests/stress/sweep_plans.py --plans 100000`: zero-length shards, ranks that send or receive
-nothing, all to one rank, fewer ranks than replicas, documents across ranks, padding anywhere.
+`python tests/stress/sweep_plans.py --plans 100000` covers zero-length shards, ranks that send or
+receive nothing, all to one rank, fewer ranks than replicas, documents across ranks, and padding
+anywhere.
 """
 
 import argparse

@@ -9,7 +9,7 @@ STRESS = pathlib.Path(__file__).with_name("stress.py")
 
 
 def test_random_programs():
-    """In a process of its own, which a hang or a crash cannot take along."""
+    """Runs in a separate process, so a hang or crash does not end this one."""
     done = subprocess.run(
         [sys.executable, str(STRESS), "--programs=40", "--structures=6", "--hang=600"],
         capture_output=True,

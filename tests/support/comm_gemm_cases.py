@@ -1,7 +1,6 @@
-"""Every method of both overlapped products by name, their operands, and when results are right.
+"""Every method of both overlapped matmuls by name, their operands, and comparisons of results.
 
-Values that are small integers are exact in every method; others are within the tolerance of
-their type.
+Small integers are exact in every method; other values are within the tolerance of their type.
 """
 
 from functools import partial
@@ -35,12 +34,12 @@ SCATTERING: dict[str, Any] = {
     "xla": {"method": "pipeline", "implementation": "xla"},
 }
 K, N = 5, 7
-# Most of the time goes to compiling; without LLVM's optimizations it takes less.
+# Compilation takes most of the time, and less without LLVM's optimizations.
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
 
 
 def methods(op, num_ranks):
-    """Each method of a product, by name."""
+    """Returns each method of a matmul by name."""
     table = GATHERING if op is all_gather_matmul else SCATTERING
     fits = lambda options: num_ranks % 2 == 0 or not options.get("aggregate")
     return {name: partial(op, **options) for name, options in table.items() if fits(options)}
@@ -59,7 +58,7 @@ def equal(got, want, name: Any = ""):
 
 
 def close(got, want, dtype, name=""):
-    """Within the type's tolerance; that of the wide ones is relative to the largest element."""
+    """Compares within the type's tolerance, for wide types relative to the largest element."""
     largest = np.abs(want).max(initial=0)
     rtol, atol = {
         "bfloat16": (2e-2, 2e-3),
@@ -82,13 +81,13 @@ def of_gather(num_ranks, batch, tokens, draw=integers, **options):
 
 
 def of_scatter(num_ranks, batch, tokens, draw=integers, **options):
-    """x, w and bias, one for all ranks, of `matmul_reduce_scatter`."""
+    """x, w, and one bias for all ranks, of `matmul_reduce_scatter`."""
     x, w, bias = of_gather(num_ranks, batch, tokens, draw, **options)
     return x, w, np.stack([bias[0]] * num_ranks)
 
 
 def with_nan_behind(x, counts):
-    """What no rank may read."""
+    """Returns x with NaN in the rows that no rank may read."""
     x = x.copy()
     for rank, count in enumerate(counts or ()):
         x[rank][..., count:, :] = np.nan

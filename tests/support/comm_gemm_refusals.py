@@ -1,4 +1,4 @@
-"""Products of a few ranks, and what Python says when it refuses to trace one."""
+"""GEMMs of a few ranks, and a check of errors at trace time."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ def ones(*shape, dtype: Any = np.float32):
 
 
 def trace(fn, *operands):
-    """What Python says, without compiling."""
+    """Traces a function of one rank on the mesh, without compiling."""
     return jax.eval_shape(on_ranks(fn, mesh_of(W), jit=False), *operands)
 
 

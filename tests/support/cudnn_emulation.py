@@ -1,6 +1,6 @@
-"""cuDNN's flash attention, `[B, N, T, H]`, in plain JAX: what its calls are taken to compute.
+"""cuDNN's flash attention, `[B, N, T, H]`, in plain JAX: the assumed semantics of its calls.
 
-What they leave undefined is NaN here.
+Values that cuDNN leaves undefined are NaN here.
 """
 
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ def _logits(q, k, kv_lengths, mask_type, scale, layout, sliding_window_length):
 
 
 def _float32(q, *others):
-    """All in float32, keys and values once for each query head."""
+    """Converts all to float32 and repeats keys and values for each query head."""
     repeated = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in others)
     return [x.astype(jnp.float32) for x in (q, *repeated)]
 
 
 class Forward:
-    """In place of JAX's primitive."""
+    """Replaces JAX's primitive."""
 
     @staticmethod
     def bind(q, k, v, bias, q_lengths, kv_lengths, *rest, mask_type, scale, is_training, **options):
@@ -41,7 +41,7 @@ class Forward:
 
 
 class Backward:
-    """Likewise; `lse` and `out` are those given, whatever these keys would give."""
+    """Likewise; uses the given `lse` and `out`, whatever these keys would give."""
 
     @staticmethod
     def bind(q, k, v, bias, q_lengths, kv_lengths, *rest, mask_type, scale, **options):

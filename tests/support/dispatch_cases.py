@@ -1,4 +1,4 @@
-"""One plan, and what `dispatch`, `combine` and their derivatives make of it wherever they stand."""
+"""One plan, and the results of `dispatch`, `combine` and their derivatives in any context."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ CAPACITY = int(PLAN["num_total_recv_tokens"].max()) + 2
 
 
 def integers(*shape, seed=0):
-    """Small integers as floats: their sums are exact, so results compare without tolerance."""
+    """Returns small integers as floats: sums are exact, so results compare without tolerance."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
@@ -23,7 +23,7 @@ X, Y = integers(W * T, F, seed=1), integers(W * CAPACITY, F, seed=2)
 
 
 def moves_and_gradients(x, y, metadata, *, axis_name: AxisName = AXIS, **where):
-    """dispatch, combine and the vector-Jacobian product of each, on any number of rows."""
+    """Returns dispatch, combine and the vector-Jacobian product of each, on any number of rows."""
     send = lambda x: dispatch(x, metadata, axis_name=axis_name, capacity=CAPACITY, **where)
     bring = lambda y: combine(y, metadata, axis_name=axis_name, num_tokens=T, **where)
     sent, pull_sent = jax.vjp(send, x)
@@ -32,7 +32,7 @@ def moves_and_gradients(x, y, metadata, *, axis_name: AxisName = AXIS, **where):
 
 
 def check_all_ranks(results, x=X, y=Y, plan=PLAN):
-    """The results of `moves_and_gradients` on arrays of all ranks."""
+    """Checks the results of `moves_and_gradients` on arrays of all ranks."""
     num_ranks = plan["world_size"]
     per_rank = lambda a: a.reshape(num_ranks, -1, *a.shape[1:])
     sent, home, pulled, pushed = (per_rank(np.asarray(a)) for a in results)

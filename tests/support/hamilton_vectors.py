@@ -9,10 +9,10 @@ VECTORS = pathlib.Path(__file__).parents[1] / "data" / "hamilton"
 
 
 def recorded(name):
-    """Cycles, maps, placements or a merge, by the name of the function that gave them."""
+    """Returns cycles, maps, placements or a merge, by the name of the function."""
     return json.loads((VECTORS / "schedules.json").read_text())[name]
 
 
 def recorded_attention(name):
-    """Operands [B, T, N, H], the output, and each rank's part of it."""
+    """Returns operands [B, T, N, H], the output, and each rank's part of it."""
     return dict(np.load(VECTORS / f"{name}.npz"))

@@ -1,4 +1,4 @@
-"""Inputs and key ranges of local attention, and how its results are compared."""
+"""Inputs and key ranges of local attention, and the comparison of its results."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Blocks smaller than the arrays, which they do not divide: every test crosses block borders.
+# Blocks are smaller than the arrays and do not divide them: every test crosses block borders.
 BLOCKS = {"block_q": 8, "block_kv": 16}
 
 
@@ -28,7 +28,7 @@ def rows(B, T, start, end) -> tuple[jax.Array, jax.Array]:
 
 
 def random_ranges(seed, B, T, S) -> tuple[jax.Array, jax.Array]:
-    """Any two integers: beyond both ends, empty and reversed ranges included."""
+    """Any two integers, including ranges beyond both ends, empty and reversed ranges."""
     rng = np.random.default_rng(seed)
     start, end = rng.integers(-5, S + 6, (2, B, T))
     return jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
@@ -45,12 +45,12 @@ RANGES = {
 }
 
 
-# LLVM's optimizer would double the time of the tests.
+# LLVM's optimizer would double the test time.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def assert_close(actual, expected, tolerance):
-    """Relative to the largest expected magnitude; -inf must be met exactly."""
+    """Compares relative to the largest expected magnitude; -inf must match exactly."""
     expected = np.asarray(expected)
     finite = np.isfinite(expected)
     actual = np.asarray(actual, np.float64)

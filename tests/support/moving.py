@@ -12,7 +12,7 @@ def capacity_of(plan):
 
 
 def bits(x):
-    """Compared as bytes, so that NaN and -0.0 count."""
+    """Compares bytes, so NaN and -0.0 count."""
     return np.ascontiguousarray(x).view(np.uint8)
 
 

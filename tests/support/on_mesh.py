@@ -1,4 +1,4 @@
-"""Meshes of one axis of ranks, functions of one rank run on all of it, and one held back."""
+"""Meshes of one or more axes, functions of one rank run on all ranks, and a gate for one rank."""
 
 import re
 import threading
@@ -12,13 +12,13 @@ AXIS = "cp"
 
 
 def mesh_of(num_ranks, order=None):
-    """A one-axis mesh; `order` permutes the devices, so that rank and device number differ."""
+    """A one-axis mesh; `order` permutes the devices, so rank and device number differ."""
     devices = np.array(jax.devices()[:num_ranks])
     return Mesh(devices if order is None else devices[np.asarray(order)], (AXIS,))
 
 
 def permuted_mesh(shape, names, kinds=AxisType.Auto):
-    """A mesh of several axes over shuffled devices; `kinds` are those of its axes, or of all."""
+    """A mesh of several axes over shuffled devices; `kinds` is one axis type, or one per axis."""
     order = np.random.default_rng(len(shape)).permutation(np.prod(shape))
     devices = np.array(jax.devices())[order].reshape(shape)
     kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(shape)
@@ -26,7 +26,7 @@ def permuted_mesh(shape, names, kinds=AxisType.Auto):
 
 
 def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
-    """`fn(local...)` per rank, from and to arrays with a leading rank axis [W, ...]."""
+    """Runs `fn(local...)` per rank, from and to arrays with a leading rank axis [W, ...]."""
 
     def local(*args):
         squeezed = jax.tree.map(lambda a: a[0], args)
@@ -39,7 +39,7 @@ def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
 
 
 def collectives_over(compiled, mesh, axis) -> list[str]:
-    """The collectives of a compiled program that join devices at different places on an axis."""
+    """Returns the collectives of a compiled program between devices at different axis indices."""
     found = []
     pattern = r" (all-\w+|reduce-scatter|collective-broadcast)(?:-start)?\(.*replica_groups=(.*)"
     for kind, groups in re.findall(pattern, compiled.as_text()):
@@ -51,7 +51,7 @@ def collectives_over(compiled, mesh, axis) -> list[str]:
 
 
 def _replica_groups(text):
-    """Devices, counted along the mesh, one row a group; XLA writes them in three ways."""
+    """Parses replica groups, one per row, of device indices; XLA writes them in three ways."""
     numbers = lambda part: [int(number) for number in re.findall(r"\d+", part)]
     if lists := re.match(r"\{\{(.*?)\}\}", text):  # {{0,1},{2,3}}
         return np.array([numbers(group) for group in lists[1].split("},{")])
@@ -79,7 +79,7 @@ class Gate:
         self.may_go = threading.Event()
 
     def wait_at(self, x):
-        """`x`, of this rank of `AXIS`."""
+        """Returns `x` of this rank of `AXIS`, once the gate is open."""
 
         def passed(x, rank):
             if rank == self.rank:

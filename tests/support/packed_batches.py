@@ -1,10 +1,10 @@
-"""Random packed documents for tests, and the key ranges that they mean."""
+"""Random packed documents for tests, and their key ranges."""
 
 import numpy as np
 
 
 def pack(rng, batch, num_tokens, *, max_length, padding=0.1):
-    """Segment ids and positions [B, T] of random documents with padding anywhere between them."""
+    """Returns segment ids and positions [B, T] of random documents, with padding between them."""
     segment_ids, positions = np.zeros((2, batch, num_tokens), np.int32)
     for row in range(batch):
         at, document = 0, 0
@@ -19,7 +19,7 @@ def pack(rng, batch, num_tokens, *, max_length, padding=0.1):
 
 
 def causal_ranges(segment_ids):
-    """The keys [start, end) of each query in its batch row: its document up to itself."""
+    """Returns each query's keys [start, end) in its batch row: its document up to itself."""
     batch, num_tokens = segment_ids.shape
     start, end = np.zeros((2, batch, num_tokens), np.int32)
     for row in range(batch):

@@ -1,4 +1,4 @@
-"""Operands of 8 bits from NumPy: bytes, scales as the engine takes them, and their values."""
+"""8-bit operands from NumPy: bytes, scales in the engine's layout, and their values."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ REDUCING: dict[str, Any] = {
 
 
 class Scaled(NamedTuple):
-    """An operand, or with a leading axis those of all ranks."""
+    """An operand of one rank or, with a leading axis, of all ranks."""
 
     data: Any
     scale_inv: Any
@@ -42,19 +42,19 @@ def is_blocks(mode):
 
 
 def laid(x, layout):
-    """Blocks along the last dimension, laid along the first for "column"; its own inverse."""
+    """Transposes blocks of the last dimension to the first one for "column"; its own inverse."""
     return x if layout == "row" else np.swapaxes(x, -1, -2)
 
 
 def padded(scales, layout):
-    """Whole tiles, filled with NaN: nobody may read it."""
+    """Pads scales to whole tiles with NaN, which nothing may read."""
     lines, blocks = laid(scales, layout).shape
     fill = [(0, -lines % 128), (0, -blocks % 4)]
     return laid(np.pad(laid(scales, layout), fill, constant_values=255), layout)
 
 
 def drawn(seed, mode, name, shape, layout="row", power=0) -> Scaled:
-    """Any finite bytes, with any scales about 2**power; `shape` has two dimensions."""
+    """Draws any finite bytes, with scales about 2**power; `shape` has two dimensions."""
     rng = np.random.default_rng(seed)
     finite = np.flatnonzero(np.isfinite(scaling_oracle.table(name)))
     data = rng.choice(finite, size=shape)
@@ -71,13 +71,13 @@ def drawn(seed, mode, name, shape, layout="row", power=0) -> Scaled:
 
 
 def drawn_by_ranks(seed, num_ranks, *arguments) -> Scaled:
-    """Each rank's with scales of its own."""
+    """Draws an operand per rank, each with its own scales."""
     each = [drawn((seed, rank), *arguments) for rank in range(num_ranks)]
     return Scaled(*map(np.stack, zip(*each, strict=True)))
 
 
 def near(got, want, name: Any = ""):
-    """Rounded once, from float32 sums."""
+    """Checks results that are rounded once from float32 sums."""
     got = np.asarray(got)
     rtol = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[got.dtype.name]
     atol = 1e-5 * np.abs(want).max(initial=0)
@@ -86,7 +86,7 @@ def near(got, want, name: Any = ""):
 
 
 def gelu(x):
-    """Approximated with tanh."""
+    """GELU, approximated with tanh."""
     (x,) = oracle.wide(x)
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 

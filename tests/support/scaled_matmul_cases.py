@@ -1,4 +1,4 @@
-"""Operands, states and checks of overlapped products of 8 bits."""
+"""Operands, states and checks of overlapped 8-bit GEMMs."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ SCALES = {"x": np.float32(77.5), "w": np.float32(1.5), "dy": np.float32(3000)}
 
 
 def of(op, num_ranks, batch, tokens) -> list[Any]:
-    """x, w, dy and bias per rank; every rank's of another size."""
+    """Draws x, w, dy and bias per rank, with different magnitudes on each rank."""
     p, gathers = num_ranks, op is GATHER
     each = np.float32(2) ** (np.arange(p) % 3)
     sized = lambda seed, *shape: np.einsum("r...,r->r...", normal(seed, p, *shape), each)
@@ -34,7 +34,7 @@ def of(op, num_ranks, batch, tokens) -> list[Any]:
 
 
 def state_of(scales=SCALES):
-    """With a history: the largest of x comes next, that of w is the newest, dy has none."""
+    """Returns states: the history of x has 0.5, 100 and inf, that of w 1e-3, that of dy nothing."""
     zeros = np.zeros(1024, np.float32)
     histories = {"x": zeros.copy(), "w": zeros.copy(), "dy": zeros.copy()}
     histories["x"][:3], histories["w"][0] = (0.5, 100, np.inf), 1e-3
@@ -58,7 +58,7 @@ def check(got, want, name):
 
 
 def check_state(state, arrays):
-    """After a step with x, w and dy, of all ranks."""
+    """Checks the state after a step with x, w and dy of all ranks."""
     _, histories = state_of()
     for name, x in arrays.items():
         kind = E5M2 if name == "dy" else E4M3
@@ -72,7 +72,7 @@ def check_state(state, arrays):
 
 
 def run_all(op, mesh, mode, x, w, bias, dy, *, names=None, counts=None, check_vma=True):
-    """Results of every method, or of those named, in one program."""
+    """Returns the results of every method, or of those named, in one program."""
     each = methods(op, mesh.size)
     state = state_of()[0] if mode == DELAYED else None
 

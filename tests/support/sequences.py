@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence: cases, run on a mesh, and what dense attention gives."""
+"""Attention over a sharded sequence: cases, runs on a mesh, and dense results."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FUNCTIONS: dict[str, Any] = {
     "hamilton": hamilton_attention,
 }
 NAMES = ("out", "dq", "dk", "dv")
-# Most of the time goes to compiling; without LLVM's optimizations it takes 0.6 times as long.
+# Compilation takes most of the time; without LLVM's optimizations it takes 0.6 times as long.
 QUICKLY = {"xla_backend_optimization_level": 0}
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program; `documents` says which of segment ids and positions it gets, "both" needs both."""
+    """A program; `documents` says whether it gets segment ids, positions, both or neither."""
 
     algorithm: str
     num_ranks: int
     rows: int  # of one rank
     nodes: int | None = None
     cycles: Any = None
-    maps: Any = None  # what each rank sends to each, instead of cycles
+    maps: Any = None  # the chunks that each rank sends to each, instead of cycles
     documents: str = "none"  # "none", "segments", "positions", "both"
     causal: bool = True
     window: int | tuple[int | None, int | None] | None = None
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def function(self):
-        """The attention function of one rank."""
+        """Returns the attention function of one rank."""
         options = {"nodes": self.nodes, "cycles": self.cycles, "maps": self.maps}
         return partial(
             FUNCTIONS[self.algorithm],
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def order(self):
-        """The token in each stored place."""
+        """Returns the token stored in each row."""
         num_tokens = self.num_ranks * self.rows
         if self.layout == "zigzag":
             return zigzag_permutation(num_tokens, self.num_ranks)
@@ -81,7 +81,7 @@ class Case:
 
 
 def draw(case, seed=0) -> Any:
-    """q, k, v and a cotangent in the order of the sequence, its segment ids and positions."""
+    """Returns q, k, v and a cotangent in sequence order, with segment ids and positions."""
     rng = np.random.default_rng(seed)
     shape = case.batch, case.num_ranks * case.rows
     N, K = case.heads
@@ -99,7 +99,7 @@ def draw(case, seed=0) -> Any:
 
 
 def out_and_gradients(case, mesh=None, batch_axis=None) -> Any:
-    """The program of all ranks: `(q, k, v, g, segment_ids, positions) -> (out, dq, dk, dv)`."""
+    """Returns the program `(q, k, v, g, segment_ids, positions) -> (out, dq, dk, dv)` of a case."""
     rows = P(batch_axis, AXIS)
     attend = jax.shard_map(
         lambda q, k, v, ids, at: case.function(q, k, v, segment_ids=ids, positions=at),
@@ -118,7 +118,7 @@ def out_and_gradients(case, mesh=None, batch_axis=None) -> Any:
 
 
 def run(case, operands, program=None):
-    """Results in the order of the sequence; NaN stands in all rows of padding."""
+    """Returns results in sequence order; all padding rows are NaN."""
     q, k, v, g, segment_ids, positions = operands
     if segment_ids is not None:
         is_token = (segment_ids > 0)[..., None, None]
@@ -129,7 +129,7 @@ def run(case, operands, program=None):
 
 
 def dense(case, operands):
-    """The same from the oracle, in float64."""
+    """Returns the same from the oracle, in float64."""
     *arrays, segment_ids, positions = operands
     q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
     options = {"scale": case.scale, "logit_soft_cap": case.logit_soft_cap}
@@ -140,7 +140,7 @@ def dense(case, operands):
 
 
 def attended(shape, segment_ids, positions, causal, window):
-    """The tokens [start, end) that each token attends, from the definition."""
+    """Returns the tokens [start, end) that each token attends to, from the definition."""
     ids = np.ones(shape, int) if segment_ids is None else segment_ids
     at = np.broadcast_to(np.arange(shape[1]), shape) if positions is None else positions
     start, end = np.zeros((2, *shape), int)
@@ -164,9 +164,9 @@ def attended(shape, segment_ids, positions, causal, window):
 
 
 def relative_errors(got, want):
-    """The largest difference of each, relative to its largest entry.
+    """Returns the largest difference of each array, relative to its largest entry or 0.1.
 
-    But to 0.1 at least: dq and dk of queries with one key are 0 up to rounding.
+    dq and dk of queries with one key are 0 up to rounding, hence 0.1.
     """
     errors = {}
     for name, x, y in zip(NAMES, got, want, strict=True):
@@ -177,7 +177,7 @@ def relative_errors(got, want):
 
 
 def check(case, operands, program=None):
-    """Results equal dense attention, in the dtype of the operands; returns them."""
+    """Checks that results equal dense attention, in the operands' dtype; returns them."""
     got = run(case, operands, program)
     assert {str(x.dtype) for x in got} == {case.dtype}
     errors = relative_errors(got, dense(case, operands))
