@@ -5,6 +5,8 @@
   `plan`: the public function. `segment_ids`: the meaning of segment ids, for all of attention.
   `stamp`: checksums that tie a plan to its batch. `placement/`: places tokens before the step
   instead, so that queries do not move.
+On the host: `documents`: their positions in a batch. `pieces`: their rows on ranks. `transfers`:
+  what moves, and its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays.
 """
 
 from jax_cp_dispatch.planner.capacities import PlanConfig

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planner.placement.build import Pieces, build_plan, lay_out
+from jax_cp_dispatch.planner.documents import Documents, documents_of
+from jax_cp_dispatch.planner.pieces import Pieces, lay_out
+from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.documents import Documents, from_lengths, from_segment_ids
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 
 _OP = "place_tokens"
@@ -139,7 +139,7 @@ def place_tokens(
       TypeError: lengths or ids are not integers.
       ValueError: sizes do not match, a document is not contiguous, or a capacity is too small.
     """
-    documents = _documents(lengths, segment_ids, positions, columns, world_size)
+    documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
     if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
         raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
     num_tokens = documents.num_tokens // world_size
@@ -164,31 +164,6 @@ def place_tokens(
         place=moves[1],
         tokens=moves[2],
     )
-
-
-def _documents(lengths, segment_ids, positions, columns, world_size: int) -> Documents:
-    check_positive(_OP, world_size=world_size)
-    if (lengths is None) == (segment_ids is None):
-        raise ValueError(
-            f"{_OP}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
-            "one of them."
-        )
-    for name, value, partner in (
-        ("positions", positions if segment_ids is None else None, "segment_ids"),
-        ("columns", columns if lengths is None else None, "lengths"),
-    ):
-        if value is not None:
-            raise ValueError(f"{_OP}: got {name} without {partner}. Omit {name}.")
-    if lengths is not None:
-        documents = from_lengths(lengths, columns, world_size)
-    else:
-        documents = from_segment_ids(segment_ids, positions)
-    if documents.columns % world_size:
-        raise ValueError(
-            f"{_OP}: {documents.columns} columns cannot be split over world_size={world_size} "
-            "ranks. Pad the columns with segment 0 to a multiple of world_size."
-        )
-    return documents
 
 
 def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: int):

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
+
+from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -55,20 +56,7 @@ class PlacedPlan:
         Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives NumPy), or inside
         `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
-        runs = [self.run_row, self.run_position, self.run_origin, self.num_rows]
-        on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
-        xp = np if on_host else jnp
-        if jnp.ndim(self.run_row) == 2:
-            rank = 0 if jnp.shape(self.run_row)[0] == 1 else rank
-            runs = [xp.asarray(x)[rank] for x in runs]
-        first, position, origin, num_rows = runs
-        row = xp.arange(self.num_tokens, dtype=xp.int32)
-        run = xp.maximum(xp.searchsorted(first, row, side="right") - 1, 0)
-        place = row - first[run] + position[run]
-        earliest = 0 if self.window is None else xp.maximum(place - (self.window - 1), 0)
-        is_used = row < num_rows
-        start = xp.where(is_used, origin[run] + earliest, 0).astype(xp.int32)
-        return start, xp.where(is_used, origin[run] + place + 1, 0).astype(xp.int32)
+        return key_ranges(*local_runs(self, rank), size=self.num_tokens, window=self.window)
 
     @property
     def imbalance(self) -> float:

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.segment_ids import read_documents
-
-_OP = "place_tokens"
 
 
 class Documents(NamedTuple):
@@ -36,9 +35,41 @@ class Documents(NamedTuple):
         return ends[tokens > 0], tokens[tokens > 0]
 
 
-def from_lengths(lengths: Any, columns: int | None, world_size: int) -> Documents:
+def documents_of(
+    op: str, lengths: Any, segment_ids: Any, positions: Any, columns: int | None, world_size: int
+) -> Documents:
+    """Returns the documents given by their lengths, or by segment ids and positions.
+
+    Raises:
+      TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
+    """
+    check_positive(op, world_size=world_size)
+    if (lengths is None) == (segment_ids is None):
+        raise ValueError(
+            f"{op}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
+            "one of them."
+        )
+    for name, value, partner in (
+        ("positions", positions if segment_ids is None else None, "segment_ids"),
+        ("columns", columns if lengths is None else None, "lengths"),
+    ):
+        if value is not None:
+            raise ValueError(f"{op}: got {name} without {partner}. Omit {name}.")
+    if lengths is not None:
+        documents = from_lengths(op, lengths, columns, world_size)
+    else:
+        documents = from_segment_ids(op, segment_ids, positions)
+    if documents.columns % world_size:
+        raise ValueError(
+            f"{op}: {documents.columns} columns cannot be split over world_size={world_size} "
+            "ranks. Pad the columns with segment 0 to a multiple of world_size."
+        )
+    return documents
+
+
+def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> Documents:
     """Returns consecutive documents in each batch row, followed by padding."""
-    rows = _rows(lengths)
+    rows = _rows(op, lengths)
     totals = [int(row.sum()) for row in rows]
     longest = max(totals)
     if columns is None:
@@ -46,49 +77,49 @@ def from_lengths(lengths: Any, columns: int | None, world_size: int) -> Document
     if longest > columns:
         row = totals.index(longest)
         raise ValueError(
-            f"{_OP}: the lengths of batch row {row} sum to {longest} but columns is {columns}. "
+            f"{op}: the lengths of batch row {row} sum to {longest} but columns is {columns}. "
             f"Pass columns>={longest}, or shorter rows."
         )
     first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
     return Documents(np.concatenate(rows), np.concatenate(first), len(rows), columns)
 
 
-def _rows(lengths: Any) -> list[Int[np.ndarray, " D"]]:
+def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
     lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
     is_flat = len(lengths) > 0 and not isinstance(lengths[0], Iterable)
     rows = [np.asarray(row) for row in ([lengths] if is_flat else lengths)]
     if not rows:
-        raise ValueError(f"{_OP}: lengths is empty. Pass one list of lengths per batch row.")
+        raise ValueError(f"{op}: lengths is empty. Pass one list of lengths per batch row.")
     for b, row in enumerate(rows):
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
             raise TypeError(
-                f"{_OP}: lengths of batch row {b} are {row.dtype} of shape {row.shape} but must be "
+                f"{op}: lengths of batch row {b} are {row.dtype} of shape {row.shape} but must be "
                 "a list of integers. Pass one list of lengths per batch row."
             )
         if row.size and row.min() < 0:
             raise ValueError(
-                f"{_OP}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
+                f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
                 "needs at least 0 tokens."
             )
     return [row.astype(np.int64) for row in rows]
 
 
-def from_segment_ids(segment_ids: Any, positions: Any) -> Documents:
+def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
-    ids = _integers("segment_ids", segment_ids)
+    ids = _integers(op, "segment_ids", segment_ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(
-            f"{_OP}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
+            f"{op}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
             "single packed row pass segment_ids[None]."
         )
     if positions is not None:
-        positions = _integers("positions", positions)
+        positions = _integers(op, "positions", positions)
         if positions.shape != ids.shape:
             raise ValueError(
-                f"{_OP}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
+                f"{op}: positions has shape {positions.shape} but segment_ids has {ids.shape}. "
                 "Pass equal shapes, or positions=None."
             )
-    ids, positions = read_documents(_OP, ids, positions)
+    ids, positions = read_documents(op, ids, positions)
     new = np.ones(ids.shape, bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if positions is not None:
@@ -99,8 +130,8 @@ def from_segment_ids(segment_ids: Any, positions: Any) -> Documents:
     return Documents(lengths[is_document], first[is_document], *ids.shape)
 
 
-def _integers(name: str, values: Any) -> np.ndarray:
+def _integers(op: str, name: str, values: Any) -> np.ndarray:
     values = np.asarray(values)
     if not np.issubdtype(values.dtype, np.integer):
-        raise TypeError(f"{_OP}: {name} has dtype {values.dtype} but must be integers.")
+        raise TypeError(f"{op}: {name} has dtype {values.dtype} but must be integers.")
     return values

@@ -1,0 +1,102 @@
+"""Rows that move between ranks, listed as ranges; and their metadata, with one slot per range."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner.pieces import Pieces, Spans
+
+
+class Transfers(NamedTuple):
+    """Ranges of rows that move from one rank to another, in the order of the receivers' rows.
+
+    NumPy on the host. Inside `jit`, unused entries have source and target W, and no tokens.
+    """
+
+    source: Int[Any, " X"]
+    target: Int[Any, " X"]
+    source_row: Int[Any, " X"]
+    target_row: Int[Any, " X"]
+    tokens: Int[Any, " X"]
+
+
+def list_transfers(pieces: Pieces, spans: Spans) -> Transfers:
+    """Returns the longest ranges that spans take from the rows of one rank."""
+    order = np.lexsort((pieces.start, pieces.document))
+    by_place = Pieces._make(x[order] for x in pieces)
+    longest = int(pieces.end.max(initial=0)) + 1
+    key = by_place.document * longest + by_place.start
+    first = np.searchsorted(key, spans.document * longest + spans.start, side="right") - 1
+    count = np.searchsorted(key, spans.document * longest + spans.end, side="left") - first
+    span = np.repeat(np.arange(len(count)), count)
+    source = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
+
+    start = np.maximum(by_place.start[source], spans.start[span])
+    end = np.minimum(by_place.end[source], spans.end[span])
+    source_row = by_place.row[source] + start - by_place.start[source]
+    target_row = spans.row[span] + start - spans.start[span]
+    source, target, tokens = by_place.rank[source], spans.rank[span], end - start
+
+    follows = np.zeros(len(tokens), bool)
+    follows[1:] = (
+        (np.diff(source) == 0)
+        & (np.diff(target) == 0)
+        & (np.diff(source_row) == tokens[:-1])
+        & (np.diff(target_row) == tokens[:-1])
+    )
+    first = np.flatnonzero(~follows)
+    tokens = np.add.reduceat(tokens, first) if len(first) else tokens
+    source, target, source_row, target_row = (
+        x[first] for x in (source, target, source_row, target_row)
+    )
+    return Transfers(source, target, source_row, target_row, tokens)
+
+
+def num_sent(transfers: Transfers, world_size: int) -> Int[np.ndarray, " W"]:
+    """Returns the number of ranges that each rank sends."""
+    return np.bincount(transfers.source, minlength=world_size)
+
+
+def metadata_of(transfers: Transfers, *, world_size: int, num_slots: int) -> Metadata:
+    """Returns forward metadata; `num_slots` is at least `num_sent` of each rank."""
+    counts = num_sent(transfers, world_size)
+    order = np.argsort(transfers.source, kind="stable")
+    source = transfers.source[order]
+    index = source, number_on_rank(source, counts)
+
+    def by_slot(values, fill, dtype):
+        out = np.full((world_size, num_slots), fill, dtype)
+        out[index] = values[order]
+        return out
+
+    received = np.zeros((world_size, world_size + 1), np.uint32)
+    np.add.at(received, (transfers.target, transfers.source), transfers.tokens.astype(np.uint32))
+    totals = sums_of_ranks(transfers.target, transfers.tokens, world_size)
+    received[:, -1] = totals
+    return Metadata(
+        dst_rank=by_slot(transfers.target, -1, np.int32),
+        dst_offset=by_slot(transfers.target_row, 0, np.uint32),
+        seq_len=by_slot(transfers.tokens, 0, np.uint32),
+        src_offset=by_slot(transfers.source_row, 0, np.uint32),
+        num_recv_tokens=received,
+        num_seqs=counts.astype(np.int32),
+        num_total_recv_tokens=totals.astype(np.uint32),
+        world_size=world_size,
+    )
+
+
+def number_on_rank(
+    rank: Int[np.ndarray, " N"], counts: Int[np.ndarray, " W"]
+) -> Int[np.ndarray, " N"]:
+    """Returns the number of earlier entries of the same rank; entries are sorted by rank."""
+    return np.arange(len(rank)) - (np.cumsum(counts) - counts)[rank]
+
+
+def sums_of_ranks(
+    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], world_size: int
+) -> Int[np.ndarray, " W"]:
+    out = np.zeros(world_size, np.int64)
+    np.add.at(out, rank, values)
+    return out
