@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.varying import can_check_varying
+from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import (
     Algorithm,
@@ -280,7 +281,7 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
         return attend_placed(attention, q, k, v, plan)
     if isinstance(algorithm, Balanced):
         if plan is None:
-            plan = _plan_on_ranks(options, algorithm, documents)
+            plan = named_context(_plan_on_ranks(options, algorithm, documents))
             documents = None, None  # nothing to compare
         return attend_balanced(attention, q, k, v, plan, *documents)
     rotating = cast(Rotating, algorithm)  # "auto" has been replaced

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxprs import flattened, inner_jaxprs
 from on_mesh import AXIS, mesh_of
 from sequences import Case
 
@@ -28,26 +29,6 @@ def program(case):
     shape = case.batch, case.num_ranks * case.rows
     sizes = zip((case.heads[0], case.heads[1], case.heads[1]), (8, 8, 4), strict=True)
     return attend, [jax.ShapeDtypeStruct((*shape, *size), case.dtype) for size in sizes]
-
-
-def inner_jaxprs(equation):
-    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-        if is_jaxpr(value):
-            yield getattr(value, "jaxpr", value)
-
-
-def is_jaxpr(value):
-    return hasattr(getattr(value, "jaxpr", value), "eqns")
-
-
-def flattened(jaxpr):
-    """Yields all equations; an inner jaxpr replaces the equation that calls it."""
-    for equation in jaxpr.eqns:
-        inner = list(inner_jaxprs(equation))
-        if not inner:
-            yield equation
-        for each in inner:
-            yield from flattened(each)
 
 
 def loops(jaxpr):

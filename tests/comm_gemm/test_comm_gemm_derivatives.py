@@ -24,7 +24,9 @@ from comm_gemm_cases import (
     run_once,
     with_nan_behind,
 )
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jaxprs import runs
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
@@ -230,3 +232,27 @@ def test_mlp_equals_the_unsharded_one(gather, scatter):
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     for one, want in zip(found, gradients, strict=True):
         close(one, np.asarray(want), "float32")
+
+
+def test_gathered_tokens_are_kept_by_name():
+    """Together with the product, which the activation reads, they save a second gather."""
+    only = jax.checkpoint_policies.save_only_these_names
+    p, rows = 2, 4
+
+    def layer(x, up, down):
+        y = checkpoint_name(all_gather_matmul(x, up, axis_name=AXIS), "up")
+        return matmul_reduce_scatter(jax.nn.gelu(y), down, axis_name=AXIS)
+
+    def local(policy, x, up, down):
+        checkpointed = jax.checkpoint(layer, policy=policy)
+        return jax.grad(lambda *x: checkpointed(*x).sum(), argnums=(0, 1, 2))(x, up, down)
+
+    x, up, down = (jnp.zeros(shape) for shape in ((p, rows, K), (p, K, N), (p, N, K)))
+    for names, num_gemms in (
+        ((), 5),
+        (("up",), 5),
+        (("gathered_tokens",), 5),
+        (("up", "gathered_tokens"), 4),
+    ):
+        program = on_ranks(partial(local, only(*names)), mesh_of(p), jit=False)
+        assert runs(jax.make_jaxpr(program)(x, up, down).jaxpr)["gemm"] == num_gemms, names

@@ -13,7 +13,7 @@ from jax_cp_dispatch._ranks import runtime
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # Every part may import these; they import no part.
-SHARED = {"_arguments", "_dtypes", "_window"}
+SHARED = {"_arguments", "_dtypes", "_residuals", "_window"}
 
 # Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {

@@ -13,8 +13,6 @@
 
 #include "dispatch/dispatch_buffers.h"
 #include "ffi/common.h"
-#include "ffi/cpu/call_site.h"
-#include "ffi/cpu/call_state.h"
 #include "ffi/cpu/targets.h"
 #include "ffi/dispatch_call.h"
 #include "xla/ffi/api/ffi.h"
@@ -23,17 +21,6 @@ namespace ffi = xla::ffi;
 
 namespace cpd {
 namespace {
-
-struct DispatchState : CallState<DispatchState> {
-  static constexpr char kTypeName[] = "jax_cp_dispatch.Dispatch";
-  DispatchOptions options;
-  CallSite site;
-
-  void Read(AttributeReader* attributes) {
-    ReadOptions(attributes, &options);
-    site.Read(attributes, options.num_ranks);
-  }
-};
 
 // The registered buffers that one rank uses in one exchange; released on destruction.
 class BufferUse {
@@ -62,12 +49,11 @@ class BufferUse {
   std::vector<int64_t> ids_;
 };
 
-ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPool pool,
+ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite* site,
                  ffi::RunId run_id, int rank, int64_t group, const ffi::RemainingArgs& args,
                  const ffi::RemainingRets& results) {
-  const DispatchOptions& options = state.options;
   DispatchCall call;
-  Status status = ReadAttributes(direction, options, &call);
+  Status status = ReadAttributes(options, &call);
   if (status.ok()) status = ReadOperands(options, args, results, /*num_held=*/1, &call);
   if (!status.ok()) return Failed(status);  // the same on every rank: they are part of the program
 
@@ -79,9 +65,9 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
                      num_ranks = call.num_ranks](std::string_view bytes) {
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
-  status = state.site.Describe(run_id.run_id, group, &exchange);
+  status = site->Describe(run_id.run_id, group, &exchange);
   if (!status.ok()) return Failed(status);
-  PlanWords words{options.capacity_names, exchange.processes};
+  PlanWords words{std::string(options.capacity_names), exchange.processes};
   exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
                          const auto& ranks, WorkList* work) {
     return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
@@ -119,11 +105,18 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
 }
 
 template <Direction kDirection>
-ffi::Future MoveIn(ffi::ThreadPool pool, const DispatchState* state, ffi::RunId run_id,
+ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
-                   ffi::RemainingArgs args, ffi::RemainingRets results) {
+                   ffi::RemainingArgs args, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
   try {
-    return Move(kDirection, *state, pool, run_id, *rank.typed_data(), *group.typed_data(), args,
+    AttributeReader reader(attributes);
+    DispatchOptions options;
+    options.direction = kDirection;
+    ReadOptions(&reader, &options);
+    reader.Skip(kNumCallSiteAttributes);
+    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
+    return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
                 results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
@@ -133,12 +126,13 @@ ffi::Future MoveIn(ffi::ThreadPool pool, const DispatchState* state, ffi::RunId 
 auto Binding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
-      .Ctx<ffi::State<DispatchState>>()
+      .Ctx<ffi::State<CallSite>>()
       .Ctx<ffi::RunId>()               // the same on all ranks of one execution
       .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
       .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes of the mesh
       .RemainingArgs()                 // metadata and arrays; see ReadOperands
-      .RemainingRets();
+      .RemainingRets()
+      .Attrs();
 }
 
 XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());
@@ -147,8 +141,8 @@ XLA_FFI_DEFINE_HANDLER(CombineHandler, MoveIn<Direction::kCombine>, Binding());
 }  // namespace
 
 std::vector<Target> DispatchTargets() {
-  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>, DispatchHandler},
-          {"jax_cp_dispatch.combine", Instantiate<DispatchState>, CombineHandler}};
+  return {{"jax_cp_dispatch.dispatch", DispatchHandler},
+          {"jax_cp_dispatch.combine", CombineHandler}};
 }
 
 }  // namespace cpd

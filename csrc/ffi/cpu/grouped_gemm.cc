@@ -4,7 +4,6 @@
 #include <string>
 
 #include "ffi/common.h"
-#include "ffi/cpu/call_state.h"
 #include "ffi/cpu/grouped_gemm_call.h"
 #include "ffi/cpu/targets.h"
 #include "gemm/blas.h"
@@ -15,29 +14,26 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-struct GroupedGemmState : CallState<GroupedGemmState> {
-  static constexpr char kTypeName[] = "jax_cp_dispatch.GroupedGemm";
-  GroupedGemmOptions options;
-
-  void Read(AttributeReader* attributes) { ReadOptions(attributes, &options); }
-};
-
-ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
-                       ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
+ffi::Error GroupedGemm(ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
                        ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
-                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output) {
+                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output,
+                       ffi::Dictionary attributes) {
   try {
-    const GroupedGemmOptions& options = state->options;
+    GroupedGemmOptions options;
+    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
+      return ToError(status);
+    }
     if (!BlasIsLoaded()) {
-      return ToError(
-          Status::Invalid(options.op + ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+      return ToError(Status::Invalid(std::string(options.op) +
+                                     ": no BLAS is loaded. Call it through jax_cp_dispatch."));
     }
     GroupedProduct product;
     const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
                                      bias, group_sizes,   *output};
     Status status = DescribeGrouped(options, buffers, &product);
     if (status.ok()) {
-      status = RunGroupedGemm(options.op, product, static_cast<int>(options.num_threads));
+      status =
+          RunGroupedGemm(std::string(options.op), product, static_cast<int>(options.num_threads));
     }
     return ToError(status);
   } catch (const std::exception& error) {
@@ -47,19 +43,19 @@ ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
 
 XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
                        ffi::Ffi::Bind()
-                           .Ctx<ffi::State<GroupedGemmState>>()
-                           .Arg<ffi::AnyBuffer>()    // lhs
-                           .Arg<ffi::AnyBuffer>()    // lhs_scale_inv [g]
-                           .Arg<ffi::AnyBuffer>()    // rhs
-                           .Arg<ffi::AnyBuffer>()    // rhs_scale_inv [g]
-                           .Arg<ffi::AnyBuffer>()    // bias [g, n]
-                           .Arg<ffi::AnyBuffer>()    // group_sizes [g]
-                           .Ret<ffi::AnyBuffer>());  // output
+                           .Arg<ffi::AnyBuffer>()  // lhs
+                           .Arg<ffi::AnyBuffer>()  // lhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()  // rhs
+                           .Arg<ffi::AnyBuffer>()  // rhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()  // bias [g, n]
+                           .Arg<ffi::AnyBuffer>()  // group_sizes [g]
+                           .Ret<ffi::AnyBuffer>()  // output
+                           .Attrs());
 
 }  // namespace
 
 std::vector<Target> GroupedGemmTargets() {
-  return {{"jax_cp_dispatch.grouped_gemm", Instantiate<GroupedGemmState>, GroupedGemmHandler}};
+  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler, /*meets_others=*/false}};
 }
 
 }  // namespace cpd

@@ -70,7 +70,9 @@ BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_rank
 }
 
 std::string CudaGemmOptions::op() const {
-  return overlaps() ? call.op + " over axis '" + call.axis + "'" : call.op;
+  std::string name(call.op);
+  if (overlaps()) name += " over axis '" + std::string(call.axis) + "'";
+  return name;
 }
 
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {

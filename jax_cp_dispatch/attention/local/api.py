@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
+from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.local.backward import begin_dq, cut_cotangents, finish_dq
 from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
@@ -160,7 +161,7 @@ def _attention(options, q, k, v, kv_start, kv_end):
 def _attention_fwd(options, *primals):
     q, k, v, *ranges = (primal.value for primal in primals)
     operands = (*not_again("local_attention", [q, k, v]), *ranges)
-    out, lse = _forward(options, *operands)
+    out, lse = named_context(_forward(options, *operands))
     return (out, lse), (*operands, out, lse)
 
 

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.checks import check_plan
 from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
@@ -94,12 +95,15 @@ def _attend(options, q, k, v, plan, stamp):
 
 def _forward(options, q, k, v, plan, stamp):
     q, k, v = not_again(options.op, [q, k, v])
-    received_q, received_kv = exchanges.send_qkv(options.exchange, plan, q, (k, v), stamp)
-    ranges = plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name))
+    received = exchanges.send_qkv(options.exchange, plan, q, (k, v), stamp)
+    received_q, received_kv = named_context_received(received)
+    ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
     operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
     out, lse = attend_locally(options, *operands)
-    out = out.astype(q.dtype)  # final: all keys of a query are on its rank
-    return exchanges.return_q(options.exchange, plan, out[0], stamp), (operands, out, lse, plan)
+    # The output is final: all keys of a query are on its rank.
+    out, lse = named_context((out.astype(q.dtype), lse))
+    home = named_context(exchanges.return_q(options.exchange, plan, out[0], stamp))
+    return home, (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):

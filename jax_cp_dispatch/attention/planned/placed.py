@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.planned import exchanges
@@ -72,11 +73,12 @@ def _attend(options, q, k, v, plan):
 
 def _forward(options, q, k, v, plan):
     q, k, v = not_again(options.op, [q, k, v])
-    received = exchanges.send_kv(options.exchange, plan, (k, v))
-    ranges = plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name))
+    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v)))
+    ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
     operands = tuple(x[None] for x in (q, *received, *ranges))
     out, lse = attend_locally(options, *operands)
-    out = out.astype(q.dtype)  # final: all keys of a query are on its rank
+    # The output is final: all keys of a query are on its rank.
+    out, lse = named_context((out.astype(q.dtype), lse))
     return out[0], (operands, out, lse, plan)
 
 

@@ -1,4 +1,4 @@
-"""Computes attention of local queries over keys and values that rotate through the ranks.
+"""Computes attention of resident queries over keys and values that rotate through the ranks.
 
 One loop serves ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in
 the layout of tokens. Each step starts the exchange for the next one, and adds the held keys to the
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.backward import (
     OutputCotangents,
     begin_dq,
@@ -126,7 +127,8 @@ def _forward(rotation, q, k, v, start, end):
     held, seen = own, OnlineSoftmax.of_nothing(queries, v.shape[3])
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
-    out, lse = rotation.result(rotation.attend(queries, start, end, held, seen, last))
+    result = rotation.result(rotation.attend(queries, start, end, held, seen, last))
+    out, lse = named_context(result)
     return out.astype(q.dtype), (q, k, v, start, end, out, lse)
 
 

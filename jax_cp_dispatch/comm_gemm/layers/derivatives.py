@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch._residuals import named_gathered_tokens
 from jax_cp_dispatch.comm_gemm.layers.examples import with_examples
 from jax_cp_dispatch.comm_gemm.layers.partitioning import (
     constrain_weight,
@@ -107,7 +108,7 @@ def _gathered_forward(s: Matmul, x, w, bias, scales):
     amaxes = _amaxes(real_rows(s, x), w, scales)
     if s.keeps_gathered:
         out, gathered = _gathered_and_kept(s, x, w, bias, scales)
-        return out, (None, gathered, w, bias, scales, amaxes)
+        return out, (None, named_gathered_tokens(gathered), w, bias, scales, amaxes)
     return gathered_matmul(s, x, w, bias, scales), (x, None, w, bias, scales, amaxes)
 
 

@@ -1,0 +1,196 @@
+"""What policies of `jax.checkpoint` keep of attention in scanned layers, and what runs again.
+
+Counted in the jaxpr of the gradient; docs/trainers.md has the same numbers.
+"""
+
+import pathlib
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxprs import flattened, runs
+from on_mesh import AXIS, mesh_of
+from sequences import QUICKLY
+
+import jax_cp_dispatch as cpd
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "trainers.md"
+W, LAYERS, COLUMNS, N, K, H = 4, 3, 64, 2, 1, 8
+SEGMENT_IDS = np.repeat([1, 2, 3, 0], [20, 30, 10, 4])[None]
+PLACED = cpd.place_tokens(segment_ids=SEGMENT_IDS, world_size=W).plan
+PLAN = cpd.plan_attention(SEGMENT_IDS, world_size=W)
+ROWS = COLUMNS // W
+
+only = jax.checkpoint_policies.save_only_these_names
+offload = partial(
+    jax.checkpoint_policies.save_and_offload_only_these_names,
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+NAMES = ["context", "context_received"]
+POLICIES = {
+    "no `jax.checkpoint`": lambda layer: layer,
+    "`jax.checkpoint(layer)`": jax.checkpoint,
+    '`"context"`': partial(jax.checkpoint, policy=only("context")),
+    '`"context"`, `"context_received"`': partial(jax.checkpoint, policy=only(*NAMES)),
+}
+OFFLOADED = partial(
+    jax.checkpoint,
+    policy=offload(names_which_can_be_saved=[], names_which_can_be_offloaded=NAMES),
+)
+
+of_all = partial(cpd.context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS)
+GLOBAL = {
+    "placed": partial(of_all, algorithm="placed", plan=PLACED),
+    "balanced": partial(of_all, algorithm="balanced", plan=PLAN),
+    "ring": partial(of_all, algorithm="ring", segment_ids=SEGMENT_IDS),
+    "zigzag": partial(of_all, algorithm="zigzag", segment_ids=SEGMENT_IDS),
+    "hamilton": partial(of_all, algorithm="hamilton", segment_ids=SEGMENT_IDS),
+}
+ON_RANKS = {
+    "placed": partial(cpd.placed_attention, plan=PLACED, axis_name=AXIS),
+    "balanced": partial(cpd.balanced_attention, plan=PLAN, axis_name=AXIS),
+    "zigzag": partial(cpd.zigzag_ring_attention, axis_name=AXIS),
+}
+
+
+def one_layer(attend, x, w):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, each) for each in w[:3])
+    return x + jnp.einsum("btnh,nhd->btd", attend(q, k, v), w[3])
+
+
+def loss(attend, checkpoint, w, x):
+    layer = checkpoint(lambda x, w: (one_layer(attend, x, w), None))
+    return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def gradient(attend, checkpoint, on_ranks=False):
+    """Of all layers' weights; `on_ranks`: the layers themselves are inside of a shard_map."""
+    gradients = jax.grad(partial(loss, attend, checkpoint))
+    if not on_ranks:
+        return gradients
+    rows = P(None, AXIS)
+    return jax.shard_map(gradients, mesh=mesh_of(W), in_specs=(P(), rows), out_specs=P())
+
+
+def weights_and_tokens():
+    rng = np.random.default_rng(0)
+    shapes = [(N * H, N, H), (N * H, K, H), (N * H, K, H), (N, H, N * H)]
+    w = [rng.normal(size=(LAYERS, *shape)).astype(np.float32) / 4 for shape in shapes]
+    return w, rng.normal(size=(1, COLUMNS, N * H)).astype(np.float32)
+
+
+def counts(program, *operands):
+    """Exchanges, and forward passes of attention over all keys, of one layer."""
+    count = runs(jax.make_jaxpr(program)(*operands).jaxpr)
+    exchanges, attention = count["dispatch"] + count["combine"], count["attend_blocks"]
+    assert exchanges % LAYERS == attention % LAYERS == 0
+    return exchanges // LAYERS, attention // LAYERS
+
+
+def documented(title):
+    """The page's table whose first heading is `title`: policy -> {column: cell}."""
+    lines = PAGE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    head, _, *rows = rows
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+@pytest.mark.parametrize(
+    "place, algorithm", [*((GLOBAL, a) for a in GLOBAL), *((ON_RANKS, a) for a in ON_RANKS)]
+)
+def test_what_runs_again(place, algorithm):
+    on_ranks, steps = place is ON_RANKS, 1 if algorithm in ("placed", "balanced") else W
+    table = documented("policy")
+    assert list(table) == list(POLICIES)
+    exchanges = attention = 0
+    for policy, checkpoint in POLICIES.items():
+        program = gradient(place[algorithm], checkpoint, on_ranks)
+        exchanges, attention = counts(program, *weights_and_tokens())
+        row = table[policy]
+        (column,) = (name for name in row if f"`{algorithm}`" in name)
+        assert (str(exchanges), str(attention // steps)) == (row[column], row["attention"]), policy
+    kept = counts(gradient(place[algorithm], OFFLOADED, on_ranks), *weights_and_tokens())
+    assert kept == (exchanges, attention), "offloaded is as kept"
+
+
+def test_plan_of_a_layer_is_kept():
+    """A plan that the layer makes itself is made again, unless it is kept."""
+    attend = partial(of_all, algorithm="balanced", batch_axis=(), head_axis=())
+    for policy, num_plans in zip(POLICIES, (1, 2, 1, 1), strict=True):
+        program = lambda w, x, ids, policy=policy: gradient(
+            partial(attend, segment_ids=ids), POLICIES[policy]
+        )(w, x)
+        equations = flattened(jax.make_jaxpr(program)(*weights_and_tokens(), SEGMENT_IDS).jaxpr)
+        gathers = [e for e in equations if e.primitive.name == "all_gather"]  # of the ids
+        assert len(gathers) == num_plans, policy
+
+
+def test_bytes_kept():
+    """Per rank and layer, in the dtype of the arrays except for what is said to be float32."""
+    w, x = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), weights_and_tokens())
+
+    def kept(attend, policy):
+        layer = POLICIES[policy](partial(one_layer, attend))
+        pull = jax.eval_shape(lambda *x: jax.vjp(layer, *x)[1], x, [each[0] for each in w])
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+    def named(attend):
+        """Bytes per rank of "context", and of "context_received"."""
+        _, nothing, context, both = (kept(attend, policy) for policy in POLICIES)
+        return (context - nothing) / W, (both - context) / W
+
+    out, lse, ranges = 2 * ROWS * N * H, 4 * ROWS * N, 8 * ROWS
+    qkv = 2 * ROWS * (N + 2 * K) * H
+    received = lambda capacity, heads: 2 * capacity * heads * H
+    keys = received(PLACED.kv_capacity, 2 * K)
+    assert named(GLOBAL["placed"]) == (out + lse + ranges, keys)
+    computed = PLAN.q_capacity / ROWS
+    keys = received(PLAN.kv_capacity, 2 * K)
+    assert named(GLOBAL["balanced"]) == (
+        out + computed * (out + lse + ranges),
+        received(PLAN.q_capacity, N) + keys,
+    )
+    ranges -= 4 * ROWS  # the segment ids, from which they are made, are no longer needed
+    assert named(GLOBAL["ring"]) == (2 * out + lse + ranges, 0)
+    assert named(GLOBAL["zigzag"]) == (3 * out + lse + ranges + qkv, 0)
+
+
+@pytest.mark.parametrize("algorithm", ["placed", "balanced", "zigzag"])
+def test_gradients_are_the_same_bit_for_bit(algorithm):
+    """Kept, computed again, or brought back from the host's memory."""
+    w, x = weights_and_tokens()
+    want, *others = (
+        jax.jit(gradient(GLOBAL[algorithm], checkpoint), compiler_options=QUICKLY)(w, x)
+        for checkpoint in (*list(POLICIES.values())[:3], OFFLOADED)
+    )
+    assert all(np.any(each) for each in want)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, want)
+
+
+def test_local_attention():
+    """Of a step of one's own: no second forward pass if its results are kept."""
+    ranges = jnp.zeros((1, COLUMNS), jnp.int32), jnp.arange(1, COLUMNS + 1)[None]
+    attend = lambda q, k, v: cpd.local_attention(q, k, v, *ranges)[0]
+    for policy, passes in zip(POLICIES, (1, 2, 1, 1), strict=True):
+        program = gradient(attend, POLICIES[policy])
+        assert counts(program, *weights_and_tokens()) == (0, passes), policy
+
+
+def test_names_on_the_page_are_those_of_the_program():
+    x = jnp.zeros((1, COLUMNS, 2, H))
+    found = set()
+    for attend in GLOBAL.values():
+        text = str(jax.make_jaxpr(lambda x, attend=attend: jax.vjp(attend, x, x, x)[0])(x))
+        found |= set(re.findall(r"name\[name=(\w+)\]", text))
+    assert found == set(NAMES) and all(f'`"{name}"`' in PAGE.read_text() for name in NAMES)
