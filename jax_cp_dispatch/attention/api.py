@@ -115,10 +115,10 @@ def context_parallel_attention(
         `zigzag_permutation`; W must divide T.
       window: with `causal`, an int: the maximum tokens of its document to which a token attends,
         the last of which is itself. Without, a pair (left, right), see `ring_attention`.
-      plan: for "balanced", a plan for these documents and the window. If you also pass segment_ids
-        or positions, they are compared with the plan's, and a plan of another batch is an error on
-        all ranks; without them, the plan is not checked. For "placed", the plan of `place_tokens`,
-        without segment_ids and positions.
+      plan: for "balanced", a plan for these documents and the window; for "placed", that of
+        `place_tokens`. If you also pass segment_ids or positions (for "placed" in placed order),
+        they are compared with the plan's, and a plan of another batch is an error on all ranks;
+        without them, the plan is not checked.
       batch_axis: mesh axis over which B is sharded, or several; groups along them are independent.
         `()`: none. None: inferred from q, k and v. Types show explicit axes. Automatic axes are
         known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays
@@ -161,11 +161,6 @@ def context_parallel_attention(
     _check_plan(options, q, plan)
     attention.check()
     _check_choice(options, plan)
-    if isinstance(plan, PlacedPlan) and not (segment_ids is None and positions is None):
-        raise ValueError(
-            f"{_OP}: got segment_ids or positions with the plan of a placement, which knows its "
-            "documents. Omit them."
-        )
     if plan is None:
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
@@ -278,7 +273,7 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
     """Computes one rank's part."""
     algorithm, attention = options.algorithm, options.attention
     if isinstance(algorithm, Placed):
-        return attend_placed(attention, q, k, v, plan)
+        return attend_placed(attention, q, k, v, plan, *documents)
     if isinstance(algorithm, Balanced):
         if plan is None:
             plan = named_context(_plan_on_ranks(options, algorithm, documents))

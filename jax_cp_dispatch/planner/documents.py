@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.planner.segment_ids import read_documents
+from jax_cp_dispatch.planner.segment_ids import read_documents, words
 
 
 class Documents(NamedTuple):
@@ -16,11 +16,13 @@ class Documents(NamedTuple):
     Attributes:
       lengths: tokens of each document.
       first: index of its first token in the batch, row by row; ascending.
+      ids: its segment id, as `words`; lengths are numbered from 1 in each batch row.
       batch, columns: shape of the batch.
     """
 
     lengths: Int[np.ndarray, " D"]
     first: Int[np.ndarray, " D"]
+    ids: Int32[np.ndarray, " D"]
     batch: int
     columns: int
 
@@ -81,7 +83,9 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
             f"Pass columns>={longest}, or shorter rows."
         )
     first = [b * columns + np.cumsum(row) - row for b, row in enumerate(rows)]
-    return Documents(np.concatenate(rows), np.concatenate(first), len(rows), columns)
+    ids = [np.arange(1, 1 + len(row), dtype=np.int32) for row in rows]
+    lengths, first, ids = map(np.concatenate, (rows, first, ids))
+    return Documents(lengths, first, ids, len(rows), columns)
 
 
 def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
@@ -106,7 +110,7 @@ def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     """Returns runs of one segment id, also split where positions do not increase; 0 is padding."""
-    ids = _integers(op, "segment_ids", segment_ids)
+    given = ids = _integers(op, "segment_ids", segment_ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(
             f"{op}: segment_ids has shape {ids.shape} but must be [B, columns], not empty. For a "
@@ -127,7 +131,8 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     first = np.flatnonzero(new)
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
-    return Documents(lengths[is_document], first[is_document], *ids.shape)
+    lengths, first = lengths[is_document], first[is_document]
+    return Documents(lengths, first, words(given.reshape(-1)[first]), *ids.shape)
 
 
 def _integers(op: str, name: str, values: Any) -> np.ndarray:

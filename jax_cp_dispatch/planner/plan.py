@@ -20,7 +20,7 @@ from jax_cp_dispatch.planner.capacities import (
 )
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, build
-from jax_cp_dispatch.planner.stamp import checksums, make_stamp
+from jax_cp_dispatch.planner.stamp import check_batch, stamp_of_batch
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -102,23 +102,8 @@ class AttentionPlan:
         Raises:
           ValueError: the shape differs, or the ids or positions of some rank differ.
         """
-        op, num_ranks = "AttentionPlan.validate", self.world_size
-        given = {"segment_ids": segment_ids, "positions": positions}
-        for place, (name, x) in enumerate(given.items(), start=1):
-            if x is None:
-                continue
-            if x.ndim != 2 or x.size != num_ranks * self.num_tokens or x.shape[1] % num_ranks:
-                raise ValueError(
-                    f"{op}: {name} has shape {x.shape} but the plan is for {num_ranks} ranks of "
-                    f"{self.num_tokens} rows. Pass the plan of this batch."
-                )
-            expected, seen = jax.device_get((self.stamp[:, place], checksums(words(x), num_ranks)))
-            if (expected != seen).any():
-                raise ValueError(
-                    f"{op}: the plan was made for another batch: the {name} of rank "
-                    f"{int((expected != seen).argmax())} are not those of the plan. Pass the plan "
-                    "that plan_attention makes for this batch."
-                )
+        op = "AttentionPlan.validate"
+        check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
 
     @property
     def imbalance(self) -> Float32[Array, ""]:
@@ -202,7 +187,7 @@ def plan_attention(
 
 def _stamp(segment_ids: Ids, positions: Ids | None, num_ranks: int, window: int | None) -> Array:
     places = None if positions is None else words(positions)
-    return make_stamp(words(segment_ids), places, num_ranks=num_ranks, window=window)
+    return stamp_of_batch(words(segment_ids), places, num_ranks=num_ranks, window=window)
 
 
 def _plan(

@@ -63,7 +63,7 @@ def is_on_host(x: Array | np.ndarray) -> bool:
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
-def words(x: Ids) -> Any:
+def words(x: Integer[Array | np.ndarray, "..."]) -> Any:
     """Maps each integer to one int32: itself if it fits, else a mix of all its bits.
 
     Returns NumPy for NumPy, so that JAX's default of 32 bits loses nothing.

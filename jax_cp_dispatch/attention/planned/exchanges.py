@@ -20,10 +20,11 @@ def send_qkv(
 
 
 def send_kv(
-    exchange: ExchangeOptions, plan: PlacedPlan, kv
+    exchange: ExchangeOptions, plan: PlacedPlan, kv, stamp: Int32[Array, " 5"]
 ) -> tuple[Float[Array, "kv_capacity K _"], ...]:
-    """Sends keys and values; queries do not move."""
-    return _move(exchange, _outgoing(exchange, "kv", kv, plan.kv_metadata, plan.kv_capacity))[0]
+    """Sends keys and values, if the stamps match; queries do not move."""
+    keys = _outgoing(exchange, "kv", kv, plan.kv_metadata, plan.kv_capacity)
+    return _move(exchange, keys._replace(stamp=stamp))[0]
 
 
 def return_kv(exchange: ExchangeOptions, plan: PlacedPlan, dkv, dtype: DTypeLike):

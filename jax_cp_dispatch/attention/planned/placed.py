@@ -3,7 +3,7 @@
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._residuals import named_context, named_context_received
@@ -17,6 +17,8 @@ from jax_cp_dispatch.attention.planned.call import (
     check_call,
 )
 from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner.segment_ids import words
+from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 def placed_attention(
@@ -26,6 +28,8 @@ def placed_attention(
     plan: PlacedPlan,
     *,
     axis_name: AxisName,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -45,35 +49,44 @@ def placed_attention(
       k: this rank's keys, in the dtype of q; K divides N.
       v: this rank's values.
       plan: `Placement.plan`, or this rank's slice of it (`in_specs=P(axis_name)`).
-      axis_name, scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
+        determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
+        Without them, a plan of another batch is not detected.
+      scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
       TypeError, ValueError: shapes or dtypes do not match each other, the plan or the axis.
-      jax.errors.JaxRuntimeError: see `dispatch`.
+      jax.errors.JaxRuntimeError: at run time, on all ranks: the plan was made for another batch; or
+        as `dispatch`. With `implementation="xla"` the output is NaN instead.
     """
     exchange = ExchangeOptions("placed_attention", axis_name, implementation, deadline)
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
     instead = "context_parallel_attention(..., algorithm='placed')"
     num_ranks_here(options.op, axis_name, instead)
-    return attend_placed(options, q, k, v, plan)
+    return attend_placed(options, q, k, v, plan, segment_ids, positions)
 
 
-def attend_placed(options: AttentionOptions, q, k, v, plan):
+def attend_placed(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
     """`placed_attention` with options, which name the public function."""
     options.check()
-    check_call(options, q, k, v, plan, advice="Place the tokens of this batch.")
-    return attend_rows(_attend, options, q, k, v, plan)
+    advice = "Place the tokens of this batch."
+    check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
+    stamp, num_rows = plan.local_stamp(jax.lax.axis_index(options.exchange.axis_name))
+    seen = (None if x is None else words(x) for x in (segment_ids, positions))
+    stamp = rank_stamp(stamp, *seen, num_rows=num_rows)
+    return attend_rows(_attend, options, q, k, v, plan, stamp)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan):
-    return _forward(options, q, k, v, plan)[0]
+def _attend(options, q, k, v, plan, stamp):
+    return _forward(options, q, k, v, plan, stamp)[0]
 
 
-def _forward(options, q, k, v, plan):
+def _forward(options, q, k, v, plan, stamp):
     q, k, v = not_again(options.op, [q, k, v])
-    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v)))
+    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v), stamp))
     ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
     operands = tuple(x[None] for x in (q, *received, *ranges))
     out, lse = attend_locally(options, *operands)
@@ -87,7 +100,7 @@ def _backward(options, residuals, dout):
     (dout,), dtype = not_again(options.op, [dout]), dout.dtype
     dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
     dk, dv = exchanges.return_kv(options.exchange, plan, tuple(x[0] for x in dkv), dtype)
-    return dq[0].astype(dtype), dk, dv, None
+    return dq[0].astype(dtype), dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

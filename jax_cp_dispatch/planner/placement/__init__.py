@@ -1,8 +1,8 @@
 """Placement: assigns tokens to ranks once per batch, before the step.
 
-`config`: the static choices. `build`: the plan of the keys, from the pieces of each rank. `plan`:
-  its representation. `place`: the public function. `csrc/planner` assigns pieces to ranks. Uses
-  NumPy only, so nothing here starts JAX.
+`config`: the static choices. `build`: the plan of the keys, from the pieces of each rank. `stamp`:
+  its checksums. `plan`: its representation. `place`: the public function. `csrc/planner` assigns
+  pieces to ranks. Uses NumPy only, so nothing here starts JAX.
 """
 
 from jax_cp_dispatch.planner.placement.config import PlacementConfig

@@ -1,6 +1,7 @@
 """Builds the plan of the keys from the pieces that each rank holds."""
 
 import numpy as np
+from jaxtyping import Int32
 
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, num_pairs
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
@@ -18,6 +19,7 @@ from jax_cp_dispatch.planner.transfers import (
 def build_plan(
     pieces: Pieces,
     spans: Spans,
+    stamp: Int32[np.ndarray, "W 3"],
     *,
     world_size: int,
     num_tokens: int,
@@ -43,6 +45,7 @@ def build_plan(
         **runs_of_pieces(pieces, held, num_runs=num_runs, num_rows=num_tokens),
         num_rows=sums_of_ranks(pieces.rank, tokens, world_size).astype(np.int32),
         pairs=sums_of_ranks(pieces.rank, pairs, world_size).astype(np.float32),
+        stamp=stamp,
         num_tokens=num_tokens,
         kv_capacity=size("kv_capacity", "would receive {} rows", received, 1024),
         window=window,

@@ -16,6 +16,7 @@ from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 
 _OP = "place_tokens"
 
@@ -151,9 +152,9 @@ def place_tokens(
         round(1e6 * config.balance_tolerance),
     )
     pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
-    plan = build_plan(
-        pieces, spans, world_size=world_size, num_tokens=num_tokens, window=window, config=config
-    )
+    sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}
+    stamp = stamp_of_pieces(documents, pieces, positions, **sizes)
+    plan = build_plan(pieces, spans, stamp, **sizes, config=config)
     moves = _moves(documents, pieces, num_tokens, world_size)
     return Placement(
         batch=documents.batch,

@@ -4,10 +4,13 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
+from jax_cp_dispatch.planner.segment_ids import Ids
+from jax_cp_dispatch.planner.stamp import check_batch
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -29,6 +32,8 @@ class PlacedPlan:
       run_origin: i32 `[W, P]`; the received row where the document starts, or would start.
       num_rows: i32 `[W]`; rows of each rank that are not padding.
       pairs: f32 `[W]`; query-key pairs of each rank.
+      stamp: i32 `[W, 3]`; for each rank, the checksums of the whole placed batch, and of its own
+        rows of segment ids and positions in placed order. See `validate`.
       num_tokens: rows of one rank (static).
       kv_capacity: rows of the receive buffer (static).
       window: maximum keys to which a query attends, or None (static).
@@ -40,6 +45,7 @@ class PlacedPlan:
     run_origin: Leaf
     num_rows: Leaf
     pairs: Leaf
+    stamp: Leaf
     num_tokens: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
@@ -57,6 +63,30 @@ class PlacedPlan:
         `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
         return key_ranges(*local_runs(self, rank), size=self.num_tokens, window=self.window)
+
+    def local_stamp(self, rank: Any) -> tuple[Int32[Array, " 3"], Int32[Array, ""]]:
+        """Returns `stamp` and `num_rows` of one rank, from the plan of all ranks or its slice."""
+        stamp, num_rows = self.stamp, self.num_rows
+        if stamp.ndim == 1:
+            return stamp, num_rows
+        rank = 0 if stamp.shape[0] == 1 else rank
+        return jnp.asarray(stamp)[rank], jnp.asarray(num_rows)[rank]
+
+    def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
+        """Raises if the plan was made for another batch.
+
+        Call on the host, with the plan of all ranks and the arrays of its batch in placed order:
+        `Placement.apply` of them. Padding may have any positions. Documents that were given by
+        their lengths are numbered from 1 in each batch row, and positions that were not given count
+        from 0 in each document. Inside a program, `placed_attention` and
+        `context_parallel_attention` compare the same checksums, with 32 bits per rank.
+
+        Raises:
+          ValueError: the shape differs, or the ids or positions of some rank differ.
+        """
+        op, num_rows = "PlacedPlan.validate", self.num_rows
+        sizes = {"num_tokens": self.num_tokens, "num_rows": num_rows}
+        check_batch(op, self.stamp, segment_ids, positions, **sizes)
 
     @property
     def imbalance(self) -> float:

@@ -1,0 +1,126 @@
+"""A placed plan knows the batch that was placed: another one fails on all ranks, or is NaN."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from on_mesh import AXIS, mesh_of
+from packed_batches import pack
+
+from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
+from jax_cp_dispatch.planner.stamp import stamp_of_batch
+
+W, T = 4, 64
+CONFIG = PlacementConfig(kv_capacity=128, max_transfers=32, max_pieces=32)
+MADE_FOR_ANOTHER = "the plan was made for another batch"
+
+
+def draw(num_batches=1):
+    """Rows of queries, keys and values, then segment ids and positions of some batches."""
+    rng = np.random.default_rng()
+    qkv = [rng.normal(size=(2, T, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+    return qkv, *(pack(rng, 2, T, max_length=20) for _ in range(num_batches))
+
+
+def place(segment_ids, positions=None, **options):
+    return place_tokens(
+        segment_ids=segment_ids, positions=positions, world_size=W, config=CONFIG, **options
+    )
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
+    return context_parallel_attention(
+        *qkv,
+        mesh=mesh_of(W),
+        axis_name=AXIS,
+        algorithm="placed",
+        plan=plan,
+        segment_ids=segment_ids,
+        positions=positions,
+        implementation=implementation,
+    )
+
+
+def all_fail(out, match):
+    """Every device has the same error."""
+    errors = set()
+    for shard in out.addressable_shards:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
+            np.asarray(shard.data)
+        errors.add(str(error.value))
+    assert len(out.addressable_shards) == W and len(errors) == 1
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_the_stamp_is_that_of_the_placed_arrays(data):
+    """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
+    world_size = data.draw(st.integers(1, 6))
+    columns = world_size * data.draw(st.integers(1, 12))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    segment_ids, positions = pack(rng, 2, columns, max_length=columns)
+    window = data.draw(st.none() | st.integers(1, columns))
+    options = {"world_size": world_size, "window": window}
+    given = data.draw(st.none() | st.just(positions + 5 * segment_ids))
+    placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
+    seen = placement.apply((segment_ids, positions if given is None else given))
+    placement.plan.validate(*seen)
+    placement.plan.validate(*map(jnp.asarray, seen))
+    ids, places = seen
+    if (segment_ids > 0).all():  # the positions of padding do not count
+        stamp = stamp_of_batch(ids, places, num_ranks=world_size, window=window)
+        np.testing.assert_array_equal(placement.plan.stamp, stamp)
+    others = np.array(ids)
+    others[rng.integers(2), rng.integers(columns)] += 1
+    with pytest.raises(ValueError, match=MADE_FOR_ANOTHER + ": the segment_ids of rank"):
+        placement.plan.validate(others)
+
+
+def test_lengths_number_the_documents_of_each_row():
+    lengths = [[20, 0, 7, 30], [64]]
+    segment_ids = np.zeros((2, T), np.int32)
+    for row, sizes in enumerate(lengths):
+        segment_ids[row, : sum(sizes)] = np.repeat(1 + np.arange(len(sizes)), sizes)
+    placement = place_tokens(lengths, world_size=W, columns=T)
+    placement.plan.validate(placement.apply(segment_ids))
+    with pytest.raises(ValueError, match=MADE_FOR_ANOTHER):
+        placement.plan.validate(segment_ids)
+
+
+def test_the_placed_batch_is_taken_and_another_fails_on_all_ranks():
+    qkv, (ours, positions), (others, _) = draw(2)
+    placement = place(ours)
+    ids, places = placement.apply((ours, positions))
+    unseen = attend(qkv, placement.plan)
+    for documents in ((ids, None), (None, places + (ids == 0)), (ids, places)):
+        np.testing.assert_array_equal(attend(qkv, placement.plan, *documents), unseen)
+    match = MADE_FOR_ANOTHER + ": the segment ids of rank"
+    all_fail(attend(qkv, placement.plan, placement.apply(others)), match)
+    all_fail(attend(qkv, placement.plan, ours), match)  # as it was before
+    all_fail(attend(qkv, placement.plan, ids, places + 1), "the positions of rank")
+    np.asarray(attend(qkv, placement.plan, ids))  # the next call is fine
+
+
+def test_ranks_that_follow_placements_of_different_batches():
+    qkv, (ours, _), (others, _) = draw(2)
+    mix = lambda mine, theirs: np.concatenate([mine[:2], theirs[2:3], mine[3:]])
+    plan = jax.tree.map(mix, place(ours).plan, place(others).plan)
+    all_fail(attend(qkv, plan), "rank 2 follows the plan of a batch with checksum .*rank 0 that of")
+
+
+def test_by_xla_another_batch_is_nan_and_gradients_compare_too():
+    qkv, (ours, _), (others, _) = draw(2)
+    placement = place(ours)
+    ids = placement.apply(ours)
+
+    def loss(qkv, *documents):
+        return (attend(qkv, placement.plan, *documents, implementation="xla") ** 2).sum()
+
+    seen, unseen = (jax.grad(loss)(qkv, *x) for x in ((ids,), ()))
+    jax.tree.map(np.testing.assert_array_equal, seen, unseen)
+    out = attend(qkv, placement.plan, placement.apply(others), implementation="xla")
+    assert np.isnan(np.asarray(out)[ids > 0]).all()
