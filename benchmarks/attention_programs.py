@@ -22,7 +22,7 @@ AXIS = "cp"
 OURS = ("ring", "zigzag", "hamilton", "balanced")
 DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
 VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
-DENSE, PACKAGE, LOCAL = "jax.nn sharded", "ringattention", "local, one device"
+DENSE, PACKAGE, LOCAL = "jax.nn, sharded by XLA", "ringattention", "local attention, one device"
 LARGEST_PACKAGE = 32768  # tokens; one run at 64K takes minutes
 LARGEST_DENSE = 8192  # tokens; the logits of 8 heads take 11 GB, and four times as much at 16K
 
@@ -75,9 +75,9 @@ def mesh() -> Mesh:
 def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
     """Returns a compiled program (q, k, v, cotangent) -> (dq, dk, dv) and operands, or why not."""
     if method == DENSE and case.num_tokens > LARGEST_DENSE:
-        return "does not fit"
+        return "exceeds the memory"
     if method == PACKAGE and case.num_tokens > LARGEST_PACKAGE:
-        return "takes minutes"
+        return "takes too long"
     attend = _attention(method, case)
     if isinstance(attend, str):
         return attend

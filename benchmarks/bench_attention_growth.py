@@ -93,7 +93,7 @@ def main() -> None:
             rows.append(
                 {"tokens": num_tokens, "method": method, "dtype": arguments.dtype, **result}
             )
-            print(f"{num_tokens:7d}  {method:<20}{result}", flush=True)
+            print(f"{num_tokens:7d}  {method:<28}{result}", flush=True)
     title = "one causal document over 8 devices, 8 heads of 64, forward and backward"
     common.write(arguments.output, title, rows)
     draw(rows, arguments.pictures / "attention_growth.svg")

@@ -174,7 +174,7 @@ def main() -> None:
             use_tuning(tune(shapes, mesh=mesh, axis_name=AXIS, dtype=dtype))
             for layer in layers:
                 rows += measure(layer, mesh, dtype, arguments.repeats)
-    common.write(arguments.output, "tensor-parallel products, forward", rows)
+    common.write(arguments.output, "tensor-parallel forward GEMMs", rows)
 
 
 if __name__ == "__main__":

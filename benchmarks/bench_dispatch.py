@@ -111,13 +111,15 @@ def main() -> None:
         "dispatch into a donated window": into_donated_window,
         "dispatch into a fresh window": lambda: fresh(x, metadata),
         "combine, one replica": lambda: home(received, metadata),
-        "combine, four replicas, bytes read": lambda: sum_copies(x, copies),
+        "combine, four replicas (bytes read)": lambda: sum_copies(x, copies),
     }
     # The collectives allocate so much memory that runs between them find none cached.
     among_collectives = {
-        "dispatch, between the next two": lambda: fresh(x, metadata),
-        "all_to_all, padded, and unpack": lambda: by_all_to_all(x, first_rows, padded, exists),
-        "all_gather and gather": lambda: by_all_gather(x, source, exists),
+        "dispatch, interleaved with the next two": lambda: fresh(x, metadata),
+        "all_to_all with padding, then unpacking": lambda: by_all_to_all(
+            x, first_rows, padded, exists
+        ),
+        "all_gather, then a gather": lambda: by_all_gather(x, source, exists),
     }
     for name, run in (alone | among_collectives).items():
         if name.startswith(("dispatch", "all")):
@@ -137,7 +139,7 @@ def main() -> None:
         for name, value in seconds.items()
     ]
     for row in rows:
-        print("{what:<36}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
+        print("{what:<42}{ms:9.2f} ms{GB_per_s:8.2f} GB/s{of_memcpy:8.3f} of memcpy".format(**row))
     heads, size = FEATURE
     sizes = f"{T} tokens per rank, {heads} heads × {size}, {x.dtype}, random segments"
     title = f"dispatch of {num_bytes / 1e6:.0f} MB over {W} devices ({sizes})"

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cp
 
-AXIS, GLOO = "tp", "gloo, then or before XLA's product"
+AXIS, GLOO = "tp", "XLA with gloo"
 M, K, N = 2048, 1024, 2048  # over all ranks
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "all_gather_matmul": {
@@ -38,7 +38,7 @@ def main() -> None:
     rows = rows_of_processes(__file__, arguments)
     for row in rows:
         print(
-            "{processes} processes, {op:<22} {what:<36}{ms:9.2f} ms{times_gloo:8.2f} x gloo".format(
+            "{processes} processes, {op:<22} {what:<42}{ms:9.2f} ms{times_gloo:8.2f} x gloo".format(
                 **row
             )
         )

@@ -29,7 +29,7 @@ def operations(world_size):
         "dispatch": lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=T),
         "combine": lambda x, m: combine(x, m, axis_name=AXIS, num_tokens=T),
         "ppermute": lambda x, _: jax.lax.ppermute(x, AXIS, to_next),
-        "nothing": lambda x, _: x + 1,
+        "no exchange": lambda x, _: x + 1,
     }
 
 

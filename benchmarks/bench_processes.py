@@ -56,7 +56,7 @@ def main() -> None:
     rows = rows_of_processes(__file__, arguments)
     for row in rows:
         print(
-            "{processes} processes, {MB:4d} MB: {what:<34}{ms:9.2f} ms{of_memcpy:8.3f} of memcpy"
+            "{processes} processes, {MB:4d} MB: {what:<46}{ms:9.2f} ms{of_memcpy:8.3f} of memcpy"
             "{times_gloo:8.1f} x gloo's faster way".format(**row)
         )
     row_kB = 4 * FEATURES // 1024
@@ -143,10 +143,10 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
         "dispatch into a donated window": into_donated_window,
         "dispatch into a fresh window": lambda: fresh(x, metadata),
         "combine": lambda: home(received, metadata),
-        "gloo: all_to_all, padded, and unpack": lambda: by_all_to_all(
+        "gloo: all_to_all with padding, then unpacking": lambda: by_all_to_all(
             x, first_rows, padded, exists
         ),
-        "gloo: all_gather and gather": lambda: by_all_gather(x, source, exists),
+        "gloo: all_gather, then a gather": lambda: by_all_gather(x, source, exists),
     }
     for name, run in runs.items():
         if not name.startswith(("memcpy", "combine")):

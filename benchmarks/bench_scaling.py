@@ -97,7 +97,7 @@ def measure(layer: str, mesh: Mesh, tokens: int, repeats: int) -> list[dict]:
         forward, both = programs(mode)
         state = fitting(MatmulScaling.init(), x, w, dy)
         runs[mode, "forward"] = functools.partial(forward, x, w, state)
-        runs[mode, "and derivative"] = functools.partial(both, x, w, state, dy)
+        runs[mode, "forward and backward"] = functools.partial(both, x, w, state, dy)
         errors[mode] = [error_of(forward(each, w, state), each, w) for each in (x, spread)]
     seconds = common.interleaved({repr(key): run for key, run in runs.items()}, repeats)
     rows = []
@@ -120,7 +120,7 @@ def measure(layer: str, mesh: Mesh, tokens: int, repeats: int) -> list[dict]:
         }
         rows.append(row)
         print(
-            "{devices} {layer:<11}{pass:<15}{mode:<24}{ms:8.1f} ms {of_bfloat16:6.2f} of bfloat16, "
+            "{devices} {layer:<11}{pass:<22}{mode:<24}{ms:8.1f} ms {of_bfloat16:6.2f} of bfloat16, "
             "{arriving_MiB:.2f} MiB, error {error:.1e}, {error_of_spread_tokens:.1e}".format(**row),
             flush=True,
         )
@@ -142,7 +142,7 @@ def main() -> None:
     sizes = (
         f"{arguments.tokens} tokens, model size {MODEL}, {HIDDEN} hidden, ring, bfloat16 operands"
     )
-    common.write(arguments.output, f"scaling modes of tensor-parallel products ({sizes})", rows)
+    common.write(arguments.output, f"scaling modes of tensor-parallel GEMMs ({sizes})", rows)
 
 
 if __name__ == "__main__":

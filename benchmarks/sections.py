@@ -73,7 +73,7 @@ def attention(result: Result) -> list[str]:
     )
     times = []
     for other, name in (
-        ("jax.nn sharded", "sharded dense attention"),
+        ("jax.nn, sharded by XLA", "sharded dense attention"),
         ("ringattention", "`ringattention`"),
     ):
         ratios = {
@@ -94,13 +94,13 @@ def attention_growth(result: Result, images: str = "images") -> list[str]:
     for row in result["rows"]:
         if "peak_MB" in row:
             peaks.setdefault(row["tokens"], {})[row["method"]] = row["peak_MB"]
-    both = [n for n, peak in peaks.items() if {"zigzag", "jax.nn sharded"} <= set(peak)]
+    both = [n for n, peak in peaks.items() if {"zigzag", "jax.nn, sharded by XLA"} <= set(peak)]
     share = ""
     if both:
         peak = peaks[max(both)]
         share = (
             f" At {max(both)} tokens `zigzag` needs "
-            f"{peak['zigzag'] / peak['jax.nn sharded']:.3f} of the memory of "
+            f"{peak['zigzag'] / peak['jax.nn, sharded by XLA']:.3f} of the memory of "
             "sharded dense attention."
         )
     title = result["title"]

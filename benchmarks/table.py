@@ -149,10 +149,10 @@ def highlights(found: dict[str, Result]) -> list[str]:
     if "attention" in found:
         rows = rows_of(found["attention"], case="causal", dtype="float32")
         ms = {row["method"]: row["ms"] for row in rows if "ms" in row}
-        if {"zigzag", "jax.nn sharded"} <= set(ms):
+        if {"zigzag", "jax.nn, sharded by XLA"} <= set(ms):
             lines.append(
                 "**Attention**: causal `zigzag` attention over virtual CPU devices is "
-                f"{ms['jax.nn sharded'] / ms['zigzag']:.1f} times as fast as "
+                f"{ms['jax.nn, sharded by XLA'] / ms['zigzag']:.1f} times as fast as "
                 "`jax.nn.dot_product_attention` sharded by XLA."
             )
     for what, of in (("Movement", dispatch), ("Balance", planner)):

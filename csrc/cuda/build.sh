@@ -2,7 +2,7 @@
 # Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails where a kernel
 # spills registers or has a stack of its own, where an extension does not load, or where _cuda needs
 # CUDA to.
-# `install` puts them beside the package's sources first, whatever is found then. Needs cmake, ninja
+# `install` first puts them next to the package's sources, even if a check fails. Needs cmake, ninja
 # and nvcc in PATH.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

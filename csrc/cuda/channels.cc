@@ -117,7 +117,7 @@ std::string Channel::TakeError(const std::string& op) {
 }
 
 ChannelRegistry& ChannelRegistry::Get() {
-  static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may have gone first
+  static auto* registry = new ChannelRegistry;  // never destroyed: CUDA may have ended first
   return *registry;
 }
 

@@ -15,7 +15,7 @@
 
 namespace cpd {
 
-// The key of a channel. Calls with the same key share a channel and run one after another.
+// The key of a channel. Calls with the same key share a channel and run in sequence.
 struct ChannelKey {
   std::string layout;                            // everything that determines the memory layout
   std::vector<int64_t> buffers;                  // ids of registered buffers, per part; 0: none

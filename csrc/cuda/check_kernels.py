@@ -23,7 +23,7 @@ Found = dict[tuple[str, str], dict[str, int]]
 
 
 def _kernel_in(line: str) -> str:
-    """The kernel that a mangled name stands for; "": none."""
+    """Returns the kernel that a mangled name denotes; "": none."""
     named = re.search(r"\d([A-Z][A-Za-z]*?)Kernel(\w*)'?", line)
     if named is None:
         return ""

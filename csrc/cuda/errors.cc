@@ -51,7 +51,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << ", or a plan that sends less to one rank.";
       break;
     case Failure::kFetched:
-      text << " has to fetch " << e.seen << " rows over the network, and has room for "
+      text << " has to fetch " << e.seen << " rows over the network, but has space for "
            << e.expected
            << ". Ranges of its plan overlap at their destinations; see Metadata.validate(). For "
               "such a plan pass implementation='xla'.";

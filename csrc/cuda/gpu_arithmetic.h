@@ -16,7 +16,7 @@ namespace cpd {
 // How kernels, copies and products share a device.
 struct GpuShare {
   int num_blocks = 1;       // of a kernel that runs alone
-  int num_comm_blocks = 1;  // of a kernel beside a product
+  int num_comm_blocks = 1;  // of a kernel that runs next to a product
   bool use_copy_engine = true;
   LtOptions lt;
 };

@@ -1,4 +1,4 @@
-// A device's streams for overlapped products, beside the program's own stream, and their events.
+// A device's streams for overlapped products, in addition to the program's, and their events.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -59,7 +59,7 @@ xla::ffi::Future Failed(const Status& status);
 
 // The completion of one rank. The thread that runs it continues that rank's program, under the
 // floating-point environment of this call, which XLA set up on the rank's own thread. `held` is
-// released first: whoever has waited for the program may destroy it.
+// released first: code that has waited for the program may destroy it.
 Completion CompleteWith(std::shared_ptr<xla::ffi::Promise> promise, std::shared_ptr<void> held);
 
 }  // namespace cpd

@@ -60,7 +60,7 @@ int64_t RowBytes(Dims dims, int64_t element_bytes) {
   return bytes;
 }
 
-// Reads the operands one after another.
+// Reads the operands in order.
 class Reader {
  public:
   Reader(const DispatchOptions& options, const ffi::RemainingArgs& args,

@@ -33,7 +33,7 @@ struct DispatchOptions {
 // Reads the attributes that CPU and GPU calls have in common.
 void ReadOptions(AttributeReader* attributes, DispatchOptions* options);
 
-// The arrays hold the rows of one rank, or those of all ranks one after another. Each RowArray
+// The arrays hold the rows of one rank, or those of all ranks in rank order. Each RowArray
 // describes the first rank's rows: as many as the plan may name.
 struct DispatchCall {
   std::string op;  // begins every message

@@ -68,7 +68,7 @@ void CommOverlapBase::RecordBulk(int rank, RankStreams streams) const {
 }
 
 // All ranks compute column chunk i, which is reduced while chunk i + 1 is computed. Chunks are
-// stored one after another in the buffers.
+// stored contiguously in the buffers.
 void CommOverlapBase::RecordPipeline(int rank, RankStreams streams) const {
   const int num_splits = num_column_chunks();
   const int64_t column_bytes =

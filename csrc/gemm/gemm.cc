@@ -13,8 +13,8 @@
 namespace cpd {
 namespace {
 
-// Size of blocks that are widened before they are multiplied: small beside the operands, large
-// beside the blocks that the library packs again.
+// Size of blocks that are widened before they are multiplied: small compared with the operands,
+// large compared with the blocks that the library packs again.
 constexpr int64_t kBlockM = 512, kBlockN = 1024, kBlockK = 512;
 
 // The terms with a non-empty contracted dimension, in order.

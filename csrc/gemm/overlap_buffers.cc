@@ -15,8 +15,8 @@ Status OverlapBuffers::Create(const std::string& op, int64_t id, const OverlapBu
   std::lock_guard<std::mutex> lock(mutex_);
   OverlapBuffer& buffer = buffers_[id];
   if (buffer.num_created > 0 && buffer.spec.parameters != spec.parameters) {
-    return Status::Invalid(op + ": id " + std::to_string(id) + " stands for (" +
-                           buffer.spec.parameters + ") already, not for (" + spec.parameters +
+    return Status::Invalid(op + ": id " + std::to_string(id) + " already denotes (" +
+                           buffer.spec.parameters + "), not (" + spec.parameters +
                            "): two sets of arguments have the same hash. Change "
                            "an argument that does not matter to you, for example gemm_priority.");
   }

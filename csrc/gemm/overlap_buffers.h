@@ -48,10 +48,10 @@ class OverlapBuffers : public BufferRegistry<OverlapBufferEntry, OverlapBuffer> 
 
   static OverlapBuffers& Get();  // never destroyed: schedules may end during exit()
 
-  // Allocates no memory. An id already in use for a different description is refused.
+  // Allocates no memory. Rejects an id that denotes a different description.
   Status Create(const std::string& op, int64_t id, const OverlapBufferSpec& spec);
 
-  // One call of one group of ranks: the buffer stays until the lease is gone. The first call of a
+  // One call of one group of ranks: the buffer exists until the lease ends. The first call of a
   // group allocates the memory. A call that has its own memory passes `has_memory` false.
   Status Lease(const std::string& op, int64_t id, int64_t group, bool has_memory,
                std::shared_ptr<OverlapBufferLease>* lease);

@@ -67,7 +67,7 @@ struct RankMemory {
 //
 //   all-gather:      lhs [B, capacity, k] -> output [B, total, n]; gathered lhs [B, total, k]
 //   reduce-scatter:  lhs [B, total, k] -> output [B, capacity, n]
-//   bulk:            lhs [m, k] -> output [m, n], and beside it
+//   bulk:            lhs [m, k] -> output [m, n], and at the same time
 //                    aux_in [B, capacity, width] -> aux_out [B, total, width], gathered; or
 //                    aux_in [B, total, width] -> aux_out [B, capacity, width], summed
 struct OverlapProblem {

@@ -1,8 +1,8 @@
 // How ranks on several GPUs meet in one overlapped GEMM, as a block runs it: all begin, then signal
 // one another. A signal is the number of the call and only grows.
 //
-// A rank announces call e when its stream has finished e - 1. Whoever has received that from all
-// ranks may write to their buffers. Nothing is ever reset.
+// A rank announces call e when its stream has finished e - 1. A rank that has received
+// this from all ranks may write to their buffers. Nothing is ever reset.
 #pragma once
 
 #include "kernels/block.h"
@@ -109,7 +109,7 @@ CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratc
   }
 }
 
-// Earlier work on the stream is visible to whoever has seen the signal. Run by one thread.
+// Earlier work on the stream is visible to a rank that has seen the signal. Run by one thread.
 CPD_DEVICE void Tell(const Meeting& m, int peer, int signal) {
   StoreRelease(SignalOf(m, peer, signal), Told(m));
 }

@@ -152,7 +152,7 @@ CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   }
 }
 
-// Copies rows with this call's tag and clears the others. Every tag stands for one row that
+// Copies rows with this call's tag and clears the others. Every tag denotes one row that
 // arrived: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   const Call& call = rank.call;

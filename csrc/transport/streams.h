@@ -43,8 +43,8 @@ class Stream {
 
   virtual void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) = 0;
 
-  // Copies into memory of `peer`, then adds one to its signal: whoever has waited for the signal
-  // sees the whole copy.
+  // Copies into memory of `peer`, then adds one to its signal: a stream that has waited for the
+  // signal sees the whole copy.
   virtual void Put(std::string name, int peer, std::vector<RowCopy> pieces, Signal signal) = 0;
 
   // Adds one to a signal of `peer`. If that is this rank, it is an event between its streams.

@@ -86,7 +86,7 @@ struct SharedRange {
 struct Elsewhere {
   std::vector<bool> holds;  // by rank; empty: all ranks are in this process
   // Notifies the process of `rank`, which calls `WorkList::add`. Earlier writes are visible to
-  // whoever has waited for it.
+  // a stream that has waited for it.
   std::function<void(int rank, int counter)> add = {};
   std::function<std::string(int rank)> name = {};  // the process of a rank, for messages
 

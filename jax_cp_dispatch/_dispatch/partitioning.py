@@ -1,7 +1,7 @@
 """Calls on arrays of all ranks under plain `jit`: a Shardy rule, and one device's part.
 
 Rows are sharded over the axis of the ranks. Every other dimension keeps its sharding, so heads stay
-on their tensor-parallel devices. Each place on the other mesh axes is an independent group of
+on their tensor-parallel devices. Each index of the other mesh axes is an independent group of
 ranks.
 """
 
@@ -85,7 +85,7 @@ def _sharding_rule(avals: Operands, result_rows: list[int], num_ranks: int):
         return whole[-1]
 
     def rows(prefix: str, num_rows: int) -> str:
-        if num_rows == 1:  # a factor of size 1 must stand alone
+        if num_rows == 1:  # a factor of size 1 must be separate
             return "w"
         factor = new_whole(prefix)
         if num_ranks == 1:

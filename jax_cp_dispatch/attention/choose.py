@@ -138,8 +138,8 @@ def default_hardware() -> Hardware:
         if part in (device.platform, *name.split()):
             return HARDWARE[entry]
     raise ValueError(
-        f"choose_algorithm: nothing is known of {device.device_kind!r}. Pass hardware=, a "
-        "jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "
+        f"choose_algorithm: no entry for {device.device_kind!r} in cost.HARDWARE. Pass hardware=, "
+        "a jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "
         "algorithm=Auto(hardware=...), or another algorithm."
     )
 

@@ -2,14 +2,14 @@
 
 Three words mean three things here:
 
-- A **gemm** is one call on one rank: two matrices, what is fused with their product, and what moves
-  while it is computed. Under JAX it is the primitive `gemm_p`. See `engine/`.
+- A **gemm** is one call on one rank: two matrices, the operations fused with their product, and the
+  data that move during it. Under JAX it is the primitive `gemm_p`. See `engine/`.
 - A **matmul** is the layer over all ranks: `all_gather_matmul` and `matmul_reduce_scatter`, with
   batches, uneven tokens, global arrays and derivatives. It is made of gemms. See `layers/`.
 - An **overlap** is how a gemm communicates: what moves, by which method, in whose memory. The
   caller names it, as options or by a registered buffer (`buffers/`), or it is chosen (`choice/`).
 
-`scaled/` holds operands of 8 bits. `types` and `checks` serve all of these.
+`scaled/` contains 8-bit operands. `types` and `checks` serve all of these.
 """
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm

@@ -50,7 +50,7 @@ def gemm(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Any:
-    """Computes a matrix product, and moves data through a communication buffer meanwhile.
+    """Computes a matrix product while moving data through a communication buffer.
 
     Dimensions collapse to two: the contracted ones and the rest. Without a buffer, this multiplies
     arrays of one device, differentiable unless operands are scaled or `grad` is set.
@@ -267,7 +267,7 @@ def _collapse(op, name, array, dims, *, contracted_last: bool):
     if not count or len(set(places)) < count or not (is_first or is_last):
         raise ValueError(
             f"{op}: contracting_dims of {name} are {tuple(dims)} for shape {array.shape}; they "
-            "need to stand side by side, first or last, in their order. Transpose it."
+            "need to be adjacent, first or last, in their order. Transpose it."
         )
     usual = is_last if contracted_last else is_first
     boundary = ndim - count if (usual == contracted_last) else count

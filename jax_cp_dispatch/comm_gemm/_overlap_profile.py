@@ -39,7 +39,7 @@ class OverlapProfile:
 
     @property
     def computation(self) -> float:
-        """In which a rank multiplies or sums."""
+        """Time in which a rank multiplies or sums."""
         return max(busy_seconds(self.spans, COMPUTATION).values(), default=0.0)
 
     @property
@@ -66,7 +66,7 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     """Runs a compiled program twice and profiles its overlapped GEMMs in the second run.
 
     Call on the host. Records all calls of `all_gather_matmul`, `matmul_reduce_scatter`, and `gemm`
-    with a buffer that this process runs meanwhile on the package's transports. With several
+    with a buffer that this process runs on the package's transports in that run. With several
     processes, all must call it, and each records its own ranks, including the data they fetch from
     others.
 

@@ -316,7 +316,7 @@ def _matmul(
 def _rows_of_group(
     x: Array, counts: tuple[int, ...], comm: Communicator, place: Place
 ) -> tuple[int, int]:
-    """Returns rows of one group of ranks: their number, and that with equal room on every rank."""
+    """Returns the rows of one group: their number, and that with equal slots on all ranks."""
     batches = math.prod(x.shape[:-2])
     rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
     if place.is_global:  # of which each group has a part: as examples or tokens are split

@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def reach(self) -> Reach:
-        """How far before and after itself a query attends."""
+        """The number of tokens before and after itself to which a query attends."""
         return reach("Workload", self.causal, self.window)
 
     @property

@@ -18,7 +18,7 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
       cycles: rows of ranks, each a permutation of `range(num_ranks)`; the last rank sends to the
         first. At least one row; none for one rank, where nothing moves.
       num_ranks: number of ranks.
-      op: who asks, for the errors.
+      op: the calling function, for error messages.
     Returns:
       The rows, as tuples of Python integers.
     Raises:
@@ -64,7 +64,7 @@ def check_chunk_maps(
       in_chunk: for ranks a, b the slot in which a receives the chunk from b, or -1: the transpose
         of `out_chunk`, because a chunk keeps its number.
       num_ranks: rows and columns of both.
-      op: who asks, for the errors.
+      op: the calling function, for error messages.
     Returns:
       The number of chunks (the largest number sent, plus 1), and both maps as tuples of Python
       integers.

@@ -14,7 +14,7 @@ def cycles_of_maps(
       out_chunk: for ranks a, b the chunk that a sends to b, or -1.
       in_chunk: for ranks a, b the chunk that a receives from b, or -1: the transpose.
       num_ranks: rows and columns of both.
-      op: who asks, for the errors.
+      op: the calling function, for error messages.
     Returns:
       A row of ranks for each chunk, starting at rank 0.
     Raises:

@@ -66,7 +66,7 @@ def pack_documents(
       documents: read until the ranks are full or no document is left.
       num_ranks, tokens_per_rank: the size of the global sequence.
       long_documents: "span": documents follow each other and may span several ranks. "cut": each is
-        cut to `tokens_per_rank` tokens and goes to the first rank with enough room.
+        cut to `tokens_per_rank` tokens and goes to the first rank with enough space.
       longest: maximum tokens of a document; longer ones are cut. None: no such limit.
     Raises:
       ValueError: `long_documents` has another value.

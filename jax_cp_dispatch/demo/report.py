@@ -72,8 +72,8 @@ def report(
         f"tokens                {num_tokens}, of these {num_tokens - sum(lengths)} padding; "
         f"{plan.world_size} ranks"
     )
-    print(f"forward work at home  {work(plan.pairs_before)}")
-    print(f"forward work planned  {work(plan.pairs_after)}")
+    print(f"work before planning  {work(plan.pairs_before)}")
+    print(f"work after planning   {work(plan.pairs_after)}")
     print(f"queries moved         {moved(plan.num_q_tokens_moved)}")
     print(f"keys, values moved    {moved(plan.num_kv_tokens_moved)}, copies counted")
     print(f"bytes moved           {moved_bytes(plan) / 1e6:.1f} MB, forward and backward")
@@ -83,6 +83,6 @@ def report(
     each = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
     print(f"largest difference    {each} (relative to dense attention)")
     is_right = all(value <= tolerance for value in differences.values())  # false for NaN
-    verdict = "right" if is_right else "WRONG"
+    verdict = "correct" if is_right else "WRONG"
     print(f"                      {verdict}: the tolerance is {tolerance:.0e}")
     return is_right

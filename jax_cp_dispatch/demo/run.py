@@ -161,7 +161,7 @@ def main(arguments: argparse.Namespace) -> int:
         "planning": planning,
         "movement": movement,
         "attention": attention,
-        "all of it": together,
+        "the program": together,
     }
     is_right = report(packed, plan, seconds, differences, TOLERANCE)
     print(f"picture               {picture}")

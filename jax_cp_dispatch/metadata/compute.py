@@ -121,7 +121,7 @@ def compute_metadata_kv(
       returns rows in layout `(C, sum(seq_len))`.
     Raises:
       TypeError: an argument is not of integers.
-      ValueError: as in `compute_metadata`; or KV that exceeds the room of its query.
+      ValueError: as in `compute_metadata`; or KV that exceeds the rows reserved for its query.
     """
     inputs = Inputs(
         "compute_metadata_kv",
@@ -217,7 +217,7 @@ def _check_kv(inputs: Inputs) -> np.ndarray:
     context = inputs["kv_context_size"].astype(np.int64)
     room = inputs["q_to_num_kv_token"].astype(np.int64)[rank, slot]
     too_long = (dst >= 0) & ((context + lengths)[..., None] > room)
-    needs = "needs to leave room for seq_len within q_to_num_kv_token of its query"
+    needs = "needs to leave space for seq_len within q_to_num_kv_token of its query"
     inputs.refuse("kv_context_size", too_long.any(-1), needs)
 
     world_size = len(lengths)

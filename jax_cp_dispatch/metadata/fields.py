@@ -27,9 +27,9 @@ class Metadata:
 
     A pytree: the arrays are leaves; `world_size` and `normalized` are static. The shapes below are
     for all W ranks. The view of one rank (`get_slice`) has the same fields without the leading W;
-    `seq_len.ndim` tells the two apart. Padding is `dst_rank = -1`, `dst_offset = 0`, `seq_len = 0`,
-    in any slot. A slot with `dst_rank = -1` and `seq_len > 0` occupies rows of the sender and moves
-    nothing.
+    `seq_len.ndim` distinguishes the two. Padding is `dst_rank = -1`, `dst_offset = 0`,
+    `seq_len = 0`, in any slot. A slot with `dst_rank = -1` and `seq_len > 0` occupies rows of the
+    sender and moves nothing.
 
     Attributes:
       dst_rank: i32 `[W, S]` or `[W, S, C]`; the rank each shard (replica) is sent to, -1 = none.

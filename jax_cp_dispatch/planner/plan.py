@@ -150,7 +150,7 @@ def plan_attention(
     Traced inputs are not checked: negative segments are padding, and each run of a segment id is a
     separate document. Capacities default to bounds that are always large enough: with T rows per
     rank, `q_capacity` is 2 * T + block, `kv_capacity` is W * T, and there are W destinations, so
-    the KV buffer of every rank has room for all keys. If given capacities are too small,
+    the KV buffer of every rank can hold all keys. If given capacities are too small,
     `AttentionPlan.fits` is false. The counts in the metadata then contain the true need, and
     `dispatch` fails on all ranks.
 

@@ -44,14 +44,14 @@ def _draw_work(axes: Any, plan: AttentionPlan) -> None:
         before / mean,
         0.4,
         color=_BEFORE,
-        label=label.format("at home", float(plan.imbalance_before)),
+        label=label.format("before planning", float(plan.imbalance_before)),
     )
     axes.bar(
         ranks + 0.2,
         after / mean,
         0.4,
         color=_AFTER,
-        label=label.format("planned", float(plan.imbalance)),
+        label=label.format("after planning", float(plan.imbalance)),
     )
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(title="attention work", xlabel="rank", ylabel="query-key pairs / mean")

@@ -199,8 +199,8 @@ def test_gemm_where_ranks_are_missing():
     [
         ((4, 3), (4, 5), {}, ValueError, r"contracts dimensions of \(3,\) but rhs of \(4,\)"),
         ((4, 3, 2), (3, 5), {"contracting_dims": ((1,), (0,))}, ValueError,
-         r"contracting_dims of lhs are \(1,\) for shape \(4, 3, 2\); they need to stand side by "
-         r"side, first or last, in their order\. Transpose it"),
+         r"contracting_dims of lhs are \(1,\) for shape \(4, 3, 2\); they need to be adjacent, "
+         r"first or last, in their order\. Transpose it"),
         ((3, 4, 2), (3, 2, 5), {"contracting_dims": ((0, 2), (0, 1))}, ValueError, "dims of lhs a"),
         ((4, 3), (3, 5), {"contracting_dims": ((1,), (2,))}, ValueError, r"dims of rhs are \(2,\)"),
         ((4, 3), (3, 5), {"contracting_dims": ((), ())}, ValueError, r"dims is \(\(\), \(\)\); i"),

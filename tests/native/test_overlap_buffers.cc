@@ -44,7 +44,7 @@ void DestroyedAsOftenAsCreated() {
   CHECK(Registry().Create("create", 1, Spec("a")).ok());
   CHECK(Registry().Create("create", 1, Spec("a")).ok());
   CHECK(Contains(Registry().Create("create", 1, Spec("b")),
-                 "create: id 1 stands for (a) already, not for (b)"));
+                 "create: id 1 already denotes (a), not (b)"));
   CHECK(Registry().List().size() == 1 && Registry().List()[0].second.num_created == 2);
   CHECK(Registry().Destroy("destroy", 1).ok());
   OverlapBufferEntry entry;

@@ -46,14 +46,14 @@ def test_demo_is_right(folder, tmp_path_factory, long_documents):
     for words in (
         "documents ",
         "tokens  ",
-        "forward work at home  max/mean",
-        "forward work planned  max/mean",
+        "work before planning  max/mean",
+        "work after planning   max/mean",
         "bytes moved",
         "time of planning",
         "time of movement",
         "time of attention",
         "largest difference    out ",
-        "right: the tolerance is",
+        "correct: the tolerance is",
     ):
         assert words in done.stdout
     assert (work / "picture.png").read_bytes().startswith(b"\x89PNG")

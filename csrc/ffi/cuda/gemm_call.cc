@@ -126,7 +126,7 @@ Status ReadGemmCall(const std::string& op, const CudaGemmOptions& options,
     }
     if (first.lhs_swizzled.element_type() != ffi::U8 ||
         first.rhs_swizzled.element_type() != ffi::U8) {
-      return Wrong(op, "there is no room for swizzled scales");
+      return Wrong(op, "there is no space for swizzled scales");
     }
   }
   return LayScratch(op, call);

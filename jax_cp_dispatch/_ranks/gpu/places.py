@@ -77,7 +77,7 @@ def _in_order(ctx: Any, comm: Communicator) -> np.ndarray:
 
 
 def all_ranks_here() -> dict[str, Any]:
-    """The attributes where one device holds the rows of all ranks."""
+    """Returns the attributes if one device holds the rows of all ranks."""
     return {"places": np.array([-1], np.int64), "memory": "devices"}
 
 

@@ -155,7 +155,7 @@ def _first_reason(reasons: list[str]) -> str | None:
 
 
 def _connect_nvshmem(tell: _Tell) -> str | None:
-    """None: connected; else why not, the same in all processes."""
+    """Returns None if connected, otherwise the reason, the same in all processes."""
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ.setdefault(name, value)
@@ -218,7 +218,7 @@ def _remember_slabs(bases: list[int], islands: list[int]) -> None:
 
 
 def _connect_ipc(tell: _Tell) -> str | None:
-    """None: connected; else why not, the same in all processes."""
+    """Returns None if connected, otherwise the reason, the same in all processes."""
     hosts = tell("host", [_host(), _slab_bytes()])
     if any(other != hosts[0] for other in hosts):
         return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"

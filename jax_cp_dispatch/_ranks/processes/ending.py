@@ -61,8 +61,8 @@ def _wait_for_others(client: Any, num_processes: int) -> None:
         if not has_said and time.monotonic() > begin + _SILENT_SECONDS:
             has_said = True
             print(
-                f"jax_cp_dispatch: process 0 is done and waits for processes {running}, since "
-                "JAX's coordination service lives in it",
+                f"jax_cp_dispatch: process 0 is done and waits for processes {running} because "
+                "it hosts JAX's coordination service",
                 file=sys.stderr,
                 flush=True,
             )

@@ -55,7 +55,7 @@ def create_comm_overlap_buffer(
     The id is a hash of all arguments, the same in every process. Equal arguments share one buffer,
     which exists until it has been destroyed as often as it was created. The first call that uses
     the buffer allocates its memory, once for each group of ranks. Creation and tracing allocate
-    nothing. Calls of one group on the same buffer run one after another.
+    nothing. Calls of one group on the same buffer run in sequence.
 
     Call on the host, from any thread, in every process that runs the program.
 
@@ -188,7 +188,7 @@ def comm_overlap_buffer_bytes(
 ) -> int:
     """Returns the bytes that a buffer would take on each rank.
 
-    This is the whole array of `buffer_shape`, and room for scales if it is 8-bit. The ring's
+    This is the whole array of `buffer_shape`, and space for scales if it is 8-bit. The ring's
     reduce-scatter has 2 tp_size - 1 blocks of rows. With use_ce=False a ring stores only scales.
 
     Args:

@@ -76,7 +76,7 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
 
 @functools.cache
 def _compute_capability() -> float | None:
-    """Returns that of the local GPU; None if programs are lowered for another machine."""
+    """Returns the local GPU's capability; None if programs are lowered for another machine."""
     if jax.default_backend() != "gpu":
         return None
     return float(getattr(jax.local_devices()[0], "compute_capability", _BLACKWELL))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.mesh import get_concrete_mesh  # private, but get_mesh refuses to tell while tracing
+from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails during tracing
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -193,7 +193,7 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
 
 
 def _each(has_examples: bool, run):
-    """Runs one example after another."""
+    """Runs the examples in sequence."""
     return jax.vmap(run) if has_examples else run
 
 

@@ -141,7 +141,7 @@ def gather_rows_again(s: Matmul, x, w, dy):
 
     x is gathered during dy w', whose result is reduce-scattered during x' dy.
     """
-    if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on what has no element
+    if 0 in (*x.shape, *w.shape, *dy.shape):  # jaxlib 0.11 crashes on empty arrays
         return jnp.zeros_like(x), jnp.zeros_like(w)
     bulk = lambda kind: Overlap(comm_type=kind, method=CommOverlapMethod.BULK)
     wide = sum_dtype(x.dtype)

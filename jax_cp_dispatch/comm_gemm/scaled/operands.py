@@ -131,7 +131,7 @@ class ScaledOperands(NamedTuple):
         }
 
     def values(self, dtype: Any) -> tuple[Array, Array]:
-        """Dequantized."""
+        """Returns the dequantized operands."""
         return dequantize(self.x, dtype).reshape(self.x_shape), dequantize(self.w, dtype)
 
 
