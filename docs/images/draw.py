@@ -1,6 +1,6 @@
-"""Draws cycles.svg and schedules.svg, the pictures of ../choose_an_algorithm.md, again.
+"""Redraws cycles.svg and schedules.svg of ../choose_an_algorithm.md.
 
-And overlap.svg, that of ../comm_gemm.md: a prediction, not a measurement.
+Also overlap.svg of ../comm_gemm.md: a prediction, not a measurement.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ IN = CommGemmShape("all_gather_matmul", 8192, 8192, 80 * 128 // P, P, 2)
 OUT = CommGemmShape("matmul_reduce_scatter", 8192, 64 * 128 // P, 8192, P, 2)
 H100 = HARDWARE["h100"]
 
-# What a rank did: kind, name, begin and end in seconds.
+# The activities of a rank: kind, name, start and end in seconds.
 Track = list[tuple[str, str, float, float]]
 
 
@@ -38,7 +38,7 @@ def draw(folder: pathlib.Path) -> None:
 
 
 def overlaps() -> dict[str, OverlapProfile]:
-    """The schedules with the times of `cost`; these are the same on every rank, the chunks not."""
+    """Returns the schedules with times of `cost`; times are equal on all ranks, chunks differ."""
     schedules = {
         "gather, then multiply": gather_then_multiply,
         "ring of an all-gather": gather_in_ring,

@@ -1,4 +1,4 @@
-"""Draws swizzle.svg, the picture of ../scaling.md, from what `swizzle_scales` does, again."""
+"""Redraws swizzle.svg of ../scaling.md from the output of `swizzle_scales`."""
 
 import pathlib
 import sys
@@ -16,7 +16,7 @@ SHADES = 0.35, 0.55, 0.75, 0.95  # of the four blocks
 
 
 def order() -> np.ndarray:
-    """[512]: which scale of a tile, row * 4 + block, lies at each offset; from two images of it."""
+    """[512]: the scale of a tile, row * 4 + block, at each offset; from its two bytes."""
     scale = np.arange(ROWS * BLOCKS).reshape(ROWS, BLOCKS)
     parts = (jnp.asarray(part, jnp.uint8) for part in (scale % 256, scale // 256))
     low, high = (np.asarray(swizzle_scales(part), int).ravel() for part in parts)
