@@ -34,7 +34,7 @@ int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
 }
 
 // Call sites of the programs that are being compiled, by signature. XLA creates those of a program
-// one after another, in an order that depends only on the program.
+// in an order that depends only on the program.
 std::mutex call_sites_mutex;
 auto& num_call_sites = *new std::map<std::string, uint64_t>;
 

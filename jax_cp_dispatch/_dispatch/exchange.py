@@ -13,13 +13,13 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch import checks
 from jax_cp_dispatch._dispatch.buffers import DispatchBuffer, buffer_limits
+from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.operands import Call, Collectives, Part, summable
-from jax_cp_dispatch._dispatch.placement import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE
 from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch._ranks.placement import Place
+from jax_cp_dispatch._ranks.place import Place
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
 

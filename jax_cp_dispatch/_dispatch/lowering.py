@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_cp_dispatch._dispatch.devices import on_every_device
 from jax_cp_dispatch._dispatch.operands import (
     by_part,
     num_before_arrays,
@@ -18,7 +19,6 @@ from jax_cp_dispatch._dispatch.operands import (
     read_operands,
 )
 from jax_cp_dispatch._dispatch.partitioning import lower_partitioned
-from jax_cp_dispatch._dispatch.placement import on_every_device
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._ranks.axis import place_on
 from jax_cp_dispatch._ranks.call_site import call_site_attributes

@@ -14,8 +14,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._dispatch.devices import row_spec
 from jax_cp_dispatch._dispatch.operands import Call, Operands, num_before_arrays, read_operands
-from jax_cp_dispatch._dispatch.placement import row_spec
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 
 

@@ -8,7 +8,7 @@ from jax_cp_dispatch._ranks.axis import AxisName, check_axis_name, check_mesh, o
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.deadline import check_deadline, deadline_milliseconds
 from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation
-from jax_cp_dispatch._ranks.placement import Place, find_place
+from jax_cp_dispatch._ranks.place import Place, find_place
 
 
 def find_ranks(

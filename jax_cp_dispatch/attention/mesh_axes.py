@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.placement import find_mesh, is_traced
+from jax_cp_dispatch._ranks.place import find_mesh, is_traced
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 
 Names = str | Sequence[str] | None

@@ -11,7 +11,7 @@ from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import AxisName, other_axes
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch._ranks.placement import Place
+from jax_cp_dispatch._ranks.place import Place
 from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
 from jax_cp_dispatch.comm_gemm.choice.overlaps import (
     MatmulSizes,

@@ -22,7 +22,7 @@ from jax_cp_dispatch._ranks.lowering import (
     prepare_cpu_devices,
     run_alone,
 )
-from jax_cp_dispatch._ranks.placement import with_manual_axes
+from jax_cp_dispatch._ranks.place import with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
 from jax_cp_dispatch.comm_gemm.engine.by_xla import gemm_by_xla

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch._residuals import named_gathered_tokens
-from jax_cp_dispatch.comm_gemm.layers.examples import with_examples
 from jax_cp_dispatch.comm_gemm.layers.partitioning import (
     constrain_weight,
     partition_gather,
@@ -32,6 +31,7 @@ from jax_cp_dispatch.comm_gemm.layers.rank import (
     scatter_rows_of_rank,
 )
 from jax_cp_dispatch.comm_gemm.layers.token_axes import keeps_token_axes, split_like
+from jax_cp_dispatch.comm_gemm.layers.vmap import with_examples
 from jax_cp_dispatch.comm_gemm.scaled.checks import check_contracted_blocks
 from jax_cp_dispatch.comm_gemm.scaled.operands import Scales, amax_of
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType

@@ -11,7 +11,7 @@ import math
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.place import Place, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.partitioning import with_rows

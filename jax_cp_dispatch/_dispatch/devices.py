@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.placement import Place, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.place import Place, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
 
