@@ -7,7 +7,17 @@ __path__ = _extend_path(__path__, __name__)
 
 # First, so that incompatible versions are reported before anything else fails.
 from jax_cp_dispatch._ranks import runtime as _runtime  # noqa: F401, I001
-from jax_cp_dispatch import buffers, cost, cycles, gpu, metadata, profiling, scaling, scenarios
+from jax_cp_dispatch import (
+    adapters,
+    buffers,
+    cost,
+    cycles,
+    gpu,
+    metadata,
+    profiling,
+    scaling,
+    scenarios,
+)
 from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_qkv
 from jax_cp_dispatch._ranks.implementations import Implementation, available_implementations
 from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
@@ -68,6 +78,7 @@ __all__ = [
     "Ring",
     "TransportChoice",
     "Zigzag",
+    "adapters",
     "all_gather_matmul",
     "available_implementations",
     "balanced_attention",

@@ -9,7 +9,17 @@ import jax_cp_dispatch
 from jax_cp_dispatch import plots
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-NAMESPACES = ["buffers", "cost", "cycles", "gpu", "metadata", "profiling", "scaling", "scenarios"]
+NAMESPACES = [
+    "adapters",
+    "buffers",
+    "cost",
+    "cycles",
+    "gpu",
+    "metadata",
+    "profiling",
+    "scaling",
+    "scenarios",
+]
 MODULES = {
     "jax_cp_dispatch": jax_cp_dispatch,
     **{name: getattr(jax_cp_dispatch, name) for name in NAMESPACES},

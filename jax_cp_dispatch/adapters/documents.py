@@ -1,0 +1,51 @@
+"""The documents of a batch, which adapters take where a library passes a dense mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Documents:
+    """The documents of a packed batch; pass it to a layer as its `mask`.
+
+    Attributes:
+      segment_ids, positions, plan: as in `context_parallel_attention`.
+    """
+
+    segment_ids: Any = None
+    positions: Any = None
+    plan: Any = None
+
+
+def document_keywords(op: str, mask: Any) -> dict[str, Any]:
+    """Returns keywords of `context_parallel_attention`, from a layer's `mask`."""
+    if mask is None:
+        return {}
+    if not isinstance(mask, Documents):
+        raise TypeError(
+            f"{op}: mask is of type {type(mask).__name__}, but no [T, T] mask is ever read. Pass "
+            "mask=Documents(segment_ids=...), or omit it; options of the adapter say whether "
+            "attention is causal, and its window."
+        )
+    return {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
+
+
+def refuse(op: str, reason: str, **given: Any) -> None:
+    """Raises if one of the arguments is given."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{op}: got {name}, but {reason}. Omit it.")
+
+
+def refuse_dropout(op: str, rate: float, is_off: bool | None, switch: str) -> None:
+    """Raises if attention weights are to be dropped."""
+    if rate > 0 and not is_off:
+        raise NotImplementedError(
+            f"{op}: got a dropout rate of {rate}, but attention weights are never stored, so none "
+            f"can be dropped. Set the rate to 0, or pass {switch}=True."
+        )
