@@ -89,6 +89,9 @@ class Placed:
 class Auto:
     """The algorithm of the plan; without one, the choice of `choose_algorithm` from concrete ids.
 
+    "placed" is only used with its plan: tokens are in the order of the batch otherwise, and cannot
+    be placed inside a call.
+
     Attributes:
       hardware: rates and topology for the prediction; None: see `choose_algorithm`.
       config: as in `Balanced`, if it is chosen.

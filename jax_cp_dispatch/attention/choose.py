@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -12,9 +12,10 @@ from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Window, reach
-from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Ring, Zigzag
+from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.planner import place_tokens
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
@@ -24,14 +25,15 @@ class Choice(NamedTuple):
     """The chosen algorithm, and why.
 
     Attributes:
-      algorithm: `Balanced()`, `Ring()`, `Zigzag()` or `Hamilton()` (over several nodes, with
-        `nodes`), for `context_parallel_attention`. `name` is its short name.
+      algorithm: `Balanced()`, `Placed()`, `Ring()`, `Zigzag()` or `Hamilton()` (over several nodes,
+        with `nodes`), for `context_parallel_attention`. `name` is its short name. `Placed()` only
+        if tokens can be placed; each batch then needs `place_tokens`.
       predictions: of all available algorithms, by name; "hamilton_nodes" is "hamilton" over several
         nodes.
       reason: explanation as text.
     """
 
-    algorithm: Balanced | Ring | Zigzag | Hamilton
+    algorithm: Balanced | Placed | Ring | Zigzag | Hamilton
     predictions: dict[str, Prediction]
     reason: str
 
@@ -48,6 +50,7 @@ def choose_algorithm(
     causal: bool = True,
     window: Window | None = None,
     layout: str = "contiguous",
+    can_place: bool = False,
     with_backward: bool = True,
     hardware: Hardware | None = None,
 ) -> Choice:
@@ -68,6 +71,9 @@ def choose_algorithm(
       window: as in `context_parallel_attention`.
       layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
         contiguous tokens, which is included.
+      can_place: whether the data loader can reorder the tokens of every batch, as `place_tokens`
+        says. If so, "placed" is predicted from the placement of `lengths`; it needs causal
+        attention and `layout="contiguous"`, the order before placement.
       with_backward: predict forward and backward pass, instead of the forward pass.
       hardware: rates and topology; None: an entry of `cost.HARDWARE` for the default backend.
     Returns:
@@ -93,14 +99,20 @@ def choose_algorithm(
         window=window,
         lengths=rows,
     )
-    predictions = predict(workload, hardware=hardware, with_backward=with_backward)
+    is_planned = causal and layout == "contiguous"
+    predictions = predict(
+        workload,
+        hardware=hardware,
+        with_backward=with_backward,
+        placed_tokens=_placed_tokens(workload) if is_planned and can_place else None,
+    )
     del predictions["all_gather"]
-    if not causal or layout != "contiguous":
+    if not is_planned:
         del predictions["balanced"]
     if layout == "zigzag":
         del predictions["ring"]  # in this layout it is "zigzag"
     seconds = {name: prediction.total for name, prediction in predictions.items()}
-    if causal and layout == "contiguous":
+    if is_planned:
         rearrangement = _rearrangement_seconds(workload, hardware, with_backward)
         for name in ("zigzag", "hamilton", "hamilton_nodes"):
             if name in seconds:
@@ -110,8 +122,22 @@ def choose_algorithm(
     if best == "hamilton_nodes":
         algorithm = Hamilton(nodes=num_ranks // hardware.node_size(num_ranks))
     else:
-        algorithm = {kind.name: kind for kind in (Balanced, Ring, Zigzag, Hamilton)}[best]()
-    return Choice(algorithm, predictions, _reason(best, seconds, predictions, with_backward))
+        algorithm = {kind.name: kind for kind in (Balanced, Placed, Ring, Zigzag, Hamilton)}[best]()
+    reason = _reason(best, seconds, predictions, with_backward)
+    if isinstance(algorithm, Placed):
+        reason += " Place the tokens of every batch with place_tokens, and pass its plan."
+    return Choice(algorithm, predictions, reason)
+
+
+def _placed_tokens(workload: Workload) -> float:
+    """Returns the rows of keys that each rank sends if the tokens of the documents are placed."""
+    placement = place_tokens(
+        workload.rows,
+        world_size=workload.num_ranks,
+        columns=workload.num_ranks * workload.tokens_per_rank,
+        window=cast(int | None, workload.window),
+    )
+    return placement.plan.num_kv_tokens_moved / workload.num_ranks
 
 
 def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:

@@ -11,8 +11,12 @@ from jaxtyping import Float64, Int64
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload, attention_flops, rank_pairs
 
-ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "all_gather")
+ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "placed", "all_gather")
 """Algorithms that `predict` covers, simplest first, so that `min` prefers the simplest on a tie."""
+
+
+# How often "shared_memory" copies a row of an exchange that fills new buffers, as measured.
+_COPIES = 6
 
 
 class StepCost(NamedTuple):
@@ -50,6 +54,7 @@ def predict(
     hardware: Hardware,
     with_backward: bool = False,
     moved_tokens: tuple[int | float, int | float] | None = None,
+    placed_tokens: int | float | None = None,
 ) -> dict[str, Prediction]:
     """Predicts the time of every algorithm; call on the host.
 
@@ -57,16 +62,23 @@ def predict(
       workload: shapes and documents.
       hardware: rates of ranks and links.
       with_backward: predict forward and backward pass together, instead of the forward pass.
-      moved_tokens: see `step_costs`.
+      moved_tokens, placed_tokens: see `step_costs`.
     Returns:
-      A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes.
+      A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes, and "placed"
+      only with `placed_tokens`.
     Raises:
       ValueError: the ranks do not fill the nodes.
     """
     passes = (False, True) if with_backward else (False,)
-    options = {"hardware": hardware, "moved_tokens": moved_tokens}
+    options = {
+        "hardware": hardware,
+        "moved_tokens": moved_tokens,
+        "placed_tokens": placed_tokens,
+    }
     sums = {}
     for algorithm in ALGORITHMS:
+        if algorithm == "placed" and placed_tokens is None:
+            continue
         costs = [step_costs(algorithm, workload, backward=x, **options) for x in passes]
         steps = list(itertools.chain(*costs))
         sums[algorithm] = (
@@ -96,6 +108,7 @@ def step_costs(
     hardware: Hardware,
     backward: bool = False,
     moved_tokens: tuple[int | float, int | float] | None = None,
+    placed_tokens: int | float | None = None,
 ) -> list[StepCost]:
     """Predicts the steps of one algorithm.
 
@@ -110,6 +123,7 @@ def step_costs(
       node, the same as "hamilton".
     - "balanced": queries, keys and values are sent, all ranks do equal work, and the output
       returns.
+    - "placed": keys and values are sent, and all ranks do equal work.
     - "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
 
     Args:
@@ -121,6 +135,8 @@ def step_costs(
         produces it.
       moved_tokens: for "balanced", the rows of queries and of keys that each rank sends (a plan's
         `num_q_tokens_moved` and `num_kv_tokens_moved`, divided by its ranks). None: an estimate.
+      placed_tokens: for "placed", the rows of keys that each rank sends (`num_kv_tokens_moved` of
+        the plan of `place_tokens`, divided by its ranks). "placed" needs it.
     Returns:
       The steps. On "shared_memory", where nothing can be hidden, computation and communication
       alternate.
@@ -135,10 +151,15 @@ def step_costs(
             f"{', '.join(map(repr, ALGORITHMS))}."
         )
     compute = _compute_seconds(algorithm, workload, hardware, backward)
+    shared = hardware.topology == "shared_memory"
     if algorithm == "balanced":
-        shared = hardware.topology == "shared_memory"
         sent = _balanced_bytes(workload, moved_tokens, backward, copies_all=shared)
         compute = np.array([0.0, *compute, 0.0])
+    elif algorithm == "placed":
+        sent = [0.0, _placed_bytes(workload, placed_tokens, backward, copies_all=shared)]
+        compute = np.array([*compute, 0.0])
+        if not backward:  # keys arrive before attention; their gradients return after it
+            sent, compute = sent[::-1], compute[::-1]
     else:
         others = workload.num_ranks - 1
         kv = workload.kv_bytes(workload.rows_per_rank)
@@ -160,7 +181,7 @@ def step_costs(
     return [y for x in steps for y in (StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0))]
 
 
-@functools.lru_cache(maxsize=2)  # two placements serve all algorithms
+@functools.lru_cache(maxsize=2)  # two layouts serve all algorithms
 def _pairs(workload: Workload, *, zigzag: bool) -> Int64[np.ndarray, "num_ranks num_ranks"]:
     """Returns `rank_pairs` summed over all batch rows."""
     placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
@@ -175,7 +196,7 @@ def _compute_seconds(
     n, rank = workload.num_ranks, np.arange(workload.num_ranks)
     zigzag = workload.causal and algorithm != "ring"
     pairs = _pairs(workload, zigzag=zigzag)
-    if algorithm == "balanced":
+    if algorithm in ("balanced", "placed"):
         work = np.full((1, n), pairs.sum() / n)
     elif algorithm == "all_gather":
         work = pairs.sum(1)[None]
@@ -230,11 +251,25 @@ def _balanced_bytes(
     q, kv = moved_tokens or _estimated_moves(workload)
     times = 1
     if copies_all:
-        q, kv, times = q + workload.rows_per_rank, kv + workload.rows_per_rank, 6
+        q, kv, times = q + workload.rows_per_rank, kv + workload.rows_per_rank, _COPIES
     q_bytes, kv_bytes = times * workload.q_bytes(q), times * workload.kv_bytes(kv)
     if backward:  # dO is sent; dQ, and dK and dV in float32, return
         return [q_bytes, 0.0, q_bytes + times * workload.kv_bytes(kv, itemsize=4)]
     return [q_bytes + kv_bytes, 0.0, q_bytes]
+
+
+def _placed_bytes(
+    workload: Workload, kv: int | float | None, backward: bool, *, copies_all: bool
+) -> int | float:
+    """Returns the bytes that each rank sends in one pass; `copies_all` as in `_balanced_bytes`."""
+    if kv is None:
+        raise ValueError(
+            "step_costs: 'placed' needs placed_tokens, the rows of keys that each rank sends. Pass "
+            "num_kv_tokens_moved of the plan of place_tokens, divided by the ranks."
+        )
+    if copies_all:
+        kv = _COPIES * (kv + workload.rows_per_rank)
+    return workload.kv_bytes(kv, itemsize=4 if backward else None)
 
 
 def _estimated_moves(workload: Workload) -> tuple[float, float]:

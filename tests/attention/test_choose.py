@@ -8,10 +8,12 @@ import pytest
 from jax_cp_dispatch import (
     Balanced,
     Hamilton,
+    Placed,
     Ring,
     Zigzag,
     choose_algorithm,
     document_lengths,
+    place_tokens,
 )
 from jax_cp_dispatch.cost import HARDWARE, predict
 
@@ -55,6 +57,35 @@ def test_a_two_sided_window_is_counted():
     whole = choose(None, causal=False)
     assert two_sided.predictions["ring"].compute == one_sided.predictions["ring"].compute
     assert two_sided.predictions["ring"].compute < whole.predictions["ring"].compute / 50
+
+
+PACKED = [[30_000, 3000, 500, 900, 12_000, 19_136]]
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_tokens_that_can_be_placed(with_backward, window):
+    """By the keys that the placement of these documents moves; only if the caller can place."""
+    options = {"with_backward": with_backward, "window": window}
+    choice = choose(PACKED, can_place=True, **options)
+    assert choice.algorithm == Placed(), choice.reason
+    assert choice.reason.endswith(
+        "Place the tokens of every batch with place_tokens, and pass its plan."
+    )
+    placed = choice.predictions["placed"]
+    moved = place_tokens(PACKED, world_size=8, window=window).plan.num_kv_tokens_moved / 8
+    row_bytes = 2 * 8 * 128 * (2 + 4 * with_backward)
+    assert placed.bytes_per_rank == pytest.approx(moved * row_bytes)
+    assert placed.total < choice.predictions["balanced"].total
+
+    unable = choose(PACKED, **options)
+    assert unable.algorithm != Placed() and "placed" not in unable.reason
+    assert unable.predictions == {k: v for k, v in choice.predictions.items() if k != "placed"}
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"layout": "zigzag"}])
+def test_placement_is_for_causal_attention_in_order(options):
+    assert "placed" not in choose(PACKED, can_place=True, **options).predictions
 
 
 def test_rows_in_another_order_change_nothing():

@@ -27,7 +27,7 @@ NODES = dataclasses.replace(
 TINY = Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
-ON_LINKS = [x for x in ALGORITHMS if x not in ("balanced", "all_gather")]
+ON_LINKS = [x for x in ALGORITHMS if x not in ("balanced", "placed", "all_gather")]
 
 
 def model(num_ranks=8, tokens_per_rank=4096, causal=False, lengths=None):
@@ -91,10 +91,13 @@ def test_pairs_of_ranks(causal, window, zigzag):
         # 1 query row (1 byte) and 2 key rows (4 bytes) are sent, 1 row of output returns.
         ("balanced", False, [(0, 6, 5), (5, 0, 0), (0, 2, 1)]),
         ("balanced", True, [(0, 2, 1), (12.5, 0, 0), (0, 18, 17)]),
+        # 3 key rows come before attention; dK and dV return after it.
+        ("placed", False, [(0, 7, 6), (5, 0, 0)]),
+        ("placed", True, [(12.5, 0, 0), (0, 25, 24)]),
     ],
 )
 def test_two_ranks_by_hand(algorithm, backward, expected):
-    options = {"hardware": SLOW, "backward": backward, "moved_tokens": (1, 2)}
+    options = {"hardware": SLOW, "backward": backward, "moved_tokens": (1, 2), "placed_tokens": 3}
     steps = step_costs(algorithm, TINY, **options)
     np.testing.assert_allclose(steps, expected)
 
@@ -240,6 +243,10 @@ def test_published_trend_of_sizes(num_ranks):
 def test_errors_name_the_remedy(unchecked_types):
     with pytest.raises(ValueError, match="'tree'; it needs to be one of 'ring', 'zigzag'"):
         step_costs("tree", TINY, hardware=SLOW)
+    with pytest.raises(
+        ValueError, match=r"'placed' needs placed_tokens.*of the plan of place_tokens"
+    ):
+        step_costs("placed", TINY, hardware=SLOW)
     with pytest.raises(ValueError, match=r"12 ranks do not fill nodes of 8. Pass a multiple"):
         predict(model(12), hardware=HARDWARE["h100"])
     with pytest.raises(ValueError, match="'torus'; it needs to be one of 'full_mesh'"):
