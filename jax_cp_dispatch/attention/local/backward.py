@@ -1,7 +1,7 @@
-"""Backward pass of local attention, blockwise: the probabilities are computed again.
+"""Backward pass of local attention, blockwise: recomputes the probabilities.
 
-Logits are held transposed, `[matrices, block_kv, G * block_q]`: four of the five products then read
-and write them without a transposition; `dq` alone is accumulated transposed.
+Logits are transposed, `[matrices, block_kv, G * block_q]`: four of the five products then read and
+write them without a transposition. Only `dq` is accumulated transposed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from jax_cp_dispatch.attention.local.blocks import (
 
 
 class OutputCotangents(NamedTuple):
-    """Of the whole softmax, and its cotangents, for each row of the query blocks.
+    """The whole softmax and its cotangents, for each row of the query blocks.
 
-    dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, since dlse/dlogit_j = p_j.
+    dL/dlogit_j = p_j (dout . v_j - delta), delta = dout . out - dlse, because dlse/dlogit_j = p_j.
     """
 
     dout: Array  # [B*K, nq, G*block_q, Hv]
-    lse: Array  # [B*K, nq, G*block_q]; inf, and so p = 0, where there is nothing
+    lse: Array  # [B*K, nq, G*block_q]; inf, hence p = 0, for empty ranges
     delta: Array  # [B*K, nq, G*block_q]
-    out: Array | None  # [B*K, nq, G*block_q, Hv]; None where delta is not dout . out
+    out: Array | None  # [B*K, nq, G*block_q, Hv]; None if delta is not dout . out
 
 
 def cut_cotangents(options, used, out, lse, dout, dlse, num_groups) -> OutputCotangents:
-    """Of arguments of `local_attention_backward`; no gradients where `used`, `[B, T]`, is not."""
+    """Blocks of `local_attention_backward`'s arguments; rows outside `used`, `[B, T]`, are zero."""
     dtype = accumulator(lse)
     dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
@@ -64,7 +64,7 @@ def cut_cotangents(options, used, out, lse, dout, dlse, num_groups) -> OutputCot
 
 
 def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
-    """`gradients_of_blocks` of `passes.py`."""
+    """Implements `gradients_of_blocks` of `passes.py`."""
     q, k, v = options.scale * widen(q), widen(k), widen(v)
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
@@ -93,10 +93,10 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
 
 
 def begin_dq(q):
-    """Nothing, for query blocks q."""
+    """Zero gradients for query blocks q."""
     return jnp.zeros_like(jnp.swapaxes(q, 2, 3), accumulator(q))
 
 
 def finish_dq(dq, shape, num_groups):
-    """`[B, T, N, H]`."""
+    """Returns dq as `[B, T, N, H]`."""
     return from_rows(jnp.swapaxes(dq, 2, 3), shape, num_groups)

@@ -1,11 +1,11 @@
-"""Local attention cut in blocks: the layout that its two passes share.
+"""Cuts local attention into blocks: the common layout of its two passes.
 
-A block is a plain matrix `[rows, features]` of one batch row and one KV head, and a pass computes
-those of several KV heads together: small enough for the caches, enough work for several threads.
-The G query heads of a KV head lie one after another along the rows of a query block, so K and V are
-never repeated, and all seven products (two forward, five backward) are matmuls. Blocked arrays have
-axes [B*K, blocks, rows, ...]: q, k and v in their own dtype, which a pass widens if it needs to,
-all else in the accumulator's. Unused rows are zero in them, because 0 * NaN is NaN.
+A block is a matrix `[rows, features]` of one batch row and one KV head. A pass computes blocks of
+several KV heads together: they fit the caches, and give work to several threads. The rows of a
+query block contain the G query heads of its KV head in turn, so K and V are never repeated, and all
+seven products (two forward, five backward) are matmuls. Blocked arrays have axes [B*K, blocks,
+rows, ...]: q, k and v in their own dtype, which a pass widens if necessary, and all others in the
+accumulator's. Unused rows are zero, because 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.local.options import PassOptions
 
 
 class KeyRanges(NamedTuple):
-    """The key rows [start, end) of each row of the query blocks, and the key blocks they touch."""
+    """The key rows [start, end) of each query row, and the key blocks that contain them."""
 
     start: Array  # [B*K, nq, G*block_q]
     end: Array
@@ -31,7 +31,7 @@ class KeyRanges(NamedTuple):
 
 
 class BlockedOperands(NamedTuple):
-    """Of one call of local attention."""
+    """The blocks of one call of local attention."""
 
     q: Array  # [B*K, nq, G*block_q, H]
     k: Array  # [B*K, nk, block_kv, H]
@@ -41,9 +41,9 @@ class BlockedOperands(NamedTuple):
 
 
 def cut_operands(options: PassOptions, q, k, v, kv_start, kv_end) -> BlockedOperands:
-    """Blocks of checked operands of `local_attention`."""
+    """Cuts checked operands of `local_attention` into blocks."""
     (B, T), (S, K) = q.shape[:2], k.shape[1:3]
-    # Constant ranges are common, and XLA takes seconds to fold what follows from them.
+    # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
     kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
     if isinstance(options.window, Reach):
@@ -73,7 +73,7 @@ def cut_operands(options: PassOptions, q, k, v, kv_start, kv_end) -> BlockedOper
 
 
 def cut_ranges(options: PassOptions, kv_start, kv_end, q_shape, num_groups, num_keys) -> KeyRanges:
-    """Of `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
+    """Cuts `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
     used = kv_start < kv_end
     of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
     start = of_heads(jnp.where(used, kv_start, num_keys))
@@ -86,12 +86,12 @@ def cut_ranges(options: PassOptions, kv_start, kv_end, q_shape, num_groups, num_
 
 
 def cut_queries(options: PassOptions, q, used, num_groups):
-    """Query blocks; zero where `used`, `[B, T]`, is not."""
+    """Returns query blocks; rows outside `used`, `[B, T]`, are zero."""
     return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
 
 
 def to_rows(x, num_groups, block, fill: int | float = 0):
-    """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`, the last block filled up."""
+    """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`; pads the last block with `fill`."""
     B, L, N, F = x.shape
     num_blocks = -(-L // block)
     widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
@@ -102,7 +102,7 @@ def to_rows(x, num_groups, block, fill: int | float = 0):
 
 
 def from_rows(x, shape, num_groups):
-    """`[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, the inverse, with F of `x`."""
+    """The inverse: `[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, with F of `x`."""
     B, L, N, _ = shape
     _, num_blocks, rows, F = x.shape
     heads = N // num_groups
@@ -111,21 +111,21 @@ def from_rows(x, shape, num_groups):
 
 
 class BlockIndex(NamedTuple):
-    """Of one block of several matrices, which are computed together."""
+    """The index of one block in several matrices, which are computed together."""
 
-    matrix: Array  # the first of them
+    matrix: Array  # the first one
     num_matrices: int
     block: Array
 
     def at(self, block) -> BlockIndex:
-        """Another block of the same matrices."""
+        """Returns another block of the same matrices."""
         return self._replace(block=block)
 
 
 def each_query_block(options: PassOptions, one_block, carry, xs):
-    """Over the query blocks of all matrices: `carry = one_block(carry, index, *blocks)`.
+    """Runs `carry = one_block(carry, index, *blocks)` over the query blocks of all matrices.
 
-    A carry that is written in place costs no copy; results of a `lax.scan` would be copied.
+    The carry is written in place without a copy; results of a `lax.scan` would be copied.
     """
     num_matrices, num_blocks = xs[0].shape[:2]
     together = options.block_heads
@@ -138,14 +138,14 @@ def each_query_block(options: PassOptions, one_block, carry, xs):
 
 
 def block_of(x, index: BlockIndex):
-    """`x[matrices, block]`, `[matrices, ...]`."""
+    """Returns `x[matrices, block]`, `[matrices, ...]`."""
     sizes = (index.num_matrices, 1, *x.shape[2:])
     x = lax.dynamic_slice(x, _corner(x, index), sizes, allow_negative_indices=False)
     return x.reshape(-1, *x.shape[2:])
 
 
 def set_block(x, index: BlockIndex, block):
-    """`x` with `block` there."""
+    """Returns `x` with `block` at `index`."""
     block = block.reshape(index.num_matrices, 1, *block.shape[1:])
     return lax.dynamic_update_slice(x, block, _corner(x, index), allow_negative_indices=False)
 
@@ -155,12 +155,12 @@ def _corner(x, index: BlockIndex):
 
 
 def positions(options: PassOptions, j):
-    """Key rows of block j."""
+    """Returns the key rows of block j."""
     return j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
 
 
 def soft_capped(options: PassOptions, logits):
-    """Soft-capped logits, and their derivative by those given."""
+    """Returns soft-capped logits, and their derivative with respect to the given ones."""
     cap = options.logit_soft_cap
     if cap is None:
         return logits, 1
@@ -169,16 +169,16 @@ def soft_capped(options: PassOptions, logits):
 
 
 def matmul(x, y, contract):
-    """Product per matrix, over axis `contract[0]` of x and `contract[1]` of y; full precision."""
+    """Multiplies per matrix at highest precision; `contract`: axis of x, axis of y."""
     dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 
 def widen(x):
-    """`x` in the accumulator's dtype: on CPU products of small floats are slower than float32's."""
+    """Converts `x` to the accumulator's dtype: on CPU, GEMMs in narrower types are slower."""
     return x.astype(accumulator(x))
 
 
 def accumulator(x):
-    """The dtype of all sums."""
+    """Returns the dtype of all sums."""
     return sum_dtype(x.dtype)

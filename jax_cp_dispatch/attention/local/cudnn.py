@@ -34,11 +34,11 @@ from jax_cp_dispatch.attention.local.tiles import (
     masked_gradients,
 )
 
-_LARGEST_HEAD = 128  # 256 from Hopper on, which is not known when a program is lowered
+_LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered
 _CALL = {
     "seed": 42,
     "dropout_rate": 0.0,
-    "variadic_args": (False, False),  # no bias, no gradient of one
+    "variadic_args": (False, False),  # no bias, no gradient of a bias
     "layout": fused.AttentionLayout.BNTH.value,
     "sliding_window_length": None,
 }
@@ -101,7 +101,7 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
 
     Gradients of one set of keys are rounded to their dtype before they are added to others.
     """
-    if cotangents.out is None:  # cuDNN multiplies out and dout, and takes no cotangent of the lse
+    if cotangents.out is None:  # cuDNN multiplies out and dout, and accepts no cotangent of the lse
         return gradients_blockwise(options, q, cotangents, ranges, k, v, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(gradients_in_tiles, tile, options)

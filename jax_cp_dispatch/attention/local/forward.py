@@ -1,7 +1,7 @@
 """Forward pass of local attention, blockwise: an online softmax over each query block's keys.
 
-Logits are held `[matrices, G * block_q, block_kv]`: both products then read them, and write them,
-without a transposition.
+Logits are `[matrices, G * block_q, block_kv]`: both products then read and write them without a
+transposition.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from jax_cp_dispatch.attention.local.blocks import (
 
 
 class OnlineSoftmax(NamedTuple):
-    """Of each row of the query blocks, over the keys seen so far."""
+    """The online softmax of each row of the query blocks, over the keys seen so far."""
 
     peak: Array  # [B*K, nq, G*block_q] largest logit
     total: Array  # [B*K, nq, G*block_q] sum of exp(logit - peak)
-    acc: Array  # [B*K, nq, G*block_q, Hv] likewise of the values
+    acc: Array  # [B*K, nq, G*block_q, Hv] likewise, times the values
 
     @classmethod
     def of_nothing(cls, q, num_features) -> OnlineSoftmax:
-        # A finite first peak keeps exp(-inf - peak) = 0 where nothing has been allowed yet.
+        # A finite first peak keeps exp(-inf - peak) = 0 for rows without keys so far.
         dtype = accumulator(q)
         peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
         acc = jnp.zeros((*q.shape[:3], num_features), dtype)
         return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
 
     def result(self, shape, num_groups):
-        """`(out, lse)` as `local_attention` returns them, for queries of this shape."""
+        """Returns `(out, lse)` of `local_attention`, for queries of this shape."""
         empty = self.total == 0
         total = jnp.where(empty, 1, self.total)
         lse = jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))
@@ -55,7 +55,7 @@ class OnlineSoftmax(NamedTuple):
 def attend_blockwise(
     options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
-    """`attend_blocks` of `passes.py`."""
+    """Implements `attend_blocks` of `passes.py`."""
     seen = seen or OnlineSoftmax.of_nothing(q, v.shape[3])
     q, k, v = options.scale * widen(q), widen(k), widen(v)
 
@@ -74,7 +74,7 @@ def attend_blockwise(
         def add_block(j, row):
             peak, total, acc = row
             position = positions(options, j)
-            # Most blocks lie inside all ranges; a mask would cost them a pass over the logits.
+            # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
             p, new_peak = lax.cond(
                 (position[0] >= start_of_all) & (position[-1] < end_of_all),
                 functools.partial(exponentials, False),

@@ -14,7 +14,7 @@ from jax_cp_dispatch.attention.local.checks import (
 
 _VECTOR = 8  # rows
 # Rows of a block's matrix. On CPU, XLA multiplies 256 x 256 blocks with heads of 64 on one thread
-# (65 of 125 GFLOP/s on 2 cores), 512 x 512 on all; larger blocks compute more in vain.
+# (65 of 125 GFLOP/s on 2 cores), 512 x 512 on all; larger blocks waste more work.
 _BLOCK = 512
 # Of the blocks of several heads: larger products and passes wait less often for all threads (2
 # cores: 2.3 s without, 1.8 s with 4 heads, 8K tokens forward and backward).
@@ -63,7 +63,7 @@ class PassOptions:
     block_q: int
     block_kv: int
     block_heads: int  # KV heads of a batch row whose blocks are computed together
-    # Query rows of a contiguous piece of the sequence, where the rows of a call hold several.
+    # Query rows of a contiguous piece of the sequence, if the rows of a call contain several.
     piece_rows: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""Passes over any ranges, tile by tile; a tile combines blocks to a size for GPUs.
+"""Passes over any ranges, tile by tile; a tile combines blocks to a suitable size for GPUs.
 
 A block is too little work for a GPU. A tile holds about `TILE_ROWS` rows of every matrix at once.
 Only pairs of tiles within the ranges are visited.
@@ -63,7 +63,7 @@ def gradients_in_tiles(
 
 
 def masked_attention(q, k, v, start, end, scale):
-    """`(out, lse)` of one tile, `[M, G, rows, ...]`, by plain products: where a document begins."""
+    """`(out, lse)` of one tile, `[M, G, rows, ...]`, by plain products: for starts of documents."""
     logits = _logits(q, k, start, end, scale)
     lse = jax.nn.logsumexp(logits, axis=3)
     p = jnp.exp(logits - jnp.maximum(lse, jnp.finfo(lse.dtype).min)[..., None])
@@ -93,19 +93,19 @@ def _product(axes, x, y):
 
 
 def _blocks_of_tile(x, block) -> int:
-    """How many blocks a tile has: as many as divide their number, so that all tiles are alike."""
+    """Returns the number of blocks of a tile, a divisor of all, so tiles have equal size."""
     num_blocks = x.shape[1]
     most = max(1, min(num_blocks, TILE_ROWS // block))
     return next(n for n in range(most, 0, -1) if num_blocks % n == 0)
 
 
 def _reach(ranges: KeyRanges, kv_blocks):
-    """The first tile of keys, and one past the last, that some query of a tile attends."""
+    """The first tile of keys, and one past the last, to which a query of a tile attends."""
     return jnp.min(ranges.first) // kv_blocks, -(-jnp.max(ranges.last) // kv_blocks)
 
 
 def _shifted(ranges: KeyRanges, k, j) -> KeyRanges:
-    """The same ranges, in rows of tile j of the keys."""
+    """The same ranges, in rows of key tile j."""
     size = k.shape[1] * k.shape[2]
     start, end = (jnp.clip(x - j * size, 0, size) for x in ranges[:2])
     return ranges._replace(start=start, end=end)

@@ -1,4 +1,4 @@
-"""Computes attention of resident queries over keys and values that rotate through the ranks.
+"""Computes attention of local queries over keys and values that rotate through the ranks.
 
 One loop serves ring, zigzag and Hamilton attention, which differ in the schedule of chunks and in
 the layout of tokens. Each step starts the exchange for the next one, and adds the held keys to the

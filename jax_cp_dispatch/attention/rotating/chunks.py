@@ -1,4 +1,4 @@
-"""Keys cut in chunks, and the order and ranges of those that a rank holds at one step."""
+"""Cuts keys into chunks; the order and ranges of the chunks that a rank holds at one step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 
 
 class Chunking(NamedTuple):
-    """A rank's keys in C chunks; each chunk has a piece of every block, of equally many rows.
+    """A rank's keys in C chunks; each chunk has a piece of every block, with equally many rows.
 
-    What does not divide fills up the last pieces of a block.
+    If the rows of a block do not divide, its last pieces are padded.
     """
 
     layout: SequenceLayout
@@ -26,7 +26,7 @@ class Chunking(NamedTuple):
 
     @property
     def is_in_order(self) -> bool:
-        """One chunk without filling: its rows stand in the order of the sequence already."""
+        """Whether there is one chunk without padding: its rows are already in sequence order."""
         return self.num_chunks == 1 and bool((self.layout.lengths == self.layout.block_rows).all())
 
     @property
@@ -35,7 +35,7 @@ class Chunking(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Of one chunk of each number, whichever ranks they are from: what is held at a step."""
+        """The maximum tokens held at a step: one chunk of each number, from any ranks."""
         first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
         lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
         return int(lengths.sum(2).max(1).sum())
@@ -57,7 +57,7 @@ class Chunking(NamedTuple):
         return x[:, :, : self.layout.block_rows].reshape(batch, -1, *x.shape[3:])
 
     def key_order(self, source: Int[Array, " C"], chunk: Int[Array, " C"]) -> KeyOrder:
-        """Chunk `chunk[slot]` of rank `source[slot]` in each slot."""
+        """Returns the order if each slot holds chunk `chunk[slot]` of rank `source[slot]`."""
         first = chunk[:, None] * self.piece_rows
         start = jnp.asarray(self.layout.starts)[source] + first
         length = jnp.asarray(self.layout.lengths)[source] - first
@@ -67,9 +67,9 @@ class Chunking(NamedTuple):
 class KeyOrder(NamedTuple):
     """The C * blocks pieces that a rank holds at one step, in slots of `piece_rows` rows.
 
-    Attention reads them in the order of the sequence, the tokens of all pieces one after another:
-    there, the keys of a query are contiguous. Arrays have an axis of M = B * K matrices, as blocks
-    have, so that nothing is transposed at a step.
+    Attention reads the tokens of all pieces in sequence order, without gaps: then the keys of a
+    query are contiguous. Arrays have an axis of M = B * K matrices, like blocks, so nothing is
+    transposed at a step.
     """
 
     chunking: Chunking
@@ -79,7 +79,7 @@ class KeyOrder(NamedTuple):
     def ranges(
         self, start: Int[Array, "B T"], end: Int[Array, "B T"]
     ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-        """The rows, in order, that hold the tokens [start, end) of the sequence."""
+        """Returns the ordered rows that hold the tokens [start, end) of the sequence."""
 
         def tokens_before(token):
             inside = jnp.clip(token[..., None] - self.start[None, None], 0, self.length[None, None])
@@ -88,14 +88,14 @@ class KeyOrder(NamedTuple):
         return tokens_before(start), tokens_before(end)
 
     def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
-        """In S = `num_rows` rows, those behind the last token hold what some token does."""
+        """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         if self.chunking.is_in_order:
             return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
         return x[:, self._slot_rows(num_rows)]
 
     def in_slots(self, x: Float[Array, "M S H"]) -> Float[Array, "C M chunk_rows H"]:
-        """The way back; rows that only fill up a piece become zero."""
+        """The inverse of `in_order`; padding rows of a piece become zero."""
         if self.chunking.is_in_order:
             x = x[:, : self.chunking.chunk_rows]
         else:
@@ -105,7 +105,7 @@ class KeyOrder(NamedTuple):
         return jnp.swapaxes(x, 0, 1)
 
     def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
-        """For each row in order the row in slots that holds it; any for rows behind the last."""
+        """Maps each ordered row to its row in slots; rows after the last token map to any row."""
         rows, num_pieces = self.chunking.piece_rows, self.start.size
         order = jnp.argsort(self.start).astype(jnp.int32)
         length = self.length[order]
@@ -117,7 +117,7 @@ class KeyOrder(NamedTuple):
         return order[piece] * rows + within
 
     def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
-        """For each row in slots its row in order, and whether it holds a token."""
+        """Maps each row in slots to its ordered row, and says whether it holds a token."""
         rows = self.chunking.piece_rows
         earlier = self.start[None, :] < self.start[:, None]
         first = jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)

@@ -113,7 +113,7 @@ def routes_of_maps(out_chunk: CycleRows, num_chunks: int) -> Routes:
 
 
 def routes_of_cycles(cycles: Sequence[Sequence[int]]) -> Routes:
-    """Chunk c goes to its rank's successor on cycle c."""
+    """Returns routes on which chunk c goes to its rank's successor on cycle c."""
     successors = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in cycles]
     return tuple(tuple(successor[rank] for rank in sorted(successor)) for successor in successors)
 
@@ -174,7 +174,7 @@ class _ByCollectives(NamedTuple):
 
 def _by_all_to_all(arrays, peers, axis_name):
     num_ranks, num_chunks = peers.shape
-    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; to itself: anything
+    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; own: any value
     chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
     sender = np.zeros_like(peers)  # [rank, chunk]
     sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]

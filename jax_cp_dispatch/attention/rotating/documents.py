@@ -21,7 +21,7 @@ def attended_tokens(
     Args:
       segment_ids, positions: of the whole sequence, in order; None: each row is one document.
       shape: B and T.
-      reach: how far before and after itself a token attends.
+      reach: the number of tokens before and after itself to which a token attends.
     """
     num_tokens = shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)

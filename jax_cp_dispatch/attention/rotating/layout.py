@@ -92,7 +92,7 @@ def contiguous_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
 
 
 def zigzag_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
-    """Of 2 n blocks, rank r holds r and 2 n - 1 - r, the second one shorter by one if need be."""
+    """Rank r holds blocks r and 2 n - 1 - r of 2 n; if necessary, the second is shorter by one."""
     front, back = (num_tokens + 1) // 2, num_tokens // 2
     middle = num_ranks * front
     return SequenceLayout(
@@ -105,7 +105,7 @@ def zigzag_layout(num_ranks: int, num_tokens: int) -> SequenceLayout:
 
 
 def halves_in_zigzag(num_ranks: int, num_tokens: int) -> SequenceLayout:
-    """Zigzag over the halves of contiguous parts; odd blocks are shorter by one if need be."""
+    """Zigzag over the halves of contiguous parts; if necessary, odd blocks are shorter by one."""
     even, odd = (num_tokens + 1) // 2, num_tokens // 2
 
     def block(number):

@@ -223,7 +223,7 @@ def _profile(
 
 
 class _StepRecord:
-    """Steps one after another, each timed on every rank."""
+    """Runs steps in sequence, and times each on every rank."""
 
     def __init__(self, stopwatch: Stopwatch):
         self.stopwatch, self.steps, self.spans = stopwatch, [], []
@@ -242,12 +242,12 @@ class _StepRecord:
         return results
 
 
-# Axes that the ranks share: of rows, of chunks, of the rest; `None` where all have the same.
+# Axes that the ranks share: of rows, of chunks, of other arrays; `None` if all have the same.
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
 def _run_steps(sequence: ShardedSequence, record: _StepRecord, q, k, v, segment_ids, positions):
-    """The forward pass of `rotating_attention`, one program a step, the same for all steps."""
+    """The forward pass of `rotating_attention`, with one program per step, equal for all steps."""
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens
     rotation = sequence.rotation(

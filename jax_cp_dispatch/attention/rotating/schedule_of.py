@@ -38,7 +38,7 @@ def _hamilton(op: str, algorithm: Hamilton, num_ranks: int) -> CycleSchedule | D
 
 
 def _given_rows(op: str, algorithm: Hamilton, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-    """Checked cycles, from `cycles` or `maps`."""
+    """Returns checked cycles, from `cycles` or `maps`."""
     cycles: CycleRows | str | None = algorithm.cycles
     if algorithm.maps is not None:
         cycles = cycles_of_maps(*algorithm.maps, num_ranks, op=op)

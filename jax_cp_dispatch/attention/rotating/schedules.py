@@ -48,14 +48,14 @@ class Schedule(Protocol):
         ...
 
     def begin(self, gradients) -> tuple[Any, Any]:
-        """`travelling` and `home` after step 0, which gives gradients of a rank's own chunks."""
+        """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
         ...
 
     def settle(self, exchange: ExchangeOptions, travelling, home, step) -> tuple[Any, Any]:
-        """Moves the gradients that left step - 1, while those of `step` are computed.
+        """Moves the gradients of step - 1 while those of `step` are computed.
 
-        Returns what has to be added to these before they travel on, or None, and `home`. After
-        the last step the one that is not None, or else `home`, is complete.
+        Returns the gradients to add to those of `step` before they move on, or None; and `home`.
+        After the last step the first is complete, or, if it is None, `home`.
         """
         ...
 
@@ -93,7 +93,7 @@ class CycleSchedule(NamedTuple):
 
 
 class DirectSchedule(NamedTuple):
-    """At step t slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
+    """At step t, slot s gets a chunk directly from rank r - 1 - s; its gradient returns directly.
 
     Chunk c uses slot (c + t - 1) mod (n - 1). Needs no cycles, but a third set of chunks, because
     each rank keeps its own for sending.
@@ -111,7 +111,7 @@ class DirectSchedule(NamedTuple):
         return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
 
     def _chunks(self, step):
-        """The chunk that goes through each slot on its way to `step` >= 1."""
+        """Returns the chunk in each slot at `step` >= 1."""
         return (jnp.arange(self.num_chunks, dtype=jnp.int32) + 1 - step) % self.num_chunks
 
     def held(self, rank, step):

@@ -31,7 +31,7 @@ from jax_cp_dispatch.planner.segment_ids import read_documents
 
 @dataclasses.dataclass(frozen=True)
 class ShardedSequence:
-    """The layout of a sequence on the ranks, and to what its tokens attend; static.
+    """The layout of a sequence on the ranks, and the range to which its tokens attend; static.
 
     Attributes:
       options: of the call, checked.
@@ -52,7 +52,7 @@ class ShardedSequence:
         return self.zigzag and self.options.layout == "contiguous" and self.num_ranks > 1
 
     def rotation(self, q, k, v) -> Rotation:
-        """Of one rank's arrays, or their shapes and dtypes."""
+        """Returns the rotation of one rank's arrays, or of their shapes and dtypes."""
         (B, T, N, H), K = q.shape, k.shape[2]
         layout = self._layout(T)
         held = Chunking(layout, self.schedule.num_chunks).most_tokens
@@ -67,7 +67,7 @@ class ShardedSequence:
         return Rotation(self.schedule, layout, self.options.exchange, passes, shape, K)
 
     def _layout(self, num_tokens: int) -> SequenceLayout:
-        """In which a rank's tokens are computed."""
+        """The layout in which a rank's tokens are computed."""
         if self.options.layout == "zigzag":
             return zigzag_layout(self.num_ranks, num_tokens)
         make = halves_in_zigzag if self.rearranges else contiguous_layout
@@ -100,7 +100,7 @@ def attend_sequence(
 
 def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
     """Arranges this rank's rows for the rotation: padded blocks, in zigzag order if needed."""
-    missing = rotation.layout.num_rows - arrays[0].shape[1]  # 1 where halves are uneven, else 0
+    missing = rotation.layout.num_rows - arrays[0].shape[1]  # 1 if halves are uneven, otherwise 0
     arrays = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in arrays)
     if sequence.rearranges:
         arrays = named_context(_to_zigzag(sequence.options.exchange, arrays))
@@ -115,7 +115,7 @@ def from_layout(sequence: ShardedSequence, out, num_tokens: int):
 
 
 def token_ranges(sequence: ShardedSequence, rotation: Rotation, segment_ids, positions, shape):
-    """The tokens that each of this rank's rows attends, in the rows of the rotation."""
+    """The tokens to which each of this rank's rows attends, in the rows of the rotation."""
     B, T = shape
     num_tokens = T * sequence.num_ranks
     axis_name = sequence.options.exchange.axis_name
