@@ -48,7 +48,7 @@ step "build tests" 50 bash -c "cmake -S . -B '$build' -DCPD_BUILD_TESTS=ON >/dev
 kernels=$build/test_kernels
 step "kernels" 25 "$kernels" 50
 
-# The limits up to here and of what is measured are the whole time: nothing can squeeze that out.
+# These limits and those of the measurements add up to the whole time.
 untuned="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"  # tests are small and many
 at_once=(XLA_PYTHON_CLIENT_MEM_FRACTION=.75)
 workers=()

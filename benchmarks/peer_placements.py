@@ -1,9 +1,9 @@
 """Two published methods to balance packed documents, reimplemented from their descriptions.
 
 `min_heap`: MagiAttention's placement. Chunks of equal size go, most expensive first, to the rank
-  with the least work that still has room. `greedy`: DistCA's scheduler. Tokens stay where they were
-  packed (a cut document as head and tail on each rank), and ranks with too much work give pieces of
-  queries to ranks with too little, those with the most work per byte first.
+  with the least work that still has space. `greedy`: DistCA's scheduler. Tokens are not moved after
+  packing (a cut document as head and tail on each rank), and ranks with too much work give pieces
+  of queries to ranks with too little, those with the most work per byte first.
 """
 
 import heapq
@@ -83,7 +83,7 @@ def min_heap(lengths: list[int], num_ranks: int, chunk: int = 2048) -> Outcome:
 
 
 def head_and_tail(lengths: list[int], num_ranks: int) -> list[list[Piece]]:
-    """Packs documents in order; each rank has a piece of either end of a cut document."""
+    """Packs documents in order; each rank has a piece of both ends of a cut document."""
     size = sum(lengths) // num_ranks
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
     rank, room = 0, size

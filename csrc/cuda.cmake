@@ -7,7 +7,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 find_package(CUDAToolkit 12.4 REQUIRED)
 
-# CUDA 13 has libcu++ in a folder of its own, which only nvcc finds by itself.
+# CUDA 13 has libcu++ in a separate folder, which only nvcc finds by itself.
 set(CPD_CUDA_INCLUDE_DIRS ${CUDAToolkit_INCLUDE_DIRS})
 foreach(dir IN LISTS CUDAToolkit_INCLUDE_DIRS)
   if(EXISTS "${dir}/cccl/cuda/std/tuple")
@@ -15,7 +15,7 @@ foreach(dir IN LISTS CUDAToolkit_INCLUDE_DIRS)
   endif()
 endforeach()
 
-# Device code in a library of its own, so that nanobind's flags never reach nvcc. ptxas tells
+# Device code in a separate library, so nanobind's flags never reach nvcc. ptxas tells
 # registers and spills, which csrc/cuda/check_kernels.py reads.
 add_library(cpd_cuda STATIC
   csrc/cuda/channels.cc

@@ -12,7 +12,7 @@ project = "jax_cp_dispatch"
 author = "the authors of jax_cp_dispatch"
 release = jax_cp_dispatch.__version__
 
-# The root of the repository is the source, so that pages may link to the README and to examples.
+# The root of the repository is the source, so pages may link to the README and to examples.
 include_patterns = ["*.md", "docs/**.md", "examples/*.md", "tests/data/*.md"]
 root_doc = "docs/README"
 
@@ -53,7 +53,7 @@ def _skip_fields(app, what, name, obj, skip, options):
 
 
 def _describe_constant(app, what, name, obj, options, lines):
-    """A constant has no docstring: what stands below it, in the module that defines it."""
+    """Returns a constant's documentation: the string below it, in the module that defines it."""
     if what == "data":
         package, _, attribute = name.rpartition(".")
         for module in pkgutil.iter_modules(sys.modules[package].__path__, f"{package}."):

@@ -84,7 +84,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
         return
     # Numbers from malloc.h. The padding prevents the return of the arenas' 64 MB heaps; a single
     # arena, possible if no others exist yet, has no such heaps. The mmap threshold is at its
-    # maximum, because an allocation with a mapping of its own is unmapped when it is freed.
+    # maximum, because an allocation with a separate mapping is unmapped when it is freed.
     trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
     for option, value in (
         (trim_threshold, 1 << 30),

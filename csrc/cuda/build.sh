@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails where a kernel
-# spills registers or has a stack of its own, where an extension does not load, or where _cuda needs
-# CUDA to.
+# Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails if a kernel
+# spills registers or has a stack frame, if an extension does not load, or if _cuda needs CUDA to
+# load.
 # `install` first puts them next to the package's sources, even if a check fails. Needs cmake, ninja
 # and nvcc in PATH.
 set -euo pipefail
@@ -17,7 +17,7 @@ cmake -S "$root" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPD_CUDA=ON 
   tail -n 30 "$folder/configure.log"
   exit 1
 }
-touch "$root"/csrc/cuda/*.cu  # compiled each time: its log is what is checked
+touch "$root"/csrc/cuda/*.cu  # compiled each time, because its log is checked
 cmake --build "$folder" >"$folder/build.log" 2>&1 || { tail -n 60 "$folder/build.log"; exit 1; }
 if [ "$install" = install ]; then
   for extension in "$folder"/_*.so; do

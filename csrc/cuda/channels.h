@@ -94,7 +94,7 @@ class ChannelRegistry {
   Status Look(const std::string& op, const ChannelKey& key, std::shared_ptr<Channel>* channel);
 
   // Serializes the creation of channels. Allocating and freeing may wait for a device on which a
-  // rank waits for another's call; with a mutex of its own this does not block calls whose channel
+  // rank waits for another's call; with a separate mutex this does not block calls whose channel
   // exists.
   std::mutex making_, mutex_;
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;

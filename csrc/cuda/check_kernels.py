@@ -60,7 +60,7 @@ def read(log: str) -> Found:
 
 
 def main() -> int:
-    """Prints a table; returns 1 where a kernel is missing, spills, or has a stack of its own."""
+    """Prints a table; returns 1 if a kernel is missing, spills, or has a stack frame."""
     log, *architectures = sys.argv[1:]
     found = read(pathlib.Path(log).read_text())
     has_nvshmem = any(kernel.startswith(_NVSHMEM) for kernel, _ in found)

@@ -32,7 +32,7 @@ struct SharedMeeting {
   std::chrono::milliseconds deadline;
   std::chrono::steady_clock::time_point began;
   std::chrono::steady_clock::time_point expires;  // if a local rank waits
-  bool is_overdue = false;  // expired once; messages that arrived meanwhile are still unread
+  bool is_overdue = false;  // expired once; messages that have arrived are still unread
   Phase phase = Phase::kMeeting;
 
   // From the first local rank to arrive. Until then, only ranks elsewhere have announced

@@ -64,7 +64,7 @@ def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
             raise RuntimeError(
                 f"{op}: process {process} waited {timeout:g} s for process {other}, expected its "
                 f"'{name}', seen nothing. Every process of the job must call {op}(); see whether "
-                f"that one raised an error of its own. ({error})"
+                f"that one raised its own error. ({error})"
             ) from error
         heard.append(json.loads(text))
     return heard

@@ -246,7 +246,7 @@ def _balanced_bytes(
 
     With `copies_all`, rows that stay count too, and six times: all rows are copied to windows, and
     from there into blocks, in memory that is new for every call. (This matches measurements. Other
-    algorithms keep blocks of their own tokens only.)
+    algorithms keep only blocks of local tokens.)
     """
     q, kv = moved_tokens or _estimated_moves(workload)
     times = 1

@@ -41,7 +41,7 @@ def try_implementations() -> Iterator[Finding]:
 
 
 def move(name: str) -> str:
-    """Sends random shards to random ranks and back; returns what is wrong here, or ""."""
+    """Sends random shards to random ranks and back; returns the error found here, or ""."""
     devices = np.array(jax.devices())
     num_ranks = len(devices)
     rng = np.random.default_rng(0)

@@ -272,14 +272,14 @@ def test_bias_of_sums_and_during_bulk(mode):
             name: (way(*operands, bias=bias), way(*operands, fuse_bias=True, grad=True))
             for name, way in ways.items()
         }
-        beside = [
+        moved = [
             call(*operands, comm_overlap=bulk[kind], aux_in=aux, fuse_bias=True, grad=True)
             for kind, aux in (("AG", part), ("RS", whole))
         ]
-        return each, beside
+        return each, moved
 
     run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
-    results, beside = run_once(run, bias, part, whole, *operands)
+    results, moved = run_once(run, bias, part, whole, *operands)
     sums = rhs.values.sum(1)
     for name, (with_bias, (out, dbias)) in results.items():
         is_atomic = name == "ring, atomic"
@@ -288,7 +288,7 @@ def test_bias_of_sums_and_during_bulk(mode):
         near(out, want, name)
         near(dbias, sums, name)
     wants = oracle.bulk_gather(part), oracle.bulk_scatter(whole)
-    for (out, dbias, aux), want in zip(beside, wants, strict=True):
+    for (out, dbias, aux), want in zip(moved, wants, strict=True):
         near(out, lhs.values @ rhs.values)
         near(dbias, sums)
         equal(aux, want)

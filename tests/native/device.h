@@ -1,5 +1,5 @@
 // The GPU kernels on threads of the host: ranks, blocks and threads run concurrently; kernels of
-// one rank run one after another, as on a stream.
+// one rank run in sequence, as on a stream.
 #pragma once
 
 #include <pthread.h>

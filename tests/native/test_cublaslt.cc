@@ -92,7 +92,7 @@ struct Case {
   bool a_transposed = false, b_transposed = false;
   Kind kind = Kind::kPlain;
   Scaling scaling = Scaling::kNone;
-  int64_t first_row = 0;  // what is multiplied is a part
+  int64_t first_row = 0;  // only a part is multiplied
 };
 
 LtResources Resources() { return {0, workspace, kWorkspace, nullptr}; }

@@ -76,7 +76,7 @@ void OneDeviceHoldsAllRanks() {
   } while (world.num_ranks != 4 || world.parts.size() != 1);
   World::Made& part = world.parts[0];
   Call call = world.MakeCall(0);
-  // The same with the arrays and views of all ranks, one after another.
+  // The same with the arrays and views of all ranks, in rank order.
   std::vector<int32_t> num_recv, seq_len, dst_rank, src_offset;
   std::vector<int64_t> dst_offset;
   std::vector<std::vector<char>> x(part.row_bytes.size()), out(part.row_bytes.size());

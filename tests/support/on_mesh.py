@@ -84,7 +84,7 @@ class Gate:
         def passed(x, rank):
             if rank == self.rank:
                 self.has_come.set()
-                assert self.may_go.wait(600), "nobody opened the gate"
+                assert self.may_go.wait(600), "the gate was not opened"
             return x
 
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
