@@ -4,59 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from functools import partial
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer
 
-from jax_cp_dispatch._ranks.varying import can_check_varying
-from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import (
     Algorithm,
     Auto,
     Balanced,
     Placed,
-    Rotating,
     read_algorithm,
 )
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_global, check_rows
 from jax_cp_dispatch.attention.choose import choose_algorithm, document_lengths
-from jax_cp_dispatch.attention.mesh_axes import MeshAxes, find_axes
+from jax_cp_dispatch.attention.mesh_axes import find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
-from jax_cp_dispatch.attention.planned.balanced import attend_balanced
-from jax_cp_dispatch.attention.planned.placed import attend_placed
-from jax_cp_dispatch.attention.rotating.call import rotating_attention
+from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, plan_attention
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalOptions:
-    """The options of a call with global arrays; static.
-
-    Attributes:
-      axes: the mesh, and what its axes shard.
-      algorithm: with its own options.
-      attention: the options of all algorithms, for each rank.
-    """
-
-    axes: MeshAxes
-    algorithm: Algorithm
-    attention: AttentionOptions
-
-    @property
-    def num_ranks(self) -> int:
-        return self.axes.mesh.shape[self.axes.axis_name]
 
 
 def context_parallel_attention(
@@ -194,7 +168,7 @@ def context_parallel_attention(
             config=algorithm.config,
         )
         segment_ids = positions = None  # nothing to compare
-    out = _attend(q, k, v, plan, (segment_ids, positions), options=options)
+    out = attend_global(q, k, v, plan, (segment_ids, positions), options=options)
     return out[:, :num_tokens] if missing else out
 
 
@@ -242,57 +216,6 @@ def _pad(x: Any, missing: int) -> Any:
         return x
     pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # keeps known values known under jit
     return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-
-
-@partial(jax.jit, static_argnames="options")
-def _attend(q, k, v, plan, documents, *, options: GlobalOptions):
-    axes = options.axes
-    sequence = P(axes.batch, axes.axis_name)
-    rows = P(*sequence, axes.heads)
-    in_specs = (rows, rows, rows, P(axes.axis_name), sequence)
-    attend = jax.shard_map(
-        partial(_local, options),
-        mesh=axes.mesh,
-        in_specs=in_specs,
-        out_specs=rows,
-        axis_names=axes.manual,
-        check_vma=can_check_varying(),
-    )
-    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    operands = (q, k, v, plan, documents)
-    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
-        operands = (
-            jax.tree.map(partial(reshard, out_shardings=sharding), operand)
-            for operand, sharding in zip(operands, shardings, strict=True)
-        )
-    return attend(*operands)
-
-
-def _local(options: GlobalOptions, q, k, v, plan, documents):
-    """Computes one rank's part."""
-    algorithm, attention = options.algorithm, options.attention
-    if isinstance(algorithm, Placed):
-        return attend_placed(attention, q, k, v, plan, *documents)
-    if isinstance(algorithm, Balanced):
-        if plan is None:
-            plan = named_context(_plan_on_ranks(options, algorithm, documents))
-            documents = None, None  # nothing to compare
-        return attend_balanced(attention, q, k, v, plan, *documents)
-    rotating = cast(Rotating, algorithm)  # "auto" has been replaced
-    return rotating_attention(attention, rotating, q, k, v, *documents)
-
-
-def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
-    """Makes the same plan on every rank, from the documents of all."""
-    axis_name = options.axes.axis_name
-    whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), documents)
-    return plan_attention(
-        *whole,
-        world_size=options.num_ranks,
-        window=cast(int | None, options.attention.window),
-        config=algorithm.config,
-    )
 
 
 def _check_choice(options: GlobalOptions, plan) -> None:

@@ -14,6 +14,10 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 HostOrDevice: TypeAlias = Array | np.ndarray
 LAYOUTS = ("contiguous", "zigzag")
+_PLANS = {
+    AttentionPlan: ("an AttentionPlan", "plan_attention(...)"),
+    PlacedPlan: ("a PlacedPlan", "place_tokens(...).plan"),
+}
 
 
 def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
@@ -37,13 +41,14 @@ def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
             )
 
 
-def check_plan(op: str, plan: Any) -> None:
-    """Requires a plan of attention."""
-    if not isinstance(plan, AttentionPlan | PlacedPlan):
-        raise TypeError(
-            f"{op}: plan is of type {type(plan).__name__}; it needs to be an AttentionPlan, as "
-            "plan_attention returns it."
-        )
+def check_plan(op: str, plan: Any, *kinds: type) -> None:
+    """Requires a plan of one of these kinds."""
+    if isinstance(plan, kinds):
+        return
+    names, sources = (" or ".join(words) for words in zip(*(_PLANS[k] for k in kinds), strict=True))
+    raise TypeError(
+        f"{op}: plan is of type {type(plan).__name__}; it needs to be {names}. Pass {sources}."
+    )
 
 
 def check_layout(op: str, layout: Any) -> None:
@@ -62,4 +67,4 @@ def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
             f"{op}: axis_name is {axis_name!r}; it needs to be the name of one mesh axis, a string."
         )
     if plan is not None:
-        check_plan(op, plan)
+        check_plan(op, plan, AttentionPlan, PlacedPlan)

@@ -25,7 +25,7 @@ from jax_cp_dispatch import (
     plan_attention,
     zigzag_permutation,
 )
-from jax_cp_dispatch.attention import api
+from jax_cp_dispatch.attention import api, program as call_program
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.profiling import Choice
 
@@ -131,13 +131,13 @@ EQUAL = [
 def test_equal_algorithms_share_a_program(one, other, monkeypatch):
     """Objects compare by value: an equal object causes no new trace."""
     traced = []
-    local = api._local
+    local = call_program._local
 
     def counted(*operands):
         traced.append(operands[0].algorithm)
         return local(*operands)
 
-    monkeypatch.setattr(api, "_local", counted)
+    monkeypatch.setattr(call_program, "_local", counted)
     x = np.ones((1, 8, 1, 4), np.float32)
     attend = partial(context_parallel_attention, x, x, x, mesh=mesh_of(2), axis_name=AXIS)
     jax.clear_caches()

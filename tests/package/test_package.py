@@ -51,7 +51,8 @@ INSIDE = {
         "rotating": {"local", "algorithms", "checks", "options"},
         "choose": {"algorithms", "checks"},
         "mesh_axes": set(),
-        "api": {"algorithms", "checks", "options", "planned", "rotating", "choose", "mesh_axes"},
+        "program": {"algorithms", "options", "planned", "rotating", "mesh_axes"},
+        "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
     },
     "comm_gemm": {
         "types": set(),

@@ -1,36 +1,36 @@
-"""Invalid calls over the whole public API: each is rejected before anything moves.
+"""Invalid calls of plans, movement and products. Of attention: see test_refusals_attention.py.
 
-A message starts with the operation, and says what it got and what it needs or what to do next.
 Errors in values appear at run time: see test_dispatch_errors.py.
 """
 
-import re
-from functools import partial
 from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 from comm_gemm_refusals import trace
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS
+from refusals import (
+    IDS,
+    LENGTHS,
+    LHS,
+    NO_PLAN,
+    RHS,
+    WHERE,
+    S,
+    T,
+    W,
+    X,
+    check_names,
+    check_rejected,
+)
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
-W, T, S = 4, 6, 2
-LENGTHS = np.full((W, S), 3, np.int32)
-WHERE = np.arange(W * S, dtype=np.int32).reshape(W, S) % W
 PLAN, _ = cp.compute_metadata(LENGTHS, WHERE)
-X = np.ones((W, T, 2), np.float32)
-IDS = np.ones((1, W * 4), np.int32)
-Q = np.ones((1, W * 4, 2, 8), np.float32)
-HEADS = np.ones((W, 1, 4, 2, 8), np.float32)
-RANGES = np.zeros((1, 4), np.int32)
-LHS, RHS = np.ones((W, 2, 3), np.float32), np.ones((W, 3, 5), np.float32)
 KEY = jax.random.key(0)
-NO_PLAN: Any = WHERE
 
 
 def plan_of(**fields: Any) -> cp.Metadata:
@@ -71,36 +71,8 @@ def chunk_exchange(**options: Any):
     return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
 
 
-def profile(**options: Any):
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
-    return cp.profiling.hamilton_attention_profile(Q, Q, Q, **options)
-
-
-def choose(lengths: Any = None, **options: Any):
-    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
-    options = {"num_ranks": W, "tokens_per_rank": 8, **sizes, **options}
-    return cp.choose_algorithm(lengths, hardware=HARDWARE["cpu"], **options)
-
-
 def plan(segment_ids: Any = IDS, positions: Any = None, world_size: Any = W, **options: Any):
     return cp.plan_attention(segment_ids, positions, world_size=world_size, **options)
-
-
-def attend(q: Any = Q, k: Any = Q, **options: Any):
-    options = {"axis_name": AXIS, "mesh": mesh_of(W), "algorithm": "ring", **options}
-    return jax.eval_shape(lambda q, k: cp.context_parallel_attention(q, k, k, **options), q, k)
-
-
-def attend_with(algorithm: Any, **its_options: Any):
-    return attend(algorithm=algorithm(**its_options))
-
-
-def on_heads(fn: Any, x: Any = HEADS, **options: Any):
-    return trace(lambda x: fn(x, x, x, axis_name=AXIS, **options), x)
-
-
-def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: Any):
-    return cp.local_attention(q, k, k, start, start, **options)
 
 
 def gather(x: Any = LHS, w: Any = RHS, **options: Any):
@@ -251,135 +223,8 @@ CASES = [
     ),
     (
         "grow_dispatch_buffer",
-        lambda: cp.buffers.grow_dispatch_buffer(77, capacity=9),
-        "no buffer 77.*Pass",
-    ),
-    # Attention.
-    ("context_parallel_attention", lambda: attend(algorithm="no"), "'no'; it needs to be one of"),
-    ("context_parallel_attention", lambda: attend(axis_name="no"), "'no' but the mesh has axes"),
-    ("context_parallel_attention", lambda: attend(q=Q[0]), r"shapes \(16, 2, 8\).*they need"),
-    (
-        "context_parallel_attention",
-        lambda: attend(segment_ids=IDS[:, :3]),
-        r"shape \(1, 3\) but q has.*need to",
-    ),
-    *(
-        ("context_parallel_attention", call, says)
-        for call, says in (
-            (lambda: attend(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
-            (lambda: attend(axis_name=(AXIS,)), r"axis_name is \('cp',\); it needs to be the name"),
-            (
-                lambda: attend(axis_name=3),
-                "axis_name is 3; it needs to be the name of one mesh",
-            ),
-            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
-            (
-                lambda: attend_with(cp.Balanced, config=None),
-                "config is None; it needs to be a PlanConfig",
-            ),
-            (
-                lambda: attend_with(cp.Auto, hardware="h100"),
-                "hardware is 'h100'; it needs to be a jax_cp_dispatch.cost.Hardware",
-            ),
-            (
-                lambda: attend(segment_ids=IDS.tolist()),
-                "segment_ids is of type list; it needs",
-            ),
-            (lambda: attend(causal="no"), "causal is 'no'; it needs to be True or False"),
-            (lambda: attend(window=True), "window is True; it needs to be an int, a pair"),
-            (lambda: attend(window=(2, 3)), r"window is \(2, 3\) with causal=True.*Pass an int"),
-            (lambda: attend(window=3, causal=False), "window is 3 with causal=False.*a pair"),
-            (
-                lambda: attend(window=(-1, 3), causal=False),
-                r"window is \(-1, 3\); it needs two",
-            ),
-            (
-                lambda: attend(deadline="soon"),
-                "deadline is 'soon'; it needs to be a positive",
-            ),
-            (lambda: attend(scale=True), "scale is True, but must be a number"),
-            (
-                lambda: attend_with(cp.Hamilton, nodes="2"),
-                "nodes is '2'; it needs to be an",
-            ),
-            (
-                lambda: attend_with(cp.Hamilton, cycles=5),
-                "cycles is 5, needs to be rows of integers",
-            ),
-            (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
-            (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
-        )
-    ),
-    (
-        "context_parallel_attention",
-        lambda: cp.context_parallel_attention(
-            *(Q.tolist(), Q, Q), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
-        ),
-        "q is of type list; it needs to be an array. Pass",
-    ),
-    (
-        "context_parallel_attention",
-        lambda: cp.context_parallel_attention(
-            *(Q, Q, Q[..., :0]), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
-        ),
-        "heads of v have size 0; they need one feature",
-    ),
-    (
-        "balanced_attention",
-        lambda: on_heads(partial(cp.balanced_attention, plan=NO_PLAN)),
-        "plan is of type .*needs to be an AttentionPlan",
-    ),
-    ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
-    ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
-    ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
-    ("choose_algorithm", lambda: choose([3]), r"lengths is \[3\]; it needs.*See document_lengths"),
-    ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
-    ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
-    ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
-    ("choose_algorithm", lambda: choose(causal="no"), "causal is 'no'; it needs"),
-    ("choose_algorithm", lambda: choose(window=(1, 2)), r"window is \(1, 2\) with causal=True"),
-    (
-        "ring_attention",
-        lambda: on_heads(cp.ring_attention, layout="no"),
-        "layout is 'no'; it needs",
-    ),
-    (
-        "ring_attention",
-        lambda: on_heads(cp.ring_attention, HEADS[:, 0]),
-        r"shapes \(4, 2, 8\).*they need",
-    ),
-    ("zigzag_ring_attention", lambda: on_heads(cp.zigzag_ring_attention, window=0), "window is 0"),
-    (
-        "hamilton_attention",
-        lambda: on_heads(cp.hamilton_attention, nodes=3),
-        "nodes is 3.*needs to",
-    ),
-    ("local_attention", lambda: local(k=Q[:, :4, :, :3]), "4, 2, 3.*needs"),
-    ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
-    (
-        "local_attention",
-        lambda: local(window=True),
-        "window is True; it needs to be an int, a pair",
-    ),
-    (
-        "local_attention",
-        lambda: local(window=(1, -2)),
-        r"window is \(1, -2\); it needs two",
-    ),
-    ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
-    ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
-    ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
-    ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),
-    (
-        "hamiltonian_cycles",
-        lambda: cp.cycles.hamiltonian_cycles(0),
-        "n is 0, needs to be at least 1",
-    ),
-    ("chunk_maps", lambda: cp.cycles.chunk_maps([[0, 1, 1]]), "not a permutation.*must visit each"),
-    (
-        "two_level_cycles",
-        lambda: cp.cycles.two_level_cycles(2, 0),
-        "u is 0, needs to be at least 1",
+        lambda: cp.buffers.grow_dispatch_buffer(2**40, capacity=9),
+        "no buffer 1099511627776.*Pass",
     ),
     # Overlapped products.
     ("all_gather_matmul", lambda: gather(LHS[..., :2]), "2 columns but w has 3 rows.*Transpose"),
@@ -399,24 +244,10 @@ CASES = [
 ]
 
 
-def test_the_list_covers_the_public_api():
-    names = {name.split(".")[0] for name, _, _ in CASES}
-    public = {name for room in (cp, *vars(cp).values()) for name in getattr(room, "__all__", ())}
-    assert len(CASES) >= 40 and names <= public
+def test_the_list_is_of_public_functions():
+    check_names(CASES)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
 def test_rejected(index):
-    name, call, says = CASES[index]
-    buffer = cp.buffers.create_dispatch_buffer(capacity=5)
-    before = cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call()
-    message = str(caught.value)
-    assert re.match(rf"{re.escape(name)}: ", message), message
-    assert re.search(says, message, flags=re.S), message
-    # Nothing was created, counted or overwritten.
-    assert (cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()) == before
-    cp.buffers.destroy_dispatch_buffer(buffer)
-    for array in (X, Q, HEADS, LHS, RHS):
-        assert (array == 1).all()
+    check_rejected(*CASES[index])

@@ -79,7 +79,7 @@ def balanced_attention(
 def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
     """`balanced_attention` with options, which name the public function."""
     options.check()
-    check_plan(options.op, plan)
+    check_plan(options.op, plan, AttentionPlan)
     advice = "Plan with the segment ids of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
     seen = (None if x is None else words(x) for x in (segment_ids, positions))

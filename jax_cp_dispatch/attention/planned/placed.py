@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._residuals import named_context, named_context_received
+from jax_cp_dispatch.attention.checks import check_plan
 from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.planned import exchanges
@@ -71,6 +72,7 @@ def placed_attention(
 def attend_placed(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
     """`placed_attention` with options, which name the public function."""
     options.check()
+    check_plan(options.op, plan, PlacedPlan)
     advice = "Place the tokens of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
     stamp, num_rows = plan.local_stamp(jax.lax.axis_index(options.exchange.axis_name))

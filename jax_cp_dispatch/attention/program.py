@@ -1,0 +1,91 @@
+"""The program of `context_parallel_attention`: its options, and the part of each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import cast
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
+
+from jax_cp_dispatch._ranks.varying import can_check_varying
+from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating
+from jax_cp_dispatch.attention.mesh_axes import MeshAxes
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.planned.balanced import attend_balanced
+from jax_cp_dispatch.attention.planned.placed import attend_placed
+from jax_cp_dispatch.attention.rotating.call import rotating_attention
+from jax_cp_dispatch.planner import AttentionPlan, plan_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalOptions:
+    """The options of a call with global arrays; static.
+
+    Attributes:
+      axes: the mesh, and what its axes shard.
+      algorithm: with its own options.
+      attention: the options of all algorithms, for each rank.
+    """
+
+    axes: MeshAxes
+    algorithm: Algorithm
+    attention: AttentionOptions
+
+    @property
+    def num_ranks(self) -> int:
+        return self.axes.mesh.shape[self.axes.axis_name]
+
+
+@partial(jax.jit, static_argnames="options")
+def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
+    """Computes attention from global arrays; `documents`: segment ids and positions, or None."""
+    axes = options.axes
+    sequence = P(axes.batch, axes.axis_name)
+    rows = P(*sequence, axes.heads)
+    in_specs = (rows, rows, rows, P(axes.axis_name), sequence)
+    attend = jax.shard_map(
+        partial(_local, options),
+        mesh=axes.mesh,
+        in_specs=in_specs,
+        out_specs=rows,
+        axis_names=axes.manual,
+        check_vma=can_check_varying(),
+    )
+    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
+    operands = (q, k, v, plan, documents)
+    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
+        shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
+        operands = (
+            jax.tree.map(partial(reshard, out_shardings=sharding), operand)
+            for operand, sharding in zip(operands, shardings, strict=True)
+        )
+    return attend(*operands)
+
+
+def _local(options: GlobalOptions, q, k, v, plan, documents):
+    """Computes one rank's part."""
+    algorithm, attention = options.algorithm, options.attention
+    if isinstance(algorithm, Placed):
+        return attend_placed(attention, q, k, v, plan, *documents)
+    if isinstance(algorithm, Balanced):
+        if plan is None:
+            plan = named_context(_plan_on_ranks(options, algorithm, documents))
+            documents = None, None  # nothing to compare
+        return attend_balanced(attention, q, k, v, plan, *documents)
+    rotating = cast(Rotating, algorithm)  # "auto" has been replaced
+    return rotating_attention(attention, rotating, q, k, v, *documents)
+
+
+def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
+    """Makes the same plan on every rank, from the documents of all."""
+    axis_name = options.axes.axis_name
+    whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), documents)
+    return plan_attention(
+        *whole,
+        world_size=options.num_ranks,
+        window=cast(int | None, options.attention.window),
+        config=algorithm.config,
+    )

@@ -1,0 +1,203 @@
+"""Invalid calls of attention and its schedules: each is rejected before anything moves."""
+
+from functools import partial
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from comm_gemm_refusals import trace
+from on_mesh import AXIS, mesh_of
+from refusals import HEADS, IDS, NO_PLAN, Q, W, check_names, check_rejected
+
+import jax_cp_dispatch as cp
+from jax_cp_dispatch.cost import HARDWARE
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+RANGES = np.zeros((1, 4), np.int32)
+PLACEMENT = cp.place_tokens(segment_ids=IDS, world_size=W)
+
+
+def profile(**options: Any):
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, **options}
+    return cp.profiling.hamilton_attention_profile(Q, Q, Q, **options)
+
+
+def choose(lengths: Any = None, **options: Any):
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
+    options = {"num_ranks": W, "tokens_per_rank": 8, **sizes, **options}
+    return cp.choose_algorithm(lengths, hardware=HARDWARE["cpu"], **options)
+
+
+def attend(q: Any = Q, k: Any = Q, **options: Any):
+    options = {"axis_name": AXIS, "mesh": mesh_of(W), "algorithm": "ring", **options}
+    return jax.eval_shape(lambda q, k: cp.context_parallel_attention(q, k, k, **options), q, k)
+
+
+def attend_with(algorithm: Any, **its_options: Any):
+    return attend(algorithm=algorithm(**its_options))
+
+
+def on_heads(fn: Any, x: Any = HEADS, **options: Any):
+    return trace(lambda x: fn(x, x, x, axis_name=AXIS, **options), x)
+
+
+def local(q: Any = Q[:, :4], k: Any = Q[:, :4], start: Any = RANGES, **options: Any):
+    return cp.local_attention(q, k, k, start, start, **options)
+
+
+# Name, call, and the message after "<operation>: ".
+CASES = [
+    # Attention.
+    ("context_parallel_attention", lambda: attend(algorithm="no"), "'no'; it needs to be one of"),
+    ("context_parallel_attention", lambda: attend(axis_name="no"), "'no' but the mesh has axes"),
+    ("context_parallel_attention", lambda: attend(q=Q[0]), r"shapes \(16, 2, 8\).*they need"),
+    (
+        "context_parallel_attention",
+        lambda: attend(segment_ids=IDS[:, :3]),
+        r"shape \(1, 3\) but q has.*need to",
+    ),
+    *(
+        ("context_parallel_attention", call, says)
+        for call, says in (
+            (lambda: attend(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
+            (lambda: attend(axis_name=(AXIS,)), r"axis_name is \('cp',\); it needs to be the name"),
+            (
+                lambda: attend(axis_name=3),
+                "axis_name is 3; it needs to be the name of one mesh",
+            ),
+            (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
+            (
+                lambda: attend_with(cp.Balanced, config=None),
+                "config is None; it needs to be a PlanConfig",
+            ),
+            (
+                lambda: attend_with(cp.Auto, hardware="h100"),
+                "hardware is 'h100'; it needs to be a jax_cp_dispatch.cost.Hardware",
+            ),
+            (
+                lambda: attend(segment_ids=IDS.tolist()),
+                "segment_ids is of type list; it needs",
+            ),
+            (lambda: attend(causal="no"), "causal is 'no'; it needs to be True or False"),
+            (lambda: attend(window=True), "window is True; it needs to be an int, a pair"),
+            (lambda: attend(window=(2, 3)), r"window is \(2, 3\) with causal=True.*Pass an int"),
+            (lambda: attend(window=3, causal=False), "window is 3 with causal=False.*a pair"),
+            (
+                lambda: attend(window=(-1, 3), causal=False),
+                r"window is \(-1, 3\); it needs two",
+            ),
+            (
+                lambda: attend(deadline="soon"),
+                "deadline is 'soon'; it needs to be a positive",
+            ),
+            (lambda: attend(scale=True), "scale is True, but must be a number"),
+            (
+                lambda: attend_with(cp.Hamilton, nodes="2"),
+                "nodes is '2'; it needs to be an",
+            ),
+            (
+                lambda: attend_with(cp.Hamilton, cycles=5),
+                "cycles is 5, needs to be rows of integers",
+            ),
+            (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
+            (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
+        )
+    ),
+    (
+        "context_parallel_attention",
+        lambda: cp.context_parallel_attention(
+            *(Q.tolist(), Q, Q), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
+        ),
+        "q is of type list; it needs to be an array. Pass",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: cp.context_parallel_attention(
+            *(Q, Q, Q[..., :0]), axis_name=AXIS, mesh=mesh_of(W), algorithm="ring"
+        ),
+        "heads of v have size 0; they need one feature",
+    ),
+    (
+        "balanced_attention",
+        lambda: on_heads(partial(cp.balanced_attention, plan=NO_PLAN)),
+        r"plan is of type .*needs to be an AttentionPlan. Pass plan_attention\(...\)",
+    ),
+    (
+        "balanced_attention",
+        lambda: on_heads(partial(cp.balanced_attention, plan=cast(Any, PLACEMENT.plan))),
+        "plan is of type PlacedPlan; it needs to be an AttentionPlan. Pass",
+    ),
+    (
+        "placed_attention",
+        lambda: on_heads(partial(cp.placed_attention, plan=cast(Any, PLACEMENT))),
+        r"plan is of type Placement; it needs to be a PlacedPlan. Pass place_tokens\(...\).plan",
+    ),
+    (
+        "context_parallel_attention",
+        lambda: attend(algorithm="placed", plan=PLACEMENT),
+        r"plan is of type Placement; it needs.*place_tokens\(...\).plan",
+    ),
+    ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
+    ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
+    ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
+    ("choose_algorithm", lambda: choose([3]), r"lengths is \[3\]; it needs.*See document_lengths"),
+    ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
+    ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
+    ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
+    ("choose_algorithm", lambda: choose(causal="no"), "causal is 'no'; it needs"),
+    ("choose_algorithm", lambda: choose(window=(1, 2)), r"window is \(1, 2\) with causal=True"),
+    (
+        "ring_attention",
+        lambda: on_heads(cp.ring_attention, layout="no"),
+        "layout is 'no'; it needs",
+    ),
+    (
+        "ring_attention",
+        lambda: on_heads(cp.ring_attention, HEADS[:, 0]),
+        r"shapes \(4, 2, 8\).*they need",
+    ),
+    ("zigzag_ring_attention", lambda: on_heads(cp.zigzag_ring_attention, window=0), "window is 0"),
+    (
+        "hamilton_attention",
+        lambda: on_heads(cp.hamilton_attention, nodes=3),
+        "nodes is 3.*needs to",
+    ),
+    ("local_attention", lambda: local(k=Q[:, :4, :, :3]), "4, 2, 3.*needs"),
+    ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
+    (
+        "local_attention",
+        lambda: local(window=True),
+        "window is True; it needs to be an int, a pair",
+    ),
+    (
+        "local_attention",
+        lambda: local(window=(1, -2)),
+        r"window is \(1, -2\); it needs two",
+    ),
+    ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
+    ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
+    ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),
+    ("zigzag_permutation", lambda: cp.zigzag_permutation(7, 2), "7 tokens.*Pad the sequence"),
+    (
+        "hamiltonian_cycles",
+        lambda: cp.cycles.hamiltonian_cycles(0),
+        "n is 0, needs to be at least 1",
+    ),
+    ("chunk_maps", lambda: cp.cycles.chunk_maps([[0, 1, 1]]), "not a permutation.*must visit each"),
+    (
+        "two_level_cycles",
+        lambda: cp.cycles.two_level_cycles(2, 0),
+        "u is 0, needs to be at least 1",
+    ),
+]
+
+
+def test_the_list_is_of_public_functions():
+    check_names(CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_rejected(index):
+    check_rejected(*CASES[index])

@@ -1,0 +1,46 @@
+"""Checks of invalid calls: each is rejected before anything moves.
+
+A message starts with the operation, and says what it got and what it needs or what to do next.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from comm_gemm_refusals import W
+
+import jax_cp_dispatch as cp
+
+T, S = 6, 2
+LENGTHS = np.full((W, S), 3, np.int32)
+WHERE = np.arange(W * S, dtype=np.int32).reshape(W, S) % W
+X = np.ones((W, T, 2), np.float32)
+IDS = np.ones((1, W * 4), np.int32)
+Q = np.ones((1, W * 4, 2, 8), np.float32)
+HEADS = np.ones((W, 1, 4, 2, 8), np.float32)
+LHS, RHS = np.ones((W, 2, 3), np.float32), np.ones((W, 3, 5), np.float32)
+NO_PLAN: Any = WHERE
+
+
+def check_names(cases) -> None:
+    """Requires many cases, all of public functions."""
+    names = {name.split(".")[0] for name, _, _ in cases}
+    public = {name for room in (cp, *vars(cp).values()) for name in getattr(room, "__all__", ())}
+    assert len(cases) >= 40 and names <= public
+
+
+def check_rejected(name, call, says) -> None:
+    """Requires that `call` raises an error of operation `name`, and changes nothing."""
+    buffer = cp.buffers.create_dispatch_buffer(capacity=5)
+    before = cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    message = str(caught.value)
+    assert re.match(rf"{re.escape(name)}: ", message), message
+    assert re.search(says, message, flags=re.S), message
+    # Nothing was created, counted or overwritten.
+    assert (cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()) == before
+    cp.buffers.destroy_dispatch_buffer(buffer)
+    for array in (X, Q, HEADS, LHS, RHS):
+        assert (array == 1).all()
