@@ -3,6 +3,18 @@
 
 namespace cpd {
 
+void AttributeReader::Read(std::string_view name, std::string* value) {
+  std::string_view text;
+  Read(name, &text);
+  *value = text;
+}
+
+void AttributeReader::Read(std::string_view name, std::vector<int64_t>* value) {
+  Counts counts;
+  Read(name, &counts);
+  value->assign(counts.begin(), counts.end());
+}
+
 Status AttributeReader::Finish() const {
   if (wrong_.empty() && attributes_.size() == num_read_) return Status::Ok();
   const std::string what = wrong_.empty()

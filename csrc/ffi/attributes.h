@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -29,8 +30,9 @@ class AttributeReader {
     }
   }
 
-  // Skips attributes that are read elsewhere or not needed.
-  void Skip(size_t count) { num_read_ += count; }
+  // Strings and arrays are copied: attributes may not outlive the call that they are passed to.
+  void Read(std::string_view name, std::string* value);
+  void Read(std::string_view name, std::vector<int64_t>* value);
 
   Status Finish() const;
 

@@ -1,88 +1,15 @@
-// The common part of all handlers: call sites, types, errors, completions.
+// The common part of all handlers: types, errors, completions.
 #include "ffi/common.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cfenv>
-#include <map>
-#include <mutex>
-#include <string_view>
 #include <utility>
-
-#include "ffi/attributes.h"
-#include "transport/in_process.h"
-#include "transport/shared_memory.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
-
-ffi::TypeId CallSite::id = {};
-ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
-
-namespace {
-
-// FNV-1a over the signature and the number among equal signatures.
-int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
-  uint64_t hash = 0xcbf29ce484222325;
-  const auto add = [&hash](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3; };
-  for (const char c : signature) add(static_cast<uint8_t>(c));
-  for (int i = 0; i < 8; ++i) add(static_cast<uint8_t>(ordinal >> (8 * i)));
-  return static_cast<int64_t>(hash);
-}
-
-// Call sites of the programs that are being compiled, by signature. XLA creates those of a program
-// in an order that depends only on the program.
-std::mutex call_sites_mutex;
-auto& num_call_sites = *new std::map<std::string, uint64_t>;
-
-uint64_t NumberAmongEquals(const std::string& signature) {
-  std::lock_guard<std::mutex> lock(call_sites_mutex);
-  return num_call_sites[signature]++;
-}
-
-ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCallSite(ffi::Dictionary attributes) {
-  AttributeReader reader(attributes);
-  std::string_view signature;
-  Counts processes;
-  int64_t num_ranks = 0;
-  reader.Read("signature", &signature);
-  reader.Read("processes", &processes);
-  reader.Read("num_ranks", &num_ranks);
-  reader.Skip(attributes.size() - 3);
-  if (const Status status = reader.Finish(); !status.ok()) {
-    return ffi::Unexpected(ToError(status));
-  }
-  static std::atomic<int64_t> next_uid{1};
-  auto site = std::make_unique<CallSite>();
-  site->signature = signature;
-  site->uid = processes.size() == 0
-                  ? next_uid++
-                  : CallSiteId(site->signature, NumberAmongEquals(site->signature));
-  const int64_t group_size = std::max<int64_t>(num_ranks, 1);
-  for (size_t i = 0; i + group_size <= processes.size(); i += group_size) {
-    site->processes.emplace_back(processes.begin() + i, processes.begin() + i + group_size);
-  }
-  return ffi::ErrorOr<std::unique_ptr<CallSite>>(std::move(site));
-}
-
-XLA_FFI_DEFINE_HANDLER(BoundMakeCallSite, MakeCallSite, ffi::Ffi::BindInstantiate().Attrs());
-
-}  // namespace
-
-// Registers the state's type here, with the running backend: JAX's own hook replays handlers before
-// types, which keeps the CPU backend from starting.
-XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame) {
-  static std::once_flag once;
-  static XLA_FFI_Error* error = nullptr;
-  std::call_once(once, [&] {
-    error = ffi::Ffi::RegisterTypeId(frame->api, "jax_cp_dispatch.CallSite", &CallSite::id,
-                                     &CallSite::info);
-  });
-  return error ? error : BoundMakeCallSite(frame);
-}
 
 std::optional<IntType> ToIntType(ffi::DataType type) {
   switch (type) {
@@ -97,37 +24,6 @@ std::optional<IntType> ToIntType(ffi::DataType type) {
     default:
       return std::nullopt;
   }
-}
-
-void EndPrograms() {
-  std::lock_guard<std::mutex> lock(call_sites_mutex);
-  num_call_sites.clear();
-}
-
-Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange) const {
-  exchange->key = {run_id, uid, group};
-  exchange->signature = signature;
-  if (processes.empty()) return Status::Ok();
-  if (group < 0 || group >= static_cast<int64_t>(processes.size())) {
-    return Status::Invalid(exchange->op + ": this rank is in group " + std::to_string(group) +
-                           " but the program is for " + std::to_string(processes.size()) +
-                           " groups. Every other mesh axis must be manual where this is called.");
-  }
-  exchange->processes = &processes[group];
-  if (SharedMemoryTransport() != nullptr) return Status::Ok();
-  return Status::Invalid(
-      exchange->op +
-      ": the program spans processes, but this process has not joined the others. Call "
-      "jax_cp_dispatch.initialize() before the program is compiled.");
-}
-
-Transport& TransportFor(const Exchange& exchange) {
-  if (exchange.processes != nullptr) {
-    for (const int process : *exchange.processes) {
-      if (process != ThisProcess()) return *SharedMemoryTransport();
-    }
-  }
-  return InProcessTransport();
 }
 
 bool IsArray(const ffi::AnyBuffer& buffer, DataType type, int64_t num_elements) {

@@ -1,11 +1,10 @@
-// The common part of all handlers: call sites, types, errors, completions.
+// The common part of all handlers: types, errors, completions.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "numerics/element.h"
 #include "numerics/int_array.h"
@@ -13,33 +12,6 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace cpd {
-
-// The state that XLA keeps per custom call of a program. An id chosen at lowering would not be
-// unique: lowerings are cached, so two calls can share one.
-struct CallSite {
-  static xla::ffi::TypeId id;
-  static xla::ffi::TypeInfo info;
-  // Unique in this process. For a program that spans processes: unique in the program and equal in
-  // all processes, from the signature and the number among equal signatures.
-  int64_t uid;
-  std::string signature;                    // operation, shapes and attributes
-  std::vector<std::vector<int>> processes;  // by group, then rank; empty: all ranks are here
-
-  // Sets the key and the places of the ranks in `exchange`, whose `num_ranks` is known.
-  Status Describe(int64_t run_id, int64_t group, Exchange* exchange) const;
-};
-
-// No program is being compiled any more: later call sites belong to another program.
-void EndPrograms();
-
-// The transport that reaches all ranks of this exchange.
-Transport& TransportFor(const Exchange& exchange);
-
-// The attributes that only call sites read: signature and processes.
-constexpr size_t kNumCallSiteAttributes = 2;
-
-// The instantiate stage of every handler.
-XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 
 // nullopt unless the type is an integer of 32 or 64 bits.
 std::optional<IntType> ToIntType(xla::ffi::DataType type);

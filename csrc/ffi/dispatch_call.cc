@@ -240,10 +240,10 @@ void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
   a.Read("buffer", &o.buffer);
 }
 
-Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
+Status ReadAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call) {
   constexpr int64_t kMostArrays = 1 << 16;  // far more than any call has
-  call->direction = options.direction;
-  call->op = std::string(options.op) + " over axis '" + std::string(options.axis) + "'";
+  call->direction = direction;
+  call->op = options.op + " over axis '" + options.axis + "'";
   if (options.num_ranks < 1 || options.num_ranks >= std::numeric_limits<int>::max()) {
     return Wrong(*call, "num_ranks is ", options.num_ranks);
   }
@@ -254,11 +254,11 @@ Status ReadAttributes(const DispatchOptions& options, DispatchCall* call) {
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
   const size_t num_parts = options.num_arrays.size();
-  for (const Counts& of_parts : {options.has_src_offset, options.has_stamp, options.num_tokens,
-                                 options.capacity, options.buffer}) {
-    if (num_parts > 0 && num_parts <= kMostArrays && of_parts.size() == num_parts) continue;
+  for (const auto* of_parts : {&options.has_src_offset, &options.has_stamp, &options.num_tokens,
+                               &options.capacity, &options.buffer}) {
+    if (num_parts > 0 && num_parts <= kMostArrays && of_parts->size() == num_parts) continue;
     return Wrong(*call, "num_arrays has ", num_parts, " entries, another attribute ",
-                 of_parts.size());
+                 of_parts->size());
   }
   for (size_t p = 0; p < num_parts; ++p) {
     if (options.num_arrays[p] < 1 || options.num_arrays[p] > kMostArrays) {

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "dispatch/dispatch.h"
@@ -14,20 +13,19 @@
 
 namespace cpd {
 
-// The attributes of a call; those with an entry per part are spans.
+// The attributes of a call; vectors have an entry per part.
 struct DispatchOptions {
-  Direction direction;
-  std::string_view op;    // the function that was called, for messages
-  std::string_view axis;  // likewise
+  std::string op;    // the function that was called, for messages
+  std::string axis;  // likewise
   int64_t num_ranks;
   int64_t deadline_ms;
-  std::string_view capacity_names;  // of all parts, for messages; see dispatch/dispatch.h
-  Counts has_src_offset;            // per part: whether the metadata ends with src_offset
-  Counts has_stamp;                 // per part: whether there is a stamp
-  Counts num_arrays;                // per part: arrays that move
-  Counts num_tokens;                // per part: rows in the owner's layout, of one rank
-  Counts capacity;                  // per part: rows of the receive buffer, of one rank
-  Counts buffer;                    // per part: id of the registered buffer with its limits, or 0
+  std::string capacity_names;           // of all parts, for messages; see dispatch/dispatch.h
+  std::vector<int64_t> has_src_offset;  // whether the metadata ends with src_offset
+  std::vector<int64_t> has_stamp;       // whether there is a stamp
+  std::vector<int64_t> num_arrays;      // arrays that move
+  std::vector<int64_t> num_tokens;      // rows in the owner's layout, of one rank
+  std::vector<int64_t> capacity;        // rows of the receive buffer, of one rank
+  std::vector<int64_t> buffer;          // id of the registered buffer with its limits, or 0
 };
 
 // Reads the attributes that CPU and GPU calls have in common.
@@ -46,7 +44,7 @@ struct DispatchCall {
 };
 
 // Reads everything but the parts. Rejects attributes that are out of range or inconsistent.
-Status ReadAttributes(const DispatchOptions& options, DispatchCall* call);
+Status ReadAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);
 
 // Reads the parts, after the attributes. The arrays hold the rows of `num_held` ranks. Rejects
 // operands and results whose number, shapes or types do not match the attributes.

@@ -229,7 +229,7 @@ Status Describe(const std::string& op, const GemmOptions& options, const GemmBuf
   if (p.config.type != CommType::kNone) {
     const int64_t batches = options.num_batches;
     p.rows.num_batches = batches;
-    p.rows.counts.assign(options.row_counts.begin(), options.row_counts.end());
+    p.rows.counts = options.row_counts;
     const bool gathers = p.config.type == CommType::kAllGather;
     const int64_t total = batches * p.rows.total();
     const int64_t rows_in = is_bulk ? aux.rows : p.m;

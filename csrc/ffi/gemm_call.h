@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "ffi/attributes.h"
 #include "gemm/comm_overlap.h"
@@ -16,8 +16,8 @@ constexpr int64_t kMostThreads = 1 << 16;  // of one rank
 
 // The attributes of a call.
 struct GemmOptions {
-  std::string_view op;    // the function that was called, for messages
-  std::string_view axis;  // for messages
+  std::string op;    // the function that was called, for messages
+  std::string axis;  // for messages
   int64_t num_ranks;
   int64_t deadline_ms;
   int64_t num_threads;  // of one rank
@@ -37,8 +37,8 @@ struct GemmOptions {
   bool rhs_transposed;
   bool fuse_bias;
   bool fuse_gelu;
-  bool grad;          // for epilogues: the bias gradient, GELU's derivative
-  Counts row_counts;  // of each rank's chunk, per batch
+  bool grad;                        // for epilogues: the bias gradient, GELU's derivative
+  std::vector<int64_t> row_counts;  // of each rank's chunk, per batch
   int64_t num_batches;
   bool in_ring_order;
   bool gathers_to_aux;

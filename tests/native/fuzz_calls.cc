@@ -15,8 +15,6 @@ namespace {
 
 using Numbers = std::vector<int64_t>;
 
-Counts ToCounts(const Numbers& numbers) { return {numbers.data(), numbers.size()}; }
-
 // The description of a call, before and after something in it becomes invalid.
 struct Program {
   Direction direction;
@@ -27,18 +25,17 @@ struct Program {
 
   DispatchOptions options() const {
     DispatchOptions o;
-    o.direction = direction;
     o.op = "dispatch";
     o.axis = "cp";
     o.num_ranks = num_ranks;
     o.deadline_ms = deadline_ms;
     o.capacity_names = "first,second";
-    o.has_src_offset = ToCounts(has_src_offset);
-    o.has_stamp = ToCounts(has_stamp);
-    o.num_arrays = ToCounts(num_arrays);
-    o.num_tokens = ToCounts(num_tokens);
-    o.capacity = ToCounts(capacity);
-    o.buffer = ToCounts(buffer);
+    o.has_src_offset = has_src_offset;
+    o.has_stamp = has_stamp;
+    o.num_arrays = num_arrays;
+    o.num_tokens = num_tokens;
+    o.capacity = capacity;
+    o.buffer = buffer;
     return o;
   }
 };
@@ -135,7 +132,7 @@ void RunOnCpu(Chooser& c) {
   for (int rank = 0; rank == 0 || rank < call.num_ranks; ++rank) {
     const DispatchOptions options = program.options();
     call = {};
-    if (IsRefused(ReadAttributes(options, &call), call.op)) return;
+    if (IsRefused(ReadAttributes(program.direction, options, &call), call.op)) return;
     Frame frame = Make(program, c, &arrays.at(rank % 4));
     if (IsRefused(ReadOperands(options, frame.args(), frame.results(), 1, &call), call.op)) return;
     auto mine = std::make_unique<DispatchContribution>();
@@ -188,10 +185,10 @@ void ReadOnGpu(Chooser& c) {
   const Program program = Write(c, has_all_ranks ? 1 : 0);
   const DispatchOptions options = program.options();
   DispatchCall call;
-  if (IsRefused(ReadCudaAttributes(options, &call), call.op)) return;
+  if (IsRefused(ReadCudaAttributes(program.direction, options, &call), call.op)) return;
   Placement placement;
-  const Counts places = ToCounts(program.places);
-  if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, places, &placement), call.op)) return;
+  if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, program.places, &placement), call.op))
+    return;
   if (placement.rank < 0 || placement.rank >= call.num_ranks || placement.group < 0 ||
       static_cast<int>(placement.places.size()) != call.num_ranks) {
     __builtin_trap();

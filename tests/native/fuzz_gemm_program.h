@@ -86,7 +86,7 @@ class GemmProgram {
     }
     for (int64_t& count : row_counts_) count = c_.MostlyOrHostile(count);
     if (c_.Seldom()) row_counts_.resize(c_.Number(0, 5));
-    o.row_counts = {row_counts_.data(), row_counts_.size()};
+    o.row_counts = row_counts_;
   }
 
   std::vector<int64_t> Dims(int64_t rows, int64_t columns, bool transposed = false) {

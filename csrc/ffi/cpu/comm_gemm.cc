@@ -105,9 +105,10 @@ void* RoutineOf(nb::capsule capsule) { return capsule.data(); }
 
 void BindCommGemm(nb::module_& m) {
   using nb::arg;
-  m.def("create_overlap_buffer", &Create, arg("op"), arg("id"), arg("comm_type"), arg("method"),
-        arg("num_splits"), arg("atomic"), arg("overlap_first_gemm"), arg("aggregate"),
-        arg("copies"), arg("num_ranks"), arg("rank_bytes"), arg("dtype"), arg("parameters"));
+  m.def("create_overlap_buffer", &Create, arg("op"), arg("id"), nb::kw_only(), arg("comm_type"),
+        arg("method"), arg("num_splits"), arg("atomic"), arg("overlap_first_gemm"),
+        arg("aggregate"), arg("copies"), arg("num_ranks"), arg("rank_bytes"), arg("dtype"),
+        arg("parameters"));
   m.def(
       "destroy_overlap_buffer",
       [](const std::string& op, int64_t id) { Check(OverlapBuffers::Get().Destroy(op, id)); },
@@ -123,18 +124,18 @@ void BindCommGemm(nb::module_& m) {
       },
       arg("op"), arg("id"));
   m.def("list_overlap_buffers", &List);
-  m.def("overlap_buffer_bytes", &BufferBytesFor, arg("comm_type"), arg("method"), arg("copies"),
-        arg("num_ranks"), arg("rows"), arg("slot_rows"), arg("columns"), arg("dtype"),
-        arg("has_scales"), arg("gathers_to_aux"), "Of one rank.");
-  m.def("gemm_scratch_bytes", &ScratchBytes, arg("m"), arg("n"), arg("k"), arg("output_dtype"),
-        arg("has_scales"), arg("lhs_transposed"), arg("rhs_transposed"), arg("fuse_gelu"),
-        "Of one rank on a GPU.");
+  m.def("overlap_buffer_bytes", &BufferBytesFor, nb::kw_only(), arg("comm_type"), arg("method"),
+        arg("copies"), arg("num_ranks"), arg("rows"), arg("slot_rows"), arg("columns"),
+        arg("dtype"), arg("has_scales"), arg("gathers_to_aux"), "Of one rank.");
+  m.def("gemm_scratch_bytes", &ScratchBytes, nb::kw_only(), arg("m"), arg("n"), arg("k"),
+        arg("output_dtype"), arg("has_scales"), arg("lhs_transposed"), arg("rhs_transposed"),
+        arg("fuse_gelu"), "Of one rank on a GPU.");
   m.def(
       "load_blas",
       [](nb::capsule sgemm, nb::capsule dgemm) {
         return LoadBlas(RoutineOf(sgemm), RoutineOf(dgemm));
       },
-      arg("sgemm"), arg("dgemm"));
+      nb::kw_only(), arg("sgemm"), arg("dgemm"));
   m.def("start_spans", [] { SpanRecorder::Get().Start(); });
   m.def(
       "stop_spans", [] { return ToPython(SpanRecorder::Get().Stop()); },

@@ -13,6 +13,8 @@
 
 #include "dispatch/dispatch_buffers.h"
 #include "ffi/common.h"
+#include "ffi/cpu/call_site.h"
+#include "ffi/cpu/call_state.h"
 #include "ffi/cpu/targets.h"
 #include "ffi/dispatch_call.h"
 #include "xla/ffi/api/ffi.h"
@@ -21,6 +23,17 @@ namespace ffi = xla::ffi;
 
 namespace cpd {
 namespace {
+
+struct DispatchState : CallState<DispatchState> {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.Dispatch";
+  DispatchOptions options;
+  CallSite site;
+
+  void Read(AttributeReader* attributes) {
+    ReadOptions(attributes, &options);
+    site.Read(attributes, options.num_ranks);
+  }
+};
 
 // The registered buffers that one rank uses in one exchange; released on destruction.
 class BufferUse {
@@ -49,11 +62,12 @@ class BufferUse {
   std::vector<int64_t> ids_;
 };
 
-ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite* site,
+ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPool pool,
                  ffi::RunId run_id, int rank, int64_t group, const ffi::RemainingArgs& args,
                  const ffi::RemainingRets& results) {
+  const DispatchOptions& options = state.options;
   DispatchCall call;
-  Status status = ReadAttributes(options, &call);
+  Status status = ReadAttributes(direction, options, &call);
   if (status.ok()) status = ReadOperands(options, args, results, /*num_held=*/1, &call);
   if (!status.ok()) return Failed(status);  // the same on every rank: they are part of the program
 
@@ -65,9 +79,9 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
                      num_ranks = call.num_ranks](std::string_view bytes) {
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
-  status = site->Describe(run_id.run_id, group, &exchange);
+  status = state.site.Describe(run_id.run_id, group, &exchange);
   if (!status.ok()) return Failed(status);
-  PlanWords words{std::string(options.capacity_names), exchange.processes};
+  PlanWords words{options.capacity_names, exchange.processes};
   exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
                          const auto& ranks, WorkList* work) {
     return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
@@ -105,18 +119,11 @@ ffi::Future Move(const DispatchOptions& options, ffi::ThreadPool pool, CallSite*
 }
 
 template <Direction kDirection>
-ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
+ffi::Future MoveIn(ffi::ThreadPool pool, const DispatchState* state, ffi::RunId run_id,
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
-                   ffi::RemainingArgs args, ffi::RemainingRets results,
-                   ffi::Dictionary attributes) {
+                   ffi::RemainingArgs args, ffi::RemainingRets results) {
   try {
-    AttributeReader reader(attributes);
-    DispatchOptions options;
-    options.direction = kDirection;
-    ReadOptions(&reader, &options);
-    reader.Skip(kNumCallSiteAttributes);
-    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
-    return Move(options, pool, site, run_id, *rank.typed_data(), *group.typed_data(), args,
+    return Move(kDirection, *state, pool, run_id, *rank.typed_data(), *group.typed_data(), args,
                 results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
@@ -126,13 +133,12 @@ ffi::Future MoveIn(ffi::ThreadPool pool, CallSite* site, ffi::RunId run_id,
 auto Binding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
-      .Ctx<ffi::State<CallSite>>()
+      .Ctx<ffi::State<DispatchState>>()
       .Ctx<ffi::RunId>()               // the same on all ranks of one execution
       .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
       .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes of the mesh
       .RemainingArgs()                 // metadata and arrays; see ReadOperands
-      .RemainingRets()
-      .Attrs();
+      .RemainingRets();
 }
 
 XLA_FFI_DEFINE_HANDLER(DispatchHandler, MoveIn<Direction::kDispatch>, Binding());
@@ -141,8 +147,8 @@ XLA_FFI_DEFINE_HANDLER(CombineHandler, MoveIn<Direction::kCombine>, Binding());
 }  // namespace
 
 std::vector<Target> DispatchTargets() {
-  return {{"jax_cp_dispatch.dispatch", DispatchHandler},
-          {"jax_cp_dispatch.combine", CombineHandler}};
+  return {{"jax_cp_dispatch.dispatch", Instantiate<DispatchState>, DispatchHandler},
+          {"jax_cp_dispatch.combine", Instantiate<DispatchState>, CombineHandler}};
 }
 
 }  // namespace cpd

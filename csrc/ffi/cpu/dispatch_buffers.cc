@@ -37,14 +37,14 @@ void BindBuffers(nb::module_& m) {
             {capacity, row_bytes, num_groups, std::chrono::milliseconds(deadline_ms)}, &id));
         return id;
       },
-      arg("capacity"), arg("row_bytes"), arg("deadline_ms"), arg("num_groups"));
+      nb::kw_only(), arg("capacity"), arg("row_bytes"), arg("deadline_ms"), arg("num_groups"));
   m.def(
       "grow_buffer",
       [](const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,
          int64_t num_groups) {
         Check(DispatchBuffers::Get().Grow(op, id, capacity, row_bytes, num_groups));
       },
-      arg("op"), arg("id"), arg("capacity"), arg("row_bytes"), arg("num_groups"));
+      arg("op"), arg("id"), nb::kw_only(), arg("capacity"), arg("row_bytes"), arg("num_groups"));
   m.def(
       "destroy_buffer",
       [](const std::string& op, int64_t id) { Check(DispatchBuffers::Get().Destroy(op, id)); },

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "ffi/common.h"
+#include "ffi/cpu/call_site.h"
+#include "ffi/cpu/call_state.h"
 #include "ffi/cpu/targets.h"
 #include "ffi/gemm_call.h"
 #include "gemm/blas.h"
@@ -21,11 +23,22 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
+struct GemmState : CallState<GemmState> {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.Gemm";
+  GemmOptions options;
+  CallSite site;
+
+  void Read(AttributeReader* attributes) {
+    ReadOptions(attributes, &options);
+    site.Read(attributes, options.num_ranks);
+  }
+};
+
+ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t group,
                  const GemmOptions& options, const GemmBuffers& buffers) {
   Exchange exchange;
-  exchange.op = std::string(options.op);
-  if (options.num_ranks > 0) exchange.op += " over axis '" + std::string(options.axis) + "'";
+  exchange.op = options.op;
+  if (options.num_ranks > 0) exchange.op += " over axis '" + options.axis + "'";
   if (!BlasIsLoaded()) {
     return Failed(Status::Invalid(exchange.op + ": no BLAS is loaded. Call it through "
                                                 "jax_cp_dispatch."));
@@ -48,7 +61,7 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
     return future;
   }
   exchange.num_ranks = static_cast<int>(options.num_ranks);
-  if (const Status status = site->Describe(run_id.run_id, group, &exchange); !status.ok()) {
+  if (const Status status = site.Describe(run_id.run_id, group, &exchange); !status.ok()) {
     return Failed(status);
   }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
@@ -78,26 +91,22 @@ ffi::Future Gemm(CallSite* site, ffi::RunId run_id, int rank, int64_t group,
   return future;
 }
 
-ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
+ffi::Future GemmIn(const GemmState* state, ffi::RunId run_id, ffi::BufferR0<ffi::S32> rank,
                    ffi::BufferR0<ffi::S32> group, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv,
                    ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
                    ffi::AnyBuffer gelu_input, ffi::AnyBuffer aux_in,
                    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> bias_grad,
                    ffi::Result<ffi::AnyBuffer> pre_gelu_out, ffi::Result<ffi::AnyBuffer> aux_out,
                    ffi::Result<ffi::AnyBuffer> lhs_swizzled,
-                   ffi::Result<ffi::AnyBuffer> rhs_swizzled, ffi::Result<ffi::AnyBuffer> workspace,
-                   ffi::Dictionary attributes) {
+                   ffi::Result<ffi::AnyBuffer> rhs_swizzled,
+                   ffi::Result<ffi::AnyBuffer> workspace) {
   try {
-    AttributeReader reader(attributes);
-    GemmOptions options;
-    ReadOptions(&reader, &options);
-    reader.Skip(kNumCallSiteAttributes);
-    if (const Status status = reader.Finish(); !status.ok()) return Failed(status);
     const GemmBuffers buffers{lhs,           lhs_scale_inv, rhs,      rhs_scale_inv,
                               bias,          gelu_input,    aux_in,   *output,
                               *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
                               *rhs_swizzled, *workspace};
-    return Gemm(site, run_id, *rank.typed_data(), *group.typed_data(), options, buffers);
+    return Gemm(state->site, run_id, *rank.typed_data(), *group.typed_data(), state->options,
+                buffers);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }
@@ -105,7 +114,7 @@ ffi::Future GemmIn(CallSite* site, ffi::RunId run_id, ffi::BufferR0<ffi::S32> ra
 
 XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
                        ffi::Ffi::Bind()
-                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::State<GemmState>>()
                            .Ctx<ffi::RunId>()               // the same on all ranks
                            .Arg<ffi::BufferR0<ffi::S32>>()  // rank: place on the axis
                            .Arg<ffi::BufferR0<ffi::S32>>()  // group: place on the other axes
@@ -122,11 +131,12 @@ XLA_FFI_DEFINE_HANDLER(GemmHandler, GemmIn,
                            .Ret<ffi::AnyBuffer>()           // aux_out
                            .Ret<ffi::AnyBuffer>()           // lhs_swizzled
                            .Ret<ffi::AnyBuffer>()           // rhs_swizzled
-                           .Ret<ffi::AnyBuffer>()  // workspace; its type is that of partial sums
-                           .Attrs());
+                           .Ret<ffi::AnyBuffer>());  // workspace, of the type of partial sums
 
 }  // namespace
 
-std::vector<Target> GemmTargets() { return {{"jax_cp_dispatch.gemm", GemmHandler}}; }
+std::vector<Target> GemmTargets() {
+  return {{"jax_cp_dispatch.gemm", Instantiate<GemmState>, GemmHandler}};
+}
 
 }  // namespace cpd

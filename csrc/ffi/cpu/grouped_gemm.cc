@@ -4,6 +4,7 @@
 #include <string>
 
 #include "ffi/common.h"
+#include "ffi/cpu/call_state.h"
 #include "ffi/cpu/grouped_gemm_call.h"
 #include "ffi/cpu/targets.h"
 #include "gemm/blas.h"
@@ -14,26 +15,29 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-ffi::Error GroupedGemm(ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
+struct GroupedGemmState : CallState<GroupedGemmState> {
+  static constexpr char kTypeName[] = "jax_cp_dispatch.GroupedGemm";
+  GroupedGemmOptions options;
+
+  void Read(AttributeReader* attributes) { ReadOptions(attributes, &options); }
+};
+
+ffi::Error GroupedGemm(const GroupedGemmState* state, ffi::AnyBuffer lhs,
+                       ffi::AnyBuffer lhs_scale_inv, ffi::AnyBuffer rhs,
                        ffi::AnyBuffer rhs_scale_inv, ffi::AnyBuffer bias,
-                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output,
-                       ffi::Dictionary attributes) {
+                       ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> output) {
   try {
-    GroupedGemmOptions options;
-    if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
-      return ToError(status);
-    }
+    const GroupedGemmOptions& options = state->options;
     if (!BlasIsLoaded()) {
-      return ToError(Status::Invalid(std::string(options.op) +
-                                     ": no BLAS is loaded. Call it through jax_cp_dispatch."));
+      return ToError(
+          Status::Invalid(options.op + ": no BLAS is loaded. Call it through jax_cp_dispatch."));
     }
     GroupedProduct product;
     const GroupedGemmBuffers buffers{lhs,  lhs_scale_inv, rhs,    rhs_scale_inv,
                                      bias, group_sizes,   *output};
     Status status = DescribeGrouped(options, buffers, &product);
     if (status.ok()) {
-      status =
-          RunGroupedGemm(std::string(options.op), product, static_cast<int>(options.num_threads));
+      status = RunGroupedGemm(options.op, product, static_cast<int>(options.num_threads));
     }
     return ToError(status);
   } catch (const std::exception& error) {
@@ -43,19 +47,19 @@ ffi::Error GroupedGemm(ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale_inv, ffi::An
 
 XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
                        ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // lhs
-                           .Arg<ffi::AnyBuffer>()  // lhs_scale_inv [g]
-                           .Arg<ffi::AnyBuffer>()  // rhs
-                           .Arg<ffi::AnyBuffer>()  // rhs_scale_inv [g]
-                           .Arg<ffi::AnyBuffer>()  // bias [g, n]
-                           .Arg<ffi::AnyBuffer>()  // group_sizes [g]
-                           .Ret<ffi::AnyBuffer>()  // output
-                           .Attrs());
+                           .Ctx<ffi::State<GroupedGemmState>>()
+                           .Arg<ffi::AnyBuffer>()    // lhs
+                           .Arg<ffi::AnyBuffer>()    // lhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()    // rhs
+                           .Arg<ffi::AnyBuffer>()    // rhs_scale_inv [g]
+                           .Arg<ffi::AnyBuffer>()    // bias [g, n]
+                           .Arg<ffi::AnyBuffer>()    // group_sizes [g]
+                           .Ret<ffi::AnyBuffer>());  // output
 
 }  // namespace
 
 std::vector<Target> GroupedGemmTargets() {
-  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler, /*meets_others=*/false}};
+  return {{"jax_cp_dispatch.grouped_gemm", Instantiate<GroupedGemmState>, GroupedGemmHandler}};
 }
 
 }  // namespace cpd

@@ -83,23 +83,22 @@ const char* Wrong(const GroupedGemmOptions& options, const GroupedGemmBuffers& b
 
 }  // namespace
 
-Status ReadOptions(const ffi::Dictionary& attributes, GroupedGemmOptions* options) {
-  AttributeReader reader(attributes);
-  reader.Read("op", &options->op);
-  reader.Read("num_threads", &options->num_threads);
-  reader.Read("scaling_mode", &options->scaling_mode);
-  reader.Read("contracts_rows", &options->contracts_rows);
-  reader.Read("rhs_transposed", &options->rhs_transposed);
-  reader.Read("fuse_bias", &options->fuse_bias);
-  return reader.Finish();
+void ReadOptions(AttributeReader* attributes, GroupedGemmOptions* options) {
+  AttributeReader& a = *attributes;
+  GroupedGemmOptions& o = *options;
+  a.Read("op", &o.op);
+  a.Read("num_threads", &o.num_threads);
+  a.Read("scaling_mode", &o.scaling_mode);
+  a.Read("contracts_rows", &o.contracts_rows);
+  a.Read("rhs_transposed", &o.rhs_transposed);
+  a.Read("fuse_bias", &o.fuse_bias);
 }
 
 Status DescribeGrouped(const GroupedGemmOptions& options, const GroupedGemmBuffers& buffers,
                        GroupedProduct* product) {
   const char* wrong = Wrong(options, buffers, product);
   if (wrong == nullptr) return Status::Ok();
-  return Status::Invalid(std::string(options.op) + ": " + wrong +
-                         ". Call it through jax_cp_dispatch.");
+  return Status::Invalid(options.op + ": " + wrong + ". Call it through jax_cp_dispatch.");
 }
 
 }  // namespace cpd

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+#include <string>
 
 #include "ffi/attributes.h"
 #include "gemm/grouped_gemm.h"
@@ -12,7 +12,7 @@
 namespace cpd {
 
 struct GroupedGemmOptions {
-  std::string_view op;  // begins every message
+  std::string op;  // begins every message
   int64_t num_threads;
   int64_t scaling_mode;
   bool contracts_rows;
@@ -20,7 +20,7 @@ struct GroupedGemmOptions {
   bool fuse_bias;
 };
 
-Status ReadOptions(const xla::ffi::Dictionary& attributes, GroupedGemmOptions* options);
+void ReadOptions(AttributeReader* attributes, GroupedGemmOptions* options);
 
 // Absent operands have one element, which is never read.
 struct GroupedGemmBuffers {

@@ -1,5 +1,4 @@
 // The Python module with the XLA FFI handlers and registries for CPU.
-#include "ffi/common.h"
 #include "ffi/cpu/comm_gemm.h"
 #include "ffi/cpu/dispatch_buffers.h"
 #include "ffi/cpu/planner.h"
@@ -18,9 +17,7 @@ nb::dict Registrations() {
   for (const auto& all : {DispatchTargets(), GemmTargets(), GroupedGemmTargets()}) {
     for (const Target& target : all) {
       nb::dict stages;
-      if (target.meets_others) {
-        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&InstantiateCallSite));
-      }
+      stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(target.instantiate));
       stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
       targets[target.name] = stages;
     }

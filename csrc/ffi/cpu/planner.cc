@@ -45,8 +45,9 @@ Pieces PlaceDocumentsOf(const Lengths& lengths, int32_t num_ranks, int64_t token
 }  // namespace
 
 void BindPlanner(nb::module_& m) {
-  m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::arg("num_ranks"),
-        nb::arg("tokens_per_rank"), nb::arg("window"), nb::arg("tolerance_ppm"),
+  m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(),
+        nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("window"),
+        nb::arg("tolerance_ppm"),
         "Pieces of documents by rank: rows (rank, document, start, end).");
 }
 

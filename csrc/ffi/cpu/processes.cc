@@ -9,14 +9,11 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "ffi/common.h"
+#include "ffi/cpu/call_site.h"
 #include "nanobind/stl/string.h"
-#include "nanobind/stl/tuple.h"
-#include "nanobind/stl/vector.h"
 #include "transport/shared_memory.h"
 
 namespace nb = nanobind;
@@ -49,17 +46,18 @@ SharedSegment Map(int process, int fd, int64_t num_bytes, bool is_own) {
   return {process, fd, static_cast<char*>(base), num_bytes};
 }
 
-// (process, pid, socket, pid file descriptor or -1, segment, its bytes)
-using Other = std::tuple<int, int64_t, int, int, int, int64_t>;
-
-void Start(int process, int segment_fd, int64_t segment_bytes, const std::vector<Other>& others) {
+// `others` are of the class Neighbour in _ranks/processes/connect.py.
+void Start(int process, int segment_fd, int64_t segment_bytes, const nb::sequence& others) {
   if (SharedMemoryTransport() != nullptr) throw nb::value_error("initialize: called twice.");
   std::vector<SharedSegment> segments;
   std::vector<Peer> peers;
   SharedSegment own = Map(process, segment_fd, segment_bytes, /*is_own=*/true);
-  for (const auto& [other, pid, socket_fd, pid_fd, fd, num_bytes] : others) {
-    segments.push_back(Map(other, fd, num_bytes, /*is_own=*/false));
-    peers.push_back({other, pid, socket_fd, pid_fd});
+  for (const nb::handle other : others) {
+    const auto field = [&other](const char* name) { return nb::cast<int64_t>(other.attr(name)); };
+    const auto file = [&field](const char* name) { return static_cast<int>(field(name)); };
+    const auto number = static_cast<int>(field("process"));
+    segments.push_back(Map(number, file("segment_fd"), field("segment_bytes"), /*is_own=*/false));
+    peers.push_back({number, field("pid"), file("socket_fd"), file("pid_fd")});
   }
   StartSharedMemory(own, std::move(segments), std::move(peers));
 }
@@ -68,8 +66,8 @@ void Start(int process, int segment_fd, int64_t segment_bytes, const std::vector
 
 void BindProcesses(nb::module_& m) {
   using nb::arg;
-  m.def("start_shared_memory", &Start, arg("process"), arg("segment_fd"), arg("segment_bytes"),
-        arg("others"),
+  m.def("start_shared_memory", &Start, arg("process"), nb::kw_only(), arg("segment_fd"),
+        arg("segment_bytes"), arg("others"),
         "Takes over the file descriptors; afterwards exchanges reach the ranks of the others.");
   m.def("end_programs", &EndPrograms, "Tells that no program with calls is being compiled.");
 }

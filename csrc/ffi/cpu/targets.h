@@ -9,8 +9,8 @@ namespace cpd {
 
 struct Target {
   const char* name;
+  XLA_FFI_Handler* instantiate;  // makes the state; see call_state.h
   XLA_FFI_Handler* execute;
-  bool meets_others = true;  // then it needs a call site
 };
 
 std::vector<Target> DispatchTargets();

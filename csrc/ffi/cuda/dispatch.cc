@@ -77,12 +77,12 @@ void FindRemotes(const CudaOptions& options, const Placement& placement, kernels
   }
 }
 
-Status Move(const CudaOptions& options, bool execute, int32_t device, cudaStream_t stream,
-            const int32_t* rank_operand, const ffi::RemainingArgs& args,
+Status Move(Direction direction, const CudaOptions& options, bool execute, int32_t device,
+            cudaStream_t stream, const int32_t* rank_operand, const ffi::RemainingArgs& args,
             const ffi::RemainingRets& results) {
   DispatchCall read;
   Placement placement;
-  Status status = ReadCudaAttributes(options.call, &read);
+  Status status = ReadCudaAttributes(direction, options.call, &read);
   const std::string& op = read.op;
   if (status.ok()) status = FindPlacement(op, device, read.num_ranks, options.places, &placement);
   if (!status.ok()) return status;
@@ -131,11 +131,11 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
                   ffi::Dictionary attributes) {
   try {
     CudaOptions options;
-    options.call.direction = kDirection;
     if (const Status status = ReadOptions(attributes, &options); !status.ok()) {
       return ToError(status);
     }
-    return ToError(Move(options, kExecute, device, stream, rank.typed_data(), args, results));
+    return ToError(
+        Move(kDirection, options, kExecute, device, stream, rank.typed_data(), args, results));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

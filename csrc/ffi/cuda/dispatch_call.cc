@@ -57,8 +57,8 @@ Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Count
   return Status::Ok();
 }
 
-Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call) {
-  Status status = ReadAttributes(options, call);
+Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call) {
+  Status status = ReadAttributes(direction, options, call);
   if (!status.ok()) return status;
   int64_t num_arrays = 0;
   for (const int64_t n : options.num_arrays) num_arrays += n;

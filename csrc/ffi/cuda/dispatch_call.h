@@ -36,7 +36,7 @@ Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Count
                    Placement* placement);
 
 // Reads everything but the parts; rejects calls beyond the GPU limits.
-Status ReadCudaAttributes(const DispatchOptions& options, DispatchCall* call);
+Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);
 
 // Reads the parts, after the attributes, and fills in the kernels' parameter for `num_local` ranks.
 // Rejects what no kernel could process.

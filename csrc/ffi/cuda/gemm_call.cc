@@ -70,9 +70,7 @@ BufferView::BufferView(const ffi::AnyBuffer& all, int64_t rank, int64_t num_rank
 }
 
 std::string CudaGemmOptions::op() const {
-  std::string name(call.op);
-  if (overlaps()) name += " over axis '" + std::string(call.axis) + "'";
-  return name;
+  return overlaps() ? call.op + " over axis '" + call.axis + "'" : call.op;
 }
 
 Status CheckRanksOnGpu(const std::string& op, const CudaGemmOptions& options) {

@@ -23,7 +23,7 @@ class Card(NamedTuple):
 
 
 class Neighbour(NamedTuple):
-    """A connected process; fields in the order that the extension expects."""
+    """A connected process. The extension reads the fields by name."""
 
     process: int
     pid: int

@@ -88,7 +88,9 @@ def _start(
     neighbours = connect_all(listener, process, cards, segment, timeout, check_others)
     for neighbour in neighbours:
         watch_process(neighbour.process, neighbour.pid_fd)
-    runtime.native.start_shared_memory(process, *segment, neighbours)
+    runtime.native.start_shared_memory(
+        process, segment_fd=segment.fd, segment_bytes=segment.num_bytes, others=neighbours
+    )
 
 
 def own_address() -> str:

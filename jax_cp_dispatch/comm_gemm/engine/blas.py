@@ -19,7 +19,7 @@ def load_blas() -> str:
     cython_blas: Any = importlib.import_module("scipy.linalg.cython_blas")
 
     routines = cython_blas.__pyx_capi__  # jaxlib's LAPACK uses it too
-    return runtime.native.load_blas(routines["sgemm"], routines["dgemm"])
+    return runtime.native.load_blas(sgemm=routines["sgemm"], dgemm=routines["dgemm"])
 
 
 def threads_per_device() -> int:

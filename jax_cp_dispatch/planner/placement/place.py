@@ -146,10 +146,10 @@ def place_tokens(
     num_tokens = documents.num_tokens // world_size
     assigned = native.place_documents(
         np.ascontiguousarray(documents.lengths, np.int64),
-        world_size,
-        num_tokens,
-        min(window or 0, documents.num_tokens),
-        round(1e6 * config.balance_tolerance),
+        num_ranks=world_size,
+        tokens_per_rank=num_tokens,
+        window=min(window or 0, documents.num_tokens),
+        tolerance_ppm=round(1e6 * config.balance_tolerance),
     )
     pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
     sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}

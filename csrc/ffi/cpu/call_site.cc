@@ -1,0 +1,80 @@
+// Where a custom call is in its program: there its ranks meet.
+#include "ffi/cpu/call_site.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string_view>
+
+#include "transport/in_process.h"
+#include "transport/shared_memory.h"
+
+namespace cpd {
+namespace {
+
+// FNV-1a over the signature and the number among equal signatures.
+int64_t CallSiteId(std::string_view signature, uint64_t ordinal) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&hash](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3; };
+  for (const char c : signature) add(static_cast<uint8_t>(c));
+  for (int i = 0; i < 8; ++i) add(static_cast<uint8_t>(ordinal >> (8 * i)));
+  return static_cast<int64_t>(hash);
+}
+
+// Call sites of the programs that are being compiled, by signature. XLA creates those of a program
+// in an order that depends only on the program.
+std::mutex call_sites_mutex;
+auto& num_call_sites = *new std::map<std::string, uint64_t>;
+
+uint64_t NumberAmongEquals(const std::string& signature) {
+  std::lock_guard<std::mutex> lock(call_sites_mutex);
+  return num_call_sites[signature]++;
+}
+
+}  // namespace
+
+void CallSite::Read(AttributeReader* attributes, int64_t num_ranks) {
+  std::vector<int64_t> processes;
+  attributes->Read("signature", &signature_);
+  attributes->Read("processes", &processes);
+  static std::atomic<int64_t> next_uid{1};
+  uid_ = processes.empty() ? next_uid++ : CallSiteId(signature_, NumberAmongEquals(signature_));
+  const auto group_size = static_cast<size_t>(std::max<int64_t>(num_ranks, 1));
+  for (size_t i = 0; group_size <= processes.size() - i; i += group_size) {
+    processes_.emplace_back(processes.begin() + i, processes.begin() + i + group_size);
+  }
+}
+
+void EndPrograms() {
+  std::lock_guard<std::mutex> lock(call_sites_mutex);
+  num_call_sites.clear();
+}
+
+Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange) const {
+  exchange->key = {run_id, uid_, group};
+  exchange->signature = signature_;
+  if (processes_.empty()) return Status::Ok();
+  if (group < 0 || group >= static_cast<int64_t>(processes_.size())) {
+    return Status::Invalid(exchange->op + ": this rank is in group " + std::to_string(group) +
+                           " but the program is for " + std::to_string(processes_.size()) +
+                           " groups. Every other mesh axis must be manual where this is called.");
+  }
+  exchange->processes = &processes_[group];
+  if (SharedMemoryTransport() != nullptr) return Status::Ok();
+  return Status::Invalid(
+      exchange->op +
+      ": the program spans processes, but this process has not joined the others. Call "
+      "jax_cp_dispatch.initialize() before the program is compiled.");
+}
+
+Transport& TransportFor(const Exchange& exchange) {
+  if (exchange.processes != nullptr) {
+    for (const int process : *exchange.processes) {
+      if (process != ThisProcess()) return *SharedMemoryTransport();
+    }
+  }
+  return InProcessTransport();
+}
+
+}  // namespace cpd
