@@ -157,7 +157,7 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
 }
 
 // Assigns a staging place to the rows that combine fetches, by slot and replica. There is enough
-// room unless ranges overlap on the rank that holds them.
+// space unless ranges overlap on the rank that holds them.
 template <typename Fabric>
 CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;

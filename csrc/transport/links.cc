@@ -49,7 +49,7 @@ int64_t Links::pid(int process) const {
   return link ? link->peer.pid : 0;
 }
 
-// Returns false if the socket has no room now. Drops what cannot be sent at all: the receiving side
+// Returns false if the socket is full now. Drops what cannot be sent at all: the receiving side
 // of the link detects that the peer has ended.
 bool Links::SendNow(Link* link, const std::string& bytes) {
   while (true) {

@@ -84,7 +84,7 @@ def imported_modules(path):
             yield from (alias.name for alias in node.names)
 
 
-def imported_rooms(path, package):
+def imported_parts(path, package):
     """Returns the parts of `package`, given its dotted name, that a file imports."""
     for module in imported_modules(path):
         if module == package:
@@ -101,7 +101,7 @@ def test_imports_follow_the_architecture():
         allowed = ALLOWED[part] | {part} | SHARED
         if path.name == "runtime.py":
             allowed |= {"_cpu", "_cuda", "_nvshmem"}  # no other part imports the extensions
-        assert set(imported_rooms(path, "jax_cp_dispatch")) <= allowed, path
+        assert set(imported_parts(path, "jax_cp_dispatch")) <= allowed, path
 
 
 @pytest.mark.parametrize("package", INSIDE)
@@ -111,7 +111,7 @@ def test_imports_inside_a_package(package):
         part = part_of(path, folder)
         if part == "__init__":
             continue
-        imported = set(imported_rooms(path, f"jax_cp_dispatch.{package}"))
+        imported = set(imported_parts(path, f"jax_cp_dispatch.{package}"))
         assert imported <= table[part] | {part}, path
 
 
