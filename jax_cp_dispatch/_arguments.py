@@ -15,6 +15,15 @@ def check_array(op: str, name: str, x: Any) -> None:
         )
 
 
+def check_type(op: str, name: str, value: Any, kind: type, remedy: str) -> None:
+    """Requires an object of this class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{op}: {name} is of type {type(value).__name__}; it needs to be of type "
+            f"{kind.__name__}. {remedy}"
+        )
+
+
 def check_integer(op: str, name: str, value: Any) -> None:
     """Requires an integer of Python or NumPy, not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):

@@ -74,9 +74,15 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
       fn: a function under `jax.jit`.
       operands: its arguments.
     Raises:
+      TypeError: `fn` cannot be called.
       ValueError: nothing was recorded, because the program has no such call or uses XLA's
         collectives; or its calls use several axes.
     """
+    if not callable(fn):
+        raise TypeError(
+            f"overlap_profile: fn is of type {type(fn).__name__}; it needs to be a function. Pass "
+            "one under jax.jit, then its operands."
+        )
     jax.block_until_ready(fn(*operands))
     recorders = [x for x in (runtime.native, runtime.cuda) if x is not None]
     for recorder in recorders:

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 PLAN, _ = cp.compute_metadata(LENGTHS, WHERE)
 KEY = jax.random.key(0)
+SCALES: Any = np.ones((128, 4), np.uint8)
+DELAYED = cp.scaling.DelayedScaling.init()
 
 
 def plan_of(**fields: Any) -> cp.Metadata:
@@ -89,6 +91,19 @@ def overlap_buffer(
     comm_type="AG", method="ring_exchange", shape=(8, 4), dtype="float32", **options
 ):
     return cp.buffers.create_comm_overlap_buffer(comm_type, method, shape, dtype, W, **options)
+
+
+def choose(**options: Any):
+    shape = cp.cost.CommGemmShape("all_gather_matmul", 8, 8, 8, W, 4)
+    return cp.choose_comm_gemm(shape, **options)
+
+
+def quantize(x: Any, **options: Any):
+    return cp.scaling.quantize(x, "DELAYED_TENSOR_SCALING", **{"state": DELAYED, **options})
+
+
+def unpad(shape: Any):
+    return cp.scaling.unpad_scales(SCALES, shape=shape)
 
 
 # Name, call, and the message after "<operation>: ".
@@ -236,6 +251,31 @@ CASES = [
     ("create_comm_overlap_buffer", lambda: overlap_buffer("no"), "comm_type is 'no'; it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(shape=(8,)), r"is \(8,\); it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(num_splits=0), "is 0; it needs"),
+    ("choose_comm_gemm", lambda: cp.choose_comm_gemm(NO_PLAN), "type ndarray.*CommGemmShape. Pass"),
+    ("choose_comm_gemm", lambda: choose(hardware="h100"), "type str.*needs to be of type Hardware"),
+    ("choose_comm_gemm", lambda: choose(table={}), "table is of type dict.*TuningTable. Pass"),
+    ("use_tuning", lambda: cp.profiling.use_tuning(cast(Any, "a")), "type str.*TuningTable. Pass"),
+    (
+        "overlap_profile",
+        lambda: cp.profiling.overlap_profile(NO_PLAN),
+        "type ndarray.*a function",
+    ),
+    ("quantize", lambda: quantize([1.0]), r"x is of type list.*Pass numpy.asarray\(x\)"),
+    ("quantize", lambda: quantize(X, state=3), r"type int.*DelayedScaling. Begin"),
+    ("dequantize", lambda: cp.scaling.dequantize(NO_PLAN), "type ndarray.*Quantized. Pass"),
+    ("pad_scales", lambda: cp.scaling.pad_scales(cast(Any, [[1]])), "scales is of type list"),
+    (
+        "swizzle_scales",
+        lambda: cp.scaling.swizzle_scales(cast(Any, X)),
+        r"\(4, 6, 2\).*\[r, c\]",
+    ),
+    (
+        "unswizzle_scales",
+        lambda: cp.scaling.unswizzle_scales(cast(Any, X)),
+        r"\(4, 6, 2\).*512",
+    ),
+    ("unpad_scales", lambda: unpad(shape=3), "shape is 3; it needs to be a tuple"),
+    ("unpad_scales", lambda: unpad(shape=(1.5, 2)), "entry of shape is 1.5; it needs"),
     (
         "destroy_comm_overlap_buffer",
         lambda: cp.buffers.destroy_comm_overlap_buffer(-3),

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import jax
 
-from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, method_options
+from jax_cp_dispatch._arguments import check_type
+from jax_cp_dispatch.comm_gemm.choice.tuning import TuningTable, check_table, method_options
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 from jax_cp_dispatch.cost import (
     HARDWARE,
@@ -57,7 +58,16 @@ def choose_comm_gemm(
       table: measurements of `tune`.
     Returns:
       The fastest method; on a tie the simplest, so NONE if overlap does not pay off.
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: the table does not contain any known method for this shape.
     """
+    op = "choose_comm_gemm"
+    check_type(op, "shape", shape, CommGemmShape, "Pass a cost.CommGemmShape.")
+    if hardware is not None:
+        check_type(op, "hardware", hardware, Hardware, "Pass an entry of cost.HARDWARE.")
+    if table is not None:
+        check_table(op, table)
     if hardware is None:
         hardware = HARDWARE["cpu" if jax.default_backend() == "cpu" else "h100"]
     methods = comm_gemm_methods(shape.op, shape.num_ranks)

@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
+from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch.cost import CommGemmMethod, CommGemmShape
 
 _VARIABLE = "JAX_CP_DISPATCH_TUNING"
@@ -55,6 +56,12 @@ def _from_json(text: str) -> TuningTable:
     return TuningTable(dict(content["machine"]), seconds)
 
 
+def check_table(op: str, table: Any) -> None:
+    """Requires a table."""
+    remedy = "Pass the result of tune or TuningTable.load."
+    check_type(op, "table", table, TuningTable, remedy)
+
+
 _table: TuningTable | None = None
 _is_read = False
 
@@ -64,8 +71,13 @@ def use_tuning(table: TuningTable | None) -> None:
 
     Programs that are already traced keep their choice. Every process of a program must use the same
     table.
+
+    Raises:
+      TypeError: `table` is something else.
     """
     global _table, _is_read
+    if table is not None:
+        check_table("use_tuning", table)
     _table, _is_read = table, True
 
 

@@ -7,6 +7,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jax_cp_dispatch._arguments import check_array, check_integer
+
 Layout: TypeAlias = Literal["row", "column"]
 
 BLOCK = 32
@@ -112,9 +114,10 @@ def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[
     Returns:
       Scales with bytes 0 appended to both dimensions.
     Raises:
-      ValueError: `layout` is another one.
+      TypeError, ValueError: an argument has another type or shape; `layout` is another one.
     """
     check_layout("pad_scales", layout)
+    _check_dims("pad_scales", "scales", scales, "[r, c]")
     fill = [(0, -n % unit) for n, unit in zip(scales.shape, _tile(layout), strict=True)]
     return jnp.pad(scales, fill)
 
@@ -130,8 +133,14 @@ def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UI
     Returns:
       The scales before padding.
     Raises:
-      ValueError: `shape` is larger than that of `scales`.
+      TypeError, ValueError: an argument has another type or shape; `shape` is larger than that of
+        `scales`.
     """
+    _check_dims("unpad_scales", "scales", scales, "[r, c]")
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise TypeError(f"unpad_scales: shape is {shape!r}; it needs to be a tuple of two sizes.")
+    for size in shape:
+        check_integer("unpad_scales", "an entry of shape", size)
     if any(need > got for need, got in zip(shape, scales.shape, strict=True)):
         raise ValueError(
             f"unpad_scales: scales have shape {scales.shape}, smaller than shape={shape}. Pass the "
@@ -157,11 +166,12 @@ def swizzle_scales(
     Returns:
       `[R / 128, C / 4, 512]`; the last dimension is the offset in the tile.
     Raises:
-      ValueError: the scales are not whole tiles; `layout` is another one.
+      TypeError, ValueError: the scales are no array of whole tiles; `layout` is another one.
     References:
       NVIDIA, cuBLAS documentation, "1D block scaling factors layout".
     """
     check_layout("swizzle_scales", layout)
+    _check_dims("swizzle_scales", "scales", scales, "[r, c]")
     if any(n % unit for n, unit in zip(scales.shape, _tile(layout), strict=True)):
         raise ValueError(
             f"swizzle_scales: scales have shape {scales.shape}; layout {layout!r} needs multiples "
@@ -185,13 +195,22 @@ def unswizzle_scales(
     Returns:
       Padded scales: `[R, C]` for "row", `[C, R]` for "column".
     Raises:
-      ValueError: `layout` is another one.
+      TypeError, ValueError: `tiles` is no array of tiles; `layout` is another one.
     """
     check_layout("unswizzle_scales", layout)
+    _check_dims("unswizzle_scales", "tiles", tiles, "[r, c, 512]")
     num_rows, num_columns, _ = tiles.shape
     scales = tiles.reshape(num_rows, num_columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     scales = scales.reshape(num_rows * 128, num_columns * 4)
     return scales if layout == "row" else scales.T
+
+
+def _check_dims(op: str, name: str, array: Any, needs: str) -> None:
+    """Requires an array of scales, or of tiles of 512 scales."""
+    check_array(op, name, array)
+    of_tiles = needs == "[r, c, 512]"
+    if array.ndim != 2 + of_tiles or (of_tiles and array.shape[-1] != 512):
+        raise ValueError(f"{op}: {name} has shape {array.shape}; it needs to be {needs}.")
 
 
 def _tile(layout: Layout) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from jax_cp_dispatch._arguments import check_array, check_type
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     Layout,
     block_scales,
@@ -149,7 +150,7 @@ def quantize(
     Returns:
       The data and the inverse of its scale.
     Raises:
-      ValueError: an argument does not match the mode.
+      TypeError, ValueError: an argument has another type, or does not match the mode.
     References:
       OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats Specification 1.0, for
       its block of 32, E8M0 and the NaN scale. The specification rounds the scale's exponent down.
@@ -158,6 +159,7 @@ def quantize(
     mode = ScalingMode.read("quantize", "mode", mode)
     dtype = _check_dtype("quantize", dtype)
     check_layout("quantize", layout)
+    check_array("quantize", "x", x)
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
     if mode == ScalingMode.NO_SCALING:
         raise ValueError(
@@ -170,6 +172,9 @@ def quantize(
             "an earlier step belongs to DELAYED_TENSOR_SCALING alone. "
             + ("Begin with state=DelayedScaling.init()." if is_delayed else "Omit it.")
         )
+    if state is not None:
+        remedy = "Begin with DelayedScaling.init()."
+        check_type("quantize", "state", state, DelayedScaling, remedy)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize: x is {x.dtype}; it needs to be real floats. Convert it first.")
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
@@ -201,8 +206,9 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     Returns:
       An array in the shape of `q.data`.
     Raises:
-      ValueError: the parts of `q` do not match.
+      TypeError, ValueError: `q` is no `Quantized`, or its parts do not match.
     """
+    check_type("dequantize", "q", q, Quantized, "Pass the result of quantize.")
     mode = ScalingMode.read("dequantize", "q.mode", q.mode)
     _check_dtype("dequantize", q.data.dtype, "q.data")
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
