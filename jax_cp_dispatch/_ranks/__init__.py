@@ -1,0 +1,1 @@
+"""What every collective call needs: its ranks, their context, transports, processes and GPUs."""

@@ -1,0 +1,1 @@
+"""Attention to keys on this rank, whose passes all algorithms share."""

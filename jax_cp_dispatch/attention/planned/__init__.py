@@ -1,0 +1,1 @@
+"""Attention by a plan: balanced and placed."""

@@ -1,0 +1,1 @@
+"""Attention while keys rotate: ring, zigzag and Hamilton."""

@@ -1,0 +1,1 @@
+"""Registered buffers of overlapped GEMMs."""

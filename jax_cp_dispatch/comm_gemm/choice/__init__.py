@@ -1,0 +1,1 @@
+"""Chooses the method of a GEMM, by cost or measurement."""

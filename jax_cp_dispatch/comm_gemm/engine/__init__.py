@@ -1,0 +1,1 @@
+"""The GEMM of one rank, on CPU and GPU, or by XLA."""

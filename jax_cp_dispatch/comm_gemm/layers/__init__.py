@@ -1,0 +1,1 @@
+"""Matmuls over all ranks: derivatives, global arrays, other axes."""

@@ -1,0 +1,1 @@
+"""8-bit operands and their scales."""
