@@ -59,6 +59,7 @@ from jax_cp_dispatch.planner import (
     PlanConfig,
     place_tokens,
     plan_attention,
+    stack_plans,
 )
 
 __version__ = "0.1.0"
@@ -113,6 +114,7 @@ __all__ = [
     "ring_exchange",
     "scaling",
     "scenarios",
+    "stack_plans",
     "zigzag_permutation",
     "zigzag_ring_attention",
 ]

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import (
     Algorithm,
@@ -20,7 +21,13 @@ from jax_cp_dispatch.attention.algorithms import (
     Placed,
     read_algorithm,
 )
-from jax_cp_dispatch.attention.checks import HostOrDevice, check_global, check_rows
+from jax_cp_dispatch.attention.checks import (
+    HostOrDevice,
+    check_global,
+    check_groups,
+    check_rows,
+    is_stack,
+)
 from jax_cp_dispatch.attention.choose import choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.mesh_axes import find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
@@ -38,7 +45,7 @@ def context_parallel_attention(
     k: Float[HostOrDevice, "B T K H"],
     v: Float[HostOrDevice, "B T K Hv"],
     *,
-    axis_name: str,
+    axis_name: AxisName,
     algorithm: Algorithm | str,
     mesh: Mesh | AbstractMesh | None = None,
     causal: bool = True,
@@ -70,8 +77,8 @@ def context_parallel_attention(
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts.
       k: keys; K divides N.
       v: values.
-      axis_name: the mesh axis over which the sequence is sharded, W devices. If W does not divide
-        T, padding is added and removed.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
+        devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with its
         own options; or its name in lower case, for all defaults. "auto" selects the algorithm of
         the plan, or that of `choose_algorithm` from concrete segment ids.
@@ -92,7 +99,8 @@ def context_parallel_attention(
       plan: for "balanced", a plan for these documents and the window; for "placed", that of
         `place_tokens`. If you also pass segment_ids or positions (for "placed" in placed order),
         they are compared with the plan's, and a plan of another batch is an error on all ranks;
-        without them, the plan is not checked.
+        without them, the plan is not checked. If the batch is sharded over D groups, pass
+        `stack_plans` of D plans, one for the rows of each group.
       batch_axis: mesh axis over which B is sharded, or several; groups along them are independent.
         `()`: none. None: inferred from q, k and v. Types show explicit axes. Automatic axes are
         known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays
@@ -120,11 +128,11 @@ def context_parallel_attention(
         batch_axis=batch_axis,
         head_axis=head_axis,
         algorithm=algorithm.name,
-        has_plan=plan is not None,
+        covers_batch=plan is not None and not is_stack(plan),
     )
     check_rows(_OP, q, k, v, segment_ids, positions)
     attention = AttentionOptions(
-        ExchangeOptions(_OP, axis_name, implementation, deadline),
+        ExchangeOptions(_OP, axes.axis_name, implementation, deadline),
         causal=causal,
         window=window,
         layout=layout,
@@ -249,9 +257,9 @@ def _check_plan(options: GlobalOptions, q, plan) -> None:
     axes, num_ranks = options.axes, options.num_ranks
     if (plan is not None or options.attention.layout == "zigzag") and q.shape[1] % num_ranks:
         raise ValueError(
-            f"{_OP}: T is {q.shape[1]} but mesh axis {axes.axis_name!r} has {num_ranks} devices, "
-            "which must divide it with a plan, and with layout='zigzag'. Pad the tokens (segment 0 "
-            "is padding) before the plan, or the layout, is made."
+            f"{_OP}: T is {q.shape[1]} but {axes.described}, which must divide it with a plan, and "
+            "with layout='zigzag'. Pad the tokens (segment 0 is padding) before the plan, or the "
+            "layout, is made."
         )
     if plan is not None and options.attention.window is not None:
         raise ValueError(
@@ -259,13 +267,8 @@ def _check_plan(options: GlobalOptions, q, plan) -> None:
         )
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(
-            f"{_OP}: the plan is for world_size={plan.world_size} but mesh axis "
-            f"{axes.axis_name!r} has {num_ranks} devices. Plan again with that world_size."
+            f"{_OP}: the plan is for world_size={plan.world_size} but {axes.described}. Plan again "
+            "with that world_size."
         )
-    of_all = q.shape[0] * (q.shape[1] // num_ranks)
-    if axes.num_groups > 1 and isinstance(plan, AttentionPlan) and plan.num_tokens == of_all:
-        raise ValueError(
-            f"{_OP}: the plan is for all {q.shape[0]} rows of the batch, but batch_axis "
-            f"{axes.batch!r} splits them into {axes.num_groups} independent groups. Pass "
-            "segment_ids instead of the plan, or batch_axis=()."
-        )
+    if plan is not None:
+        check_groups(_OP, plan, num_groups=axes.num_groups, batch=axes.batch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.axis import check_mesh
+from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.checks import check_arrays, check_operands
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
@@ -51,6 +51,31 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
     )
 
 
+def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:
+    """Whether this is a result of `stack_plans`, or a part of it with its leading axis."""
+    return plan is not None and plan.stamp.ndim > 2
+
+
+def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
+    """Requires one plan for each group of the batch; a single group may have it in a stack."""
+    groups = f"batch_axis {batch!r} splits the batch into {num_groups} independent groups"
+    if not is_stack(plan):
+        if num_groups > 1:
+            raise ValueError(
+                f"{op}: got a single plan, but {groups}. Plan the rows of each group and pass "
+                "plan=stack_plans([...]), one plan per group. Or pass batch_axis=() and a plan for "
+                "all rows, which each group then computes."
+            )
+        return
+    if plan.stamp.shape[:-2] != (num_groups,):
+        groups = groups if num_groups > 1 else "the batch is not sharded"
+        raise ValueError(
+            f"{op}: got plans stacked as {list(plan.stamp.shape[:-2])}, but {groups}. Pass "
+            "stack_plans of one plan per group, and name the axis of the groups as batch_axis. For "
+            "micro-batches, call attention inside jax.lax.scan over their plans."
+        )
+
+
 def check_layout(op: str, layout: Any) -> None:
     """Requires one of the layouts."""
     if layout not in LAYOUTS:
@@ -62,9 +87,6 @@ def check_layout(op: str, layout: Any) -> None:
 def check_global(op: str, *, mesh: Any, axis_name: Any, plan: Any) -> None:
     """Checks the arguments of functions for global arrays only."""
     check_mesh(op, mesh)
-    if not isinstance(axis_name, str):
-        raise TypeError(
-            f"{op}: axis_name is {axis_name!r}; it needs to be the name of one mesh axis, a string."
-        )
+    check_axis_name(op, axis_name)
     if plan is not None:
         check_plan(op, plan, AttentionPlan, PlacedPlan)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.place import find_mesh, is_traced
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 
@@ -21,6 +22,7 @@ Names = str | Sequence[str] | None
 _OP = "context_parallel_attention"
 _ON_A_RANK = {
     "balanced": "balanced_attention with a plan of plan_attention",
+    "placed": "placed_attention with the plan of place_tokens",
     "ring": "ring_attention",
     "zigzag": "zigzag_ring_attention",
     "hamilton": "hamilton_attention",
@@ -32,12 +34,12 @@ class MeshAxes:
     """A mesh and the axes that a call uses.
 
     Attributes:
-      axis_name: shards the sequence.
+      sequence: axes that shard the sequence, major axis first.
       batch, heads: axes that shard B, and N and K; major axis first.
     """
 
     mesh: Mesh | AbstractMesh
-    axis_name: str
+    sequence: tuple[str, ...]
     batch: tuple[str, ...]
     heads: tuple[str, ...]
 
@@ -48,6 +50,24 @@ class MeshAxes:
 
     def num_devices(self, names: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in names)
+
+    @property
+    def axis_name(self) -> AxisName:
+        """The axes of the sequence, as an axis name."""
+        first, *others = self.sequence
+        return self.sequence if others else first
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_devices(self.sequence)
+
+    @property
+    def described(self) -> str:
+        """The axes of the sequence and their devices, for messages."""
+        name, *others = map(repr, self.sequence)
+        if not others:
+            return f"mesh axis {name} has {self.num_ranks} devices"
+        return f"mesh axes {', '.join([name, *others])} have {self.num_ranks} devices"
 
     @property
     def num_groups(self) -> int:
@@ -71,63 +91,65 @@ class MeshAxes:
         if copies == 1:
             return x
         if AxisType.Explicit in self.mesh.axis_types:  # cannot repeat a sharded dimension
-            x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.axis_name)))
+            x = reshard(x, NamedSharding(self.mesh, P(self.batch, self.sequence)))
         return jnp.repeat(x, copies, axis=2)
 
 
 def find_axes(
     *arrays: Any,
     mesh: Any,
-    axis_name: str,
+    axis_name: AxisName,
     batch_axis: Names,
     head_axis: Names,
     algorithm: str,
-    has_plan: bool,
+    covers_batch: bool,
 ) -> MeshAxes:
     """Finds the mesh (surroundings, `mesh`, or q, k, v), and infers the axes that are None.
 
-    A plan is for the whole batch, so with a plan no axes of the batch are inferred.
+    With a plan that covers the whole batch, no axes of the batch are inferred.
     """
-    mesh = _find_mesh(mesh, axis_name, algorithm, arrays)
+    sequence = _names(axis_name)
+    mesh = _find_mesh(mesh, sequence, algorithm, arrays)
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(mesh, given)
     refuse_mapped_explicit_axes(_OP, mesh)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
-        batch = _axes_of(arrays, 0, mesh, {axis_name, *heads})
-        if batch and has_plan:
+        batch = _axes_of(arrays, 0, mesh, {*sequence, *heads})
+        if batch and covers_batch:
             _warn_of_plan(batch)
             batch = ()
-        elif not batch and has_plan:
-            _warn_of_plan_if_traced(arrays, mesh, {axis_name, *heads})
+        elif not batch and covers_batch:
+            _warn_of_plan_if_traced(arrays, mesh, {*sequence, *heads})
         elif not batch:
-            _warn_of_automatic_axes("batch_axis", "B", 0, arrays, mesh, {axis_name, *heads})
+            _warn_of_automatic_axes("batch_axis", "B", 0, arrays, mesh, {*sequence, *heads})
     if head_axis is None:
-        heads = _axes_of(arrays, 2, mesh, {axis_name, *batch})
+        heads = _axes_of(arrays, 2, mesh, {*sequence, *batch})
         if not heads:
-            _warn_of_automatic_axes("head_axis", "N", 2, arrays, mesh, {axis_name, *batch})
-    axes = MeshAxes(mesh, axis_name, batch, heads)
+            _warn_of_automatic_axes("head_axis", "N", 2, arrays, mesh, {*sequence, *batch})
+    axes = MeshAxes(mesh, sequence, batch, heads)
     q = arrays[0]
     _check_divides("B", q.shape[0], "batch_axis", batch, axes)
     _check_divides("N", q.shape[2], "head_axis", heads, axes)
     return axes
 
 
-def _find_mesh(mesh, axis_name, algorithm, arrays) -> Mesh | AbstractMesh:
+def _find_mesh(mesh, sequence, algorithm, arrays) -> Mesh | AbstractMesh:
     around = jax.sharding.get_abstract_mesh()
-    if axis_name in tuple(around.manual_axes):
+    manual = [name for name in sequence if name in tuple(around.manual_axes)]
+    if manual:
         instead = _ON_A_RANK.get(algorithm) or ", or ".join(_ON_A_RANK.values())
         raise ValueError(
-            f"{_OP}: axis_name {axis_name!r} is manual here: these are the rows of one rank inside "
+            f"{_OP}: axis_name {manual[0]!r} is manual here: these are the rows of one rank inside "
             f"jax.shard_map, and {_OP} takes the arrays of all. Call it outside, or call {instead} "
             "here."
         )
     if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
         return around
-    found = find_mesh((axis_name,), mesh, around, arrays)
+    found = find_mesh(sequence, mesh, around, arrays)
     if found is None:
         raise ValueError(
-            f"{_OP}: no mesh with axis {axis_name!r} was found. Pass mesh=, call it under "
+            f"{_OP}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
             "jax.set_mesh, or place q, k and v on such a mesh."
         )
     return found
@@ -229,8 +251,8 @@ def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
             "the plan is for all rows of the batch, and a traced program does not show whether "
             f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. If it is, "
             "q, k and v are gathered over these axes, and each of their devices repeats the work "
-            "of all. Pass segment_ids instead of the plan: each group of the batch is then planned "
-            "separately. Or pass batch_axis=() if the batch is not sharded.",
+            "of all. Pass stack_plans of one plan per group and batch_axis, or segment_ids instead "
+            "of the plan. Or pass batch_axis=() if the batch is not sharded.",
         )
 
 
@@ -238,8 +260,8 @@ def _warn_of_plan(batch: tuple[str, ...]) -> None:
     _warn_once(
         "plan",
         f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
-        f"{batch}, are gathered, and each of its devices repeats the work of all. Pass segment_ids "
-        "instead of the plan: each group of the batch is then planned separately. Or pass "
+        f"{batch}, are gathered, and each of its devices repeats the work of all. Pass stack_plans "
+        "of one plan per group and batch_axis, or segment_ids instead of the plan. Or pass "
         "batch_axis=() if that is what you want.",
     )
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating
+from jax_cp_dispatch.attention.checks import is_stack
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
@@ -36,7 +37,7 @@ class GlobalOptions:
 
     @property
     def num_ranks(self) -> int:
-        return self.axes.mesh.shape[self.axes.axis_name]
+        return self.axes.num_ranks
 
 
 @partial(jax.jit, static_argnames="options")
@@ -45,7 +46,8 @@ def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
     axes = options.axes
     sequence = P(axes.batch, axes.axis_name)
     rows = P(*sequence, axes.heads)
-    in_specs = (rows, rows, rows, P(axes.axis_name), sequence)
+    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    in_specs = (rows, rows, rows, of_plan, sequence)
     attend = jax.shard_map(
         partial(_local, options),
         mesh=axes.mesh,
@@ -68,6 +70,8 @@ def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
 def _local(options: GlobalOptions, q, k, v, plan, documents):
     """Computes one rank's part."""
     algorithm, attention = options.algorithm, options.attention
+    if is_stack(plan):  # of which this group has one
+        plan = jax.tree.map(lambda x: x[0], plan)
     if isinstance(algorithm, Placed):
         return attend_placed(attention, q, k, v, plan, *documents)
     if isinstance(algorithm, Balanced):

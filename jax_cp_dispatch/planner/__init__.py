@@ -2,9 +2,9 @@
 
 `blocks`: documents on a grid of blocks, and their cost. `balance`: assigns blocks to ranks; replace
   this part for another planner. `stages`: the arrays of the plan. `capacities`: their sizes.
-  `plan`: the public function. `segment_ids`: the meaning of segment ids, for all of attention.
-  `stamp`: checksums that tie a plan to its batch. `placement/`: places tokens before the step
-  instead, so that queries do not move.
+  `plan`: the public function. `stack`: plans of several batches as one. `segment_ids`: the meaning
+  of segment ids, for all of attention. `stamp`: checksums that tie a plan to its batch.
+  `placement/`: places tokens before the step instead, so that queries do not move.
 On the host: `documents`: their positions in a batch. `pieces`: their rows on ranks. `transfers`:
   what moves, and its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays.
 """
@@ -17,6 +17,7 @@ from jax_cp_dispatch.planner.placement import (
     place_tokens,
 )
 from jax_cp_dispatch.planner.plan import AttentionPlan, plan_attention
+from jax_cp_dispatch.planner.stack import stack_plans
 
 __all__ = [
     "AttentionPlan",
@@ -26,4 +27,5 @@ __all__ = [
     "PlanConfig",
     "place_tokens",
     "plan_attention",
+    "stack_plans",
 ]

@@ -127,14 +127,19 @@ def rank_stamp(
 
 def check_batch(
     op: str,
-    stamp: Int32[Any, "W 3"],
+    stamp: Int32[Any, "... 3"],
     segment_ids: Ids,
     positions: Ids | None,
     *,
     num_tokens: int,
-    num_rows: Int32[Any, " W"] | None = None,
+    num_rows: Int32[Any, "..."] | None = None,
 ) -> None:
     """Raises unless the stamp of a plan is that of these arrays; for `validate` of a plan."""
+    if stamp.ndim != 2:
+        raise ValueError(
+            f"{op}: this is not the plan of all ranks of one batch; its stamp has shape "
+            f"{stamp.shape}. Validate each plan before stack_plans."
+        )
     num_ranks = len(stamp)
     named = {"segment_ids": (segment_ids, None), "positions": (positions, num_rows)}
     for place, (name, (x, counted)) in enumerate(named.items()):

@@ -187,7 +187,7 @@ def test_a_plan_is_for_the_whole_batch():
     plan = plan_attention(operands[4], world_size=2)
     q, k, v = placed(operands[:3], mesh)
     options: Any = {"axis_name": AXIS, "algorithm": "balanced"}
-    with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass segment_ids instead"):
+    with pytest.warns(UserWarning, match=r"the plan is for all rows.*Pass stack_plans"):
         out = context_parallel_attention(q, k, v, plan=plan, **options)
     np.testing.assert_allclose(out, dense(CASE, operands)[0], rtol=1e-5, atol=1e-5)
 
@@ -212,7 +212,7 @@ def test_a_plan_of_the_whole_batch_is_rejected_for_groups():
     plan = plan_attention(operands[4], world_size=2)
     options: Any = {"axis_name": AXIS, "algorithm": "balanced", "mesh": mesh_of_kind(AxisType.Auto)}
     with pytest.raises(
-        ValueError, match=r"all 2 rows.*\('data',\) splits them into 2 independent groups"
+        ValueError, match=r"single plan, but .*\('data',\) splits the batch into 2 .*stack_plans"
     ):
         context_parallel_attention(*operands[:3], plan=plan, batch_axis="data", **options)
 

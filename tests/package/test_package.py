@@ -51,7 +51,7 @@ INSIDE = {
         "rotating": {"local", "algorithms", "checks", "options"},
         "choose": {"algorithms", "checks"},
         "mesh_axes": set(),
-        "program": {"algorithms", "options", "planned", "rotating", "mesh_axes"},
+        "program": {"algorithms", "checks", "options", "planned", "rotating", "mesh_axes"},
         "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
     },
     "comm_gemm": {

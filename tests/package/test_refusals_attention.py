@@ -62,10 +62,10 @@ CASES = [
         ("context_parallel_attention", call, says)
         for call, says in (
             (lambda: attend(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
-            (lambda: attend(axis_name=(AXIS,)), r"axis_name is \('cp',\); it needs to be the name"),
+            (lambda: attend(axis_name=(AXIS, AXIS)), r"axis_name is \('cp', 'cp'\); it needs one"),
             (
                 lambda: attend(axis_name=3),
-                "axis_name is 3; it needs to be the name of one mesh",
+                "axis_name is 3; it needs the name of one mesh",
             ),
             (lambda: attend(plan=IDS), "plan is of type ndarray; it needs to be an AttentionPlan"),
             (

@@ -114,6 +114,32 @@ def test_real_lengths(lengths, world_size):
     assert least <= plan.num_kv_tokens_moved <= 1.5 * least + 0.02 * lengths.sum()
 
 
+def packed_batches():
+    """The committed batches for 32 ranks, and a sample of small documents for 8."""
+    for path in sorted((Path(__file__).parents[1] / "data" / "packed").glob("*.json")):
+        for batch in json.loads(path.read_text()):
+            if batch["ranks"] == 32:
+                yield pytest.param(batch["lengths"], 32, id=path.stem)
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(5, 1.4, 100), 8000).astype(int) + 1
+    lengths = [6000, 3000, *lengths.tolist()]
+    yield pytest.param([*lengths, -sum(lengths) % 8], 8, id="small")
+
+
+@pytest.mark.parametrize("lengths, world_size", packed_batches())
+def test_most_documents_that_fit_a_rank_stay_whole(lengths, world_size):
+    """Long documents use as many ranks as they need, all others one."""
+    placement = place_tokens(lengths, world_size=world_size)
+    rank = placement.inverse // placement.plan.num_tokens
+    lengths = np.array(lengths)
+    is_some = lengths > 0
+    first = (np.cumsum(lengths) - lengths)[is_some]
+    is_whole = np.minimum.reduceat(rank, first) == np.maximum.reduceat(rank, first)
+    fits = lengths[is_some] <= placement.plan.num_tokens
+    assert placement.plan.imbalance <= 1.0101
+    assert is_whole[fits].mean() >= 0.95
+
+
 def test_more_tolerance_moves_fewer_keys():
     lengths = [40_000, 20_000, 10_000] + [500] * 60
     moved = [

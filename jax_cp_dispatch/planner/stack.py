@@ -1,0 +1,97 @@
+"""`stack_plans`: plans of several batches as one, with common static sizes."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from jax_cp_dispatch.planner.placement import PlacedPlan
+from jax_cp_dispatch.planner.plan import AttentionPlan
+
+_OP = "stack_plans"
+Plan = TypeVar("Plan", AttentionPlan, PlacedPlan)
+
+_CAPACITIES = ("q_capacity", "kv_capacity")
+# What unused entries contain; those of all other fields are 0.
+_UNUSED = {"dst_rank": -1, "run_row": np.iinfo(np.int32).max}
+
+
+def stack_plans(plans: Iterable[Plan]) -> Plan:
+    """Returns one plan whose arrays have a leading axis over `plans`, padded to common sizes.
+
+    Use it for the groups of a batch that is sharded over `batch_axis`, one plan for each, in the
+    order of the batch: pass the result as `plan=` to `context_parallel_attention`. Or use it for
+    micro-batches: `jax.lax.scan` over the result gives each step its own plan, in one compiled
+    program. For both, stack the groups of each micro-batch, then the micro-batches.
+
+    Call on the host, or anywhere with traced plans. NumPy arrays give NumPy. Different numbers of
+    plans, or other capacities, compile anew; fix the capacities in `PlanConfig` or
+    `PlacementConfig`.
+
+    Args:
+      plans: of `plan_attention` or of `place_tokens`, for the same ranks, tokens per rank and
+        window.
+    Returns:
+      A plan of the same class, with the largest capacities. Read `imbalance` and other summaries,
+      and call `validate`, before you stack.
+    Raises:
+      TypeError, ValueError: there is no plan, or the plans differ in more than capacities.
+    """
+    plans = list(plans)
+    _check(plans)
+    capacities = {
+        name: max(getattr(plan, name) for plan in plans)
+        for name in _CAPACITIES
+        if hasattr(plans[0], name)
+    }
+    flat = [
+        jax.tree_util.tree_flatten_with_path(dataclasses.replace(plan, **capacities))
+        for plan in plans
+    ]
+    leaves, tree = zip(*(leaves for leaves, _ in flat), strict=True), flat[0][1]
+    return jax.tree.unflatten(
+        tree,
+        [
+            _stacked(str(getattr(of_plans[0][0][-1], "name", "")), [x for _, x in of_plans])
+            for of_plans in leaves
+        ],
+    )
+
+
+def _check(plans: list[Any]) -> None:
+    if not plans:
+        raise ValueError(f"{_OP}: got no plan. Pass at least one.")
+    kinds = {type(plan).__name__ for plan in plans}
+    if len(kinds) > 1 or not isinstance(plans[0], AttentionPlan | PlacedPlan):
+        raise TypeError(
+            f"{_OP}: got {', '.join(sorted(kinds))}. Pass plans of plan_attention, or plans of "
+            "place_tokens."
+        )
+    for name in ("world_size", "num_tokens", "window"):
+        values = [getattr(plan, name, None) for plan in plans]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
+                "one shape for the same ranks, with the same window."
+            )
+    shapes = [np.shape(plan.stamp) for plan in plans]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{_OP}: the plans have stamps of shapes {shapes}. Stack plans of all ranks only, or "
+            "stacks of the same number of plans."
+        )
+
+
+def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
+    xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+    shape = np.max([x.shape for x in arrays], axis=0)
+
+    def padded(x):
+        missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
+        return xp.pad(x, missing, constant_values=_UNUSED.get(name, 0))
+
+    return xp.stack([padded(x) for x in arrays])

@@ -1,0 +1,233 @@
+"""One plan for each group of a sharded batch and for each micro-batch; one axis of ranks or two."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from on_mesh import AXIS, permuted_mesh
+from packed_batches import pack
+from sequences import QUICKLY, TOLERANCE, Case, dense, relative_errors
+
+from jax_cp_dispatch import (
+    PlacementConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+    stack_plans,
+)
+
+D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
+CASE = Case("ring", 1, T, documents="segments", heads=(4, 2))
+AXES = ("data", AXIS, "tp")
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def draw(seed, rows):
+    """q, k, v, a cotangent and segment ids of some rows."""
+    rng = np.random.default_rng(seed)
+    sizes = ((4, 8), (2, 8), (2, 4), (4, 4))
+    arrays = [rng.normal(size=(rows, T, *size)).astype(np.float32) for size in sizes]
+    return *arrays, pack(rng, rows, T, max_length=30)[0]
+
+
+def by_group(x):
+    return np.split(np.asarray(x), D)
+
+
+class Moved:
+    """Queries move, as `plan_attention` says."""
+
+    algorithm = "balanced"
+
+    def __init__(self, segment_ids):
+        self.plans = [plan_attention(ids, world_size=W) for ids in by_group(segment_ids)]
+
+    def apply(self, arrays):
+        return arrays
+
+    restore = apply
+
+
+class Placed:
+    """Every group's tokens are placed on its ranks."""
+
+    algorithm = "placed"
+
+    def __init__(self, segment_ids):
+        self.groups = [place_tokens(segment_ids=ids, world_size=W) for ids in by_group(segment_ids)]
+        self.plans = [group.plan for group in self.groups]
+
+    def apply(self, arrays):
+        return self._each(lambda group, x: group.apply(x), arrays)
+
+    def restore(self, arrays):
+        return self._each(lambda group, x: group.restore(x), arrays)
+
+    def _each(self, move, arrays):
+        return [np.concatenate(list(map(move, self.groups, by_group(x)))) for x in arrays]
+
+
+def function(mesh, **options) -> Any:
+    """`(q, k, v, g, segment_ids, plan) -> (out, dq, dk, dv)`"""
+
+    def run(q, k, v, g, segment_ids, plan):
+        attend = partial(
+            context_parallel_attention, mesh=mesh, segment_ids=segment_ids, plan=plan, **options
+        )
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(g)
+
+    return run
+
+
+def program(mesh, **options) -> Any:
+    return jax.jit(function(mesh, **options), compiler_options=QUICKLY)
+
+
+def check(results, operands):
+    case = Case("ring", 1, T, documents="segments", heads=(4, 2), batch=len(operands[0]))
+    used = (operands[4] > 0)[..., None, None]
+    got = [np.where(used, np.asarray(x), 0) for x in results]
+    errors = relative_errors(got, dense(case, (*operands, None)))
+    assert max(errors.values()) <= TOLERANCE["float32"], errors
+
+
+@pytest.mark.parametrize(
+    "plans_of, kind", [(Moved, KINDS[0]), (Placed, KINDS[0]), (Placed, KINDS[1])]
+)
+def test_a_plan_for_each_group(plans_of, kind):
+    """Of different capacities; each group compares the documents of its own rows."""
+    mesh = permuted_mesh((D, W, 2), AXES, kind)
+    operands = draw(0, D * B)
+    groups = plans_of(operands[4])
+    plan = stack_plans(groups.plans)
+    options = {"axis_name": AXIS, "batch_axis": "data", "head_axis": "tp"}
+    run = program(mesh, algorithm=groups.algorithm, **options)
+    moved = groups.apply(operands)
+    results = run(*moved, plan)
+    check(groups.restore(results), operands)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
+        others = np.roll(moved[4], B, axis=0)  # the rows of the other group
+        jax.block_until_ready(run(*moved[:4], others, plan))
+
+
+def test_micro_batches_share_a_program():
+    """A scan over stacked plans is the same as separate calls, and is compiled once."""
+    mesh = permuted_mesh((D, W), AXES[:2])
+    micro_batches = [draw(seed, D * B) for seed in range(3)]
+    placements = [Placed(operands[4]) for operands in micro_batches]
+    plans = stack_plans([stack_plans(placement.plans) for placement in placements])
+    assert plans.stamp.shape == (3, D, W, 3)
+    options = {"axis_name": AXIS, "batch_axis": "data", "algorithm": "placed"}
+    run = function(mesh, **options)
+    traced = []
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def scanned(operands, plans):
+        def step(total, batch):
+            traced.append(batch)
+            results = run(*batch[0], batch[1])
+            return total + jnp.sum(results[0]), results
+
+        return jax.lax.scan(step, 0.0, (operands, plans))
+
+    separately = jax.jit(run, compiler_options=QUICKLY)
+    moved = [x.apply(y) for x, y in zip(placements, micro_batches, strict=True)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *moved)
+    total, results = scanned(stacked, plans)
+    assert len(traced) == 1
+    for i, placement in enumerate(placements):
+        separate = separately(*moved[i], stack_plans(placement.plans))
+        for got, want in zip(results, separate, strict=True):
+            np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
+        check(placement.restore([x[i] for x in results]), micro_batches[i])
+    np.testing.assert_allclose(total, sum(np.sum(x) for x in results[0]), rtol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["placed", "balanced", "zigzag", "hamilton"])
+def test_a_sequence_over_two_axes(algorithm):
+    """Ranks count along both, the major axis first."""
+    mesh = permuted_mesh((D, W, 2), AXES)
+    operands = draw(5, B)
+    options = {"axis_name": ("data", AXIS), "head_axis": "tp", "algorithm": algorithm}
+    run = program(mesh, **options)
+    if algorithm != "placed":
+        check(run(*operands, None), operands)
+        return
+    placement = place_tokens(segment_ids=operands[4], world_size=D * W)
+    results = run(*placement.apply(operands), placement.plan)
+    check([placement.restore(np.asarray(x)) for x in results], operands)
+
+
+# ---- Errors.
+
+
+def attend_abstractly(plan, rows=D * B, mesh_shape=(D, W), **options):
+    mesh = permuted_mesh(mesh_shape, AXES[:2])
+    x = jax.ShapeDtypeStruct((rows, T, 2, 8), np.float32)
+    attend = partial(
+        context_parallel_attention, mesh=mesh, axis_name=AXIS, algorithm="auto", plan=plan
+    )
+    return jax.eval_shape(partial(attend, **options), x, x, x)
+
+
+def test_errors_name_the_plans_that_are_needed():
+    segment_ids = draw(0, D * B)[4]
+    whole = [
+        plan_attention(segment_ids, world_size=W),
+        place_tokens(segment_ids=segment_ids, world_size=W).plan,
+    ]
+    of_groups: list[Any] = [Moved(segment_ids), Placed(segment_ids)]
+    for plan, groups in zip(whole, of_groups, strict=True):
+        for single in (plan, groups.plans[0]):
+            with pytest.raises(
+                ValueError, match=r"single plan, but batch_axis \('data',\).*stack_plans"
+            ):
+                attend_abstractly(single, batch_axis="data")
+        stack = stack_plans(groups.plans)
+        with pytest.raises(
+            ValueError, match=r"stacked as \[2\], but the batch is not sharded.*batch_axis"
+        ):
+            attend_abstractly(stack, batch_axis=())
+        with pytest.raises(ValueError, match=r"stacked as \[1, 2\], but batch_axis.*jax.lax.scan"):
+            attend_abstractly(stack_plans([stack]), batch_axis="data")
+        with pytest.raises(ValueError, match="Validate each plan before stack_plans"):
+            stack.validate(segment_ids)
+        attend_abstractly(stack, batch_axis="data")
+        attend_abstractly(stack_plans([plan]), mesh_shape=(1, W), batch_axis="data")
+    with pytest.raises(ValueError, match=r"world_size=2 but mesh axes 'data', 'cp' have 4 devices"):
+        attend_abstractly(whole[0], axis_name=("data", AXIS))
+    with pytest.raises(ValueError, match="a mesh axis can shard one dimension only"):
+        attend_abstractly(None, axis_name=("data", AXIS), batch_axis="data")
+
+
+def test_plans_that_cannot_be_stacked():
+    moved, placed = Moved(draw(0, D * B)[4]).plans[0], Placed(draw(0, D * B)[4]).plans[0]
+    window = place_tokens([[T], [T]], world_size=W, window=5).plan
+    for plans, error, match in (
+        ([], ValueError, "got no plan"),
+        ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
+        ([placed, window], ValueError, r"window is \[None, 5\]"),
+        ([placed, stack_plans([placed])], ValueError, "stamps of shapes"),
+        ([placed, place_tokens([[T]], world_size=W).plan], ValueError, r"num_tokens is \[48, 24\]"),
+    ):
+        with pytest.raises(error, match=match):
+            stack_plans(plans)
+
+
+def test_fixed_capacities_give_equal_shapes():
+    """So processes that each plan one group compile the same program."""
+    segment_ids = draw(3, D * B)[4]
+    placement = PlacementConfig(kv_capacity=96, max_transfers=16, max_pieces=16)
+    plans = [
+        place_tokens(segment_ids=x, world_size=W, config=placement).plan
+        for x in by_group(segment_ids)
+    ]
+    shapes = [jax.tree.map(np.shape, plan) for plan in plans]
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+    assert jax.tree.structure(plans[0]) == jax.tree.structure(plans[1])
+    assert isinstance(jax.tree.leaves(stack_plans(plans))[0], np.ndarray)
