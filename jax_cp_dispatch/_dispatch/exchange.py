@@ -222,6 +222,7 @@ def _with_rows(array: Array, num_rows: int) -> Array:
     return vary_alike([jnp.zeros((num_rows, *array.shape[1:]), array.dtype), array])[0]
 
 
+@jax.named_scope("cpd.exchange")
 def _run(bind, call: Call, place: Place, fields, arrays, storage) -> list[Array]:
     arrays, names = arrays + storage, call.comm.axis_names
     if place.is_global or place.open_axes:

@@ -126,6 +126,7 @@ class AttentionPlan:
         return _num_moved(self.kv_metadata)
 
 
+@jax.named_scope("cpd.plan")
 def plan_attention(
     segment_ids: Shaped[Array | np.ndarray, "..."],
     positions: Shaped[Array | np.ndarray, "..."] | None = None,

@@ -18,11 +18,13 @@ from jax_cp_dispatch.attention.local.blocks import KeyRanges, accumulator
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax, attend_blockwise
 
 
+@jax.named_scope("cpd.attention")
 def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None) -> OnlineSoftmax:
     """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
     return OnlineSoftmax(*attend_p.bind(q, *ranges, k, v, *(seen or ()), options=options))
 
 
+@jax.named_scope("cpd.attention_backward")
 def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
     arrays = [x for x in cotangents if x is not None]

@@ -156,6 +156,7 @@ class _ByCollectives(NamedTuple):
     routes: Routes
     axis_name: AxisName
 
+    @jax.named_scope("cpd.exchange")
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         num_chunks, num_ranks = len(self.routes), len(self.routes[0])
         peers = np.asarray(self.routes).T  # [rank, chunk]

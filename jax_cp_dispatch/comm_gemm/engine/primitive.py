@@ -33,6 +33,7 @@ gemm_p = Primitive("gemm")
 gemm_p.multiple_results = True
 
 
+@jax.named_scope("cpd.gemm")
 def bind_gemm(call: GemmCall, **operands: Any) -> GemmResults:
     """Binds one call and returns its results. Omit absent operands; absent results are None."""
     given = {name: x for name, x in operands.items() if x is not None}

@@ -1,0 +1,59 @@
+"""Operations carry scopes of the package, under which a profile of a step shows them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxprs import inner_jaxprs
+from on_mesh import AXIS, mesh_of
+
+import jax_cp_dispatch as cpd
+
+W, T = 4, 32
+EXCHANGES = dict.fromkeys(("dispatch", "combine", "ppermute", "all_to_all"), "cpd.exchange")
+SCOPES = EXCHANGES | {
+    "attend_blocks": "cpd.attention",
+    "gradients_of_blocks": "cpd.attention_backward",
+    "gemm": "cpd.gemm",
+    "sort": "cpd.plan",  # only a plan sorts
+}
+
+
+def scopes(jaxpr, outer=""):
+    """Yields each primitive with all scopes around it."""
+    for equation in jaxpr.eqns:
+        stack = f"{outer}/{equation.source_info.name_stack}"
+        yield equation.primitive.name, stack
+        for inner in inner_jaxprs(equation):
+            yield from scopes(inner, stack)
+
+
+def found(program, *operands):
+    """The primitives that have a scope of their own, all of which must be in it."""
+    names = set()
+    for name, stack in scopes(jax.make_jaxpr(program)(*operands).jaxpr):
+        if name in SCOPES:
+            assert f"/{SCOPES[name]}" in stack, (name, stack)
+            names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
+def test_attention(algorithm):
+    q, ids = jnp.zeros((1, T, 2, 8)), jnp.ones((1, T), jnp.int32)
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "batch_axis": (), "head_axis": ()}
+    attend = partial(cpd.context_parallel_attention, algorithm=algorithm, **options)
+    program = jax.grad(lambda q, ids: attend(q, q, q, segment_ids=ids).sum())
+    attention = {"dispatch", "combine", "attend_blocks", "gradients_of_blocks"}
+    only = {"balanced": {"sort"}, "zigzag": {"ppermute"}}[algorithm]
+    assert found(program, q, ids) == attention | only
+
+
+def test_gemm():
+    matmul = partial(cpd.all_gather_matmul, axis_name=AXIS)
+    specs = {"in_specs": (P(AXIS), P(None, AXIS)), "out_specs": P(None, AXIS)}
+    program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
+    loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
+    assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
