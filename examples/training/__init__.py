@@ -1,0 +1,1 @@
+"""The parts of `examples/07_train.py`: model, sharding, data, state, report and check."""

@@ -1,0 +1,80 @@
+"""The training example: its loader, and a few steps compared with one device and resumed."""
+
+import argparse
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+for library in ("flax", "grain", "optax", "orbax.checkpoint"):
+    pytest.importorskip(library, reason="the training example needs it: install the train extra")
+
+from training import check  # noqa: E402
+from training.data import DataConfig, make_loader  # noqa: E402
+from training.model import ModelConfig  # noqa: E402
+from training.state import Checkpoints  # noqa: E402
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A loader's configuration over random files, of which some are empty."""
+    random = np.random.default_rng(0)
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number, size in enumerate(random.integers(0, 300, size=60)):
+        text = random.choice([b"a", b"b c", b"\n\n", b"\n"], size=size)
+        (folder / f"{number}.txt").write_bytes(b"".join(text))
+    return DataConfig(folder=str(folder), pattern="*.txt", columns=64, workers=0)
+
+
+def tokens_of(batch, data):
+    """Returns (token, label, position) of each data group's tokens, sorted; without padding."""
+    columns = [batch[name] for name in ("tokens", "labels", "positions")]
+    groups = np.stack(columns, -1).reshape(data.data, -1, 3)
+    used = (batch["segment_ids"] > 0).reshape(data.data, -1)
+    return [sorted(map(tuple, group[i])) for group, i in zip(groups, used, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "placed"])
+def test_layouts_hold_the_same_documents(data, layout):
+    in_order = make_loader(dataclasses.replace(data, layout="contiguous"))
+    for batch, arranged, _ in zip(
+        in_order, make_loader(dataclasses.replace(data, layout=layout)), range(4), strict=False
+    ):
+        assert tokens_of(batch, data) == tokens_of(arranged, data)
+        follows = batch["positions"][:, 1:] > batch["positions"][:, :-1]
+        np.testing.assert_array_equal(
+            batch["labels"][:, :-1][follows], batch["tokens"][:, 1:][follows]
+        )
+        np.testing.assert_array_equal(batch["labels"] >= 0, batch["segment_ids"] > 0)
+        assert (batch["segment_ids"] > 1).any()  # several documents in a row
+
+
+def test_loader_continues_where_it_was_saved(data):
+    loader, again = make_loader(data), make_loader(data)
+    for _ in range(3):
+        next(loader)
+    again.set_state(loader.get_state())
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, next(loader), next(again))
+
+
+def test_folder_without_documents(data):
+    with pytest.raises(ValueError, match="two bytes or more"):
+        make_loader(dataclasses.replace(data, pattern="*.py"))
+
+
+def test_steps_equal_one_device_and_resume_bit_by_bit(data, tmp_path):
+    options = argparse.Namespace(algorithm="placed", rate=3e-3, seed=0)
+    run = check.Comparison(options, ModelConfig(layers=2, width=32, hidden=64), data)
+    run.run(2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(2, run.state, run.loader)
+    expected = [run.advance() for _ in range(2)]
+    step, run.state = checkpoints.restore(run.state, run.loader)
+    assert step == 2
+    for metrics in expected:
+        jax.tree.map(np.testing.assert_array_equal, run.advance(), metrics)
+    with pytest.raises(FileExistsError, match="Pass --resume"):
+        checkpoints.check_empty()
