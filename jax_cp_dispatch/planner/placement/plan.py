@@ -90,12 +90,20 @@ class PlacedPlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work."""
-        mean = float(np.mean(self.pairs))
-        return float(np.max(self.pairs)) / mean if mean > 0 else 1.0
+        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
+
+        Of stacked plans, the largest of all. Read outside `jit`.
+        """
+        pairs = np.asarray(self.pairs, np.float64)
+        mean = pairs.mean(-1)
+        return float(np.where(mean > 0, pairs.max(-1) / np.where(mean > 0, mean, 1), 1).max())
 
     @property
     def num_kv_tokens_moved(self) -> int:
-        """Keys that move between ranks, each copy counted. Read outside `jit`."""
-        received = np.asarray(self.kv_metadata.num_recv_tokens)[:, :-1]
-        return int(received.sum(dtype=np.int64) - received.trace(dtype=np.int64))
+        """Keys that move between ranks, each copy counted; also of stacked plans, all together.
+
+        Read outside `jit`.
+        """
+        received = np.asarray(self.kv_metadata.num_recv_tokens)[..., :-1]
+        own = received.trace(axis1=-2, axis2=-1, dtype=np.int64)
+        return int(received.sum(dtype=np.int64) - own.sum())
