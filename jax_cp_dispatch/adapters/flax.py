@@ -25,10 +25,10 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
     Args:
       options: keywords of `context_parallel_attention`, except those that `Documents` has.
         Attention is causal unless `causal=False`.
-    Raises (when the layer is called):
-      TypeError: the mask is an array.
-      NotImplementedError: dropout of attention weights, a bias, `sow_weights`, own einsums.
-      TypeError, ValueError: see `context_parallel_attention`.
+    Raises:
+      TypeError, ValueError: in the layer: the mask is an array; and see `context_parallel_attention`.
+      NotImplementedError: in the layer: dropout of attention weights, a bias, `sow_weights`, own
+        einsums.
     """
 
     def attention_fn(
