@@ -26,7 +26,8 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
       options: keywords of `context_parallel_attention`, except those that `Documents` has.
         Attention is causal unless `causal=False`.
     Raises:
-      TypeError, ValueError: in the layer: the mask is an array; and see `context_parallel_attention`.
+      TypeError, ValueError: in the layer: the mask is an array; see also
+        `context_parallel_attention`.
       NotImplementedError: in the layer: dropout of attention weights, a bias, `sow_weights`, own
         einsums.
     """
