@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_cp_dispatch.metadata.describe import describe_metadata
 from jax_cp_dispatch.metadata.validate import check_plan, host_value
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
@@ -158,6 +159,16 @@ class Metadata:
           TypeError: the values are traced.
         """
         check_plan(self)
+
+    def describe(self) -> str:
+        """Returns a text for people: which rank sends how many rows to which, and slots in use.
+
+        Call on the host. Of up to 12 ranks, the text has a matrix; of more, the largest transfers.
+
+        Raises:
+          TypeError: the values are traced.
+        """
+        return describe_metadata(self)
 
 
 def _are_arrays(*leaves: Leaf) -> bool:

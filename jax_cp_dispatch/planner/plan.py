@@ -18,6 +18,7 @@ from jax_cp_dispatch.planner.capacities import (
     read_host_documents,
     static_capacities,
 )
+from jax_cp_dispatch.planner.describe import describe_plan, sender_of
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, build
 from jax_cp_dispatch.planner.stamp import check_batch, stamp_of_batch
@@ -104,6 +105,25 @@ class AttentionPlan:
         """
         op = "AttentionPlan.validate"
         check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
+
+    def describe(self) -> str:
+        """Returns a text for people: work, tokens, moves between ranks, and capacities used.
+
+        For the three ranks with the most work, it names the pieces of documents that cause it. Call
+        on the host, with the plan of all ranks.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's part of a plan.
+        """
+        return describe_plan(
+            "AttentionPlan.describe",
+            self,
+            pairs=self.pairs_after,
+            pairs_before=self.pairs_before,
+            queries=self.q_metadata,
+            where=sender_of(self.q_metadata),
+        )
 
     @property
     def imbalance(self) -> Float32[Array, ""]:

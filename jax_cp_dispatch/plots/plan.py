@@ -1,66 +1,97 @@
-"""Draws a plan (needs the extra `plots`)."""
+"""Draws a plan: work of each rank and rows sent between ranks (needs the extra `plots`)."""
 
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from jax_cp_dispatch.planner import AttentionPlan
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, Placement
 
 _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
 
 
-def plot_plan(plan: AttentionPlan, path: str | pathlib.Path) -> None:
-    """Draws the work of each rank before and after planning, and the tokens sent between ranks.
+def plot_plan(
+    plan: AttentionPlan | PlacedPlan | Placement | Metadata, path: str | pathlib.Path
+) -> None:
+    """Draws the work of each rank, and the tokens sent between ranks.
+
+    For an `AttentionPlan`, also the work before planning. For `Metadata`, the rows that each rank
+    sends to and receives from others, instead of the work.
 
     Args:
-      plan: a concrete plan of all ranks.
+      plan: concrete, for all ranks.
       path: the file to write; its suffix selects the format.
     Raises:
       ImportError: matplotlib is not installed.
     """
+    Figure = figure_class("plot_plan")
+    plan = plan.plan if isinstance(plan, Placement) else plan
+    if isinstance(plan, Metadata):
+        traffic = {"rows": plan}
+    elif isinstance(plan, PlacedPlan):
+        traffic = {"keys and values": plan.kv_metadata}
+    else:
+        traffic = {"queries": plan.q_metadata, "keys and values": plan.kv_metadata}
+    widths = [1.5, *[1] * len(traffic)]
+    figure = Figure(figsize=(4.3 * sum(widths), 4.2), layout="constrained")
+    first, *others = figure.subplots(1, len(widths), width_ratios=widths)
+    sent = {what: np.asarray(x.num_recv_tokens)[:, : x.world_size].T for what, x in traffic.items()}
+    if isinstance(plan, Metadata):
+        _draw_ends(first, sent["rows"])
+    elif isinstance(plan, PlacedPlan):
+        _draw_work(first, {"placed": plan.pairs})
+    else:
+        both = {"before planning": plan.pairs_before, "after planning": plan.pairs_after}
+        _draw_work(first, both)
+    for axes, (what, rows) in zip(others, sent.items(), strict=True):
+        _draw_traffic(figure, axes, what, rows)
+    figure.savefig(path, dpi=120)
+
+
+def figure_class(op: str) -> Any:
+    """Returns matplotlib's `Figure`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_plan: needs matplotlib. Run `pip install 'jax_cp_dispatch[plots]'`."
+            f"{op}: needs matplotlib. Run `pip install 'jax_cp_dispatch[plots]'`."
         ) from error
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    work, queries, keys = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    _draw_work(work, plan)
-    num_ranks = plan.world_size
-    _draw_traffic(figure, queries, "queries", plan.q_metadata.num_recv_tokens[:, :num_ranks])
-    _draw_traffic(figure, keys, "keys and values", plan.kv_metadata.num_recv_tokens[:, :num_ranks])
-    figure.savefig(path, dpi=120)
+    return Figure
 
 
-def _draw_work(axes: Any, plan: AttentionPlan) -> None:
-    before, after = (np.asarray(x, float) for x in (plan.pairs_before, plan.pairs_after))
-    mean = max(after.mean(), 1)
-    ranks = np.arange(len(before))
-    label = "{}: max/mean {:.2f}"
-    axes.bar(
-        ranks - 0.2,
-        before / mean,
-        0.4,
-        color=_BEFORE,
-        label=label.format("before planning", float(plan.imbalance_before)),
-    )
-    axes.bar(
-        ranks + 0.2,
-        after / mean,
-        0.4,
-        color=_AFTER,
-        label=label.format("after planning", float(plan.imbalance)),
-    )
+def _draw_work(axes: Any, pairs: dict[str, Any]) -> None:
+    values = [np.asarray(x, float) for x in pairs.values()]
+    mean = max(values[-1].mean(), 1)
+    labels = [
+        f"{name}: max/mean {x.max() / (x.mean() or 1):.2f}"
+        for name, x in zip(pairs, values, strict=True)
+    ]
+    _draw_bars(axes, dict(zip(labels, (x / mean for x in values), strict=True)))
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(title="attention work", xlabel="rank", ylabel="query-key pairs / mean")
+
+
+def _draw_ends(axes: Any, sent: Any) -> None:
+    own = np.diag(sent)
+    ends = {"sent to others": sent.sum(1) - own, "received from others": sent.sum(0) - own}
+    _draw_bars(axes, ends)
+    axes.set(title="rows that move", xlabel="rank", ylabel="rows")
+
+
+def _draw_bars(axes: Any, series: dict[str, np.ndarray]) -> None:
+    """Draws one or two bars per rank."""
+    width = 0.8 / len(series)
+    colors = [_BEFORE, _AFTER][-len(series) :]
+    for number, (label, values) in enumerate(series.items()):
+        place = np.arange(len(values)) + (number - (len(series) - 1) / 2) * width
+        axes.bar(place, values, width, color=colors[number], label=label)
     axes.locator_params(axis="x", integer=True)
     axes.legend()
 
 
-def _draw_traffic(figure: Any, axes: Any, what: str, received: Any) -> None:
-    sent = np.asarray(received, float).T
+def _draw_traffic(figure: Any, axes: Any, what: str, sent: Any) -> None:
+    sent = np.asarray(sent, float)
     image = axes.imshow(np.where(sent > 0, sent, np.nan), cmap="viridis")
     figure.colorbar(image, ax=axes, label="tokens")
     axes.set(title=what, xlabel="to rank", ylabel="from rank")

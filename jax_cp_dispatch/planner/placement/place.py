@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Int, PyTree, Shaped
 
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch.planner.describe import column_of
 from jax_cp_dispatch.planner.documents import Documents, documents_of
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.placement.plan import PlacedPlan, describe_placed
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 
 _OP = "place_tokens"
@@ -73,6 +74,12 @@ class Placement:
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
         return jax.tree.map(lambda x: self._move("restore", x), arrays)
+
+    def describe(self) -> str:
+        """Returns the text of `PlacedPlan.describe`, with the batch columns of its pieces."""
+        sizes = {"columns": self.columns, "num_tokens": self.plan.num_tokens}
+        where = column_of(self.source, self.place, **sizes)
+        return describe_placed(self.plan, "Placement.describe", where)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

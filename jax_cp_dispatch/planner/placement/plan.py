@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.stamp import check_batch
@@ -88,6 +89,19 @@ class PlacedPlan:
         sizes = {"num_tokens": self.num_tokens, "num_rows": num_rows}
         check_batch(op, self.stamp, segment_ids, positions, **sizes)
 
+    def describe(self) -> str:
+        """Returns a text for people: work, tokens, moves between ranks, and capacities used.
+
+        For the three ranks with the most work, it names the pieces of documents that cause it. Call
+        on the host, with the plan of all ranks. `Placement.describe` also says where in the batch
+        these pieces are.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's part of a plan.
+        """
+        return describe_placed(self, "PlacedPlan.describe")
+
     @property
     def imbalance(self) -> float:
         """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
@@ -107,3 +121,8 @@ class PlacedPlan:
         received = np.asarray(self.kv_metadata.num_recv_tokens)[..., :-1]
         own = received.trace(axis1=-2, axis2=-1, dtype=np.int64)
         return int(received.sum(dtype=np.int64) - own.sum())
+
+
+def describe_placed(plan: PlacedPlan, op: str, where: Where | None = None) -> str:
+    """Returns the text of `describe`; `where` names the tokens of rows."""
+    return describe_plan(op, plan, pairs=plan.pairs, pairs_before=None, queries=None, where=where)

@@ -1,0 +1,179 @@
+"""Describes plans for people: work, tokens, traffic, capacities, and the ranks with most work."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Num
+
+from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.describe import (
+    describe_traffic,
+    known,
+    rows_between_ranks,
+    rows_moved,
+)
+
+_NUM_RANKS = 3
+_NUM_PIECES = 3
+
+# Says where the `tokens` queries from `row` of `rank` come from.
+Where = Callable[[int, int, int], str]
+
+
+class Piece(NamedTuple):
+    """Queries of one document in consecutive rows of a rank.
+
+    Attributes:
+      row: the first.
+      queries: their number.
+      keys: those that at least one of them attends.
+      pairs: query-key pairs.
+    """
+
+    row: int
+    queries: int
+    keys: int
+    pairs: int
+
+
+def describe_plan(
+    op: str,
+    plan: Any,
+    *,
+    pairs: Num[Any, "..."],
+    pairs_before: Num[Any, "..."] | None,
+    queries: Metadata | None,
+    where: Where | None,
+) -> str:
+    """Returns the text of the `describe` methods.
+
+    Args:
+      op: the name of the method, whose first part names the plan.
+      plan: with `num_tokens`, `kv_metadata`, `kv_capacity` and `local_ranges`; and `q_capacity` if
+        queries move.
+      pairs, pairs_before: work of each rank, and without the plan.
+      queries: metadata of the queries if they move.
+      where: describes the origin of queries; None if nothing is known.
+    """
+    keys = rows_between_ranks(op, plan.kv_metadata)
+    num_ranks = len(keys)
+    pairs = known(op, pairs).astype(float)
+    computed = np.array([_num_queries(plan, rank) for rank in range(num_ranks)])
+    num_tokens = num_ranks * plan.num_tokens
+    lines = [
+        f"{op.split('.')[0]}: {num_ranks} ranks of {count(plan.num_tokens)} tokens",
+        _line("work", _work(pairs, pairs_before)),
+        _line(
+            "tokens",
+            f"{count(computed.sum())} queries, {count(num_tokens - computed.sum())} padding",
+        ),
+    ]
+    traffic, values = {}, {"queries computed": computed}
+    if queries is not None:
+        traffic["queries"] = rows_between_ranks(op, queries)
+    traffic["keys"] = keys
+    for what, sent in traffic.items():
+        away, own = rows_moved(sent), np.diag(sent)
+        share = away / max(num_tokens, 1)
+        lines.append(_line(what, f"{count(away)} move ({share:.3f} per token)"))
+        values[f"{what} sent to others"] = sent.sum(1) - own
+        values[f"{what} received from others"] = sent.sum(0) - own
+    sizes = {"queries": getattr(plan, "q_capacity", 0), "keys": plan.kv_capacity}
+    for what, sent in traffic.items():
+        need, size = sent.sum(0), sizes[what]
+        used = f"at most {count(need.max())} rows of {what} on rank {need.argmax()}"
+        lines.append(_line("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
+    mean = pairs.mean() or 1.0
+    rows = table_of_ranks({"work / mean": pairs / mean}, digits=3) + table_of_ranks(values)
+    lines += ["", table(RANKS_HEADER, rows)]
+    for what, sent in traffic.items():
+        lines += ["", describe_traffic(what, sent)]
+    lines += ["", "  Ranks with the most work"]
+    for rank in np.argsort(-pairs, kind="stable")[:_NUM_RANKS].tolist():
+        lines.append(
+            f"    rank {rank}: {pairs[rank] / mean:.3f} of the mean{_why(plan, rank, where)}"
+        )
+    return "\n".join(lines)
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<9} {text}"
+
+
+def _work(pairs: np.ndarray, pairs_before: Any) -> str:
+    def imbalance(x: np.ndarray) -> str:
+        return f"{x.max() / x.mean():.3f}" if x.any() else "1"
+
+    text = f"{pairs.sum():.3e} query-key pairs; max/mean {imbalance(pairs)}"
+    if pairs_before is not None:
+        text += f" (before planning {imbalance(np.asarray(pairs_before, float))})"
+    return text
+
+
+def _num_queries(plan: Any, rank: int) -> int:
+    start, end = (np.asarray(x) for x in plan.local_ranges(rank))
+    return int(np.count_nonzero(end > start))
+
+
+def _why(plan: Any, rank: int, where: Where | None) -> str:
+    """Returns the pieces that make most of a rank's work."""
+    pieces = pieces_of_rank(*(np.asarray(x) for x in plan.local_ranges(rank)))
+    total = max(sum(piece.pairs for piece in pieces), 1)
+    largest = sorted(pieces, key=lambda piece: -piece.pairs)[:_NUM_PIECES]
+    text = f", in {count(len(pieces))} pieces of documents"
+    for piece in largest:
+        text += (
+            f"\n      {piece.pairs / total:4.0%}: {count(piece.queries)} queries attend to "
+            f"{count(piece.keys)} keys"
+        )
+        if where is not None:
+            text += f"; {where(rank, piece.row, piece.queries)}"
+    return text
+
+
+def pieces_of_rank(start: Int[np.ndarray, " q"], end: Int[np.ndarray, " q"]) -> list[Piece]:
+    """Returns the pieces of documents in a rank's rows, from the key range of each row."""
+    row = np.flatnonzero(end > start)
+    if not len(row):
+        return []
+    start, end = start[row].astype(np.int64), end[row].astype(np.int64)
+    width, step = end - start, np.diff(start)
+    # In a piece, the next row sees one key more: from the same first key, or inside a window.
+    follows = (np.diff(row) == 1) & (np.diff(end) == 1)
+    follows &= (step == 0) | ((step == 1) & (width[1:] > 1))
+    first = np.flatnonzero(np.append(True, ~follows))
+    last = np.append(first[1:], len(row)) - 1
+    columns = (row[first], last - first + 1, end[last] - start[first])
+    pairs = np.add.reduceat(width, first)
+    return [Piece(*map(int, x)) for x in zip(*columns, pairs, strict=True)]
+
+
+def sender_of(metadata: Metadata) -> Where:
+    """Returns a function that names the rank from which received rows come."""
+    op = "AttentionPlan.describe"
+    fields = (metadata.dst_rank, metadata.dst_offset, metadata.seq_len)
+    target, first, tokens = (known(op, x).astype(np.int64) for x in fields)
+
+    def where(rank: int, row: int, queries: int) -> str:
+        found = np.argwhere((target == rank) & (first <= row) & (row < first + tokens))
+        if not len(found):
+            return "of unknown origin"
+        return "at home" if found[0, 0] == rank else f"from rank {found[0, 0]}"
+
+    return where
+
+
+def column_of(
+    source: Int[np.ndarray, " P"], place: Int[np.ndarray, " P"], *, columns: int, num_tokens: int
+) -> Where:
+    """Returns a function that names the batch row and columns of placed rows."""
+
+    def where(rank: int, row: int, queries: int) -> str:
+        index = rank * num_tokens + row
+        piece = int(np.searchsorted(place, index, side="right")) - 1
+        batch_row, column = divmod(int(source[piece]) + index - int(place[piece]), columns)
+        return f"batch row {batch_row}, columns {count(column)} to {count(column + queries)}"
+
+    return where
