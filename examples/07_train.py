@@ -11,6 +11,7 @@ devices, 2 x 2 x 2. The parts are in `training/`. Writes checkpoints, a history 
 
 import argparse
 import pathlib
+import time
 
 import jax
 from training import check, report
@@ -44,6 +45,8 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="from the last checkpoint in --out")
     add("--check", action="store_true", help="verify a run instead")
     options = parser.parse_args()
+    if options.batch % 2 or (options.columns or 0) % 4:
+        parser.error("--batch has to be a multiple of 2 (data), --columns of 4 (context, tensor)")
     defaults = {"steps": (100, 50), "columns": (2048, 512)}
     for name, values in defaults.items():
         if getattr(options, name) is None:
@@ -68,10 +71,11 @@ def train(options: argparse.Namespace, model: ModelConfig, data: DataConfig) -> 
             checkpoints.check_empty()
         run = report.Run(options.out, options.steps, first)
         for number in range(first + 1, options.steps + 1):
+            began = time.perf_counter()
             batch = next(loader)
             in_order = batch.pop("imbalance_in_order")
             state, metrics = step(state, ops.put(batch))
-            run.record({**metrics, "imbalance_in_order": in_order})
+            run.record({**metrics, "imbalance_in_order": in_order}, began)
             if number % options.save_every == 0 or number == options.steps:
                 checkpoints.save(number, state, loader)
     report.draw(run.history, options.algorithm, options.out / "train.png")

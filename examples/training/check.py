@@ -92,7 +92,7 @@ class Comparison:
             seen, expected = self.advance(), self.advance_expected()
             loss = abs(seen["loss"] - expected["loss"]) / expected["loss"]
             difference = jax.tree.map(np.subtract, seen["gradients"], expected["gradients"])
-            gradient = optax.tree.norm(difference) / optax.global_norm(expected["gradients"])
+            gradient = optax.tree.norm(difference) / optax.tree.norm(expected["gradients"])
             if not (loss <= LOSS_TOLERANCE and gradient <= GRADIENT_TOLERANCE):
                 raise AssertionError(
                     f"step {number}: the relative difference to one device is {loss:.1e} for the "

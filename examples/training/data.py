@@ -13,6 +13,7 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import absl.flags
@@ -137,23 +138,21 @@ class Arrange:
         return batch | {"imbalance_in_order": in_order}
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Places the tokens of each data group; the plans are stacked, [data, context, ...]."""
+        """Places the rows of each data group on its ranks; adds the plans, [data, context, ...]."""
         rows = self.config.batch // self.config.data
         # Fixed sizes: all batches use one compiled program. Every rank has room for all keys.
         pieces = 2 * rows * self.config.max_documents
         sizes = cpd.PlacementConfig(
             kv_capacity=rows * self.config.columns, max_transfers=pieces, max_pieces=pieces
         )
-        placed, plans = [], []
-        for start in range(0, self.config.batch, rows):
-            group = {name: x[start : start + rows] for name, x in batch.items()}
-            placement = cpd.place_tokens(
-                segment_ids=group["segment_ids"], world_size=self.config.context, config=sizes
-            )
-            placed.append(placement.apply(group))
-            plans.append(placement.plan)
-        whole = {name: np.concatenate([group[name] for group in placed]) for name in batch}
-        return whole | {"plan": jax.tree.map(lambda *x: np.stack(x), *plans)}
+        place = partial(cpd.place_tokens, world_size=self.config.context, config=sizes)
+        groups = {name: np.split(x, self.config.data) for name, x in batch.items()}
+        placements = [place(segment_ids=ids) for ids in groups["segment_ids"]]
+        placed: dict[str, Any] = {
+            name: np.concatenate([p.apply(x) for p, x in zip(placements, parts, strict=True)])
+            for name, parts in groups.items()
+        }
+        return placed | {"plan": cpd.stack_plans(placement.plan for placement in placements)}
 
 
 def make_loader(config: DataConfig) -> grain.DatasetIterator:

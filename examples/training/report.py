@@ -37,16 +37,16 @@ class Run:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.history))
-        self._last: float | None = None  # the first step includes compilation, so it has no speed
+        self._is_compiled = False  # the first step includes compilation, so it has no speed
 
-    def record(self, metrics: dict[str, Any]) -> None:
-        """Waits for the step, writes its line, and moves the progress bar."""
+    def record(self, metrics: dict[str, Any], began: float) -> None:
+        """Waits for the step that began then, writes its line, and moves the progress bar."""
         line: dict[str, Any] = {
             name: float(value) for name, value in jax.device_get(metrics).items()
         }
-        now, last = time.perf_counter(), self._last
-        self._last = now
-        line["tokens_per_second"] = line.pop("labels") / (now - last) if last else None
+        speed = line.pop("labels") / (time.perf_counter() - began)
+        line["tokens_per_second"] = speed if self._is_compiled else None
+        self._is_compiled = True
         self.history.append({"step": len(self.history) + 1, **line})
         with self.path.open("a") as file:
             file.write(json.dumps(self.history[-1]) + "\n")

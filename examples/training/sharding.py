@@ -13,6 +13,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cpd
@@ -21,7 +22,6 @@ from .data import imbalance, pairs_per_device
 from .model import Batch
 
 BATCH, TOKENS = P("data", "context"), P("data", ("context", "tensor"))
-HEADS = P("data", "context", "tensor")
 
 # The order of tokens for each algorithm.
 LAYOUTS = {
@@ -46,13 +46,12 @@ class Sharded:
     algorithm: str
 
     def prepare(self, batch: Batch) -> Batch:
-        """Plans attention once per step, for all layers. A plan of the loader stays as it is."""
+        """Plans "balanced" once per step, for all layers; one plan for each group of rows."""
         if self.algorithm != "balanced":
             return batch
-        ids = batch["segment_ids"]
-        groups = ids.reshape(self.mesh.shape["data"], -1, ids.shape[1])
         plan = partial(cpd.plan_attention, world_size=self.mesh.shape["context"])
-        return batch | {"plan": jax.vmap(plan)(groups)}
+        groups = jnp.split(batch["segment_ids"], self.mesh.shape["data"])
+        return batch | {"plan": cpd.stack_plans(map(plan, groups))}
 
     def split_tokens(self, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, TOKENS))
@@ -64,8 +63,6 @@ class Sharded:
         return self.split_tokens(cpd.matmul_reduce_scatter(x, w, axis_name="tensor"))
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch) -> jax.Array:
-        if "plan" in batch:
-            return self._attend_planned(q, k, v, batch)
         return cpd.context_parallel_attention(
             *(q, k, v),
             mesh=self.mesh,
@@ -73,24 +70,10 @@ class Sharded:
             batch_axis="data",
             head_axis="tensor",
             algorithm=self.algorithm,
-            layout=LAYOUTS[self.algorithm],
-            segment_ids=batch["segment_ids"],
+            layout="zigzag" if LAYOUTS[self.algorithm] == "zigzag" else "contiguous",
+            plan=batch.get("plan"),
+            segment_ids=batch["segment_ids"],  # with a plan: compared with those of the plan
         )
-
-    def _attend_planned(self, q, k, v, batch: Batch) -> jax.Array:
-        """Each data group follows its own plan; the leaves are stacked, [data, context, ...].
-
-        The ids are for comparison: a plan of another batch is an error.
-        """
-        attend = cpd.placed_attention if self.algorithm == "placed" else cpd.balanced_attention
-
-        def local(q, k, v, plans, ids):  # one device's part
-            plan = jax.tree.map(lambda x: x[0], plans)  # that of its group
-            return attend(q, k, v, plan, axis_name="context", segment_ids=ids)
-
-        specs = (HEADS, HEADS, HEADS, BATCH, BATCH)
-        sharded = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=HEADS)
-        return sharded(q, k, v, batch["plan"], batch["segment_ids"])
 
     def imbalance(self, batch: Batch) -> jax.Array:
         """Returns the largest work of attention on a device divided by the mean of its group."""
@@ -100,5 +83,5 @@ class Sharded:
         return imbalance(pairs_per_device(batch, shape["data"], shape["context"]))
 
     def put(self, batch: Batch) -> Batch:
-        """Moves a batch of NumPy arrays to the devices."""
+        """Moves a batch of NumPy arrays, and its plan [data, context, ...], to the devices."""
         return jax.device_put(batch, NamedSharding(self.mesh, BATCH))
