@@ -2,14 +2,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_cp_dispatch._ranks.processes.connect import Neighbour
-
 _Buffer = tuple[int, int, int, int, int, int]
 
 def registrations() -> dict[str, dict[str, object]]: ...
 def ffi_api_version() -> tuple[int, int]: ...
-def create_buffer(*, capacity: int, row_bytes: int, deadline_ms: int, num_groups: int) -> int: ...
-def grow_buffer(op: str, id: int, *, capacity: int, row_bytes: int, num_groups: int) -> None: ...
+def create_buffer(capacity: int, row_bytes: int, deadline_ms: int, num_groups: int) -> int: ...
+def grow_buffer(op: str, id: int, capacity: int, row_bytes: int, num_groups: int) -> None: ...
 def destroy_buffer(op: str, id: int) -> None: ...
 def destroy_all_buffers(op: str) -> None: ...
 def find_buffer(op: str, id: int) -> _Buffer: ...
@@ -20,7 +18,6 @@ _Span = tuple[str, int, int, bool, str, int, int]
 def create_overlap_buffer(
     op: str,
     id: int,
-    *,
     comm_type: int,
     method: int,
     num_splits: int,
@@ -38,7 +35,6 @@ def destroy_all_overlap_buffers(op: str) -> None: ...
 def find_overlap_buffer(op: str, id: int) -> None: ...
 def list_overlap_buffers() -> dict[int, tuple[int, int, int, int]]: ...
 def overlap_buffer_bytes(
-    *,
     comm_type: int,
     method: int,
     copies: bool,
@@ -51,7 +47,6 @@ def overlap_buffer_bytes(
     gathers_to_aux: bool,
 ) -> int: ...
 def gemm_scratch_bytes(
-    *,
     m: int,
     n: int,
     k: int,
@@ -61,13 +56,27 @@ def gemm_scratch_bytes(
     rhs_transposed: bool,
     fuse_gelu: bool,
 ) -> int: ...
-def load_blas(*, sgemm: object, dgemm: object) -> str: ...
+def load_blas(sgemm: object, dgemm: object) -> str: ...
 def start_spans() -> None: ...
 def stop_spans() -> list[_Span]: ...
+
+_Neighbour = tuple[int, int, int, int, int, int]
+
 def start_shared_memory(
-    process: int, *, segment_fd: int, segment_bytes: int, others: Sequence[Neighbour]
+    process: int, segment_fd: int, segment_bytes: int, others: Sequence[_Neighbour]
 ) -> None: ...
 def end_programs() -> None: ...
 def place_documents(
-    lengths: np.ndarray, *, num_ranks: int, tokens_per_rank: int, window: int, tolerance_ppm: int
+    lengths: np.ndarray,
+    *,
+    speeds: np.ndarray,
+    num_ranks: int,
+    tokens_per_rank: int,
+    ranks_per_node: int,
+    window: int,
+    tolerance_ppm: int,
+    max_received: int,
+    max_away: int,
+    min_piece: int,
+    block: int,
 ) -> np.ndarray: ...

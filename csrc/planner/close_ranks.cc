@@ -2,21 +2,31 @@
 // first.
 #include "planner/close_ranks.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "planner/whole_closer.h"
 
 namespace cpd {
 namespace {
 
+__extension__ typedef __int128 Wide;  // products of work and speeds
+
 class Closer : WholeCloser {
  public:
-  Closer(const PlacementProblem& problem, const std::vector<Piece>& sorted, const Closing& closing)
-      : WholeCloser(problem, sorted, closing) {}
+  Closer(const PlacementProblem& problem, const std::vector<Piece>& items, const Closing& closing)
+      : WholeCloser(problem, items, closing) {}
 
   RankPieces Run() {
-    const auto num_ranks = static_cast<int64_t>(ranks_.size());
-    for (int64_t r = 0; r + 1 < num_ranks; ++r) {
-      pieces_ = &ranks_[r];
-      ranks_left_ = num_ranks - r;
+    std::vector<int32_t> order(problem_.num_ranks);
+    std::iota(order.begin(), order.end(), 0);
+    const std::vector<int64_t>& speeds = problem_.speeds;
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return speeds[a] > speeds[b]; });
+    int64_t speed_left = std::accumulate(speeds.begin(), speeds.end(), static_cast<int64_t>(0));
+    for (int64_t i = 0; i + 1 < problem_.num_ranks; ++i) {
+      ranks_left_ = problem_.num_ranks - i;
+      Open(order[i]);
       Vary();
       if (pool_.size() == 0) Release();
       if (pool_.size() == 0) break;
@@ -28,16 +38,36 @@ class Closer : WholeCloser {
         }
       } else {
         Release();
-        CloseWithWhole(work_left_ / ranks_left_, 0, 0);
+        const Wide share = static_cast<Wide>(work_left_) * speeds[order[i]] / speed_left;
+        CloseWithRest(static_cast<int64_t>(share));
       }
       for (const Piece& piece : *pieces_) work_left_ -= Work(piece);
+      speed_left -= speeds[order[i]];
     }
     Release();
-    while (pool_.size() > 0) ranks_.back().push_back(pool_.Take(pool_.size() - 1));
+    Open(order.back());
+    while (pool_.size() > 0) Give(pool_.Take(pool_.size() - 1));
     return std::move(ranks_);
   }
 
  private:
+  // Whole documents; before them the densest one, if it is what is left of a cut document. (Where
+  // queries attend to later keys, the head of a document is as dense as its tail.)
+  void CloseWithRest(int64_t share) {
+    const Piece rest = pool_.back();
+    if (problem_.pairs.right == 0 || rest.num_tokens() == problem_.lengths[rest.document]) {
+      CloseWithWhole(share, 0, 0);
+      return;
+    }
+    Give(pool_.Take(pool_.size() - 1));
+    tokens_per_rank_ -= rest.num_tokens(), limit_ -= Work(rest);
+    const bool is_open = pool_.size() > 0 && tokens_per_rank_ > 0;
+    if (is_open && (FitsWhole(pool_.back()) || !CloseWithTail(pool_.size() - 1))) {
+      CloseWithWhole(share - Work(rest), 0, 0);
+    }
+    tokens_per_rank_ += rest.num_tokens();
+  }
+
   // A document with about the work of a rank gets a rank of its own while there are short documents
   // to add: the less is cut off, the more a shorter document beside it saves.
   bool CloseWithDense() {
@@ -58,9 +88,9 @@ class Closer : WholeCloser {
 
 }  // namespace
 
-RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>& sorted,
+RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>& items,
                       const Closing& closing) {
-  return Closer(problem, sorted, closing).Run();
+  return Closer(problem, items, closing).Run();
 }
 
 }  // namespace cpd

@@ -42,15 +42,14 @@ int64_t FirstThat(int64_t low, int64_t high, const Predicate& holds) {
 
 class ClosingState {
  protected:
-  ClosingState(const PlacementProblem& problem, const std::vector<Piece>& sorted,
+  ClosingState(const PlacementProblem& problem, const std::vector<Piece>& items,
                const Closing& closing)
-      : pairs_(problem.pairs),
+      : problem_(problem),
         closing_(closing),
         tokens_per_rank_(problem.tokens_per_rank),
-        limit_(WorkLimit(problem)),
-        pool_(sorted) {
+        pool_(problem, items) {
     padding_ = problem.num_ranks * problem.tokens_per_rank;
-    for (const Piece& item : sorted) {
+    for (const Piece& item : items) {
       padding_ -= item.num_tokens();
       work_left_ += Work(item);
     }
@@ -59,7 +58,20 @@ class ClosingState {
     KeepBack(closing.reserve_percent * problem.num_ranks / 100);
   }
 
-  int64_t Work(const Piece& piece) const { return pairs_(piece.start, piece.end); }
+  int64_t Work(const Piece& piece) const { return problem_.Work(piece); }
+
+  // Begins to fill a rank.
+  void Open(int32_t rank) {
+    pieces_ = &ranks_[rank];
+    limit_ = problem_.limits[rank];
+    if (closing_.limit_percent > 100) limit_ = limit_ / 100 * closing_.limit_percent;
+  }
+
+  // Rows that a rank receives for this piece alone, its own included.
+  int64_t Rows(const Piece& piece) const {
+    return problem_.pairs.LastKey(piece.end, problem_.lengths[piece.document]) -
+           problem_.pairs.FirstKey(piece.start);
+  }
 
   // Tokens that a slice, or a reserved document, must save. This and the next vary from rank to
   // rank with a seed: 0, 1, 4 or 16 times the given value.
@@ -128,9 +140,13 @@ class ClosingState {
   // Takes this many tokens from the head of the shortest uncut document that is longer.
   void TakeHead(int64_t num) {
     while (num > 0) {
-      int64_t i = FirstThat(0, pool_.size(), [&](int64_t i) { return pool_[i].end > num; });
+      int64_t i =
+          FirstThat(0, pool_.size(), [&](int64_t i) { return pool_.Reach(pool_[i]) > num; });
       i = std::min(i, pool_.size() - 1);
-      while (i + 1 < pool_.size() && (pool_[i].start > 0 || pool_[i].num_tokens() <= num)) ++i;
+      const auto is_too_short = [&](const Piece& item) {
+        return item.num_tokens() - num < problem_.min_piece;
+      };
+      while (i + 1 < pool_.size() && (pool_[i].start > 0 || is_too_short(pool_[i]))) ++i;
       while (i > 0 && pool_[i].num_tokens() <= num) --i;
       Piece item = pool_.Take(i);
       const int64_t head = std::min(num, item.num_tokens());
@@ -141,9 +157,11 @@ class ClosingState {
     }
   }
 
-  const PairCount pairs_;
+  const PlacementProblem& problem_;
   const Closing closing_;
-  const int64_t tokens_per_rank_, limit_;
+  int64_t tokens_per_rank_;
+  int64_t limit_ = 0;        // work of the rank being closed
+  bool is_aligned_ = false;  // whether documents may be cut at multiples of a block alone
   ItemPool pool_;
   std::vector<Piece> reserve_;
   int64_t padding_ = 0, work_left_ = 0, ranks_left_ = 0;

@@ -1,4 +1,4 @@
-// The unplaced items: one piece of each document, ordered by its end.
+// The unplaced items, ordered by the keys that their last query needs.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,15 @@ namespace cpd {
 // near the back.
 class ItemPool {
  public:
-  // `sorted` must be ordered by `Before`.
-  explicit ItemPool(const std::vector<Piece>& sorted)
-      : items_(sorted), last_(static_cast<int64_t>(sorted.size())) {}
+  ItemPool(const PlacementProblem& problem, const std::vector<Piece>& items)
+      : problem_(problem), items_(items), last_(static_cast<int64_t>(items.size())) {
+    std::sort(items_.begin(), items_.end(),
+              [this](const Piece& a, const Piece& b) { return IsBefore(a, b); });
+  }
 
-  static bool Before(const Piece& a, const Piece& b) {
-    return a.end != b.end ? a.end < b.end : a.document < b.document;
+  // Grows with the work per token. For whole documents it is the number of tokens.
+  int64_t Reach(const Piece& item) const {
+    return problem_.pairs.right == 0 ? item.end : problem_.lengths[item.document];
   }
 
   int64_t size() const { return last_ - first_; }
@@ -40,7 +43,10 @@ class ItemPool {
 
   void Insert(const Piece& item) {
     const auto begin = items_.begin() + first_, end = items_.begin() + last_;
-    const int64_t place = std::lower_bound(begin, end, item, Before) - items_.begin();
+    const int64_t place =
+        std::lower_bound(begin, end, item,
+                         [this](const Piece& a, const Piece& b) { return IsBefore(a, b); }) -
+        items_.begin();
     if (first_ > 0 && place - first_ < last_ - place) {
       std::move(items_.begin() + first_, items_.begin() + place, items_.begin() + first_ - 1);
       --first_;
@@ -54,6 +60,13 @@ class ItemPool {
   }
 
  private:
+  bool IsBefore(const Piece& a, const Piece& b) const {
+    const int64_t x = Reach(a), y = Reach(b);
+    if (x != y) return x < y;
+    return a.document != b.document ? a.document < b.document : a.end < b.end;
+  }
+
+  const PlacementProblem& problem_;
   std::vector<Piece> items_;
   int64_t first_ = 0;
   int64_t last_;

@@ -2,9 +2,10 @@
 #include "planner/placement.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "planner/close_ranks.h"
-#include "planner/item_pool.h"
+#include "planner/nodes.h"
 #include "planner/repair.h"
 
 namespace cpd {
@@ -14,71 +15,25 @@ constexpr int64_t kSeeds = 4;
 constexpr int64_t kFewRanks = 16;
 constexpr int64_t kManyDocuments = 1 << 16;
 
-}  // namespace
-
-int64_t WorkLimit(const PlacementProblem& problem) {
-  int64_t total = 0;
-  for (int64_t length : problem.lengths) total += problem.pairs(length);
-  const int64_t mean = total / problem.num_ranks;
-  constexpr int64_t kMillion = 1'000'000;
-  return mean + mean / kMillion * problem.tolerance_ppm +
-         mean % kMillion * problem.tolerance_ppm / kMillion;
-}
-
-int64_t ReceivedKeys(const PairCount& pairs, std::vector<Piece>* pieces) {
-  std::sort(pieces->begin(), pieces->end(), [](const Piece& a, const Piece& b) {
-    return a.document != b.document ? a.document < b.document : a.start < b.start;
-  });
-  size_t last = 0;
-  for (size_t i = 1; i < pieces->size(); ++i) {
-    Piece& before = (*pieces)[last];
-    const Piece& piece = (*pieces)[i];
-    if (piece.document == before.document && piece.start == before.end) {
-      before.end = piece.end;
-    } else {
-      (*pieces)[++last] = piece;
-    }
-  }
-  if (!pieces->empty()) pieces->resize(last + 1);
-  int64_t keys = 0, seen = 0;  // of this document: keys [0, seen) are local or not needed again
-  int32_t document = -1;
-  for (const Piece& piece : *pieces) {
-    if (piece.document != document) document = piece.document, seen = 0;
-    const int64_t from =
-        pairs.window == 0 ? 0 : std::max<int64_t>(0, piece.start - pairs.window + 1);
-    keys += std::max<int64_t>(0, piece.start - std::max(seen, from));
-    seen = piece.end;
-  }
-  return keys;
-}
-
-PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
+struct Candidate {
+  RankPieces ranks;
   PlacementCost cost;
-  const int64_t limit = WorkLimit(problem);
-  for (std::vector<Piece> pieces : ranks) {
-    int64_t work = 0;
-    for (const Piece& piece : pieces) work += problem.pairs(piece.start, piece.end);
-    cost.excess = std::max(cost.excess, work - limit);
-    cost.received_keys += ReceivedKeys(problem.pairs, &pieces);
-  }
-  return cost;
-}
+};
 
-RankPieces PlaceDocuments(const PlacementProblem& problem) {
-  std::vector<Piece> sorted;
-  for (size_t i = 0; i < problem.lengths.size(); ++i) {
-    if (problem.lengths[i] > 0) sorted.push_back({0, problem.lengths[i], static_cast<int32_t>(i)});
-  }
-  std::sort(sorted.begin(), sorted.end(), ItemPool::Before);
-
+// The best of several constructions. `items` are documents, or pieces of them.
+Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& items,
+                    bool repair = true) {
   // The number of steps grows linearly with the documents: if there are very many, fewer
   // constructions are tried.
-  const auto num_documents = static_cast<int64_t>(sorted.size());
+  const auto num_documents = static_cast<int64_t>(items.size());
   const int64_t num_seeds = problem.num_ranks <= kFewRanks ? 2 * kSeeds : kSeeds;
-  const int64_t most_seeds =
+  int64_t most_seeds =
       std::max<int64_t>(1, num_seeds * kManyDocuments / std::max(kManyDocuments, num_documents));
-  RankPieces best;
-  PlacementCost best_cost;
+  if (problem.block > 1) most_seeds = 1;  // most of them have to be repaired
+  Candidate best;
+  const auto consider = [&](RankPieces ranks, const PlacementCost& cost) {
+    if (best.ranks.empty() || cost < best.cost) best = {std::move(ranks), cost};
+  };
   for (int64_t seed = 0; seed < most_seeds; ++seed) {
     for (int64_t dense_percent : {0, 85}) {
       for (int64_t reserve_percent : {0, 50}) {
@@ -86,19 +41,95 @@ RankPieces PlaceDocuments(const PlacementProblem& problem) {
         closing.reserve_percent = reserve_percent;
         closing.dense_percent = dense_percent;
         closing.seed = seed;
-        RankPieces ranks = CloseRanks(problem, sorted, closing);
-        PlacementCost cost = CostOf(problem, ranks);
-        if (cost.excess > 0 && (best.empty() || best_cost.excess > 0 ||
-                                cost.received_keys < best_cost.received_keys)) {
-          RepairBalance(problem, &ranks);
-          cost = CostOf(problem, ranks);
+        RankPieces ranks = CloseRanks(problem, items, closing);
+        if (problem.HasNodes()) ArrangeInNodes(problem, &ranks);
+        const PlacementCost cost = CostOf(problem, ranks);
+        PlacementCost hoped = cost;  // of a repair that costs no keys
+        hoped.excess = 0;
+        if (repair && cost.excess > 0 && (best.ranks.empty() || hoped < best.cost)) {
+          RankPieces repaired = ranks;
+          RepairBalance(problem, &repaired);
+          const PlacementCost less = CostOf(problem, repaired);
+          consider(std::move(repaired), less);
         }
-        if (best.empty() || cost < best_cost) best = std::move(ranks), best_cost = cost;
+        consider(std::move(ranks), cost);
       }
     }
   }
-  for (std::vector<Piece>& pieces : best) ReceivedKeys(problem.pairs, &pieces);  // sorts and joins
   return best;
+}
+
+// Places documents on nodes, as if each were one large rank, and then the pieces of each node on
+// its ranks. Long documents that fit a node then do not leave it.
+RankPieces ConstructByNodes(const PlacementProblem& problem, const std::vector<Piece>& items) {
+  const PlacementProblem nodes = NodesOf(problem);
+  const RankPieces by_node = Construct(nodes, items, false).ranks;
+  RankPieces ranks;
+  for (int32_t node = 0; node < nodes.num_ranks; ++node) {
+    std::vector<Piece> pieces = by_node[node];
+    SortAndJoin(&pieces);
+    RankPieces inside = Construct(RanksOf(problem, node), pieces, false).ranks;
+    for (std::vector<Piece>& rank : inside) ranks.push_back(std::move(rank));
+  }
+  return ranks;
+}
+
+// The best of constructions that allow more and more work on a rank, for limits that cannot be kept
+// at the balance that was asked for.
+Candidate ConstructUnbalanced(const PlacementProblem& problem, const std::vector<Piece>& items) {
+  Candidate best;
+  for (int64_t limit_percent : {103, 110, 125, 150, 200, 400, 2000}) {
+    for (int64_t dense_percent : {0, 85}) {
+      for (bool longest_first : {false, true}) {
+        Closing closing;
+        closing.dense_percent = dense_percent;
+        closing.limit_percent = limit_percent;
+        closing.longest_first = longest_first;
+        RankPieces ranks = CloseRanks(problem, items, closing);
+        if (problem.HasNodes()) ArrangeInNodes(problem, &ranks);
+        const PlacementCost cost = CostOf(problem, ranks);
+        if (best.ranks.empty() || cost < best.cost) best = {std::move(ranks), cost};
+      }
+    }
+  }
+  RankPieces repaired = best.ranks;
+  RepairBalance(problem, &repaired);
+  const PlacementCost cost = CostOf(problem, repaired);
+  if (cost < best.cost) best = {std::move(repaired), cost};
+  return best;
+}
+
+}  // namespace
+
+RankPieces PlaceDocuments(PlacementProblem problem) {
+  SetLimits(&problem);
+  std::vector<Piece> items;
+  for (size_t i = 0; i < problem.lengths.size(); ++i) {
+    if (problem.lengths[i] > 0) items.push_back({0, problem.lengths[i], static_cast<int32_t>(i)});
+  }
+
+  Candidate best = Construct(problem, items);
+  const auto consider = [&](RankPieces ranks) {
+    const PlacementCost cost = CostOf(problem, ranks);
+    if (cost < best.cost) best = {std::move(ranks), cost};
+  };
+  if (problem.HasNodes()) {
+    RankPieces by_nodes = ConstructByNodes(problem, items);
+    PlacementCost hoped = CostOf(problem, by_nodes);
+    const bool is_unbalanced = hoped.excess > 0;
+    hoped.excess = 0;
+    if (is_unbalanced && hoped < best.cost) RepairBalance(problem, &by_nodes);
+    consider(std::move(by_nodes));
+  }
+  while (problem.block > 1 && (best.cost.broken > 0 || best.cost.excess > 0)) {
+    problem.block /= 2;  // everything else is worth more than aligned cuts
+    consider(Construct(problem, items).ranks);
+  }
+  if (problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0)) {
+    consider(ConstructUnbalanced(problem, items).ranks);
+  }
+  for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);
+  return std::move(best.ranks);
 }
 
 }  // namespace cpd

@@ -2,22 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
+#include "planner/pair_count.h"
+
 namespace cpd {
-
-// Query-key pairs of causal attention to at most `window` tokens of the document, the query's own
-// included.
-struct PairCount {
-  int64_t window = 0;  // 0: all of them
-
-  // Of the queries [0, end) of a document.
-  int64_t operator()(int64_t end) const {
-    if (window == 0 || end <= window) return end * (end + 1) / 2;
-    return window * (window + 1) / 2 + (end - window) * window;
-  }
-  int64_t operator()(int64_t start, int64_t end) const { return (*this)(end) - (*this)(start); }
-};
 
 // Tokens [start, end) of a document.
 struct Piece {
@@ -29,37 +19,72 @@ struct Piece {
 };
 
 struct PlacementProblem {
+  static constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
+
   std::vector<int64_t> lengths;  // tokens of each document
   int32_t num_ranks = 1;
   int64_t tokens_per_rank =
       0;  // all ranks together hold at least the documents; the rest is padding
   PairCount pairs;
-  int64_t tolerance_ppm = 10'000;  // allowed excess of the most loaded rank over the mean
+  int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
+  std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
+  int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
+  int64_t max_received = kNoLimit;  // rows that a rank receives, its own included
+  int64_t max_away = kNoLimit;      // tokens of a document outside the rank that holds most of it
+  int64_t min_piece = 1;            // tokens of a piece that is not a whole document
+  int64_t block = 1;                // documents are cut at multiples of this, if possible
+
+  std::vector<int64_t> limits;  // work of each rank; see `SetLimits`
+
+  int64_t Work(const Piece& piece) const {
+    return pairs(piece.start, piece.end, lengths[piece.document]);
+  }
+  bool IsLimited() const { return max_received < kNoLimit || max_away < kNoLimit || min_piece > 1; }
+  bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
+
+// Sets the largest work of each rank: its share of all work, plus the tolerance; rounded down.
+void SetLimits(PlacementProblem* problem);
 
 // The pieces of each rank; missing tokens of a rank are padding.
 using RankPieces = std::vector<std::vector<Piece>>;
 
-// The mean work per rank, and the most that a rank should have; rounded down.
-int64_t WorkLimit(const PlacementProblem& problem);
+// All pieces once, sorted by document and start; adjacent ones are joined.
+void SortAndJoin(std::vector<Piece>* pieces);
 
-// The cost of an assignment. A rank receives a key of a document only once.
+// The rows that a rank with these pieces receives, its own included. Sorts and joins them.
+int64_t ReceivedRows(const PlacementProblem& problem, std::vector<Piece>* pieces);
+
+// The received rows that are not the rank's own. Sorts and joins the pieces.
+int64_t ReceivedKeys(const PlacementProblem& problem, std::vector<Piece>* pieces);
+
+// Keys that one rank sends to another.
+struct Traffic {
+  int32_t source = 0;
+  int32_t target = 0;
+  int64_t keys = 0;
+};
+std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPieces& ranks);
+
+// The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {
-  int64_t excess = 0;         // excess of the most loaded rank over the limit, at least 0
+  int64_t broken = 0;         // tokens by which hard limits are exceeded, over all ranks
+  int64_t excess = 0;         // excess of work of the most loaded rank over its limit
+  int64_t between_nodes = 0;  // keys that move to another node
   int64_t received_keys = 0;  // over all ranks
 
   bool operator<(const PlacementCost& other) const {
-    return excess != other.excess ? excess < other.excess : received_keys < other.received_keys;
+    if (broken != other.broken) return broken < other.broken;
+    if (excess != other.excess) return excess < other.excess;
+    if (between_nodes != other.between_nodes) return between_nodes < other.between_nodes;
+    return received_keys < other.received_keys;
   }
 };
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks);
 
-// The keys that a rank with these pieces receives. Sorts the pieces by document and start, and
-// joins adjacent ones.
-int64_t ReceivedKeys(const PairCount& pairs, std::vector<Piece>* pieces);
-
 // The best of several constructions, after repair. Uses integers only and a fixed number of steps:
-// equal problems give equal results on every machine.
-RankPieces PlaceDocuments(const PlacementProblem& problem);
+// equal problems give equal results on every machine. If a limit cannot be kept, the result exceeds
+// it by as little as was found.
+RankPieces PlaceDocuments(PlacementProblem problem);
 
 }  // namespace cpd

@@ -22,8 +22,10 @@ __extension__ typedef __int128 Wide;  // products of tokens and pairs
 struct Group {
   int64_t tokens = 0;
   int64_t work = 0;
+  int64_t rows = 0;  // that its rank receives for it
   int first = -1;
   int second = -1;
+  int cut = -1;  // the piece whose head moves with it: the longest other one that starts a document
 };
 
 struct Exchange {
@@ -41,18 +43,21 @@ struct Exchange {
 
 class Repair {
  public:
-  Repair(const PlacementProblem& problem, RankPieces* ranks)
-      : problem_(problem), ranks_(*ranks), limit_(WorkLimit(problem)) {
+  Repair(const PlacementProblem& problem, RankPieces* ranks) : problem_(problem), ranks_(*ranks) {
     work_.resize(ranks_.size());
-    for (size_t r = 0; r < ranks_.size(); ++r) CountWork(static_cast<int64_t>(r));
+    rows_.resize(ranks_.size());
+    for (size_t r = 0; r < ranks_.size(); ++r) Count(static_cast<int64_t>(r));
   }
 
   void Run() {
-    const int64_t above =
-        std::count_if(work_.begin(), work_.end(), [this](int64_t work) { return work > limit_; });
+    int64_t above = 0;
+    for (size_t r = 0; r < ranks_.size(); ++r) above += Room(static_cast<int64_t>(r)) < 0;
     for (int64_t step = 0; step < kSteps * above + kMoreSteps; ++step) {
-      const int64_t heavy = std::max_element(work_.begin(), work_.end()) - work_.begin();
-      if (work_[heavy] <= limit_) return;
+      int64_t heavy = 0;
+      for (int64_t r = 1; r < problem_.num_ranks; ++r) {
+        if (Room(r) < Room(heavy)) heavy = r;
+      }
+      if (Room(heavy) >= 0) return;
       const Exchange best = Find(heavy);
       if (best.other >= 0) {
         Apply(heavy, best);
@@ -72,15 +77,29 @@ class Repair {
     return true;
   }
 
+  // Work that the rank may still get.
+  int64_t Room(int64_t rank) const { return problem_.limits[rank] - work_[rank]; }
+
   // Zero, one or two pieces.
   std::vector<Group> Groups(int64_t rank) const {
     const std::vector<Piece>& pieces = ranks_[rank];
     std::vector<Group> groups(1);
     for (int i = static_cast<int>(pieces.size()) - 1; i >= 0; --i) {
       if (!IsAlone(pieces, i)) continue;
-      const int64_t work = problem_.pairs(pieces[i].start, pieces[i].end);
-      groups.push_back({pieces[i].num_tokens(), work, i, -1});
+      groups.push_back(
+          {pieces[i].num_tokens(), problem_.Work(pieces[i]), Rows(pieces[i]), i, -1, -1});
     }
+    // The longest pieces that start their documents: a group contains at most two of them.
+    std::vector<int> heads;
+    for (size_t g = 1; g < groups.size(); ++g) {
+      const int i = groups[g].first;
+      if (pieces[i].start == 0) heads.push_back(i);
+    }
+    const size_t num_heads = std::min<size_t>(3, heads.size());
+    std::partial_sort(heads.begin(), heads.begin() + num_heads, heads.end(), [&](int a, int b) {
+      return pieces[a].end != pieces[b].end ? pieces[a].end > pieces[b].end : a < b;
+    });
+    heads.resize(num_heads);
     std::sort(groups.begin() + 1, groups.end(), [](const Group& a, const Group& b) {
       return a.tokens != b.tokens ? a.tokens > b.tokens : a.first < b.first;
     });
@@ -89,44 +108,41 @@ class Repair {
     for (size_t i = 1; i < num; ++i) {
       for (size_t j = i + 1; j < num; ++j) {
         const Group &a = groups[i], &b = groups[j];
-        groups.push_back({a.tokens + b.tokens, a.work + b.work, a.first, b.first});
+        groups.push_back(
+            {a.tokens + b.tokens, a.work + b.work, a.rows + b.rows, a.first, b.first, -1});
+      }
+    }
+    for (Group& group : groups) {
+      for (int i : heads) {
+        if (i == group.first || i == group.second) continue;
+        group.cut = i;
+        break;
       }
     }
     return groups;
   }
 
-  // The piece whose head moves: the longest that stays and starts its document.
-  int64_t Longest(int64_t rank, const Group& leaves) const {
-    int64_t longest = -1;
-    const std::vector<Piece>& pieces = ranks_[rank];
-    for (int i = 0; i < static_cast<int>(pieces.size()); ++i) {
-      if (i == leaves.first || i == leaves.second || pieces[i].start > 0) continue;
-      if (!IsAlone(pieces, i)) continue;
-      if (longest < 0 || pieces[i].end > pieces[longest].end) longest = i;
-    }
-    return longest;
-  }
-
   Exchange Find(int64_t heavy) const {
-    const int64_t need = work_[heavy] - limit_;
+    const int64_t need = -Room(heavy);
     const std::vector<Group> outs = Groups(heavy);
     Exchange best;
     for (int64_t other : Lightest(kRanks)) {
-      if (other == heavy || work_[other] >= limit_) continue;
+      if (other == heavy || Room(other) <= 0) continue;
       for (const Group& in : Groups(other)) {
         for (const Group& out : outs) {
           const int64_t head = in.tokens - out.tokens;  // tokens that move there, or come back
-          const int64_t head_work = head >= 0 ? problem_.pairs(head) : -problem_.pairs(-head);
-          const int64_t change = out.work - in.work + head_work;  // removed work
-          if (change <= 0 || work_[other] + change > limit_) continue;
-          const Exchange found{std::abs(head) + kCut, std::min(change, need), other, out, in};
-          if (!(found < best)) continue;
+          int64_t head_work = 0;
           if (head != 0) {
-            const int64_t giver = head > 0 ? heavy : other;
-            const int64_t cut = Longest(giver, head > 0 ? out : in);
-            if (cut < 0 || ranks_[giver][cut].end <= std::abs(head)) continue;
+            const int cut = head > 0 ? out.cut : in.cut;
+            if (cut < 0) continue;
+            const Piece& piece = ranks_[head > 0 ? heavy : other][cut];
+            if (piece.end <= std::abs(head)) continue;
+            head_work = problem_.Work({0, std::abs(head), piece.document}) * (head > 0 ? 1 : -1);
           }
-          best = found;
+          const int64_t change = out.work - in.work + head_work;  // removed work
+          if (change <= 0 || change > Room(other)) continue;
+          const Exchange found{std::abs(head) + kCut, std::min(change, need), other, out, in};
+          if (found < best && KeepsLimits(heavy, found)) best = found;
         }
       }
     }
@@ -134,35 +150,76 @@ class Repair {
   }
 
   void Apply(int64_t heavy, const Exchange& exchange) {
-    std::vector<Piece>& mine = ranks_[heavy];
-    std::vector<Piece>& others = ranks_[exchange.other];
-    const int64_t head = exchange.in.tokens - exchange.out.tokens;
-    std::vector<Piece> to_mine, to_others;
-    if (head > 0) CutHead(&mine[Longest(heavy, exchange.out)], head, &to_others);
-    if (head < 0) CutHead(&others[Longest(exchange.other, exchange.in)], -head, &to_mine);
-    Remove(&mine, exchange.out, &to_others);
-    Remove(&others, exchange.in, &to_mine);
-    mine.insert(mine.end(), to_mine.begin(), to_mine.end());
-    others.insert(others.end(), to_others.begin(), to_others.end());
-    CountWork(heavy);
-    CountWork(exchange.other);
+    Move(exchange, &ranks_[heavy], &ranks_[exchange.other]);
+    Count(heavy);
+    Count(exchange.other);
   }
 
-  void CountWork(int64_t rank) {
+  static void Move(const Exchange& exchange, std::vector<Piece>* mine, std::vector<Piece>* others) {
+    const int64_t head = exchange.in.tokens - exchange.out.tokens;
+    std::vector<Piece> to_mine, to_others;
+    if (head > 0) CutHead(&(*mine)[exchange.out.cut], head, &to_others);
+    if (head < 0) CutHead(&(*others)[exchange.in.cut], -head, &to_mine);
+    Remove(mine, exchange.out, &to_others);
+    Remove(others, exchange.in, &to_mine);
+    mine->insert(mine->end(), to_mine.begin(), to_mine.end());
+    others->insert(others->end(), to_others.begin(), to_others.end());
+  }
+
+  // Whether an exchange exceeds no limit that was kept before, and cuts at multiples of a block.
+  bool KeepsLimits(int64_t heavy, const Exchange& exchange) const {
+    const int64_t head = exchange.in.tokens - exchange.out.tokens;
+    if (head != 0) {
+      const Piece& cut =
+          head > 0 ? ranks_[heavy][exchange.out.cut] : ranks_[exchange.other][exchange.in.cut];
+      const int64_t tokens = std::abs(head);
+      const int64_t least = problem_.min_piece;
+      if (tokens % problem_.block != 0 || tokens < least || cut.end - tokens < least) return false;
+    }
+    if (problem_.max_received == PlacementProblem::kNoLimit) return true;
+    // The giver of a head still receives its keys.
+    const int64_t more = exchange.in.rows - exchange.out.rows;
+    const auto grows = [&](int64_t rank, int64_t rows) {
+      return rows > 0 && rows_[rank] + rows > problem_.max_received;
+    };
+    return !grows(heavy, more + std::max<int64_t>(0, -head)) &&
+           !grows(exchange.other, std::max<int64_t>(0, head) - more);
+  }
+
+  int64_t Rows(const Piece& piece) const {
+    return problem_.pairs.LastKey(piece.end, problem_.lengths[piece.document]) -
+           problem_.pairs.FirstKey(piece.start);
+  }
+
+  // Tokens by which a rank with these pieces exceeds limits.
+  int64_t Broken(std::vector<Piece> pieces) const {
+    int64_t broken = std::max<int64_t>(0, ReceivedRows(problem_, &pieces) - problem_.max_received);
+    for (const Piece& piece : pieces) {
+      const int64_t least = std::min(problem_.min_piece, problem_.lengths[piece.document]);
+      broken += std::max<int64_t>(0, least - piece.num_tokens());
+    }
+    return broken;
+  }
+
+  void Count(int64_t rank) {
     work_[rank] = 0;
-    for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.pairs(piece.start, piece.end);
+    for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.Work(piece);
+    std::vector<Piece> pieces = ranks_[rank];
+    rows_[rank] = ReceivedRows(problem_, &pieces);
   }
 
   // Swaps the tail of a piece for the same number of tokens from the head of another, or of
   // padding: fewest keys per unit of removed work. Returns false if nothing helps.
   bool ShiftTail(int64_t heavy) {
-    const int64_t need = work_[heavy] - limit_;
+    const int64_t need = -Room(heavy);
     Exchange best;
     std::vector<Piece> best_mine, best_others;
     for (int64_t other : Lightest(kShiftRanks)) {
-      const int64_t room = limit_ - work_[other];
+      const int64_t room = Room(other);
       if (other == heavy || room <= 0) continue;
       const int64_t before = Keys(ranks_[heavy]) + Keys(ranks_[other]);
+      const int64_t broken =
+          problem_.IsLimited() ? std::max(Broken(ranks_[heavy]), Broken(ranks_[other])) : 0;
       int64_t free = problem_.tokens_per_rank;
       for (const Piece& piece : ranks_[other]) free -= piece.num_tokens();
       for (size_t p : Largest(ranks_[heavy])) {
@@ -170,8 +227,9 @@ class Repair {
         const auto consider = [&](size_t s, const Piece& source, int64_t most) {
           // Grows with the tokens until both cuts are at the same position of their documents.
           const auto gain = [&](int64_t num) {
-            const int64_t comes = problem_.pairs(source.start, source.start + num);
-            return problem_.pairs(piece.end - num, piece.end) - (source.document < 0 ? 0 : comes);
+            const int64_t leaves = problem_.Work({piece.end - num, piece.end, piece.document});
+            if (source.document < 0) return leaves;
+            return leaves - problem_.Work({source.start, source.start + num, source.document});
           };
           int64_t low = 1, high = most;
           if (high < 1 || gain(1) > room) return;
@@ -185,6 +243,7 @@ class Repair {
             }
           }
           if (gain(low) > room) --low;
+          low -= low % problem_.block;
           const int64_t change = gain(low);
           if (change <= 0) return;
           std::vector<Piece> mine = ranks_[heavy], others = ranks_[other];
@@ -197,6 +256,7 @@ class Repair {
           const int64_t cost = std::max<int64_t>(0, Keys(mine) + Keys(others) - before) + kCut;
           const Exchange found{cost, std::min(change, need), other, {}, {}};
           if (!(found < best)) return;
+          if (problem_.IsLimited() && std::max(Broken(mine), Broken(others)) > broken) return;
           best = found;
           best_mine = std::move(mine), best_others = std::move(others);
         };
@@ -211,8 +271,8 @@ class Repair {
     }
     if (best.other < 0) return false;
     ranks_[heavy] = std::move(best_mine), ranks_[best.other] = std::move(best_others);
-    CountWork(heavy);
-    CountWork(best.other);
+    Count(heavy);
+    Count(best.other);
     return true;
   }
 
@@ -221,7 +281,7 @@ class Repair {
     if (rest.num_tokens() == 0) pieces->erase(pieces->begin() + i);
   }
 
-  int64_t Keys(std::vector<Piece> pieces) const { return ReceivedKeys(problem_.pairs, &pieces); }
+  int64_t Keys(std::vector<Piece> pieces) const { return ReceivedKeys(problem_, &pieces); }
 
   // The pieces with the most tokens, by index.
   static std::vector<size_t> Largest(const std::vector<Piece>& pieces) {
@@ -236,15 +296,14 @@ class Repair {
     return order;
   }
 
-  // The ranks with the least work.
+  // The ranks with the most room for work.
   std::vector<int64_t> Lightest(int64_t num) const {
     std::vector<int64_t> light(ranks_.size());
     for (size_t r = 0; r < light.size(); ++r) light[r] = static_cast<int64_t>(r);
     num = std::min<int64_t>(num, light.size());
-    std::partial_sort(light.begin(), light.begin() + num, light.end(),
-                      [this](int64_t a, int64_t b) {
-                        return work_[a] != work_[b] ? work_[a] < work_[b] : a < b;
-                      });
+    std::partial_sort(
+        light.begin(), light.begin() + num, light.end(),
+        [this](int64_t a, int64_t b) { return Room(a) != Room(b) ? Room(a) > Room(b) : a < b; });
     light.resize(num);
     return light;
   }
@@ -264,8 +323,7 @@ class Repair {
 
   const PlacementProblem& problem_;
   RankPieces& ranks_;
-  const int64_t limit_;
-  std::vector<int64_t> work_;
+  std::vector<int64_t> work_, rows_;  // of each rank
 };
 
 }  // namespace

@@ -21,7 +21,7 @@ class TailCloser : protected ClosingState {
     room -= std::min(room, padding_);
     for (int64_t i = 0; room > 0 && i < pool_.size() && work <= limit_; ++i) {
       const int64_t used = std::min(room, pool_[i].num_tokens());
-      work += pairs_(pool_[i].start, pool_[i].start + used);
+      work += Work({pool_[i].start, pool_[i].start + used, pool_[i].document});
       room -= used;
     }
     return work <= limit_;
@@ -30,23 +30,32 @@ class TailCloser : protected ClosingState {
   // A document gives its tail, beside as few other tokens as the limit allows.
   bool CloseWithTail(int64_t index) {
     const Piece longest = pool_.Take(index);
-    if (CloseWithTailOf(longest)) return true;
+    for (bool is_aligned : {true, false}) {
+      is_aligned_ = is_aligned && problem_.block > 1;
+      if ((is_aligned_ || !is_aligned) && CloseWithTailOf(longest)) return true;
+    }
     pool_.Insert(longest);
     return false;
   }
 
   bool CloseWithTailOf(Piece longest) {
-    const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens());
+    const int64_t least = problem_.min_piece;
+    const int64_t head = least > 1 ? least : 0;  // of the head that stays
+    const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens() + head);
     // The start of the tail that leaves room for this many other tokens.
     const auto start = [&](int64_t fill) { return longest.end - (tokens_per_rank_ - fill); };
     const auto fits = [&](int64_t fill, int64_t work) {
       const int64_t from = start(fill);
       return fill >= first_fill &&
-             (from >= longest.end || pairs_(from, longest.end) + work <= limit_);
+             (from >= longest.end || Work({from, longest.end, longest.document}) + work <= limit_);
     };
-    const int64_t most = tokens_per_rank_;  // the tail has at least one token
-    const int64_t pad =
+    const auto is_aligned = [&](int64_t fill) {
+      return !is_aligned_ || start(fill) % problem_.block == 0;
+    };
+    const int64_t most = tokens_per_rank_ + 1 - least;  // the tail has at least this many tokens
+    int64_t pad =
         FirstThat(0, std::min(padding_, most - 1) + 1, [&](int64_t x) { return fits(x, 0); });
+    while (pad <= std::min(padding_, most - 1) && !is_aligned(pad)) ++pad;
     if (pad <= std::min(padding_, most - 1)) {
       TakeTail(longest, start(pad));
       padding_ -= pad;
@@ -54,21 +63,27 @@ class TailCloser : protected ClosingState {
     }
     const int64_t used_padding = std::min(padding_, most - 1);
 
+    // Tokens of other documents are received rows, too.
+    const int64_t most_others = std::min(
+        most, problem_.max_received - Rows({0, longest.end, longest.document}) + used_padding + 1);
+
     // The shortest documents, up to the first with which the rest fits.
     const int64_t num = pool_.size();
     int64_t k = 0, tokens = used_padding, work = 0;
     bool is_closed = false;
-    while (k < num && tokens + pool_[k].num_tokens() < most) {
+    while (k < num && tokens + pool_[k].num_tokens() < most_others) {
       const int64_t next = tokens + pool_[k].num_tokens(), next_work = work + Work(pool_[k]);
       if (fits(next, next_work)) {
+        if (!is_aligned(next)) break;
         is_closed = true;
         break;
       }
       tokens = next, work = next_work, ++k;
     }
-    int64_t best = is_closed ? tokens + pool_[k].num_tokens() : most;
+    int64_t best = is_closed ? tokens + pool_[k].num_tokens() : most_others;
     Sum joins{0, 0, is_closed ? k : -1, -1}, leaves;
-    FindExchange(k, num, tokens, work, fits, &best, &joins, &leaves);
+    FindExchange(k, num, tokens, work, fits, is_aligned, &best, &joins, &leaves);
+    if (joins.first < 0) best = most;
 
     // Or a slice from the head of the same document, whose keys this rank receives anyway.
     int64_t slice = 0, dropped = 0, kept = -1;
@@ -86,7 +101,8 @@ class TailCloser : protected ClosingState {
                                                  fill_work + Work(reserve_[i]));
                                    });
              i < static_cast<int64_t>(reserve_.size()) &&
-             fill + reserve_[i].num_tokens() < wanted;) {
+             fill + reserve_[i].num_tokens() < std::min(wanted, most_others) &&
+             is_aligned(fill + reserve_[i].num_tokens());) {
           best = fill + reserve_[i].num_tokens();
           kept = i, slice = 0, dropped = drop;
           break;
@@ -100,10 +116,13 @@ class TailCloser : protected ClosingState {
         }
         const int64_t wanted = best - (slice > 0 ? 0 : SliceGain());
         const int64_t longest_slice = std::max<int64_t>(0, std::min(wanted, most) - 1 - fill);
-        const int64_t x = FirstThat(1, longest_slice + 1, [&](int64_t x) {
-          return fits(fill + x, fill_work + pairs_(longest.start, longest.start + x));
+        int64_t x = FirstThat(least, longest_slice + 1, [&](int64_t x) {
+          return fits(fill + x,
+                      fill_work + Work({longest.start, longest.start + x, longest.document}));
         });
-        if (x <= longest_slice && longest.start + x <= start(fill + x)) {
+        if (is_aligned_) x += problem_.block - 1 - (longest.start + x - 1) % problem_.block;
+        if (x <= longest_slice && longest.start + x + head <= start(fill + x) &&
+            is_aligned(fill + x)) {
           best = fill + x;
           slice = x, kept = -1, dropped = drop;
         }
@@ -131,9 +150,9 @@ class TailCloser : protected ClosingState {
 
   // Swaps up to two of the last documents that fit for one or two longer ones, with the fewest
   // tokens that fit.
-  template <typename Fits>
+  template <typename Fits, typename IsAligned>
   void FindExchange(int64_t k, int64_t num, int64_t tokens, int64_t work, const Fits& fits,
-                    int64_t* best, Sum* joins, Sum* leaves) {
+                    const IsAligned& is_aligned, int64_t* best, Sum* joins, Sum* leaves) {
     ListSums(k, std::min(num, k + kWindow), &sums_);
     const auto attempt = [&](const Sum& out) {
       const int64_t fill = tokens - out.tokens, fill_work = work - out.work;
@@ -142,14 +161,17 @@ class TailCloser : protected ClosingState {
         *best = fill + in.tokens;
         *joins = in, *leaves = out;
       };
-      const int64_t i = FirstThat(0, sums_.size(), [&](int64_t i) {
+      const auto num_sums = static_cast<int64_t>(sums_.size());
+      int64_t i = FirstThat(0, num_sums, [&](int64_t i) {
         return fits(fill + sums_[i].tokens, fill_work + sums_[i].work);
       });
-      if (i < static_cast<int64_t>(sums_.size())) take(sums_[i]);
+      while (i < num_sums && !is_aligned(fill + sums_[i].tokens)) ++i;
+      if (i < num_sums) take(sums_[i]);
       if (out.second >= 0) return;
-      const int64_t j = FirstThat(k, num, [&](int64_t j) {
+      int64_t j = FirstThat(k, num, [&](int64_t j) {
         return fits(fill + pool_[j].num_tokens(), fill_work + Work(pool_[j]));
       });
+      while (j < num && !is_aligned(fill + pool_[j].num_tokens())) ++j;
       if (j < num) take({pool_[j].num_tokens(), Work(pool_[j]), j, -1});
     };
     attempt({});

@@ -17,20 +17,29 @@ class WholeCloser : protected TailCloser {
 
   // The longest documents that leave room for the shortest, then these, to the token.
   void CloseWithWhole(int64_t mean, int64_t used_tokens, int64_t used_work) {
-    const int64_t target = std::min(limit_, mean);
+    int64_t target = std::min(limit_, mean);
+    ListCheapest();
+    if (closing_.limit_percent > 100 && pool_.size() > 0) {  // the longest document stays whole
+      const int64_t left = tokens_per_rank_ - used_tokens - pool_.back().num_tokens();
+      const int64_t least = used_work + Work(pool_.back()) + Cheapest(std::max<int64_t>(0, left));
+      target = closing_.longest_first ? limit_ : std::max(target, std::min(limit_, least));
+    }
     // This much less leaves the other ranks a mean well below the limit.
     const int64_t less = (limit_ - target) * (ranks_left_ - 1) / 8;
     int64_t room = tokens_per_rank_ - used_tokens, work = target - used_work;
-    ListCheapest();
+    int64_t rows = problem_.max_received;
+    for (const Piece& piece : *pieces_) rows -= Rows(piece);
     while (room > 0 && pool_.size() > 0) {
       const int64_t num = FirstThat(0, pool_.size(), [&](int64_t i) {
         const int64_t tokens = pool_[i].num_tokens();
         return tokens > room || Work(pool_[i]) + Cheapest(room - tokens) > work;
       });
-      if (num == 0) break;
-      const Piece item = pool_.Take(num - 1);
+      int64_t i = num - 1;  // the rest of the room receives at least its own rows
+      while (i >= 0 && Rows(pool_[i]) + room - pool_[i].num_tokens() > rows) --i;
+      if (i < 0) break;
+      const Piece item = pool_.Take(i);
       Give(item);
-      room -= item.num_tokens(), work -= Work(item);
+      room -= item.num_tokens(), work -= Work(item), rows -= Rows(item);
     }
     if (room > 0) FillExactly(room, work - less, work + limit_ - target, work);
   }
@@ -53,7 +62,10 @@ class WholeCloser : protected TailCloser {
         std::upper_bound(cheapest_.begin() + 1, cheapest_.end(), tokens,
                          [](int64_t tokens, const Sum& sum) { return tokens < sum.tokens; });
     const Sum& sum = *(above - 1);
-    return sum.work + pairs_(tokens - sum.tokens);
+    const int64_t next = above - cheapest_.begin() - 1, head = tokens - sum.tokens;
+    const int64_t length =
+        next < pool_.size() ? std::max(head, problem_.lengths[pool_[next].document]) : head;
+    return sum.work + problem_.pairs(0, head, length);
   }
 
   // Fills the room with the shortest documents. For the missing tokens, swaps one document of the
@@ -83,7 +95,9 @@ class WholeCloser : protected TailCloser {
       const int64_t gap = room + (out < 0 ? 0 : (*pieces_)[out].num_tokens());
       const int64_t freed = out < 0 ? 0 : Work((*pieces_)[out]);
       const auto last_within = [&](int64_t tokens) {
-        return FirstThat(0, pool_.size(), [&](int64_t i) { return pool_[i].end > tokens; }) - 1;
+        return FirstThat(0, pool_.size(),
+                         [&](int64_t i) { return pool_.Reach(pool_[i]) > tokens; }) -
+               1;
       };
       const auto consider = [&](int64_t first, int64_t second) {
         int64_t rest = gap, work = -freed;
@@ -95,7 +109,11 @@ class WholeCloser : protected TailCloser {
         if (rest < 0 || (work > most_work && out >= 0)) return;
         const int64_t off = std::abs(work - wanted_work) / work_per_token;
         const int64_t lacks = std::max<int64_t>(0, least_work - work) / work_per_token;
-        const int64_t score = rest + off / Leniency() + lacks;
+        int64_t score = rest + off / Leniency() + lacks;
+        if (rest > 0 && (rest < problem_.min_piece || rest % problem_.block > 0)) {
+          score +=
+              tokens_per_rank_;  // the cut would be too near the end, or not where it should be
+        }
         if (score < best.score) best = {score, out, first, second, rest};
       };
       if (out < 0) consider(-1, -1);

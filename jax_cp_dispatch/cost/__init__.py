@@ -7,6 +7,7 @@ from jax_cp_dispatch.cost.comm_gemm import (
     predict_comm_gemm,
 )
 from jax_cp_dispatch.cost.hardware import HARDWARE, Hardware
+from jax_cp_dispatch.cost.pairs import count_pairs
 from jax_cp_dispatch.cost.predict import ALGORITHMS, Prediction, StepCost, predict, step_costs
 from jax_cp_dispatch.cost.work import (
     Workload,
@@ -26,6 +27,7 @@ __all__ = [
     "Workload",
     "attention_flops",
     "comm_gemm_methods",
+    "count_pairs",
     "predict",
     "predict_comm_gemm",
     "rank_pairs",

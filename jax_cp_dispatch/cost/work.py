@@ -8,6 +8,7 @@ from jaxtyping import Int64
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.cost.pairs import pairs_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,32 +115,13 @@ def rank_pairs(
     blocks = np.zeros((2 * num_ranks, 2 * num_ranks), np.int64)
     inside = last == first + 1  # documents in one block, usually most of them
 
-    left, right = reach("rank_pairs", causal, window)
-
-    def triangle(q, k):
-        """Pairs with query < q and key < k, and key <= query: a triangle, then rows of k."""
-        q = np.maximum(q, 0)
-        both = np.minimum(q, k)
-        return both * (both + 1) // 2 + (q - both) * both
-
-    def pairs_up_to(ahead, q, k):
-        """Pairs with query < q and key < k, and key <= query + ahead.
-
-        A triangle that begins `ahead` queries earlier, minus its part before the first query.
-        """
-        return triangle(q + ahead, k) - triangle(ahead, k)
-
-    def pairs(q, k):
-        """Pairs of one document with query < q and key < k."""
-        seen = q * k if right is None else pairs_up_to(right, q, k)
-        return seen if left is None else seen - pairs_up_to(-left - 1, q, k)
-
-    whole = pairs(sizes, sizes)
+    within = reach("rank_pairs", causal, window)
+    whole = pairs_before(sizes, sizes, within)
     np.add.at(blocks, (first[inside], first[inside]), whole[inside])
     for i in np.flatnonzero(~inside):
         q = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i])[:, None] - starts[i]
         span = slice(first[i], last[i])
-        blocks[span, span] += np.diff(np.diff(pairs(q, q.T), axis=0), axis=1)
+        blocks[span, span] += np.diff(np.diff(pairs_before(q, q.T, within), axis=0), axis=1)
     rank = np.arange(num_ranks)
     held = (rank, 2 * num_ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
     order = np.stack(held, axis=1).reshape(-1)

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.cost.pairs import pairs_before
+
 
 class Pieces(NamedTuple):
     """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
@@ -71,5 +74,4 @@ def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.
 
 def num_pairs(end: Int[np.ndarray, " P"], window: int | None) -> Int[np.ndarray, " P"]:
     """Returns the query-key pairs of a document's queries before `end`."""
-    full = end if window is None else np.minimum(end, window)
-    return full * (full + 1) // 2 + (end - full) * (0 if window is None else window)
+    return pairs_before(end, end, reach("num_pairs", True, window))

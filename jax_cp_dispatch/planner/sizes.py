@@ -3,6 +3,10 @@
 import numpy as np
 
 
+class DoesNotFitError(ValueError):
+    """A batch does not fit its configured sizes or limits; another one may."""
+
+
 def static_size(
     op: str, config: str, name: str, what: str, needs: np.ndarray, given: int | None, least: int
 ) -> int:
@@ -14,14 +18,14 @@ def static_size(
       needs: of each rank.
       least: smallest step of rounding; larger needs are rounded up by at most 1/8.
     Raises:
-      ValueError: the given size is too small.
+      DoesNotFitError: the given size is too small.
     """
     need, rank = int(needs.max()), int(needs.argmax())
     if given is None:
         step = max(least, 1 << max(need.bit_length() - 4, 0))
         return max(-(-need // step), 1) * step
     if given < need:
-        raise ValueError(
+        raise DoesNotFitError(
             f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} or "
             f"None in {config}."
         )

@@ -15,6 +15,7 @@ from jax_cp_dispatch.cost import (
     HARDWARE,
     Hardware,
     Workload,
+    count_pairs,
     predict,
     rank_pairs,
     step_costs,
@@ -54,6 +55,24 @@ def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag, window=None
         owner = np.minimum(block, 2 * num_ranks - 1 - block)
     one_hot = np.eye(num_ranks, dtype=int)[owner]
     return one_hot.T @ seen @ one_hot
+
+
+def test_pairs_of_some_queries_of_a_document():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        length = int(rng.integers(1, 20))
+        start, end = np.sort(rng.integers(0, length + 1, 2))
+        q, k = np.mgrid[start:end, 0:length]
+        width, left, right = (int(x) for x in rng.integers(0, 24, 3))
+        for causal, window, mask in (
+            (True, None, k <= q),
+            (True, width + 1, (k <= q) & (k > q - width - 1)),
+            (False, None, k >= 0),
+            (False, (left, right), (k >= q - left) & (k <= q + right)),
+            (False, (None, right), k <= q + right),
+        ):
+            options = {"length": length, "causal": causal, "window": window}
+            assert count_pairs(start, end, **options) == mask.sum()
 
 
 @pytest.mark.parametrize(

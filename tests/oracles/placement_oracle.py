@@ -80,26 +80,33 @@ def check_placement(placement, lengths, window=None):
     return pairs, moved
 
 
-def fewest_keys(lengths, world_size, limit, unit):
+def fewest_keys(lengths, world_size, limit, unit, nodes=None):
     """Returns the fewest moved keys if each rank has at most `limit` pairs.
 
     Document lengths are in units of `unit` tokens. Tries every placement that cuts at units;
-    returns None if all of them exceed the limit.
+    returns None if all of them exceed the limit. The limit may be one per rank. With the node of
+    each rank, only keys that move between nodes count.
     """
+    limit = np.broadcast_to(limit, world_size)
+    swaps = [np.arange(world_size)]
+    if nodes is not None or len(set(limit)) > 1:  # ranks are not alike
+        swaps = [np.array(x) for x in itertools.permutations(range(world_size))]
     document, position = documents_of([lengths], sum(lengths))
     end = (position + 1) * unit
     start = position * unit
     pairs = (end * (end + 1) - start * (start + 1)) // 2
     best = None
-    for ranks in _ways(len(document), world_size):
-        if np.bincount(ranks, pairs, minlength=world_size).max() > limit:
+    ways = (swap[ranks] for ranks in _ways(len(document), world_size) for swap in swaps)
+    for ranks in ways:
+        if (np.bincount(ranks, pairs, minlength=world_size) > limit).any():
             continue
         moved = 0
         for rank in range(world_size):
             mine = ranks == rank
             for d in np.unique(document[mine]):
-                own = mine & (document == d)
-                moved += position[own].max() + 1 - own.sum()
+                needed = (document == d) & (position <= position[mine & (document == d)].max())
+                here = mine if nodes is None else nodes[ranks] == nodes[rank]
+                moved += (needed & ~here).sum()
         best = moved if best is None else min(best, moved)
     return None if best is None else unit * int(best)
 

@@ -13,18 +13,26 @@ namespace nb = nanobind;
 namespace cpd {
 namespace {
 
-using Lengths = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pieces = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
 
-// Rows (rank, document, start, end), by rank, document and start.
-Pieces PlaceDocumentsOf(const Lengths& lengths, int32_t num_ranks, int64_t tokens_per_rank,
-                        int64_t window, int64_t tolerance_ppm) {
+// Rows (rank, document, start, end), by rank, document and start. A negative limit is none.
+Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
+                        int64_t tokens_per_rank, int32_t ranks_per_node, int64_t window,
+                        int64_t tolerance_ppm, int64_t max_received, int64_t max_away,
+                        int64_t min_piece, int64_t block) {
   PlacementProblem problem;
   problem.lengths.assign(lengths.data(), lengths.data() + lengths.shape(0));
+  problem.speeds.assign(speeds.data(), speeds.data() + speeds.shape(0));
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
-  problem.pairs.window = window;
+  problem.ranks_per_node = ranks_per_node;
+  problem.pairs = PairCount::Causal(window);
   problem.tolerance_ppm = tolerance_ppm;
+  if (max_received >= 0) problem.max_received = max_received;
+  if (max_away >= 0) problem.max_away = max_away;
+  problem.min_piece = min_piece;
+  problem.block = block;
   auto rows = std::make_unique<std::vector<int64_t>>();
   {
     nb::gil_scoped_release release;
@@ -45,9 +53,10 @@ Pieces PlaceDocumentsOf(const Lengths& lengths, int32_t num_ranks, int64_t token
 }  // namespace
 
 void BindPlanner(nb::module_& m) {
-  m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(),
-        nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("window"),
-        nb::arg("tolerance_ppm"),
+  m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
+        nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
+        nb::arg("window"), nb::arg("tolerance_ppm"), nb::arg("max_received"), nb::arg("max_away"),
+        nb::arg("min_piece"), nb::arg("block"),
         "Pieces of documents by rank: rows (rank, document, start, end).");
 }
 

@@ -1,12 +1,15 @@
 """Placement: assigns tokens to ranks once per batch, before the step.
 
-`config`: the static choices. `build`: the plan of the keys, from the pieces of each rank. `stamp`:
-  its checksums. `plan`: its representation. `place`: the public function. `csrc/planner` assigns
-  pieces to ranks. Uses NumPy only, so nothing here starts JAX.
+`config`: the static choices. `limits`: checks of those that no array size expresses. `sample`:
+  capacities from a sample of batches. `build`: the plan of the keys, from the pieces of each rank.
+  `stamp`: its checksums. `plan`: its representation. `placement`: the order of tokens. `place`: the
+  public function. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so nothing here starts
+  JAX.
 """
 
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.place import Placement, place_tokens
+from jax_cp_dispatch.planner.placement.place import place_tokens
+from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 
 __all__ = ["PlacedPlan", "Placement", "PlacementConfig", "place_tokens"]

@@ -1,26 +1,46 @@
 """The static choices of a placement."""
 
-import dataclasses
+from __future__ import annotations
 
-from jax_cp_dispatch._arguments import check_positive
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax_cp_dispatch._arguments import check_integer, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacementConfig:
-    """Static choices of `place_tokens`. None selects the need of a batch, rounded up.
+    """Static choices of `place_tokens`. None selects the need of a batch, rounded up, or no limit.
 
     Attributes:
-      balance_tolerance: fraction by which the work of a rank may exceed the mean. A larger
-        tolerance moves fewer keys.
+      balance_tolerance: fraction by which the work of a rank may exceed its share, which is the
+        mean if all ranks are equally fast. A larger tolerance moves fewer keys.
       kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_transfers: ranges of keys that one rank may send.
       max_pieces: pieces of documents that one rank may hold.
+      max_away: tokens of a document that may be outside its home, the rank that holds most of it.
+      min_piece: tokens of the shortest piece, except for whole documents that are shorter.
+      block: tokens; documents are cut at multiples of it, counted from their start, where the
+        planner finds such cuts.
+      rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
+        it; all ranks hold the same number of tokens. None: all are equally fast.
+      ranks_per_node: consecutive ranks of one node. Fewer keys between nodes are preferred to fewer
+        keys in total. None: no nodes.
+      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit.
     """
 
     balance_tolerance: float = 0.01
     kv_capacity: int | None = None
     max_transfers: int | None = None
     max_pieces: int | None = None
+    max_away: int | None = None
+    min_piece: int = 1
+    block: int = 1
+    rank_speeds: tuple[float, ...] | None = None
+    ranks_per_node: int | None = None
+    expected_overflow: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         if not 0 <= self.balance_tolerance <= 1:
@@ -28,7 +48,62 @@ class PlacementConfig:
                 f"PlacementConfig: balance_tolerance is {self.balance_tolerance} but must lie in "
                 "[0, 1]; 0.01 allows 1 % above the mean."
             )
-        for name in ("kv_capacity", "max_transfers", "max_pieces"):
+        for name in ("kv_capacity", "max_transfers", "max_pieces", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None:
                 check_positive("PlacementConfig", **{name: value})
+        check_positive("PlacementConfig", min_piece=self.min_piece, block=self.block)
+        if self.max_away is not None:
+            check_integer("PlacementConfig", "max_away", self.max_away)
+            if self.max_away < 0:
+                raise ValueError(
+                    f"PlacementConfig: max_away is {self.max_away}; it needs to be at least 0, or "
+                    "None for no limit."
+                )
+        if self.rank_speeds is not None:
+            speeds = tuple(map(float, self.rank_speeds))
+            if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
+                raise ValueError(
+                    f"PlacementConfig: rank_speeds is {self.rank_speeds}; it needs one positive "
+                    "number per rank, or None for equal speeds."
+                )
+            object.__setattr__(self, "rank_speeds", speeds)
+
+    @classmethod
+    def from_sample(
+        cls,
+        batches: Iterable[Any],
+        *,
+        world_size: int,
+        overflow: float = 1e-4,
+        columns: int | None = None,
+        window: int | None = None,
+        config: PlacementConfig | None = None,
+    ) -> PlacementConfig:
+        """Finds capacities for a run from a sample of its batches.
+
+        With the result, the plans of all batches have the same shapes, so a training step is
+        compiled once. Each capacity is the larger of the sample's maximum and the quantile of an
+        exponential tail, fitted to the largest tenth of the sample (at least ten batches). So a
+        batch exceeds any of them with a probability of about `overflow`, if batches are drawn like
+        the sample and their needs do not have a heavier tail. The sample itself can only show
+        rates of about 1 / len(batches); take at least a few hundred batches. `expected_overflow` is
+        the estimate for the result. `place_tokens` raises an error for a batch that does not fit.
+
+        Call on the host. Takes the time of `place_tokens` for each batch.
+
+        Args:
+          batches: for each batch its lengths, or its segment ids [B, columns]; see `place_tokens`.
+          world_size, columns, window: as for `place_tokens`.
+          overflow: wanted share of batches that do not fit, between 0 and 1.
+          config: balance and constraints of the placements. Capacities that it has are kept.
+        Returns:
+          The config with all capacities, and `expected_overflow`.
+        Raises:
+          TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
+            `place_tokens`.
+        """
+        from jax_cp_dispatch.planner.placement.sample import config_of_sample
+
+        options = {"world_size": world_size, "columns": columns, "window": window}
+        return config_of_sample(batches, overflow, config or cls(), **options)

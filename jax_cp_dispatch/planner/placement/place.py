@@ -1,113 +1,24 @@
-"""`place_tokens`: assigns the tokens of a batch to ranks; reorders arrays and restores them."""
+"""`place_tokens`: assigns the tokens of a batch to ranks."""
 
-import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree, Shaped
+from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planner.describe import column_of
 from jax_cp_dispatch.planner.documents import Documents, documents_of
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan, describe_placed
+from jax_cp_dispatch.planner.placement.limits import check_config, check_lengths, check_pieces
+from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 
 _OP = "place_tokens"
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Placement:
-    """The assignment of the tokens of a batch `[batch, columns]` to ranks. Picklable; NumPy only.
-
-    Places index the rows of all ranks: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch
-    * columns / world_size`. In an array `[batch, columns, ...]` that is sharded over its columns,
-    these are the rank's columns of each batch row, one batch row after another.
-
-    Attributes:
-      batch, columns: shape of the batch.
-      world_size: number of ranks.
-      plan: for `context_parallel_attention(algorithm="placed")`.
-      source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
-        batch (counted row by row), first place, length. Sorted by place; padding included.
-    """
-
-    batch: int
-    columns: int
-    world_size: int
-    plan: PlacedPlan
-    source: Int[np.ndarray, " P"]
-    place: Int[np.ndarray, " P"]
-    tokens: Int[np.ndarray, " P"]
-
-    @functools.cached_property
-    def permutation(self) -> Int[np.ndarray, " BT"]:
-        """The token at each place, counted over the batch row by row."""
-        return self._map(self.place, self.source)
-
-    @functools.cached_property
-    def inverse(self) -> Int[np.ndarray, " BT"]:
-        """The place of each token."""
-        return self._map(self.source, self.place)
-
-    def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
-        """Puts token arrays `[batch, columns, ...]` into placed order.
-
-        Call on the host with NumPy arrays, as a data loader does, or anywhere with JAX arrays.
-        Apply it to tokens, labels, positions and segment ids alike. Shift labels by one token
-        first: neighbours in placed order need not be neighbours in a document.
-
-        Raises:
-          ValueError: an array does not start with `[batch, columns]`.
-        """
-        return jax.tree.map(lambda x: self._move("apply", x), arrays)
-
-    def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
-        """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
-        return jax.tree.map(lambda x: self._move("restore", x), arrays)
-
-    def describe(self) -> str:
-        """Returns the text of `PlacedPlan.describe`, with the batch columns of its pieces."""
-        sizes = {"columns": self.columns, "num_tokens": self.plan.num_tokens}
-        where = column_of(self.source, self.place, **sizes)
-        return describe_placed(self.plan, "Placement.describe", where)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def _map(self, first: np.ndarray, value: np.ndarray) -> np.ndarray:
-        total = self.batch * self.columns
-        dtype = np.int32 if total < 2**31 else np.int64
-        order = np.argsort(first)
-        shift = (value - first)[order].astype(dtype)
-        return np.arange(total, dtype=dtype) + np.repeat(shift, self.tokens[order])
-
-    def _move(self, name: str, x: Any) -> Any:
-        if tuple(x.shape[:2]) != (self.batch, self.columns):
-            raise ValueError(
-                f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "
-                f"[{self.batch}, {self.columns}, ...]. Pad the columns as segment 0, or place the "
-                "tokens of this batch."
-            )
-        xp = np if isinstance(x, np.ndarray) else jnp
-        rest = x.shape[2:]
-        rows = self.columns // self.world_size
-        if name == "apply":
-            x = xp.take(x.reshape(-1, *rest), self.permutation, axis=0)
-            x = x.reshape(self.world_size, self.batch, rows, *rest).swapaxes(0, 1)
-        else:
-            x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
-            x = xp.take(x.reshape(-1, *rest), self.inverse, axis=0)
-        return x.reshape(self.batch, self.columns, *rest)
 
 
 def place_tokens(
@@ -140,25 +51,23 @@ def place_tokens(
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
       window: maximum keys to which a query attends, the last of which is its own; None: no limit.
-      config: balance tolerance and capacities.
+      config: balance tolerance, constraints and capacities.
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
       TypeError: lengths or ids are not integers.
-      ValueError: sizes do not match, a document is not contiguous, or a capacity is too small.
+      ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
+        capacity or constraint of the config.
     """
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
     if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
         raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
     num_tokens = documents.num_tokens // world_size
-    assigned = native.place_documents(
-        np.ascontiguousarray(documents.lengths, np.int64),
-        num_ranks=world_size,
-        tokens_per_rank=num_tokens,
-        window=min(window or 0, documents.num_tokens),
-        tolerance_ppm=round(1e6 * config.balance_tolerance),
-    )
-    pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
+    check_config(config, world_size=world_size, num_tokens=num_tokens)
+    check_lengths(documents.lengths, config, num_tokens=num_tokens, window=window)
+    assigned = _assign(documents, config, world_size, window)
+    pieces, spans = lay_out(assigned, window)
+    check_pieces(documents.lengths, pieces, config)
     sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}
     stamp = stamp_of_pieces(documents, pieces, positions, **sizes)
     plan = build_plan(pieces, spans, stamp, **sizes, config=config)
@@ -168,10 +77,33 @@ def place_tokens(
         columns=documents.columns,
         world_size=world_size,
         plan=plan,
+        config=config,
         source=moves[0],
         place=moves[1],
         tokens=moves[2],
     )
+
+
+def _assign(
+    documents: Documents, config: PlacementConfig, world_size: int, window: int | None
+) -> Int[np.ndarray, "P 4"]:
+    """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
+    speeds = np.array(config.rank_speeds or [1.0] * world_size)
+    none = -1
+    assigned = native.place_documents(
+        np.ascontiguousarray(documents.lengths, np.int64),
+        speeds=np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(np.int64),
+        num_ranks=world_size,
+        tokens_per_rank=documents.num_tokens // world_size,
+        ranks_per_node=config.ranks_per_node or 1,
+        window=min(window or 0, documents.num_tokens),
+        tolerance_ppm=round(1e6 * config.balance_tolerance),
+        max_received=none if config.kv_capacity is None else config.kv_capacity,
+        max_away=none if config.max_away is None else config.max_away,
+        min_piece=config.min_piece,
+        block=config.block,
+    )
+    return assigned.astype(np.int64)  # nanobind says "long long"
 
 
 def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: int):

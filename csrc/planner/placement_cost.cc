@@ -1,0 +1,169 @@
+// What a placement costs: work above the limits, keys that move, limits that it exceeds.
+#include <algorithm>
+#include <numeric>
+
+#include "planner/placement.h"
+
+namespace cpd {
+namespace {
+
+__extension__ typedef __int128 Wide;  // products of work and speeds
+
+// Keys [start, end) of a document that a rank needs.
+struct Need {
+  int64_t start = 0;
+  int64_t end = 0;
+  int32_t document = 0;
+};
+
+// Disjoint needs of sorted pieces, in their order.
+template <typename Visit>
+void ForEachNeed(const PlacementProblem& problem, const std::vector<Piece>& pieces,
+                 const Visit& visit) {
+  int64_t seen = 0;  // of this document: keys before this one are visited, or not needed
+  int32_t document = -1;
+  for (const Piece& piece : pieces) {
+    if (piece.document != document) document = piece.document, seen = 0;
+    const int64_t start = std::max(seen, problem.pairs.FirstKey(piece.start));
+    seen = problem.pairs.LastKey(piece.end, problem.lengths[document]);
+    if (start < seen) visit(Need{start, seen, document});
+  }
+}
+
+// Tokens by which hard limits are exceeded.
+int64_t BrokenBy(const PlacementProblem& problem, const RankPieces& ranks) {
+  int64_t broken = 0;
+  std::vector<int64_t> most(problem.lengths.size(), 0);  // tokens of a document on one rank
+  for (const std::vector<Piece>& pieces : ranks) {
+    int64_t rows = 0, tokens = 0;
+    ForEachNeed(problem, pieces, [&](const Need& need) { rows += need.end - need.start; });
+    if (problem.max_received < rows) broken += rows - problem.max_received;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const Piece& piece = pieces[i];
+      const int64_t least = std::min(problem.min_piece, problem.lengths[piece.document]);
+      broken += std::max<int64_t>(0, least - piece.num_tokens());
+      tokens = i > 0 && pieces[i - 1].document == piece.document ? tokens : 0;
+      tokens += piece.num_tokens();
+      most[piece.document] = std::max(most[piece.document], tokens);
+    }
+  }
+  if (problem.max_away == PlacementProblem::kNoLimit) return broken;
+  for (size_t d = 0; d < most.size(); ++d) {
+    if (most[d] == 0) continue;  // not part of this problem
+    broken += std::max<int64_t>(0, problem.lengths[d] - most[d] - problem.max_away);
+  }
+  return broken;
+}
+
+}  // namespace
+
+void SetLimits(PlacementProblem* problem) {
+  Wide total = 0;
+  for (int64_t length : problem->lengths) total += problem->pairs(0, length, length);
+  if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
+  const Wide speed =
+      std::accumulate(problem->speeds.begin(), problem->speeds.end(), static_cast<int64_t>(0));
+  problem->limits.clear();
+  constexpr int64_t kMillion = 1'000'000;
+  for (int64_t s : problem->speeds) {
+    const auto share = static_cast<int64_t>(total * s / speed);
+    problem->limits.push_back(share + share / kMillion * problem->tolerance_ppm +
+                              share % kMillion * problem->tolerance_ppm / kMillion);
+  }
+}
+
+void SortAndJoin(std::vector<Piece>* pieces) {
+  std::sort(pieces->begin(), pieces->end(), [](const Piece& a, const Piece& b) {
+    return a.document != b.document ? a.document < b.document : a.start < b.start;
+  });
+  size_t last = 0;
+  for (size_t i = 1; i < pieces->size(); ++i) {
+    Piece& before = (*pieces)[last];
+    const Piece& piece = (*pieces)[i];
+    if (piece.document == before.document && piece.start == before.end) {
+      before.end = piece.end;
+    } else {
+      (*pieces)[++last] = piece;
+    }
+  }
+  if (!pieces->empty()) pieces->resize(last + 1);
+}
+
+int64_t ReceivedRows(const PlacementProblem& problem, std::vector<Piece>* pieces) {
+  SortAndJoin(pieces);
+  int64_t rows = 0;
+  ForEachNeed(problem, *pieces, [&](const Need& need) { rows += need.end - need.start; });
+  return rows;
+}
+
+int64_t ReceivedKeys(const PlacementProblem& problem, std::vector<Piece>* pieces) {
+  int64_t keys = ReceivedRows(problem, pieces);
+  for (const Piece& piece : *pieces) keys -= piece.num_tokens();
+  return keys;
+}
+
+std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPieces& ranks) {
+  struct Held {
+    Piece piece;
+    int32_t rank;
+  };
+  std::vector<Held> held;  // only of cut documents: whole ones do not move
+  std::vector<char> is_cut(problem.lengths.size(), 0);
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (const Piece& piece : ranks[r]) {
+      if (piece.num_tokens() == problem.lengths[piece.document]) continue;
+      held.push_back({piece, static_cast<int32_t>(r)});
+      is_cut[piece.document] = 1;
+    }
+  }
+  const auto before = [](const Held& a, const Held& b) {
+    return a.piece.document != b.piece.document ? a.piece.document < b.piece.document
+                                                : a.piece.start < b.piece.start;
+  };
+  std::sort(held.begin(), held.end(), before);
+  std::vector<Traffic> traffic;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const auto target = static_cast<int32_t>(r);
+    std::vector<Piece> mine = ranks[r];
+    SortAndJoin(&mine);
+    ForEachNeed(problem, mine, [&](const Need& need) {
+      if (!is_cut[need.document]) return;
+      auto from = std::upper_bound(held.begin(), held.end(),
+                                   Held{{need.start, need.start, need.document}, 0}, before);
+      for (--from; from != held.end() && from->piece.document == need.document &&
+                   from->piece.start < need.end;
+           ++from) {
+        const int64_t keys =
+            std::min(from->piece.end, need.end) - std::max(from->piece.start, need.start);
+        if (from->rank != target && keys > 0) traffic.push_back({from->rank, target, keys});
+      }
+    });
+  }
+  return traffic;
+}
+
+PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
+  PlacementCost cost;
+  RankPieces sorted = ranks;
+  const int64_t fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
+  for (size_t r = 0; r < sorted.size(); ++r) {
+    int64_t work = 0;
+    for (const Piece& piece : sorted[r]) work += problem.Work(piece);
+    // A slow rank takes longer for the same excess.
+    const int64_t above = std::max<int64_t>(0, work - problem.limits[r]);
+    const auto excess =
+        static_cast<int64_t>(static_cast<Wide>(above) * fastest / problem.speeds[r]);
+    cost.excess = std::max(cost.excess, excess);
+    cost.received_keys += ReceivedKeys(problem, &sorted[r]);
+  }
+  if (problem.IsLimited()) cost.broken = BrokenBy(problem, sorted);
+  if (problem.HasNodes()) {
+    for (const Traffic& x : ListTraffic(problem, ranks)) {
+      const int32_t m = problem.ranks_per_node;
+      if (x.source / m != x.target / m) cost.between_nodes += x.keys;
+    }
+  }
+  return cost;
+}
+
+}  // namespace cpd

@@ -1,0 +1,91 @@
+"""Checks the limits of a placement that no array size expresses, before and after planning."""
+
+import numpy as np
+
+from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.sizes import DoesNotFitError
+
+_OP = "place_tokens"
+
+
+def check_config(config: PlacementConfig, *, world_size: int, num_tokens: int) -> None:
+    """Requires constraints that match the ranks."""
+    speeds, size = config.rank_speeds, config.ranks_per_node
+    if speeds is not None and len(speeds) != world_size:
+        raise ValueError(
+            f"{_OP}: rank_speeds has {len(speeds)} numbers but there are {world_size} ranks. Pass "
+            "one number per rank."
+        )
+    if size is not None and world_size % size:
+        raise ValueError(
+            f"{_OP}: {world_size} ranks do not fill nodes of ranks_per_node={size}. Pass a divisor "
+            "of world_size."
+        )
+    for name in ("min_piece", "block"):
+        if getattr(config, name) > max(num_tokens, 1):
+            raise ValueError(
+                f"{_OP}: {name} is {getattr(config, name)} but a rank holds {num_tokens} tokens. "
+                f"Pass {name}<={num_tokens}."
+            )
+
+
+def check_lengths(
+    lengths: np.ndarray, config: PlacementConfig, *, num_tokens: int, window: int | None
+) -> None:
+    """Rejects limits that no placement keeps, with the document that exceeds them."""
+    if not len(lengths):
+        return
+    document = int(lengths.argmax())
+    longest = int(lengths[document])
+    keys = longest if window is None else min(longest, window)
+    if config.kv_capacity is not None and config.kv_capacity < keys:
+        raise DoesNotFitError(
+            f"{_OP}: the last query of document {document} attends to {keys} keys, so its rank "
+            f"receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
+            f"kv_capacity>={keys} or None in PlacementConfig."
+        )
+    away = longest - num_tokens
+    if config.max_away is not None and away > config.max_away:
+        raise DoesNotFitError(
+            f"{_OP}: document {document} has {longest} tokens but a rank holds {num_tokens}, so at "
+            f"least {away} are away from home, but max_away is {config.max_away}. Pass "
+            f"max_away>={away} or None in PlacementConfig."
+        )
+
+
+def check_pieces(lengths: np.ndarray, pieces: Pieces, config: PlacementConfig) -> None:
+    """Rejects a placement that exceeds `max_away` or `min_piece`."""
+    tokens = pieces.end - pieces.start
+    if config.min_piece > 1:
+        missing = np.minimum(lengths[pieces.document], config.min_piece) - tokens
+        if missing.max(initial=0) > 0:
+            at = int(missing.argmax())
+            raise DoesNotFitError(
+                f"{_OP}: rank {pieces.rank[at]} would hold a piece of {tokens[at]} tokens of "
+                f"document {pieces.document[at]} but min_piece is {config.min_piece}. Pass "
+                f"min_piece<={tokens[at]}, a larger balance_tolerance, or more padding."
+            )
+    if config.max_away is not None:
+        away, home = _away(lengths, pieces, tokens)
+        if away.max(initial=0) > config.max_away:
+            document = int(away.argmax())
+            raise DoesNotFitError(
+                f"{_OP}: {away[document]} tokens of document {document} would be away from its "
+                f"home, rank {home[document]}, but max_away is {config.max_away}. Pass max_away>="
+                f"{away[document]}, or more padding."
+            )
+
+
+def _away(lengths: np.ndarray, pieces: Pieces, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, per document, its tokens outside its home, and the home."""
+    num_ranks = int(pieces.rank.max(initial=0)) + 1
+    held, index = np.unique(pieces.document * num_ranks + pieces.rank, return_inverse=True)
+    sums = np.zeros(len(held), np.int64)
+    np.add.at(sums, index, tokens)
+    document, rank = held // num_ranks, held % num_ranks
+    away, home = lengths.astype(np.int64), np.zeros(len(lengths), np.int64)
+    order = np.argsort(sums, kind="stable")  # the largest comes last and stays
+    away[document[order]] = lengths[document[order]] - sums[order]
+    home[document[order]] = rank[order]
+    return away, home

@@ -1,0 +1,258 @@
+"""Constraints of placements: kept, or refused with what would be enough."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from placement_oracle import check_placement, documents_of, fewest_keys
+
+from jax_cp_dispatch import PlacementConfig, place_tokens
+
+TOKENS = 65536
+PACKED = Path(__file__).parents[1] / "data" / "packed"
+
+
+def real_lengths(name, ranks):
+    batches = json.loads((PACKED / f"{name}.json").read_text())
+    return next(x["lengths"] for x in batches if x["ranks"] == ranks)
+
+
+def runs(placement, lengths):
+    """Pieces from the permutation alone: (rank, document, start, end), of tokens in sequence."""
+    document, position = documents_of(lengths, placement.columns)
+    rows = placement.permutation.reshape(placement.world_size, -1)
+    found = []
+    for rank, tokens in enumerate(rows):
+        held = sorted((document[t], position[t]) for t in tokens if document[t] >= 0)
+        for d, p in held:
+            if found and found[-1][:2] == [rank, d] and found[-1][3] == p:
+                found[-1][3] = p + 1
+            else:
+                found.append([rank, d, p, p + 1])
+    return np.array(found, int).reshape(-1, 4)
+
+
+def rows_of(placement):
+    """Rows that the plan needs, at most on any rank."""
+    return int(np.max(placement.plan.kv_metadata.num_total_recv_tokens))
+
+
+def most_away(placement, lengths):
+    """Most tokens of a document outside the rank that holds most of it."""
+    document, _ = documents_of(lengths, placement.columns)
+    rank = placement.inverse // placement.plan.num_tokens
+    away = [0]
+    for d in range(document.max() + 1):
+        held = np.bincount(rank[document == d], minlength=1)
+        away.append(held.sum() - held.max())
+    return max(away)
+
+
+EXTREMES = st.sampled_from(
+    [
+        [[96]],
+        [[2] * 48],
+        [[12] * 8],
+        [[1] * 96],
+        [[50, 1, 1, 1, 40, 3]],
+        [[0]],
+        [[5], [0]],
+        [[90, 6]],
+    ]
+)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_constraints_are_kept_or_refused(data):
+    lengths = data.draw(
+        EXTREMES | st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2)
+    )
+    world_size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    config = PlacementConfig(
+        balance_tolerance=data.draw(st.sampled_from([0.01, 0.5])),
+        kv_capacity=data.draw(st.none() | st.integers(1, 150)),
+        max_away=data.draw(st.none() | st.integers(0, 60)),
+        min_piece=data.draw(st.sampled_from([1, 1, 3, 8])),
+        block=data.draw(st.sampled_from([1, 1, 4])),
+        ranks_per_node=data.draw(st.none() | st.sampled_from([1, 2])) if world_size > 1 else None,
+        rank_speeds=data.draw(st.none() | st.just(tuple(1.0 + r % 3 for r in range(world_size)))),
+    )
+    window = data.draw(st.none() | st.integers(1, 40))
+    try:
+        placement = place_tokens(
+            lengths, world_size=world_size, columns=96, window=window, config=config
+        )
+    except ValueError as error:
+        assert any(x in str(error) for x in ("kv_capacity", "max_away", "min_piece")), error
+        assert "Pass " in str(error)
+        limits = config.kv_capacity, config.max_away, config.min_piece
+        assert limits != (None, None, 1)
+        return
+    pairs, _ = check_placement(placement, lengths, window)
+    if config.kv_capacity is not None:
+        assert placement.plan.kv_capacity == config.kv_capacity
+        assert rows_of(placement) <= config.kv_capacity
+    if config.max_away is not None:
+        assert most_away(placement, lengths) <= config.max_away
+    pieces = runs(placement, lengths)
+    whole = np.concatenate([np.asarray(row, int) for row in lengths] or [[]])
+    tokens = pieces[:, 3] - pieces[:, 2]
+    assert (tokens >= np.minimum(config.min_piece, whole[pieces[:, 1]])).all()
+    speeds = np.array(config.rank_speeds or [1.0] * world_size)
+    if pairs.sum():
+        share = pairs.sum() * speeds / speeds.sum()
+        assert placement.imbalance == pytest.approx((pairs / share).max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name, ranks, tokens", [("wlbllm", 32, 2.5), ("wlbllm", 8, 2.23)])
+def test_a_capacity_is_kept_by_another_placement(name, ranks, tokens):
+    """At the same balance, for a few more keys, where the best placement would need more rows."""
+    lengths = real_lengths(name, ranks)
+    free = place_tokens(lengths, world_size=ranks)
+    capacity = int(tokens * TOKENS)
+    config = PlacementConfig(kv_capacity=capacity)
+    placement = place_tokens(lengths, world_size=ranks, config=config)
+    assert rows_of(placement) <= capacity
+    assert placement.imbalance <= 1.0101
+    moved = [x.plan.num_kv_tokens_moved for x in (free, placement)]
+    assert moved[0] <= moved[1] <= 1.05 * moved[0]
+    if ranks == 32:
+        assert rows_of(free) > capacity
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 32), ("prolong", 32), ("prolong", 128)])
+def test_short_pieces_and_odd_cuts_can_be_avoided(name, ranks):
+    lengths = real_lengths(name, ranks)
+    least = min(lengths)
+    free = place_tokens(lengths, world_size=ranks).plan.num_kv_tokens_moved
+    config = PlacementConfig(min_piece=1024, block=64)
+    placement = place_tokens(lengths, world_size=ranks, config=config)
+    position = placement.plan.run_position
+    start = position[placement.plan.run_row < placement.plan.num_tokens]
+    cuts = start[start > 0]
+    assert (cuts % 64 == 0).mean() >= 0.3  # of cuts anywhere, 0.03 (lengths are even)
+    assert placement.imbalance <= 1.0101
+    assert least < 1024
+    assert placement.plan.num_kv_tokens_moved <= 1.2 * free + 0.02 * sum(lengths)
+
+
+def test_all_cuts_are_at_blocks_where_lengths_are_multiples():
+    rng = np.random.default_rng(0)
+    lengths = 16 * rng.integers(1, 40, 30)
+    lengths = lengths[lengths.cumsum() <= 4096]
+    config = PlacementConfig(block=16)
+    placement = place_tokens([lengths], world_size=4, columns=4096, config=config)
+    pieces = runs(placement, [lengths])
+    assert (pieces[:, 2:] % 16 == 0).all()
+    assert placement.imbalance <= 1.0101
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 32), ("prolong", 32)])
+def test_work_is_proportional_to_speed(name, ranks):
+    speeds = tuple(1.0 if r % 4 else 0.5 for r in range(ranks))
+    config = PlacementConfig(rank_speeds=speeds)
+    plan = place_tokens(real_lengths(name, ranks), world_size=ranks, config=config).plan
+    share = plan.pairs.sum() * np.array(speeds) / sum(speeds)
+    assert (plan.pairs <= 1.0101 * share).all()
+    assert (plan.num_rows == TOKENS).all()
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 32), ("wlbllm", 128), ("prolong", 128)])
+def test_fewer_keys_move_between_nodes(name, ranks):
+    lengths = real_lengths(name, ranks)
+    free = place_tokens(lengths, world_size=ranks).plan
+    received = free.kv_metadata.num_recv_tokens[:, :-1].astype(int)
+    node = np.arange(ranks) // 8
+    before = received[node[:, None] != node].sum()
+    placement = place_tokens(lengths, world_size=ranks, config=PlacementConfig(ranks_per_node=8))
+    assert placement.imbalance <= 1.0101
+    assert placement.num_kv_tokens_moved_between_nodes <= 0.95 * before
+    assert placement.plan.num_kv_tokens_moved <= 1.03 * free.num_kv_tokens_moved
+    received = placement.plan.kv_metadata.num_recv_tokens[:, :-1].astype(int)
+    assert placement.num_kv_tokens_moved_between_nodes == sum(
+        received[i, j] for i, j in itertools.product(range(ranks), repeat=2) if node[i] != node[j]
+    )
+
+
+UNIT = 64
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_near_the_optimum_with_speeds_and_nodes(seed):
+    """Of small cases, against all placements that cut at units."""
+    rng = np.random.default_rng(seed)
+    nodes = seed % 2 == 0
+    world_size, share = (4, 2) if nodes else (3, 3)
+    total = world_size * share
+    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
+    lengths = UNIT * np.diff([0, *cuts, total])
+    speeds = np.ones(world_size) if nodes else rng.permutation([1.0, 1.5, 2.0])
+    work = (lengths * (lengths + 1) / 2).sum() * speeds / speeds.sum()
+    for tolerance in (0.25, 1.0):
+        config = PlacementConfig(
+            balance_tolerance=tolerance,
+            rank_speeds=tuple(speeds),
+            ranks_per_node=2 if nodes else None,
+        )
+        placement = place_tokens([lengths], world_size=world_size, config=config)
+        pairs, moved = check_placement(placement, [lengths])
+        limits = (1 + tolerance) * work
+        nodes_of = np.arange(world_size) // 2 if nodes else None
+        least = fewest_keys(lengths // UNIT, world_size, limits, unit=UNIT, nodes=nodes_of)
+        if least is None:
+            continue
+        assert (pairs <= limits + 1e-6 * work).all()
+        if nodes:
+            moved = placement.num_kv_tokens_moved_between_nodes
+        assert moved <= 1.25 * least + 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kv_capacity": 599}, r"document 0 attends to 600 keys.* Pass kv_capacity>=600"),
+        ({"max_away": 343}, r"at least 344 are away from home.* Pass max_away>=344"),
+        ({"min_piece": 300}, r"min_piece is 300 but a rank holds 256 tokens. Pass min_piece<=256"),
+        ({"block": 300}, r"block is 300 but a rank holds 256 tokens"),
+        ({"rank_speeds": (1.0, 2.0)}, r"rank_speeds has 2 numbers but there are 4 ranks"),
+        ({"ranks_per_node": 3}, r"4 ranks do not fill nodes of ranks_per_node=3"),
+    ],
+)
+def test_constraints_that_no_placement_keeps(options, message):
+    with pytest.raises(ValueError, match=message):
+        place_tokens([[600, 300, 100, 24]], world_size=4, config=PlacementConfig(**options))
+
+
+def test_what_was_found_is_in_the_error():
+    """Without padding, whole documents do not fill ranks exactly."""
+    lengths = [[100] * 9 + [60]]
+    with pytest.raises(ValueError, match=r"tokens of document \d+ would be away from its home, "):
+        place_tokens(lengths, world_size=4, config=PlacementConfig(max_away=0))
+    with pytest.raises(ValueError, match=r"would hold a piece of \d+ tokens of document \d"):
+        place_tokens(lengths, world_size=4, config=PlacementConfig(min_piece=95))
+    with pytest.raises(ValueError, match=r"would receive \d+ rows but kv_capacity is 239. Pass"):
+        place_tokens(lengths, world_size=4, config=PlacementConfig(kv_capacity=239))
+    padded = place_tokens(
+        lengths, world_size=4, columns=1600, config=PlacementConfig(max_away=0, min_piece=95)
+    )
+    assert most_away(padded, lengths) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_away": -1},
+        {"min_piece": 0},
+        {"block": 0},
+        {"rank_speeds": ()},
+        {"rank_speeds": (1.0, 0.0)},
+        {"ranks_per_node": 0},
+    ],
+)
+def test_constraints_out_of_their_domain_are_refused(options):
+    with pytest.raises(ValueError, match=f"PlacementConfig: {next(iter(options))} is "):
+        PlacementConfig(**options)
