@@ -1,5 +1,6 @@
 """docs/trainers.md: its code runs, and every loss in it is that of dense attention."""
 
+import importlib.util
 import pathlib
 import re
 
@@ -31,10 +32,12 @@ def dense(segment_ids):
 def test_code_blocks_run(quick_compilation):
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-    values = []
+    values, missing = [], set()
     for code in blocks:
-        for library in re.findall(r"^(?:from|import) (flax|equinox)", code, flags=re.M):
-            pytest.importorskip(library, reason="a block needs it: install the test extra")
+        libraries = re.findall(r"^(?:from|import) (flax|equinox)", code, flags=re.M)
+        missing |= {name for name in libraries if not importlib.util.find_spec(name)}
+        if libraries and missing:
+            continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
     assert (len(blocks), len(values)) == (11, 6)
@@ -45,5 +48,7 @@ def test_code_blocks_run(quick_compilation):
     q, out = np.asarray(names["q"]), np.asarray(names["out"])
     real = batch["segment_ids"] != 0
     np.testing.assert_allclose(out[real], attend(q, q, q)[real], atol=1e-5)
-    assert names["y"].shape == names["z"].shape == names["x"].shape
-    assert jnp.isfinite(names["y"]).all() and jnp.isfinite(names["z"]).all()
+    for y in (names[name] for name in ("y", "z") if name in names):
+        assert y.shape == names["x"].shape and jnp.isfinite(y).all()
+    if missing:
+        pytest.skip(f"only its blocks with {missing} did not run: install the test extra")
