@@ -88,7 +88,8 @@ class PlacementConfig:
         batch exceeds any of them with a probability of about `overflow`, if batches are drawn like
         the sample and their needs do not have a heavier tail. The sample itself can only show
         rates of about 1 / len(batches); take at least a few hundred batches. `expected_overflow` is
-        the estimate for the result. `place_tokens` raises an error for a batch that does not fit.
+        the estimate for the result. For a batch that does not fit, see
+        `fallback` of `place_tokens`.
 
         Call on the host. Takes the time of `place_tokens` for each batch.
 

@@ -11,9 +11,16 @@ from jax_cp_dispatch.planner.documents import Documents, documents_of
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.placement.fallback import (
+    check_fallback,
+    moves_of_fallback,
+    plan_of_fallback,
+)
 from jax_cp_dispatch.planner.placement.limits import check_config, check_lengths, check_pieces
 from jax_cp_dispatch.planner.placement.placement import Placement
+from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
+from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 _OP = "place_tokens"
 
@@ -30,6 +37,7 @@ def place_tokens(
     columns: int | None = None,
     window: int | None = None,
     config: PlacementConfig = PlacementConfig(),
+    fallback: str | None = None,
 ) -> Placement:
     """Assigns each token of a batch to a rank, once, so that few keys move.
 
@@ -52,36 +60,61 @@ def place_tokens(
         rounded up.
       window: maximum keys to which a query attends, the last of which is its own; None: no limit.
       config: balance tolerance, constraints and capacities.
+      fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
+        a placement that leaves all tokens where they are. Its plan has the usual shapes, and
+        `PlacedPlan.fits` is false: use a ring for this batch. Needs all capacities.
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
       TypeError: lengths or ids are not integers.
       ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
-        capacity or constraint of the config.
+        capacity or constraint of the config and there is no fallback.
     """
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
     if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
         raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
     num_tokens = documents.num_tokens // world_size
     check_config(config, world_size=world_size, num_tokens=num_tokens)
-    check_lengths(documents.lengths, config, num_tokens=num_tokens, window=window)
-    assigned = _assign(documents, config, world_size, window)
-    pieces, spans = lay_out(assigned, window)
-    check_pieces(documents.lengths, pieces, config)
-    sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}
-    stamp = stamp_of_pieces(documents, pieces, positions, **sizes)
-    plan = build_plan(pieces, spans, stamp, **sizes, config=config)
-    moves = _moves(documents, pieces, num_tokens, world_size)
+    check_fallback(fallback, config)
+    options: dict[str, Any] = {"world_size": world_size, "window": window, "config": config}
+    reason = None
+    try:
+        plan, moves = _place(documents, positions, **options)
+    except DoesNotFitError as error:
+        if fallback is None:
+            raise
+        plan = plan_of_fallback(documents, **options)
+        moves, reason = moves_of_fallback(documents, world_size), str(error)
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
         plan=plan,
         config=config,
+        reason=reason,
         source=moves[0],
         place=moves[1],
         tokens=moves[2],
     )
+
+
+def _place(
+    documents: Documents,
+    positions: Int[Any, "B T"] | None,
+    *,
+    world_size: int,
+    window: int | None,
+    config: PlacementConfig,
+) -> tuple[PlacedPlan, tuple[np.ndarray, ...]]:
+    """Returns the plan, and source, place and length of every range."""
+    num_tokens = documents.num_tokens // world_size
+    check_lengths(documents.lengths, config, num_tokens=num_tokens, window=window)
+    pieces, spans = lay_out(_assign(documents, config, world_size, window), window)
+    check_pieces(documents.lengths, pieces, config)
+    sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}
+    stamp = stamp_of_pieces(documents, pieces, positions, **sizes)
+    plan = build_plan(pieces, spans, stamp, **sizes, config=config)
+    return plan, tuple(_moves(documents, pieces, num_tokens, world_size))
 
 
 def _assign(

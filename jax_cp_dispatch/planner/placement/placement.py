@@ -27,6 +27,7 @@ class Placement:
       world_size: number of ranks.
       plan: for `context_parallel_attention(algorithm="placed")`.
       config: the choices with which it was made.
+      reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
       source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
         batch (counted row by row), first place, length. Sorted by place; padding included.
     """
@@ -39,6 +40,7 @@ class Placement:
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
+    reason: str | None = None
 
     @functools.cached_property
     def permutation(self) -> Int[np.ndarray, " BT"]:
@@ -52,7 +54,13 @@ class Placement:
 
     @property
     def needs(self) -> PlacementConfig:
-        """The smallest capacities for this plan; other choices as in `config`."""
+        """The smallest capacities for this plan; other choices as in `config`.
+
+        Raises:
+          ValueError: the batch did not fit, so nothing was placed. The message says what it needs.
+        """
+        if self.reason is not None:
+            raise ValueError(f"Placement.needs: no tokens were placed. {self.reason}")
         metadata = self.plan.kv_metadata
         return dataclasses.replace(
             self.config,
@@ -96,6 +104,8 @@ class Placement:
 
     def describe(self) -> str:
         """Returns the text of `PlacedPlan.describe`, with the batch columns of its pieces."""
+        if self.reason is not None:
+            return f"Placement.describe: no tokens were placed. {self.reason}"
         sizes = {"columns": self.columns, "num_tokens": self.plan.num_tokens}
         where = column_of(self.source, self.place, **sizes)
         return describe_placed(self.plan, "Placement.describe", where)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
@@ -31,7 +31,7 @@ class PlacedPlan:
       run_row: i32 `[W, P]`; the first row of each piece, ascending; `num_tokens` for padding.
       run_position: i32 `[W, P]`; the place of that row's token in its document.
       run_origin: i32 `[W, P]`; the received row where the document starts, or would start.
-      num_rows: i32 `[W]`; rows of each rank that are not padding.
+      num_rows: i32 `[W]`; rows of each rank that are not padding; -1 if the batch does not fit.
       pairs: f32 `[W]`; query-key pairs of each rank.
       stamp: i32 `[W, 3]`; for each rank, the checksums of the whole placed batch, and of its own
         rows of segment ids and positions in placed order. See `validate`.
@@ -72,6 +72,18 @@ class PlacedPlan:
             return stamp, num_rows
         rank = 0 if stamp.shape[0] == 1 else rank
         return jnp.asarray(stamp)[rank], jnp.asarray(num_rows)[rank]
+
+    @property
+    def fits(self) -> Bool[Array | np.ndarray, ""]:
+        """Whether the batch fits its capacities; false only for a fallback of `place_tokens`.
+
+        Inside a program, `jax.lax.cond` on this value can select another algorithm. Attention with
+        a plan that does not fit fails on all ranks.
+        """
+        num_rows = self.num_rows
+        if isinstance(num_rows, np.ndarray):
+            return np.asarray((num_rows >= 0).all())
+        return (num_rows >= 0).all()
 
     def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
         """Raises if the plan was made for another batch.

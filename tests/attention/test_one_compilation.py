@@ -1,0 +1,109 @@
+"""A run of batches with other document lengths, and some that do not fit, in one program."""
+
+import dataclasses
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from attention_oracle import attention
+from on_mesh import AXIS, mesh_of
+from packed_batches import causal_ranges
+
+from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
+
+WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
+LENGTHS = Path(__file__).parents[1] / "data" / "packed"
+
+
+def batches(num):
+    """Lengths of one row each, drawn from published ones, 1/512 as long."""
+    known = [
+        max(length // SCALE, 1)
+        for path in sorted(LENGTHS.glob("*.json"))
+        for batch in json.loads(path.read_text())
+        for length in batch["lengths"]
+    ]
+    draw = random.Random(0).choice
+    for _ in range(num):
+        row, left = [], COLUMNS
+        while left > 0:
+            row.append(min(draw(known), left))
+            left -= row[-1]
+        yield row
+
+
+def test_two_hundred_batches_compile_once():
+    mesh = mesh_of(WORLD_SIZE)
+    sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
+    sample = list(batches(200))
+    config = PlacementConfig.from_sample(sample[:50], **sizes, overflow=0.2)
+    # Less than the sample needs, so that some batches do not fit.
+    needs = [place_tokens(x, **sizes).needs.max_transfers or 0 for x in sample[:50]]
+    config = dataclasses.replace(config, max_transfers=int(np.quantile(needs, 0.8)))
+    compiled = []
+
+    @jax.jit
+    def step(q, k, v, segment_ids, plan):
+        compiled.append(1)  # runs only while JAX traces
+        call = partial(
+            context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
+        )
+        placed = partial(call, algorithm="placed", plan=plan)
+        return jax.lax.cond(plan.fits, placed, partial(call, algorithm="ring"), q, k, v)
+
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(1, COLUMNS, 1, 4)).astype(np.float32) for _ in range(3)]
+    num_fitting, seen = 0, {True: 0, False: 0}
+    for lengths in sample:
+        ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None].astype(np.int32)
+        placement = place_tokens(lengths, **sizes, config=config, fallback="ring")
+        arguments = placement.apply((*qkv, ids))
+        out = placement.restore(np.asarray(step(*arguments, placement.plan)))
+        fits = bool(placement.plan.fits)
+        assert fits == (placement.reason is None)
+        num_fitting += fits
+        seen[fits] += 1
+        if seen[fits] <= 5:
+            start, end = causal_ranges(ids)
+            q, k, v = (x.astype(np.float64) for x in qkv)
+            want, _ = attention(q, k, v, start, end)
+            np.testing.assert_allclose(out, want, atol=1e-5)
+    assert 100 < num_fitting < 200
+    assert len(compiled) == 1
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_plan_that_does_not_fit_is_not_computed():
+    config = PlacementConfig(kv_capacity=40, max_transfers=8, max_pieces=8)
+    placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")
+    assert not placement.plan.fits
+    assert placement.reason is not None and "kv_capacity>=64" in placement.reason
+    assert np.array_equal(placement.permutation, np.arange(64))
+    half = 32 * 33 / 2
+    np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
+    with pytest.raises(ValueError, match="kv_capacity>=64"):
+        _ = placement.needs
+    q = np.zeros((1, 64, 1, 4), np.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_capacity"):
+        jax.block_until_ready(
+            context_parallel_attention(
+                q, q, q, mesh=mesh_of(2), axis_name=AXIS, algorithm="placed", plan=placement.plan
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"fallback": "dense"}, "fallback is 'dense'; it needs to be 'ring' or None"),
+        ({"fallback": "ring"}, "kv_capacity, max_transfers, max_pieces is None. Set all"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        place_tokens([[64]], world_size=2, **options)
