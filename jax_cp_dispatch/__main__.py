@@ -1,10 +1,11 @@
-"""`python -m jax_cp_dispatch COMMAND`: the demonstration and the doctor."""
+"""`python -m jax_cp_dispatch COMMAND`: the demonstration, the doctor and the planner."""
 
 import argparse
 import sys
 
 from jax_cp_dispatch.demo import run as demo
 from jax_cp_dispatch.doctor import run as doctor
+from jax_cp_dispatch.plan_command import run as plan
 
 
 def main() -> int:
@@ -25,8 +26,15 @@ def main() -> int:
         "wrong.",
     )
     doctor.add_arguments(doctor_parser)
+    plan_parser = commands.add_parser(
+        "plan",
+        help="compare layouts and algorithms for your document lengths",
+        description="Plans causal attention of a batch from its document lengths. Compares work, "
+        "moved rows and bytes of each layout, and the predicted times of all algorithms.",
+    )
+    plan.add_arguments(plan_parser)
     options = parser.parse_args()
-    return {"demo": demo, "doctor": doctor}[options.command].main(options)
+    return {"demo": demo, "doctor": doctor, "plan": plan}[options.command].main(options)
 
 
 if __name__ == "__main__":

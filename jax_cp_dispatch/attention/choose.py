@@ -100,11 +100,36 @@ def choose_algorithm(
         lengths=rows,
     )
     is_planned = causal and layout == "contiguous"
+    choice, _ = choose_for(
+        workload,
+        hardware=hardware,
+        layout=layout,
+        with_backward=with_backward,
+        placed_tokens=_placed_tokens(workload) if is_planned and can_place else None,
+    )
+    return choice
+
+
+def choose_for(
+    workload: Workload,
+    *,
+    hardware: Hardware,
+    layout: str = "contiguous",
+    with_backward: bool,
+    moved_tokens: tuple[float, float] | None = None,
+    placed_tokens: float | None = None,
+) -> tuple[Choice, dict[str, float]]:
+    """Returns the choice for a workload, and the predicted seconds with the rearrangement.
+
+    `moved_tokens` and `placed_tokens` are as in `jax_cp_dispatch.cost.predict`.
+    """
+    is_planned = workload.causal and layout == "contiguous"
     predictions = predict(
         workload,
         hardware=hardware,
         with_backward=with_backward,
-        placed_tokens=_placed_tokens(workload) if is_planned and can_place else None,
+        moved_tokens=moved_tokens,
+        placed_tokens=placed_tokens,
     )
     del predictions["all_gather"]
     if not is_planned:
@@ -120,13 +145,13 @@ def choose_algorithm(
     close = [name for name in seconds if seconds[name] <= _CLOSE * min(seconds.values())]
     best = min(close, key=lambda name: round(predictions[name].imbalance, 2))
     if best == "hamilton_nodes":
-        algorithm = Hamilton(nodes=num_ranks // hardware.node_size(num_ranks))
+        algorithm = Hamilton(nodes=workload.num_ranks // hardware.node_size(workload.num_ranks))
     else:
         algorithm = {kind.name: kind for kind in (Balanced, Placed, Ring, Zigzag, Hamilton)}[best]()
     reason = _reason(best, seconds, predictions, with_backward)
     if isinstance(algorithm, Placed):
         reason += " Place the tokens of every batch with place_tokens, and pass its plan."
-    return Choice(algorithm, predictions, reason)
+    return Choice(algorithm, predictions, reason), seconds
 
 
 def _placed_tokens(workload: Workload) -> float:

@@ -1,41 +1,12 @@
-"""Output of the demonstration: progress while it runs, and the results."""
+"""Output of the demonstration: its results."""
 
-import contextlib
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.demo.documents import PackedDocuments
 from jax_cp_dispatch.demo.programs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from jax_cp_dispatch.planner import AttentionPlan
-
-
-class Progress:
-    """Prints numbered steps with their time on standard error, and the progress of long ones."""
-
-    def __init__(self, num_steps: int):
-        self._num_steps = num_steps
-        self._step = 0
-
-    @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[Callable[[float], None]]:
-        self._step += 1
-        label = f"[{self._step}/{self._num_steps}] {what} "
-        start = time.perf_counter()
-
-        def show(fraction: float) -> None:
-            if sys.stderr.isatty():
-                bar = "#" * round(20 * fraction)
-                print(f"\r{label:<60}|{bar:<20}|", end="", file=sys.stderr, flush=True)
-
-        show(0)
-        yield show
-        again = "\r" if sys.stderr.isatty() else ""
-        seconds = time.perf_counter() - start
-        print(f"{again}{label:<60}{seconds:6.1f} s{'':<14}", file=sys.stderr, flush=True)
 
 
 def moved_bytes(plan: AttentionPlan) -> int:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.demo.dense import dense_attention
 from jax_cp_dispatch.demo.documents import PackedDocuments, pack_documents, read_documents
@@ -24,7 +25,7 @@ from jax_cp_dispatch.demo.programs import (
     movement_alone,
     random_received_rows,
 )
-from jax_cp_dispatch.demo.report import Progress, report
+from jax_cp_dispatch.demo.report import report
 from jax_cp_dispatch.planner import AttentionPlan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 

@@ -1,8 +1,16 @@
-"""Draws plans (needs the extra `plots`), cycles, the steps of ring attention, and overlap."""
+"""Draws plans and predicted times (both need the extra `plots`), cycles, steps, and overlap."""
 
 from jax_cp_dispatch.plots.cycles import CyclesRow, plot_cycles
 from jax_cp_dispatch.plots.overlap import plot_overlap
 from jax_cp_dispatch.plots.plan import plot_plan
 from jax_cp_dispatch.plots.schedules import plot_schedules
+from jax_cp_dispatch.plots.timeline import plot_timeline
 
-__all__ = ["CyclesRow", "plot_cycles", "plot_overlap", "plot_plan", "plot_schedules"]
+__all__ = [
+    "CyclesRow",
+    "plot_cycles",
+    "plot_overlap",
+    "plot_plan",
+    "plot_schedules",
+    "plot_timeline",
+]

@@ -13,7 +13,7 @@ from jax_cp_dispatch._ranks import runtime
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # Every part may import these; they import no part.
-SHARED = {"_arguments", "_dtypes", "_residuals", "_text", "_window"}
+SHARED = {"_arguments", "_dtypes", "_progress", "_residuals", "_text", "_window"}
 
 # Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {
@@ -35,9 +35,10 @@ ALLOWED = {
     "buffers": {"_dispatch", "comm_gemm"},
     "scaling": {"comm_gemm"},
     "profiling": {"attention", "comm_gemm"},
-    "plots": {"attention", "comm_gemm", "cycles", "metadata", "planner", "timeline"},
+    "plots": {"attention", "comm_gemm", "cost", "cycles", "metadata", "planner", "timeline"},
     "doctor": {"_ranks", "_dispatch", "cpu_devices", "metadata", "scenarios"},
     "demo": {"_dispatch", "attention", "cost", "cpu_devices", "planner", "plots"},
+    "plan_command": {"attention", "cost", "demo", "metadata", "planner", "plots"},
 }
 
 # Likewise the parts inside a package: its folders and files.

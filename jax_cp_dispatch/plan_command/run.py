@@ -1,0 +1,195 @@
+"""Arguments and steps of `python -m jax_cp_dispatch plan`."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+
+from jax_cp_dispatch._progress import Progress
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload
+from jax_cp_dispatch.plan_command.compare import Comparison, compare
+from jax_cp_dispatch.plan_command.lengths import Batch, InputError, fill_ranks, read_lengths
+from jax_cp_dispatch.plan_command.report import as_json, report, summary
+from jax_cp_dispatch.plots import plot_plan, plot_timeline
+from jax_cp_dispatch.plots.plan import figure_class
+
+_STEPS = 3  # of one comparison; see `compare`
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="document lengths as JSON (a list, or a list of lists: one per batch row), as CSV, or "
+        "one per line; or a folder of text, whose bytes count as tokens",
+    )
+    parser.add_argument("--ranks", default="8", help="one number, or several: 8,32,128 (default 8)")
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=int,
+        help="tokens of a batch row on a rank; documents that exceed the ranks are cut or left out "
+        "(default: all documents fit)",
+    )
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key heads (default 8)")
+    parser.add_argument("--head-size", type=int, default=128, help="default 128")
+    parser.add_argument(
+        "--itemsize", type=int, default=2, help="bytes of an element of q (default 2)"
+    )
+    parser.add_argument("--window", type=int, help="maximum keys of a query (default: no limit)")
+    parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h100", help="default h100")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        help="nodes among which the ranks are divided (default: as the hardware)",
+    )
+    parser.add_argument("--forward", action="store_true", help="predict the forward pass only")
+    parser.add_argument("--column", help="the column of CSV files that holds lengths")
+    parser.add_argument("--join", action="store_true", help="put lists of lists into one batch row")
+    parser.add_argument(
+        "--describe", action="store_true", help="also describe both plans: traffic, heaviest ranks"
+    )
+    parser.add_argument(
+        "--pictures",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="draw work, traffic and the predicted timeline into this folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the exit status: 0, or 2 if the input is not usable."""
+    try:
+        return _run(options)
+    except InputError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    all_ranks = _numbers_of_ranks(options.ranks)
+    _check_sizes(options)
+    machines = [_hardware(options, num_ranks) for num_ranks in all_ranks]
+    if options.pictures is not None:
+        _check_pictures(options.pictures)
+    per_rank = options.tokens_per_rank
+    rows = read_lengths(
+        options.files,
+        column=options.column,
+        join=options.join,
+        limit=None if per_rank is None else per_rank * max(all_ranks),
+    )
+    progress = Progress(_STEPS * len(all_ranks))
+    done: list[tuple[Comparison, Batch]] = []
+    for num_ranks, hardware in zip(all_ranks, machines, strict=True):
+        batch = fill_ranks(rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
+        workload = Workload(
+            num_ranks=num_ranks,
+            tokens_per_rank=batch.tokens_per_rank,
+            num_heads=options.heads,
+            num_kv_heads=options.kv_heads,
+            head_size=options.head_size,
+            itemsize=options.itemsize,
+            lengths=batch.rows,
+            window=options.window,
+        )
+        comparison = compare(
+            workload,
+            hardware,
+            with_backward=not options.forward,
+            step=lambda what, n=num_ranks: progress.step(f"{n} ranks: {what}"),
+        )
+        done.append((comparison, batch))
+        if not options.json:
+            _show(comparison, batch, options)
+        if options.pictures is not None:
+            _draw(comparison, options.pictures)
+    if options.json:
+        points = [as_json(comparison, batch.num_left_out) for comparison, batch in done]
+        print(json.dumps({"hardware": options.hardware, "points": points}, indent=2))
+    elif len(done) > 1:
+        print(summary([comparison for comparison, _ in done]))
+    return 0
+
+
+def _show(comparison: Comparison, batch: Batch, options: argparse.Namespace) -> None:
+    print(report(comparison, batch.num_left_out, options.hardware))
+    if options.describe:
+        print(f"\n{comparison.balanced.describe()}\n\n{comparison.placement.describe()}")
+    print(flush=True)
+
+
+def _numbers_of_ranks(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise InputError(f"--ranks is {text!r}; pass one number, or several such as 8,32,128.")
+    return numbers
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    for name in (
+        "tokens_per_rank",
+        "heads",
+        "kv_heads",
+        "head_size",
+        "itemsize",
+        "window",
+        "nodes",
+    ):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; pass at least 1.")
+    if options.heads % options.kv_heads:
+        raise InputError(
+            f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}. Pass a "
+            "number of key heads that divides the query heads."
+        )
+
+
+def _hardware(options: argparse.Namespace, num_ranks: int) -> Hardware:
+    hardware = HARDWARE[options.hardware]
+    if options.nodes is not None:
+        if num_ranks % options.nodes:
+            raise InputError(
+                f"--nodes {options.nodes} does not divide {num_ranks} ranks. Pass a divisor of "
+                "every number of ranks."
+            )
+        if options.nodes > 1 and hardware.rail_bandwidth <= 0:
+            raise InputError(
+                f"--hardware {options.hardware} has no links between nodes. Omit --nodes, or pass "
+                "other hardware."
+            )
+        return dataclasses.replace(hardware, ranks_per_node=num_ranks // options.nodes)
+    size = min(hardware.ranks_per_node or num_ranks, num_ranks)
+    if num_ranks % size:
+        raise InputError(
+            f"{num_ranks} ranks do not fill {options.hardware} nodes of {size}. Pass --nodes, or a "
+            f"multiple of {size} as --ranks."
+        )
+    return hardware
+
+
+def _check_pictures(folder: pathlib.Path) -> None:
+    try:
+        figure_class("--pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+    except ImportError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(
+            f"cannot create the folder {folder}: {error.strerror}. Pass another --pictures."
+        ) from None
+
+
+def _draw(comparison: Comparison, folder: pathlib.Path) -> None:
+    n = comparison.workload.num_ranks
+    plot_plan(comparison.balanced, folder / f"balanced_{n}.png")
+    plot_plan(comparison.placement, folder / f"placed_{n}.png")
+    plot_timeline(comparison.steps, folder / f"timeline_{n}.png")
