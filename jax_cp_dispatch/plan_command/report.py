@@ -22,9 +22,7 @@ def report(comparison: Comparison, num_left_out: int, hardware_name: str) -> str
         f"  tokens     {count(tokens)}; {count(tokens - sum(lengths))} of them padding",
     ]
     if num_left_out:
-        head.append(
-            f"  left out   {count(num_left_out)} documents or parts that exceed the ranks"
-        )
+        head.append(f"  left out   {count(num_left_out)} documents or parts that exceed the ranks")
     rows = [
         [
             layout.name,
