@@ -80,3 +80,15 @@ def place_documents(
     min_piece: int,
     block: int,
 ) -> np.ndarray: ...
+def move_queries(
+    lengths: np.ndarray,
+    columns: np.ndarray,
+    *,
+    num_ranks: int,
+    columns_per_rank: int,
+    window: int,
+    tolerance_ppm: int,
+    query_cost: int,
+    key_cost: int,
+    min_queries: int,
+) -> np.ndarray: ...

@@ -60,7 +60,8 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       text << " expects " << e.expected << " tokens from rank " << e.peer
            << " (num_recv_tokens) but rank " << e.peer << "'s slots send it " << e.seen
            << ". If the plan was made under jit, a static bound (max_recv_seqs, "
-              "max_kv_destinations) was too small for it: raise it. Else see Metadata.validate().";
+              "max_q_transfers, max_kv_transfers, max_pieces) was too small for it: raise it. Else "
+              "see Metadata.validate().";
       break;
     case Failure::kOverlap:
       text << " was sent " << e.expected << " rows, which wrote " << e.seen

@@ -131,8 +131,8 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
                      " (num_recv_tokens) but rank ", src, "'s slots send it ",
                      moved[dst * num_ranks + src],
                      ". If the plan was made under jit, a static bound (max_recv_seqs, "
-                     "max_kv_destinations) was too small for it: raise it. Else see "
-                     "Metadata.validate().");
+                     "max_q_transfers, max_kv_transfers, max_pieces) was too small for it: raise "
+                     "it. Else see Metadata.validate().");
     }
   }
   return Status::Ok();

@@ -84,7 +84,7 @@ def attention_alone(mesh: Mesh) -> Any:
     """Returns a program with only local attention, forward and backward, on received rows."""
 
     def local(q, k, v, dout, plan):
-        ranges = plan.kv_start, plan.kv_end
+        ranges = tuple(x[None] for x in plan.local_ranges(jax.lax.axis_index(AXIS)))
         out, lse = local_attention(q, k, v, *ranges)
         return local_attention_backward(q, k, v, *ranges, out, lse, dout)
 

@@ -6,20 +6,23 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
 
-# The repair stops when no rank exceeds this multiple of the mean cost, or after this many moves.
-_TARGET_IMBALANCE = 1.02
+# The repair stops after this many moves.
 _MOVES_PER_RANK = 4
 
 
 def balance_blocks(
-    cost: Int32[Array, "B W J"], num_rows: Int32[Array, "B W J"], *, row_limit: int
+    cost: Int32[Array, "B W J"],
+    num_rows: Int32[Array, "B W J"],
+    *,
+    row_limit: int,
+    tolerance: float,
 ) -> Int32[Array, "B W J"]:
     """Assigns blocks to ranks so that all ranks have nearly equal cost and few rows move.
 
     Every rank keeps its own blocks up to the mean cost. A rank above the mean gives away its blocks
     with the highest cost per row. These fill the ranks below the mean in global order, so that
     neighbouring blocks, which share keys, go to one rank. Finally, single blocks move from the most
-    to the least loaded rank until the largest cost is within 2 % of the mean.
+    to the least loaded rank until the largest cost is within the tolerance.
 
     Before the last step, a rank has at most `2 T + block` rows, where T is the number of rows per
     rank. Proof: A giving rank keeps at least the mean M on at most T rows. It gives away its most
@@ -34,6 +37,7 @@ def balance_blocks(
       cost: of block j of rank w in batch row b; the sum is below 2**30.
       num_rows: rows that move with the block; 0 if there is nothing to compute.
       row_limit: maximum rows of a rank in the last step.
+      tolerance: fraction by which the largest cost may exceed the mean.
     Returns:
       The rank that computes the block.
     """
@@ -43,7 +47,9 @@ def balance_blocks(
     mean = -(-load.sum(dtype=jnp.int32) // num_ranks)
     given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
     poured = _pour(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
-    return _repair(jnp.where(given, poured, home), cost, num_rows, mean, row_limit)
+    target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
+    assigned = jnp.where(given, poured, home)
+    return _repair(assigned, cost, num_rows, mean, target, row_limit)
 
 
 def _dearest(
@@ -81,13 +87,13 @@ def _repair(
     cost: Int32[Array, "B W J"],
     num_rows: Int32[Array, "B W J"],
     mean: Int32[Array, ""],
+    target: Int32[Array, ""],
     row_limit: int,
 ) -> Int32[Array, "B W J"]:
     """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
     shape, num_ranks = assigned.shape, assigned.shape[1]
     assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
     zeros = jnp.zeros(num_ranks, jnp.int32)
-    target = (mean.astype(jnp.float32) * _TARGET_IMBALANCE).astype(jnp.int32)
 
     def go_on(state):
         _, load, _, moves_left = state

@@ -11,30 +11,50 @@ from jax_cp_dispatch._arguments import check_array, check_integer, check_positiv
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
-from jax_cp_dispatch.planner.stages import Assignment, Capacities, assign, q_bound
+from jax_cp_dispatch.planner.stages import Capacities, assign, kv_transfers_bound, q_bound
+
+# Fields of `PlanConfig`, in the order of `AttentionPlan.needs`.
+CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Static sizes of a plan. None selects a sufficient default; see `plan_attention`.
+    """Static choices of a plan. A capacity of None selects a default; see `plan_attention`.
 
     Attributes:
-      block: rows per block, the unit of planning and movement.
+      block: inside `jit`, rows per block, the unit of planning and movement. Outside, the fewest
+        queries that are split from a document.
       q_capacity: rows of the buffer in which a rank receives queries.
       kv_capacity: rows of the buffer in which a rank receives keys and values.
-      max_kv_destinations: maximum ranks to which one block of keys is sent (C of the KV metadata).
+      max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
+      max_pieces: pieces of documents that one rank may compute.
+      num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
+        bytes as possible: a query and its output count `2 * num_heads`, a key and its value
+        `2 * num_kv_heads`. Only the ratio matters.
+      balance_tolerance: fraction by which the work of a rank may exceed the mean. A larger
+        tolerance moves fewer bytes.
     """
 
     block: int = 128
     q_capacity: int | None = None
     kv_capacity: int | None = None
-    max_kv_destinations: int | None = None
+    max_q_transfers: int | None = None
+    max_kv_transfers: int | None = None
+    max_pieces: int | None = None
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    balance_tolerance: float = 0.01
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if value is None and name != "block":
+            if name == "balance_tolerance" or (value is None and name in CAPACITIES):
                 continue
             check_positive("PlanConfig", **{name: value})
+        if not 0 <= self.balance_tolerance <= 1:
+            raise ValueError(
+                f"PlanConfig: balance_tolerance is {self.balance_tolerance}; it needs to be in "
+                "[0, 1]. 0.01 allows 1 % above the mean."
+            )
 
     def needs(
         self,
@@ -44,26 +64,28 @@ class PlanConfig:
         world_size: int,
         window: int | None = None,
     ) -> "PlanConfig":
-        """Returns the smallest capacities for the plan of one batch, with this block size.
+        """Returns the smallest capacities for the plan of one batch that is made inside `jit`.
 
         Call on the host with concrete arrays, for example in a data loader before a step that plans
         under `jit`. Balances the work, but creates no plan. For several batches, use the maximum of
-        each capacity.
+        each capacity. A plan made outside `jit` assigns queries differently; its own needs are in
+        `AttentionPlan.needs`.
 
         Args:
           segment_ids, positions, world_size, window: see `plan_attention`.
         Returns:
-          A config with the three capacities.
+          This config with its capacities replaced.
         Raises:
           TypeError, ValueError: as `plan_attention`, except for capacities.
         """
         op = "PlanConfig.needs"
         grid = check_shapes(op, segment_ids, positions, world_size, window, self)
         segment_ids, positions = read_host_documents(op, segment_ids, positions)
+        options = {"window": window, "tolerance": self.balance_tolerance}
         with jax.core.eval_context():
-            assignment = assign(segment_ids, positions, grid=grid, window=window)
-            q, kv, destinations = _needs(assignment)
-        return PlanConfig(self.block, int(q.max()), int(kv.max()), max(destinations, 1))
+            needs = assign(segment_ids, positions, grid=grid, **options).needs
+            values = [max(int(x), 1) for x in jax.device_get(needs)]
+        return dataclasses.replace(self, **dict(zip(CAPACITIES, values, strict=True)))
 
     def fits(
         self,
@@ -73,67 +95,32 @@ class PlanConfig:
         world_size: int,
         window: int | None = None,
     ) -> bool:
-        """Whether the plan of one batch fits these capacities; None always fits. See `needs`."""
+        """Whether the plan of one batch fits these capacities inside `jit`; None always fits.
+
+        See `needs`.
+        """
         need = self.needs(segment_ids, positions, world_size=world_size, window=window)
-        names = ("q_capacity", "kv_capacity", "max_kv_destinations")
-        given = [(getattr(self, name), getattr(need, name)) for name in names]
+        given = [(getattr(self, name), getattr(need, name)) for name in CAPACITIES]
         return all(capacity is None or capacity >= least for capacity, least in given)
 
 
 def static_capacities(grid: BlockGrid, config: PlanConfig) -> Capacities:
+    """Returns the configured capacities of a plan inside `jit`, by default always sufficient."""
+    q = config.q_capacity or q_bound(grid)
     return Capacities(
-        q=config.q_capacity or q_bound(grid),
+        q=q,
         kv=config.kv_capacity or grid.world_size * grid.rows,
-        destinations=config.max_kv_destinations or grid.world_size,
+        q_transfers=config.max_q_transfers or grid.batch * grid.per_piece,
+        kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid),
+        pieces=config.max_pieces or q,
     )
-
-
-def exact_capacities(assignment: Assignment, grid: BlockGrid, config: PlanConfig) -> Capacities:
-    def capacity(name: str, given: int | None, tokens: np.ndarray, bound: int) -> int:
-        need, rank = int(tokens.max()), int(tokens.argmax())
-        if given is None:
-            step = max(8 * grid.block, 1 << max(need.bit_length() - 5, 0))
-            return min(max(-(-need // step), 1) * step, bound)
-        if given < need:
-            raise ValueError(
-                f"plan_attention: rank {rank} would receive {need} rows but {name} is {given}. "
-                f"Pass {name}>={need} or None in PlanConfig."
-            )
-        return given
-
-    q_tokens, kv_tokens, need = _needs(assignment)
-    destinations = config.max_kv_destinations
-    if destinations is None:
-        destinations = min(1 << max(need - 1, 0).bit_length(), grid.world_size)
-    if destinations < need:
-        raise ValueError(
-            f"plan_attention: a block of keys goes to {need} ranks but max_kv_destinations is "
-            f"{destinations}. Pass max_kv_destinations>={need} or None in PlanConfig."
-        )
-    all_rows = grid.world_size * grid.rows
-    return Capacities(
-        q=capacity("q_capacity", config.q_capacity, q_tokens, q_bound(grid)),
-        kv=capacity("kv_capacity", config.kv_capacity, kv_tokens, all_rows),
-        destinations=destinations,
-    )
-
-
-def _needs(assignment: Assignment) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns each rank's received rows of queries and of keys, and the most ranks of a block."""
-    q_tokens, kv_tokens, destinations = jax.device_get(
-        (assignment.q_tokens, assignment.kv_tokens, assignment.destinations)
-    )
-    return q_tokens.sum(1), kv_tokens.sum(1), int(destinations)
 
 
 def check_shapes(
     op: str, segment_ids, positions, world_size: int, window: int | None, config: PlanConfig
 ) -> BlockGrid:
     """Checks types and shapes of a plan's arguments; returns the blocks of the batch."""
-    if not isinstance(config, PlanConfig):
-        raise TypeError(
-            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
-        )
+    check_config(op, config)
     check_integer(op, "world_size", world_size)
     arrays = {"segment_ids": segment_ids}
     if positions is not None:
@@ -166,6 +153,13 @@ def check_shapes(
         )
     columns //= world_size
     return BlockGrid(batch, world_size, columns, min(config.block, columns))
+
+
+def check_config(op: str, config: PlanConfig) -> None:
+    if not isinstance(config, PlanConfig):
+        raise TypeError(
+            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
+        )
 
 
 def read_host_documents(

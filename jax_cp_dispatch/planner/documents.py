@@ -1,13 +1,16 @@
 """Positions of documents in a packed batch, from their lengths or from segment ids."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.segment_ids import read_documents, words
+
+# Lengths of the documents of a batch row.
+Row: TypeAlias = Iterable[int | np.integer]
 
 
 class Documents(NamedTuple):

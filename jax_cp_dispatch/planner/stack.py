@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.placement import PlacedPlan
-from jax_cp_dispatch.planner.plan import AttentionPlan
 
 _OP = "stack_plans"
 Plan = TypeVar("Plan", AttentionPlan, PlacedPlan)

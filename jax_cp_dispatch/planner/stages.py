@@ -1,6 +1,7 @@
-"""The two compiled stages of planning: the assignment of blocks, then the arrays of the plan.
+"""The two compiled stages of planning inside `jit`: blocks are assigned; then arrays are built.
 
-Capacities are set between them; outside `jit` from the counts of the first stage.
+Capacities are set between them, so that `PlanConfig.needs` can stop after the first stage. Below,
+G counts blocks of the batch, X ranges of keys that move.
 """
 
 from functools import partial
@@ -8,8 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float32, Int32, Integer
+from jaxtyping import Array, Bool, Float32, Int32, Integer
 
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
@@ -17,31 +17,51 @@ from jax_cp_dispatch.planner.blocks import (
     BlockGrid,
     block_ranges,
     document_starts,
-    running_max,
     running_sum,
 )
+from jax_cp_dispatch.planner.slots import by_sender, to_metadata
+from jax_cp_dispatch.planner.transfers import Transfers
+
+
+class Received(NamedTuple):
+    """What ranks receive: a sequence of blocks of queries by rank, then in global order.
+
+    Blocks without queries come last, with rank W. A block of queries needs keys from its first
+    document's start, or from the start of its window. Those that its rank does not have from
+    earlier blocks are a contiguous range of columns that ends with the block itself, because first
+    keys never decrease in global order.
+    """
+
+    block: Int32[Array, " G"]  # in global order
+    rank: Int32[Array, " G"]
+    row: Int32[Array, " G"]  # where its rank receives its first query
+    first_column: Int32[Array, " G"]  # of the range of keys
+    kv_row: Int32[Array, " G"]  # where its rank receives the range
 
 
 class Assignment(NamedTuple):
-    """The assignment, before capacities are known. G counts blocks in global order."""
+    """The assignment, before capacities are known."""
 
-    starts: Int32[Array, "B T"]
-    rank: Int32[Array, " G"]  # -1: nothing to compute
-    first_column: Int32[Array, " G"]
-    kv_offset: Int32[Array, "W G"]  # row of each key block at each rank that needs it, else -1
-    q_tokens: Int32[Array, "W W"]  # received by rank i from rank j
-    kv_tokens: Int32[Array, "W W"]
-    destinations: Int32[Array, ""]
+    starts: Int32[Array, "B T"]  # first column of each column's document; -1: padding
+    received: Received
+    queries: Transfers
+    keys: Transfers
+    begins_run: Bool[Array, "B W J block"]
+    num_runs: Int32[Array, " G"]  # that begin in each block
+    runs_before: Int32[Array, " G"]  # on its rank, by block
+    needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
     pairs_after: Float32[Array, " W"]
 
 
 class Capacities(NamedTuple):
-    """Static sizes of a plan: rows of the two receive buffers, and C of the KV metadata."""
+    """Static sizes of a plan, in the order of `AttentionPlan.needs`."""
 
     q: int
     kv: int
-    destinations: int
+    q_transfers: int
+    kv_transfers: int
+    pieces: int
 
 
 class PlanArrays(NamedTuple):
@@ -49,9 +69,11 @@ class PlanArrays(NamedTuple):
 
     q_metadata: Metadata
     kv_metadata: Metadata
-    kv_start: Int32[Array, "W q_capacity"]
-    kv_end: Int32[Array, "W q_capacity"]
-    needs: Int32[Array, "W 3"]
+    run_row: Int32[Array, "W P"]
+    run_position: Int32[Array, "W P"]
+    run_origin: Int32[Array, "W P"]
+    num_rows: Int32[Array, " W"]
+    needs: Int32[Array, "W 5"]
 
 
 def q_bound(grid: BlockGrid) -> int:
@@ -59,157 +81,220 @@ def q_bound(grid: BlockGrid) -> int:
     return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
 
 
-@partial(jax.jit, static_argnames=("grid", "window"))
+def kv_transfers_bound(grid: BlockGrid) -> int:
+    """Returns the maximum ranges of keys that a rank sends.
+
+    Each range ends with a block of queries. Of those that end on another rank than they begin, a
+    rank receives at most one from each sender and batch row, because ranges do not overlap.
+    """
+    return grid.batch * (grid.per_piece + grid.world_size - 1)
+
+
+@partial(jax.jit, static_argnames=("grid", "window", "tolerance"))
 def assign(
     segment_ids: Integer[Array, "B T"],
     positions: Integer[Array, "B T"] | None,
     *,
     grid: BlockGrid,
     window: int | None,
+    tolerance: float,
 ) -> Assignment:
-    """Assigns each block to a rank, and each key block to a row on every rank that needs it."""
+    """Assigns each block to a rank; lists what moves."""
     starts = document_starts(segment_ids, positions)
-    if window is not None:  # from here on, a document starts at the start of its window
+    first_keys = starts
+    if window is not None:
         num_tokens = starts.shape[1]
         first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None] - min(window, num_tokens)
-        starts = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
-    first, cost, shift = block_ranges(starts, grid)
+        first_keys = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
+    first, cost, shift = block_ranges(first_keys, grid)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0
-    rank = balance_blocks(cost, jnp.where(live, length, 0), row_limit=q_bound(grid))
-    rank = jnp.where(live, rank, -1).reshape(-1)
+    num_rows = jnp.where(live, length, 0)
+    rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance)
+    rank = jnp.where(live, rank, grid.world_size).reshape(-1)
 
-    # A rank needs key block g if one of its query blocks at or after g starts no later than at g.
-    block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
-    first_block = jnp.where(live, grid.block_of(first), grid.num_blocks).reshape(-1)
-    ranks = jnp.arange(grid.world_size, dtype=jnp.int32)[:, None]
-    earliest = jnp.where(rank[None] == ranks, first_block[None], grid.num_blocks)
-    earliest = -running_max(-earliest[:, ::-1])[:, ::-1]
-    needed = earliest <= block[None]
-    rows = jnp.where(needed, length.reshape(1, -1), 0)
-    kv_offset = jnp.where(needed, running_sum(rows) - rows, -1)
+    received = _received(rank, first.reshape(-1), grid)
+    queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
+    begins = _run_begins(starts, rank, grid)
+    num_runs = begins.sum(-1, dtype=jnp.int32).reshape(-1)
+    before = _before_on_rank(num_runs[received.block], received.rank)
+    runs_before = jnp.zeros_like(num_runs).at[received.block].set(before, unique_indices=True)
 
-    home = jnp.broadcast_to(ranks, grid.shape).reshape(-1)
-    unit = jnp.ldexp(jnp.float32(1), shift)
-    per_rank = jnp.zeros(grid.world_size, jnp.int32)
+    ranks = jnp.arange(grid.world_size, dtype=jnp.int32)
+    home = jnp.broadcast_to(ranks[:, None], grid.shape).reshape(-1)
     pairs = cost.reshape(-1)
-    q_tokens = jnp.zeros((grid.world_size, grid.world_size), jnp.int32)
+    unit = jnp.ldexp(jnp.float32(1), shift)
+    needs = (
+        _per_rank(queries.target, queries.tokens, grid),
+        _per_rank(keys.target, keys.tokens, grid),
+        by_sender(queries, grid.world_size).counts,
+        by_sender(keys, grid.world_size).counts,
+        _per_rank(rank, num_runs, grid),
+    )
     return Assignment(
         starts=starts,
-        rank=rank,
-        first_column=first.reshape(-1),
-        kv_offset=kv_offset,
-        q_tokens=_add_at(q_tokens, (rank, home), length.reshape(-1)),
-        kv_tokens=rows.reshape(-1, *grid.shape).sum((1, 3), dtype=jnp.int32),
-        destinations=needed.sum(0, dtype=jnp.int32).max(),
-        pairs_before=_add_at(per_rank, home, pairs).astype(jnp.float32) * unit,
-        pairs_after=_add_at(per_rank, rank, pairs).astype(jnp.float32) * unit,
+        received=received,
+        queries=queries,
+        keys=keys,
+        begins_run=begins,
+        num_runs=num_runs,
+        runs_before=runs_before,
+        needs=jnp.stack([x.max() for x in needs]),
+        pairs_before=_per_rank(home, pairs, grid).astype(jnp.float32) * unit,
+        pairs_after=_per_rank(rank, pairs, grid).astype(jnp.float32) * unit,
     )
 
 
 @partial(jax.jit, static_argnames=("grid", "capacities"))
 def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanArrays:
     """Builds the arrays of an assignment; cuts off what exceeds the capacities."""
-    length = jnp.broadcast_to(grid.lengths, grid.shape).reshape(-1)
-    # Blocks in the order of their receipt: by rank, then in global order.
-    order = jnp.argsort(jnp.where(plan.rank < 0, grid.world_size, plan.rank), stable=True)
-    before = jnp.cumsum(length[order], dtype=jnp.int32) - length[order]
-    received = plan.q_tokens.sum(1, dtype=jnp.int32)
-    q_offset = jnp.zeros_like(length).at[order].set(before, unique_indices=True)
-    q_offset = q_offset - (jnp.cumsum(received, dtype=jnp.int32) - received)[plan.rank]
-    q_offset = jnp.where(plan.rank < 0, 0, q_offset)
-    kv_rank, kv_offset = _destinations(plan.kv_offset, capacities.destinations)
-    kv_start, kv_end = _key_ranges(plan, q_offset, received, grid, capacities.q)
-    needs = [received.max(), plan.kv_tokens.sum(1, dtype=jnp.int32).max(), plan.destinations]
+    block = plan.received.block
+    # Without its runs, a block would attend to wrong keys. It is not sent, which the counts show.
+    has_runs = (plan.runs_before + plan.num_runs <= capacities.pieces)[block]
+    row, position, origin = _runs(plan, grid, capacities)
     return PlanArrays(
-        q_metadata=_metadata(plan.rank, q_offset, plan.q_tokens, grid),
-        kv_metadata=_metadata(kv_rank, kv_offset, plan.kv_tokens, grid),
-        kv_start=kv_start,
-        kv_end=kv_end,
-        needs=jnp.broadcast_to(jnp.stack(needs), (grid.world_size, len(needs))),
-    )
-
-
-def _destinations(
-    offset: Int32[Array, "W G"], num: int
-) -> tuple[Int32[Array, "G C"], Int32[Array, "G C"]]:
-    """Returns, per block, the ranks with an offset, ascending, and these offsets."""
-    exists = (offset >= 0).T
-    num_ranks, num_blocks = offset.shape
-    place = jnp.where(exists, jnp.cumsum(exists, axis=1, dtype=jnp.int32) - 1, num)
-    place = jnp.arange(num_blocks, dtype=jnp.int32)[:, None], place
-
-    def listed(values, fill):
-        return jnp.full((num_blocks, num), fill, jnp.int32).at[place].set(values, mode="drop")
-
-    return listed(jnp.arange(num_ranks, dtype=jnp.int32), -1), listed(offset.T, 0)
-
-
-def _key_ranges(
-    plan: Assignment,
-    q_offset: Int32[Array, " G"],
-    received: Int32[Array, " W"],
-    grid: BlockGrid,
-    q_capacity: int,
-) -> tuple[Int32[Array, "W q_capacity"], Int32[Array, "W q_capacity"]]:
-    """Returns the rows of each received query's keys.
-
-    All key blocks of a query block are received, with consecutive columns in consecutive rows, so
-    one shift per block maps columns to rows. The receive buffer is filled in cells of `grid.unit`
-    rows, each of which comes from one block.
-    """
-    cells = -(-q_capacity // grid.unit)
-    block_cell = q_offset // grid.unit
-    ids = jnp.arange(grid.num_blocks, dtype=jnp.int32)
-    rank = jnp.where(plan.rank < 0, grid.world_size, plan.rank)  # out of bounds: dropped
-    block = jnp.zeros((grid.world_size, cells), jnp.int32)
-    block = running_max(block.at[rank, block_cell].set(ids, mode="drop"))
-    cell = jnp.arange(cells, dtype=jnp.int32)[None]
-    exists = cell * grid.unit < received[:, None]
-
-    within = jnp.where(exists, cell - block_cell[block], 0) * grid.unit
-    column = grid.first_columns().reshape(-1)[block] + within
-    batch = block // (grid.world_size * grid.per_piece)
-    cells_per_row = grid.world_size * grid.columns // grid.unit
-    start = plan.starts.reshape(-1, grid.unit)[batch * cells_per_row + column // grid.unit]
-    end = column[..., None] + jnp.arange(1, grid.unit + 1, dtype=jnp.int32)[None, None]
-
-    first = plan.first_column.reshape(grid.shape)
-    first_block = grid.block_of(jnp.maximum(first, 0)).reshape(-1)
-    to_row = plan.kv_offset[plan.rank, first_block]
-    to_row -= grid.first_columns().reshape(-1)[first_block]
-    live = exists[..., None] & (start >= 0)
-    to_row = to_row[block][..., None]
-    kv_start, kv_end = (
-        jnp.where(live, x + to_row, 0).reshape(grid.world_size, -1)[:, :q_capacity]
-        for x in (start, end)
-    )
-    return kv_start, kv_end
-
-
-def _add_at(into: Int32[Array, "..."], index, values) -> Int32[Array, "..."]:
-    """Scatter-add that drops entries without a rank (-1)."""
-    first, *rest = index if isinstance(index, tuple) else (index,)
-    first = jnp.where(first < 0, into.shape[0], first)
-    return into.at[(first, *rest)].add(values, mode="drop")
-
-
-def _metadata(
-    rank: Int32[Array, "G ..."],
-    offset: Int32[Array, "G ..."],
-    tokens: Int32[Array, "W W"],
-    grid: BlockGrid,
-) -> Metadata:
-    total = tokens.sum(1, dtype=jnp.int32)
-    slots = grid.batch * grid.per_piece
-    return Metadata(
-        dst_rank=grid.by_rank(rank),
-        dst_offset=grid.by_rank(offset).astype(jnp.uint32),
-        seq_len=jnp.broadcast_to(
-            np.tile(grid.lengths, grid.batch).astype(np.uint32), (grid.world_size, slots)
+        q_metadata=to_metadata(
+            plan.queries, has_runs, world_size=grid.world_size, num_slots=capacities.q_transfers
         ),
-        num_recv_tokens=jnp.concatenate([tokens, total[:, None]], axis=1).astype(jnp.uint32),
-        num_seqs=jnp.full(grid.world_size, slots, jnp.int32),
-        num_total_recv_tokens=total.astype(jnp.uint32),
-        world_size=grid.world_size,
+        kv_metadata=to_metadata(
+            plan.keys, None, world_size=grid.world_size, num_slots=capacities.kv_transfers
+        ),
+        run_row=row,
+        run_position=position,
+        run_origin=origin,
+        num_rows=_per_rank(plan.queries.target, plan.queries.tokens, grid),
+        needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
     )
+
+
+def _received(rank: Int32[Array, " G"], first: Int32[Array, " G"], grid: BlockGrid) -> Received:
+    block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
+    rank, block = jax.lax.sort((rank, block), num_keys=1)
+    first_block = grid.block_of(jnp.maximum(first, 0).reshape(grid.shape)).reshape(-1)[block]
+    previous = jnp.pad(block[:-1], (1, 0))
+    follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
+    first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
+    column = grid.first_columns().reshape(-1)
+    length = _lengths(grid)[block]
+    num_keys = column[block] + length - column[first_block]
+    return Received(
+        block=block,
+        rank=rank,
+        row=_before_on_rank(length, rank),
+        first_column=column[first_block],
+        kv_row=_before_on_rank(num_keys, rank),
+    )
+
+
+def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
+    batch, home, start = _places(received.block, grid)
+    is_used = received.rank < grid.world_size
+    return Transfers(
+        source=jnp.where(is_used, home, grid.world_size),
+        target=received.rank,
+        source_row=batch * grid.columns + start,
+        target_row=received.row,
+        tokens=jnp.where(is_used, _lengths(grid)[received.block], 0),
+    )
+
+
+def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
+    """Cuts the range of keys of each block where it crosses from one home to the next."""
+    batch, home, start = _places(received.block, grid)
+    end = home * grid.columns + start + _lengths(grid)[received.block]
+    first_home = received.first_column // grid.columns
+    is_used = received.rank < grid.world_size
+    count = jnp.where(is_used, home - first_home + 1, 0)
+    total = running_sum(count)
+    size = kv_transfers_bound(grid) * grid.world_size
+    begins = (
+        jnp.zeros(size, jnp.int32).at[total - count].add(is_used.astype(jnp.int32), mode="drop")
+    )
+    of = jnp.maximum(running_sum(begins) - 1, 0)  # every used block has at least one
+    place = jnp.arange(size, dtype=jnp.int32)
+    source = first_home[of] + place - (total - count)[of]
+    is_used = place < total[-1]
+    first = jnp.maximum(received.first_column[of], source * grid.columns)
+    last = jnp.minimum(end[of], (source + 1) * grid.columns)
+    return Transfers(
+        source=jnp.where(is_used, source, grid.world_size),
+        target=jnp.where(is_used, received.rank[of], grid.world_size),
+        source_row=batch[of] * grid.columns + first - source * grid.columns,
+        target_row=received.kv_row[of] + first - received.first_column[of],
+        tokens=jnp.where(is_used, last - first, 0),
+    )
+
+
+def _run_begins(
+    starts: Int32[Array, "B T"], rank: Int32[Array, " G"], grid: BlockGrid
+) -> Bool[Array, "B W J block"]:
+    """Whether a run begins: at another document, and where the block before is elsewhere."""
+    column = jnp.arange(starts.shape[1], dtype=jnp.int32)
+    new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    new = grid.split(new | (column == 0), fill=False)
+    elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
+    is_first = jnp.arange(grid.block, dtype=jnp.int32) == 0
+    return new | (elsewhere[..., None] & is_first)
+
+
+def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
+    """Returns row, position and origin of each rank's runs, `[W, P]`."""
+    world_size, size = grid.world_size, capacities.pieces
+    block, rank = plan.received.block, plan.received.rank
+
+    def by_block(x):
+        return jnp.zeros(grid.num_blocks, jnp.int32).at[block].set(x, unique_indices=True)
+
+    # Column, counted over the batch, at which each run begins.
+    index = plan.runs_before.reshape(grid.shape)[..., None] + running_sum(
+        plan.begins_run.astype(jnp.int32)
+    )
+    index = jnp.where(plan.begins_run, index - 1, size)
+    owner = jnp.broadcast_to(by_block(rank).reshape(grid.shape)[..., None], index.shape)
+    within = jnp.arange(grid.block, dtype=jnp.int32)
+    place = (jnp.arange(grid.num_blocks, dtype=jnp.int32) * grid.block).reshape(grid.shape)
+    place = place[..., None] + within
+    begins = jnp.full((world_size, size), -1, jnp.int32)
+    begins = begins.at[owner.reshape(-1), index.reshape(-1)].set(place.reshape(-1), mode="drop")
+
+    is_used = begins >= 0
+    begins = jnp.maximum(begins, 0)
+    of, within = begins // grid.block, begins % grid.block
+    batch, home, first = _places(of, grid)
+    column = home * grid.columns + first + within
+    start = plan.starts.reshape(-1)[batch * plan.starts.shape[1] + column]
+    row = by_block(plan.received.row)[of] + within
+    to_row = by_block(plan.received.kv_row - plan.received.first_column)[of]
+    is_query = is_used & (start >= 0)
+    return (
+        jnp.where(is_used, row, capacities.q),
+        jnp.where(is_query, column - start, -1),
+        jnp.where(is_query, start + to_row, 0),
+    )
+
+
+def _places(block: Int32[Array, "..."], grid: BlockGrid):
+    """Returns batch row, home and first of its columns there, of blocks in global order."""
+    piece, number = block // grid.per_piece, block % grid.per_piece
+    return piece // grid.world_size, piece % grid.world_size, number * grid.block
+
+
+def _lengths(grid: BlockGrid) -> Int32[Array, " G"]:
+    return jnp.broadcast_to(grid.lengths, grid.shape).reshape(-1)
+
+
+def _before_on_rank(x: Int32[Array, " G"], rank: Int32[Array, " G"]) -> Int32[Array, " G"]:
+    """Returns the sum of earlier values of the same rank; ranks ascend."""
+    # The sum over all ranks may exceed 32 bits, its differences do not.
+    before = running_sum(x) - x
+    begins = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True)
+    index = jnp.where(begins, rank, x.shape[0] + 1)  # out of bounds: dropped
+    first = jnp.zeros(x.shape[0] + 1, jnp.int32).at[index].set(before, mode="drop")
+    return before - first[rank]
+
+
+def _per_rank(
+    rank: Int32[Array, " N"], x: Int32[Array, " N"], grid: BlockGrid
+) -> Int32[Array, " W"]:
+    """Returns the sum of each rank; entries of rank W do not count."""
+    return jnp.zeros(grid.world_size, jnp.int32).at[rank].add(x, mode="drop")

@@ -72,7 +72,7 @@ def attend_by_plan(q, k, v, g, plan, *, mesh):
 
 
 # Capacities that fit every plan of 8 x 32 rows.
-ROOMY = PlanConfig(block=16, q_capacity=80, kv_capacity=256, max_kv_destinations=8)
+ROOMY = PlanConfig(16, 80, 256, max_q_transfers=16, max_kv_transfers=24, max_pieces=64)
 
 
 @pytest.mark.parametrize("num_ranks, per_rank", [(1, 128), (2, 96), (5, 50), (8, 64)])

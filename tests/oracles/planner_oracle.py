@@ -1,5 +1,7 @@
 """Checks a plan one token at a time, from the segment ids alone."""
 
+import itertools
+
 import numpy as np
 
 
@@ -33,38 +35,35 @@ def pairs_per_rank(segment_ids, positions, world_size, window=None):
 
 
 def deliver(metadata, rows, capacity):
-    """Moves row numbers by the metadata; returns them per rank, -1 for rows without data."""
-    dst_rank, dst_offset, seq_len, received = (
-        np.asarray(x).astype(np.int64)
-        for x in (
-            metadata.dst_rank,
-            metadata.dst_offset,
-            metadata.seq_len,
-            metadata.num_recv_tokens,
-        )
+    """Moves row numbers as the metadata says; returns them per rank, -1 where nothing arrived."""
+    fields = ("dst_rank", "dst_offset", "seq_len", "src_offset", "num_recv_tokens")
+    dst_rank, dst_offset, seq_len, src_offset, received = (
+        np.asarray(getattr(metadata, name)).astype(np.int64) for name in fields
     )
     world_size, num_slots = seq_len.shape
-    assert metadata.src_offset is None
     assert metadata.world_size == world_size == len(rows)
-    assert (seq_len.sum(1) == rows.shape[1]).all()
-    dst_rank = dst_rank.reshape(world_size, num_slots, -1)
-    dst_offset = dst_offset.reshape(dst_rank.shape)
+    assert dst_rank.shape == dst_offset.shape == src_offset.shape == seq_len.shape
     buffer = np.full((world_size, capacity), -1)
     sent = np.zeros((world_size, world_size), np.int64)
     for rank in range(world_size):
-        start = 0
+        used = dst_rank[rank] >= 0
+        assert used[: used.sum()].all() and metadata.num_seqs[rank] == used.sum()
         for slot in range(num_slots):
-            length = seq_len[rank, slot]
-            for target, offset in zip(dst_rank[rank, slot], dst_offset[rank, slot], strict=True):
-                if target < 0:
-                    assert offset == 0
-                    continue
-                assert offset + length <= capacity, "a block goes beyond the capacity"
-                place = buffer[target, offset : offset + length]
-                assert (place == -1).all(), "two blocks overlap"
-                place[:] = rows[rank, start : start + length]
-                sent[target, rank] += length
-            start += length
+            target, offset, length = (
+                dst_rank[rank, slot],
+                dst_offset[rank, slot],
+                seq_len[rank, slot],
+            )
+            first = src_offset[rank, slot]
+            if target < 0:
+                assert offset == length == first == 0
+                continue
+            assert length > 0 and offset + length <= capacity, "a range goes beyond the capacity"
+            assert first + length <= rows.shape[1], "a range goes beyond the sender's rows"
+            place = buffer[target, offset : offset + length]
+            assert (place == -1).all(), "two ranges overlap"
+            place[:] = rows[rank, first : first + length]
+            sent[target, rank] += length
     assert (received[:, :-1] == sent).all()
     assert (received[:, -1] == sent.sum(1)).all()
     assert (np.asarray(metadata.num_total_recv_tokens) == sent.sum(1)).all()
@@ -85,15 +84,15 @@ def check_plan(plan, segment_ids, positions=None, window=None):
 
     queries = deliver(plan.q_metadata, rows, plan.q_capacity)
     keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
-    kv_start, kv_end = np.asarray(plan.kv_start), np.asarray(plan.kv_end)
-    assert kv_start.shape == kv_end.shape == (world_size, plan.q_capacity)
     computed = np.zeros(batch * columns, int)
     pairs = np.zeros(world_size)
     for rank in range(world_size):
         held = keys[rank][keys[rank] >= 0]
         assert len(np.unique(held)) == len(held), "a key arrives twice"
+        kv_start, kv_end = (np.asarray(x) for x in plan.local_ranges(rank))
+        assert kv_start.shape == kv_end.shape == (plan.q_capacity,)
         for i, query in enumerate(queries[rank]):
-            start, end = kv_start[rank, i], kv_end[rank, i]
+            start, end = kv_start[i], kv_end[i]
             if query < 0 or first[query] < 0:
                 assert start == end == 0
                 continue
@@ -105,5 +104,34 @@ def check_plan(plan, segment_ids, positions=None, window=None):
     np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
     before = pairs_per_rank(segment_ids, positions, world_size, window)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
+    pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
+    slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))
+    needs = ((queries >= 0).sum(1).max(), (keys >= 0).sum(1).max(), *slots, pieces.max())
+    np.testing.assert_array_equal(plan.needs, np.tile(needs, (world_size, 1)))
+    assert plan.fits
     plan.q_metadata.validate()
     plan.kv_metadata.validate()
+
+
+def fewest_bytes(lengths, world_size, limit, unit, q):
+    """The least cost, if no rank may have more pairs, of documents of so many units of tokens.
+
+    A moved key costs 1, a moved query q. Tries every plan that cuts at units; None if all of them
+    exceed the limit.
+    """
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.concatenate([np.arange(x) for x in lengths])
+    end, start = unit * (position + 1), unit * position
+    pairs = (end * (end + 1) - start * (start + 1)) // 2
+    home = np.arange(len(document)) * world_size // len(document)
+    best = None
+    for choice in itertools.product(range(world_size), repeat=len(document)):
+        ranks = np.array(choice)
+        if np.bincount(ranks, pairs, minlength=world_size).max() > limit:
+            continue
+        cost = q * (ranks != home).sum()
+        for rank, d in set(zip(choice, document, strict=True)):
+            last = position[(ranks == rank) & (document == d)].max()
+            cost += ((document == d) & (position <= last) & (home != rank)).sum()
+        best = cost if best is None else min(best, cost)
+    return None if best is None else unit * int(best)

@@ -206,6 +206,7 @@ import pickle, sys
 import jax_cp_dispatch, jax._src.xla_bridge as bridge
 placement = jax_cp_dispatch.place_tokens([[700, 200, 90, 34]], world_size=8)
 batch = placement.apply(__import__("numpy").arange(1024)[None])
+jax_cp_dispatch.plan_attention(lengths=[[700, 200, 90, 34]], world_size=8)
 assert not bridge.backends_are_initialized()
 sys.stdout.buffer.write(pickle.dumps((placement, batch)))
 """

@@ -16,31 +16,37 @@ from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, pl
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balanced_attention.md"
 W, T, BLOCK = 8, 128, 4
-NAMES = ("q_capacity", "kv_capacity", "max_kv_destinations")
+NAMES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
 # Short documents fit, a long one does not.
-SMALL = PlanConfig(BLOCK, q_capacity=24, kv_capacity=40, max_kv_destinations=3)
+SMALL = PlanConfig(BLOCK, 24, 40, max_q_transfers=4, max_kv_transfers=4, max_pieces=4)
 SHORT = np.repeat(np.arange(1, 1 + T // 8, dtype=np.int32), 8)[None]
 LONG = np.ones((1, T), np.int32)
 
 
+# Of any two rows of T columns, with all the room there is.
+plan_inside = jax.jit(lambda *x: plan_attention(*x, world_size=W, config=PlanConfig(BLOCK)))
+
+
 def needs_of(plan):
-    """Counts the needs in a plan with maximal capacities."""
-    q, kv = plan.q_metadata, plan.kv_metadata
-    received = [np.asarray(x.num_total_recv_tokens).max() for x in (q, kv)]
-    return *received, (np.asarray(kv.dst_rank) >= 0).sum(-1).max()
+    """Counted from a plan that has all the room there is."""
+    metadata = plan.q_metadata, plan.kv_metadata
+    received = [np.asarray(x.num_total_recv_tokens).max() for x in metadata]
+    sent = [(np.asarray(x.dst_rank) >= 0).sum(-1).max() for x in metadata]
+    pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1).max()
+    return *received, *sent, pieces
 
 
-def test_needs_match_the_plan():
+def test_needs_are_those_of_the_plan_inside_jit():
     rng = np.random.default_rng()
     for _ in range(10):
         segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))
-        config = PlanConfig(BLOCK, 2 * T * W, 2 * T * W, max_kv_destinations=W)
-        plan = plan_attention(segment_ids, positions, world_size=W, config=config)
+        config = PlanConfig(BLOCK)
+        plan = plan_inside(segment_ids, positions)
         needs = config.needs(segment_ids, positions, world_size=W)
         assert tuple(getattr(needs, name) for name in NAMES) == needs_of(plan)
-        assert tuple(plan.needs[0]) == needs_of(plan)
+        assert tuple(plan.needs[0]) == needs_of(plan) and plan.fits
         assert needs.fits(segment_ids, positions, world_size=W)
-        assert PlanConfig(BLOCK).fits(segment_ids, positions, world_size=W)
+        assert config.fits(segment_ids, positions, world_size=W)
         for name in NAMES:
             if getattr(needs, name) > 1:
                 less = dataclasses.replace(needs, **{name: getattr(needs, name) - 1})
@@ -66,7 +72,8 @@ def attend(x, segment_ids, config):
 
 
 def test_the_documented_step_keeps_its_donated_state_if_the_batch_does_not_fit():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    (code,) = (x for x in blocks if "def train_step" in x)
     names: dict[str, Any] = {}
     exec(code, names)
     train_step = names["train_step"]
@@ -99,3 +106,16 @@ def test_the_error_names_sufficient_capacities():
     assert asked == {name: need for name, need in needed.items() if need > getattr(config, name)}
     config = dataclasses.replace(config, **asked)
     jax.block_until_ready(run(segment_ids, config))
+
+
+@pytest.mark.parametrize("name", NAMES[2:])
+def test_a_list_that_is_cut_off_fails_on_all_ranks(name):
+    """Also if only key ranges are missing: without them, attention would be wrong."""
+    x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
+    config = PlanConfig(BLOCK, **{name: 1})
+    segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
+    assert not config.fits(segment_ids, world_size=W)
+    out = jax.jit(lambda ids: attend(x, ids, config))(segment_ids)
+    for shard in out.addressable_shards:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=rf"a static bound .*{name}"):
+            np.asarray(shard.data)

@@ -1,5 +1,7 @@
 """`plan_attention`: every query gets exactly its keys, work is balanced, capacities suffice."""
 
+import itertools
+import pickle
 from functools import partial
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from planner_oracle import check_plan
+from planner_oracle import check_plan, fewest_bytes
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
@@ -39,14 +41,6 @@ def told_apart_by_positions(segment_ids):
     return np.where(live, starts.cumsum(1), 0), 3 * positions + 2
 
 
-def roomy(batch, world_size, columns, block):
-    """Returns sufficient capacities, so all plans of one shape share one compiled program."""
-    rows = batch * world_size * columns
-    return PlanConfig(
-        block=block, q_capacity=rows, kv_capacity=rows, max_kv_destinations=world_size
-    )
-
-
 def assert_same(plan, other):
     assert plan.q_capacity == other.q_capacity
     assert plan.kv_capacity == other.kv_capacity
@@ -55,9 +49,17 @@ def assert_same(plan, other):
         np.testing.assert_array_equal(x, y)
 
 
-@settings(max_examples=50, deadline=None)
+@partial(jax.jit, static_argnames=("world_size", "block", "window"))
+def plan_inside(segment_ids, positions, *, world_size, block, window):
+    return plan_attention(
+        segment_ids, positions, world_size=world_size, window=window, config=PlanConfig(block=block)
+    )
+
+
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_plan_is_exact_for_any_packing(data):
+    """Made on the host and inside a program."""
     batch, world_size, columns, block = data.draw(st.sampled_from(SHAPES))
     length = st.integers(-6, 12) | st.integers(20, 60)
     rows = [data.draw(st.lists(length, max_size=20)) for _ in range(batch)]
@@ -65,51 +67,125 @@ def test_plan_is_exact_for_any_packing(data):
     positions = np.broadcast_to(np.arange(world_size * columns), segment_ids.shape)
     if data.draw(st.booleans()):
         segment_ids, positions = told_apart_by_positions(segment_ids)
-    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # uses another program
+    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # one more program
+    tolerance = data.draw(st.sampled_from([0.0, 0.01, 0.5]))
+    num_kv_heads = data.draw(st.sampled_from([8, 32]))
+    config = PlanConfig(block, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
+    arguments = segment_ids, positions
+    plan = plan_attention(*arguments, world_size=world_size, window=window, config=config)
+    check_plan(plan, *arguments, window)
+    inside = plan_inside(*arguments, world_size=world_size, block=block, window=window)
+    check_plan(jax.device_get(inside), *arguments, window)
+    assert inside.q_metadata.num_total_recv_tokens.max() <= 2 * batch * columns + block
+
+
+EXTREMES = {
+    "all padding": [[]],
+    "one giant document": [[96]],
+    "all equal": [[12] * 8],
+    "one token each": [[1] * 96],
+    "one token in all": [[1], []],
+    "mostly one document": [[2, 90, 1, 1, 1, 1]],
+    "several rows": [[90, 6], [1, 30, 2, 63], [96]],
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_batches(name, world_size, window):
+    """From lengths; capacities are what the plan needs, rounded up."""
+    lengths, block = EXTREMES[name], 4
+    options = {"world_size": world_size, "window": window, "config": PlanConfig(block)}
+    plan = plan_attention(lengths=lengths, columns=96, **options)
+    segment_ids = np.stack([pack(row, 96) for row in lengths])
+    check_plan(plan, segment_ids, None, window)
+    assert_same(plan, plan_attention(segment_ids, **options))
+    slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
+    capacities = (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1])
+    least = (8 * block, 8 * block, 8, 8, 8)
+    for need, capacity, step in zip(plan.needs[0], capacities, least, strict=True):
+        assert need <= capacity <= max(need + step, need * 9 // 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_is_above_the_tolerance(seed):
+    """With some hundred tokens per rank, also if most of them are padding."""
+    rng = np.random.default_rng(seed)
+    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
+    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
+    longest = int(rng.integers(1, left + 1))
+    lengths = []
+    while left > 0:
+        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
+        lengths.append(min(int(rng.integers(1, most + 1)), left))
+        left -= lengths[-1]
+    window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
+    tolerance = float(rng.choice([0.01, 0.1]))
     plan = plan_attention(
-        segment_ids,
-        positions,
+        lengths=lengths,
+        columns=world_size * tokens,
         world_size=world_size,
         window=window,
-        config=roomy(batch, world_size, columns, block),
+        config=PlanConfig(balance_tolerance=tolerance),
     )
-    check_plan(plan, segment_ids, positions, window)
-    slots = batch * -(-columns // min(block, columns))
-    assert plan.q_metadata.seq_len.shape == (world_size, slots)
-    assert plan.q_metadata.num_total_recv_tokens.max() <= 2 * batch * columns + block
+    assert plan.imbalance <= 1 + tolerance + 1e-5
+    position = np.concatenate([np.arange(1, x + 1) for x in lengths])
+    pairs = position if window is None else np.minimum(position, window)
+    assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs.sum(dtype=float), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param([-96], id="all padding"),
-        pytest.param([96], id="one giant document"),
-        pytest.param([1] * 96, id="one token each"),
-        pytest.param([-70, 1], id="one token in all"),
-        pytest.param([2, 90, 1, 1, 1, 1], id="mostly one document"),
-    ],
-)
-def test_capacities_are_what_the_plan_needs(lengths):
-    world_size, block, segment_ids = 4, 8, pack(lengths, 96)[None]
-    rows = segment_ids.size // world_size
-    plan = plan_attention(segment_ids, None, world_size=world_size, config=PlanConfig(block=block))
-    check_plan(plan, segment_ids)
-    for metadata, capacity in (
-        (plan.q_metadata, plan.q_capacity),
-        (plan.kv_metadata, plan.kv_capacity),
-    ):
-        need = int(metadata.num_total_recv_tokens.max())
-        assert need <= capacity <= max(need + 8 * block, need * 17 // 16)
-        assert capacity <= world_size * rows
-    copies = (np.asarray(plan.kv_metadata.dst_rank) >= 0).sum(-1).max()
-    destinations = plan.kv_metadata.dst_rank.shape[-1]
-    assert copies <= destinations <= max(1, 2 * copies - 1)
+UNIT = 64  # tokens; the planner may cut anywhere, the exact search at multiples of these
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_near_the_optimum_of_small_cases(seed):
+    """Never above the limit if some plan is below it, and few more bytes than the least."""
+    rng = np.random.default_rng(seed)
+    world_size = int(rng.integers(2, 4))
+    total = world_size * int(rng.integers(3, 6 if world_size == 2 else 4))
+    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
+    lengths = np.diff([0, *cuts, total])
+    mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
+    for num_kv_heads, tolerance in itertools.product((8, 32), (0.05, 0.25)):
+        config = PlanConfig(1, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
+        plan = plan_attention(lengths=UNIT * lengths, world_size=world_size, config=config)
+        q = 32 // num_kv_heads
+        least = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, unit=UNIT, q=q)
+        if least is not None:
+            assert plan.pairs_after.max() <= (1 + tolerance) * mean * (1 + 1e-6)
+            cost = q * plan.num_q_tokens_moved + plan.num_kv_tokens_moved
+            assert cost <= 1.25 * least + 2
+
+
+def test_more_tolerance_moves_fewer_bytes():
+    lengths = [40_000, 20_000, 10_000] + [500] * 60
+    moved = []
+    for tolerance in (0.01, 0.1, 0.5):
+        config = PlanConfig(balance_tolerance=tolerance)
+        plan = plan_attention(lengths=lengths, columns=100_000, world_size=4, config=config)
+        moved.append(4 * plan.num_q_tokens_moved + plan.num_kv_tokens_moved)
+    assert moved[0] > moved[1] > moved[2]
+
+
+def test_slices_and_pickles():
+    """A rank's slice is what it needs; a plan from a loader arrives as it was made."""
+    segment_ids = pack([50, 3, 20], 96)[None]
+    plan = plan_attention(segment_ids, world_size=4, config=PlanConfig(block=8))
+    assert_same(plan, pickle.loads(pickle.dumps(plan)))
+    for rank in range(4):
+        part = plan.slice_of(rank)
+        assert all(len(x) == 1 for x in jax.tree.leaves(part)) and part.fits
+        for x, y in zip(part.local_ranges(rank), plan.local_ranges(rank), strict=True):
+            np.testing.assert_array_equal(x, y)
+        view = part.kv_metadata.local_view(rank)
+        np.testing.assert_array_equal(view.num_recv_tokens, plan.kv_metadata.num_recv_tokens[rank])
+    with pytest.raises(ValueError, match="slice_of: got rank 0 with 1 of 4 ranks"):
+        plan.slice_of(3).slice_of(0)
 
 
 def test_all_padding_moves_nothing():
-    plan = plan_attention(
-        np.zeros((1, 96), np.int32), None, world_size=4, config=PlanConfig(block=8)
-    )
+    plan = plan_attention(np.zeros((1, 96), np.int32), world_size=4, config=PlanConfig(block=8))
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
     assert plan.imbalance == plan.imbalance_before == 1
 
@@ -125,26 +201,17 @@ def test_a_document_over_all_ranks_is_balanced():
     segment_ids = np.ones((1, 1024), np.int32)
     plan = plan_attention(segment_ids, None, world_size=8, config=PlanConfig(block=8))
     assert plan.imbalance_before > 1.8
-    assert plan.imbalance <= 1.03
+    assert plan.imbalance <= 1.01001
     check_plan(plan, segment_ids)
 
 
 # Plans of any 96 columns: by default, and with capacities that are too small.
 _traced = jax.jit(
     lambda segment_ids: [
-        plan_attention(segment_ids, None, world_size=4, config=config)
-        for config in (PlanConfig(block=8), PlanConfig(block=8, q_capacity=8, kv_capacity=8))
+        plan_attention(segment_ids, world_size=4, config=config)
+        for config in (PlanConfig(block=8), PlanConfig(8, 8, 8, 1, 1, 1))
     ]
 )
-
-
-def test_inside_jit_the_plan_is_the_same_and_defaults_fit():
-    segment_ids = pack([3, 70, -5, 9, 1], 96)[None]
-    bounds = PlanConfig(block=8, q_capacity=2 * 24 + 8, kv_capacity=4 * 24, max_kv_destinations=4)
-    plan = partial(plan_attention, world_size=4, config=bounds)
-    eager = plan(segment_ids)
-    assert_same(eager, plan(jnp.asarray(segment_ids)))
-    assert_same(eager, _traced(segment_ids)[0])
 
 
 def test_constants_inside_jit_get_exact_capacities():
@@ -155,33 +222,37 @@ def test_constants_inside_jit_get_exact_capacities():
     def program(x):
         inside = plan_attention(segment_ids, None, world_size=4, config=PlanConfig(block=8))
         assert inside.kv_capacity == eager.kv_capacity
-        return x + inside.kv_end.sum()
+        return x + inside.run_row.sum()
 
-    assert program(0) == eager.kv_end.sum()
+    assert program(0) == eager.run_row.sum()
 
 
 def test_inside_shard_map_every_rank_computes_the_same_plan():
     segment_ids = pack([3, 50, -5, 9, 1, 20], 96)[None]
-    config = roomy(1, 4, 24, 8)
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("cp"))
     def plans(segment_ids):
-        plan = plan_attention(segment_ids, None, world_size=4, config=config)
+        plan = plan_attention(segment_ids, world_size=4, config=PlanConfig(block=8))
         rank = jax.lax.axis_index("cp")
-        return jax.tree.map(lambda x: x[None], (plan.q_metadata.get_slice(rank), plan.kv_end[rank]))
+        part = plan.q_metadata.get_slice(rank), *plan.local_ranges(rank)
+        return jax.tree.map(lambda x: x[None], part)
 
-    eager = plan_attention(segment_ids, None, world_size=4, config=config)
-    metadata, kv_end = plans(segment_ids)
-    np.testing.assert_array_equal(metadata.dst_rank, eager.q_metadata.dst_rank)
-    np.testing.assert_array_equal(metadata.num_recv_tokens, eager.q_metadata.num_recv_tokens)
-    np.testing.assert_array_equal(kv_end, eager.kv_end)
+    whole = jax.device_get(_traced(segment_ids)[0])
+    check_plan(whole, segment_ids)
+    metadata, kv_start, kv_end = jax.device_get(plans(segment_ids))
+    np.testing.assert_array_equal(metadata.dst_rank, whole.q_metadata.dst_rank)
+    np.testing.assert_array_equal(metadata.num_recv_tokens, whole.q_metadata.num_recv_tokens)
+    for rank in range(4):
+        start, end = whole.local_ranges(rank)
+        np.testing.assert_array_equal(kv_start[rank], start)
+        np.testing.assert_array_equal(kv_end[rank], end)
 
 
 def test_traced_plan_beyond_its_capacity_reports_the_need():
     plan = _traced(np.ones((1, 96), np.int32))[1]
-    assert plan.kv_start.shape == (4, 8)
+    assert plan.run_row.shape == plan.q_metadata.dst_rank.shape == (4, 1) and not plan.fits
     assert plan.q_metadata.num_total_recv_tokens.sum() == 96
     assert plan.q_metadata.num_total_recv_tokens.max() > 8
     assert plan.kv_metadata.num_total_recv_tokens.max() > 8
@@ -209,14 +280,16 @@ def test_balancer_bounds_rows_for_any_costs(data):
     cost[rng.random(shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = 0
     rows = np.where(cost > 0, length, 0)
     limit = 2 * 2 * 35 + 8
-    assigned = np.asarray(_balance(jnp.asarray(cost), jnp.asarray(rows), row_limit=limit))
+    assigned = np.asarray(
+        _balance(jnp.asarray(cost), jnp.asarray(rows), row_limit=limit, tolerance=0.01)
+    )
     assert assigned.min() >= 0 and assigned.max() < 4
     load = np.bincount(assigned.ravel(), weights=cost.ravel(), minlength=4)
     assert np.bincount(assigned.ravel(), weights=rows.ravel(), minlength=4).max() <= limit
     assert load.max() <= max(cost.sum((0, 2)).max(), load.mean() + cost.max())
 
 
-_balance = jax.jit(balance_blocks, static_argnames="row_limit")
+_balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
 
 
 @pytest.mark.parametrize(
@@ -236,15 +309,29 @@ _balance = jax.jit(balance_blocks, static_argnames="row_limit")
             ValueError,
             "segment 2 occurs in separate runs of batch row 1",
         ),
-        (dict(q_capacity=3), ValueError, "rank 0 would receive 32 rows but q_capacity is 3"),
+        (dict(q_capacity=3), ValueError, r"rank \d would receive \d+ rows of queries but q_capaci"),
         (dict(kv_capacity=1), ValueError, r"Pass kv_capacity>=\d+ or None in PlanConfig"),
-        (dict(max_kv_destinations=1), ValueError, "goes to 4 ranks but max_kv_destinations is 1"),
+        (dict(max_kv_transfers=1), ValueError, r"\d ranges of keys but max_kv_transfers is 1"),
+        (dict(max_q_transfers=1), ValueError, r"\d ranges of queries but max_q_transfers is 1"),
+        (dict(max_pieces=1), ValueError, r"would compute \d pieces but max_pieces is 1"),
+        (
+            dict(balance_tolerance=-1.0),
+            ValueError,
+            r"balance_tolerance is -1.0; it needs to be in \[",
+        ),
+        (dict(num_heads=0), ValueError, "num_heads is 0; it needs to be at least 1"),
+        (dict(columns=96), ValueError, "got columns without lengths"),
+        (dict(lengths=[96]), ValueError, "got both lengths and segment_ids"),
         (dict(block=0), ValueError, "block is 0; it needs to be at least 1"),
     ],
 )
 def test_errors_name_the_cause_and_the_remedy(change, error, message):
     arguments = dict(segment_ids=np.ones((1, 96), int), positions=None, world_size=4)
-    config = {name: change.pop(name) for name in list(change) if name not in arguments}
+    config = {
+        name: change.pop(name)
+        for name in list(change)
+        if name not in (*arguments, "lengths", "columns")
+    }
     with pytest.raises(error, match=message):
         plan_attention(**(arguments | change), config=PlanConfig(**({"block": 8} | config)))
 

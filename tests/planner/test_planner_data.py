@@ -1,4 +1,4 @@
-"""Balance and moved tokens on the document lengths of real corpora, 64K tokens per rank."""
+"""Balance and moved bytes on the document lengths of real corpora, 64K tokens per rank."""
 
 import json
 from pathlib import Path
@@ -9,42 +9,50 @@ import pytest
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 
-FILES = sorted((Path(__file__).parents[1] / "data" / "lengths").glob("*.json"))
+FOLDER = Path(__file__).parents[1] / "data" / "packed"
 TOKENS = 65536
+# Queries and keys moved per token by two other planners, measured on the same batches: contiguous
+# blocks of 128 balanced to 1.02, and the greedy planner of benchmarks/peer_placements.py.
+OTHERS = {
+    ("wlbllm", 8): [(0.087, 0.972), (0.120, 0.944)],
+    ("wlbllm", 32): [(0.105, 1.326), (0.162, 1.242)],
+    ("wlbllm", 128): [(0.079, 1.185), (0.137, 1.149)],
+    ("prolong", 8): [(0.026, 0.211), (0.060, 0.093)],
+    ("prolong", 32): [(0.027, 0.330), (0.080, 0.317)],
+    ("prolong", 128): [(0.047, 1.805), (0.078, 1.946)],
+}
 
 
-def pack(lengths):
-    return np.repeat(np.arange(1, len(lengths) + 1), lengths)[None].astype(np.int32)
+@pytest.mark.parametrize("num_kv_heads", [8, 32])
+@pytest.mark.parametrize("world_size", [8, 32, 128])
+@pytest.mark.parametrize("name", ["wlbllm", "prolong"])
+def test_balanced_with_fewer_bytes_than_others(name, world_size, num_kv_heads):
+    batches = json.loads((FOLDER / f"{name}.json").read_text())
+    (lengths,) = (x["lengths"] for x in batches if x["ranks"] == world_size)
+    config = PlanConfig(num_kv_heads=num_kv_heads)
+    plan = plan_attention(lengths=lengths, world_size=world_size, config=config)
+    pairs = np.array(lengths, np.int64) * (np.array(lengths) + 1) // 2
+    for counted in (plan.pairs_before, plan.pairs_after):
+        assert counted.sum(dtype=float) == pytest.approx(pairs.sum(), rel=1e-6)
+    assert plan.imbalance <= 1.01 + 1e-6
+    plan.q_metadata.validate()
+    plan.kv_metadata.validate()
+
+    def cost(q, kv):
+        return 32 * q + num_kv_heads * kv
+
+    moved = cost(plan.num_q_tokens_moved, plan.num_kv_tokens_moved) / sum(lengths)
+    assert moved <= min(cost(*other) for other in OTHERS[name, world_size])
 
 
-@pytest.mark.parametrize("world_size, num_samples", [(8, 2), (32, 1)])
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_balance_on_real_lengths(path, world_size, num_samples):
-    batches = [x for x in json.loads(path.read_text()) if x["tokens"] == world_size * TOKENS]
-    assert len(batches) >= num_samples
-    # Capacities that always fit, so all plans of one size share one compiled program.
-    config = PlanConfig(
-        q_capacity=2 * TOKENS + 128,
-        kv_capacity=world_size * TOKENS,
-        max_kv_destinations=world_size,
-    )
-    for batch in batches[:num_samples]:
-        segment_ids = pack(batch["lengths"])
-        plan = plan_attention(segment_ids, None, world_size=world_size, config=config)
-        plan = jax.device_get(plan)
-        column = np.arange(segment_ids.size)
-        starts = np.diff(segment_ids[0], prepend=0) != 0
-        pairs = column + 1 - np.maximum.accumulate(np.where(starts, column, 0))
-        before = pairs.reshape(world_size, -1).sum(1)
-        np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-3, atol=1e-4 * before.mean())
-        np.testing.assert_allclose(plan.pairs_after.sum(), before.sum(), rtol=1e-3)
-        work = (plan.kv_end.astype(np.int64) - plan.kv_start).sum(1)
-        np.testing.assert_allclose(plan.pairs_after, work, rtol=1e-3)
-        assert work.sum() == before.sum()
-        assert work.max() <= 1.05 * work.mean()
-
-        plan.q_metadata.validate()
-        plan.kv_metadata.validate()
-        assert plan.num_q_tokens_moved <= 0.15 * segment_ids.size
-        all_gather = (world_size - 1) * segment_ids.size
-        assert plan.num_kv_tokens_moved <= 0.3 * all_gather
+def test_a_plan_of_many_ranks_is_small():
+    """512 ranks of 64K tokens: a few megabytes for all of them, a few kilobytes for each."""
+    batches = json.loads((FOLDER / "prolong.json").read_text())
+    (lengths,) = (x["lengths"] for x in batches if x["ranks"] == 512)
+    plan = plan_attention(lengths=lengths, world_size=512)
+    assert plan.imbalance <= 1.01 + 1e-6
+    assert sum(x.nbytes for x in jax.tree.leaves(plan)) < 10 * 2**20
+    assert sum(x.nbytes for x in jax.tree.leaves(plan.slice_of(7))) < 20 * 2**10
+    for rank in (0, 511):
+        start, end = plan.local_ranges(rank)
+        assert (end - start).sum() == pytest.approx(plan.pairs_after[rank])

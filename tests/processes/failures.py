@@ -103,7 +103,7 @@ class Job:
     def plan_batches(self):
         """Plans the documents of two steps: a rank that skips one passes the plan of the other."""
         tokens = self.num_ranks * T
-        capacities = (4 * T, tokens, self.num_ranks)
+        capacities = (4 * T, tokens, 16, 16, 16)
         self.plans = [
             self.on_mesh_of(
                 cp.plan_attention(

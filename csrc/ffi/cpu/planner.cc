@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "nanobind/ndarray.h"
+#include "planner/move_queries.h"
 #include "planner/placement.h"
 
 namespace nb = nanobind;
@@ -16,14 +17,33 @@ namespace {
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pieces = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
 
-// Rows (rank, document, start, end), by rank, document and start. A negative limit is none.
+// Rows (rank, document, start, end), by rank, document and start.
+Pieces RowsOf(const RankPieces& ranks) {
+  auto rows = std::make_unique<std::vector<int64_t>>();
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const Piece& piece : ranks[rank]) {
+      rows->insert(rows->end(),
+                   {static_cast<int64_t>(rank), piece.document, piece.start, piece.end});
+    }
+  }
+  std::vector<int64_t>* data = rows.release();
+  const nb::capsule owner(data,
+                          [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return Pieces(data->data(), {data->size() / 4, 4}, owner);
+}
+
+std::vector<int64_t> VectorOf(const Numbers& numbers) {
+  return {numbers.data(), numbers.data() + numbers.shape(0)};
+}
+
+// A negative limit is none.
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
                         int64_t tokens_per_rank, int32_t ranks_per_node, int64_t window,
                         int64_t tolerance_ppm, int64_t max_received, int64_t max_away,
                         int64_t min_piece, int64_t block) {
   PlacementProblem problem;
-  problem.lengths.assign(lengths.data(), lengths.data() + lengths.shape(0));
-  problem.speeds.assign(speeds.data(), speeds.data() + speeds.shape(0));
+  problem.lengths = VectorOf(lengths);
+  problem.speeds = VectorOf(speeds);
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
   problem.ranks_per_node = ranks_per_node;
@@ -33,21 +53,33 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
   if (max_away >= 0) problem.max_away = max_away;
   problem.min_piece = min_piece;
   problem.block = block;
-  auto rows = std::make_unique<std::vector<int64_t>>();
+  RankPieces ranks;
   {
     nb::gil_scoped_release release;
-    const RankPieces ranks = PlaceDocuments(problem);
-    for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      for (const Piece& piece : ranks[rank]) {
-        rows->insert(rows->end(),
-                     {static_cast<int64_t>(rank), piece.document, piece.start, piece.end});
-      }
-    }
+    ranks = PlaceDocuments(problem);
   }
-  std::vector<int64_t>* data = rows.release();
-  const nb::capsule owner(data,
-                          [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-  return Pieces(data->data(), {data->size() / 4, 4}, owner);
+  return RowsOf(ranks);
+}
+
+Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, int32_t num_ranks,
+                     int64_t columns_per_rank, int64_t window, int64_t tolerance_ppm,
+                     int64_t query_cost, int64_t key_cost, int64_t min_queries) {
+  QueryProblem problem;
+  problem.lengths = VectorOf(lengths);
+  problem.columns = VectorOf(columns);
+  problem.num_ranks = num_ranks;
+  problem.columns_per_rank = columns_per_rank;
+  problem.pairs = PairCount::Causal(window);
+  problem.tolerance_ppm = tolerance_ppm;
+  problem.query_cost = query_cost;
+  problem.key_cost = key_cost;
+  problem.min_queries = min_queries;
+  RankPieces ranks;
+  {
+    nb::gil_scoped_release release;
+    ranks = MoveQueries(problem);
+  }
+  return RowsOf(ranks);
 }
 
 }  // namespace
@@ -58,6 +90,10 @@ void BindPlanner(nb::module_& m) {
         nb::arg("window"), nb::arg("tolerance_ppm"), nb::arg("max_received"), nb::arg("max_away"),
         nb::arg("min_piece"), nb::arg("block"),
         "Pieces of documents by rank: rows (rank, document, start, end).");
+  m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
+        nb::arg("num_ranks"), nb::arg("columns_per_rank"), nb::arg("window"),
+        nb::arg("tolerance_ppm"), nb::arg("query_cost"), nb::arg("key_cost"),
+        nb::arg("min_queries"), "The pieces that each rank computes, in the same form.");
 }
 
 }  // namespace cpd

@@ -1,13 +1,13 @@
 """`place_tokens`: assigns the tokens of a batch to ranks."""
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.planner.documents import Documents, documents_of
+from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
@@ -23,9 +23,6 @@ from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 _OP = "place_tokens"
-
-# Lengths of the documents of a batch row.
-Row: TypeAlias = Iterable[int | np.integer]
 
 
 def place_tokens(

@@ -1,0 +1,211 @@
+// The rank with the most room takes the part of a share with the most work per byte; repeat.
+#include "planner/fill_ranks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace cpd {
+namespace {
+
+__extension__ typedef __int128 int128_t;
+
+// The largest x with x * x <= value.
+int64_t SquareRoot(int64_t value) {
+  auto x = static_cast<int64_t>(std::sqrt(static_cast<double>(value)));
+  while (x > 0 && x > value / x) --x;
+  while (x + 1 <= value / (x + 1)) ++x;
+  return x;
+}
+
+class Filler {
+ public:
+  Filler(const Filling& filling, Random* random, QueryShares* shares)
+      : filling_(filling), random_(*random), shares_(*shares), problem_(shares->problem()) {
+    // Ranks that give reach a little less than the limit, so that they do not have to give again
+    // for a single query.
+    const int64_t mean = shares_.MeanWork();
+    goal_ = shares_.Limit() - std::min(mean / 1000, (shares_.Limit() - mean) / 2);
+  }
+
+  int64_t Run() {
+    std::vector<bool> is_full(shares_.num_ranks());
+    std::vector<int32_t> givers;
+    while (true) {
+      givers.clear();
+      int64_t most_room = 0;
+      taker_ = -1;
+      for (int32_t rank = 0; rank < shares_.num_ranks(); ++rank) {
+        const int64_t room = shares_.Limit() - shares_.WorkOf(rank);
+        if (room < 0) givers.push_back(rank);
+        if (room <= 0 || is_full[rank]) continue;
+        const int64_t weighed = room / 1000 * random_.Around1000(filling_.noise_per_mille);
+        if (taker_ >= 0 && weighed <= most_room) continue;
+        most_room = weighed;
+        taker_ = rank;
+      }
+      if (givers.empty() || taker_ < 0) return num_considered_;
+      room_ = shares_.Limit() - shares_.WorkOf(taker_);
+      best_.document = -1;
+      for (int32_t giver : givers) ConsiderRank(giver);
+      if (best_.document < 0) {
+        is_full[taker_] = true;
+      } else {
+        shares_.Give(best_.document, best_.start, best_.end, best_.giver, taker_);
+      }
+    }
+  }
+
+ private:
+  // Queries [start, end) for the taker; `gain` work per `cost`.
+  struct Candidate {
+    int128_t gain = 0;
+    int64_t cost = 1;
+    int32_t document = -1;
+    int32_t giver = -1;
+    int64_t start = 0;
+    int64_t end = 0;
+  };
+
+  // What taker and giver compute and receive of one document, if a query attends to all earlier
+  // tokens. Their keys are then those before the last query.
+  struct Held {
+    int64_t taker_end = 0, taker_keys = 0;
+    int64_t giver_end = 0, giver_keys = 0;
+    int64_t giver_second_end = 0;  // without its last share
+  };
+
+  void ConsiderRank(int32_t giver) {
+    surplus_ = shares_.WorkOf(giver) - goal_;
+    for (int32_t document : shares_.Guests(giver)) ConsiderDocument(document, giver);
+    for (int32_t document : shares_.HomeDocuments(giver)) {
+      // No query that leaves its home has more work per byte than this.
+      const int128_t gain =
+          int128_t{problem_.lengths[document]} * (1000 + filling_.noise_per_mille);
+      if (best_.document >= 0 && gain * best_.cost <= best_.gain * problem_.query_cost) break;
+      ConsiderDocument(document, giver);
+    }
+  }
+
+  void ConsiderDocument(int32_t document, int32_t giver) {
+    Held held;
+    for (const Share& share : shares_.Of(document)) {
+      if (share.rank == taker_) held.taker_end = share.end;
+      if (share.rank == giver) {
+        held.giver_second_end = held.giver_end;
+        held.giver_end = share.end;
+      }
+    }
+    held.taker_keys = NumMissing(document, taker_, held.taker_end);
+    held.giver_keys = NumMissing(document, giver, held.giver_end);
+    num_considered_ += static_cast<int64_t>(shares_.Of(document).size()) / 4;
+    for (const Share& share : shares_.Of(document)) {
+      if (share.rank == giver) ConsiderShare(document, share, held);
+    }
+  }
+
+  int64_t NumMissing(int32_t document, int32_t rank, int64_t end) const {
+    return end - shares_.NumAtHome(document, rank, 0, end);
+  }
+
+  void ConsiderShare(int32_t document, const Share& share, const Held& held) {
+    const int64_t work = shares_.Work(share.start, share.end);
+    if (work <= room_) Consider(document, share, held, share.start, share.end);
+    const int64_t wanted = std::min(surplus_, room_);
+    if (work <= wanted) return;
+    // Ends of the part: the last query; the first that leaves the head; where the taker has keys;
+    // and where the bytes of n = wanted / end queries and of `end` keys are fewest.
+    int64_t ends[4] = {share.end, EndFor(share, wanted), held.taker_end, 0};
+    if (problem_.pairs.IsUnlimited()) {
+      ends[3] = SquareRoot(wanted / problem_.key_cost * problem_.query_cost);
+    }
+    for (int64_t end : ends) {
+      if (end <= share.start || end > share.end) continue;
+      int64_t start = StartFor(share, end, wanted);
+      if (shares_.Work(start, end) > room_) ++start;
+      start = std::max(share.start, std::min(start, end - filling_.min_queries));
+      if (start - share.start < filling_.min_queries && shares_.Work(share.start, end) <= room_) {
+        start = share.start;
+      }
+      Consider(document, share, held, start, end);
+    }
+  }
+
+  // The last start at which queries up to `end` have the wanted work; else that of the share.
+  int64_t StartFor(const Share& share, int64_t end, int64_t wanted) const {
+    int64_t low = share.start, high = end;
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (shares_.Work(middle, end) >= wanted) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+  // The first end at which queries from the start of the share have the wanted work.
+  int64_t EndFor(const Share& share, int64_t wanted) const {
+    int64_t low = share.start, high = share.end;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (shares_.Work(share.start, middle) >= wanted) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  void Consider(int32_t document, const Share& share, const Held& held, int64_t start,
+                int64_t end) {
+    const int64_t work = shares_.Work(start, end);
+    if (work > room_ || work <= 0) return;
+    ++num_considered_;
+    const int64_t cost = problem_.pairs.IsUnlimited()
+                             ? CostChange(document, share, held, start, end)
+                             : shares_.CostChange(document, share, start, end, taker_);
+    int128_t gain = std::min(work, surplus_);
+    if (cost <= 0) gain *= (1 - cost) * int128_t{1'000'000};  // before all that cost something
+    int64_t divisor = std::max<int64_t>(1, cost);
+    if (filling_.longest_first && end == share.end && surplus_ > room_ && work >= room_ / 10 * 9) {
+      gain = int128_t{end} << 48;  // before all others
+      divisor = 1;
+    }
+    gain *= random_.Around1000(filling_.noise_per_mille);
+    if (best_.document >= 0 && gain * best_.cost <= best_.gain * divisor) return;
+    best_ = {gain, divisor, document, share.rank, start, end};
+  }
+
+  int64_t CostChange(int32_t document, const Share& share, const Held& held, int64_t start,
+                     int64_t end) const {
+    int64_t keys = 0;
+    if (end > held.taker_end) keys += NumMissing(document, taker_, end) - held.taker_keys;
+    if (end == held.giver_end) {
+      const int64_t left = start > share.start ? start : held.giver_second_end;
+      keys += NumMissing(document, share.rank, left) - held.giver_keys;
+    }
+    const int64_t queries = (end - start) * ((taker_ != share.home) - (share.rank != share.home));
+    return problem_.key_cost * keys + problem_.query_cost * queries;
+  }
+
+  const Filling& filling_;
+  Random& random_;
+  QueryShares& shares_;
+  const QueryProblem& problem_;
+  int64_t goal_ = 0;
+  int32_t taker_ = -1;
+  int64_t room_ = 0, surplus_ = 0;
+  Candidate best_;
+  int64_t num_considered_ = 0;
+};
+
+}  // namespace
+
+int64_t FillRanks(const Filling& filling, Random* random, QueryShares* shares) {
+  return Filler(filling, random, shares).Run();
+}
+
+}  // namespace cpd

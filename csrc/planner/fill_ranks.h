@@ -1,0 +1,41 @@
+// Gives queries from ranks above the limit to ranks below it, most work per byte first.
+#pragma once
+
+#include <cstdint>
+
+#include "planner/query_shares.h"
+
+namespace cpd {
+
+// A generator of pseudorandom numbers (xorshift64), the same on every machine.
+class Random {
+ public:
+  int64_t Below(int64_t bound) {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return static_cast<int64_t>((state_ >> 16) % static_cast<uint64_t>(bound));
+  }
+  // A number within `per_mille` of 1000.
+  int64_t Around1000(int64_t per_mille) {
+    return per_mille == 0 ? 1000 : 1000 - per_mille + Below(2 * per_mille + 1);
+  }
+
+ private:
+  uint64_t state_ = 88172645463325252;
+};
+
+struct Filling {
+  int64_t min_queries = 1;      // that are split from a document
+  int64_t noise_per_mille = 0;  // of comparisons, so that repeated calls differ
+  // A rank that can be filled from the end of a share takes the longest such share. If a document
+  // must be given to many ranks, each receives the keys up to its last query. Ranks with the most
+  // room then take the last queries, so that few ranks receive all keys.
+  bool longest_first = false;
+};
+
+// Returns the number of candidates considered. Stops if no rank is above the limit, or if nothing
+// fits.
+int64_t FillRanks(const Filling& filling, Random* random, QueryShares* shares);
+
+}  // namespace cpd

@@ -1,0 +1,190 @@
+"""`AttentionPlan`: which rank computes which queries, and which keys it receives for them."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.planner.describe import describe_plan, sender_of
+from jax_cp_dispatch.planner.runs import key_ranges, local_runs
+from jax_cp_dispatch.planner.segment_ids import Ids
+from jax_cp_dispatch.planner.stamp import check_batch
+
+# An array or `Metadata`, or anything that a transformation maps over the leaves.
+Leaf: TypeAlias = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """Where each query is computed, and to which received keys it attends.
+
+    A rank's rows are its columns of each batch row, one batch row after another. Received queries
+    are described by runs (the pieces of documents that a rank computes), so the size of a plan
+    grows with the pieces, not with the tokens. Made outside `jit`, its arrays are NumPy, and it can
+    be pickled.
+
+    Attributes:
+      q_metadata, kv_metadata: forward metadata of queries and of keys; one slot for each range that
+        a rank sends (also to itself), located by `src_offset`. Padding need not move.
+      run_row: i32 `[W, P]`; the first received row of each piece; `q_capacity` for unused ones.
+      run_position: i32 `[W, P]`; the place of that row's query in its document; -1 for padding.
+      run_origin: i32 `[W, P]`; the received row of the document's first key, also if it was not
+        sent.
+      num_rows: i32 `[W]`; rows of queries that a rank receives.
+      pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
+        this plan. Inside `jit` they are exact up to 2**24 pairs, beyond that correct to about 1e-4
+        of the mean.
+      needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows of
+        keys, ranges of queries sent, ranges of keys sent, pieces. See `fits`.
+      stamp: i32 `[W, 3]`; for each rank, the checksums of the whole batch, and of its own columns
+        of segment ids and positions. See `validate`.
+      num_tokens: rows of one rank (static).
+      q_capacity, kv_capacity: rows of the receive buffers (static).
+      window: maximum keys to which a query attends, or None (static).
+    """
+
+    q_metadata: Leaf
+    kv_metadata: Leaf
+    run_row: Leaf
+    run_position: Leaf
+    run_origin: Leaf
+    num_rows: Leaf
+    pairs_before: Leaf
+    pairs_after: Leaf
+    needs: Leaf
+    stamp: Leaf
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    q_capacity: int = dataclasses.field(metadata={"static": True})
+    kv_capacity: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def world_size(self) -> int:
+        return self.q_metadata.world_size
+
+    def slice_of(self, rank: int) -> "AttentionPlan":
+        """Returns the part of one rank: all arrays with a leading axis of size 1.
+
+        This is what `in_specs=P(axis_name)` gives to the rank, and all that it needs. So the
+        processes of a large run need not hold the plan of all ranks.
+
+        Raises:
+          ValueError: rank is not in `[0, W)`, or this is a slice already.
+        """
+        held = np.shape(self.stamp)[0]
+        if not 0 <= rank < self.world_size or held != self.world_size:
+            raise ValueError(
+                f"AttentionPlan.slice_of: got rank {rank} with {held} of {self.world_size} ranks. "
+                f"Call it on the plan of all ranks, with a rank in [0, {self.world_size})."
+            )
+        return jax.tree.map(lambda x: x[rank : rank + 1], self)
+
+    def local_ranges(
+        self, rank: Any
+    ) -> tuple[Int32[Array | np.ndarray, " q"], Int32[Array | np.ndarray, " q"]]:
+        """Returns the first and last + 1 received key of each received query of one rank.
+
+        i32 `[q_capacity]` each; (0, 0) for padding and unused rows. Call anywhere with a concrete
+        `rank` (a plan of NumPy arrays then gives NumPy), or inside `jax.shard_map` with
+        `lax.axis_index`, on the plan of all ranks or this rank's slice.
+        """
+        return key_ranges(*local_runs(self, rank), size=self.q_capacity, window=self.window)
+
+    def local_stamp(self, rank: Any) -> Int32[Array, " 3"]:
+        """Returns `stamp` of one rank, from the plan of all ranks or this rank's slice."""
+        stamp = jnp.asarray(self.stamp)
+        if stamp.ndim == 1:
+            return stamp
+        return stamp[0] if stamp.shape[0] == 1 else stamp[rank]
+
+    @property
+    def fits(self) -> Bool[Array | np.ndarray, ""]:
+        """Whether the plan fits its capacities on all ranks; traced for a plan made under `jit`.
+
+        A plan made outside `jit` always fits. A plan that does not fit makes attention fail on all
+        ranks. To skip such a training step instead, use `lax.cond` on this value.
+        """
+        slots = (x.dst_rank.shape[-1] for x in (self.q_metadata, self.kv_metadata))
+        capacities = (self.q_capacity, self.kv_capacity, *slots, self.run_row.shape[-1])
+        given = np.broadcast_to(np.array(capacities, np.int32), self.needs.shape)
+        fits = (self.needs <= given).all()
+        return np.asarray(fits) if isinstance(fits, np.generic) else fits
+
+    def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
+        """Raises if the plan was made for another batch.
+
+        Call on the host, with the plan of all ranks and the arrays from which it was made. A plan
+        made from lengths is one of segment ids 1, 2, ... in each batch row, without positions.
+        Positions are compared if they are given. Inside a program, `balanced_attention` and
+        `context_parallel_attention` compare the same checksums, with 32 bits per rank.
+
+        Raises:
+          ValueError: the shape differs, or the ids or positions of some rank differ.
+        """
+        op = "AttentionPlan.validate"
+        check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
+
+    def describe(self) -> str:
+        """Returns a text for people: work, tokens, moves between ranks, and capacities used.
+
+        For the three ranks with the most work, it names the pieces of documents that cause it. Call
+        on the host, with the plan of all ranks.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's part of a plan.
+        """
+        return describe_plan(
+            "AttentionPlan.describe",
+            self,
+            pairs=self.pairs_after,
+            pairs_before=self.pairs_before,
+            queries=self.q_metadata,
+            where=sender_of(self.q_metadata),
+        )
+
+    @property
+    def imbalance(self) -> Float32[Array | np.ndarray, ""]:
+        """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
+
+        Of stacked plans, the largest of all.
+        """
+        return _imbalance(self.pairs_after)
+
+    @property
+    def imbalance_before(self) -> Float32[Array | np.ndarray, ""]:
+        """`imbalance` without movement."""
+        return _imbalance(self.pairs_before)
+
+    @property
+    def num_q_tokens_moved(self) -> int:
+        """Queries that are computed on another rank; of stacked plans, the sum.
+
+        Read outside `jit`.
+        """
+        return _num_moved(self.q_metadata)
+
+    @property
+    def num_kv_tokens_moved(self) -> int:
+        """Keys that move between ranks, each copy counted; of stacked plans, the sum.
+
+        Read outside `jit`.
+        """
+        return _num_moved(self.kv_metadata)
+
+
+def _imbalance(pairs: Any) -> Any:
+    xp = np if isinstance(pairs, np.ndarray) else jnp
+    mean = pairs.mean(-1)
+    each = xp.where(mean > 0, pairs.max(-1) / xp.where(mean > 0, mean, 1), 1)
+    return xp.asarray(each.max(), np.float32)
+
+
+def _num_moved(metadata: Metadata) -> int:
+    received = np.asarray(metadata.num_recv_tokens)[..., :-1].astype(np.int64)
+    return int(received.sum() - received.trace(axis1=-2, axis2=-1).sum())
