@@ -76,7 +76,7 @@ def _check(plans: list[Any]) -> None:
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
-                "one shape for the same ranks, with the same window."
+                "one shape (by lengths, pass columns=) for the same ranks, with the same window."
             )
     shapes = [np.shape(plan.stamp) for plan in plans]
     if len(set(shapes)) > 1:
