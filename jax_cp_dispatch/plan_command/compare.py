@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
 from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice, choose_for
@@ -16,6 +15,7 @@ from jax_cp_dispatch.planner import (
     AttentionPlan,
     Placement,
     PlacementConfig,
+    PlanConfig,
     place_tokens,
     plan_attention,
 )
@@ -87,14 +87,14 @@ def compare(
     """Compares the algorithms; `step` reports the progress of a named step."""
     n = workload.num_ranks
     window: Any = workload.window
+    size = hardware.node_size(n)
+    sizes = {"world_size": n, "columns": n * workload.tokens_per_rank}
     with step("moving queries"):
-        columns = n * workload.tokens_per_rank
-        balanced = plan_attention(_segment_ids(workload.rows, columns), world_size=n, window=window)
+        heads = PlanConfig(num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
+        balanced = plan_attention(lengths=workload.rows, **sizes, window=window, config=heads)
     with step("placing tokens"):
-        size = hardware.node_size(n)
-        config = PlacementConfig(ranks_per_node=size if size < n else None)
-        sizes = {"world_size": n, "columns": columns}
-        placement = place_tokens(workload.rows, **sizes, window=window, config=config)
+        nodes = PlacementConfig(ranks_per_node=size if size < n else None)
+        placement = place_tokens(workload.rows, **sizes, window=window, config=nodes)
     with step("predicting times"):
         moves: dict[str, Any] = {
             "moved_tokens": (balanced.num_q_tokens_moved / n, balanced.num_kv_tokens_moved / n),
@@ -126,13 +126,6 @@ def compare(
         placement=placement,
         steps=steps,
     )
-
-
-def _segment_ids(rows: tuple[tuple[int, ...], ...], columns: int) -> Int[np.ndarray, "B T"]:
-    ids = np.zeros((len(rows), columns), np.int32)
-    for row, lengths in zip(ids, rows, strict=True):
-        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return ids
 
 
 def _rotating(workload: Workload, hardware: Hardware) -> list[Layout]:

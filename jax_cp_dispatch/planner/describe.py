@@ -151,16 +151,19 @@ def pieces_of_rank(start: Int[np.ndarray, " q"], end: Int[np.ndarray, " q"]) -> 
 
 
 def sender_of(metadata: Metadata) -> Where:
-    """Returns a function that names the rank from which received rows come."""
+    """Returns a function that names the ranks from which received rows come."""
     op = "AttentionPlan.describe"
     fields = (metadata.dst_rank, metadata.dst_offset, metadata.seq_len)
     target, first, tokens = (known(op, x).astype(np.int64) for x in fields)
 
     def where(rank: int, row: int, queries: int) -> str:
-        found = np.argwhere((target == rank) & (first <= row) & (row < first + tokens))
-        if not len(found):
-            return "of unknown origin"
-        return "at home" if found[0, 0] == rank else f"from rank {found[0, 0]}"
+        here = (target == rank) & (first < row + queries) & (row < first + tokens)
+        senders = np.unique(np.nonzero(here)[0]).tolist()
+        if senders == [rank]:
+            return "at home"
+        names = ["home" if sender == rank else f"rank {sender}" for sender in senders]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"from {', '.join(names[:3])}{more}"
 
     return where
 

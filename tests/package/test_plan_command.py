@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch import PlacementConfig, place_tokens, plan_attention
 from jax_cp_dispatch.plan_command.lengths import InputError, fill_ranks, read_lengths
 from jax_cp_dispatch.plan_command.run import add_arguments, main
 
@@ -125,6 +125,12 @@ def test_comparison_as_tables_json_and_pictures(folder, capsys):
     plan = place_tokens(rows, world_size=4, columns=1024, config=config).plan
     layouts = {layout["name"]: layout for layout in points[1]["layouts"]}
     placed, ring = layouts["placed"], layouts["contiguous, ring"]
+    moved = plan_attention(lengths=rows, world_size=4, columns=1024)  # for 32 heads, 8 of keys
+    assert layouts["balanced"]["queries"] == moved.num_q_tokens_moved
+    assert layouts["balanced"]["keys"] == moved.num_kv_tokens_moved
+    sent = layouts["balanced"]["bytes_inside"] + layouts["balanced"]["bytes_between"]
+    q_bytes = 2 * 32 * 128 * 2  # and the output that returns
+    assert sent == moved.num_q_tokens_moved * q_bytes + moved.num_kv_tokens_moved * q_bytes // 4
     assert placed["keys"] == plan.num_kv_tokens_moved
     assert placed["imbalance"] == pytest.approx(plan.imbalance)
     row_bytes = 2 * 8 * 128 * 2

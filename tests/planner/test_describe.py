@@ -51,6 +51,16 @@ def test_numbers_of_a_plan(kind):
     np.testing.assert_array_equal(pairs[worst], np.sort(pairs)[::-1][:3])
 
 
+def test_a_plan_names_the_senders_of_queries():
+    """Rank 0 has all work; the pieces of the other ranks with most work come from there."""
+    plan = plan_attention(lengths=[64], world_size=4, columns=256, config=PlanConfig(block=4))
+    text = plan.describe()
+    (home,) = re.findall(r"rank 0: .*\n((?:      .*\n?)*)", text) or [""]
+    assert "from rank" not in home
+    others = re.findall(r"rank [123]: .*\n((?:      .*\n?)+)", text)
+    assert others and all("from rank 0" in other for other in others)
+
+
 def test_a_placement_says_where_its_work_comes_from():
     """The document of 50 tokens is cut; it makes most of the work of the ranks that hold it."""
     placement = place_tokens(LENGTHS, world_size=4, columns=64)
