@@ -36,8 +36,9 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
       plans: of `plan_attention` or of `place_tokens`, for the same ranks, tokens per rank and
         window.
     Returns:
-      A plan of the same class, with the largest capacities. Read `imbalance` and other summaries,
-      and call `validate`, before you stack.
+      A plan of the same class, with the largest capacities. Its `imbalance` is the largest of all
+      plans, and its numbers of moved tokens are sums. Call `validate` and `describe` on the single
+      plans.
     Raises:
       TypeError, ValueError: there is no plan, or the plans differ in more than capacities.
     """

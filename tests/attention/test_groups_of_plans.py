@@ -237,9 +237,15 @@ def test_fixed_capacities_give_equal_shapes():
         for x in by_group(segment_ids)
     ]
     stack = stack_plans(plans)
-    assert stack.imbalance == max(plan.imbalance for plan in plans)
-    assert stack.num_kv_tokens_moved == sum(plan.num_kv_tokens_moved for plan in plans)
     shapes = [jax.tree.map(np.shape, plan) for plan in plans]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
     assert jax.tree.structure(plans[0]) == jax.tree.structure(plans[1])
     assert isinstance(jax.tree.leaves(stack)[0], np.ndarray)
+
+
+@pytest.mark.parametrize("plans_of", [Moved, Placed])
+def test_summaries_of_stacked_plans(plans_of):
+    plans: list[Any] = plans_of(draw(4, D * B)[4]).plans
+    stack = stack_plans(plans)
+    assert stack.imbalance == max(plan.imbalance for plan in plans)
+    assert stack.num_kv_tokens_moved == sum(plan.num_kv_tokens_moved for plan in plans)
