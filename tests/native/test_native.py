@@ -31,7 +31,7 @@ TESTS = (
     "test_network",
     "stress",
 )
-ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt")
+ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt", "test_placement")
 BUILDS = {
     "thread": (*TESTS, "test_product_kernels"),
     "address,undefined": TESTS + ON_ONE_THREAD,
@@ -39,6 +39,7 @@ BUILDS = {
 }
 # All sources without XLA and Python.
 FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu_schedule")
+MORE_FOLDERS = {"address,undefined": ("planner",)}
 # What a test opens as a library, or also needs from the CUDA folders.
 LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
 SOURCES = (ROOT / "csrc/cuda/errors.cc",)
@@ -85,7 +86,8 @@ def programs(tmp_path_factory):
         if sanitizer:
             options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
             require_sanitizer(options[0], folder)
-        core = [*(unit_of(name, folder) for name in FOLDERS), *SOURCES]
+        names = FOLDERS + MORE_FOLDERS.get(sanitizer, ())
+        core = [*(unit_of(name, folder) for name in names), *SOURCES]
         tests = [ROOT / f"tests/native/{name}.cc" for name in BUILDS[sanitizer]]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda source: compile_(folder, *options, "-c", source), core + tests))
