@@ -1,78 +1,123 @@
-"""Measures planning time, balance and moved tokens of packed documents, 64K tokens per rank.
+"""Measures plans that move queries, 64K tokens per rank: time, balance, moved bytes, peers.
 
-Documents are drawn from published lengths (tests/data), and from a log-normal distribution with
-median 2048 and sigma 1.2, so that one document in a hundred is longer than 16 times the median;
-these hold 14 % of the tokens and 55 % of the sum of squared lengths (real corpora: 60 to 80 %).
+The batches are those of tests/data/packed, of published lengths, with 8 and with 32 KV heads;
+beyond 512 ranks documents are drawn from a log-normal distribution with median 2048 and sigma 1.2,
+so that one document in a hundred is longer than 16 times the median; these hold 14 % of the tokens
+and 55 % of the sum of squared lengths (real corpora: 60 to 80 %). Times are processor times of the
+one thread that plans, from the lengths to the plan. The plan of the same batch made inside `jit`,
+in blocks, and the greedy planner of `peer_placements` are compared.
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import common
 import jax
 import numpy as np
 import packing
+import peer_placements
 
 from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
 
+TOKENS = 65536
+MOST_TRACED, MOST_OF_PEER = 32, 128  # ranks
 
-def batches(source: Path | None, num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields seed and segment ids [1, num_tokens], of published or drawn lengths."""
-    if source is not None:
-        yield from packing.published(source, num_tokens)
-    else:
-        yield from ((seed, packing.drawn(num_tokens, seed)) for seed in range(2))
+
+def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
+    for path in sorted((common.ROOT / "tests" / "data" / "packed").glob("*.json")):
+        for batch in json.loads(path.read_text()):
+            if batch["ranks"] in world_sizes:
+                yield path.stem, batch["ranks"], batch["lengths"]
+    for world_size in world_sizes:
+        if world_size > 512:
+            ids = packing.drawn(world_size * TOKENS, world_size)
+            yield packing.DRAWN, world_size, np.bincount(ids[0])[1:].tolist()
+
+
+def moved(plan: AttentionPlan, num_tokens: int, num_kv_heads: int) -> dict[str, float]:
+    q, kv = plan.num_q_tokens_moved / num_tokens, plan.num_kv_tokens_moved / num_tokens
+    return {
+        "imbalance": round(float(plan.imbalance), 5),
+        "q_moved_share": round(q, 5),
+        "kv_moved_share": round(kv, 5),
+        "bytes_per_token": round(peer_placements.bytes_per_token(q, kv, num_kv_heads)),
+    }
+
+
+def plan_inside_jit(lengths: list[int], world_size: int) -> tuple[AttentionPlan, float]:
+    """Returns the plan in blocks, which is the same for all head counts, and its milliseconds."""
+    segment_ids = packing.segment_ids(lengths, sum(lengths))
+    make = jax.jit(functools.partial(plan_attention, world_size=world_size))
+    plan = jax.block_until_ready(make(segment_ids))
+    start = time.perf_counter()
+    jax.block_until_ready(make(segment_ids))
+    return plan, 1e3 * (time.perf_counter() - start)
 
 
 def measure(
-    segment_ids: np.ndarray, world_size: int, arguments: argparse.Namespace
-) -> dict[str, float]:
-    config = PlanConfig(block=arguments.block)
-
-    def plan() -> AttentionPlan:
-        return plan_attention(segment_ids, world_size=world_size, config=config)
-
-    start = time.perf_counter()
-    result = jax.block_until_ready(plan())
-    first_call = time.perf_counter() - start
-    seconds = common.interleaved({"plan": plan}, arguments.repeats)
-    num_tokens = segment_ids.size
-    return {
+    lengths: list[int],
+    world_size: int,
+    num_kv_heads: int,
+    repeats: int,
+    inside: tuple[AttentionPlan, float] | None,
+) -> dict[str, object]:
+    config = PlanConfig(num_heads=peer_placements.HEADS["num_heads"], num_kv_heads=num_kv_heads)
+    make = functools.partial(plan_attention, world_size=world_size, config=config)
+    times = []
+    plan = make(lengths=lengths)
+    for _ in range(repeats):
+        start = time.thread_time()
+        plan = make(lengths=lengths)
+        times.append(time.thread_time() - start)
+    num_tokens = sum(lengths)
+    row = {
         "world_size": world_size,
-        "tokens_per_rank": arguments.tokens,
-        "block": arguments.block,
-        "first_call_s": round(first_call, 3),
-        "plan_ms": round(1e3 * seconds["plan"], 2),
-        "imbalance_before": round(float(result.imbalance_before), 4),
-        "imbalance": round(float(result.imbalance), 4),
-        "q_moved_share": round(result.num_q_tokens_moved / num_tokens, 4),
-        "kv_moved_share": round(result.num_kv_tokens_moved / num_tokens, 4),
-        "all_gather_kv_moved_share": world_size - 1,
-        "q_capacity_per_token": round(result.q_capacity / arguments.tokens, 3),
-        "kv_capacity_per_token": round(result.kv_capacity / arguments.tokens, 3),
-        "max_kv_destinations": result.kv_metadata.dst_rank.shape[-1],
+        "tokens_per_rank": TOKENS,
+        **peer_placements.HEADS,
+        "num_kv_heads": num_kv_heads,
+        "documents": len(lengths),
+        "plan_ms": round(1e3 * float(np.median(times)), 2),
+        "plan_bytes": sum(x.nbytes for x in jax.tree.leaves(plan)),
+        "imbalance_before": round(float(plan.imbalance_before), 4),
+        **moved(plan, num_tokens, num_kv_heads),
+        "q_capacity_per_token": round(plan.q_capacity / TOKENS, 3),
+        "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
+        "needs": np.asarray(plan.needs[0]).tolist(),
     }
+    if inside is not None:
+        traced, milliseconds = inside
+        row["inside_jit"] = moved(traced, num_tokens, num_kv_heads)
+        row["inside_jit"]["plan_ms"] = round(milliseconds, 2)
+    if world_size <= MOST_OF_PEER:
+        peer = peer_placements.greedy(lengths, world_size, num_kv_heads=num_kv_heads)
+        row["greedy"] = {
+            "imbalance": round(peer.imbalance, 4),
+            "q_moved_share": round(peer.q, 4),
+            "kv_moved_share": round(peer.kv, 4),
+            "bytes_per_token": round(
+                peer_placements.bytes_per_token(peer.q, peer.kv, num_kv_heads)
+            ),
+        }
+    return row
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    files = sorted(packing.PUBLISHED.glob("*.json"))
-    parser.add_argument("--lengths", nargs="*", type=Path, default=files)
-    parser.add_argument("--world-size", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens per rank")
-    parser.add_argument("--block", type=int, default=128)
-    arguments = common.options(parser, world_size=[8], tokens=16384)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    sizes = [8, 32, 128, 512, 1024, 4096]
+    parser.add_argument("--world-size", nargs="+", type=int, default=sizes)
+    arguments = common.options(parser, world_size=[8])
     rows = []
-    for source in (None, *arguments.lengths):
-        name = packing.DRAWN if source is None else source.name
-        for world_size in arguments.world_size:
-            for seed, segment_ids in batches(source, world_size * arguments.tokens):
-                row = {"lengths": name, "seed": seed} | measure(segment_ids, world_size, arguments)
-                print(json.dumps(row), flush=True)
-                rows.append(row)
+    for name, world_size, lengths in batches(arguments.world_size):
+        inside = plan_inside_jit(lengths, world_size) if world_size <= MOST_TRACED else None
+        for num_kv_heads in (8, 32):
+            measured = measure(lengths, world_size, num_kv_heads, arguments.repeats, inside)
+            row = {"lengths": name} | measured
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     common.write(arguments.output, "planning packed documents", rows)
 
 

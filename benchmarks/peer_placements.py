@@ -27,7 +27,12 @@ class Outcome(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        return Q_BYTES * self.q + KV_BYTES * self.kv
+        return bytes_per_token(self.q, self.kv)
+
+
+def bytes_per_token(q: float, kv: float, num_kv_heads: int = HEADS["num_kv_heads"]) -> float:
+    """Returns the bytes of moved queries and keys per token, forward."""
+    return Q_BYTES * q + KV_BYTES * num_kv_heads / HEADS["num_kv_heads"] * kv
 
 
 class Piece(NamedTuple):
@@ -106,7 +111,13 @@ def head_and_tail(lengths: list[int], num_ranks: int) -> list[list[Piece]]:
     return ranks
 
 
-def greedy(lengths: list[int], num_ranks: int, tolerance: float = 0.01, least: int = 32) -> Outcome:
+def greedy(
+    lengths: list[int],
+    num_ranks: int,
+    tolerance: float = 0.01,
+    least: int = 32,
+    num_kv_heads: int = HEADS["num_kv_heads"],
+) -> Outcome:
     """Moves pieces to the rank with the largest deficit, until no rank exceeds the tolerance."""
     own = head_and_tail(lengths, num_ranks)
     computed = [list(pieces) for pieces in own]
@@ -138,7 +149,7 @@ def greedy(lengths: list[int], num_ranks: int, tolerance: float = 0.01, least: i
                 keys = max(0, tail.end - held[taker][tail.document])
                 if tail.work > want:
                     continue
-                rate = tail.work / (Q_BYTES * tokens + KV_BYTES * keys)
+                rate = tail.work / bytes_per_token(tokens, keys, num_kv_heads)
                 if best is None or rate > best[0]:
                     best = rate, giver, piece, tail
         if best is None:

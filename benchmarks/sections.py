@@ -299,19 +299,28 @@ def metadata(result: Result) -> list[str]:
 
 def planner(result: Result) -> list[str]:
     def cells_of(row: dict) -> list[object]:
-        work = f"{row['imbalance_before']:.2f}", f"{row['imbalance']:.3f}"
-        moved = f"{row['q_moved_share']:.2f}", f"{row['kv_moved_share']:.2f}"
-        return [row["lengths"], row["world_size"], *work, *moved, row["plan_ms"]]
+        others = [row.get(name) for name in ("inside_jit", "greedy")]
+        by_others = [NONE if x is None else f"{x['bytes_per_token']:,}" for x in others]
+        work = f"{row['imbalance_before']:.2f}", f"{row['imbalance']:.4f}"
+        moved = f"{row['q_moved_share']:.3f}", f"{row['kv_moved_share']:.3f}"
+        mine = f"{row['bytes_per_token']:,}"
+        size = f"{row['plan_bytes'] / 1e6:.2f}"
+        names = row["lengths"], row["world_size"], row["num_kv_heads"]
+        return [*names, row["plan_ms"], size, *work, *moved, mine, *by_others]
 
-    tokens, block = (
-        and_join(row[name] for row in result["rows"]) for name in ("tokens_per_rank", "block")
-    )
+    fields = ("tokens_per_rank", "num_heads", "head_size")
+    tokens, heads, size = (and_join(row[name] for row in result["rows"]) for name in fields)
     return section(
-        f"**Balanced attention plans.** {tokens} tokens per rank, blocks of {block} rows. Work is "
-        "max/mean of the query-key pairs per rank. Moved tokens are a fraction of all tokens; an "
-        "all-gather of keys sends every rank the keys of all others. Lengths come from a "
-        "log-normal distribution and from [published data](../tests/data/README.md).",
-        "<lengths> | ranks | work before | after | q moved | kv moved | planning ms",
+        f"**Balanced attention plans.** {tokens} tokens per rank. Planning time is processor "
+        "time of one thread, from the lengths to the plan. Work is max/mean of the query-key pairs "
+        "per rank. "
+        "Moved queries and keys are per token. Bytes are per token and layer, forward, with "
+        f"{heads} query heads of {size} in bfloat16. The last two columns are the plan in blocks, "
+        "made inside `jit`, and a published planner, reimplemented from its description, with the "
+        "same tolerance (`benchmarks/peer_placements.py`). Lengths come from "
+        "[published data](../tests/data/README.md), beyond 512 ranks from a log-normal one.",
+        "<lengths> | ranks | KV heads | planning ms | plan MB | work before | after | q moved | "
+        "kv moved | bytes | inside jit | greedy",
         map(cells_of, result["rows"]),
         result,
     )

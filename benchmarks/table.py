@@ -110,7 +110,7 @@ def local_attention(result: Result) -> Iterator[Line]:
 
 
 def planner(result: Result) -> Iterator[Line]:
-    ranks = max(row["world_size"] for row in result["rows"])
+    ranks = max(x for row in result["rows"] if (x := row["world_size"]) <= 512)
     plans = rows_of(result, world_size=ranks)
     tokens = and_join(f"{row['tokens_per_rank']:,}" for row in plans)
     yield (

@@ -84,9 +84,9 @@ def attention_alone(mesh: Mesh) -> Any:
     """Returns a program with only local attention, forward and backward, on received rows."""
 
     def local(q, k, v, dout, plan):
-        ranges = tuple(x[None] for x in plan.local_ranges(jax.lax.axis_index(AXIS)))
-        out, lse = local_attention(q, k, v, *ranges)
-        return local_attention_backward(q, k, v, *ranges, out, lse, dout)
+        start, end = (x[None] for x in plan.local_ranges(jax.lax.axis_index(AXIS)))
+        out, lse = local_attention(q, k, v, start, end)
+        return local_attention_backward(q, k, v, start, end, out, lse, dout)
 
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
