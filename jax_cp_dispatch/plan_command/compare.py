@@ -88,7 +88,7 @@ def compare(
     n = workload.num_ranks
     window: Any = workload.window
     size = hardware.node_size(n)
-    sizes = {"world_size": n, "columns": n * workload.tokens_per_rank}
+    sizes: dict[str, Any] = {"world_size": n, "columns": n * workload.tokens_per_rank}
     with step("moving queries"):
         heads = PlanConfig(num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
         balanced = plan_attention(lengths=workload.rows, **sizes, window=window, config=heads)

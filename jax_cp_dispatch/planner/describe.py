@@ -1,6 +1,6 @@
 """Describes plans for people: work, tokens, traffic, capacities, and the ranks with most work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ def describe_plan(
     pairs_before: Num[Any, "..."] | None,
     queries: Metadata | None,
     where: Where | None,
+    speeds: Sequence[float] | None = None,
 ) -> str:
     """Returns the text of the `describe` methods.
 
@@ -56,15 +57,20 @@ def describe_plan(
       pairs, pairs_before: work of each rank, and without the plan.
       queries: metadata of the queries if they move.
       where: describes the origin of queries; None if nothing is known.
+      speeds: relative speeds of the ranks, which determine their shares of the work.
     """
     keys = rows_between_ranks(op, plan.kv_metadata)
     num_ranks = len(keys)
     pairs = known(op, pairs).astype(float)
     computed = np.array([_num_queries(plan, rank) for rank in range(num_ranks)])
     num_tokens = num_ranks * plan.num_tokens
+    parts = np.ones(num_ranks) if speeds is None else np.array(speeds)
+    shares = pairs.sum() * parts / parts.sum()
+    load = pairs / shares if pairs.any() else np.ones(num_ranks)
+    part = "the mean" if speeds is None else "its share"
     lines = [
         f"{op.split('.')[0]}: {num_ranks} ranks of {count(plan.num_tokens)} tokens",
-        _line("work", _work(pairs, pairs_before)),
+        _line("work", _work(pairs, load, pairs_before, speeds is not None)),
         _line(
             "tokens",
             f"{count(computed.sum())} queries, {count(num_tokens - computed.sum())} padding",
@@ -85,16 +91,13 @@ def describe_plan(
         need, size = sent.sum(0), sizes[what]
         used = f"at most {count(need.max())} rows of {what} on rank {need.argmax()}"
         lines.append(_line("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
-    mean = pairs.mean() or 1.0
-    rows = table_of_ranks({"work / mean": pairs / mean}, digits=3) + table_of_ranks(values)
+    rows = table_of_ranks({f"work / {part.split()[1]}": load}, digits=3) + table_of_ranks(values)
     lines += ["", table(RANKS_HEADER, rows)]
     for what, sent in traffic.items():
         lines += ["", describe_traffic(what, sent)]
     lines += ["", "  Ranks with the most work"]
-    for rank in np.argsort(-pairs, kind="stable")[:_NUM_RANKS].tolist():
-        lines.append(
-            f"    rank {rank}: {pairs[rank] / mean:.3f} of the mean{_why(plan, rank, where)}"
-        )
+    for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
+        lines.append(f"    rank {rank}: {load[rank]:.3f} of {part}{_why(plan, rank, where)}")
     return "\n".join(lines)
 
 
@@ -102,13 +105,13 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<9} {text}"
 
 
-def _work(pairs: np.ndarray, pairs_before: Any) -> str:
-    def imbalance(x: np.ndarray) -> str:
-        return f"{x.max() / x.mean():.3f}" if x.any() else "1"
-
-    text = f"{pairs.sum():.3e} query-key pairs; max/mean {imbalance(pairs)}"
+def _work(pairs: np.ndarray, load: np.ndarray, pairs_before: Any, has_speeds: bool) -> str:
+    text = f"{pairs.sum():.3e} query-key pairs; max/mean {load.max():.3f}"
+    if has_speeds:
+        text += " relative to the ranks' speeds"
     if pairs_before is not None:
-        text += f" (before planning {imbalance(np.asarray(pairs_before, float))})"
+        before = np.asarray(pairs_before, float)
+        text += f" (before planning {before.max() / (before.mean() or 1):.3f})"
     return text
 
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jax_cp_dispatch import PlanConfig, compute_metadata, place_tokens, plan_attention
+from jax_cp_dispatch import (
+    PlacementConfig,
+    PlanConfig,
+    compute_metadata,
+    place_tokens,
+    plan_attention,
+)
 from jax_cp_dispatch.planner.describe import pieces_of_rank
 from jax_cp_dispatch.plots import plot_plan
 
@@ -112,6 +118,21 @@ def test_pictures(kind, tmp_path):
     plot_plan(drawn, tmp_path / "plan.svg")
     text = (tmp_path / "plan.svg").read_text()
     assert all(f"<!-- {label} -->" in text for label in [*labels, "from rank"])
+
+
+def test_work_is_relative_to_the_speeds_of_ranks():
+    config = PlacementConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0), balance_tolerance=0.1)
+    placement = place_tokens([[32] * 64], world_size=4, config=config)
+    text = placement.describe()
+    assert number(text, r"max/mean ([\d.]+)") == pytest.approx(placement.imbalance, abs=5e-4)
+    assert "of its share" in text and "work / share" in text
+
+
+def test_a_batch_that_does_not_fit():
+    config = PlacementConfig(kv_capacity=20, max_transfers=4, max_pieces=4)
+    placement = place_tokens([64], world_size=4, config=config, fallback="ring")
+    assert "the batch does not fit its capacities" in placement.plan.describe()
+    assert "Pass kv_capacity>=64" in placement.describe()
 
 
 def test_a_plan_that_moves_nothing():

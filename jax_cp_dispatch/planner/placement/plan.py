@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
@@ -112,6 +113,8 @@ class PlacedPlan:
           TypeError: the values are traced.
           ValueError: this is one rank's part of a plan.
         """
+        if known("PlacedPlan.describe", self.num_rows).min() < 0:
+            return "PlacedPlan: the batch does not fit its capacities. See `Placement.reason`."
         return describe_placed(self, "PlacedPlan.describe")
 
     @property
@@ -135,6 +138,12 @@ class PlacedPlan:
         return int(received.sum(dtype=np.int64) - own.sum())
 
 
-def describe_placed(plan: PlacedPlan, op: str, where: Where | None = None) -> str:
-    """Returns the text of `describe`; `where` names the tokens of rows."""
-    return describe_plan(op, plan, pairs=plan.pairs, pairs_before=None, queries=None, where=where)
+def describe_placed(
+    plan: PlacedPlan,
+    op: str,
+    where: Where | None = None,
+    speeds: tuple[float, ...] | None = None,
+) -> str:
+    """Returns the text of `describe`; see `describe_plan`."""
+    options = {"where": where, "speeds": speeds}
+    return describe_plan(op, plan, pairs=plan.pairs, pairs_before=None, queries=None, **options)
