@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import attention
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 
 import jax_cp_dispatch as cpd
@@ -96,6 +96,15 @@ def test_placed_attention():
     attend = lambda q, k, v: cpd.placed_attention(q, k, v, placement.plan, axis_name=AXIS)
     out = on_rank(attend, *placed)
     close(placement.restore(out), causal(q, k, v))
+
+
+def test_stack_plans():
+    q, k, v = qkv()
+    plans = cpd.stack_plans([cpd.plan_attention(IDS, world_size=1)])
+    mesh = jax.make_mesh((1, 1), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    axes = {"mesh": mesh, "axis_name": AXIS, "batch_axis": "data"}
+    out = cpd.context_parallel_attention(q, k, v, algorithm="balanced", plan=plans, **axes)
+    close(out, causal(q, k, v))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -225,11 +226,12 @@ def test_capacities_of_the_config_are_used_or_rejected():
     assert plan.kv_capacity == 2000
     assert plan.kv_metadata.dst_rank.shape == (4, 32)
     assert plan.run_row.shape == (4, 16)
-    for small, message in (
+    too_small: Any = (
         ({"kv_capacity": 599}, "receives at least 600 rows, but kv_capacity is 599. Pass"),
         ({"max_transfers": 1}, r"rank \d would send \d+ ranges of keys but max_transfers is 1"),
         ({"max_pieces": 1}, r"rank \d would hold \d+ pieces but max_pieces is 1"),
-    ):
+    )
+    for small, message in too_small:
         with pytest.raises(ValueError, match=message):
             place_tokens(lengths, world_size=4, config=PlacementConfig(**small))
 
