@@ -318,7 +318,7 @@ def planner(result: Result) -> list[str]:
         f"{heads} query heads of {size} in bfloat16. The last two columns are the plan in blocks, "
         "made inside `jit`, and a published planner, reimplemented from its description, with the "
         "same tolerance (`benchmarks/peer_placements.py`). Lengths come from "
-        "[published data](../tests/data/README.md), beyond 512 ranks from a log-normal one.",
+        "[published data](../tests/data/README.md); of the most ranks from a log-normal one.",
         "<lengths> | ranks | KV heads | planning ms | plan MB | work before | after | q moved | "
         "kv moved | bytes | inside jit | greedy",
         map(cells_of, result["rows"]),

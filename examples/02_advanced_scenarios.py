@@ -19,14 +19,9 @@ start_cpu_devices(8)  # virtual ones, before JAX starts
 W, T, AXIS = 8, 64, "cp"
 MESH = Mesh(np.array(jax.devices()), (AXIS,))
 # Capacities that fit every scenario, so that all share one compiled program.
-CONFIG = cpd.PlanConfig(
-    block=16,
-    q_capacity=2 * T + 16,
-    kv_capacity=W * T,
-    max_q_transfers=32,
-    max_kv_transfers=32,
-    max_pieces=48,
-)
+ROWS = {"q_capacity": 2 * T + 16, "kv_capacity": W * T}
+SIZES = {"max_q_transfers": 32, "max_kv_transfers": 32, "max_pieces": 48}
+CONFIG = cpd.PlanConfig(block=16, **ROWS, **SIZES)
 
 
 def pack(*lengths: int) -> np.ndarray:

@@ -229,12 +229,10 @@ def _run_begins(
     starts: Int32[Array, "B T"], rank: Int32[Array, " G"], grid: BlockGrid
 ) -> Bool[Array, "B W J block"]:
     """Whether a run begins: at another document, and where the block before is elsewhere."""
-    column = jnp.arange(starts.shape[1], dtype=jnp.int32)
     new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    new = grid.split(new | (column == 0), fill=False)
+    new = grid.split(new, fill=False)
     elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
-    is_first = jnp.arange(grid.block, dtype=jnp.int32) == 0
-    return new | (elsewhere[..., None] & is_first)
+    return new.at[..., 0].set(new[..., 0] | elsewhere)
 
 
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
@@ -251,9 +249,7 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     )
     index = jnp.where(plan.begins_run, index - 1, size)
     owner = jnp.broadcast_to(by_block(rank).reshape(grid.shape)[..., None], index.shape)
-    within = jnp.arange(grid.block, dtype=jnp.int32)
-    place = (jnp.arange(grid.num_blocks, dtype=jnp.int32) * grid.block).reshape(grid.shape)
-    place = place[..., None] + within
+    place = jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
     begins = jnp.full((world_size, size), -1, jnp.int32)
     begins = begins.at[owner.reshape(-1), index.reshape(-1)].set(place.reshape(-1), mode="drop")
 

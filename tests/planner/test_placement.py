@@ -127,7 +127,7 @@ def packed_batches():
     yield pytest.param([*lengths, -sum(lengths) % 8], 8, id="small")
 
 
-@pytest.mark.parametrize("lengths, world_size", packed_batches())
+@pytest.mark.parametrize("lengths, world_size", list(packed_batches()))
 def test_most_documents_that_fit_a_rank_stay_whole(lengths, world_size):
     """Long documents use as many ranks as they need, all others one."""
     placement = place_tokens(lengths, world_size=world_size)
