@@ -1,18 +1,20 @@
 """Plans balanced attention of packed documents.
 
-`plan`: the public function. `attention_plan`: its result. `capacities`: its configuration.
+`plan`: the public function. `attention_plan`: its result. `config`: its configuration.
 `stack`: plans of several batches as one.
-On the host: `documents`: their positions in a batch. `on_host`: the plan from them, assigned by
-  `csrc/planner`. `pieces`: their rows on ranks. `transfers`: what moves, and its metadata. `runs`:
-  key ranges. `sizes`: static sizes of these arrays.
-Inside `jit`: `blocks`: documents on a grid of blocks, and their cost. `balance`: assigns blocks to
-  ranks; replace this part for another planner. `stages`: the arrays of the plan. `slots`: metadata.
+On the host: `documents`: their positions in a batch. `home`: what ranks hold of them. `on_host`:
+  the plan, assigned by `csrc/planner`. `pieces`: their rows on ranks. `transfers`: what moves, and
+  its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: sizes from a
+  sample of batches. `fallback`: a way out for a batch that does not fit.
+Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
+  blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
+  `stages`: the arrays of the plan. `slots`: metadata.
 `segment_ids`: the meaning of segment ids, for all of attention. `stamp`: checksums that tie a plan
   to its batch. `placement/`: places tokens before the step instead, so that queries do not move.
 """
 
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.capacities import PlanConfig
+from jax_cp_dispatch.planner.config import PlanConfig
 from jax_cp_dispatch.planner.placement import (
     PlacedPlan,
     Placement,

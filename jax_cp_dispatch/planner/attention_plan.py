@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.describe import known
+from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import describe_plan, sender_of
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
@@ -35,7 +37,8 @@ class AttentionPlan:
       run_position: i32 `[W, P]`; the place of that row's query in its document; -1 for padding.
       run_origin: i32 `[W, P]`; the received row of the document's first key, also if it was not
         sent.
-      num_rows: i32 `[W]`; rows of queries that a rank receives.
+      num_rows: i32 `[W]`; rows of queries that a rank receives; -1 in a fallback of
+        `plan_attention`.
       pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
         this plan. Inside `jit` they are exact up to 2**24 pairs, beyond that correct to about 1e-4
         of the mean.
@@ -106,13 +109,12 @@ class AttentionPlan:
     def fits(self) -> Bool[Array | np.ndarray, ""]:
         """Whether the plan fits its capacities on all ranks; traced for a plan made under `jit`.
 
-        A plan made outside `jit` always fits. A plan that does not fit makes attention fail on all
-        ranks. To skip such a training step instead, use `lax.cond` on this value.
+        A plan made outside `jit` fits, except for a fallback of `plan_attention`. A plan that does
+        not fit makes attention fail on all ranks. To skip such a training step instead, or to use
+        another algorithm, use `lax.cond` on this value.
         """
-        slots = (x.dst_rank.shape[-1] for x in (self.q_metadata, self.kv_metadata))
-        capacities = (self.q_capacity, self.kv_capacity, *slots, self.run_row.shape[-1])
-        given = np.broadcast_to(np.array(capacities, np.int32), self.needs.shape)
-        fits = (self.needs <= given).all()
+        given = np.broadcast_to(np.array(_capacities(self), np.int32), self.needs.shape)
+        fits = (self.needs <= given).all() & (self.num_rows >= 0).all()
         return np.asarray(fits) if isinstance(fits, np.generic) else fits
 
     def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
@@ -139,8 +141,11 @@ class AttentionPlan:
           TypeError: the values are traced.
           ValueError: this is one rank's part of a plan.
         """
+        op = "AttentionPlan.describe"
+        if known(op, self.num_rows).min() < 0:
+            return f"AttentionPlan: the batch does not fit {_exceeded(self)}. Nothing was planned."
         return describe_plan(
-            "AttentionPlan.describe",
+            op,
             self,
             pairs=self.pairs_after,
             pairs_before=self.pairs_before,
@@ -176,6 +181,19 @@ class AttentionPlan:
         Read outside `jit`.
         """
         return _num_moved(self.kv_metadata)
+
+
+def _capacities(plan: AttentionPlan) -> tuple[int, ...]:
+    """Returns the static sizes, in the order of `needs`."""
+    slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
+    return (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[-1])
+
+
+def _exceeded(plan: AttentionPlan) -> str:
+    needs = np.asarray(plan.needs).max(0).tolist()
+    values = zip(CAPACITIES, needs, _capacities(plan), strict=True)
+    texts = [f"{name} {size}: it needs {need}" for name, need, size in values if need > size]
+    return "; ".join(texts) or "a constraint of its config"
 
 
 def _imbalance(pairs: Any) -> Any:

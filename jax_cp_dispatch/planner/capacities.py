@@ -1,107 +1,14 @@
-"""Capacities of a plan: the configured sizes, and the sizes that one batch needs."""
+"""Capacities of a plan inside `jit`, and checks of the arrays from which a plan is made."""
 
-import dataclasses
-
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch._arguments import check_array, check_integer, check_positive
+from jax_cp_dispatch._arguments import check_array, check_integer
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.blocks import BlockGrid
+from jax_cp_dispatch.planner.config import PlanConfig, check_config
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
-from jax_cp_dispatch.planner.stages import Capacities, assign, kv_transfers_bound, q_bound
-
-# Fields of `PlanConfig`, in the order of `AttentionPlan.needs`.
-CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig:
-    """Static choices of a plan. A capacity of None selects a default; see `plan_attention`.
-
-    Attributes:
-      block: inside `jit`, rows per block, the unit of planning and movement. Outside, the fewest
-        queries that are split from a document.
-      q_capacity: rows of the buffer in which a rank receives queries.
-      kv_capacity: rows of the buffer in which a rank receives keys and values.
-      max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
-      max_pieces: pieces of documents that one rank may compute.
-      num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
-        bytes as possible: a query and its output count `2 * num_heads`, a key and its value
-        `2 * num_kv_heads`. Only the ratio matters.
-      balance_tolerance: fraction by which the work of a rank may exceed the mean. A larger
-        tolerance moves fewer bytes.
-    """
-
-    block: int = 128
-    q_capacity: int | None = None
-    kv_capacity: int | None = None
-    max_q_transfers: int | None = None
-    max_kv_transfers: int | None = None
-    max_pieces: int | None = None
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    balance_tolerance: float = 0.01
-
-    def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if name == "balance_tolerance" or (value is None and name in CAPACITIES):
-                continue
-            check_positive("PlanConfig", **{name: value})
-        if not 0 <= self.balance_tolerance <= 1:
-            raise ValueError(
-                f"PlanConfig: balance_tolerance is {self.balance_tolerance}; it needs to be in "
-                "[0, 1]. 0.01 allows 1 % above the mean."
-            )
-
-    def needs(
-        self,
-        segment_ids: Ids,
-        positions: Ids | None = None,
-        *,
-        world_size: int,
-        window: int | None = None,
-    ) -> "PlanConfig":
-        """Returns the smallest capacities for the plan of one batch that is made inside `jit`.
-
-        Call on the host with concrete arrays, for example in a data loader before a step that plans
-        under `jit`. Balances the work, but creates no plan. For several batches, use the maximum of
-        each capacity. A plan made outside `jit` assigns queries differently; its own needs are in
-        `AttentionPlan.needs`.
-
-        Args:
-          segment_ids, positions, world_size, window: see `plan_attention`.
-        Returns:
-          This config with its capacities replaced.
-        Raises:
-          TypeError, ValueError: as `plan_attention`, except for capacities.
-        """
-        op = "PlanConfig.needs"
-        grid = check_shapes(op, segment_ids, positions, world_size, window, self)
-        segment_ids, positions = read_host_documents(op, segment_ids, positions)
-        options = {"window": window, "tolerance": self.balance_tolerance}
-        with jax.core.eval_context():
-            needs = assign(segment_ids, positions, grid=grid, **options).needs
-            values = [max(int(x), 1) for x in jax.device_get(needs)]
-        return dataclasses.replace(self, **dict(zip(CAPACITIES, values, strict=True)))
-
-    def fits(
-        self,
-        segment_ids: Ids,
-        positions: Ids | None = None,
-        *,
-        world_size: int,
-        window: int | None = None,
-    ) -> bool:
-        """Whether the plan of one batch fits these capacities inside `jit`; None always fits.
-
-        See `needs`.
-        """
-        need = self.needs(segment_ids, positions, world_size=world_size, window=window)
-        given = [(getattr(self, name), getattr(need, name)) for name in CAPACITIES]
-        return all(capacity is None or capacity >= least for capacity, least in given)
+from jax_cp_dispatch.planner.stages import Capacities, kv_transfers_bound, q_bound
 
 
 def static_capacities(grid: BlockGrid, config: PlanConfig) -> Capacities:
@@ -153,13 +60,6 @@ def check_shapes(
         )
     columns //= world_size
     return BlockGrid(batch, world_size, columns, min(config.block, columns))
-
-
-def check_config(op: str, config: PlanConfig) -> None:
-    if not isinstance(config, PlanConfig):
-        raise TypeError(
-            f"{op}: config is {config!r}; it needs to be a PlanConfig. Omit it for the default."
-        )
 
 
 def read_host_documents(

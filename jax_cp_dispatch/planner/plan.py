@@ -11,14 +11,15 @@ from jaxtyping import Array, Int32, Shaped
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
-    PlanConfig,
-    check_config,
     check_shapes,
     read_host_documents,
     static_capacities,
 )
+from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.documents import Row, documents_of
-from jax_cp_dispatch.planner.on_host import checksums_of_lengths, plan_on_host
+from jax_cp_dispatch.planner.fallback import check_fallback
+from jax_cp_dispatch.planner.home import checksums_of_lengths
+from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.stages import assign, build
 from jax_cp_dispatch.planner.stamp import (
@@ -42,6 +43,7 @@ def plan_attention(
     columns: int | None = None,
     window: int | None = None,
     config: PlanConfig = PlanConfig(),
+    fallback: str | None = None,
 ) -> AttentionPlan:
     """Plans causal attention over packed documents so that all ranks have nearly equal work.
 
@@ -77,16 +79,20 @@ def plan_attention(
         rounded up.
       window: maximum keys to which a query attends, the last of which is its own; None: no limit.
       config: block size, capacities, costs and balance tolerance.
+      fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
+        config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
+        this batch. Needs all capacities. Inside `jit`, plans that do not fit are like this anyway.
     Returns:
       The plan for all ranks, the same in every process with the same inputs.
     Raises:
       TypeError: inputs are not integers.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in two separate runs of one batch row whose positions do not restart; a position
-        exceeds 32 bits; or a capacity is too small.
+        exceeds 32 bits; or a capacity is too small and there is no fallback.
     """
     check_config(_OP, config)
-    options = {"world_size": world_size, "window": window, "config": config}
+    check_fallback(_OP, fallback, config, CAPACITIES)
+    options = {"world_size": world_size, "window": window, "config": config, "fallback": fallback}
     if segment_ids is None or lengths is not None:
         reach(_OP, True, window)
         documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)

@@ -14,7 +14,13 @@ from attention_oracle import attention
 from on_mesh import AXIS, mesh_of
 from packed_batches import causal_ranges
 
-from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
+from jax_cp_dispatch import (
+    PlacementConfig,
+    PlanConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
 
 WORLD_SIZE, COLUMNS, SCALE = 4, 512, 512
 LENGTHS = Path(__file__).parents[1] / "data" / "packed"
@@ -37,14 +43,43 @@ def batches(num):
         yield row
 
 
-def test_two_hundred_batches_compile_once():
+class Placed:
+    """Plans of placements, and the arrays of a batch in their order."""
+
+    config = PlacementConfig
+    limit = "max_transfers"
+
+    def __init__(self, lengths, **options):
+        self.placement = place_tokens(lengths, **options)
+        self.plan = self.placement.plan
+        self.apply, self.restore = self.placement.apply, self.placement.restore
+
+
+class Balanced:
+    """Plans that move queries; arrays stay as they are."""
+
+    config = PlanConfig
+    limit = "max_kv_transfers"
+
+    def __init__(self, lengths, **options):
+        self.plan = plan_attention(lengths=lengths, **options)
+        self.apply = self.restore = lambda arrays: arrays
+
+
+def sent(made):
+    """The most ranges of keys that a rank sends."""
+    return int(made.plan.kv_metadata.num_seqs.max())
+
+
+@pytest.mark.parametrize("kind", [Placed, Balanced])
+def test_two_hundred_batches_compile_once(kind):
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
     sample = list(batches(200))
-    config = PlacementConfig.from_sample(sample[:50], **sizes, overflow=0.2)
+    config = kind.config.from_sample(sample[:50], **sizes, overflow=0.2)
     # Less than the sample needs, so that some batches do not fit.
-    needs = [place_tokens(x, **sizes).needs.max_transfers or 0 for x in sample[:50]]
-    config = dataclasses.replace(config, max_transfers=int(np.quantile(needs, 0.8)))
+    needs = [sent(kind(x, **sizes)) for x in sample[:50]]
+    config = dataclasses.replace(config, **{kind.limit: int(np.quantile(needs, 0.8))})
     compiled = []
 
     @jax.jit
@@ -53,32 +88,29 @@ def test_two_hundred_batches_compile_once():
         call = partial(
             context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
         )
-        placed = partial(call, algorithm="placed", plan=plan)
-        return jax.lax.cond(plan.fits, placed, partial(call, algorithm="ring"), q, k, v)
+        planned = partial(call, algorithm=kind.__name__.lower(), plan=plan)
+        return jax.lax.cond(plan.fits, planned, partial(call, algorithm="ring"), q, k, v)
 
     rng = np.random.default_rng(0)
     qkv = [rng.normal(size=(1, COLUMNS, 1, 4)).astype(np.float32) for _ in range(3)]
-    num_fitting, seen = 0, {True: 0, False: 0}
+    seen = {True: 0, False: 0}
     for lengths in sample:
         ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None].astype(np.int32)
-        placement = place_tokens(lengths, **sizes, config=config, fallback="ring")
-        arguments = placement.apply((*qkv, ids))
-        out = placement.restore(np.asarray(step(*arguments, placement.plan)))
-        fits = bool(placement.plan.fits)
-        assert fits == (placement.reason is None)
-        num_fitting += fits
+        made = kind(lengths, **sizes, config=config, fallback="ring")
+        out = made.restore(np.asarray(step(*made.apply((*qkv, ids)), made.plan)))
+        fits = bool(made.plan.fits)
         seen[fits] += 1
         if seen[fits] <= 5:
             start, end = causal_ranges(ids)
             q, k, v = (x.astype(np.float64) for x in qkv)
             want, _ = attention(q, k, v, start, end)
             np.testing.assert_allclose(out, want, atol=1e-5)
-    assert 100 < num_fitting < 200
+    assert 100 < seen[True] < 200
     assert len(compiled) == 1
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_plan_that_does_not_fit_is_not_computed():
+def test_a_placement_that_does_not_fit_is_not_computed():
     config = PlacementConfig(kv_capacity=40, max_transfers=8, max_pieces=8)
     placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")
     assert not placement.plan.fits
@@ -88,22 +120,41 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         _ = placement.needs
+    all_ranks_fail("placed", placement.plan)
+
+
+def test_a_plan_that_does_not_fit_is_not_computed():
+    config = PlanConfig(1, 64, 40, 8, 8, 8)
+    plan = plan_attention(lengths=[64], world_size=2, config=config, fallback="ring")
+    assert not plan.fits
+    assert plan.needs[0, 1] == 64 and "kv_capacity 40: it needs 64" in plan.describe()
+    half = 32 * 33 / 2
+    np.testing.assert_allclose(plan.pairs_before, [half, half + 32 * 32])
+    np.testing.assert_allclose(plan.pairs_after, plan.pairs_before)
+    with pytest.raises(ValueError, match="kv_capacity>=64"):
+        plan_attention(lengths=[64], world_size=2, config=config)
+    all_ranks_fail("balanced", plan)
+
+
+def all_ranks_fail(algorithm, plan):
     q = np.zeros((1, 64, 1, 4), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="kv_capacity"):
         jax.block_until_ready(
             context_parallel_attention(
-                q, q, q, mesh=mesh_of(2), axis_name=AXIS, algorithm="placed", plan=placement.plan
+                q, q, q, mesh=mesh_of(2), axis_name=AXIS, algorithm=algorithm, plan=plan
             )
         )
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "fallback, message",
     [
-        ({"fallback": "dense"}, "fallback is 'dense'; it needs to be 'ring' or None"),
-        ({"fallback": "ring"}, "kv_capacity, max_transfers, max_pieces is None. Set all"),
+        ("dense", "fallback is 'dense'; it needs to be 'ring' or None"),
+        ("ring", r"kv_capacity, max_.* is None. Set all .*Config.from_sample"),
     ],
 )
-def test_refusals(options, message):
+def test_refusals(fallback, message):
     with pytest.raises(ValueError, match=message):
-        place_tokens([[64]], world_size=2, **options)
+        place_tokens([[64]], world_size=2, fallback=fallback)
+    with pytest.raises(ValueError, match=message):
+        plan_attention(lengths=[64], world_size=2, fallback=fallback)

@@ -1,10 +1,10 @@
 """Placement: assigns tokens to ranks once per batch, before the step.
 
-`config`: the static choices. `limits`: checks of those that no array size expresses. `sample`:
-  capacities from a sample of batches. `fallback`: a way out for a batch that does not fit. `build`:
-  the plan of the keys, from the pieces of each rank. `stamp`: its checksums. `plan`: its
-  representation. `placement`: the order of tokens. `place`: the public function. `csrc/planner`
-  assigns pieces to ranks. Uses NumPy only, so nothing here starts JAX.
+`config`: the static choices. `limits`: checks of those that no array size expresses. `fallback`:
+  the placement of a batch that does not fit. `build`: the plan of the keys, from the pieces of each
+  rank. `stamp`: its checksums. `plan`: its representation. `placement`: the order of tokens.
+  `place`: the public function. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so nothing
+  here starts JAX.
 """
 
 from jax_cp_dispatch.planner.placement.config import PlacementConfig

@@ -9,6 +9,8 @@ from typing import Any
 
 from jax_cp_dispatch._arguments import check_integer, check_positive
 
+CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces")
+
 
 @dataclasses.dataclass(frozen=True)
 class PlacementConfig:
@@ -104,7 +106,12 @@ class PlacementConfig:
           TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
             `place_tokens`.
         """
-        from jax_cp_dispatch.planner.placement.sample import config_of_sample
+        from jax_cp_dispatch.planner.placement.place import place_tokens
+        from jax_cp_dispatch.planner.sample import config_of_sample
 
-        options = {"world_size": world_size, "columns": columns, "window": window}
-        return config_of_sample(batches, overflow, config or cls(), **options)
+        def needs(**given: Any) -> list[int]:
+            need = place_tokens(world_size=world_size, window=window, **given).needs
+            return [getattr(need, name) for name in CAPACITIES]
+
+        op, config = "PlacementConfig.from_sample", config or cls()
+        return config_of_sample(op, batches, overflow, columns, config, CAPACITIES, needs)

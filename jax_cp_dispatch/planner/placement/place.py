@@ -8,14 +8,11 @@ from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
+from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
-from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.fallback import (
-    check_fallback,
-    moves_of_fallback,
-    plan_of_fallback,
-)
+from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
+from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
 from jax_cp_dispatch.planner.placement.limits import check_config, check_lengths, check_pieces
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
@@ -72,7 +69,7 @@ def place_tokens(
         raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
     num_tokens = documents.num_tokens // world_size
     check_config(config, world_size=world_size, num_tokens=num_tokens)
-    check_fallback(fallback, config)
+    check_fallback(_OP, fallback, config, CAPACITIES)
     options: dict[str, Any] = {"world_size": world_size, "window": window, "config": config}
     reason = None
     try:

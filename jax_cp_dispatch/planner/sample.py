@@ -1,0 +1,88 @@
+"""Finds capacities from a sample of batches: the tail of what plans need, extrapolated."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Float, Int
+
+Config = TypeVar("Config")
+
+
+def config_of_sample(
+    op: str,
+    batches: Iterable[Any],
+    overflow: float,
+    columns: int | None,
+    config: Config,
+    capacities: Sequence[str],
+    needs: Callable[..., Sequence[int]],
+) -> Config:
+    """Returns the config with all capacities, and `expected_overflow`.
+
+    See `PlanConfig.from_sample` and `PlacementConfig.from_sample`.
+
+    Args:
+      op: the public function, for error messages.
+      batches: lengths, or segment ids [B, columns].
+      overflow: wanted share of batches that do not fit.
+      columns: of batches given by their lengths.
+      config: dataclass with the capacities; those that are None are found.
+      capacities: their names. Rows are rounded up to multiples of 1024, ranges and pieces of 8.
+      needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`, and returns
+        the needs in the order of `capacities`.
+    Raises:
+      ValueError: there is no batch, or `overflow` is not between 0 and 1.
+    """
+    if not 0 < overflow < 1:
+        raise ValueError(f"{op}: overflow is {overflow} but must be between 0 and 1.")
+    is_free = [getattr(config, name) is None for name in capacities]
+    free = [name for name, x in zip(capacities, is_free, strict=True) if x]
+    none: dict[str, Any] = dict.fromkeys(free)
+    open_config = _replaced(config, none)
+    seen = []
+    for batch in batches:
+        is_ids = not isinstance(batch, list | tuple) and np.ndim(batch) == 2
+        given = {"segment_ids": batch} if is_ids else {"lengths": batch, "columns": columns}
+        seen.append(needs(config=open_config, **given))
+    if not seen:
+        raise ValueError(f"{op}: there are no batches. Pass at least one, better a few hundred.")
+    sizes: dict[str, Any] = {}
+    rates = []
+    for name, values in zip(free, np.array(seen, np.int64).T[is_free], strict=True):
+        rate = overflow / len(free)  # so that all together exceed it rarely enough
+        step = 1024 if name.endswith("_capacity") else 8
+        sizes[name] = math.ceil(quantile(values, rate) / step) * step
+        rates.append(tail(values, sizes[name]))
+    return _replaced(config, sizes | {"expected_overflow": float(sum(rates))})
+
+
+def _replaced(config: Any, values: dict[str, Any]) -> Any:
+    return dataclasses.replace(config, **values)
+
+
+def quantile(values: Int[np.ndarray, " N"], rate: float) -> float:
+    """Returns the value that is exceeded with probability `rate`; at least the largest one."""
+    threshold, excess, share = _fit(values)
+    return max(float(values.max()), threshold + excess * max(0.0, math.log(share / rate)))
+
+
+def tail(values: Int[np.ndarray, " N"], size: int | float) -> float:
+    """Returns the estimated probability of a value above `size`."""
+    threshold, excess, share = _fit(values)
+    return share * math.exp(-max(0.0, size - threshold) / excess)
+
+
+def _fit(values: Float[np.ndarray, " N"] | Int[np.ndarray, " N"]) -> tuple[float, float, float]:
+    """Fits an exponential tail: threshold, mean excess above it, share of values above it.
+
+    The maximum-likelihood fit of the excesses over a high quantile (peaks over threshold). One
+    pseudo-observation of 1/8 of the threshold keeps the tail of a constant sample from vanishing.
+    """
+    ordered = np.sort(values).astype(float)
+    num = min(len(ordered), max(10, len(ordered) // 10))
+    threshold = ordered[-num]
+    excess = (float((ordered[-num:] - threshold).sum()) + threshold / 8) / (num + 1)
+    return threshold, max(excess, 1e-9), num / len(ordered)

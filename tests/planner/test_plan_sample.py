@@ -1,0 +1,104 @@
+"""Capacities from a sample of batches, and what plans and placements needed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
+
+WORLD_SIZE, COLUMNS = 4, 2048
+CAPACITIES = {
+    PlacementConfig: ("kv_capacity", "max_transfers", "max_pieces"),
+    PlanConfig: (
+        "q_capacity",
+        "kv_capacity",
+        "max_q_transfers",
+        "max_kv_transfers",
+        "max_pieces",
+    ),
+}
+KINDS = pytest.mark.parametrize("kind", CAPACITIES)
+
+
+def draw(rng):
+    """Lengths of one batch row, log-normal, the last one cut."""
+    ends = rng.lognormal(4.5, 1.2, 200).astype(int).cumsum()
+    return np.diff([0, *ends[ends < COLUMNS], COLUMNS]).tolist()
+
+
+def plan_of(lengths, config):
+    """Static sizes and needs of the plan of a batch, in the order of the capacities."""
+    options = {"world_size": WORLD_SIZE, "columns": COLUMNS, "config": config}
+    if isinstance(config, PlanConfig):
+        plan = plan_attention(lengths=lengths, **options)
+        slots = [x.seq_len.shape[1] for x in (plan.q_metadata, plan.kv_metadata)]
+        sizes = [plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1]]
+        return sizes, plan.needs[0].tolist()
+    placement = place_tokens(lengths, **options)
+    plan, needs = placement.plan, placement.needs
+    sizes = [plan.kv_capacity, plan.kv_metadata.seq_len.shape[1], plan.run_row.shape[1]]
+    return sizes, [getattr(needs, name) for name in CAPACITIES[PlacementConfig]]
+
+
+def fits(batch, config):
+    try:
+        plan_of(batch, config)
+    except ValueError as error:
+        assert any(name in str(error) for name in CAPACITIES[type(config)])
+        return False
+    return True
+
+
+@KINDS
+def test_needs_are_the_least_capacities(kind):
+    batch = draw(np.random.default_rng(0))
+    _, needs = plan_of(batch, kind())
+    least = kind(**dict(zip(CAPACITIES[kind], needs, strict=True)))
+    assert plan_of(batch, least) == (needs, needs)
+    for name, need in zip(CAPACITIES[kind], needs, strict=True):
+        if kind is PlanConfig or name != "kv_capacity":
+            with pytest.raises(ValueError, match=name):
+                plan_of(batch, dataclasses.replace(least, **{name: need - 1}))
+
+
+@KINDS
+def test_the_expected_rate_does_not_fit(kind):
+    rng = np.random.default_rng(1)
+    sample = [draw(rng) for _ in range(100)]
+
+    def config_for(overflow):
+        config = kind.from_sample(sample, world_size=WORLD_SIZE, columns=COLUMNS, overflow=overflow)
+        assert config.expected_overflow is not None and config.kv_capacity is not None
+        return config, config.expected_overflow
+
+    config, expected = config_for(0.02)
+    assert 0 < expected <= 0.02
+    assert all(fits(batch, config) for batch in sample)
+    rare, expected = config_for(1e-6)
+    assert expected <= 1e-6
+    assert all(getattr(rare, name) >= getattr(config, name) for name in CAPACITIES[kind])
+    assert rare.kv_capacity <= 3 * WORLD_SIZE * COLUMNS
+    rate = np.mean([not fits(draw(rng), config) for _ in range(300)])
+    assert rate <= 0.05
+
+
+@KINDS
+def test_other_choices_and_given_capacities_are_kept(kind):
+    rng = np.random.default_rng(2)
+    ids = [np.repeat(np.arange(1, len(x) + 1), x)[None] for x in (draw(rng) for _ in range(5))]
+    given = kind(balance_tolerance=0.2, max_pieces=99)
+    config = kind.from_sample(ids, world_size=WORLD_SIZE, config=given)
+    assert (config.balance_tolerance, config.max_pieces) == (0.2, 99)
+    assert all(getattr(config, name) is not None for name in CAPACITIES[kind])
+    assert config == dataclasses.replace(config, expected_overflow=None)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "batches, overflow, message",
+    [([], 0.1, "there are no batches"), ([[4]], 0.0, "overflow is 0.0 but must be between")],
+)
+def test_refusals(kind, batches, overflow, message):
+    with pytest.raises(ValueError, match=f"{kind.__name__}.from_sample: {message}"):
+        kind.from_sample(batches, world_size=2, overflow=overflow)
