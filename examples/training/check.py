@@ -35,11 +35,11 @@ class Unsharded:
     def split_tokens(self, x: jax.Array) -> jax.Array:
         return x
 
-    def gather_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        return x @ w
+    def gather_matmul(self, x: jax.Array, ws: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.tensordot(x, w, 1) for w in ws)
 
     def matmul_scatter(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        return x @ w
+        return jnp.tensordot(x, w, w.ndim - 1)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch) -> jax.Array:
         ids = batch["segment_ids"]

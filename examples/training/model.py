@@ -5,6 +5,7 @@ sharding: `Sharded` in `sharding.py`, and `Unsharded` in `check.py` for comparis
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
@@ -27,12 +28,13 @@ class Ops(Protocol):
         """[B, T, D]: gives each device its own tokens."""
         ...
 
-    def gather_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """[B, T, D] x [D, F] -> [B, T, F], split over F."""
+    def gather_matmul(self, x: jax.Array, ws: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """[B, T, D] x [D, F] -> [B, T, F], split over F, for each weight; F may be (N, H)."""
         ...
 
     def matmul_scatter(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """[B, T, F] split over F, x [F, D] -> [B, T, D], where each device has its own tokens."""
+        """[B, T, F] split over F, x [F, D] -> [B, T, D], where each device has its own tokens;
+        F may be (N, H)."""
         ...
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch) -> jax.Array:
@@ -66,10 +68,15 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def weight(rngs: nnx.Rngs, rows: int, columns: int, split: tuple[str | None, str | None]):
-    """A float32 matrix; `split` names the mesh axis of each dimension."""
-    values = jax.random.normal(rngs.params(), (rows, columns)) / rows**0.5
-    return nnx.Param(values, out_sharding=split)
+def weight(rngs: nnx.Rngs, *shape: int, split: int):
+    """A float32 weight, of which dimension `split`, 0 or 1, is split over "tensor".
+
+    With 0, all dimensions but the last are contracted; with 1, the first.
+    """
+    contracted = math.prod(shape[: -1 if split == 0 else 1])
+    values = jax.random.normal(rngs.params(), shape) / contracted**0.5
+    names = ["tensor" if i == split else None for i in range(len(shape))]
+    return nnx.Param(values, out_sharding=tuple(names))
 
 
 class Block(nnx.Module):
@@ -77,34 +84,30 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c, self.config = config, config
-        self.group = c.heads // c.kv_heads  # query heads per KV head
         norm = lambda: nnx.RMSNorm(c.width, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        # One matrix for q, k and v, so their tokens are gathered once. Its columns are sorted by KV
-        # head: the group's queries, key, value. Split over columns, a device has whole groups.
-        qkv_columns = c.kv_heads * (self.group + 2) * c.head_size
-        self.qkv = weight(rngs, c.width, qkv_columns, (None, "tensor"))
-        self.out = weight(rngs, c.heads * c.head_size, c.width, ("tensor", None))
-        # Likewise the two matrices of SwiGLU: gate and up alternate.
-        self.gate_up = weight(rngs, c.width, 2 * c.hidden, (None, "tensor"))
-        self.down = weight(rngs, c.hidden, c.width, ("tensor", None))
+        self.q = weight(rngs, c.width, c.heads, c.head_size, split=1)
+        self.k = weight(rngs, c.width, c.kv_heads, c.head_size, split=1)
+        self.v = weight(rngs, c.width, c.kv_heads, c.head_size, split=1)
+        self.out = weight(rngs, c.heads, c.head_size, c.width, split=0)
+        self.gate = weight(rngs, c.width, c.hidden, split=1)
+        self.up = weight(rngs, c.width, c.hidden, split=1)
+        self.down = weight(rngs, c.hidden, c.width, split=0)
 
     def __call__(self, x: jax.Array, batch: Batch, ops: Ops) -> jax.Array:
-        cast = lambda array: array.astype(self.config.dtype)
-        x = x + self.attention(cast(self.attention_norm(x)), batch, ops)
-        gate_up = ops.gather_matmul(cast(self.mlp_norm(x)), cast(self.gate_up[...]))
-        gate, up = jnp.moveaxis(gate_up.reshape(*x.shape[:2], -1, 2), -1, 0)
-        return x + ops.matmul_scatter(jax.nn.silu(gate) * up, cast(self.down[...]))
+        x = x + self.attention(self.cast(self.attention_norm(x)), batch, ops)
+        ws = self.cast(self.gate[...]), self.cast(self.up[...])
+        gate, up = ops.gather_matmul(self.cast(self.mlp_norm(x)), ws)
+        return x + ops.matmul_scatter(jax.nn.silu(gate) * up, self.cast(self.down[...]))
 
     def attention(self, x: jax.Array, batch: Batch, ops: Ops) -> jax.Array:
-        c, rows = self.config, x.shape[:2]
-        qkv = ops.gather_matmul(x, self.qkv[...].astype(c.dtype))
-        qkv = qkv.reshape(*rows, c.kv_heads, self.group + 2, c.head_size)
-        q = qkv[..., : self.group, :].reshape(*rows, c.heads, c.head_size)
-        k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]
+        ws = tuple(self.cast(w[...]) for w in (self.q, self.k, self.v))
+        q, k, v = ops.gather_matmul(x, ws)
         q, k = rope(q, batch["positions"]), rope(k, batch["positions"])
-        out = ops.attend(q, k, v, batch)
-        return ops.matmul_scatter(out.reshape(*rows, -1), self.out[...].astype(c.dtype))
+        return ops.matmul_scatter(ops.attend(q, k, v, batch), self.cast(self.out[...]))
+
+    def cast(self, array: jax.Array) -> jax.Array:
+        return array.astype(self.config.dtype)
 
 
 class Transformer(nnx.Module):

@@ -3,7 +3,7 @@
     batch arrays               [B, T]         B over data, T over context
     activations                [B, T, D]      B over data, T over context and tensor
     q, k, v                    [B, T, N, H]   B over data, T over context, N over tensor
-    weights                    [D, F]         F over tensor
+    weights                    [D, F], [F, D] F over tensor; F may be (N, H), N over tensor
 
 `all_gather_matmul` goes from the second form to the third, `matmul_reduce_scatter` back. Attention
 communicates over context. XLA sums the gradients.
@@ -56,8 +56,8 @@ class Sharded:
     def split_tokens(self, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, TOKENS))
 
-    def gather_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        return cpd.all_gather_matmul(x, w, axis_name="tensor")
+    def gather_matmul(self, x: jax.Array, ws: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return cpd.all_gather_matmul(x, ws, axis_name="tensor")
 
     def matmul_scatter(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return self.split_tokens(cpd.matmul_reduce_scatter(x, w, axis_name="tensor"))

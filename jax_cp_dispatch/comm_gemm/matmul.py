@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import jax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._dtypes import sum_dtype
@@ -12,20 +13,20 @@ from jax_cp_dispatch._ranks.axis import AxisName, other_axes
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.entry import find_ranks
 from jax_cp_dispatch._ranks.place import Place
-from jax_cp_dispatch.comm_gemm.checks import read_array, result_dtype
+from jax_cp_dispatch.comm_gemm.checks import result_dtype
 from jax_cp_dispatch.comm_gemm.choice.overlaps import (
     MatmulSizes,
     OverlapOptions,
     check_details,
     choose_overlaps,
 )
-from jax_cp_dispatch.comm_gemm.layers.checks import check_arrays, read_row_counts
-from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
+from jax_cp_dispatch.comm_gemm.layers.checks import read_operands, read_row_counts
 from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     even_row_counts,
     matmul_of_all_ranks,
     matmul_on_rank,
 )
+from jax_cp_dispatch.comm_gemm.layers.operands import Operands
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
 from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
 from jax_cp_dispatch.comm_gemm.scaled.checks import check_contracted_blocks, read_scaling
@@ -35,13 +36,16 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, 
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
 
+_Arrays = TypeVar("_Arrays", Float[Array, "..."], tuple[Float[Array, "..."], ...])
+"""One array, or several of which each may have another shape."""
+
 
 def all_gather_matmul(
     x: Float[Array, "*batch T K"],
-    w: Float[Array, "K N"],
+    w: _Arrays,
     *,
     axis_name: AxisName,
-    bias: Float[Array, " N"] | None = None,
+    bias: Float[Array, "*N"] | tuple[Float[Array, "..."] | None, ...] | None = None,
     method: Method = "auto",
     atomic: bool = False,
     aggregate: bool = False,
@@ -55,25 +59,30 @@ def all_gather_matmul(
     mesh: Any = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "*batch M N"]:
-    """Multiplies all ranks' tokens with this rank's columns of a weight.
+) -> _Arrays:
+    """Multiplies all ranks' tokens with this rank's columns of a weight, or of several.
 
     The first half of a tensor-parallel layer with sequence parallelism: x is sharded by tokens, w
-    by columns. The gathered tokens of a batch form one sequence, `[*batch, M, K]`.
+    by columns. The gathered tokens of a batch form one sequence, `[*batch, M, K]`. Several weights
+    of the same x, such as those of q, k and v, gather it once.
 
     Call inside `jax.shard_map` over `axis_name`, or under plain `jit` on global arrays, with x
     sharded by tokens and w by columns over `axis_name`. For global arrays, x is `[*batch, M, K]`, w
     is `[K, p N]`, and the result is `[*batch, M, p N]`, sharded by columns. Batch dimensions keep
     their sharding.
 
-    Its derivative in x is `matmul_reduce_scatter` with the transposed weight; the derivative in w
-    needs the gathered tokens. Supports reverse mode, any number of times, but not forward mode.
+    Its derivative in x is `matmul_reduce_scatter` with the transposed weight, one product for
+    several weights; the derivative in w needs the gathered tokens. Supports reverse mode, any
+    number of times, but not forward mode.
 
     Args:
-      x: this rank's tokens.
-      w: this rank's columns; K is not sharded.
+      x: this rank's tokens, [*batch, T, K].
+      w: this rank's columns, [K, N] or [K, N, H] (heads and their features, for example), or a
+        tuple of such weights, of one dtype. K is not sharded. Of the columns of global arrays, the
+        first dimension is sharded.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
-      bias: one element per column of this rank.
+      bias: one element per column of this rank, [N] or [N, H]; for several weights a tuple of
+        biases or None.
       method: NONE (gather, then multiply), RING_EXCHANGE (multiply a rank's tokens while the next
         ones arrive), or "auto" (the choice of `choose_comm_gemm`). The derivative uses the same.
       atomic: run all GEMMs as one step of the schedule, which waits for each chunk by a counter;
@@ -93,7 +102,7 @@ def all_gather_matmul(
         float8_e5m2, or e4m3fn for MXFP8, which needs K, and for the derivative N, to be multiples
         of 32. The derivative treats rounding as identity: dx is the product of the rounded gradient
         and weight; dw is the product of the gathered, rounded tokens and the unrounded gradient.
-        Not with gathered="again".
+        Not with gathered="again". Several weights have one tensor scale.
       scaling_state: the state of DELAYED_TENSOR_SCALING; its gradient is the next state, see
         `MatmulScaling`.
       preferred_element_type: dtype of the result; by default that of x and w.
@@ -103,8 +112,8 @@ def all_gather_matmul(
         the first that is available.
       deadline: seconds that a rank waits for another; no effect with "xla".
     Returns:
-      The product, accumulated in float32 (float64 for float64) and rounded once. Bitwise
-      repeatable.
+      The product [*batch, M, N] or [*batch, M, N, H], accumulated in float32 (float64 for float64)
+      and rounded once; a tuple of products for a tuple of weights. Bitwise repeatable.
     Raises:
       TypeError, ValueError: an argument is invalid.
       jax.errors.JaxRuntimeError: a rank did not arrive or did not compute before the deadline, or
@@ -114,10 +123,11 @@ def all_gather_matmul(
       Learning Models", ASPLOS 2023; NVIDIA Transformer Engine, userbuffers.
     """
     op = "all_gather_matmul"
-    return _matmul(
+    products: Any = _matmul(
         op,
         CommOverlapType.AG,
-        (x, w, bias, scaling_state),
+        read_operands(op, CommOverlapType.AG, x, w, bias),
+        scaling_state,
         OverlapOptions(
             method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
         ),
@@ -132,11 +142,12 @@ def all_gather_matmul(
             deadline=deadline,
         ),
     )
+    return products if isinstance(w, tuple) else products[0]
 
 
 def matmul_reduce_scatter(
-    x: Float[Array, "*batch M K"],
-    w: Float[Array, "K N"],
+    x: Float[Array, "..."],
+    w: Float[Array, "*K N"],
     *,
     axis_name: AxisName,
     bias: Float[Array, " N"] | None = None,
@@ -168,8 +179,10 @@ def matmul_reduce_scatter(
     mode.
 
     Args:
-      x: this rank's columns of all tokens.
-      w: this rank's rows.
+      x: this rank's columns of all tokens, [*batch, M, K] or [*batch, M, K, H] (heads and their
+        features, for example).
+      w: this rank's rows, [K, N] or [K, H, N]. All its dimensions but the last are contracted. Of
+        those of global arrays, the first is sharded.
       axis_name: the mesh axis of the p ranks, or several, the major one first.
       bias: added once to the sum; the same on all ranks.
       method: NONE (multiply, then reduce), PIPELINE (reduce columns while the next are multiplied),
@@ -199,10 +212,11 @@ def matmul_reduce_scatter(
       See `all_gather_matmul`.
     """
     op = "matmul_reduce_scatter"
-    return _matmul(
+    (product,) = _matmul(
         op,
         CommOverlapType.RS,
-        (x, w, bias, scaling_state),
+        read_operands(op, CommOverlapType.RS, x, w, bias),
+        scaling_state,
         OverlapOptions(
             method=method,
             num_splits=num_splits,
@@ -221,6 +235,7 @@ def matmul_reduce_scatter(
             deadline=deadline,
         ),
     )
+    return product
 
 
 # ---- Both.
@@ -241,12 +256,14 @@ class _Options:
 
 
 def _matmul(
-    op: str, kind: CommOverlapType, operands: Any, overlap: OverlapOptions, options: _Options
-) -> Any:
-    x, w = (read_array(op, *pair) for pair in zip("xw", operands[:2], strict=True))
-    bias = None if operands[2] is None else read_array(op, "bias", operands[2])
-    state = operands[3]
-    check_arrays(op, x, w, bias)
+    op: str,
+    kind: CommOverlapType,
+    operands: Operands,
+    state: MatmulScaling | None,
+    overlap: OverlapOptions,
+    options: _Options,
+) -> tuple[Array, ...]:
+    x, w = operands.x, operands.ws[0]
     if options.gathered not in ("keep", "again"):
         raise ValueError(
             f"{op}: gathered is {options.gathered!r}; it needs to be 'keep' or 'again'."
@@ -257,7 +274,7 @@ def _matmul(
     comm, place = find_ranks(
         op,
         options.axis_name,
-        [a for a in (x, w, bias) if a is not None],
+        jax.tree.leaves(operands),
         mesh=options.mesh,
         implementation=options.implementation,
         deadline=options.deadline,
@@ -274,15 +291,14 @@ def _matmul(
             f"{op}: got row_counts with global arrays, which are split evenly and padded. "
             "Omit it, or call inside jax.shard_map."
         )
-    k, n = w.shape
+    k, n = operands.sizes
     if place.is_global:  # each rank has a part
         k, n = (k, n // p) if kind == CommOverlapType.AG else (k // p, n)
-        counts = even_row_counts(x.shape[-2], p)
+        counts = even_row_counts(operands.tokens_shape[-1], p)
     else:
-        counts = read_row_counts(op, kind, x, p, options.row_counts)
-    splits_contracted = place.is_global and kind == CommOverlapType.RS
-    check_contracted_blocks(op, mode, x.shape[-1] // (p if splits_contracted else 1))
-    rows, slot_rows = _rows_of_group(x, counts, comm, place)
+        counts = read_row_counts(op, kind, operands, p, options.row_counts)
+    check_contracted_blocks(op, mode, k)
+    rows, slot_rows = _rows_of_group(operands, counts, comm, place)
     sizes = MatmulSizes(
         comm_type=kind,
         m=rows,
@@ -308,16 +324,15 @@ def _matmul(
     )
     with reverse_mode_only(op):
         if place.is_global:
-            return matmul_of_all_ranks(s, place, x, w, bias, state)
-        run = gathered_matmul if kind == CommOverlapType.AG else scattered_matmul
-        return run(*matmul_on_rank(s, x, w, bias, state))
+            return matmul_of_all_ranks(s, place, operands, state)
+        return matmul_on_rank(s, operands, state)
 
 
 def _rows_of_group(
-    x: Array, counts: tuple[int, ...], comm: Communicator, place: Place
+    operands: Operands, counts: tuple[int, ...], comm: Communicator, place: Place
 ) -> tuple[int, int]:
     """Returns the rows of one group: their number, and that with equal slots on all ranks."""
-    batches = math.prod(x.shape[:-2])
+    batches = math.prod(operands.tokens_shape[:-1])
     rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
     if place.is_global:  # of which each group has a part: as examples or tokens are split
         mesh = place.mesh

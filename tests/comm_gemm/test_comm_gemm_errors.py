@@ -80,7 +80,7 @@ def test_pairs_of_chunks_need_an_even_number_of_ranks():
             r"x has shape \(3,\) and w \(3, 5\); it needs \[\*b",
         ),
         (ones(M, K), ones(K), None, ValueError, r"x has shape \(8, 3\) and w \(3,\); it needs"),
-        (ones(M, K), ones(1, K, N), None, ValueError, r"x has .* Reshape other dimensions"),
+        (ones(M, K), ones(), None, ValueError, r"x has .* Reshape other dimensions"),
         (
             ones(M, K),
             ones(N, K),

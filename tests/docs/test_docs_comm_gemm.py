@@ -31,11 +31,14 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch, no_table):
         exec(code, names)
         out = capsys.readouterr().out
         assert not printed or out == printed
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     x, up, down = names["x"], names["up"], names["down"]
     for name in ("y", "y_of_global_arrays", "y_with_buffer"):
         expected = jax.nn.gelu(x @ up) @ down
         np.testing.assert_allclose(names[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    q, *_, out = names["arrays"]
+    expected = np.einsum("btd,dnh,nhe->bte", x, q, out)
+    np.testing.assert_allclose(names["y_of_heads"], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(names["product"], up @ down, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(names["gathered"], x[0])
     assert all("none" in times for times in names["table"].seconds.values())

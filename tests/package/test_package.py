@@ -61,7 +61,7 @@ INSIDE = {
         "buffers": {"types", "checks"},
         "scaled": {"types"},
         "engine": {"types", "buffers", "scaled"},
-        "layers": {"types", "scaled", "engine"},
+        "layers": {"types", "checks", "scaled", "engine"},
         "choice": {"types", "buffers", "engine"},
         "matmul": {"types", "checks", "scaled", "layers", "choice"},
         "_gemm": {"types", "checks", "buffers", "scaled", "engine", "layers"},

@@ -3,6 +3,9 @@
 all_gather_matmul:      y = concat_q(x_q) w        dx = reduce_scatter(dy w'),  dw = concat(x)' dy
 matmul_reduce_scatter:  y_r = rows r of sum_q x_q w_q    dx = concat(dy) w',  dw = x' concat(dy)
 
+w is a tuple of the weights [K, N] of one x, which are multiplied as one: joined for each product,
+so that no derivative keeps a copy of them. dx is one product, rounded once.
+
 With 8-bit operands, rounding counts as identity. concat gives the rounded rows that were
 multiplied, each product with w rounds both operands, and dw is a product of wide operands.
 """
@@ -48,13 +51,13 @@ def gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     run = gather_rows_of_rank if s.mesh is None else _partition_gather
     if s.is_scaled:
         x = real_rows(s, x)
-    return run(s, x, w, bias, _pair(scales), gathers_to_aux=gathers_to_aux)
+    return run(s, x, s.join(w), bias, _pair(scales), gathers_to_aux=gathers_to_aux)
 
 
 def scatter(s: Matmul, x, w, bias, scales):
     """Result [..., largest row count, N], or that of all ranks."""
     run = scatter_rows_of_rank if s.mesh is None else _partition_scatter
-    return run(s, x, w, bias, _pair(scales))
+    return run(s, x, s.join(w), bias, _pair(scales))
 
 
 def _pair(scales: Scales | None):
@@ -66,20 +69,21 @@ def _pair(scales: Scales | None):
 def gather_again(s: Matmul, x, w, dy):
     """Returns dx and dw if the gathered x was not kept."""
     run = gather_rows_again if s.mesh is None else _partition_gather_again
-    return run(s, x, w, dy)
+    dx, dw = run(s, x, s.join(w), dy)
+    return dx, s.split(dw, w)
 
 
 def weight_gradient(s: Matmul, x, dy, w):
-    """Returns x' dy, summed over rows and batches."""
+    """Returns x' dy, summed over rows and batches, for each weight."""
     if 0 in (*x.shape, *dy.shape):  # XLA fails where all operands of a shard_map are empty
-        return vary_like([jnp.zeros_like(w)], dy)[0]
+        return tuple(vary_like(map(jnp.zeros_like, w), dy))
     lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
     rows = tuple(range(x.ndim - 1))
-    wide = sum_dtype(w.dtype)
+    wide = sum_dtype(w[0].dtype)
     dw = jax.lax.dot_general(lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=wide)
     if s.mesh is not None:
         dw = constrain_weight(s, dw)
-    return dw.astype(w.dtype)
+    return s.split(dw.astype(w[0].dtype), w)
 
 
 def _split_as(s: Matmul, dy, other):
@@ -105,7 +109,7 @@ def gathered_matmul(s: Matmul, x, w, bias, scales):
 
 
 def _gathered_forward(s: Matmul, x, w, bias, scales):
-    amaxes = _amaxes(real_rows(s, x), w, scales)
+    amaxes = _amaxes(s, real_rows(s, x), w, scales)
     if s.keeps_gathered:
         out, gathered = _gathered_and_kept(s, x, w, bias, scales)
         return out, (None, named_gathered_tokens(gathered), w, bias, scales, amaxes)
@@ -130,7 +134,7 @@ def _gathered_and_kept(s: Matmul, x, w, bias, scales):
 
 def _kept_forward(s: Matmul, x, w, bias, scales):
     out, gathered = _gathered_and_kept(s, x, w, bias, scales)
-    amaxes = _amaxes(real_rows(s, x), w, scales)
+    amaxes = _amaxes(s, real_rows(s, x), w, scales)
     return (out, gathered), (gathered, w, bias, scales, amaxes)
 
 
@@ -149,7 +153,7 @@ def scattered_matmul(s: Matmul, x, w, bias, scales):
 
 
 def _scattered_forward(s: Matmul, x, w, bias, scales):
-    return scattered_matmul(s, x, w, bias, scales), (x, w, bias, scales, _amaxes(x, w, scales))
+    return scattered_matmul(s, x, w, bias, scales), (x, w, bias, scales, _amaxes(s, x, w, scales))
 
 
 def _scattered_backward(s: Matmul, residuals, dy):
@@ -166,7 +170,7 @@ def _scattered_backward(s: Matmul, residuals, dy):
 def _adjoint(s: Matmul, w, dtype) -> Matmul:
     """Returns the matmul that computes dx; it contracts the columns of w, which may be sharded."""
     splits_columns = s.mesh is not None and s.overlap.comm_type == CommOverlapType.AG
-    columns = s.num_columns(w) // (s.comm.num_ranks if splits_columns else 1)
+    columns = sum(map(s.num_columns, w)) // (s.comm.num_ranks if splits_columns else 1)
     check_contracted_blocks(s.op, s.scaling_mode, columns)
     return s.adjoint(dtype)
 
@@ -175,8 +179,8 @@ def _of_adjoint(scales: Scales | None) -> Scales | None:
     return None if scales is None else scales.of_adjoint()
 
 
-def _amaxes(x, w, scales: Scales | None):
-    return None if scales is None else (amax_of(x), amax_of(w))
+def _amaxes(s: Matmul, x, w, scales: Scales | None):
+    return None if scales is None else (amax_of(x), amax_of(s.join(w)))
 
 
 def _with_amax(amaxes, dy):
@@ -192,7 +196,8 @@ def _again_backward(s: Matmul, residuals, cotangents):
     x, w, dy = residuals
     of_dx, of_dw = cotangents
     more = lambda x, w: gathered_matmul(s, x, w, None, None)
-    return *gather_again(s, of_dx, of_dw, dy), more(of_dx, w) + more(x, of_dw)
+    dx, dw = gather_again(s, of_dx, of_dw, dy)
+    return dx, dw, more(of_dx, w) + more(x, of_dw)
 
 
 def _sum_to_ranks(s: Matmul, gathered):

@@ -13,6 +13,7 @@ from jax_cp_dispatch._ranks.varying import vary_like, varying_axes
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
+from jax_cp_dispatch.comm_gemm.layers.operands import join_columns, split_columns
 from jax_cp_dispatch.comm_gemm.scaled.operands import (
     FORWARD_DTYPE,
     ScaledOperands,
@@ -102,6 +103,19 @@ class Matmul:
         """The axes of the ranks, if JAX tracks over which axes arrays vary."""
         places = (jax.lax.axis_index(name) for name in self.comm.axis_names)
         return frozenset().union(*map(varying_axes, places))
+
+    @property
+    def num_parts(self) -> int:
+        """The ranks whose columns the weights hold."""
+        return 1 if self.mesh is None else self.comm.num_ranks
+
+    def join(self, ws):
+        """Returns several weights of the same x as one, [K, sum of their columns]."""
+        return join_columns(ws, self.num_parts)
+
+    def split(self, w, like):
+        """Returns the weights in a joined one, or their gradients in its gradient."""
+        return tuple(split_columns(w, [each.shape[-1] for each in like], self.num_parts))
 
     def num_columns(self, w) -> int:
         return w.shape[0 if self.rhs_transposed else 1]
