@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace cpd {
 
@@ -31,6 +32,24 @@ struct PairCount {
     if (IsUnlimited()) return (end * (end + 1) - start * (start + 1)) / 2;
     return Before(end, length) - Before(start, length);
   }
+
+  // Where the pairs of a query stop to grow with its position, and where they begin to fall.
+  std::pair<int64_t, int64_t> Turns(int64_t length) const {
+    const int64_t no_key_missing = left == kNoLimit ? length : left;
+    const int64_t keys_missing = right == kNoLimit ? 0 : length - right;
+    const auto [first, last] = std::minmax(no_key_missing, keys_missing);
+    return {std::clamp<int64_t>(first, 0, length), std::clamp<int64_t>(last, 0, length)};
+  }
+
+  // The same attention if documents are read from their ends.
+  PairCount Mirrored() const {
+    PairCount mirrored;
+    mirrored.left = right, mirrored.right = left;
+    return mirrored;
+  }
+
+  // Whether a query attends to more tokens after than before itself.
+  bool IsForward() const { return left != kNoLimit && (right == kNoLimit || right > left); }
 
   // The keys [FirstKey, LastKey) of these queries.
   int64_t FirstKey(int64_t start) const {

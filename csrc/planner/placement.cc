@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "planner/close_ranks.h"
+#include "planner/mix_densities.h"
 #include "planner/nodes.h"
 #include "planner/repair.h"
 
@@ -12,6 +13,7 @@ namespace cpd {
 namespace {
 
 constexpr int64_t kSeeds = 4;
+constexpr int64_t kRepairs = 4;
 constexpr int64_t kFewRanks = 16;
 constexpr int64_t kManyDocuments = 1 << 16;
 
@@ -19,6 +21,36 @@ struct Candidate {
   RankPieces ranks;
   PlacementCost cost;
 };
+
+// Repairs those candidates that may become the best: after a repair they have at least as many
+// keys. The candidates with the fewest keys come first.
+Candidate BestAfterRepair(const PlacementProblem& problem, std::vector<Candidate> candidates) {
+  const auto hoped = [](PlacementCost cost) {
+    cost.excess = 0;
+    return cost;
+  };
+  std::stable_sort(
+      candidates.begin(), candidates.end(),
+      [&](const Candidate& a, const Candidate& b) { return hoped(a.cost) < hoped(b.cost); });
+  Candidate best;
+  int64_t num_repairs = 0;
+  const auto consider = [&](Candidate candidate) {
+    if (best.ranks.empty() || candidate.cost < best.cost) best = std::move(candidate);
+  };
+  for (Candidate& candidate : candidates) {
+    if (!best.ranks.empty() && !(hoped(candidate.cost) < best.cost)) break;
+    const bool is_balanced = !best.ranks.empty() && best.cost.excess == 0;
+    if (candidate.cost.excess > 0 && (num_repairs < kRepairs || !is_balanced)) {
+      ++num_repairs;
+      Candidate repaired = candidate;
+      RepairBalance(problem, &repaired.ranks);
+      repaired.cost = CostOf(problem, repaired.ranks);
+      consider(std::move(repaired));
+    }
+    consider(std::move(candidate));
+  }
+  return best;
+}
 
 // The best of several constructions. `items` are documents, or pieces of them.
 Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& items,
@@ -30,10 +62,7 @@ Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& i
   int64_t most_seeds =
       std::max<int64_t>(1, num_seeds * kManyDocuments / std::max(kManyDocuments, num_documents));
   if (problem.block > 1) most_seeds = 1;  // most of them have to be repaired
-  Candidate best;
-  const auto consider = [&](RankPieces ranks, const PlacementCost& cost) {
-    if (best.ranks.empty() || cost < best.cost) best = {std::move(ranks), cost};
-  };
+  std::vector<Candidate> candidates;
   for (int64_t seed = 0; seed < most_seeds; ++seed) {
     for (int64_t dense_percent : {0, 85}) {
       for (int64_t reserve_percent : {0, 50}) {
@@ -44,19 +73,13 @@ Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& i
         RankPieces ranks = CloseRanks(problem, items, closing);
         if (problem.HasNodes()) ArrangeInNodes(problem, &ranks);
         const PlacementCost cost = CostOf(problem, ranks);
-        PlacementCost hoped = cost;  // of a repair that costs no keys
-        hoped.excess = 0;
-        if (repair && cost.excess > 0 && (best.ranks.empty() || hoped < best.cost)) {
-          RankPieces repaired = ranks;
-          RepairBalance(problem, &repaired);
-          const PlacementCost less = CostOf(problem, repaired);
-          consider(std::move(repaired), less);
-        }
-        consider(std::move(ranks), cost);
+        candidates.push_back({std::move(ranks), cost});
       }
     }
   }
-  return best;
+  if (repair) return BestAfterRepair(problem, std::move(candidates));
+  return *std::min_element(candidates.begin(), candidates.end(),
+                           [](const Candidate& a, const Candidate& b) { return a.cost < b.cost; });
 }
 
 // Places documents on nodes, as if each were one large rank, and then the pieces of each node on
@@ -102,6 +125,18 @@ Candidate ConstructUnbalanced(const PlacementProblem& problem, const std::vector
 }  // namespace
 
 RankPieces PlaceDocuments(PlacementProblem problem) {
+  if (problem.pairs.IsForward()) {
+    problem.pairs = problem.pairs.Mirrored();
+    RankPieces ranks = PlaceDocuments(problem);
+    for (std::vector<Piece>& pieces : ranks) {
+      for (Piece& piece : pieces) {
+        const int64_t length = problem.lengths[piece.document];
+        piece = {length - piece.end, length - piece.start, piece.document};
+      }
+      SortAndJoin(&pieces);
+    }
+    return ranks;
+  }
   SetLimits(&problem);
   std::vector<Piece> items;
   for (size_t i = 0; i < problem.lengths.size(); ++i) {
@@ -124,6 +159,11 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
   while (problem.block > 1 && (best.cost.broken > 0 || best.cost.excess > 0)) {
     problem.block /= 2;  // everything else is worth more than aligned cuts
     consider(Construct(problem, items).ranks);
+  }
+  if (best.cost.excess > 0) {
+    RankPieces mixed = MixDensities(problem, items);
+    if (problem.HasNodes()) ArrangeInNodes(problem, &mixed);
+    consider(std::move(mixed));
   }
   if (problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0)) {
     consider(ConstructUnbalanced(problem, items).ranks);

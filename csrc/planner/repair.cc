@@ -46,6 +46,7 @@ class Repair {
   Repair(const PlacementProblem& problem, RankPieces* ranks) : problem_(problem), ranks_(*ranks) {
     work_.resize(ranks_.size());
     rows_.resize(ranks_.size());
+    groups_.resize(ranks_.size());
     for (size_t r = 0; r < ranks_.size(); ++r) Count(static_cast<int64_t>(r));
   }
 
@@ -80,10 +81,16 @@ class Repair {
   // Work that the rank may still get.
   int64_t Room(int64_t rank) const { return problem_.limits[rank] - work_[rank]; }
 
-  // Zero, one or two pieces.
-  std::vector<Group> Groups(int64_t rank) const {
-    const std::vector<Piece>& pieces = ranks_[rank];
-    std::vector<Group> groups(1);
+  // Zero, one or two pieces, by their tokens.
+  const std::vector<Group>& Groups(int64_t rank) {
+    std::vector<Group>& groups = groups_[rank];
+    if (groups.empty()) ListGroups(ranks_[rank], &groups);
+    return groups;
+  }
+
+  void ListGroups(const std::vector<Piece>& pieces, std::vector<Group>* list) const {
+    std::vector<Group>& groups = *list;
+    groups.resize(1);
     for (int i = static_cast<int>(pieces.size()) - 1; i >= 0; --i) {
       if (!IsAlone(pieces, i)) continue;
       groups.push_back(
@@ -119,30 +126,49 @@ class Repair {
         break;
       }
     }
-    return groups;
+    std::stable_sort(groups.begin(), groups.end(),
+                     [](const Group& a, const Group& b) { return a.tokens < b.tokens; });
   }
 
-  Exchange Find(int64_t heavy) const {
+  Exchange Find(int64_t heavy) {
     const int64_t need = -Room(heavy);
-    const std::vector<Group> outs = Groups(heavy);
+    const std::vector<Group>& outs = Groups(heavy);
     Exchange best;
+    const auto consider = [&](int64_t other, const Group& out, const Group& in) {
+      const int64_t head = in.tokens - out.tokens;  // tokens that move there, or come back
+      int64_t head_work = 0;
+      if (head != 0) {
+        const int cut = head > 0 ? out.cut : in.cut;
+        if (cut < 0) return;
+        const Piece& piece = ranks_[head > 0 ? heavy : other][cut];
+        if (piece.end <= std::abs(head)) return;
+        head_work = problem_.Work({0, std::abs(head), piece.document}) * (head > 0 ? 1 : -1);
+      }
+      const int64_t change = out.work - in.work + head_work;  // removed work
+      if (change <= 0 || change > Room(other)) return;
+      const Exchange found{std::abs(head) + kCut, std::min(change, need), other, out, in};
+      if (found < best && KeepsLimits(heavy, found)) best = found;
+    };
+    // Whether an exchange with this head can be better than the best.
+    int64_t most_gain = need;
+    const auto can_win = [&](int64_t head) {
+      return best.other < 0 ||
+             static_cast<Wide>(head + kCut) * best.gain < static_cast<Wide>(best.cost) * most_gain;
+    };
     for (int64_t other : Lightest(kRanks)) {
       if (other == heavy || Room(other) <= 0) continue;
-      for (const Group& in : Groups(other)) {
-        for (const Group& out : outs) {
-          const int64_t head = in.tokens - out.tokens;  // tokens that move there, or come back
-          int64_t head_work = 0;
-          if (head != 0) {
-            const int cut = head > 0 ? out.cut : in.cut;
-            if (cut < 0) continue;
-            const Piece& piece = ranks_[head > 0 ? heavy : other][cut];
-            if (piece.end <= std::abs(head)) continue;
-            head_work = problem_.Work({0, std::abs(head), piece.document}) * (head > 0 ? 1 : -1);
-          }
-          const int64_t change = out.work - in.work + head_work;  // removed work
-          if (change <= 0 || change > Room(other)) continue;
-          const Exchange found{std::abs(head) + kCut, std::min(change, need), other, out, in};
-          if (found < best && KeepsLimits(heavy, found)) best = found;
+      const std::vector<Group>& ins = Groups(other);
+      most_gain = std::min(need, Room(other));
+      auto middle = ins.begin();
+      for (const Group& out : outs) {
+        while (middle != ins.end() && middle->tokens < out.tokens) ++middle;
+        for (auto in = middle; in != ins.end() && can_win(in->tokens - out.tokens); ++in) {
+          consider(other, out, *in);
+        }
+        for (auto in = middle; in != ins.begin();) {
+          --in;
+          if (!can_win(out.tokens - in->tokens)) break;
+          consider(other, out, *in);
         }
       }
     }
@@ -202,6 +228,7 @@ class Repair {
   }
 
   void Count(int64_t rank) {
+    groups_[rank].clear();
     work_[rank] = 0;
     for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.Work(piece);
     std::vector<Piece> pieces = ranks_[rank];
@@ -323,7 +350,8 @@ class Repair {
 
   const PlacementProblem& problem_;
   RankPieces& ranks_;
-  std::vector<int64_t> work_, rows_;  // of each rank
+  std::vector<int64_t> work_, rows_;        // of each rank
+  std::vector<std::vector<Group>> groups_;  // of each rank; listed when they are needed
 };
 
 }  // namespace

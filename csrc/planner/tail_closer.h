@@ -85,6 +85,18 @@ class TailCloser : protected ClosingState {
     FindExchange(k, num, tokens, work, fits, is_aligned, &best, &joins, &leaves);
     if (joins.first < 0) best = most;
 
+    const int64_t part = FindPart(longest, k, tokens, work, std::min(best, most_others), fits);
+    if (part > 0 && is_aligned(tokens + part)) {
+      padding_ -= used_padding;
+      for (int64_t i = 0; i < k; ++i) Give(pool_.Take(0));
+      Piece filler = pool_.Take(0);
+      Give({filler.start, filler.start + part, filler.document});
+      filler.start += part;
+      pool_.Insert(filler);
+      TakeTail(longest, start(tokens + part));
+      return true;
+    }
+
     // Or a slice from the head of the same document, whose keys this rank receives anyway.
     int64_t slice = 0, dropped = 0, kept = -1;
     {
@@ -146,6 +158,29 @@ class TailCloser : protected ClosingState {
     }
     TakeTail(longest, start(best));
     return true;
+  }
+
+  // The fewest tokens of the next document with which the tail fits, if that saves more keys than
+  // both parts of this document need in common; else 0. For causal attention, a slice of the
+  // longest document costs less.
+  template <typename Fits>
+  int64_t FindPart(const Piece& longest, int64_t k, int64_t tokens, int64_t work, int64_t best,
+                   const Fits& fits) const {
+    if (problem_.pairs.right == 0 || k >= pool_.size()) return 0;
+    const Piece& filler = pool_[k];
+    const int64_t least = problem_.min_piece;
+    const int64_t last = std::min(best - tokens, filler.num_tokens() - least + 1);
+    const auto head = [&](int64_t x) {
+      return Piece{filler.start, filler.start + x, filler.document};
+    };
+    const int64_t x =
+        FirstThat(least, last, [&](int64_t x) { return fits(tokens + x, work + Work(head(x))); });
+    if (x >= last) return 0;
+    const Piece rest{filler.start + x, filler.end, filler.document};
+    const int64_t cost = Rows(head(x)) + Rows(rest) - Rows(filler);
+    const int64_t fill = tokens + x;
+    const int64_t tail = std::max<int64_t>(1, tokens_per_rank_ - fill);
+    return (best - fill) * Rows(longest) / tail > cost ? x : 0;  // fewer ranks receive the longest
   }
 
   // Swaps up to two of the last documents that fit for one or two longer ones, with the fewest

@@ -38,16 +38,17 @@ std::vector<int64_t> VectorOf(const Numbers& numbers) {
 
 // A negative limit is none.
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
-                        int64_t tokens_per_rank, int32_t ranks_per_node, int64_t window,
-                        int64_t tolerance_ppm, int64_t max_received, int64_t max_away,
-                        int64_t min_piece, int64_t block) {
+                        int64_t tokens_per_rank, int32_t ranks_per_node, int64_t left,
+                        int64_t right, int64_t tolerance_ppm, int64_t max_received,
+                        int64_t max_away, int64_t min_piece, int64_t block) {
   PlacementProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.speeds = VectorOf(speeds);
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
   problem.ranks_per_node = ranks_per_node;
-  problem.pairs = PairCount::Causal(window);
+  problem.pairs.left = left < 0 ? PairCount::kNoLimit : left;
+  problem.pairs.right = right < 0 ? PairCount::kNoLimit : right;
   problem.tolerance_ppm = tolerance_ppm;
   if (max_received >= 0) problem.max_received = max_received;
   if (max_away >= 0) problem.max_away = max_away;
@@ -87,8 +88,8 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, int32_t num
 void BindPlanner(nb::module_& m) {
   m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
         nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
-        nb::arg("window"), nb::arg("tolerance_ppm"), nb::arg("max_received"), nb::arg("max_away"),
-        nb::arg("min_piece"), nb::arg("block"),
+        nb::arg("left"), nb::arg("right"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
+        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"),
         "Pieces of documents by rank: rows (rank, document, start, end).");
   m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
         nb::arg("num_ranks"), nb::arg("columns_per_rank"), nb::arg("window"),
