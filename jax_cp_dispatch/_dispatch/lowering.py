@@ -7,7 +7,6 @@ merged or hoisted on all of them alike.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
@@ -19,10 +18,16 @@ from jax_cp_dispatch._dispatch.operands import (
     read_operands,
 )
 from jax_cp_dispatch._dispatch.partitioning import lower_partitioned
+from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._ranks.axis import place_on
 from jax_cp_dispatch._ranks.call_site import call_site_attributes
-from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS, all_ranks_here, gpu_attributes
+from jax_cp_dispatch._ranks.gpu import (
+    GPU_IMPLEMENTATIONS,
+    all_ranks_here,
+    gpu_attributes,
+    on_collective_stream,
+)
 from jax_cp_dispatch._ranks.implementations import choose_implementation
 from jax_cp_dispatch._ranks.lowering import (
     choose_transport,
@@ -43,19 +48,25 @@ def lower(primitive, by_xla, target, ctx, *operands, call, parts, **params):
         return lower_opened(opened, ctx, *operands)
     if call.is_global:
         if _is_for_gpu(ctx, call):
-            by_xla = functools.partial(_on_one_gpu, target, ctx.avals_out, call=call, parts=parts)
+            by_xla = functools.partial(
+                _on_gpu, target, ctx.avals_out, call=call, parts=parts, where=all_ranks_here()
+            )
         return lower_partitioned(
             primitive, ctx, *operands, call=call, parts=parts, on_one_device=by_xla, params=params
         )
     transport = choose_transport(ctx, call.op, call.comm)
     if transport.name == "xla":
+        by_xla = functools.partial(by_xla, ragged=may_be_ragged(ctx.module_context.platforms))
         return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands)
     if transport.name in GPU_IMPLEMENTATIONS:
         where = gpu_attributes(ctx, transport.name, call.comm)
-    else:
-        prepare_cpu_devices()
-        what = _what(target, parts)
-        where = call_site_attributes(ctx, what, call.comm, transport.groups, transport.name)
+        on_gpu = functools.partial(
+            _on_gpu, target, ctx.avals_out, call=call, parts=parts, where=where
+        )
+        return mlir.lower_fun(on_gpu, multiple_results=True)(ctx, *operands)
+    prepare_cpu_devices()
+    what = _what(target, parts)
+    where = call_site_attributes(ctx, what, call.comm, transport.groups, transport.name)
     return _lower_custom_call(target, ctx, *operands, call=call, parts=parts, **where)
 
 
@@ -66,14 +77,15 @@ def _is_for_gpu(ctx, call):
     return choose_implementation(call.op, wanted, platforms) in GPU_IMPLEMENTATIONS
 
 
-def _on_one_gpu(target, avals_out, *operands, call, parts):
-    """Lowers the same custom call for one device that holds the rows of all ranks."""
+def _on_gpu(target, avals_out, *operands, call, parts, where):
+    """Makes the custom call of one rank, or of one device that holds the rows of all ranks."""
     shapes = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in avals_out]
     num_storage = _num_storage(operands, parts)
     aliases = {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
     move = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
-    none = jnp.int32(0)
-    return move(none, none, *operands, **_attributes(call, parts), **all_ranks_here())
+    move = functools.partial(move, **_attributes(call, parts), **where)
+    axes = ((), ()) if call.is_global else (call.comm.axis_names, call.comm.group_axes)
+    return on_collective_stream(move)(*map(place_on, axes), *operands)
 
 
 def _lower_custom_call(target, ctx, *operands, call, parts, **where):
@@ -134,7 +146,7 @@ def _span(values):
     return np.array(list(values), np.int64)
 
 
-def dispatch_by_xla(*operands, call, parts):
+def dispatch_by_xla(*operands, call, parts, ragged=False):
     """`dispatch_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     if call.by_collectives is not None:
@@ -151,11 +163,12 @@ def dispatch_by_xla(*operands, call, parts):
             num_ranks=call.comm.num_ranks,
             capacity=part.capacity,
             stamp=stamp,
+            ragged=ragged,
         )
     return outs
 
 
-def combine_by_xla(*operands, call, parts, dtypes):
+def combine_by_xla(*operands, call, parts, dtypes, ragged=False):
     """`combine_p` from XLA's collectives."""
     split = read_operands(operands, parts)
     if call.by_collectives is not None:
@@ -175,6 +188,7 @@ def combine_by_xla(*operands, call, parts, dtypes):
             num_tokens=part.num_tokens,
             dtypes=dtypes_out,
             stamp=stamp,
+            ragged=ragged,
         )
     return outs
 

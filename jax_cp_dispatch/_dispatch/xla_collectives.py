@@ -1,8 +1,9 @@
 """Movement by XLA's collectives alone: `implementation="xla"`, on every platform.
 
-Every rank gathers the rows of all ranks and selects from them, so a rank temporarily holds W blocks
-of rows. No error can be raised at run time: a plan that the native handlers would reject fills the
-results of all ranks, floating-point ones with NaN, others with zeros.
+Rows move by `ragged_all_to_all` where the caller allows it; see xla_ragged.py. Otherwise every rank
+gathers the rows of all ranks and selects from them. No error can be raised at run time: a plan that
+the native handlers would reject fills the results of all ranks, floating-point ones with NaN,
+others with zeros.
 
 Rows move as unsigned integers where a float is narrower than 32 bits, because XLA may compute with
 such types in float32, which changes the bits of a NaN.
@@ -19,6 +20,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_plan import Plan, find_sources, of_all_ranks, read_plan
+from jax_cp_dispatch._dispatch.xla_ragged import MAX_UPDATES, return_rows, send_rows
 from jax_cp_dispatch._ranks.varying import vary_alike
 
 
@@ -31,6 +33,7 @@ def dispatch_with_xla(
     num_ranks: int,
     capacity: int,
     stamp: Int32[Array, " 5"] | None = None,
+    ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
@@ -45,26 +48,33 @@ def dispatch_with_xla(
       num_ranks: W.
       capacity: rows per rank of the results.
       stamp: for which batch the plan was made, and which this rank sees.
+      ragged: whether `ragged_all_to_all` may be used.
     Returns:
       `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows that no rank writes are
       zero.
     """
     dtypes = [x.dtype for x in arrays]
-    everyones = [of_all_ranks(_to_bits(x), axis_names, num_ranks) for x in arrays]
+    bits = [_to_bits(x) for x in arrays]
+    num_tokens = _rows_per_rank(bits, axis_names, num_ranks)
     plan = read_plan(
         metadata,
         axis_names,
         num_ranks=num_ranks,
-        num_tokens=everyones[0].shape[1],
+        num_tokens=num_tokens,
         capacity=capacity,
         stamp=stamp,
     )
+    ragged = ragged and bool(axis_names) and num_ranks > 1
+    if ragged and num_tokens > 0 and plan.dst_rank.size <= MAX_UPDATES:
+        received = send_rows(plan, rank, bits, axis_names=axis_names, capacity=capacity)
+    else:
+        everyones = [of_all_ranks(x, axis_names, num_ranks) for x in bits]
 
-    def receive(rank):
-        src_rank, src_row = find_sources(plan, rank, capacity)
-        return [_take_rows(x, src_rank, src_row) for x in everyones]
+        def receive(rank):
+            src_rank, src_row = find_sources(plan, rank, capacity)
+            return [_take_rows(x, src_rank, src_row) for x in everyones]
 
-    received = _on_each(receive, rank, axis_names, num_ranks)
+        received = _on_each(receive, rank, axis_names, num_ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(received, dtypes, strict=True)]
 
 
@@ -78,6 +88,7 @@ def combine_with_xla(
     num_tokens: int,
     dtypes: Sequence[str],
     stamp: Int32[Array, " 5"] | None = None,
+    ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 
@@ -93,31 +104,49 @@ def combine_with_xla(
       num_ranks: W.
       num_tokens: rows per rank T of the results.
       dtypes: of the results.
-      stamp: as in `dispatch_with_xla`.
+      stamp, ragged: as in `dispatch_with_xla`.
     Returns:
       `[T, ...]`, or without `axis_names` `[W * T, ...]`; rows that no shard names are zero.
     """
     dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
-    everyones = [of_all_ranks(_to_bits(y), axis_names, num_ranks) for y in arrays]
+    bits = [_to_bits(y) for y in arrays]
+    capacity = _rows_per_rank(bits, axis_names, num_ranks)
     plan = read_plan(
         metadata,
         axis_names,
         num_ranks=num_ranks,
         num_tokens=num_tokens,
-        capacity=everyones[0].shape[1],
+        capacity=capacity,
         stamp=stamp,
     )
-    sources = [_Sources(*each) for each in zip(everyones, dtypes_in, dtypes_out, strict=True)]
     is_named_once = metadata.src_offset is None
+    # What returns to a rank at most, all replicas of its rows.
+    num_home = (
+        num_tokens * (1 if is_named_once else plan.num_rows.shape[1]) * plan.dst_rank.shape[2]
+    )
+    is_less = num_home < num_ranks * capacity and plan.dst_rank.size <= MAX_UPDATES
+    ragged = ragged and bool(axis_names) and num_ranks > 1
+    if ragged and num_home > 0 and is_less:
+        homes, begin = return_rows(plan, rank, bits, axis_names=axis_names, num_home=num_home)
+        held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
+    else:
+        held, dst_rank = [of_all_ranks(y, axis_names, num_ranks) for y in bits], plan.dst_rank
+        begin = None
+    sources = [_Sources(*each) for each in zip(held, dtypes_in, dtypes_out, strict=True)]
 
     def bring_home(rank):
-        sender = _Sender(*(field[rank] for field in plan[:4]))
+        dst_row = plan.dst_row[rank] if begin is None else begin
+        sender = _Sender(dst_rank[rank], dst_row, plan.src_row[rank], plan.num_rows[rank])
         sum_shards = _sum_one_shard if is_named_once else _sum_every_shard
         sums = sum_shards(sender, sources, _no_sums(sources, num_tokens))
         return _round(sums, sources)
 
     totals = _on_each(bring_home, rank, axis_names, num_ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
+
+
+def _rows_per_rank(arrays: Sequence[Array], axis_names: tuple[str, ...], num_ranks: int) -> int:
+    return arrays[0].shape[0] // (1 if axis_names else num_ranks)
 
 
 def _on_each(

@@ -50,8 +50,8 @@ def available_implementations() -> dict[str, Implementation]:
         **{name: _gpu_implementation(name) for name in GPU_IMPLEMENTATIONS},
         "xla": Implementation(
             True,
-            "XLA's all-gather and local gathers, on every platform; a rank holds all ranks' rows, "
-            "and a plan that does not fit gives NaN, not an error",
+            "XLA's collectives, on every platform; a rank may hold all ranks' rows, and a plan "
+            "that does not fit gives NaN, not an error",
         ),
     }
 

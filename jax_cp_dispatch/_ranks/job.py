@@ -1,6 +1,7 @@
 """Exchanges values between the processes of a job, through JAX's coordination service."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,3 +69,22 @@ def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
             ) from error
         heard.append(json.loads(text))
     return heard
+
+
+def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
+    """Calls `attempt` in all processes of the job at once; all return the same.
+
+    Args:
+      name: of the attempt; use each name once.
+      attempt: may use all devices; returns why it failed, or "".
+      timeout: seconds to wait for the other processes to come, and then for their results.
+    Returns:
+      The first process's failure, or that not all came (then none calls `attempt`); else "".
+    """
+    client: Any = distributed.global_state.client
+    try:
+        client.wait_at_barrier(f"jax_cp_dispatch/{name}", round(1000 * timeout))
+    except jax.errors.JaxRuntimeError:
+        return f"{name}: not all processes came within {timeout:g} s"
+    failures = tell_and_hear(name, "failure", attempt(), timeout)
+    return next((failure for failure in failures if failure), "")

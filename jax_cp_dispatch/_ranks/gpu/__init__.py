@@ -12,6 +12,7 @@ from jax_cp_dispatch._ranks.gpu.places import (
     remember_mesh,
     what_pointers_lack,
 )
+from jax_cp_dispatch._ranks.gpu.stream import on_collective_stream
 from jax_cp_dispatch._ranks.gpu.world import GpuWorld, connect_gpus, connected_gpus
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "connect_gpus",
     "connected_gpus",
     "gpu_attributes",
+    "on_collective_stream",
     "raise_gpu_errors",
     "remember_mesh",
     "what_gpu_lacks",

@@ -1,0 +1,203 @@
+"""Movement by `ragged_all_to_all`: values against NumPy on CPU, and programs for GPUs and TPUs.
+
+CPU programs run a stand-in made from an all-gather, with XLA's definition of the operation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ragged as stand_in
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from movement_oracle import combined, dispatched, random_plan
+from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
+
+from jax_cp_dispatch import Metadata, combine, dispatch
+from jax_cp_dispatch._dispatch import ragged_choice
+from jax_cp_dispatch._dispatch.operands import MetadataOperands
+from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+
+W, S, T, C = 8, 5, 24, 2
+CAPACITY = 100
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Replaces the operation by the stand-in; counts its calls while programs are traced."""
+    found = []
+
+    def count(*args, **options):
+        found.append(options)
+        return stand_in.ragged_all_to_all(*args, **options)
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", count)
+    return found
+
+
+def operands(plan):
+    return MetadataOperands(**{k: plan[k] for k in MetadataOperands._fields if k in plan})
+
+
+def fitting_plan(seed, num_replicas=C):
+    for attempt in range(100):
+        plan = random_plan(np.random.default_rng((seed, attempt)), W, S, T, num_replicas)
+        if plan["num_total_recv_tokens"].max() <= CAPACITY:
+            return plan
+    raise AssertionError("no plan fits")
+
+
+def both(x, y, m, axis_names=(AXIS,)):
+    rank = lax.axis_index(axis_names)
+    common = {"axis_names": axis_names, "num_ranks": W, "ragged": True}
+    dtypes = tuple(a.dtype.name for a in y)
+    sent = dispatch_with_xla(rank, m, x, capacity=CAPACITY, **common)
+    return sent, combine_with_xla(rank, m, y, num_tokens=T, dtypes=dtypes, **common)
+
+
+def rows(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(W, n, 3)).astype(dtype) for n in (T, CAPACITY))
+
+
+def assert_as_defined(got, plan, x, y):
+    np.testing.assert_array_equal(got[0][0], dispatched(plan, x, CAPACITY))
+    np.testing.assert_array_equal(got[1][0], combined(plan, y, T, np.float32))
+
+
+@pytest.mark.parametrize("has_src_offset", [False, True])
+def test_any_plan_matches_the_definition(calls, has_src_offset):
+    run = on_ranks(both, mesh_of(W, np.random.default_rng(0).permutation(W)))
+    for seed in range(12):
+        plan = fitting_plan(seed)
+        if has_src_offset:
+            free = T - plan["seq_len"] + 1
+            plan["src_offset"] = np.random.default_rng(seed).integers(0, free).astype(np.uint32)
+        x, y = rows(seed)
+        assert_as_defined(run([x], [y], operands(plan)), plan, x, y)
+    assert len(calls) == 2
+
+
+def test_an_invalid_plan_moves_nothing_and_fills_every_rank_with_nan(calls):
+    run = on_ranks(both, mesh_of(W))
+    plan = fitting_plan(0)
+    x, y = rows(0)
+    for field, index, value in [
+        ("dst_offset", np.s_[:], 2**31), ("dst_rank", np.s_[:], W), ("seq_len", np.s_[:], T + 9),
+        ("num_recv_tokens", np.s_[2, 1], 4),
+    ]:  # fmt: skip
+        broken = plan | {field: plan[field].copy()}
+        broken[field][index] = value
+        got = run([x], [y], operands(broken))
+        assert all(np.isnan(out).all() for out in jax.tree.leaves(got)), field
+    assert len(calls) == 2
+
+
+def test_bits_of_narrow_types_and_two_axes_of_ranks(calls):
+    names = ("pod", "data")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names)
+    plan = fitting_plan(3)
+    rng = np.random.default_rng(4)
+    x = rng.integers(0, 2**16, (W, T, 2)).astype(np.uint16).view(jnp.bfloat16)
+    flags = rng.integers(0, 2, (W, T)).astype(bool)
+    y = rng.normal(size=(W, CAPACITY, 2)).astype(jnp.bfloat16)
+
+    def local(x, flags, y, m):
+        got = both([x[0], flags[0]], [y[0]], m, axis_names=names)
+        return jax.tree.map(lambda out: out[None], got)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    (sent, sent_flags), (home,) = jax.jit(run)(x, flags, y, operands(plan))
+    raw = dispatched(plan, x.view(np.uint16), CAPACITY)
+    np.testing.assert_array_equal(np.asarray(sent).view(np.uint16), raw)
+    np.testing.assert_array_equal(sent_flags, dispatched(plan, flags, CAPACITY))
+    expected = combined(plan, y, T, np.float32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(home).view(np.uint16), expected.view(np.uint16))
+    assert [options["axis_name"] for options in calls] == [names] * 3
+
+
+# ---- Lowered for GPUs and TPUs.
+
+PLAN = Metadata(**fitting_plan(0))
+X = np.zeros((W * T, 3), np.float32)
+
+
+def moved(x, m):
+    y = dispatch(x, m, axis_name=AXIS, capacity=CAPACITY, implementation="xla")
+    return combine(y, m, axis_name=AXIS, num_tokens=T, implementation="xla")
+
+
+def lowered(fn, *arguments, platforms):
+    return jax.jit(fn).trace(*arguments).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_programs_move_only_what_the_plan_says(platform):
+    run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    loss = lambda x, m: (run(x, m) ** 2).sum()
+    for fn, num in ((run, 2), (jax.grad(loss), 4)):
+        text = lowered(fn, X, PLAN, platforms=(platform,))
+        assert text.count("custom_call @ragged_all_to_all(") == num
+        gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+        assert gathered and not any("xf32" in line for line in gathered), "only metadata"
+
+
+def test_groups_and_examples():
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    plan = Metadata(**random_plan(np.random.default_rng(0), 4, S, 4 * T, 1))
+    move = lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=4 * T, implementation="xla")
+    each = lambda x, m: jax.vmap(move, (0, None))(x, m)
+    specs = {"in_specs": (P("data", AXIS), P(AXIS)), "out_specs": P("data", AXIS)}
+    run = jax.shard_map(each, mesh=mesh, **specs)
+    text = lowered(run, np.zeros((4, 16 * T, 2), np.float32), plan, platforms=("cuda",))
+    (line,) = [line for line in text.splitlines() if "custom_call @ragged_all_to_all(" in line]
+    assert "replica_groups = dense<[[0, 1, 2, 3], [4, 5, 6, 7]]>" in line
+    assert f"tensor<{4 * T}x2x2xf32>" in line  # examples are columns of one call
+
+
+def test_other_programs_gather():
+    run = jax.shard_map(moved, mesh=mesh_of(W), in_specs=P(AXIS), out_specs=P(AXIS))
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        assert "ragged" not in lowered(run, X, PLAN, platforms=platforms)
+    one = functools.partial(moved)  # one device with all ranks
+    assert "ragged" not in lowered(one, X, PLAN, platforms=("tpu",))
+
+
+# ---- The self-test.
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """Makes the CPU devices pass for GPUs, and forgets earlier results."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ragged_choice._passes.cache_clear()
+    yield lambda: ragged_choice.may_be_ragged(["cuda"])
+    ragged_choice._passes.cache_clear()
+
+
+def test_the_operation_is_used_where_its_results_are_right(calls, tested):
+    assert tested()
+    assert len(calls) == 4  # both calls of both arrays
+
+
+def test_wrong_results_choose_the_all_gather(calls, tested, monkeypatch):
+    right = lax.ragged_all_to_all
+    shift = lambda x, out, begin, *rest, **options: right(x, out, begin + 1, *rest, **options)
+    monkeypatch.setattr(lax, "ragged_all_to_all", shift)
+    with pytest.warns(UserWarning, match="by all-gather .* failed its self-test"):
+        assert not tested()
+
+
+def test_an_operation_that_cannot_run_chooses_the_all_gather(tested):
+    with pytest.warns(UserWarning, match="by all-gather .* cannot run here: UNIMPLEMENTED"):
+        assert not tested()
+    assert not tested()  # decided once
+
+
+@pytest.mark.parametrize("value, expected", [("0", False), ("1", True)])
+def test_a_variable_decides_without_a_test(value, expected, monkeypatch):
+    monkeypatch.setenv("JAX_CP_DISPATCH_RAGGED", value)
+    assert ragged_choice.may_be_ragged(["tpu"]) is expected
+    assert not ragged_choice.may_be_ragged(["cpu"])
