@@ -19,7 +19,8 @@ namespace {
 using namespace kernels;  // NOLINT: this file is its other half
 
 constexpr int kPlanThreads = 256;
-constexpr int kMoveThreads = 512;
+constexpr int kMoveThreads = kMaxThreads;
+constexpr int kMoveBlocks = 2;  // of one multiprocessor, at least
 constexpr int kMeetThreads = kMaxRanks;
 
 __device__ Block ThisBlock() {
@@ -36,13 +37,15 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) PushKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    PushKernel(const __grid_constant__ Call call) {
   __shared__ PushScratch scratch;
   Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) StageKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    StageKernel(const __grid_constant__ Call call) {
   Stage(ThisBlock(), ThisRank(call));
 }
 
@@ -58,13 +61,15 @@ __global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) UnpackKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    UnpackKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
   Unpack(ThisBlock(), ThisRank(call), &scratch);
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) PullKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    PullKernel(const __grid_constant__ Call call) {
   __shared__ SumScratch scratch;
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
@@ -72,18 +77,20 @@ __global__ void __launch_bounds__(kMoveThreads, 1) PullKernel(const __grid_const
 // ---- For network fabrics only.
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1)
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     StageToPutKernel(const __grid_constant__ Call call) {
   StageToPut(ThisBlock(), ThisRank(call));
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) PutKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    PutKernel(const __grid_constant__ Call call) {
   Put<Fabric>(ThisBlock(), ThisRank(call));
 }
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kMoveThreads, 1) FetchKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    FetchKernel(const __grid_constant__ Call call) {
   Fetch<Fabric>(ThisBlock(), ThisRank(call));
 }
 

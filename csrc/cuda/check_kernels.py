@@ -2,6 +2,7 @@
 
 check_kernels.py BUILD_LOG ARCHITECTURE...
 
+It also fails where fewer than two blocks of a kernel that moves rows fit one multiprocessor.
 Kernels over NVSHMEM are there if the log has any. Those that call its device functions have the
 stack that these need, which the linker tells; no other has one.
 """
@@ -19,6 +20,14 @@ _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
 _OVER_NVSHMEM = tuple(_NVSHMEM + name for name in (*_CALLS, "StageToPut", "Put", "Fetch", "Quiet"))
 _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Quiet"))
 
+# Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many
+# blocks of them run on each multiprocessor; csrc/cuda/kernels.cu counts on it.
+_MOVERS = ("Push", "Stage", "Unpack", "Pull", "StageToPut", "Put", "Fetch")
+_MOVER_THREADS = 256
+_MOVER_BLOCKS = 2
+_SHARED_KILOBYTES = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor; others: 100
+_REGISTERS = 65536  # of one multiprocessor; a warp gets a multiple of 256
+
 Found = dict[tuple[str, str], dict[str, int]]
 
 
@@ -31,7 +40,10 @@ def _kernel_in(line: str) -> str:
 
 
 def read(log: str) -> Found:
-    """Registers, stack and spilled bytes by (kernel, architecture), of the worst of its types."""
+    """Finds numbers by (kernel, architecture), of the worst of its types.
+
+    They are registers, bytes of stack, spilled bytes and bytes of shared memory.
+    """
     found: Found = {}
     place = ("", "")
     architecture = ""
@@ -55,8 +67,17 @@ def read(log: str) -> Found:
         elif linked := re.search(r"nvlink.*used (\d+) registers.* (\d+) stack", line):
             note(registers=int(linked[1]), stack=int(linked[2]))
         elif used := re.search(r"Used (\d+) registers", line):
-            note(registers=int(used[1]))
+            shared = re.search(r"(\d+) bytes smem", line)
+            note(registers=int(used[1]), shared=int(shared[1]) if shared else 0)
     return found
+
+
+def blocks_per_multiprocessor(used: dict[str, int], architecture: str) -> int:
+    """Returns how many blocks of a mover run at once; each reserves 1 kB of shared memory."""
+    warps = _MOVER_THREADS // 32
+    registers = -(-used["registers"] * 32 // 256) * 256 * warps
+    shared = _SHARED_KILOBYTES.get(architecture, 100) * 1024 // (used.get("shared", 0) + 1024)
+    return min(2048 // _MOVER_THREADS, _REGISTERS // registers, shared)
 
 
 def main() -> int:
@@ -70,8 +91,11 @@ def main() -> int:
             used = found.get((kernel, architecture), {})
             has_stack = used.get("stack") != 0 and (kernel not in _CALL_NVSHMEM or not used)
             is_good = not has_stack and used.get("spills") == 0
+            if used and kernel.removeprefix(_NVSHMEM) in _MOVERS:
+                used["blocks"] = blocks_per_multiprocessor(used, architecture)
+                is_good = is_good and used["blocks"] >= _MOVER_BLOCKS
             num_bad += not is_good
-            verdict = "" if is_good else "  <- spills, a stack, or nothing found"
+            verdict = "" if is_good else "  <- spills, a stack, few blocks, or nothing found"
             print(f"{kernel:<17} sm_{architecture:<4} {used}{verdict}")
     return min(num_bad, 1)
 

@@ -21,17 +21,13 @@ cudaError_t LaunchCall(const Call& call, int num_blocks, cudaStream_t stream) {
 }
 
 cudaError_t NumResidentBlocks(int* num_blocks) {
-  int device = 0, num_sms = 0, per_sm = 0;
+  int device = 0, num_sms = 0;
   cudaError_t error = LoadKernelsOver<Mapped>();
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   }
-  if (error == cudaSuccess) {
-    error =
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, PushKernel<Mapped>, kMoveThreads, 0);
-  }
-  *num_blocks = std::max(1, num_sms * per_sm);
+  *num_blocks = std::max(1, num_sms * kMoveBlocks);
   return error;
 }
 

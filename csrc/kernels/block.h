@@ -20,6 +20,8 @@
 
 namespace cpd {
 
+constexpr int kMaxThreads = 256;  // of a block that moves data
+
 #ifndef __CUDACC__
 // The equivalent of `__syncthreads()`.
 class BlockBarrier {
@@ -65,16 +67,37 @@ CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
 #endif
 }
 
-// ---- Memory of this rank or block only.
-
+// Adds and returns the sum. A release and an acquire in one, as above.
 CPD_DEVICE uint64_t AddAndFetch(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__
-  __threadfence();
-  const uint64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(p), value);
-  __threadfence();
+  uint64_t before;
+  asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(p), "l"(value)
+               : "memory");
   return before + value;
 #else
   return __atomic_add_fetch(p, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// ---- Memory of this rank or block only, read after the next Sync or by a later kernel. No fence.
+
+CPD_DEVICE void Add(uint64_t* p, uint64_t value) {
+#ifdef __CUDACC__
+  atomicAdd(reinterpret_cast<unsigned long long*>(p), value);
+#else
+  __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
+#endif
+}
+
+// Called by all threads of a block: one addition per warp.
+CPD_DEVICE void AddOfAll(uint32_t* p, uint32_t mine) {
+#ifdef __CUDACC__
+  const uint32_t sum = __reduce_add_sync(~0u, mine);
+  if (threadIdx.x % 32 == 0 && sum > 0) atomicAdd(p, sum);
+#else
+  __atomic_fetch_add(p, mine, __ATOMIC_RELAXED);
 #endif
 }
 

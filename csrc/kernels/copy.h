@@ -33,27 +33,32 @@ CPD_HOST_DEVICE inline Cut CutCopy(uint64_t from, uint64_t apart, int64_t bytes)
   return {width, head, rest / width, rest % width};
 }
 
-// Copies vectors [first, count) of one width, starting at offset `begin`.
+// Copies `count` vectors of one width, starting at offset `begin`.
 template <typename V>
 CPD_DEVICE void CopyEach(const Block& block, const char* from, char* const* to, int num_to,
-                         int64_t begin, int64_t first, int64_t count) {
+                         int64_t begin, int64_t count) {
   const V* in = reinterpret_cast<const V*>(from + begin);
   CPD_NO_UNROLL
-  for (int64_t i = first + block.thread; i < count; i += block.num_threads) {
+  for (int64_t i = block.thread; i < count; i += block.num_threads) {
     const V value = in[i];
     CPD_NO_UNROLL
     for (int r = 0; r < num_to; ++r) reinterpret_cast<V*>(to[r] + begin)[i] = value;
   }
 }
 
-// Copies those of 16 bytes, with four reads of every thread in flight; returns where it stops.
-CPD_DEVICE int64_t CopyFours(const Block& block, const char* from, char* const* to, int num_to,
-                             int64_t begin, int64_t count) {
+// Reads of a thread that are in flight at once.
+constexpr int kInFlight = 4;
+// Bytes that a block of a GPU copies in one step.
+constexpr int64_t kStepBytes = int64_t{16} * kInFlight * kMaxThreads;
+
+// Copies those of 16 bytes, with four reads of every thread in flight. The last step is predicated.
+CPD_DEVICE void CopyFours(const Block& block, const char* from, char* const* to, int num_to,
+                          int64_t begin, int64_t count) {
   const Vector16* in = reinterpret_cast<const Vector16*>(from + begin);
   const int64_t step = block.num_threads;
-  const int64_t end = count - count % (4 * step);
+  int64_t i = block.thread;
   CPD_NO_UNROLL
-  for (int64_t i = block.thread; i < end; i += 4 * step) {
+  for (; i + 3 * step < count; i += 4 * step) {
     const Vector16 a = in[i], b = in[i + step], c = in[i + 2 * step], d = in[i + 3 * step];
     CPD_NO_UNROLL
     for (int r = 0; r < num_to; ++r) {
@@ -64,7 +69,19 @@ CPD_DEVICE int64_t CopyFours(const Block& block, const char* from, char* const* 
       out[3 * step] = d;
     }
   }
-  return end;
+  if (i >= count) return;
+  const bool has_b = i + step < count, has_c = i + 2 * step < count;
+  Vector16 b, c;
+  const Vector16 a = in[i];
+  if (has_b) b = in[i + step];
+  if (has_c) c = in[i + 2 * step];
+  CPD_NO_UNROLL
+  for (int r = 0; r < num_to; ++r) {
+    Vector16* out = reinterpret_cast<Vector16*>(to[r] + begin) + i;
+    out[0] = a;
+    if (has_b) out[step] = b;
+    if (has_c) out[2 * step] = c;
+  }
 }
 
 // Copies `bytes` to each of `num_to` destinations. `to` may be in the block's scratch.
@@ -76,20 +93,19 @@ CPD_DEVICE void Copy(const Block& block, const char* from, char* const* to, int 
   for (int r = 0; r < num_to; ++r) apart |= reinterpret_cast<uint64_t>(to[r]) - address;
   const Cut cut = CutCopy(address, apart, bytes);
   if (cut.width == 16) {
-    const int64_t done = CopyFours(block, from, to, num_to, cut.head, cut.count);
-    CopyEach<Vector16>(block, from, to, num_to, cut.head, done, cut.count);
+    CopyFours(block, from, to, num_to, cut.head, cut.count);
   } else if (cut.width == 8) {
-    CopyEach<uint64_t>(block, from, to, num_to, cut.head, 0, cut.count);
+    CopyEach<uint64_t>(block, from, to, num_to, cut.head, cut.count);
   } else if (cut.width == 4) {
-    CopyEach<uint32_t>(block, from, to, num_to, cut.head, 0, cut.count);
+    CopyEach<uint32_t>(block, from, to, num_to, cut.head, cut.count);
   } else if (cut.width == 2) {
-    CopyEach<uint16_t>(block, from, to, num_to, cut.head, 0, cut.count);
+    CopyEach<uint16_t>(block, from, to, num_to, cut.head, cut.count);
   } else {
-    CopyEach<uint8_t>(block, from, to, num_to, 0, 0, bytes);
+    CopyEach<uint8_t>(block, from, to, num_to, 0, bytes);
     return;
   }
-  CopyEach<uint8_t>(block, from, to, num_to, 0, 0, cut.head);
-  CopyEach<uint8_t>(block, from, to, num_to, bytes - cut.tail, 0, cut.tail);
+  CopyEach<uint8_t>(block, from, to, num_to, 0, cut.head);
+  CopyEach<uint8_t>(block, from, to, num_to, bytes - cut.tail, cut.tail);
 }
 
 // Fills `bytes` with one value.

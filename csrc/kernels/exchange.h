@@ -127,7 +127,7 @@ CPD_DEVICE void Wait(const Block& block, const Rank& rank, MeetScratch* scratch)
     if (error.failure == Failure::kNone || (failed == kRefused && !is_broken)) continue;
     if (mine.failure == Failure::kNone) mine = error;
     Lower(&scratch->first_bad, from);
-    if (is_broken) AddAndFetch(&scratch->is_broken, 1);
+    if (is_broken) Add(&scratch->is_broken, 1);
   }
   block.Sync();
   if (scratch->first_bad == kNowhere) return;

@@ -132,7 +132,7 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
         Failure::kNone) {
       Lower(&scratch->first_bad, t);
     } else if (slots[s].num_rows > 0 && dst_rank[t] >= 0) {
-      AddAndFetch(&sent[dst_rank[t]], slots[s].num_rows);
+      Add(&sent[dst_rank[t]], slots[s].num_rows);
     }
   }
   block.Sync();

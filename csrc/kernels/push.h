@@ -114,8 +114,9 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch)
   });
 }
 
+// Three counters in turn: one is added to, one is read, and one is cleared.
 struct UnpackScratch {
-  uint64_t num_written;
+  uint32_t num_written[3];
 };
 
 // Takes `n` rows of one array, some written and some not; a few threads of the block take each row.
@@ -152,6 +153,17 @@ CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   }
 }
 
+// Counts the rows of a piece that arrived. `turn` is the number of the piece, modulo 3.
+CPD_DEVICE int64_t CountArrived(const Block& block, const uint64_t* tags, uint64_t epoch, int64_t n,
+                                int turn, UnpackScratch* scratch) {
+  uint32_t mine = 0;
+  for (int64_t r = block.thread; r < n; r += block.num_threads) mine += tags[r] == epoch;
+  AddOfAll(&scratch->num_written[turn], mine);
+  block.Sync();
+  if (block.thread == 0) scratch->num_written[turn == 0 ? 2 : turn - 1] = 0;
+  return scratch->num_written[turn];
+}
+
 // Copies rows with this call's tag and clears the others. Every tag denotes one row that
 // arrived: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
@@ -162,38 +174,37 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     Spoil(block, rank);
     return;
   }
+  if (block.thread == 0) {
+    for (uint32_t& count : scratch->num_written) count = 0;
+  }
+  block.Sync();
   const char* half = Half(call, rank.rank(), epoch);
+  int turn = 0;
   for (int p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
     const uint64_t* tags = Tags(call, rank.rank(), epoch, part);
+    uint64_t num_written = 0;
     for (int64_t begin = block.index * part.rows_per_piece; begin < part.capacity;
          begin += block.num_blocks * part.rows_per_piece) {
       const int64_t n =
           part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
-      if (block.thread == 0) scratch->num_written = 0;
-      block.Sync();
-      uint64_t mine = 0;
-      for (int64_t r = block.thread; r < n; r += block.num_threads) {
-        mine += tags[begin + r] == epoch;
-      }
-      if (mine > 0) AddAndFetch(&scratch->num_written, mine);
-      block.Sync();
-      const auto num_written = static_cast<int64_t>(scratch->num_written);
+      const int64_t num_arrived = CountArrived(block, tags + begin, epoch, n, turn, scratch);
+      turn = turn == 2 ? 0 : turn + 1;
+      num_written += num_arrived;
       for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
         const Array& array = call.arrays[a];
         const char* from = half + array.data + begin * array.in_row_bytes;
         char* to = rank.out(part, array) + begin * array.out_row_bytes;
-        if (num_written == n) {
+        if (num_arrived == n) {
           Copy(block, from, &to, 1, n * array.in_row_bytes);
-        } else if (num_written == 0) {
+        } else if (num_arrived == 0) {
           Fill(block, to, 0, n * array.out_row_bytes);
         } else {
           UnpackRows(block, from, to, tags + begin, epoch, n, array.in_row_bytes);
         }
       }
-      if (block.thread == 0 && num_written > 0) AddAndFetch(&state->rows_written[p], num_written);
-      block.Sync();
     }
+    if (block.thread == 0 && num_written > 0) Add(&state->rows_written[p], num_written);
   }
   if (block.thread != 0 ||
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
@@ -204,7 +215,7 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     for (int from = 0; from < call.num_ranks; ++from) {
       sent += Message(call, rank.rank(), epoch, from)[2 + p];
     }
-    const uint64_t written = AddAndFetch(&state->rows_written[p], 0);
+    const uint64_t written = LoadAcquire(&state->rows_written[p]);
     if (sent == written) continue;
     ErrorRecord error{};
     error.failure = Failure::kOverlap;

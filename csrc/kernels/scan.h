@@ -5,8 +5,6 @@
 
 namespace cpd::kernels {
 
-constexpr int kMaxThreads = 512;
-
 // Each thread owns the items [begin, end) of n.
 struct Share {
   int64_t begin, end;

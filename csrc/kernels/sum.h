@@ -2,8 +2,6 @@
 // the owners pull and sum them.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/block.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
@@ -55,6 +53,18 @@ struct SumScratch {
   Source sources[kMaxSources];
 };
 
+// One row of an owner, and the gathered sources of its piece.
+struct OwnedRow {
+  int64_t row;
+  const Source* gathered;
+  int64_t num_gathered;
+  char* to;
+
+  CPD_DEVICE bool IsIn(const Source& source) const {
+    return row >= source.begin && row < source.end;
+  }
+};
+
 // The sources of an owner's rows, in the order of slots, then replicas.
 template <typename Fabric>
 struct Sources {
@@ -101,6 +111,19 @@ struct Sources {
     }
   }
 
+  // Calls visit(source) for each source of one row, in order.
+  template <typename Visit>
+  CPD_DEVICE void ForEachOf(const OwnedRow& owned, Visit visit) const {
+    if (owned.num_gathered > kMaxSources) {
+      ForEach(0, part.num_slots, owned.row, owned.row + 1, visit);
+      return;
+    }
+    CPD_NO_UNROLL
+    for (int64_t s = 0; s < owned.num_gathered; ++s) {
+      if (owned.IsIn(owned.gathered[s])) visit(owned.gathered[s]);
+    }
+  }
+
   CPD_DEVICE const char* RowOf(const Source& source, const Array& array, int64_t row) const {
     const bool is_fetched = Fabric::kHasNetwork && source.half == rank.channel();
     return source.half + (is_fetched ? array.staged : array.data) +
@@ -129,108 +152,151 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
   T items[N];
 };
 
-// N adjacent elements: accumulates them, and writes the sum.
-template <typename In, typename Acc, typename Out, int N>
-struct Sum {
-  Elements<In, N> first{};
-  Acc sums[N] = {};
-  int count = 0;
+// The threads of a block that take one row: as many as have kInFlight vectors of 16 bytes each, at
+// most a warp. `index` is the group of threads.
+CPD_DEVICE Block RowTakers(const Block& block, int64_t row_bytes) {
+  int num = 1;
+  while (num < 32 && 2 * num <= block.num_threads && 16 * kInFlight * num < row_bytes) num *= 2;
+  Block takers = block;
+  takers.num_threads = num;
+  takers.thread = block.thread % num;
+  takers.index = block.thread / num;
+  takers.num_blocks = block.num_threads / num;
+  return takers;
+}
 
-  CPD_DEVICE void Add(const char* from) {
-    const auto next = *reinterpret_cast<const Elements<In, N>*>(from);
-    if (count++ == 0) {
-      first = next;
+// Adds up 16 bytes of input at a time, kInFlight times per thread.
+template <typename In, typename Acc, typename Out, typename Fabric>
+CPD_DEVICE void SumVectors(const Block& takers, const Sources<Fabric>& sources, const Array& array,
+                           const OwnedRow& owned) {
+  constexpr int kWide = 16 / sizeof(In);
+  using Wide = Elements<In, kWide>;
+  const int64_t count = array.in_row_bytes / 16, step = takers.num_threads;
+  CPD_NO_UNROLL
+  for (int64_t i = takers.thread; i < count; i += kInFlight * step) {
+    Acc sums[kInFlight][kWide] = {};
+    bool is_first = true;
+    CPD_NO_UNROLL
+    for (int64_t s = 0; s < owned.num_gathered; ++s) {
+      const Source& source = owned.gathered[s];
+      if (!owned.IsIn(source)) continue;
+      const auto* from = reinterpret_cast<const Wide*>(sources.RowOf(source, array, owned.row)) + i;
+      Wide values[kInFlight] = {};
       CPD_UNROLL
-      for (int i = 0; i < N; ++i) sums[i] = static_cast<Acc>(next.items[i]);
-    } else {
-      CPD_UNROLL
-      for (int i = 0; i < N; ++i) sums[i] += static_cast<Acc>(next.items[i]);
-    }
-  }
-
-  CPD_DEVICE void Write(char* to) const {
-    auto* out = reinterpret_cast<Elements<Out, N>*>(to);
-    if constexpr (std::is_same_v<In, Out>) {
-      if (count == 1) {  // nothing to round: bit for bit
-        *out = first;
-        return;
+      for (int k = 0; k < kInFlight; ++k) {
+        if (i + k * step < count) values[k] = from[k * step];
       }
+      CPD_UNROLL
+      for (int k = 0; k < kInFlight; ++k) {
+        CPD_UNROLL
+        for (int e = 0; e < kWide; ++e) {
+          const auto value = static_cast<Acc>(values[k].items[e]);
+          sums[k][e] = is_first ? value : static_cast<Acc>(sums[k][e] + value);  // keeps -0
+        }
+      }
+      is_first = false;
     }
-    Elements<Out, N> result;
+    auto* to = reinterpret_cast<Elements<Out, kWide>*>(owned.to) + i;
     CPD_UNROLL
-    for (int i = 0; i < N; ++i) result.items[i] = count ? Round<Out>(sums[i]) : Round<Out>(Acc{});
-    *out = result;
-  }
-};
-
-// Sums rows [begin, end) of one array, from the gathered sources or, if there are too many, from
-// all.
-template <typename In, typename Acc, typename Out, int N, typename Fabric>
-CPD_DEVICE void SumRowsOf(const Block& block, const Sources<Fabric>& sources, const Array& array,
-                          char* out, int64_t begin, int64_t end, int64_t num_gathered,
-                          const SumScratch& scratch) {
-  const int64_t per_row = array.out_row_bytes / static_cast<int64_t>(sizeof(Out) * N);
-  const int64_t count = (end - begin) * per_row;
-  for (int64_t i = block.thread; i < count; i += block.num_threads) {
-    const int64_t row = begin + i / per_row;
-    const int64_t column = i % per_row;
-    Sum<In, Acc, Out, N> sum;
-    const auto add = [&](const Source& source) {
-      if (row < source.begin || row >= source.end) return;
-      sum.Add(sources.RowOf(source, array, row) + column * static_cast<int64_t>(sizeof(In) * N));
-    };
-    if (num_gathered <= kMaxSources) {
-      for (int k = 0; k < num_gathered; ++k) add(scratch.sources[k]);
-    } else {
-      sources.ForEach(0, sources.part.num_slots, row, row + 1, add);
+    for (int k = 0; k < kInFlight; ++k) {
+      if (i + k * step >= count) continue;
+      Elements<Out, kWide> sum;
+      CPD_UNROLL
+      for (int e = 0; e < kWide; ++e) sum.items[e] = Round<Out>(sums[k][e]);
+      to[k * step] = sum;
     }
-    sum.Write(out + row * array.out_row_bytes + column * static_cast<int64_t>(sizeof(Out) * N));
   }
 }
 
-// 16 bytes of input at a time, if rows and the result are aligned to that.
+// Adds up element by element: rows without alignment, or with more sources than are gathered.
 template <typename In, typename Acc, typename Out, typename Fabric>
-CPD_DEVICE void SumArray(const Block& block, const Sources<Fabric>& sources, const Array& array,
-                         char* out, int64_t begin, int64_t end, int64_t num_gathered,
-                         const SumScratch& scratch) {
-  constexpr int kWide = 16 / sizeof(In);
-  if (array.in_row_bytes % 16 == 0 && reinterpret_cast<uint64_t>(out) % 16 == 0) {
-    SumRowsOf<In, Acc, Out, kWide>(block, sources, array, out, begin, end, num_gathered, scratch);
+CPD_DEVICE void SumElements(const Block& takers, const Sources<Fabric>& sources, const Array& array,
+                            const OwnedRow& owned) {
+  const int64_t count = array.in_row_bytes / static_cast<int64_t>(sizeof(In));
+  CPD_NO_UNROLL
+  for (int64_t i = takers.thread; i < count; i += takers.num_threads) {
+    Acc sum{};
+    bool is_first = true;
+    sources.ForEachOf(owned, [&](const Source& source) {
+      const auto* from = reinterpret_cast<const In*>(sources.RowOf(source, array, owned.row));
+      const auto value = static_cast<Acc>(from[i]);
+      sum = is_first ? value : static_cast<Acc>(sum + value);
+      is_first = false;
+    });
+    reinterpret_cast<Out*>(owned.to)[i] = Round<Out>(sum);
+  }
+}
+
+template <typename In, typename Acc, typename Out, typename Fabric>
+CPD_DEVICE void SumRow(const Block& takers, const Sources<Fabric>& sources, const Array& array,
+                       const OwnedRow& owned, bool is_wide) {
+  if (is_wide) {
+    SumVectors<In, Acc, Out>(takers, sources, array, owned);
   } else {
-    SumRowsOf<In, Acc, Out, 1>(block, sources, array, out, begin, end, num_gathered, scratch);
+    SumElements<In, Acc, Out>(takers, sources, array, owned);
   }
 }
 
 template <typename... Arguments>
-CPD_DEVICE void SumByType(const Array& array, const Arguments&... arguments) {
-  const bool widen = array.in_type != array.out_type;
-  switch (array.in_type) {
+CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... arguments) {
+  const bool widen = in != out;
+  switch (in) {
     case DataType::kBF16:
-      return widen ? SumArray<BF16, float, float>(arguments...)
-                   : SumArray<BF16, float, BF16>(arguments...);
+      return widen ? SumRow<BF16, float, float>(arguments...)
+                   : SumRow<BF16, float, BF16>(arguments...);
     case DataType::kF16:
-      return widen ? SumArray<F16, float, float>(arguments...)
-                   : SumArray<F16, float, F16>(arguments...);
+      return widen ? SumRow<F16, float, float>(arguments...)
+                   : SumRow<F16, float, F16>(arguments...);
     case DataType::kF32:
-      return SumArray<float, float, float>(arguments...);
+      return SumRow<float, float, float>(arguments...);
     case DataType::kF64:
-      return SumArray<double, double, double>(arguments...);
+      return SumRow<double, double, double>(arguments...);
     case DataType::kI8:
     case DataType::kU8:  // integers wrap, signed or not
-      return SumArray<uint8_t, uint8_t, uint8_t>(arguments...);
+      return SumRow<uint8_t, uint8_t, uint8_t>(arguments...);
     case DataType::kI16:
     case DataType::kU16:
-      return SumArray<uint16_t, uint16_t, uint16_t>(arguments...);
+      return SumRow<uint16_t, uint16_t, uint16_t>(arguments...);
     case DataType::kI32:
     case DataType::kU32:
-      return SumArray<uint32_t, uint32_t, uint32_t>(arguments...);
+      return SumRow<uint32_t, uint32_t, uint32_t>(arguments...);
     case DataType::kI64:
     case DataType::kU64:
-      return SumArray<uint64_t, uint64_t, uint64_t>(arguments...);
+      return SumRow<uint64_t, uint64_t, uint64_t>(arguments...);
     case DataType::kE4M3:
     case DataType::kE5M2:
     case DataType::kOther:
       return;  // rejected by the handler
+  }
+}
+
+// Pulls rows [begin, end) of one array. The sources of a row are found once; most rows have one,
+// whose bits they keep.
+template <typename Fabric>
+CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, const Array& array,
+                         int64_t begin, int64_t end, int64_t num_gathered,
+                         const SumScratch& scratch) {
+  const Block takers = RowTakers(block, array.in_row_bytes);
+  if (takers.index >= takers.num_blocks) return;
+  char* out = sources.rank.out(sources.part, array);
+  const bool is_wide = num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 &&
+                       reinterpret_cast<uint64_t>(out) % 16 == 0;
+  CPD_NO_UNROLL
+  for (int64_t row = begin + takers.index; row < end; row += takers.num_blocks) {
+    const OwnedRow owned{row, scratch.sources, num_gathered, out + row * array.out_row_bytes};
+    const char* from = nullptr;
+    int num = 0;
+    sources.ForEachOf(owned, [&](const Source& source) {
+      if (num++ == 0) from = sources.RowOf(source, array, row);
+    });
+    char* to = owned.to;
+    if (num == 0) {
+      Fill(takers, to, 0, array.out_row_bytes);
+    } else if (num == 1 && array.in_type == array.out_type) {
+      Copy(takers, from, &to, 1, array.in_row_bytes);
+    } else {
+      SumByType(array.in_type, array.out_type, takers, sources, array, owned, is_wide);
+    }
   }
 }
 
@@ -251,9 +317,7 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
                               : part.num_tokens;
       const int64_t num_gathered = sources.Gather(block, begin, end, scratch);
       for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-        const Array& array = call.arrays[a];
-        SumByType(array, block, sources, array, rank.out(part, array), begin, end, num_gathered,
-                  *scratch);
+        PullRows(block, sources, call.arrays[a], begin, end, num_gathered, *scratch);
       }
       block.Sync();
     }

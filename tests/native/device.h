@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "device_world.h"
 #include "kernels/exchange.h"
 #include "kernels/network.h"
 #include "kernels/plan.h"
@@ -80,6 +81,21 @@ void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
     Launch<SumScratch>(num_blocks, num_threads,
                        [&](const Block& b, SumScratch* s) { Pull<Fabric>(b, rank, s); });
   }
+}
+
+// All ranks but `absent`, concurrently; `times` calls without synchronization in between.
+inline void RunRanks(World& world, int times = 1, int absent = -1) {
+  std::vector<Call> calls;
+  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
+  world.Clear();
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world.num_ranks; ++r) {
+    if (r == absent) continue;
+    threads.emplace_back([&, r] {
+      for (int i = 0; i < times; ++i) RunCall(calls[r], 0, world.num_blocks, world.num_threads);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace cpd::kernels

@@ -1,4 +1,4 @@
-"""The check of compiled kernels finds spills, stack frames and missing kernels."""
+"""The check of compiled kernels finds spills, stack frames, few blocks and missing kernels."""
 
 import pathlib
 import subprocess
@@ -15,9 +15,8 @@ NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device
 LINES = f"""\
 ptxas info    : Compiling entry function '{NAME}' for 'sm_90'
     {{stack}} bytes stack frame, {{spills}} bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 64 registers, used 1 barriers
+ptxas info    : Used {{registers}} registers, used 1 barriers, {{shared}} bytes smem
 """
-
 
 OVER_NVSHMEM = [*KERNELS[:7], "StageToPut", "Put", "Fetch", "Quiet"]
 NVSHMEM_NAME = "__nv_static_45__18_nvshmem_kernels_cu_9d{n}{kernel}KernelINS0_7NvshmemEEEvNS4_CallE"
@@ -27,8 +26,10 @@ nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes sm
 """
 
 
-def lines_of(kernel, stack=0, spills=0):
-    return LINES.format(n=len(kernel) + 6, kernel=kernel, stack=stack, spills=spills)
+def lines_of(kernel, stack=0, spills=0, registers=64, shared=128):
+    n = len(kernel) + 6
+    numbers = {"stack": stack, "spills": spills, "registers": registers, "shared": shared}
+    return LINES.format(n=n, kernel=kernel, **numbers)
 
 
 def check(tmp_path, log):
@@ -54,6 +55,17 @@ def test_kernels_that_are_rejected(tmp_path, name, stack, spills, code):
 
 
 @pytest.mark.parametrize(
+    "registers, shared, blocks",
+    [(64, 128, 4), (65, 128, 3), (128, 12288, 2), (129, 128, 1), (32, 114 << 10, 1)],
+)
+def test_two_blocks_of_a_mover_run_at_once(tmp_path, registers, shared, blocks):
+    log = "".join(lines_of(kernel) for kernel in KERNELS)
+    code, table = check(tmp_path, log + lines_of("Pull", registers=registers, shared=shared))
+    assert f"'blocks': {blocks}" in next(x for x in table.splitlines() if "Pull" in x)
+    assert code == (blocks < 2)
+
+
+@pytest.mark.parametrize(
     "name, stack, spills, code",
     [("Put", 216, 0, 0), ("Pull", 16, 0, 1), ("Fetch", 216, 8, 1), ("missing", 0, 0, 1)],
 )
@@ -72,4 +84,5 @@ def test_kernels_over_nvshmem_have_the_stack_of_its_functions(tmp_path, name, st
     found, table = check(tmp_path, log)
     assert found == code
     if name == "Put":
-        assert "NvshmemPut        sm_90   {'stack': 216, 'spills': 0, 'registers': 64}" in table
+        numbers = "'stack': 216, 'spills': 0, 'registers': 64, 'shared': 128, 'blocks': 4"
+        assert f"NvshmemPut        sm_90   {{{numbers}}}" in table

@@ -11,33 +11,18 @@ namespace {
 using namespace cpd;           // NOLINT
 using namespace cpd::kernels;  // NOLINT
 
-// All ranks but `absent`, concurrently; `times` calls without synchronization in between.
-void Run(World& world, int times = 1, int absent = -1) {
-  std::vector<Call> calls;
-  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
-  world.Clear();
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world.num_ranks; ++r) {
-    if (r == absent) continue;
-    threads.emplace_back([&, r] {
-      for (int i = 0; i < times; ++i) RunCall(calls[r], 0, world.num_blocks, world.num_threads);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
 void RandomPlans(int num_worlds) {
   Rng rng(1);
   for (int i = 0; i < num_worlds; ++i) {
     World there = RandomWorld(rng, true);
     for (int round = 0; round < 2; ++round) {
-      Run(there, 2);  // the third and the fourth call write over the first two
+      RunRanks(there, 2);  // the third and the fourth call write over the first two
       CHECK(there.IsFine());
       CheckDispatched(there);
     }
     World back = RandomWorld(rng, false);
     for (int round = 0; round < 2; ++round) {
-      Run(back, 2);
+      RunRanks(back, 2);
       CHECK(back.IsFine());
       CheckCombined(back);
     }
@@ -51,7 +36,7 @@ void ManyReplicasAndSources() {
   there.is_dispatch = true;
   there.parts.push_back(MakePart(rng, 3, 4, 21, 12, {48, 17}, true));
   FillArrays(&there, rng);
-  Run(there);
+  RunRanks(there);
   CHECK(there.IsFine());
   CheckDispatched(there);
 
@@ -62,7 +47,7 @@ void ManyReplicasAndSources() {
   back.parts.push_back(MakePart(rng, 2, 150, 4, 9, {16, 12}, true));
   back.rows_per_piece = 64;
   FillArrays(&back, rng, true);
-  Run(back);
+  RunRanks(back);
   CHECK(back.IsFine());
   CheckCombined(back);
 }
@@ -174,7 +159,7 @@ void BadPlansAreRefusedEverywhere() {
       for (auto& row : plan.dst_offset) row = std::max<int64_t>(row, 0);
       for (auto& row : plan.dst_offset) row = std::min(row, world.parts[0].capacity - 16);
       one.spoil(&world.parts[0], &plan);
-      Run(world);
+      RunRanks(world);
       CHECK(world.Take(1).failure == one.failure);
       for (const int r : {0, 2}) {
         const ErrorRecord error = world.Take(r);
@@ -183,7 +168,7 @@ void BadPlansAreRefusedEverywhere() {
       for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
       const World good = SmallWorld(3, is_dispatch);
       world.parts[0].plans = good.parts[0].plans;
-      Run(world, 3);
+      RunRanks(world, 3);
       CHECK(world.IsFine());
       is_dispatch ? CheckDispatched(world) : CheckCombined(world);
     }
@@ -193,7 +178,7 @@ void BadPlansAreRefusedEverywhere() {
 void ReceiversCheckCountsAndOverlaps() {
   World counts = SmallWorld(3, true);
   counts.parts[0].plans[2].num_recv[1] += 1;
-  Run(counts);
+  RunRanks(counts);
   const ErrorRecord error = counts.Take(2);
   CHECK(error.failure == Failure::kCounts && error.peer == 1 && error.expected == error.seen + 1);
   CHECK(IsSpoiled(counts, 2));
@@ -209,7 +194,7 @@ void ReceiversCheckCountsAndOverlaps() {
   FillArrays(&overlap, rng);
   overlap.num_blocks = 1;
   // Both write row 3: run one rank's push after the other's, or a sanitizer would rightly object.
-  Run(overlap, 0);
+  RunRanks(overlap, 0);
   const Call first = overlap.MakeCall(0), second = overlap.MakeCall(1);
   for (const Call* call : {&first, &second}) {
     const Rank rank{*call, 0};
@@ -239,19 +224,19 @@ void AnotherProgramIsNamed() {
 // Every rank names the one that did not come; afterwards the channel cannot be used again.
 void AnAbsentRankIsNamed() {
   World world = SmallWorld(3, true);
-  Run(world);
+  RunRanks(world);
   CHECK(world.IsFine());
   world.deadline_ns = 2'000'000'000;
-  Run(world, 1, /*absent=*/1);
+  RunRanks(world, 1, /*absent=*/1);
   for (const int r : {0, 2}) {
     const ErrorRecord error = world.Take(r);
     CHECK(error.failure == Failure::kDeadline && error.peer == 1);
     CHECK(error.expected == 2 && error.seen == 1 && error.epoch == 2);
     CHECK(IsSpoiled(world, r));
   }
-  Run(world, 1, /*absent=*/1);
+  RunRanks(world, 1, /*absent=*/1);
   for (const int r : {0, 2}) CHECK(world.Take(r).failure == Failure::kBroken);
-  Run(world);
+  RunRanks(world);
   const ErrorRecord error = world.Take(1);
   CHECK(error.failure == Failure::kGone && error.peer == 0 && error.epoch == 2);
 }

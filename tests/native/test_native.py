@@ -28,6 +28,7 @@ TESTS = (
     "test_overlap_buffers",
     "test_overlap_timing",
     "test_device",
+    "test_movers",
     "test_network",
     "stress",
 )
