@@ -37,10 +37,8 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     }
     for name, value in seconds.items():
         result[f"{name}_GB_per_s"] = round(moved / value / 1e9, 1)
-    for name in ("dispatch", "combine"):
-        # Rows pass through the exchange's buffer, where they are written and read once more.
+    for name in ("dispatch", "combine"):  # one pass, as all ranks are on one device
         result[f"{name}_of_copy"] = round(seconds["copy"] / seconds[name], 3)
-        result[f"{name}_kernels_of_copy"] = round(2 * seconds["copy"] / seconds[name], 3)
     return result
 
 

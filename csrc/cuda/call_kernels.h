@@ -112,7 +112,7 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
       PutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
     }
     PushKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
-  } else {
+  } else if (!HoldsAllRanks(call)) {
     StageKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
   }
   // Separate from the wait: if one device holds all ranks, all of them have signalled before any

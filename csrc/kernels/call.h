@@ -126,9 +126,17 @@ struct Call {
 
 // ---- Layout. A channel begins with `arrived`: for each rank, the last call of which it has sent
 // everything. Each half holds messages [W][2 + parts] (whether the sender failed, its program, and
-// the rows it sent of each part), for dispatch a tag per row, then the rows of all arrays. With a
-// network, a staging area follows that only its own rank and the network access: messages [W], for
-// dispatch a run of tags, then the rows of all arrays.
+// the rows it sent of each part), for dispatch a tag per row, then the rows of all arrays, unless
+// one device holds all ranks. With a network, a staging area follows that only its own rank and the
+// network access: messages [W], for dispatch a run of tags, then the rows of all arrays.
+
+// Whether one device holds all ranks. Their rows then pass through no channel.
+CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
+  return call.num_local == call.num_ranks;
+}
+
+// The tag of a row that is in the result already: rows for a rank of the sender's device.
+constexpr uint64_t kInPlace = uint64_t{1} << 63;
 
 CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
 
@@ -166,7 +174,7 @@ CPD_HOST_DEVICE inline int64_t LayOutChannel(Call* call) {
     const Part& part = call->parts[p];
     for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
       call->arrays[a].data = at;
-      at += AlignUp(part.capacity * call->arrays[a].in_row_bytes);
+      if (!HoldsAllRanks(*call)) at += AlignUp(part.capacity * call->arrays[a].in_row_bytes);
     }
   }
   call->half_bytes = at;
@@ -220,6 +228,13 @@ struct Rank {
     return part.has_all_views ? field.From(static_cast<int64_t>(rank()) * count) : field;
   }
 
+  // Whether a rank is on this device, and where it is among those: the rows of their arrays are
+  // consecutive.
+  CPD_DEVICE bool IsHere(int64_t rank) const {
+    return rank >= call.first_rank && rank < call.first_rank + call.num_local;
+  }
+  CPD_DEVICE int64_t IndexHere(int64_t rank) const { return rank - call.first_rank; }
+
   CPD_DEVICE const char* in(const Part& part, const Array& array) const {
     const int64_t rows = call.is_dispatch ? part.num_tokens : part.capacity;
     return array.in + local * rows * array.in_row_bytes;
@@ -227,6 +242,13 @@ struct Rank {
   CPD_DEVICE char* out(const Part& part, const Array& array) const {
     const int64_t rows = call.is_dispatch ? part.capacity : part.num_tokens;
     return array.out + local * rows * array.out_row_bytes;
+  }
+
+  // Where a rank begins among `n` pieces: each one behind itself. Ranks whose plans name receivers
+  // in order then write to different ranks, and read from different ones, at the same time.
+  CPD_DEVICE int64_t Turned(int64_t piece, int64_t n) const {
+    const int64_t turned = piece + n * (rank() + 1) / call.num_ranks;
+    return turned < n ? turned : turned - n;
   }
 };
 

@@ -108,6 +108,19 @@ CPD_DEVICE void Copy(const Block& block, const char* from, char* const* to, int 
   CopyEach<uint8_t>(block, from, to, num_to, bytes - cut.tail, cut.tail);
 }
 
+// The threads of a block that take one row: as many as have kInFlight vectors of 16 bytes each, at
+// most a warp. `index` is the group of threads.
+CPD_DEVICE Block RowTakers(const Block& block, int64_t row_bytes) {
+  int num = 1;
+  while (num < 32 && 2 * num <= block.num_threads && 16 * kInFlight * num < row_bytes) num *= 2;
+  Block takers = block;
+  takers.num_threads = num;
+  takers.thread = block.thread % num;
+  takers.index = block.thread / num;
+  takers.num_blocks = block.num_threads / num;
+  return takers;
+}
+
 // Fills `bytes` with one value.
 CPD_DEVICE void Fill(const Block& block, char* to, uint8_t value, int64_t bytes) {
   const Cut cut = CutCopy(reinterpret_cast<uint64_t>(to), 0, bytes);

@@ -1,5 +1,5 @@
 // The second and the fourth kernel of `dispatch`: rows go into the channels of the receiving ranks,
-// and from there into the result.
+// and from there into the result. Rows for ranks of the same device go into the result at once.
 #pragma once
 
 #include "kernels/block.h"
@@ -11,10 +11,9 @@
 namespace cpd::kernels {
 
 struct PushScratch {
-  char* half[kMulticast];
-  int64_t dst_row[kMulticast];
+  int rank[kMulticast];
+  int64_t row[kMulticast];  // the first one, of that rank
   char* to[kMulticast];
-  uint64_t* tags[kMulticast];
   int num;
 };
 
@@ -44,9 +43,10 @@ CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) 
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
-  int p = 0;
-  for (int64_t piece = block.index; piece < state.first_piece[call.num_parts];
-       piece += block.num_blocks) {
+  const int64_t num_pieces = state.first_piece[call.num_parts];
+  for (int64_t i = block.index; i < num_pieces; i += block.num_blocks) {
+    const int64_t piece = rank.Turned(i, num_pieces);
+    int p = 0;
     while (piece >= state.first_piece[p + 1]) ++p;
     const Part& part = call.parts[p];
     const int64_t s = FindSlot(rank.slots(part), part.num_slots, piece);
@@ -61,27 +61,36 @@ CPD_DEVICE void ForEachPiece(const Block& block, const Rank& rank, Visit visit) 
   }
 }
 
+// Where row `row` of an array goes at rank `to`: into its result or its channel.
+CPD_DEVICE char* PlaceOf(const Rank& rank, const Part& part, const Array& array, int to,
+                         int64_t row) {
+  const Call& call = rank.call;
+  if (rank.IsHere(to)) {
+    return array.out + (rank.IndexHere(to) * part.capacity + row) * array.out_row_bytes;
+  }
+  return Half(call, to, rank.state()->epoch) + array.data + row * array.in_row_bytes;
+}
+
 // Copies the rows of a piece for some of its replicas: each array is read once.
 CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
                          PushScratch* scratch) {
   const Call& call = rank.call;
   const Part& part = piece.part;
-  const int64_t begin = piece.begin, n = piece.num_rows;
-  const int64_t src_row = rank.slots(part)[piece.slot].src_row + begin;
+  const int64_t n = piece.num_rows;
+  const int64_t src_row = rank.slots(part)[piece.slot].src_row + piece.begin;
   const uint64_t epoch = rank.state()->epoch;
-  for (int i = block.thread; i < scratch->num; i += block.num_threads) {
-    scratch->tags[i] =
-        reinterpret_cast<uint64_t*>(scratch->half[i] + part.tags) + scratch->dst_row[i] + begin;
-  }
-  block.Sync();
+  CPD_NO_UNROLL
   for (int i = 0; i < scratch->num; ++i) {
-    for (int64_t r = block.thread; r < n; r += block.num_threads) scratch->tags[i][r] = epoch;
+    const int to = scratch->rank[i];
+    uint64_t* tags = Tags(call, to, epoch, part) + scratch->row[i];
+    const uint64_t tag = rank.IsHere(to) ? kInPlace | epoch : epoch;
+    CPD_NO_UNROLL
+    for (int64_t r = block.thread; r < n; r += block.num_threads) tags[r] = tag;
   }
   for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
     const Array& array = call.arrays[a];
     for (int i = block.thread; i < scratch->num; i += block.num_threads) {
-      scratch->to[i] =
-          scratch->half[i] + array.data + (scratch->dst_row[i] + begin) * array.in_row_bytes;
+      scratch->to[i] = PlaceOf(rank, part, array, scratch->rank[i], scratch->row[i]);
     }
     block.Sync();
     Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
@@ -90,7 +99,7 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piec
   }
 }
 
-// Copies rows into the channels of all receiving ranks, except remote ones.
+// Copies rows to all receiving ranks, except remote ones.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
   const Call& call = rank.call;
@@ -101,8 +110,8 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch)
         const int64_t dst = piece.dst_rank[t];
         if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
         if (block.thread == 0) {
-          scratch->half[num] = Half(call, static_cast<int>(dst), rank.state()->epoch);
-          scratch->dst_row[num] = piece.dst_offset[t];
+          scratch->rank[num] = static_cast<int>(dst);
+          scratch->row[num] = piece.dst_offset[t] + piece.begin;
         }
         ++num;
       }
@@ -114,24 +123,32 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch)
   });
 }
 
-// Three counters in turn: one is added to, one is read, and one is cleared.
-struct UnpackScratch {
-  uint32_t num_written[3];
+// Rows of a piece with this call's tag.
+struct Written {
+  uint32_t num_arrived;   // in the channel
+  uint32_t num_in_place;  // in the result
 };
 
-// Takes `n` rows of one array, some written and some not; a few threads of the block take each row.
+// One of the three is added to, one is read, and one is cleared; they take turns.
+struct UnpackScratch {
+  Written written[3];
+};
+
+// Takes `n` rows of one array: all at once if their tags are the same, else row by row, some
+// threads of the block each.
 CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to, const uint64_t* tags,
-                           uint64_t epoch, int64_t n, int64_t row_bytes) {
-  Block few = block;
-  few.num_threads = block.num_threads < 32 ? block.num_threads : 32;
-  few.thread = block.thread % few.num_threads;
-  for (int64_t r = block.thread / few.num_threads; r < n;
-       r += block.num_threads / few.num_threads) {
+                           uint64_t epoch, int64_t n, bool are_same, int64_t row_bytes) {
+  Block takers = are_same ? block : RowTakers(block, row_bytes);
+  if (are_same) takers.index = 0, takers.num_blocks = 1;
+  const int64_t rows = are_same ? n : 1;
+  if (takers.index >= takers.num_blocks) return;
+  CPD_NO_UNROLL
+  for (int64_t r = takers.index * rows; r < n; r += takers.num_blocks * rows) {
     char* row = to + r * row_bytes;
     if (tags[r] == epoch) {
-      Copy(few, from + r * row_bytes, &row, 1, row_bytes);
-    } else {
-      Fill(few, row, 0, row_bytes);
+      Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
+    } else if (tags[r] != (kInPlace | epoch)) {
+      Fill(takers, row, 0, rows * row_bytes);
     }
   }
 }
@@ -153,19 +170,24 @@ CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
   }
 }
 
-// Counts the rows of a piece that arrived. `turn` is the number of the piece, modulo 3.
-CPD_DEVICE int64_t CountArrived(const Block& block, const uint64_t* tags, uint64_t epoch, int64_t n,
+// Counts the rows of a piece by their tags. `turn` is the number of the piece, modulo 3.
+CPD_DEVICE Written CountWritten(const Block& block, const uint64_t* tags, uint64_t epoch, int64_t n,
                                 int turn, UnpackScratch* scratch) {
-  uint32_t mine = 0;
-  for (int64_t r = block.thread; r < n; r += block.num_threads) mine += tags[r] == epoch;
-  AddOfAll(&scratch->num_written[turn], mine);
+  uint32_t arrived = 0, in_place = 0;
+  for (int64_t r = block.thread; r < n; r += block.num_threads) {
+    const uint64_t tag = tags[r];
+    arrived += tag == epoch;
+    in_place += tag == (kInPlace | epoch);
+  }
+  AddOfAll(&scratch->written[turn].num_arrived, arrived);
+  AddOfAll(&scratch->written[turn].num_in_place, in_place);
   block.Sync();
-  if (block.thread == 0) scratch->num_written[turn == 0 ? 2 : turn - 1] = 0;
-  return scratch->num_written[turn];
+  if (block.thread == 0) scratch->written[turn == 0 ? 2 : turn - 1] = {};
+  return scratch->written[turn];
 }
 
-// Copies rows with this call's tag and clears the others. Every tag denotes one row that
-// arrived: fewer tags than sent rows mean that a row was written twice.
+// Copies rows that arrived in the channel, and clears those that nobody wrote. Every tag denotes
+// one row: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   const Call& call = rank.call;
   State* state = rank.state();
@@ -175,7 +197,7 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
     return;
   }
   if (block.thread == 0) {
-    for (uint32_t& count : scratch->num_written) count = 0;
+    for (Written& written : scratch->written) written = {};
   }
   block.Sync();
   const char* half = Half(call, rank.rank(), epoch);
@@ -188,20 +210,17 @@ CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scra
          begin += block.num_blocks * part.rows_per_piece) {
       const int64_t n =
           part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
-      const int64_t num_arrived = CountArrived(block, tags + begin, epoch, n, turn, scratch);
+      const Written written = CountWritten(block, tags + begin, epoch, n, turn, scratch);
       turn = turn == 2 ? 0 : turn + 1;
-      num_written += num_arrived;
+      num_written += written.num_arrived + written.num_in_place;
+      if (written.num_in_place == n) continue;
+      const bool are_same =
+          written.num_arrived == n || written.num_arrived + written.num_in_place == 0;
       for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
         const Array& array = call.arrays[a];
-        const char* from = half + array.data + begin * array.in_row_bytes;
-        char* to = rank.out(part, array) + begin * array.out_row_bytes;
-        if (num_arrived == n) {
-          Copy(block, from, &to, 1, n * array.in_row_bytes);
-        } else if (num_arrived == 0) {
-          Fill(block, to, 0, n * array.out_row_bytes);
-        } else {
-          UnpackRows(block, from, to, tags + begin, epoch, n, array.in_row_bytes);
-        }
+        UnpackRows(block, half + array.data + begin * array.in_row_bytes,
+                   rank.out(part, array) + begin * array.out_row_bytes, tags + begin, epoch, n,
+                   are_same, array.in_row_bytes);
       }
     }
     if (block.thread == 0 && num_written > 0) Add(&state->rows_written[p], num_written);

@@ -1,6 +1,8 @@
 // The second and the fourth kernel of `combine`: every rank exposes its rows in its channel, and
-// the owners pull and sum them.
+// the owners pull and sum them. Rows of ranks of the same device are read where they are.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/block.h"
 #include "kernels/call.h"
@@ -27,7 +29,7 @@ CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, i
   }
 }
 
-// Exposes y: copies it into this rank's channel.
+// Exposes y to other devices: copies it into this rank's channel.
 CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
   const Call& call = rank.call;
   const State& state = *rank.state();
@@ -42,7 +44,9 @@ CPD_DEVICE void Stage(const Block& block, const Rank& rank) {
 struct Source {
   int64_t begin, end;
   int64_t shift;
-  const char* half;  // the start of the channel for fetched rows
+  // Half of its channel; for fetched rows, the start of the owner's; nullptr: the rows are in `in`
+  // of this device.
+  const char* half;
 };
 
 // If a piece of rows has more sources, they are looked up row by row, which is slow.
@@ -70,26 +74,28 @@ template <typename Fabric>
 struct Sources {
   const Rank& rank;
   const Part& part;
-  const Slot* slots;
-  IntArray dst_rank, dst_offset;
 
-  CPD_DEVICE Sources(const Rank& rank, const Part& part)
-      : rank(rank),
-        part(part),
-        slots(rank.slots(part)),
-        dst_rank(rank.Field(part, part.dst_rank, part.num_slots * part.num_replicas)),
-        dst_offset(rank.Field(part, part.dst_offset, part.num_slots * part.num_replicas)) {}
+  // Read again where they are needed: registers are scarce.
+  CPD_DEVICE const Slot& SlotAt(int64_t s) const { return rank.slots(part)[s]; }
+  CPD_DEVICE int64_t Target(const IntArray& field, int64_t s, int64_t c) const {
+    return rank.Field(part, field, part.num_slots * part.num_replicas)[s * part.num_replicas + c];
+  }
 
   // `num_fetched`: remote replicas of the slot before this one.
   CPD_DEVICE Source At(int64_t s, int64_t c, int64_t num_fetched) const {
-    const int64_t t = s * part.num_replicas + c;
-    const Slot& slot = slots[s];
-    if (IsRemote<Fabric>(rank.call, dst_rank[t])) {
+    const Slot slot = SlotAt(s);
+    const int64_t dst = Target(part.dst_rank, s, c);
+    if (IsRemote<Fabric>(rank.call, dst)) {
       const int64_t first = rank.first_fetched(part)[s] + num_fetched * slot.num_rows;
       return {slot.src_row, slot.src_row + slot.num_rows, first - slot.src_row, rank.channel()};
     }
-    return {slot.src_row, slot.src_row + slot.num_rows, dst_offset[t] - slot.src_row,
-            Half(rank.call, static_cast<int>(dst_rank[t]), rank.state()->epoch)};
+    const int64_t shift = Target(part.dst_offset, s, c) - slot.src_row;
+    if (rank.IsHere(dst)) {
+      return {slot.src_row, slot.src_row + slot.num_rows,
+              shift + rank.IndexHere(dst) * part.capacity, nullptr};
+    }
+    return {slot.src_row, slot.src_row + slot.num_rows, shift,
+            Half(rank.call, static_cast<int>(dst), rank.state()->epoch)};
   }
 
   // Calls visit(source) for each source in slots [first, last) that overlaps rows [begin, end).
@@ -97,13 +103,13 @@ struct Sources {
   CPD_DEVICE void ForEach(int64_t first, int64_t last, int64_t begin, int64_t end,
                           Visit visit) const {
     for (int64_t s = first; s < last; ++s) {
-      const Slot& slot = slots[s];
+      const Slot slot = SlotAt(s);
       if (slot.num_rows == 0 || slot.src_row >= end || slot.src_row + slot.num_rows <= begin) {
         continue;
       }
       int64_t num_fetched = 0;
       for (int64_t c = 0; c < part.num_replicas; ++c) {
-        const int64_t dst = dst_rank[s * part.num_replicas + c];
+        const int64_t dst = Target(part.dst_rank, s, c);
         if (dst < 0) continue;
         visit(At(s, c, num_fetched));
         num_fetched += IsRemote<Fabric>(rank.call, dst);
@@ -125,6 +131,7 @@ struct Sources {
   }
 
   CPD_DEVICE const char* RowOf(const Source& source, const Array& array, int64_t row) const {
+    if (source.half == nullptr) return array.in + (row + source.shift) * array.in_row_bytes;
     const bool is_fetched = Fabric::kHasNetwork && source.half == rank.channel();
     return source.half + (is_fetched ? array.staged : array.data) +
            (row + source.shift) * array.in_row_bytes;
@@ -152,18 +159,15 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
   T items[N];
 };
 
-// The threads of a block that take one row: as many as have kInFlight vectors of 16 bytes each, at
-// most a warp. `index` is the group of threads.
-CPD_DEVICE Block RowTakers(const Block& block, int64_t row_bytes) {
-  int num = 1;
-  while (num < 32 && 2 * num <= block.num_threads && 16 * kInFlight * num < row_bytes) num *= 2;
-  Block takers = block;
-  takers.num_threads = num;
-  takers.thread = block.thread % num;
-  takers.index = block.thread / num;
-  takers.num_blocks = block.num_threads / num;
-  return takers;
-}
+// Small integers, added in one word: no carry leaves the highest bit of any.
+template <uint32_t kHighest>
+struct Packed {
+  uint32_t word;
+
+  friend CPD_DEVICE Packed operator+(Packed a, Packed b) {
+    return {((a.word & ~kHighest) + (b.word & ~kHighest)) ^ ((a.word ^ b.word) & kHighest)};
+  }
+};
 
 // Adds up 16 bytes of input at a time, kInFlight times per thread.
 template <typename In, typename Acc, typename Out, typename Fabric>
@@ -202,7 +206,13 @@ CPD_DEVICE void SumVectors(const Block& takers, const Sources<Fabric>& sources, 
       if (i + k * step >= count) continue;
       Elements<Out, kWide> sum;
       CPD_UNROLL
-      for (int e = 0; e < kWide; ++e) sum.items[e] = Round<Out>(sums[k][e]);
+      for (int e = 0; e < kWide; ++e) {
+        if constexpr (std::is_same_v<Acc, Out>) {
+          sum.items[e] = sums[k][e];
+        } else {
+          sum.items[e] = Round<Out>(sums[k][e]);
+        }
+      }
       to[k * step] = sum;
     }
   }
@@ -227,13 +237,16 @@ CPD_DEVICE void SumElements(const Block& takers, const Sources<Fabric>& sources,
   }
 }
 
-template <typename In, typename Acc, typename Out, typename Fabric>
+// `Wide` replaces all three types where rows are aligned, if it is given.
+template <typename In, typename Acc, typename Out, typename Wide = void, typename Fabric>
 CPD_DEVICE void SumRow(const Block& takers, const Sources<Fabric>& sources, const Array& array,
                        const OwnedRow& owned, bool is_wide) {
-  if (is_wide) {
+  if (!is_wide) {
+    SumElements<In, Acc, Out>(takers, sources, array, owned);
+  } else if constexpr (std::is_void_v<Wide>) {
     SumVectors<In, Acc, Out>(takers, sources, array, owned);
   } else {
-    SumElements<In, Acc, Out>(takers, sources, array, owned);
+    SumVectors<Wide, Wide, Wide>(takers, sources, array, owned);
   }
 }
 
@@ -253,10 +266,10 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
       return SumRow<double, double, double>(arguments...);
     case DataType::kI8:
     case DataType::kU8:  // integers wrap, signed or not
-      return SumRow<uint8_t, uint8_t, uint8_t>(arguments...);
+      return SumRow<uint8_t, uint8_t, uint8_t, Packed<0x80808080>>(arguments...);
     case DataType::kI16:
     case DataType::kU16:
-      return SumRow<uint16_t, uint16_t, uint16_t>(arguments...);
+      return SumRow<uint16_t, uint16_t, uint16_t, Packed<0x80008000>>(arguments...);
     case DataType::kI32:
     case DataType::kU32:
       return SumRow<uint32_t, uint32_t, uint32_t>(arguments...);
@@ -279,8 +292,9 @@ CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, con
   const Block takers = RowTakers(block, array.in_row_bytes);
   if (takers.index >= takers.num_blocks) return;
   char* out = sources.rank.out(sources.part, array);
-  const bool is_wide = num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 &&
-                       reinterpret_cast<uint64_t>(out) % 16 == 0;
+  const uint64_t places = reinterpret_cast<uint64_t>(array.in) | reinterpret_cast<uint64_t>(out);
+  const bool is_wide =
+      num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
   CPD_NO_UNROLL
   for (int64_t row = begin + takers.index; row < end; row += takers.num_blocks) {
     const OwnedRow owned{row, scratch.sources, num_gathered, out + row * array.out_row_bytes};
@@ -309,9 +323,10 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
   }
   for (int p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
-    const Sources<Fabric> sources(rank, part);
-    for (int64_t begin = block.index * part.rows_per_piece; begin < part.num_tokens;
-         begin += block.num_blocks * part.rows_per_piece) {
+    const Sources<Fabric> sources{rank, part};
+    const int64_t num_pieces = (part.num_tokens + part.rows_per_piece - 1) / part.rows_per_piece;
+    for (int64_t piece = block.index; piece < num_pieces; piece += block.num_blocks) {
+      const int64_t begin = rank.Turned(piece, num_pieces) * part.rows_per_piece;
       const int64_t end = begin + part.rows_per_piece < part.num_tokens
                               ? begin + part.rows_per_piece
                               : part.num_tokens;

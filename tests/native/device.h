@@ -46,40 +46,60 @@ void Launch(int num_blocks, int num_threads, Kernel kernel) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The work of a rank's stream for one call, in the order of csrc/cuda/call_kernels.h.
+// Launches a kernel for all ranks of a device, with `num_blocks` for each, and waits for it.
+template <typename Scratch, typename Kernel>
+void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kernel) {
+  Launch<Scratch>(num_blocks * call.num_local, num_threads, [&](Block block, Scratch* scratch) {
+    const Rank rank{call, block.index / num_blocks};
+    block.index %= num_blocks;
+    block.num_blocks = num_blocks;
+    kernel(block, rank, scratch);
+  });
+}
+
+// The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h.
 template <typename Fabric = Mapped>
-void RunCall(const Call& call, int local, int num_blocks, int num_threads) {
-  const Rank rank{call, local};
-  Launch<PlanScratch>(1, num_threads,
-                      [&](const Block& b, PlanScratch* s) { Prepare<Fabric>(b, rank, s); });
+void RunCall(const Call& call, int blocks, int threads) {
+  LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
+    Prepare<Fabric>(b, rank, s);
+  });
   if (call.is_dispatch) {
     if constexpr (Fabric::kHasNetwork) {
-      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { StageToPut(b, rank); });
-      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Put<Fabric>(b, rank); });
+      LaunchRanks<int>(call, blocks, threads,
+                       [](const Block& b, const Rank& rank, int*) { StageToPut(b, rank); });
+      LaunchRanks<int>(call, blocks, threads,
+                       [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
-    Launch<PushScratch>(num_blocks, num_threads,
-                        [&](const Block& b, PushScratch* s) { Push<Fabric>(b, rank, s); });
-  } else {
-    Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Stage(b, rank); });
+    LaunchRanks<PushScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, PushScratch* s) { Push<Fabric>(b, rank, s); });
+  } else if (!HoldsAllRanks(call)) {
+    LaunchRanks<int>(call, blocks, threads,
+                     [](const Block& b, const Rank& rank, int*) { Stage(b, rank); });
   }
-  Launch<MeetScratch>(1, num_threads, [&](const Block& b, MeetScratch* s) {
+  LaunchRanks<int>(call, 1, threads, [](const Block& b, const Rank& rank, int*) {
     if constexpr (Fabric::kHasNetwork) Fabric::Enter(rank.rank());
     Signal<Fabric>(b, rank);
+  });
+  LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);
   });
   if (call.is_dispatch) {
-    Launch<UnpackScratch>(num_blocks, num_threads,
-                          [&](const Block& b, UnpackScratch* s) { Unpack(b, rank, s); });
+    LaunchRanks<UnpackScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, UnpackScratch* s) { Unpack(b, rank, s); });
   } else {
     if constexpr (Fabric::kHasNetwork) {
-      Launch<int>(num_blocks, num_threads, [&](const Block& b, int*) { Fetch<Fabric>(b, rank); });
-      Launch<int>(1, 1, [&](const Block&, int*) {
+      LaunchRanks<int>(call, blocks, threads,
+                       [](const Block& b, const Rank& rank, int*) { Fetch<Fabric>(b, rank); });
+      LaunchRanks<int>(call, 1, 1, [](const Block&, const Rank& rank, int*) {
         Fabric::Enter(rank.rank());
         Fabric::Quiet();
       });
     }
-    Launch<SumScratch>(num_blocks, num_threads,
-                       [&](const Block& b, SumScratch* s) { Pull<Fabric>(b, rank, s); });
+    LaunchRanks<SumScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, SumScratch* s) { Pull<Fabric>(b, rank, s); });
   }
 }
 
@@ -92,7 +112,7 @@ inline void RunRanks(World& world, int times = 1, int absent = -1) {
   for (int r = 0; r < world.num_ranks; ++r) {
     if (r == absent) continue;
     threads.emplace_back([&, r] {
-      for (int i = 0; i < times; ++i) RunCall(calls[r], 0, world.num_blocks, world.num_threads);
+      for (int i = 0; i < times; ++i) RunCall(calls[r], world.num_blocks, world.num_threads);
     });
   }
   for (std::thread& thread : threads) thread.join();

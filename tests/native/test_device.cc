@@ -52,60 +52,6 @@ void ManyReplicasAndSources() {
   CheckCombined(back);
 }
 
-void OneDeviceHoldsAllRanks() {
-  Rng rng(3);
-  World world = RandomWorld(rng, true);
-  world.num_ranks = 0;
-  do {
-    world = RandomWorld(rng, true);
-  } while (world.num_ranks != 4 || world.parts.size() != 1);
-  World::Made& part = world.parts[0];
-  Call call = world.MakeCall(0);
-  // The same with the arrays and views of all ranks, in rank order.
-  std::vector<int32_t> num_recv, seq_len, dst_rank, src_offset;
-  std::vector<int64_t> dst_offset;
-  std::vector<std::vector<char>> x(part.row_bytes.size()), out(part.row_bytes.size());
-  const auto append = [](auto* all, const auto& one) {
-    all->insert(all->end(), one.begin(), one.end());
-  };
-  for (int r = 0; r < 4; ++r) {
-    append(&num_recv, part.plans[r].num_recv);
-    append(&seq_len, part.plans[r].seq_len);
-    append(&dst_rank, part.plans[r].dst_rank);
-    append(&dst_offset, part.plans[r].dst_offset);
-    append(&src_offset, part.plans[r].src_offset);
-    for (size_t a = 0; a < x.size(); ++a) append(&x[a], part.x[a][r]);
-  }
-  Part& all = call.parts[0];
-  all.num_recv.data = num_recv.data();
-  all.seq_len.data = seq_len.data();
-  all.dst_rank.data = dst_rank.data();
-  all.dst_offset.data = dst_offset.data();
-  if (all.src_offset) all.src_offset.data = src_offset.data();
-  all.has_all_views = true;
-  for (size_t a = 0; a < x.size(); ++a) {
-    out[a].assign(4 * part.capacity * part.row_bytes[a], 0x7f);
-    call.arrays[a].in = x[a].data();
-    call.arrays[a].out = out[a].data();
-  }
-  call.num_local = 4;
-  std::vector<uint64_t> local(LayOutLocal(&call) / 8);
-  std::vector<ErrorRecord> errors(4);
-  call.local = reinterpret_cast<char*>(local.data());
-  call.errors = errors.data();
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < 4; ++r) ranks.emplace_back([&, r] { RunCall(call, r, 2, 2); });
-  for (std::thread& rank : ranks) rank.join();
-  for (size_t a = 0; a < x.size(); ++a) {
-    for (int r = 0; r < 4; ++r) {
-      const int64_t bytes = part.capacity * part.row_bytes[a];
-      part.out[a][r].assign(out[a].begin() + r * bytes, out[a].begin() + (r + 1) * bytes);
-    }
-  }
-  for (const ErrorRecord& error : errors) CHECK(error.raised == 0);
-  CheckDispatched(world);
-}
-
 bool IsSpoiled(const World& world, int rank) {
   for (const World::Made& part : world.parts) {
     for (const auto& ranks : part.out) {
@@ -215,7 +161,7 @@ void AnotherProgramIsNamed() {
   Call calls[] = {world.MakeCall(0), world.MakeCall(1)};
   calls[1].program = 1;
   std::vector<std::thread> threads;
-  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 0, 2, 2); });
+  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 2, 2); });
   for (std::thread& thread : threads) thread.join();
   CHECK(world.Take(0).failure == Failure::kProgram);
   CHECK(world.Take(1).failure == Failure::kProgram);
@@ -263,7 +209,6 @@ int main(int argc, char** argv) {
   CopiesAreCutAtTheWidestVector();
   RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
   ManyReplicasAndSources();
-  OneDeviceHoldsAllRanks();
   BadPlansAreRefusedEverywhere();
   ReceiversCheckCountsAndOverlaps();
   AnotherProgramIsNamed();

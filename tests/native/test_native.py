@@ -29,6 +29,7 @@ TESTS = (
     "test_overlap_timing",
     "test_device",
     "test_movers",
+    "test_one_launch",
     "test_network",
     "stress",
 )

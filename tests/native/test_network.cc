@@ -29,7 +29,7 @@ int64_t Run(World& world, int times = 1, int absent = -1) {
     threads.emplace_back([&, r] {
       for (int i = 0; i < times; ++i) {
         const auto run = calls[r].has_network ? RunCall<AdverseNetwork> : RunCall<Mapped>;
-        run(calls[r], 0, world.num_blocks, world.num_threads);
+        run(calls[r], world.num_blocks, world.num_threads);
       }
     });
   }

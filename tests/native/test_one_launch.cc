@@ -1,0 +1,133 @@
+// Ranks of one device in one launch, as an XLA call of one GPU runs them: rows take one pass, from
+// the sender's array into the receiver's. Worlds of 2, 4 and 8 ranks against plain loops.
+#include <cstdio>
+#include <cstdlib>
+
+#include "device.h"
+#include "one_launch.h"
+
+namespace {
+
+using namespace cpd;           // NOLINT
+using namespace cpd::kernels;  // NOLINT
+
+// `times` calls in a row, of all ranks together.
+void Run(World& world, OneLaunch& launch, int times) {
+  launch.Clear();
+  for (int i = 0; i < times; ++i) RunCall(launch.call, world.num_blocks, world.num_threads);
+  launch.Store(&world);
+}
+
+World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
+  World world{};
+  world.num_ranks = num_ranks;
+  world.is_dispatch = is_dispatch;
+  world.use_src_offset = Draw(rng, 0, 1);
+  world.rows_per_piece = Draw(rng, 1, 9);
+  world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
+  world.num_threads = static_cast<int>(Draw(rng, 1, 3));
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
+    std::vector<int64_t> row_bytes;
+    for (int64_t a = Draw(rng, 1, 2); a > 0; --a) {
+      row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
+    }
+    world.parts.push_back(MakePart(rng, num_ranks, Draw(rng, 1, 7), Draw(rng, 1, 3),
+                                   Draw(rng, 1, 30), row_bytes, world.use_src_offset));
+  }
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+void RandomPlans(int num_worlds) {
+  Rng rng(21);
+  for (const int num_ranks : {2, 4, 8}) {
+    for (int i = 0; i < num_worlds; ++i) {
+      for (const bool is_dispatch : {true, false}) {
+        World world = WorldOf(rng, num_ranks, is_dispatch);
+        OneLaunch launch(world);
+        for (int round = 0; round < 2; ++round) {
+          Run(world, launch, 1 + round);
+          CHECK(world.IsFine());
+          is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+        }
+      }
+    }
+  }
+}
+
+// The channel of such a call has tags and messages, but no rows.
+void NoRowPassesThroughTheChannel() {
+  Rng rng(22);
+  for (const bool is_dispatch : {true, false}) {
+    World world = WorldOf(rng, 4, is_dispatch);
+    const OneLaunch launch(world);
+    int64_t half = AlignUp(4 * MessageBytes(launch.call));
+    for (const World::Made& part : world.parts) {
+      if (is_dispatch) half += AlignUp(8 * part.capacity);
+    }
+    CHECK(launch.call.half_bytes == half);
+  }
+}
+
+bool IsSpoiled(const World& world, int rank) {
+  for (const World::Made& part : world.parts) {
+    for (const auto& ranks : part.out) {
+      for (const char byte : ranks[rank]) {
+        if (static_cast<uint8_t>(byte) != 0xff) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// By then, the other ranks have written rows into the result.
+void APlanThatOneRankRejectsHasNoResult() {
+  Rng rng(23);
+  for (const bool is_dispatch : {true, false}) {
+    World world = WorldOf(rng, 4, is_dispatch);
+    const int32_t good = world.parts[0].plans[2].seq_len[0];
+    OneLaunch launch(world);
+    int32_t& length = launch.fields[0].seq_len[2 * world.parts[0].num_slots];
+    length = -1;
+    Run(world, launch, 1);
+    CHECK(world.Take(2).failure == Failure::kLength);
+    for (const int r : {0, 1, 3}) {
+      const ErrorRecord error = world.Take(r);
+      CHECK(error.failure == Failure::kPeer && error.peer == 2);
+    }
+    for (int r = 0; r < 4; ++r) CHECK(IsSpoiled(world, r));
+    length = good;
+    Run(world, launch, 3);
+    CHECK(world.IsFine());
+    is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+  }
+}
+
+void ARowThatIsWrittenTwiceIsFound() {
+  World world{};
+  world.num_ranks = 2;
+  world.is_dispatch = true;
+  world.num_blocks = world.num_threads = 1;
+  World::Made part{2, 1, 8, 8, {16}, {}, {}, {}};
+  // Rank 1 writes rows 0 to 3 twice: one block in sequence, or a sanitizer would rightly object.
+  part.plans = {{{0, 8, 8}, {0, 0}, {-1, -1}, {0, 0}, {0, 0}},
+                {{0, 0, 0}, {4, 4}, {0, 0}, {0, 4}, {0, 0}}};
+  world.parts.push_back(part);
+  Rng rng(24);
+  FillArrays(&world, rng);
+  OneLaunch launch(world);
+  Run(world, launch, 1);
+  const ErrorRecord found = world.Take(0);
+  CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 4);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 4);
+  NoRowPassesThroughTheChannel();
+  APlanThatOneRankRejectsHasNoResult();
+  ARowThatIsWrittenTwiceIsFound();
+  std::printf("ok\n");
+}
