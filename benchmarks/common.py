@@ -1,24 +1,21 @@
-"""Shared by all benchmarks: options, interleaved timing, and result files."""
+"""Shared by all benchmarks: options, timing, and result files."""
 
 import argparse
 import datetime
-import importlib.util
 import json
-import os
 import pathlib
-import platform
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from typing import Any
 
 import jax
-import jaxlib.version
-import numpy as np
 
+from jax_cp_dispatch._measuring import interleaved, machine, versions
 from jax_cp_dispatch.gpu import raise_gpu_errors
+
+__all__ = ["ROOT", "Report", "interleaved", "options", "parser", "seconds_in_a_row", "write"]
 
 ROOT = pathlib.Path(__file__).parents[1]
 BEGAN = time.perf_counter()
@@ -42,26 +39,6 @@ def options(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace
     if parser.parse_args().quick:
         parser.set_defaults(repeats=1, **quick)
     return parser.parse_args()
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Returns the median seconds of each run; all run in turn, `repeats` times.
-
-    Runs are interleaved because the speed of a shared machine varies; ratios are then more reliable
-    than absolute times. Each runs twice in a row and the second run is timed, as in a loop: a
-    program may return gigabytes to the system after its results are ready, which slows the next
-    one. Runs of more than 20 seconds are timed in the first round only.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            if times[name] and times[name][0] > 20:
-                continue
-            jax.block_until_ready(run())
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
@@ -116,29 +93,11 @@ def write(
     result = {
         "title": title,
         "date": datetime.date.today().isoformat(),
-        "machine": {
-            "cpu": _cpu_model(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
-            "numpy": np.__version__,
-            **{name: version(name) for name in packages if importlib.util.find_spec(name)},
-        },
+        "machine": machine(),
+        "versions": versions(*packages),
         "took_s": round(time.perf_counter() - BEGAN),
         **more,
         "rows": rows,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from common import ROOT
 
-MEDIAN, SIGMA = 2048, 1.2
+from jax_cp_dispatch.bench_command.documents import MEDIAN, SIGMA, drawn_lengths
+
 DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
 PUBLISHED = ROOT / "tests" / "data" / "lengths"
 
@@ -25,9 +26,7 @@ def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.nda
 
 def drawn(num_tokens: int, seed: int) -> np.ndarray:
     """Draws segment ids [1, num_tokens] of log-normal documents."""
-    normal = np.random.default_rng(0).standard_normal(100_000)
-    lengths = np.ceil(MEDIAN * np.exp(SIGMA * normal)).astype(int)
-    return segment_ids(np.random.default_rng(seed).choice(lengths, num_tokens), num_tokens)
+    return segment_ids(drawn_lengths(num_tokens, seed=seed), num_tokens)
 
 
 def segment_ids(lengths, num_tokens: int) -> np.ndarray:

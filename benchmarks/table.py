@@ -7,11 +7,13 @@ import json
 import pathlib
 from collections.abc import Iterable, Iterator
 
+import committed
 import sections
 from sections import Result, and_join, cells
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+COMMITTED = ROOT / "jax_cp_dispatch" / "bench_command" / "committed.json"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 
 
@@ -190,7 +192,12 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     shown = text_of([highlights(found), *first, summary(found)])
     tables = [of(found[of.__name__]) for of in sections.ALL if of.__name__ in found]
     every = text_of([introduction(found), *tables])
-    return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
+    rows = json.dumps(committed.rows_of(found), indent=1, ensure_ascii=False) + "\n"
+    return {
+        readme: f"{before}{BEGIN}{shown}{END}{after}",
+        page: every.rstrip() + "\n",
+        COMMITTED: rows,
+    }
 
 
 if __name__ == "__main__":

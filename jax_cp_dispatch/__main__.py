@@ -1,8 +1,9 @@
-"""`python -m jax_cp_dispatch COMMAND`: the demonstration, the doctor and the planner."""
+"""`python -m jax_cp_dispatch COMMAND`: the demonstration, the doctor, the planner, the bench."""
 
 import argparse
 import sys
 
+from jax_cp_dispatch.bench_command import run as bench
 from jax_cp_dispatch.demo import run as demo
 from jax_cp_dispatch.doctor import run as doctor
 from jax_cp_dispatch.plan_command import run as plan
@@ -33,8 +34,18 @@ def main() -> int:
         "moved rows and bytes of each layout, and the predicted times of all algorithms.",
     )
     plan.add_arguments(plan_parser)
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure this machine against its limits, the alternatives and committed results",
+        description="Measures planning, movement, attention, GEMMs, a training step, and movement "
+        "between processes. Compares each with the limit measured in the same run (memcpy, a "
+        "matrix product), with what XLA offers, and with committed results. Takes a few minutes "
+        "on CPU devices.",
+    )
+    bench.add_arguments(bench_parser)
     options = parser.parse_args()
-    return {"demo": demo, "doctor": doctor, "plan": plan}[options.command].main(options)
+    commands_by_name = {"bench": bench, "demo": demo, "doctor": doctor, "plan": plan}
+    return commands_by_name[options.command].main(options)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def pages(tmp_path):
     def of(results):
         for name, result in results.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(result))
-        readme, page = table.pages(tmp_path).values()
+        readme, page, _ = table.pages(tmp_path).values()
         return readme.split(table.BEGIN)[1].split(table.END)[0], page
 
     return of

@@ -13,7 +13,7 @@ from jax_cp_dispatch._ranks import runtime
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # Every part may import these; they import no part.
-SHARED = {"_arguments", "_dtypes", "_progress", "_residuals", "_text", "_window"}
+SHARED = {"_arguments", "_dtypes", "_measuring", "_progress", "_residuals", "_text", "_window"}
 
 # Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {
@@ -39,6 +39,10 @@ ALLOWED = {
     "doctor": {"_ranks", "_dispatch", "cpu_devices", "metadata", "scenarios"},
     "demo": {"_dispatch", "attention", "cost", "cpu_devices", "planner", "plots"},
     "plan_command": {"attention", "cost", "demo", "metadata", "planner", "plots"},
+    "bench_command": {
+        *("_ranks", "_dispatch", "attention", "comm_gemm", "cost", "cpu_devices", "metadata"),
+        *("planner", "plots"),
+    },
 }
 
 # Likewise the parts inside a package: its folders and files.

@@ -1,0 +1,1 @@
+"""`python -m jax_cp_dispatch bench`: measures this machine against its limits and alternatives."""

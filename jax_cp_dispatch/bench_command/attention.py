@@ -1,0 +1,121 @@
+"""Attention, forward and backward: this package's algorithms against dense sharded attention."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.bench_command.documents import drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
+from jax_cp_dispatch.cost import attention_flops, count_pairs
+from jax_cp_dispatch.planner import place_tokens
+
+SECTION = "attention"
+DENSE = "jax.nn, sharded by XLA"
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # sums in another order; relative to the largest
+_ROWS = P(None, AXIS)
+_MATMUL = {"cpu": 2048, "gpu": 8192}
+
+CAUSAL = ("ring", "zigzag", "balanced")
+PACKED = ("zigzag", "balanced", "placed")
+
+
+def size_text(tokens: int, dtype: str, ranks: str) -> str:
+    return f"{tokens} tokens, {dtype}, {ranks}"
+
+
+def what_text(algorithm: str, case: str) -> str:
+    return f"{algorithm}, {case}"
+
+
+def peak(ranks: Ranks, dtype: str) -> float:
+    """Returns the FLOP/s of square matrix products: of the host, or of all GPUs together."""
+    n = _MATMUL["gpu" if ranks.is_gpu else "cpu"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((n, n)), dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    # Virtual devices share the cores, and one product uses them all.
+    seconds = ranks.measure({"product": lambda: product(x)})["product"]
+    return 2 * n**3 / seconds * (ranks.count if ranks.is_gpu else 1)
+
+
+def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -> Iterator[Row]:
+    """Measures one causal document, and packed documents."""
+    flops_per_second = peak(ranks, dtype)
+    packed = drawn_lengths(tokens, seed=0, median=tokens / 16)
+    for case, lengths, algorithms in (("causal", [tokens], CAUSAL), ("packed", packed, PACKED)):
+        operands = _operands(tokens, heads, head_size, dtype)
+        programs = {a: _ours(ranks, a, lengths) for a in algorithms} | {DENSE: _dense(lengths)}
+        runs = {name: _gradients(ranks, fn, operands) for name, fn in programs.items()}
+        for name in algorithms:
+            if name != "placed":  # its tokens are in another order
+                got, want = runs[name](), runs[DENSE]()
+                for a, b in zip(got, want, strict=True):
+                    ranks.check_equal(what_text(name, case), a, b, TOLERANCE[dtype])
+        seconds = ranks.measure(runs)
+        sizes = {"num_heads": heads, "head_size": head_size}
+        pairs = float(sum(count_pairs(0, length) for length in lengths))
+        flops = sum(attention_flops(pairs, **sizes, backward=x) for x in (False, True))
+        for name, value in seconds.items():
+            yield Row(
+                SECTION,
+                what_text(name, case),
+                size_text(tokens, dtype, ranks.name),
+                value,
+                flops / value,
+                "FLOP/s",
+                of_limit=flops / value / flops_per_second,
+                limit="a matrix product",
+                speedup=seconds[DENSE] / value,
+                alternative="dense attention sharded by XLA",
+            )
+
+
+def _operands(tokens: int, heads: int, head_size: int, dtype: str) -> list[np.ndarray]:
+    """Draws q, k, v and the cotangent of the output."""
+    rng = np.random.default_rng(tokens)
+    shape = (1, tokens, heads, head_size)
+    return [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for _ in range(4)]
+
+
+def _gradients(
+    ranks: Ranks, attend: Callable[..., Any], operands: list[np.ndarray]
+) -> Callable[[], Any]:
+    def gradients(q, k, v, cotangent):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return pull_back(cotangent.astype(out.dtype))
+
+    arrays = [ranks.put(x, _ROWS) for x in operands]
+    rows = NamedSharding(ranks.mesh, _ROWS)
+    program = jax.jit(gradients, out_shardings=rows).lower(*arrays).compile()
+    return lambda: program(*arrays)
+
+
+def _ours(ranks: Ranks, algorithm: str, lengths: list[int]) -> Callable[..., Any]:
+    options: dict[str, Any] = {"segment_ids": segment_ids_of(lengths) if len(lengths) > 1 else None}
+    if algorithm == "placed":
+        options = {"plan": place_tokens(lengths, world_size=ranks.count).plan}
+    return partial(
+        context_parallel_attention,
+        mesh=ranks.mesh,
+        axis_name=AXIS,
+        algorithm=algorithm,
+        **options,
+    )
+
+
+def _dense(lengths: list[int]) -> Callable[..., Any]:
+    if len(lengths) == 1:
+        return partial(jax.nn.dot_product_attention, is_causal=True)
+    ids = segment_ids_of(lengths)[0]
+
+    def attend(q, k, v):
+        mask = jnp.asarray(ids)
+        same = (mask[:, None] == mask)[None, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)
+
+    return attend

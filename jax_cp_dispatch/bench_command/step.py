@@ -1,0 +1,181 @@
+"""A training step of a small transformer on packed documents, by algorithm of attention."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.bench_command.attention import DENSE, peak
+from jax_cp_dispatch.bench_command.documents import drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
+from jax_cp_dispatch.cost import attention_flops, count_pairs
+from jax_cp_dispatch.planner import place_tokens, plan_attention
+
+SECTION = "step"
+ALGORITHMS = ("placed", "balanced", "zigzag")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order
+VOCABULARY, RATE = 256, 1e-3
+_ROWS = P(None, AXIS)
+
+
+class Model(NamedTuple):
+    """Sizes of the model: pre-norm layers of attention (RoPE) and a gated MLP of 3 x width."""
+
+    layers: int
+    heads: int
+    head_size: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        D, N, H, F = self.width, self.heads, self.head_size, 3 * self.width
+        return {"qkv": (D, 3 * N * H), "out": (N * H, D), "gate_up": (D, 2 * F), "down": (F, D)}
+
+    def parameters(self) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: (rng.standard_normal(shape) / shape[-2] ** 0.5).astype(np.float32)
+        layers = {name: draw(self.layers, *shape) for name, shape in self.matrices.items()}
+        return {"embedding": draw(VOCABULARY, self.width), "layers": layers}
+
+    def flops(self, tokens: int, pairs: float) -> float:
+        """Matrix products of a step, without those that `jax.checkpoint` repeats."""
+        weights = self.layers * sum(map(np.prod, self.matrices.values())) + VOCABULARY * self.width
+        sizes = {"num_heads": self.heads, "head_size": self.head_size}
+        attention = sum(attention_flops(pairs, **sizes, backward=x) for x in (False, True))
+        return 6.0 * float(weights) * tokens + self.layers * attention
+
+
+def _norm(x):
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def _rotate(x, positions):
+    frequency = 1e4 ** -jnp.linspace(0, 1, x.shape[-1] // 2, endpoint=False)
+    angle = positions[..., None, None] * frequency
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
+
+
+def _loss(model: Model, parameters, batch, attend: Callable[..., Any]):
+    cast = lambda x: x.astype(model.dtype)
+
+    def layer(x, w):
+        q, k, v = jnp.split(cast(_norm(x)) @ cast(w["qkv"]), 3, axis=-1)
+        q, k, v = (y.reshape(*y.shape[:2], model.heads, -1) for y in (q, k, v))
+        q, k = (_rotate(y, batch["positions"]) for y in (q, k))
+        x = x + attend(q, k, v, batch).reshape(*x.shape[:2], -1) @ cast(w["out"])
+        gate, up = jnp.split(cast(_norm(x)) @ cast(w["gate_up"]), 2, axis=-1)
+        return x + (jax.nn.silu(gate) * up) @ cast(w["down"]), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+    x = cast(parameters["embedding"][batch["tokens"]])
+    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, parameters["layers"])
+    scores = jax.nn.log_softmax(_norm(x) @ parameters["embedding"].T)
+    chosen = jnp.take_along_axis(scores, batch["labels"][..., None], -1)[..., 0]
+    return -(chosen * batch["counts"]).sum() / batch["counts"].sum()
+
+
+def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
+    """Measures forward pass, backward pass and update, with donated parameters."""
+    lengths = drawn_lengths(tokens, seed=1, median=tokens / 16)
+    steps = {name: _Step(ranks, model, name, lengths) for name in (*ALGORITHMS, DENSE)}
+    expected = steps[DENSE].first_loss
+    for name, step in steps.items():
+        if not abs(step.first_loss - expected) <= TOLERANCE[model.dtype] * expected:
+            raise ValueError(
+                f"bench: the loss with {name} is {step.first_loss}, with dense attention "
+                f"{expected}. Report this with the output."
+            )
+    flops_per_second = peak(ranks, model.dtype)
+    seconds = ranks.measure(steps)
+    pairs = float(sum(count_pairs(0, length) for length in lengths))
+    for name, value in seconds.items():
+        yield Row(
+            SECTION,
+            name,
+            f"{model.layers} layers of width {model.width}, {tokens} tokens, {model.dtype}, "
+            f"{ranks.name}",
+            value,
+            tokens / value,
+            "tokens/s",
+            of_limit=model.flops(tokens, pairs) / value / flops_per_second,
+            limit="a matrix product",
+            speedup=seconds[DENSE] / value,
+            alternative="dense attention sharded by XLA",
+            more={"temp MB": steps[name].temp_bytes / 1e6},
+        )
+
+
+class _Step:
+    """The compiled step of one algorithm with its parameters and batch; a call makes a step."""
+
+    def __init__(self, ranks: Ranks, model: Model, algorithm: str, lengths: list[int]):
+        batch, plan = _batch(lengths), {}
+        if algorithm == "placed":
+            placement = place_tokens(lengths, world_size=ranks.count)
+            batch = {name: placement.apply(x) for name, x in batch.items()}
+            plan = {"plan": jax.tree.map(ranks.put, placement.plan)}
+        elif algorithm == "balanced":
+            made = plan_attention(lengths=lengths, world_size=ranks.count)
+            plan = {"plan": jax.tree.map(ranks.put, made)}
+        self._batch = {name: ranks.put(x, _ROWS) for name, x in batch.items()} | plan
+        self._parameters = jax.tree.map(lambda x: ranks.put(x, P()), model.parameters())
+        attend = _dense if algorithm == DENSE else partial(_ours, ranks, algorithm)
+
+        @partial(jax.jit, donate_argnums=0)
+        def step(parameters, batch):
+            value, gradients = jax.value_and_grad(partial(_loss, model))(parameters, batch, attend)
+            update = jax.tree.map(lambda w, g: w - RATE * g, parameters, gradients)
+            return update, value
+
+        self._step = step.lower(self._parameters, self._batch).compile()
+        memory = self._step.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory else float("nan")
+        self.first_loss = float(self())
+
+    def __call__(self) -> jax.Array:
+        self._parameters, value = self._step(self._parameters, self._batch)
+        return value
+
+
+def _batch(lengths: list[int]) -> dict[str, np.ndarray]:
+    ids = segment_ids_of(lengths)
+    tokens = np.random.default_rng(2).integers(0, VOCABULARY, ids.shape).astype(np.int32)
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None]
+    is_last = np.roll(ids, -1, axis=1) != ids
+    is_last[0, -1] = True
+    return {
+        "tokens": tokens,
+        "labels": np.roll(tokens, -1, axis=1),
+        "counts": (~is_last).astype(np.float32),
+        "segment_ids": ids,
+        "positions": positions,
+    }
+
+
+def _ours(ranks: Ranks, algorithm: str, q, k, v, batch):
+    return context_parallel_attention(
+        *(q, k, v),
+        mesh=ranks.mesh,
+        axis_name=AXIS,
+        algorithm=algorithm,
+        segment_ids=batch["segment_ids"],
+        plan=batch.get("plan"),
+    )
+
+
+def _dense(q, k, v, batch):
+    ids = batch["segment_ids"][0]
+    same = (ids[:, None] == ids)[None, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)

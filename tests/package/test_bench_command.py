@@ -1,0 +1,145 @@
+"""The bench command: every section on small sizes, what it compares, and errors."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import jax
+import pytest
+
+from jax_cp_dispatch.bench_command import gemm, movement, run
+from jax_cp_dispatch.bench_command.compare import Earlier, committed, slower
+from jax_cp_dispatch.bench_command.ranks import Row
+from jax_cp_dispatch.bench_command.sizes import CPU, QUICK
+from jax_cp_dispatch.bench_command.step import Model
+
+TINY = dataclasses.replace(
+    QUICK,
+    planning_tokens=512,
+    moved_tokens=16,
+    feature=(2, 4),
+    attention_tokens=128,
+    heads=2,
+    head_size=8,
+    gemms=((gemm.GATHER, 64, 16, 64), (gemm.SCATTER, 64, 64, 16)),
+    step_tokens=128,
+    model=Model(layers=2, heads=2, head_size=8, dtype="float32"),
+    process_bytes=1 << 17,
+    process_gemms=((gemm.GATHER, 64, 16, 64),),
+)
+DEVICES = 8
+
+
+def bench(*arguments):
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return run.main(parser.parse_args([str(x) for x in arguments]))
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Small sizes and few algorithms; compiling takes most of the time."""
+    monkeypatch.setattr(run, "sizes_for", lambda platform, *, quick: TINY)
+    monkeypatch.setitem(run.attention._MATMUL, "cpu", 64)
+    monkeypatch.setattr(run.attention, "CAUSAL", ("ring",))
+    monkeypatch.setattr(run.attention, "PACKED", ("placed",))
+    monkeypatch.setattr(run.step, "ALGORITHMS", ("balanced",))
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+def test_every_section_is_measured_and_compared_with_an_earlier_run(tiny, capsys, tmp_path):
+    code, said = bench("--json"), capsys.readouterr()
+    assert "[6/6] measuring processes" in said.err
+    report = json.loads(said.out)
+    assert (report["errors"], code) == ({}, 0)
+    assert report["devices"].startswith(f"{DEVICES} devices")
+    rows = report["rows"]
+    assert tuple(dict.fromkeys(row["section"] for row in rows)) == run.SECTIONS
+    names = {(row["section"], row["what"]) for row in rows}
+    assert len(names) == len(rows)
+    assert {
+        ("planning", "place_tokens, 8 ranks"),
+        ("movement", movement.DONATED),
+        ("movement", movement.SMALL_DISPATCH),
+        ("attention", "placed, packed"),
+        ("gemm", "all_gather_matmul, ring direct"),
+        ("step", "jax.nn, sharded by XLA"),
+        ("processes", movement.COMBINE),
+    } <= names
+    for row in rows:
+        assert row["seconds"] > 0
+        # Of these sizes only the small one is among the committed results.
+        assert (row["earlier"] is not None) == (row["what"] == movement.SMALL_DISPATCH)
+        if row["of_limit"]:
+            assert row["limit"] and row["rate"] > 0
+        if row["speedup"]:
+            same = [x for x in rows if (x["section"], x["size"]) == (row["section"], row["size"])]
+            if len(same) > 1:  # the alternative is among the rows
+                assert any(x["speedup"] == pytest.approx(1) for x in same)
+
+    earlier = tmp_path / "earlier.json"
+    for row in rows:  # as if the machine had been ten times as fast relative to its limits
+        row["of_limit"] = row["of_limit"] and 1e3 * row["of_limit"]
+    earlier.write_text(json.dumps(report))
+    pictures = tmp_path / "pictures"
+    assert bench("gemm", "--compare", earlier, "--pictures", pictures) == 0
+    told = capsys.readouterr().out
+    assert "8 of 8 rows have earlier results" in told
+    assert "8 noticeably slower" in told and "gemm: all_gather_matmul, none: 0.0" in told
+    assert [path.name for path in pictures.iterdir()] == ["gemm.png"]
+
+
+def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(movement, "dispatch", lambda x, m, **options: x)
+    assert bench("movement", "planning") == 1
+    told = capsys.readouterr().out
+    assert "movement" not in told.split("planning:")[1]
+    assert "Error: " in told and "plan_attention, 8 ranks" in told
+
+
+def test_slower_compares_the_ratio_that_depends_least_on_the_machine():
+    row = Row("a", "b", "c", seconds=2.0, of_limit=0.5, speedup=2.0)
+    old = Earlier("a", "b", "c", seconds=1.0, of_limit=0.5, speedup=4.0, origin="")
+    assert slower(row, old) is None
+    assert slower(row, old._replace(of_limit=1.0)) == 0.5
+    assert slower(row, old._replace(of_limit=None)) == 0.5
+    assert slower(row, old._replace(of_limit=None, speedup=None)) == 0.5
+
+
+def test_committed_results_cover_every_section_but_the_step():
+    rows = committed()
+    assert {row.section for row in rows} == set(run.SECTIONS) - {"step"}
+    assert len({row[:3] for row in rows}) == len(rows)
+    assert f"{8 * CPU.moved_tokens * 2 * 16 * 128 / 1e6:.0f} MB, 8 devices" in {
+        r.size for r in rows
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["attenton"], "no section is called attenton. Pass some of planning, movement"),
+        (["--devices", "0"], "--devices is 0; pass at least 1"),
+        (["--devices", "9"], "--devices is 9 but JAX has 8 devices"),
+        (["--processes", "1"], "--processes is 1; pass at least 2"),
+        (["--compare", "nowhere"], "cannot read nowhere: No such file"),
+        (["--compare", __file__], "is no output of `bench --json`"),
+        (["--pictures", __file__], "cannot create the folder"),
+    ],
+)
+def test_bad_arguments_give_one_line(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(run, "start_cpu_devices", lambda count: None)
+    assert bench(*arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.startswith("bench: ") and said.err.count("\n") == 1
+
+
+def test_pictures_without_matplotlib_name_the_extra(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert bench("--pictures", tmp_path) == 2
+    assert "matplotlib" in capsys.readouterr().err
