@@ -30,33 +30,64 @@ __device__ Block ThisBlock() {
 
 __device__ Rank ThisRank(const Call& call) { return {call, static_cast<int>(blockIdx.y)}; }
 
+// A kernel of a call may start before the one ahead of it on the stream has ended, and waits for it
+// here. All threads of all kernels but the first call it, so a kernel's end implies that of all
+// before it.
+__device__ void AwaitKernelAhead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel start. The kernel that waits for other ranks never calls it: blocks of the
+// next one would fill the GPU before a rank on another stream has sent.
+__device__ void LetNextStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Whether the kernel that sends also signals. A network must be quiet first.
+template <typename Fabric>
+constexpr bool kSignalsLast = !Fabric::kHasNetwork;
+
 template <typename Fabric>
 __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant__ Call call) {
   __shared__ PlanScratch scratch;
+  LetNextStart();
   Prepare<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+  if constexpr (kSignalsLast<Fabric>) {
+    if (call.is_dispatch || !HoldsAllRanks(call)) return;
+    __syncthreads();  // this call sends nothing
+    Signal(ThisBlock(), ThisRank(call));
+  }
 }
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     PushKernel(const __grid_constant__ Call call) {
   __shared__ PushScratch scratch;
+  __shared__ bool is_last;
+  LetNextStart();
+  AwaitKernelAhead();
   Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+  if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     StageKernel(const __grid_constant__ Call call) {
+  __shared__ bool is_last;
+  LetNextStart();
+  AwaitKernelAhead();
   Stage(ThisBlock(), ThisRank(call));
-}
-
-template <typename Fabric>
-__global__ void __launch_bounds__(kMeetThreads) SignalKernel(const __grid_constant__ Call call) {
-  Signal<Fabric>(ThisBlock(), ThisRank(call));
+  if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant__ Call call) {
   __shared__ MeetScratch scratch;
+  AwaitKernelAhead();
   Wait<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
@@ -64,6 +95,7 @@ template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
+  AwaitKernelAhead();
   Unpack(ThisBlock(), ThisRank(call), &scratch);
 }
 
@@ -71,10 +103,16 @@ template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     PullKernel(const __grid_constant__ Call call) {
   __shared__ SumScratch scratch;
+  AwaitKernelAhead();
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-// ---- For network fabrics only.
+// ---- For network fabrics only. These kernels start one after another.
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMeetThreads) SignalKernel(const __grid_constant__ Call call) {
+  Signal<Fabric>(ThisBlock(), ThisRank(call));
+}
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
@@ -99,36 +137,61 @@ __global__ void QuietKernel(const __grid_constant__ Call) {
   Fabric::Quiet();
 }
 
-// Launches a call: plan, move, exchange signals, take.
+// Whether kernels may start before the one ahead has ended. Recorded ones start one after another:
+// a program that edits the recording may not know such edges.
+inline bool MayOverlap(cudaStream_t stream) {
+  int device = 0, major = 0;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusActive;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 9 && cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+         capture == cudaStreamCaptureStatusNone;
+}
+
+// Launches a call: plan, move and signal, wait, take.
 template <typename Fabric>
 cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   const auto ranks = static_cast<unsigned>(call.num_local);
   const dim3 one(1, ranks);
   const dim3 many(std::max(1u, static_cast<unsigned>(num_blocks) / ranks), ranks);
-  PlanKernel<Fabric><<<one, kPlanThreads, 0, stream>>>(call);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const bool may_overlap = !Fabric::kHasNetwork && MayOverlap(stream);
+  cudaError_t error = cudaSuccess;
+  const auto launch = [&](void (*kernel)(Call), dim3 blocks, int threads, bool is_first = false) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = may_overlap && !is_first ? 1 : 0;
+    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, call);
+  };
+  launch(PlanKernel<Fabric>, one, kPlanThreads, true);
   if (call.is_dispatch) {
     if constexpr (Fabric::kHasNetwork) {  // in transit while the rest is copied
-      StageToPutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
-      PutKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+      launch(StageToPutKernel<Fabric>, many, kMoveThreads);
+      launch(PutKernel<Fabric>, many, kMoveThreads);
     }
-    PushKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+    launch(PushKernel<Fabric>, many, kMoveThreads);
   } else if (!HoldsAllRanks(call)) {
-    StageKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+    launch(StageKernel<Fabric>, many, kMoveThreads);
   }
-  // Separate from the wait: if one device holds all ranks, all of them have signalled before any
-  // waits, however few blocks run at once.
-  SignalKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
-  WaitKernel<Fabric><<<one, kMeetThreads, 0, stream>>>(call);
+  // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
+  // signalled before any waits, however few blocks run at once.
+  if constexpr (!kSignalsLast<Fabric>) launch(SignalKernel<Fabric>, one, kMeetThreads);
+  launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
-    UnpackKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+    launch(UnpackKernel<Fabric>, many, kMoveThreads);
   } else {
     if constexpr (Fabric::kHasNetwork) {
-      FetchKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
-      QuietKernel<Fabric><<<1, 1, 0, stream>>>(call);
+      launch(FetchKernel<Fabric>, many, kMoveThreads);
+      launch(QuietKernel<Fabric>, dim3(1), 1);
     }
-    PullKernel<Fabric><<<many, kMoveThreads, 0, stream>>>(call);
+    launch(PullKernel<Fabric>, many, kMoveThreads);
   }
-  return cudaGetLastError();
+  return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
 // Loads every kernel now. Loading a kernel at its first launch may wait for the device, where a
@@ -143,10 +206,11 @@ cudaError_t LoadKernelsOver() {
       if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
     }
   };
-  load({PlanKernel<Fabric>, PushKernel<Fabric>, StageKernel<Fabric>, SignalKernel<Fabric>,
-        WaitKernel<Fabric>, UnpackKernel<Fabric>, PullKernel<Fabric>});
+  load({PlanKernel<Fabric>, PushKernel<Fabric>, StageKernel<Fabric>, WaitKernel<Fabric>,
+        UnpackKernel<Fabric>, PullKernel<Fabric>});
   if constexpr (Fabric::kHasNetwork) {
-    load({StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>, QuietKernel<Fabric>});
+    load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
+          QuietKernel<Fabric>});
   }
   return error;
 }

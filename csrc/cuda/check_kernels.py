@@ -11,13 +11,13 @@ import pathlib
 import re
 import sys
 
-_CALLS = ("Plan", "Push", "Stage", "Signal", "Wait", "Unpack", "Pull")
+_CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
 _KERNELS = (
     *_CALLS,
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
-_OVER_NVSHMEM = tuple(_NVSHMEM + name for name in (*_CALLS, "StageToPut", "Put", "Fetch", "Quiet"))
+_OVER_NVSHMEM = tuple(_NVSHMEM + name for name in (*_CALLS, "Signal", "StageToPut", "Put", "Fetch", "Quiet"))
 _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Quiet"))
 
 # Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many

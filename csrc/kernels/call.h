@@ -85,8 +85,8 @@ struct State {
   uint64_t epoch;  // of this call; starts at 1
   // 0, or why this call has no result: kRefused (the next call may succeed) or kBroken.
   uint64_t failed;
-  uint64_t broken;  // permanent
-  uint64_t blocks_done;
+  uint64_t broken;                    // permanent
+  uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked
   uint64_t rows_written[kMaxParts];
   int64_t first_piece[kMaxParts + 1];  // rows that this rank sends, by part
 };

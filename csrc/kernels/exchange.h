@@ -1,5 +1,5 @@
-// The third kernel of a call: one block per rank signals every rank that it has sent, and waits for
-// every rank. It is the only kernel that waits, so no other kernel can block the GPU.
+// The signals of a call: one block per rank tells every rank that it has sent, and one block, in a
+// later kernel, waits for every rank. No other kernel waits, so none can block the GPU.
 #pragma once
 
 #include "kernels/block.h"
@@ -51,6 +51,17 @@ CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
     }
     StoreRelease(arrived, signal);
   }
+}
+
+// Called by every block of the kernel that sends: the last one to end signals.
+CPD_DEVICE void SignalLast(const Block& block, const Rank& rank, bool* is_last) {
+  block.Sync();
+  if (block.thread == 0) {
+    const auto num_blocks = static_cast<uint64_t>(block.num_blocks);
+    *is_last = AddAndFetch(&rank.state()->blocks_sent, 1) == num_blocks;
+  }
+  block.Sync();
+  if (*is_last) Signal(block, rank);
 }
 
 // The last signal of a rank. If it belongs to this call, everything sent before it is visible.

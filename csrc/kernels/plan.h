@@ -195,6 +195,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   if (block.thread == 0) {
     state->epoch += 1;
     state->failed = state->broken ? kGivenUp : kFine;
+    state->blocks_sent = 0;
     state->blocks_done = 0;
     state->first_piece[0] = 0;
     for (int p = 0; p < call.num_parts; ++p) state->rows_written[p] = 0;

@@ -60,8 +60,12 @@ void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kerne
 // The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h.
 template <typename Fabric = Mapped>
 void RunCall(const Call& call, int blocks, int threads) {
+  constexpr bool kSignalsLast = !Fabric::kHasNetwork;
   LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
     Prepare<Fabric>(b, rank, s);
+    if (!kSignalsLast || rank.call.is_dispatch || !HoldsAllRanks(rank.call)) return;
+    b.Sync();
+    Signal(b, rank);
   });
   if (call.is_dispatch) {
     if constexpr (Fabric::kHasNetwork) {
@@ -70,17 +74,25 @@ void RunCall(const Call& call, int blocks, int threads) {
       LaunchRanks<int>(call, blocks, threads,
                        [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
-    LaunchRanks<PushScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, PushScratch* s) { Push<Fabric>(b, rank, s); });
+    struct Scratch : PushScratch {
+      bool is_last;
+    };
+    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
+      Push<Fabric>(b, rank, s);
+      if (kSignalsLast) SignalLast(b, rank, &s->is_last);
+    });
   } else if (!HoldsAllRanks(call)) {
-    LaunchRanks<int>(call, blocks, threads,
-                     [](const Block& b, const Rank& rank, int*) { Stage(b, rank); });
+    LaunchRanks<bool>(call, blocks, threads, [](const Block& b, const Rank& rank, bool* is_last) {
+      Stage(b, rank);
+      if (kSignalsLast) SignalLast(b, rank, is_last);
+    });
   }
-  LaunchRanks<int>(call, 1, threads, [](const Block& b, const Rank& rank, int*) {
-    if constexpr (Fabric::kHasNetwork) Fabric::Enter(rank.rank());
-    Signal<Fabric>(b, rank);
-  });
+  if constexpr (!kSignalsLast) {
+    LaunchRanks<int>(call, 1, threads, [](const Block& b, const Rank& rank, int*) {
+      Fabric::Enter(rank.rank());
+      Signal<Fabric>(b, rank);
+    });
+  }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);
   });
