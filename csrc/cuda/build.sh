@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails if a kernel
-# spills registers or has a stack frame, if an extension does not load, or if _cuda needs CUDA to
-# load.
+# spills registers or has a stack frame, if its machine code is slow (csrc/cuda/check_machine_code.py;
+# needs cuobjdump and nvdisasm), if an extension does not load, or if _cuda needs CUDA to load.
 # `install` first puts them next to the package's sources, even if a check fails. Needs cmake, ninja
 # and nvcc in PATH.
 set -euo pipefail
@@ -25,6 +25,17 @@ if [ "$install" = install ]; then
   done
 fi
 "$python" "$root/csrc/cuda/check_kernels.py" "$folder/build.log" ${architectures//-real/}
+
+tools=$("$python" -c '
+import importlib.util
+nvidia = importlib.util.find_spec("nvidia")
+print(*(f"{at}/cu13/bin" for at in nvidia.submodule_search_locations) if nvidia else "", sep=":")
+')
+if (PATH=$PATH:$tools && command -v cuobjdump nvdisasm >/dev/null); then
+  PATH=$PATH:$tools "$python" "$root/csrc/cuda/check_machine_code.py" "$folder"/_cuda*.so
+else
+  echo "build.sh: no cuobjdump or nvdisasm, so the machine code is not checked" >&2
+fi
 
 for extension in "$folder"/_cuda*.so "$folder"/_nvshmem*.so; do
   [ -f "$extension" ] || continue

@@ -17,7 +17,8 @@ _KERNELS = (
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
-_OVER_NVSHMEM = tuple(_NVSHMEM + name for name in (*_CALLS, "Signal", "StageToPut", "Put", "Fetch", "Quiet"))
+_FOR_NETWORKS = ("Signal", "StageToPut", "Put", "Fetch", "Quiet")
+_OVER_NVSHMEM = tuple(_NVSHMEM + name for name in (*_CALLS, *_FOR_NETWORKS))
 _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Quiet"))
 
 # Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many

@@ -42,7 +42,7 @@ CPD_DEVICE void CopyEach(const Block& block, const char* from, char* const* to, 
   for (int64_t i = block.thread; i < count; i += block.num_threads) {
     const V value = in[i];
     CPD_NO_UNROLL
-    for (int r = 0; r < num_to; ++r) reinterpret_cast<V*>(to[r] + begin)[i] = value;
+    for (int r = 0; r < num_to; ++r) reinterpret_cast<V*>(Global(to[r]) + begin)[i] = value;
   }
 }
 
@@ -62,7 +62,7 @@ CPD_DEVICE void CopyFours(const Block& block, const char* from, char* const* to,
     const Vector16 a = in[i], b = in[i + step], c = in[i + 2 * step], d = in[i + 3 * step];
     CPD_NO_UNROLL
     for (int r = 0; r < num_to; ++r) {
-      Vector16* out = reinterpret_cast<Vector16*>(to[r] + begin) + i;
+      Vector16* out = reinterpret_cast<Vector16*>(Global(to[r]) + begin) + i;
       out[0] = a;
       out[step] = b;
       out[2 * step] = c;
@@ -77,7 +77,7 @@ CPD_DEVICE void CopyFours(const Block& block, const char* from, char* const* to,
   if (has_c) c = in[i + 2 * step];
   CPD_NO_UNROLL
   for (int r = 0; r < num_to; ++r) {
-    Vector16* out = reinterpret_cast<Vector16*>(to[r] + begin) + i;
+    Vector16* out = reinterpret_cast<Vector16*>(Global(to[r]) + begin) + i;
     out[0] = a;
     if (has_b) out[step] = b;
     if (has_c) out[2 * step] = c;

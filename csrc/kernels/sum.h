@@ -184,7 +184,8 @@ CPD_DEVICE void SumVectors(const Block& takers, const Sources<Fabric>& sources, 
     for (int64_t s = 0; s < owned.num_gathered; ++s) {
       const Source& source = owned.gathered[s];
       if (!owned.IsIn(source)) continue;
-      const auto* from = reinterpret_cast<const Wide*>(sources.RowOf(source, array, owned.row)) + i;
+      const char* row = Global(sources.RowOf(source, array, owned.row));
+      const auto* from = reinterpret_cast<const Wide*>(row) + i;
       Wide values[kInFlight] = {};
       CPD_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
@@ -228,8 +229,8 @@ CPD_DEVICE void SumElements(const Block& takers, const Sources<Fabric>& sources,
     Acc sum{};
     bool is_first = true;
     sources.ForEachOf(owned, [&](const Source& source) {
-      const auto* from = reinterpret_cast<const In*>(sources.RowOf(source, array, owned.row));
-      const auto value = static_cast<Acc>(from[i]);
+      const char* row = Global(sources.RowOf(source, array, owned.row));
+      const auto value = static_cast<Acc>(reinterpret_cast<const In*>(row)[i]);
       sum = is_first ? value : static_cast<Acc>(sum + value);
       is_first = false;
     });
@@ -307,7 +308,7 @@ CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, con
     if (num == 0) {
       Fill(takers, to, 0, array.out_row_bytes);
     } else if (num == 1 && array.in_type == array.out_type) {
-      Copy(takers, from, &to, 1, array.in_row_bytes);
+      Copy(takers, Global(from), &to, 1, array.in_row_bytes);
     } else {
       SumByType(array.in_type, array.out_type, takers, sources, array, owned, is_wide);
     }

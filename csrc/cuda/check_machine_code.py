@@ -1,0 +1,139 @@
+"""Reads the machine code of the kernels that move rows; fails where it is slow by construction.
+
+check_machine_code.py LIBRARY, with cuobjdump and nvdisasm in PATH
+
+Local memory must not be accessed. Every way of moving rows must have four loads of 16 bytes in
+flight before it uses the first. A loop that moves rows must contain no fence and no
+compare-and-swap. Tags must be counted by a sum over each warp.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+# The kernels, and how many ways of moving rows each has: Pull copies and sums ten types.
+_MOVERS = {"Push": 1, "Stage": 1, "Unpack": 1, "Pull": 11}
+_COUNTS_TAGS = "Unpack"
+_FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
+_IN_FLIGHT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction: `name` has its modifiers, `operands` the rest of the line."""
+
+    address: int
+    name: str
+    operands: str
+
+    @property
+    def target(self) -> int | None:
+        """The address that a branch names."""
+        named = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
+        return int(named[1], 16) if self.name.startswith("BRA") and named else None
+
+    @property
+    def registers(self) -> list[int]:
+        """The numbers of its registers; the first one of a load is where the value goes."""
+        return [int(n) for n in re.findall(r"\bR(\d+)", self.operands)]
+
+    @property
+    def is_wide_load(self) -> bool:
+        """Whether it loads 16 bytes of global memory."""
+        return self.name.startswith("LDG") and ".128" in self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the machine code of one kernel shows."""
+
+    num_fours: int  # places with four loads of 16 bytes in flight
+    num_local: int  # accesses of local memory
+    num_fences: int  # in loops that load 16 bytes
+    num_swaps: int  # compare-and-swap in such loops
+    num_warp_sums: int
+
+    def is_good(self, kernel: str) -> bool:
+        """Returns whether this kernel may look like this."""
+        is_slow = self.num_local or self.num_fences or self.num_swaps
+        has_sums = self.num_warp_sums > 0 or kernel != _COUNTS_TAGS
+        return not is_slow and has_sums and self.num_fours >= _MOVERS[kernel]
+
+
+def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
+    """Returns the instructions by (kernel, architecture) from what cuobjdump -sass prints."""
+    found: dict[tuple[str, str], list[Instruction]] = {}
+    code: list[Instruction] | None = None
+    architecture = ""
+    for line in listing.splitlines():
+        if of := re.match(r"\s*code for sm_(\w+)", line):
+            architecture = of[1]
+        elif function := re.match(r"\s*Function : (\S+)", line):
+            named = re.search(r"\d([A-Z][A-Za-z]*?)Kernel\w*" + _FABRIC, function[1])
+            code = found.setdefault((named[1], architecture), []) if named else None
+        elif code is not None and (
+            one := re.match(
+                r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
+            )
+        ):
+            code.append(Instruction(int(one[1], 16), one[2], one[3].strip()))
+    return found
+
+
+def _count_fours(code: list[Instruction]) -> int:
+    """Counts the groups of loads, each in one basic block, that are in flight together."""
+    starts = {instruction.target for instruction in code}
+    num_fours, pending = 0, list[int]()
+    for instruction in code:
+        registers = instruction.registers
+        if instruction.is_wide_load:
+            registers = registers[1:]  # the address
+        is_used = any(first <= n < first + 4 for n in registers for first in pending)
+        if is_used or instruction.address in starts or instruction.target is not None:
+            pending = []
+        if instruction.is_wide_load:
+            pending.append(instruction.registers[0])
+            num_fours += len(pending) == _IN_FLIGHT
+    return num_fours
+
+
+def study(code: list[Instruction]) -> Facts:
+    """Returns the facts of one kernel."""
+    loops = [(one.target, one.address) for one in code if one.target is not None]
+    loops = [(first, last) for first, last in loops if first <= last]
+    loads = [one.address for one in code if one.is_wide_load]
+    moving = [(a, b) for a, b in loops if any(a <= load <= b for load in loads)]
+
+    def count(pattern: str, *, in_loops: bool) -> int:
+        return sum(
+            re.match(pattern, one.name) is not None
+            and (not in_loops or any(a <= one.address <= b for a, b in moving))
+            for one in code
+        )
+
+    return Facts(
+        num_fours=_count_fours(code),
+        num_local=count("LDL|STL", in_loops=False),
+        num_fences=count("MEMBAR|FENCE", in_loops=True),
+        num_swaps=count(r"ATOM\w*\.(\w+\.)*CAS", in_loops=True),
+        num_warp_sums=count("REDUX", in_loops=False),
+    )
+
+
+def main() -> int:
+    """Prints a table; returns 1 if a kernel is missing or slow."""
+    command = ["cuobjdump", "-sass", sys.argv[1]]
+    code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    num_bad = 0
+    for architecture in sorted({architecture for _, architecture in code} or {"?"}):
+        for kernel in _MOVERS:
+            facts = study(code.get((kernel, architecture), []))
+            is_good = facts.is_good(kernel)
+            num_bad += not is_good
+            print(f"{kernel:<7} sm_{architecture:<4} {facts}{'' if is_good else '  <- slow'}")
+    return min(num_bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

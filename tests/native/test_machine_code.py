@@ -1,0 +1,97 @@
+"""The check of machine code finds local memory, fences in loops, swaps and loads one by one."""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHECK = ROOT / "csrc/cuda/check_machine_code.py"
+
+FUNCTION = (
+    "\t\tFunction : _ZN3cpd43_GLOBAL__N__9b_10_kernels_cu_0{n}{kernel}KernelINS_6MappedEEvNS4_CallE"
+)
+# A loop as Push has it: four loads, then four stores.
+LOOP = [
+    "LDG.E.128 R4, desc[UR6][R2.64]",
+    "LDG.E.128 R8, desc[UR6][R2.64+0x1000]",
+    "@P1 LDG.E.128 R12, desc[UR6][R2.64+0x2000]",
+    "@!P2 LDG.E.128 R16, desc[UR6][R2.64+0x3000]",
+    "STG.E.128 desc[UR6][R20.64], R4",
+    "STG.E.128 desc[UR6][R20.64+0x1000], R8",
+    "@P0 BRA 0x0",
+    "MEMBAR.ALL.SYS",
+    "EXIT",
+]
+COUNT = ["REDUX.SUM UR4, R4", "ATOMS.ADD RZ, [R2], R4"]
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location(CHECK.stem, CHECK)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def listing(kernel, code):
+    lines = ["\tcode for sm_90", FUNCTION.format(n=len(kernel) + 6, kernel=kernel)]
+    for i, instruction in enumerate(code):
+        lines.append(f"        /*{16 * i:04x}*/                   {instruction} ;  /* 0x0000 */")
+        lines.append(" " * 60 + "/* 0x000fe400 */")  # the other half of its encoding
+    return "\n".join(lines)
+
+
+def replaced(old, *new):
+    at = LOOP.index(old)
+    return LOOP[:at] + list(new) + LOOP[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "kernel, code, is_good",
+    [
+        ("Push", LOOP, True),
+        ("Unpack", LOOP + COUNT, True),
+        ("Unpack", LOOP, False),  # counts its tags in another way
+        ("Push", [*LOOP, "STL.64 [R1], R2"], False),
+        ("Push", replaced(LOOP[4], "MEMBAR.SC.GPU"), False),
+        ("Push", replaced(LOOP[4], "ATOMS.CAST.SPIN.64 P0, [R2], R4, R6"), False),
+        ("Push", replaced(LOOP[1], "STG.E.128 desc[UR6][R20.64], R4"), False),
+        ("Push", replaced(LOOP[3]), False),
+        # The fourth load needs what the first one brings.
+        ("Push", replaced(LOOP[3], "LDG.E.128 R16, desc[UR6][R6.64]"), False),
+        # Four loads, but two basic blocks.
+        ("Push", replaced(LOOP[2], "@P0 BRA 0x70", LOOP[2]), False),
+        ("Pull", LOOP, False),  # has more types
+        ("Pull", LOOP[:-3] * 11, True),
+        ("Stage", [], False),
+    ],
+)
+def test_what_is_slow(check, kernel, code, is_good):
+    found = check.parse(listing(kernel, code))
+    assert list(found) == [(kernel, "90")] and len(found[kernel, "90"]) == len(code)
+    assert check.study(found[kernel, "90"]).is_good(kernel) == is_good
+
+
+def test_other_kernels_are_not_read(check):
+    text = listing("Push", LOOP) + "\n" + listing("Sum", LOOP).replace("6Mapped", "4Else")
+    assert list(check.parse(text)) == [("Push", "90")]
+
+
+def test_the_kernels_of_this_tree(check, monkeypatch, capsys):
+    built = sorted((ROOT / "build/cuda").glob("_cuda*.so"))
+    sources = [*(ROOT / "csrc/kernels").iterdir(), ROOT / "csrc/cuda/call_kernels.h"]
+    if not built or built[0].stat().st_mtime < max(one.stat().st_mtime for one in sources):
+        pytest.skip("./run cuda has not run since the kernels changed")
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = (nvidia and nvidia.submodule_search_locations) or []
+    tools = [f"{folder}/cu13/bin" for folder in folders]
+    monkeypatch.setenv("PATH", os.pathsep.join([os.environ["PATH"], *tools]))
+    if not shutil.which("cuobjdump") or not shutil.which("nvdisasm"):
+        pytest.skip("cuobjdump and nvdisasm are not installed; ./run cuda installs them")
+    monkeypatch.setattr("sys.argv", [str(CHECK), str(built[0])])
+    assert check.main() == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.count("Facts") >= 4
