@@ -41,6 +41,7 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
     error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&local->errors_on_device),
                                      local->errors, 0);
   }
+  if (error == cudaSuccess) error = cudaEventCreateWithFlags(&local->done, cudaEventDisableTiming);
   local->num_ranks = num_ranks;
   return error == cudaSuccess ? Status::Ok() : Failed(op, "allocating a channel's state", error);
 }
@@ -88,6 +89,7 @@ void Channel::Free() {
     cudaSetDevice(places_[rank].device);
     cudaFree(local.state);  // waits for work on the device
     cudaFreeHost(local.errors);
+    if (local.done) cudaEventDestroy(local.done);
   }
   locals_.clear();
   cudaSetDevice(before);
@@ -97,6 +99,16 @@ void Channel::Free() {
     FreeOnDevices(places_, memory_);
   }
   memory_.clear();
+}
+
+cudaError_t Channel::Enqueue(int first_rank, cudaStream_t stream,
+                             const std::function<void()>& launch) {
+  Local& local = locals_.at(first_rank);
+  std::lock_guard<std::mutex> lock(local.mutex);
+  const cudaError_t waited = cudaStreamWaitEvent(stream, local.done, 0);
+  launch();
+  const cudaError_t recorded = cudaEventRecord(local.done, stream);
+  return waited != cudaSuccess ? waited : recorded;
 }
 
 std::string Channel::TakeError(const std::string& op) {

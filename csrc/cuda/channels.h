@@ -1,7 +1,10 @@
 // The registry of channels: GPU memory through which the ranks of one kind of call exchange data.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,10 +45,17 @@ class Channel {
     kernels::ErrorRecord* errors_on_device = nullptr;
     kernels::ErrorRecord* errors = nullptr;
     int num_ranks = 0;
+    cudaEvent_t done = nullptr;  // the last call that was not recorded
+    std::mutex mutex;            // held while a call is enqueued
   };
 
   const std::vector<char*>& memory() const { return memory_; }  // by rank
   const Local& local(int first_rank) const { return locals_.at(first_rank); }
+
+  // Enqueues a call after the previous one on this device, if XLA runs them on different streams.
+  // Not for calls that are being recorded: a recording cannot wait for work outside of it. XLA
+  // orders these; Python rejects the modes in which it does not.
+  cudaError_t Enqueue(int first_rank, cudaStream_t stream, const std::function<void()>& launch);
 
   // The first error that a device found since the last call; empty if there is none.
   std::string TakeError(const std::string& op);

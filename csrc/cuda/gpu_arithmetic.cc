@@ -5,6 +5,7 @@
 
 #include "cuda/product_kernels.h"
 #include "gemm/swizzle.h"
+#include "gpu_schedule/lt_gemm.h"
 
 namespace cpd {
 
@@ -37,31 +38,24 @@ void GpuArithmetic::Check(cudaError_t error, const char* what) const {
 
 void GpuArithmetic::Multiply(const GemmTask& task) const {
   if (task.m == 0 || task.n == 0 || !status_.ok()) return;
-  const bool is_whole = LtHasEpilogue(task);
-  GemmTask product = task;
-  if (!is_whole && task.c_type != DataType::kF32) {
-    product.c = scratch_->sums;
-    product.c_pitch = task.n;
-  }
-  LtProduct described;
-  status_ = DescribeLtProduct(op_, product, share_.lt, &described);
-  if (!status_.ok()) return;
   const LtResources resources{device_, scratch_->lt, GemmScratch::kLtBytes, stream_};
-  status_ = CublasLt::Get().Multiply(op_, described, resources);
-  if (!status_.ok() || is_whole) return;
-  kernels::SumCall sum = CallOf({{product.c},
-                                 DataType::kF32,
-                                 product.c_pitch,
-                                 task.m,
-                                 task.n,
-                                 task.epilogue.bias,
-                                 task.c,
-                                 task.c_type,
-                                 task.c_pitch});
-  sum.gelu = task.epilogue.gelu;
-  sum.pre_gelu = task.epilogue.pre_gelu;
-  sum.gelu_input = task.epilogue.gelu_input;
-  Check(LaunchSum(sum, share_.num_blocks, stream_), "launching an epilogue");
+  const auto epilogue = [&](const GemmTask& rows, const char* sums, int64_t pitch) {
+    kernels::SumCall sum = CallOf({{sums},
+                                   DataType::kF32,
+                                   pitch,
+                                   rows.m,
+                                   rows.n,
+                                   rows.epilogue.bias,
+                                   rows.c,
+                                   rows.c_type,
+                                   rows.c_pitch});
+    sum.gelu = rows.epilogue.gelu;
+    sum.pre_gelu = rows.epilogue.pre_gelu;
+    sum.gelu_input = rows.epilogue.gelu_input;
+    Check(LaunchSum(sum, share_.num_blocks, stream_), "launching an epilogue");
+  };
+  const Status status = MultiplyWithLt(op_, task, share_.lt, resources, scratch_->sums, epilogue);
+  if (status_.ok()) status_ = status;
 }
 
 void GpuArithmetic::Sum(const SumTask& task) const {

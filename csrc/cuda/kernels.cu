@@ -1,5 +1,4 @@
 // Dispatch and combine over mapped memory; chooses the kernels of a call.
-#include <algorithm>
 #include <atomic>
 
 #include "cuda/call_kernels.h"
@@ -27,7 +26,7 @@ cudaError_t NumResidentBlocks(int* num_blocks) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   }
-  *num_blocks = std::max(1, num_sms * kMoveBlocks);
+  *num_blocks = num_sms * kMoveBlocks;
   return error;
 }
 

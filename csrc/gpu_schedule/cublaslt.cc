@@ -16,6 +16,10 @@ Status Failed(const std::string& op, const char* what, int result) {
                                      std::to_string(result) + ". Pass implementation='xla'."};
 }
 
+int ElementBytesOf(lt::Type type) {
+  return type == lt::kR32F ? 4 : type == lt::kR16BF || type == lt::kR16F ? 2 : 1;
+}
+
 }  // namespace
 
 // The library's descriptors of one product.
@@ -135,9 +139,8 @@ Status CublasLt::HandleOf(const std::string& op, int device, lt::Handle* handle)
   return Status::Ok();
 }
 
-Status CublasLt::Choose(const std::string& op, lt::Handle handle, const LtProduct& p,
-                        const Descriptors& descriptors, const LtResources& resources,
-                        Chosen* chosen) {
+CublasLt::Chosen CublasLt::Choose(lt::Handle handle, const LtProduct& p,
+                                  const Descriptors& descriptors, const LtResources& resources) {
   lt::Preference preference = nullptr;
   int result = functions_.MatmulPreferenceCreate(&preference);
   const auto set = [&](lt::PreferenceAttribute attribute, const auto& value) {
@@ -146,10 +149,14 @@ Status CublasLt::Choose(const std::string& op, lt::Handle handle, const LtProduc
     }
   };
   set(lt::kMaxWorkspaceBytes, static_cast<uint64_t>(resources.workspace_bytes));
-  set(lt::kMinAlignmentA, static_cast<uint32_t>(AlignmentOf(p.a.data)));
-  set(lt::kMinAlignmentB, static_cast<uint32_t>(AlignmentOf(p.b.data)));
-  set(lt::kMinAlignmentC, static_cast<uint32_t>(AlignmentOf(p.d.data)));
-  set(lt::kMinAlignmentD, static_cast<uint32_t>(AlignmentOf(p.d.data)));
+  const auto set_alignment = [&](lt::PreferenceAttribute attribute, const LtMatrix& x) {
+    const int known = p.ignores_alignment ? ElementBytesOf(x.type) : AlignmentOf(x.data);
+    set(attribute, static_cast<uint32_t>(known));
+  };
+  set_alignment(lt::kMinAlignmentA, p.a);
+  set_alignment(lt::kMinAlignmentB, p.b);
+  set_alignment(lt::kMinAlignmentC, p.d);
+  set_alignment(lt::kMinAlignmentD, p.d);
   lt::Heuristic found{};
   int count = 0;
   if (result == lt::kSuccess) {
@@ -159,19 +166,21 @@ Status CublasLt::Choose(const std::string& op, lt::Handle handle, const LtProduc
   }
   if (preference) functions_.MatmulPreferenceDestroy(preference);
   if (result != lt::kSuccess || count == 0 || found.state != lt::kSuccess) {
-    return {StatusCode::kInternal,
-            op + ": cuBLASLt has no algorithm (status " +
-                std::to_string(result != lt::kSuccess ? result : found.state) + ") for [" +
+    const int status = result != lt::kSuccess ? result : found.state;
+    return {{},
+            0,
+            "cuBLASLt has no algorithm (status " + std::to_string(status) + ") for [" +
                 std::to_string(p.d.columns) + ", " +
                 std::to_string(p.transposes_b ? p.b.columns : p.b.rows) + "] times [.., " +
                 std::to_string(p.d.rows) + "] with epilogue " + std::to_string(p.epilogue) +
-                " on this GPU. Pass implementation='xla'."};
+                " on this GPU"};
   }
-  *chosen = {found.algorithm, static_cast<int64_t>(found.workspace_bytes)};
-  return Status::Ok();
+  return {found.algorithm, static_cast<int64_t>(found.workspace_bytes), ""};
 }
 
-Status CublasLt::Multiply(const std::string& op, const LtProduct& p, const LtResources& resources) {
+Status CublasLt::Multiply(const std::string& op, const LtProduct& p, const LtResources& resources,
+                          bool* is_missing) {
+  if (is_missing) *is_missing = false;
   if (Status status = Open(op); !status.ok()) return status;
   Descriptors descriptors(functions_);
   Status status = descriptors.Describe(op, p);
@@ -188,10 +197,12 @@ Status CublasLt::Multiply(const std::string& op, const LtProduct& p, const LtRes
     if (const auto known = chosen_.find(key); known != chosen_.end()) {
       chosen = known->second;
     } else {
-      status = Choose(op, handle, p, descriptors, resources, &chosen);
-      if (!status.ok()) return status;
-      chosen_[key] = chosen;
+      chosen = chosen_[key] = Choose(handle, p, descriptors, resources);
     }
+  }
+  if (!chosen.missing.empty()) {
+    if (is_missing) *is_missing = true;
+    return {StatusCode::kInternal, op + ": " + chosen.missing + ". Pass implementation='xla'."};
   }
   const float alpha = 1, beta = 0;
   const int result = functions_.Matmul(

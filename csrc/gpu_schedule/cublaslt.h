@@ -33,8 +33,10 @@ class CublasLt {
   Status Prepare(const std::string& op, int device);
 
   // Enqueues the product on the stream, with the algorithm that was first chosen for its shape, on
-  // the current device.
-  Status Multiply(const std::string& op, const LtProduct& product, const LtResources& resources);
+  // the current device. If the library has none, fails and enqueues nothing; if given, `is_missing`
+  // tells whether that is why.
+  Status Multiply(const std::string& op, const LtProduct& product, const LtResources& resources,
+                  bool* is_missing = nullptr);
 
   int64_t num_chosen();  // cached algorithms
 
@@ -42,12 +44,13 @@ class CublasLt {
   struct Chosen {
     lt::Algorithm algorithm;
     int64_t workspace_bytes;
+    std::string missing;  // why there is none; else empty
   };
   class Descriptors;
 
   Status HandleOf(const std::string& op, int device, lt::Handle* handle);
-  Status Choose(const std::string& op, lt::Handle handle, const LtProduct& product,
-                const Descriptors& descriptors, const LtResources& resources, Chosen* chosen);
+  Chosen Choose(lt::Handle handle, const LtProduct& product, const Descriptors& descriptors,
+                const LtResources& resources);
 
   std::mutex mutex_;
   bool is_open_ = false;

@@ -66,9 +66,9 @@ bool LtHasEpilogue(const GemmTask& task) {
 }
 
 std::vector<int64_t> LtProduct::Key() const {
-  std::vector<int64_t> key{compute_type,      transposes_a,    transposes_b, has_block_scales,
-                           accumulates_fast,  epilogue,        aux_pitch,    num_sms,
-                           AlignmentOf(bias), AlignmentOf(aux)};
+  std::vector<int64_t> key{compute_type,      transposes_a,     transposes_b,     has_block_scales,
+                           accumulates_fast,  epilogue,         aux_pitch,        num_sms,
+                           AlignmentOf(bias), AlignmentOf(aux), ignores_alignment};
   for (const LtMatrix* x : {&a, &b, &d}) {
     for (const int64_t number :
          {static_cast<int64_t>(x->type), static_cast<int64_t>(x->rows),

@@ -31,6 +31,8 @@ struct LtProduct {
   const char* aux = nullptr;
   int64_t aux_pitch = 0;
   int32_t num_sms = 0;  // 0: all of them
+  // Asks for an algorithm that needs no alignment of addresses beyond that of elements.
+  bool ignores_alignment = false;
 
   // The key of the algorithm cache: everything but the addresses of operands, which only count by
   // their alignment.

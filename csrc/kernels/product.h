@@ -131,29 +131,60 @@ struct TransposeCall {
   int64_t num_rows, num_columns;
 };
 
-constexpr int kTile = 32;
+constexpr int kTile = 64, kWide = 16;
 
-struct TransposeScratch {
-  char bytes[kTile][kTile + 1];
+struct alignas(16) Wide {
+  uint32_t words[kWide / 4];
 };
 
+// One word more per line: the lanes of a warp that read a column meet different banks.
+struct TransposeScratch {
+  alignas(4) char bytes[kTile][kTile + 4];
+};
+
+// A block takes tiles of 64 x 64 bytes; a thread reads and writes 16 bytes of a line at once, or
+// what is left of them, byte by byte, if lines or addresses are not multiples of 16 bytes.
 CPD_DEVICE void Transpose(const Block& block, const TransposeCall& call,
                           TransposeScratch* scratch) {
-  const int lane = block.thread % kTile, group = block.thread / kTile;
-  const int num_groups = block.num_threads / kTile;
-  const int64_t tiles_across = (call.num_columns + kTile - 1) / kTile;
-  const int64_t num_tiles = tiles_across * ((call.num_rows + kTile - 1) / kTile);
+  constexpr int kChunks = kTile / kWide;  // of a line of a tile
+  const int64_t num_rows = call.num_rows, num_columns = call.num_columns;
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
+  const bool is_wide = num_rows % kWide == 0 && num_columns % kWide == 0 && addresses % kWide == 0;
+  const int64_t tiles_across = (num_columns + kTile - 1) / kTile;
+  const int64_t num_tiles = tiles_across * ((num_rows + kTile - 1) / kTile);
   for (int64_t tile = block.index; tile < num_tiles; tile += block.num_blocks) {
     const int64_t row = tile / tiles_across * kTile, column = tile % tiles_across * kTile;
-    for (int i = group; i < kTile; i += num_groups) {
-      if (row + i < call.num_rows && column + lane < call.num_columns) {
-        scratch->bytes[i][lane] = call.from[(row + i) * call.num_columns + column + lane];
+    for (int i = block.thread; i < kTile * kChunks; i += block.num_threads) {
+      const int line = i / kChunks, at = i % kChunks * kWide;
+      if (row + line >= num_rows || column + at >= num_columns) continue;
+      const char* from = call.from + (row + line) * num_columns + column + at;
+      char* kept = scratch->bytes[line] + at;
+      if (is_wide) {
+        const Wide value = *reinterpret_cast<const Wide*>(from);
+        CPD_UNROLL
+        for (int w = 0; w < kWide / 4; ++w) reinterpret_cast<uint32_t*>(kept)[w] = value.words[w];
+      } else {
+        for (int b = 0; b < kWide && column + at + b < num_columns; ++b) kept[b] = from[b];
       }
     }
     block.Sync();
-    for (int i = group; i < kTile; i += num_groups) {
-      if (column + i < call.num_columns && row + lane < call.num_rows) {
-        call.to[(column + i) * call.num_rows + row + lane] = scratch->bytes[lane][i];
+    for (int i = block.thread; i < kTile * kChunks; i += block.num_threads) {
+      const int line = i / kChunks, at = i % kChunks * kWide;
+      if (column + line >= num_columns || row + at >= num_rows) continue;
+      char* to = call.to + (column + line) * num_rows + row + at;
+      if (is_wide) {
+        Wide value{};
+        CPD_UNROLL
+        for (int b = 0; b < kWide; ++b) {
+          const auto byte = static_cast<uint8_t>(scratch->bytes[at + b][line]);
+          value.words[b / 4] |= static_cast<uint32_t>(byte) << (b % 4 * 8);
+        }
+        *reinterpret_cast<Wide*>(to) = value;
+      } else {
+        for (int b = 0; b < kWide && row + at + b < num_rows; ++b) {
+          to[b] = scratch->bytes[at + b][line];
+        }
       }
     }
     block.Sync();

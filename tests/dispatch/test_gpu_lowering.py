@@ -14,6 +14,7 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import places
+from jax_cp_dispatch._ranks.implementations import say_once
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -144,6 +145,26 @@ def test_without_the_extension_xla_serves_and_a_named_transport_is_rejected(monk
     named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
     with pytest.raises(NotImplementedError, match=r"'cuda_peer' cannot serve .* without CUDA"):
         lowered(named, X, PLAN)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
+        "--xla_gpu_command_buffer_scheduling_mode=concurrent_regions",
+        "--xla_gpu_graph_enable_concurrent_region=true",
+    ],
+)
+def test_modes_in_which_recorded_calls_overlap_are_rejected(flag, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 {flag}")
+    named = on_ranks(lambda x, m: send(x, m, implementation="cuda_peer"), mesh_of(W))
+    with pytest.raises(NotImplementedError, match=f"XLA_FLAGS has {flag}: .* at the same time"):
+        lowered(named, X, PLAN)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="XLA's collectives .* at the same time"):
+        assert not calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=LHS")
+    assert calls(lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN))
 
 
 @pytest.mark.parametrize("name", ["cuda_peer", "cuda_ipc", "nvshmem"])

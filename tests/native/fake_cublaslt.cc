@@ -97,6 +97,10 @@ bool IsSupported(const Desc& desc, const Layout& a, const Layout& b, const Layou
 
 #define API extern "C" __attribute__((visibility("default")))
 
+// What the heuristic refuses beyond the documented limits: a test may find nothing on purpose.
+API bool fake_refuses_epilogues, fake_refuses_alignments, fake_refuses_all;
+bool fake_refuses_epilogues = false, fake_refuses_alignments = false, fake_refuses_all = false;
+
 API int cublasLtCreate(lt::Handle* handle) {
   *handle = new int;
   return lt::kSuccess;
@@ -156,6 +160,14 @@ API int cublasLtMatmulAlgoGetHeuristic(lt::Handle, lt::MatmulDesc desc, lt::Matr
     return lt::kNotSupported;
   }
   const Desc& wish = *static_cast<Desc*>(preference);
+  const auto epilogue = static_cast<Desc*>(desc)->Get<uint32_t>(lt::kEpilogue, lt::kDefault);
+  const auto element = static_cast<uint32_t>(Bytes(static_cast<Layout*>(a)->type));
+  const bool asks_for_some = wish.Get<uint32_t>(lt::kMinAlignmentA, 256) != element;
+  if (fake_refuses_all || (fake_refuses_epilogues && epilogue != lt::kDefault) ||
+      (fake_refuses_alignments && asks_for_some)) {
+    *count = 0;
+    return lt::kNotSupported;
+  }
   const lt::PreferenceAttribute of[] = {lt::kMinAlignmentA, lt::kMinAlignmentB, lt::kMinAlignmentD};
   for (int i = 0; i < 3; ++i) found->algorithm.data[i] = wish.Get<uint32_t>(of[i], 256);
   found->workspace_bytes = wish.Get<uint64_t>(lt::kMaxWorkspaceBytes) / 2;

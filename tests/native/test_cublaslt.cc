@@ -1,6 +1,8 @@
 // The descriptions of products for cuBLASLt, against plain sums in float64: each type, layout,
 // epilogue and scaling mode, with a library of plain loops that is opened and called like the real
 // one. Prints what failed and exits with 1.
+#include <dlfcn.h>
+
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -9,13 +11,13 @@
 
 #include "gemm/overlap_problem.h"
 #include "gemm/swizzle.h"
-#include "gpu_schedule/cublaslt.h"
+#include "gpu_schedule/lt_gemm.h"
 #include "ranks.h"
 
 namespace cpd {
 namespace {
 
-constexpr int64_t kWorkspace = 1024;
+constexpr int64_t kWorkspace = 1024;  // also for sums: of 5 x 44, a few rows at a time
 alignas(256) char workspace[kWorkspace];
 
 std::mt19937 rng(0);
@@ -97,6 +99,33 @@ struct Case {
 
 LtResources Resources() { return {0, workspace, kWorkspace, nullptr}; }
 
+int num_epilogues = 0;
+
+// The kernel's work, on the host.
+void ApplyEpilogue(const GemmTask& task, const char* sums, int64_t pitch) {
+  ++num_epilogues;
+  const Epilogue& e = task.epilogue;
+  const auto store = [&](char* to, int64_t i, double value) {
+    if (task.c_type == DataType::kF32) reinterpret_cast<float*>(to)[i] = static_cast<float>(value);
+    if (task.c_type == DataType::kBF16) reinterpret_cast<BF16*>(to)[i] = BF16::Round(value);
+    if (task.c_type == DataType::kF16) reinterpret_cast<F16*>(to)[i] = F16::Round(value);
+  };
+  for (int64_t i = 0; i < task.m; ++i) {
+    for (int64_t j = 0; j < task.n; ++j) {
+      double z = reinterpret_cast<const float*>(sums)[i * pitch + j];
+      const int64_t at = i * task.c_pitch + j;
+      if (e.bias) z += ValueOf(task.c_type, e.bias, j);
+      if (e.pre_gelu) store(e.pre_gelu, at, z);
+      if (e.gelu_input) {
+        z *= Slope(ValueOf(task.c_type, e.gelu_input, at));
+      } else if (e.gelu) {
+        z = Gelu(z);
+      }
+      store(task.c, at, z);
+    }
+  }
+}
+
 void IsRight(const Case& c) {
   Operand a(c.a, c.m + c.first_row, c.k, c.a_transposed, c.scaling == Scaling::kNone ? 3 : 0);
   Operand b(c.b, c.k, c.n, c.b_transposed, c.scaling == Scaling::kNone ? 5 : 0);
@@ -145,11 +174,8 @@ void IsRight(const Case& c) {
     task.m = c.m;
   }
   CHECK(LtHasEpilogue(task));
-  LtProduct product;
-  const Status described = DescribeLtProduct("gemm", task, {}, &product);
-  if (!described.ok()) std::fprintf(stderr, "%s\n", described.message.c_str());
-  CHECK(described.ok());
-  const Status status = CublasLt::Get().Multiply("gemm", product, Resources());
+  num_epilogues = 0;
+  const Status status = MultiplyWithLt("gemm", task, {}, Resources(), nullptr, ApplyEpilogue);
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.message.c_str());
   CHECK(status.ok());
   const auto scale = [&](const std::vector<char>& scales, int64_t line, int64_t l) {
@@ -307,6 +333,55 @@ void WhatIsAskedFor() {
   CHECK(Describe(half, &product, {true, true, 0}).ok() && product.compute_type == lt::kCompute32F);
 }
 
+// Where the library finds nothing, fewer wishes remain: no call fails for lack of an algorithm.
+void WithoutAnAlgorithm(void* library) {
+  auto* refuses_epilogues = static_cast<bool*>(dlsym(library, "fake_refuses_epilogues"));
+  auto* refuses_alignments = static_cast<bool*>(dlsym(library, "fake_refuses_alignments"));
+  auto* refuses_all = static_cast<bool*>(dlsym(library, "fake_refuses_all"));
+  CHECK(refuses_epilogues && refuses_alignments && refuses_all);
+  Case c{DataType::kBF16, DataType::kBF16, DataType::kBF16};
+  c.m = 13;
+  c.n = 44;
+  c.kind = Kind::kBias;
+  *refuses_epilogues = true;
+  IsRight(c);
+  CHECK(num_epilogues == 3);  // 5 rows of 44 sums at a time
+  for (const bool transposed : {false, true}) {
+    Case gelu = c;
+    gelu.n = 48;
+    gelu.a_transposed = transposed;
+    gelu.kind = Kind::kBiasGelu;
+    IsRight(gelu);
+    CHECK(num_epilogues == 3);
+  }
+  *refuses_alignments = true;
+  c.k = 24;  // other shapes: algorithms, and that there are none, are remembered
+  IsRight(c);
+  CHECK(num_epilogues == 3);
+  Case six{DataType::kBF16, DataType::kBF16, DataType::kBF16};
+  six.n = 6;
+  IsRight(six);
+  CHECK(num_epilogues == 1);
+  for (const Scaling scaling : {Scaling::kTensor, Scaling::kBlocks}) {
+    Case narrow{DataType::kE4M3, DataType::kE4M3, DataType::kBF16};
+    narrow.n = 32;
+    narrow.b_transposed = true;
+    narrow.scaling = scaling;
+    narrow.kind = Kind::kBias;
+    IsRight(narrow);
+    CHECK(num_epilogues == 1);
+  }
+  *refuses_epilogues = *refuses_alignments = false;
+  const int64_t known = CublasLt::Get().num_chosen();
+  IsRight(six);  // remembered, not asked for again
+  CHECK(num_epilogues == 1 && CublasLt::Get().num_chosen() == known);
+  *refuses_all = true;
+  GemmTask task = Task(DataType::kBF16, DataType::kBF16, 3, 10, 8);
+  CHECK(Contains(MultiplyWithLt("gemm", task, {}, Resources(), nullptr, ApplyEpilogue),
+                 "gemm: cuBLASLt has no algorithm (status 15) for [3, 8] times [.., 10] with"));
+  *refuses_all = false;
+}
+
 void AnAlgorithmIsChosenOnceForAShape() {
   LtProduct product;
   const auto multiply = [&](GemmTask task) {
@@ -342,6 +417,7 @@ int main(int, char** arguments) {
   cpd::WhatTheLibraryCannotDo();
   cpd::WhatIsAskedFor();
   cpd::AnAlgorithmIsChosenOnceForAShape();
+  cpd::WithoutAnAlgorithm(dlopen(fake.c_str(), RTLD_NOW | RTLD_NOLOAD));
   std::puts("ok");
   return 0;
 }

@@ -123,15 +123,22 @@ void ColumnsAreSummed(bool is_across) {
   }
 }
 
-void BytesAreTransposed() {
-  constexpr int64_t kRows = 70, kColumns = 33;
-  std::vector<char> from(kRows * kColumns), to(from.size());
-  for (char& byte : from) byte = static_cast<char>(rng());
-  const TransposeCall call{from.data(), to.data(), kRows, kColumns};
+// With gaps at the edges of tiles; 16 bytes at a time where lines and addresses allow it.
+void BytesAreTransposed(int64_t num_rows, int64_t num_columns, int64_t offset) {
+  std::vector<char> memory(num_rows * num_columns + 32), result(memory.size());
+  for (char& byte : memory) byte = static_cast<char>(rng());
+  const auto aligned = [&](std::vector<char>& x) {
+    return x.data() + (16 - reinterpret_cast<uintptr_t>(x.data()) % 16) % 16 + offset;
+  };
+  const char* from = aligned(memory);
+  char* to = aligned(result);
+  const TransposeCall call{from, to, num_rows, num_columns};
   Launch<TransposeScratch>(3, 64,
                            [&](const Block& b, TransposeScratch* s) { Transpose(b, call, s); });
-  for (int64_t i = 0; i < kRows; ++i) {
-    for (int64_t j = 0; j < kColumns; ++j) CHECK(to[j * kRows + i] == from[i * kColumns + j]);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    for (int64_t j = 0; j < num_columns; ++j) {
+      CHECK(to[j * num_rows + i] == from[i * num_columns + j]);
+    }
   }
 }
 
@@ -271,7 +278,10 @@ int main() {
     ColumnsAreSummed(is_across);
     ScalesLieAsOnTheCpu(is_across);
   }
-  BytesAreTransposed();
+  BytesAreTransposed(70, 33, 0);
+  BytesAreTransposed(80, 144, 0);
+  BytesAreTransposed(80, 144, 1);
+  BytesAreTransposed(16, 208, 0);
   RanksMeet();
   ALateRankIsNamed();
   AMissingSignalIsNamed();

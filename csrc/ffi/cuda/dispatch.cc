@@ -25,18 +25,23 @@ namespace ffi = xla::ffi;
 namespace cpd {
 namespace {
 
-int NumBlocks(int device) {
+// Also loads the kernels, once per device.
+Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
   static std::atomic<int> known[64];
-  std::atomic<int>& num_blocks = known[device & 63];
-  if (num_blocks == 0) {
+  std::atomic<int>& found = known[device & 63];
+  if (found == 0) {
     int count = 0;
-    if (NumResidentBlocks(&count) != cudaSuccess) {
+    if (const cudaError_t error = NumResidentBlocks(&count); error != cudaSuccess) {
       cudaGetLastError();
-      count = 1;
+      return {StatusCode::kInternal,
+              op + ": loading kernels on GPU " + std::to_string(device) +
+                  " failed: " + cudaGetErrorString(error) +
+                  ". Rebuild the package for this GPU, or pass implementation='xla'."};
     }
-    num_blocks = count;
+    found = count;
   }
-  return num_blocks;
+  *num_blocks = found;
+  return Status::Ok();
 }
 
 ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
@@ -89,7 +94,9 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
 
   kernels::Call call{};
   const int64_t num_local = placement.on_one_device ? read.num_ranks : 1;
-  const int num_blocks = NumBlocks(device);
+  int num_blocks = 0;
+  status = FindNumBlocks(op, device, &num_blocks);
+  if (!status.ok()) return status;
   status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
   if (!status.ok()) return status;
   FindRemotes(options, placement, &call);
@@ -101,8 +108,9 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   shape.local_bytes = call.local_bytes;
   shape.num_local = call.num_local;
   shape.num_parts = call.num_parts;
-  status = ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab",
-                                       !execute || !IsRecorded(stream), &channel);
+  const bool is_recorded = execute && IsRecorded(stream);
+  status =
+      ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
   if (!status.ok() || !execute) return status;
 
   call.first_rank = placement.rank;
@@ -112,10 +120,18 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   call.local = channel->local(placement.rank).state;
   call.errors = channel->local(placement.rank).errors_on_device;
   // Launch even after an error: the other ranks run this call too, and wait for this one.
-  if (const cudaError_t error = LaunchCall(call, num_blocks, stream); error != cudaSuccess) {
+  cudaError_t launched = cudaSuccess, ordered = cudaSuccess;
+  const auto launch = [&] { launched = LaunchCall(call, num_blocks, stream); };
+  if (is_recorded) {
+    launch();
+  } else {
+    ordered = channel->Enqueue(placement.rank, stream, launch);
+  }
+  if (const cudaError_t error = launched != cudaSuccess ? launched : ordered;
+      error != cudaSuccess) {
     return {StatusCode::kInternal, op + ": launching failed: " + cudaGetErrorString(error)};
   }
-  if (IsRecorded(stream)) return status;
+  if (is_recorded) return status;
   if (ChecksEachCall()) {
     if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};

@@ -147,11 +147,11 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   std::shared_ptr<Channel> channel;
   Status status =
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
+  const LanesKey of_lanes{device, num_local, options.gemm_priority, options.comm_priority};
   std::shared_ptr<Lanes> lanes;
-  if (status.ok()) {
-    status =
-        Lanes::Find(op, device, num_local, options.gemm_priority, options.comm_priority, &lanes);
-  }
+  if (status.ok()) status = Lanes::Find(op, of_lanes, is_recorded, &lanes);
+  // Also those of a recording, before it begins.
+  if (status.ok() && !execute) status = Lanes::Find(op, of_lanes, true, &lanes);
   if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
@@ -178,20 +178,29 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
       return schedule.team.Enqueue(op, &rehearsal);
     });
   }
-  if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
-  arithmetic->Choose(stream, &scratch[0]);
-  arithmetic->Prepare(&problem, placement.rank, scratch);
-  Schedule schedule(problem, arithmetic, placement.rank, num_local);
-  {
-    std::lock_guard<std::mutex> lock(lanes->mutex);
-    OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
-                         arithmetic.get(), meets ? &meeting : nullptr,
-                         GpuSpans::Get().enabled() && !is_recorded);
-    queues.Fork(stream);
-    status = schedule.team.Enqueue(op, &queues);
-    queues.Join(stream);
+  const auto launch = [&] {
+    if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
+    arithmetic->Choose(stream, &scratch[0]);
+    arithmetic->Prepare(&problem, placement.rank, scratch);
+    Schedule schedule(problem, arithmetic, placement.rank, num_local);
+    {
+      std::lock_guard<std::mutex> lock(lanes->mutex);
+      if (is_recorded) status = lanes->WaitForRecording(op, stream);
+      if (!status.ok()) return;
+      OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
+                           arithmetic.get(), meets ? &meeting : nullptr,
+                           GpuSpans::Get().enabled() && !is_recorded);
+      queues.Fork(stream);
+      status = schedule.team.Enqueue(op, &queues);
+      queues.Join(stream);
+    }
+    if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
+  };
+  if (is_recorded) {
+    launch();
+  } else {
+    arithmetic->Check(channel->Enqueue(placement.rank, stream, launch), "ordering calls");
   }
-  if (meets) SpoilResults(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
   if (status.ok()) status = arithmetic->status();
   if (!status.ok() || is_recorded) return status;
   if (ChecksEachCall()) {
