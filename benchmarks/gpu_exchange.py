@@ -27,7 +27,7 @@ def bandwidth(row_bytes, implementation, total_bytes, repeats):
     send = jax.jit(lambda x, m: dispatch(x, m, capacity=tokens, **options))
     bring = jax.jit(lambda y, m: combine(y, m, num_tokens=tokens, **options))
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # reads and writes every byte once
-    x = jnp.zeros((W * tokens, row_bytes // 4), jnp.uint32)
+    x = jax.random.bits(jax.random.key(0), (W * tokens, row_bytes // 4), jnp.uint32)
     moved = 2 * x.nbytes
     result = {"what": "bandwidth", "row_bytes": row_bytes, "implementation": implementation}
     seconds = {

@@ -1,78 +1,252 @@
 #!/usr/bin/env bash
-# Everything that one GPU can tell, in one go: gpu_report.sh [FOLDER]. Builds from this tree without
-# network and for this GPU only, tests, measures, sanitizes. Every step has a time limit, later ones
-# run also when one fails; 9 minutes in all.
+# Everything that one GPU can tell, in one go: gpu_report.sh [--dry-run] [FOLDER]. Builds from this
+# tree without network and for this GPU only, tests and measures. Every step has a time limit, later
+# ones run also when one fails, and what is learnt first is worth most; 9 minutes in all.
 #
 # FOLDER is where report.txt (all output, as it comes) and report.json go, and is made if it is not
 # there: `benchmarks/gpu_report.sh /mnt/results`; by default benchmarks/results/gpu. PYTHON names an
 # interpreter with jax, its CUDA plugin, nanobind, pytest, hypothesis, cmake and ninja; where it has
-# pytest-xdist and the GPU 120 GB, tests of one GPU run six at a time.
+# pytest-xdist, several tests of one GPU run at a time.
+#
+# GIVEN names a folder with extensions and test_kernels of this tree, built elsewhere by this script
+# (`ARCHITECTURE=90 gpu_report.sh --build-only FOLDER`). They are used if they load and are for this
+# GPU; otherwise everything is built here. --dry-run checks every command and runs none.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$root"
+cd "$root" || exit 1
 python=${PYTHON:-python3}
+mode=run
+case "${1:-}" in
+  --dry-run) mode=dry; shift ;;
+  --build-only) mode=build; shift ;;
+  -*) echo "usage: gpu_report.sh [--dry-run | --build-only] [FOLDER]" >&2; exit 2 ;;
+esac
 out=${1:-benchmarks/results/gpu}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 build=${BUILD:-build/gpu_report}
-end=$((SECONDS + 515))
+given=${GIVEN:-build/given}
+end=$((SECONDS + 530))  # seconds; the sum of the limits, which --dry-run checks
+limits=0
 report=$out/report.txt
 steps=$out/steps.tsv
 : >"$report"
 : >"$steps"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32  # hardware queues: one GPU holds the streams of many ranks
+export JAX_CP_DISPATCH_TEST_LIMIT=40   # seconds of a test
 command -v nvcc >/dev/null || export PATH=$PATH:/usr/local/cuda/bin
+
+check() {  # check COMMAND...: says what a command lacks; used instead of running it
+  local word
+  while case "$1" in env | timeout | *=*) true ;; *) false ;; esac; do shift; done
+  command -v "$1" >/dev/null || { echo "no $1"; return 127; }
+  for word in "$@"; do
+    case "$word" in
+      *.py) "$python" -c 'import ast, sys; ast.parse(open(sys.argv[1]).read())' "$word" || return ;;
+      *.sh) bash -n "$word" || return ;;
+    esac
+  done
+}
 
 step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
   local name=$1 limit=$2 began=$SECONDS status left=$((end - SECONDS))
   shift 2
+  limits=$((limits + limit))
+  if [ "$mode" = dry ]; then
+    local lacks
+    lacks=$(check "$@" 2>&1)
+    status=$?
+    printf '%s\t%s\t%s\t%s\n' "$status" "$limit" "$name" "${lacks:-$*}"
+    printf '%s\t%s\t0\n' "$name" "$status" >>"$steps"
+    return "$status"
+  fi
   [ "$limit" -le "$left" ] || limit=$left
   echo "== $name" | tee -a "$report"
   if [ "$limit" -le 0 ]; then
     status=skipped
   else
     # Interrupted, not terminated: pytest then tells what has failed so far.
-    timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$report" | tail -n 60
+    timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report" | tail -n 60
     status=${PIPESTATUS[0]}
   fi
   echo "-- $name: status $status after $((SECONDS - began)) s" | tee -a "$report"
   printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - began))" >>"$steps"
+  [ "$status" = 0 ]
 }
 
-architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
-step machine 20 bash -c 'nvidia-smi; nvcc --version; '"$python"' -m pip list 2>/dev/null |
-  grep -iE "jax|nvidia|nanobind|numpy|pytest"'
-ARCHITECTURES=${architecture:-90}-real step build 150 csrc/cuda/build.sh "$python" "$build" install
-step "build tests" 50 bash -c "cmake -S . -B '$build' -DCPD_BUILD_TESTS=ON >/dev/null &&
-  cmake --build '$build' --target test_kernels"
-kernels=$build/test_kernels
-step "kernels" 25 "$kernels" 50
+sources() {  # a checksum of what the extensions are built from
+  find csrc tests/native CMakeLists.txt -type f | LC_ALL=C sort | xargs cat | cksum | cut -d' ' -f1
+}
 
-# These limits and those of the measurements add up to the whole time.
+stamp() {  # what a build is for
+  echo "$(sources) sm_$architecture $("$python" -c 'import sys; print(sys.version_info[:2])')"
+}
+
+is_given() {
+  [ -f "$given/stamp" ] && [ "$(cat "$given/stamp")" = "$(stamp)" ] && (cd "$given" && "$python" -c '
+import _cpu, _cuda
+print("given:", *_cuda.registrations())')
+}
+
+install() {  # install FOLDER NAME...: puts extensions next to the package
+  local folder=$1 name extension
+  shift
+  for name in "$@"; do
+    for extension in "$folder/$name".*so; do
+      [ -f "$extension" ] && cp --remove-destination "$extension" jax_cp_dispatch/
+    done
+  done
+}
+
+configure() {
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPD_CUDA=ON -DCPD_BUILD_TESTS=ON \
+    -DCMAKE_CUDA_ARCHITECTURES="$architecture-real" \
+    -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
+    -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >"$out/configure.log" ||
+    { tail -n 30 "$out/configure.log"; return 1; }
+}
+
+build_first() {
+  configure && cmake --build "$build" --target _cpu _cuda test_kernels
+}
+
+build_nvshmem() {  # next to steps that use the GPU
+  grep -q "NVSHMEM: " "$out/configure.log" || { grep "NVSHMEM was not found" "$out/configure.log"; return 1; }
+  cmake --build "$build" --target _nvshmem
+}
+export -f configure build_first build_nvshmem
+export build out python
+
+architecture=${ARCHITECTURE:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
+  head -1 | tr -d .)}
+export architecture=${architecture:-90}
+
+if [ "$mode" = build ]; then
+  build_first && build_nvshmem
+  cp --remove-destination "$build"/_*.so "$build/test_kernels" "$out/" && stamp >"$out/stamp"
+  rm -f "$report" "$steps"
+  exit
+fi
+
+versions() {
+  nvidia-smi && nvcc --version
+  "$python" -m pip list 2>/dev/null | grep -iE "jax|nvidia|nanobind|numpy|pytest"
+}
+export -f versions
+step machine 10 bash -c versions
+kernels=$build/test_kernels
+if [ "$mode" = run ] && is_given | tee -a "$report"; then
+  install "$given" _cpu _cuda _nvshmem
+  kernels=$given/test_kernels
+else
+  step "build" 120 bash -c build_first && [ "$mode" = run ] && install "$build" _cpu _cuda
+fi
+if [ "$mode" = dry ]; then kernels=true; fi
+step "kernels" 15 "$kernels" 20
+
+# ---- Each line its own process.
 untuned="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"  # tests are small and many
+recorded="$untuned --xla_gpu_graph_min_graph_size=1"  # or nothing is recorded
+smoke() {  # smoke LINE [VARIABLE=VALUE...]
+  local line=$1
+  shift
+  step "smoke: $line" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.3 "$@" "$python" tests/gpu/smoke.py "$line"
+}
+began=$limits
+smoke dispatch
+smoke combine
+smoke replay XLA_FLAGS="$recorded" JAX_CP_DISPATCH_COLLECTIVE_STREAM=0
+smoke bf16
+smoke fp8
+smoke ring
+smoke pipeline
+smoke causal
+smoke packed
+smoke ipc
+limits=$((began + 60))  # each line takes a few seconds; a line that hangs is stopped
+
+# NVSHMEM apart: it takes longer to build, and everything else works without it.
+nvshmem=
+if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ]; then
+  nice bash -c build_nvshmem >"$out/nvshmem.log" 2>&1 &
+  nvshmem=$!
+fi
+
+# ---- Bandwidth without JAX, and what limits it.
+step "kernel times" 25 "$kernels" time "$out/kernels.json"
+ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
+if [ -x "$ncu" ]; then
+  step "profile" 25 "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' \
+    --launch-skip 40 --launch-count 6 --metrics \
+    "$(printf '%s,' dram__throughput.avg.pct_of_peak_sustained_elapsed \
+      dram__bytes.sum.per_second sm__warps_active.avg.pct_of_peak_sustained_active)$(
+      printf 'regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio')" \
+    "$kernels" time
+fi
+
+# ---- Products and attention.
+step "bandwidth" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
+  --repeats 3 --output "$out/bandwidth.json"
+step "gemm" 45 env JAX_PLATFORMS=cuda XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+  "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
+step "attention rate" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_attention.py \
+  --documents 8192 1000 --repeats 3 --output "$out/attention.json"
+
+# ---- Tests of one GPU: as many at a time as its memory holds.
+memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1)
 at_once=(XLA_PYTHON_CLIENT_MEM_FRACTION=.75)
 workers=()
-memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
-if [ "${memory:-0}" -ge 120000 ] && "$python" -c 'import xdist' 2>/dev/null; then
-  at_once=(XLA_PYTHON_CLIENT_MEM_FRACTION=.12)  # of each; the rest is for channels
-  workers=(-n 6)
+if "$python" -c 'import xdist' 2>/dev/null; then
+  # The fraction is that of each worker; the rest is for channels.
+  if [ "${memory:-0}" -ge 120000 ]; then
+    at_once=(XLA_PYTHON_CLIENT_MEM_FRACTION=.12)
+    workers=(-n 6)
+  elif [ "${memory:-0}" -ge 75000 ]; then
+    at_once=(XLA_PYTHON_CLIENT_MEM_FRACTION=.22)
+    workers=(-n 3)
+  fi
 fi
-step "one GPU" 120 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" "${at_once[@]}" \
+step "one GPU" 80 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" "${at_once[@]}" \
   "$python" -m pytest -q ${workers[@]+"${workers[@]}"} \
-  tests/gpu/test_one_gpu_gemm.py tests/gpu/test_one_gpu.py tests/gpu/test_gpu_attention.py
-step "gemm" 60 env JAX_PLATFORMS=cuda XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
-  "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
-step "bandwidth" 45 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
-  --repeats 5 --output "$out/bandwidth.json"
-step "attention rate" 45 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_attention.py \
-  --documents 8192 1000 --repeats 3 --output "$out/attention.json"
-step "processes" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
-  "$python" -m pytest -v tests/gpu/test_gpu_processes.py
-step "one process" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/multi_gpu.py --small \
-  --repeats 3 --output "$out/one_process.json"
+  tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py tests/gpu/test_gpu_attention.py
+
+# ---- Several processes.
+if [ -n "$nvshmem" ]; then
+  step "build nvshmem" 20 bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done; cat "$0"' \
+    "$out/nvshmem.log" "$nvshmem"
+  install "$build" _nvshmem
+fi
+began=$limits
+smoke nvshmem
+smoke put
+limits=$((began + 15))
+rm -f "$out/nvshmem.log"
+together() {  # together NAME SECONDS TEST: tests of several processes
+  step "$1" "$2" env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
+    "$python" -m pytest -v tests/gpu/test_gpu_processes.py -k "$3"
+}
+together "a process that does not call" 10 "does_not_call"
+together "4 by IPC" 15 "4-cuda_ipc"
+together "4 by NVSHMEM" 15 "4-nvshmem"
+together "4 by put and get" 15 "put_and_get and 4"
+
+# ---- What may take all the rest of the time.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-step "memcheck" 30 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" 3
-step "racecheck" 30 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" 3
+if [ -x "$sanitizer" ] || [ "$mode" = dry ]; then
+  step "memcheck" 15 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" one-launch 2
+  step "racecheck" 15 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" one-launch 2
+fi
+
+if [ "$mode" = dry ]; then
+  echo "limits: $limits s of 530"
+  failed=$(awk -F'\t' '$2 != 0 { print $1 }' "$steps" | paste -sd, -)
+  rm -f "$report" "$steps"
+  echo "cannot run: ${failed:-nothing}"
+  [ -z "$failed" ] && [ "$limits" -le 530 ]
+  exit
+fi
 
 "$python" - "$out" <<'PYTHON'
 """Puts the steps and their results into one file."""
@@ -90,7 +264,7 @@ report = {
     "gpu": gpu,
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("bandwidth", "attention", "gemm", "one_process"):
+for name in ("kernels", "bandwidth", "gemm", "attention"):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())

@@ -14,7 +14,7 @@ from jax_cp_dispatch.buffers import create_dispatch_buffer, destroy_dispatch_buf
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 S, T = 6, 40
-OURS: dict[str, Any] = {"axis_name": "cp", "implementation": "cuda_peer"}
+OURS: dict[str, Any] = {"axis_name": "cp", "implementation": "cuda_peer", "deadline": 3.0}
 
 
 @pytest.fixture(params=[2, 4, 8])
@@ -83,7 +83,7 @@ def test_gradients_equal_those_of_xla(num_ranks):
     def loss(q, k, implementation):
         there = dispatch_qkv(
             q, k, plan, plan, axis_name="cp", q_capacity=capacity, kv_capacity=capacity,
-            implementation=implementation,
+            implementation=implementation, deadline=3.0,
         )  # fmt: skip
         return sum((x**3).sum() for x in there)
 
@@ -99,7 +99,7 @@ def test_a_loop_of_calls_replays(num_ranks):
     x = flat(np.random.default_rng(4).normal(size=(num_ranks, T, 16)).astype(np.float32))
 
     def body(_, x, implementation="cuda_peer"):
-        options: dict[str, Any] = {"axis_name": "cp", "implementation": implementation}
+        options = {**OURS, "implementation": implementation}
         there = dispatch(x, plan, capacity=capacity, **options)
         return combine(there + 1, plan, num_tokens=T, **options)
 

@@ -148,7 +148,7 @@ def run(kind, options, x, w, *, counts, batches=(), bias=None, to_aux=False, dty
         rhs_boundary=1,
         out_shape=(*batches, rows, n),
         out_dtype=dtype,
-        comm=Communicator(axis_names=("tp",), num_ranks=p),
+        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
         overlap=Overlap(comm_type=kind, **options),
         row_counts=counts,
         num_batches=int(np.prod(batches, dtype=int)),
@@ -207,7 +207,7 @@ def test_a_loop_of_products_replays():
             rhs_boundary=1,
             out_shape=(p * tokens if kind == AG else tokens, w.shape[-1]),
             out_dtype="float32",
-            comm=Communicator(axis_names=("tp",), num_ranks=p),
+            comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
             overlap=Overlap(comm_type=kind, method=RING),
             row_counts=(tokens,) * p,
         )
@@ -232,7 +232,7 @@ def test_bulk(kind):
         rhs_boundary=1,
         out_shape=(8, 24),
         out_dtype="float32",
-        comm=Communicator(axis_names=("tp",), num_ranks=p),
+        comm=Communicator(axis_names=("tp",), num_ranks=p, deadline_ms=3000),
         overlap=Overlap(comm_type=kind, method=BULK),
         row_counts=(rows,) * p,
     )

@@ -56,7 +56,7 @@ def main() -> None:
     name: dict[str, Any] = {
         "axis_name": "cp",
         "implementation": world.implementation,
-        "deadline": 20.0,
+        "deadline": 8.0,  # each process compiles and loads kernels by itself
     }
     send = on_ranks(lambda x, m: dispatch(x, m, capacity=capacity, **name))
     bring = on_ranks(lambda y, m: combine(y, m, num_tokens=T, **name))

@@ -1,5 +1,7 @@
 // The GPU kernels on one GPU: one stream per rank, all ranks in one launch, and recorded calls that
 // are replayed, against the same plain loops as test_device.cc. Also for compute-sanitizer.
+// `test_kernels one-launch [WORLDS]` does only the second of these; `test_kernels time [FILE]`
+// times the kernels instead.
 #include <cuda_runtime_api.h>
 
 #include <new>
@@ -31,6 +33,8 @@ struct Managed {
 #define CPD_TEST_ALLOCATOR Managed
 
 #include "device_world.h"
+#include "kernel_times.h"
+#include "one_launch.h"
 
 namespace {
 
@@ -75,6 +79,22 @@ void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool
   }
 }
 
+// All ranks in one launch, as every program for one GPU runs them.
+void RunOneLaunch(Rng& rng, cudaStream_t stream) {
+  for (const bool is_dispatch : {true, false}) {
+    World world = RandomWorld(rng, is_dispatch);
+    OneLaunch launch(world);
+    for (int i = 0; i < 2; ++i) {
+      launch.Clear();
+      for (int j = 0; j < 3; ++j) CUDA(LaunchCall(launch.call, 4 * world.num_ranks, stream));
+      CUDA(cudaStreamSynchronize(stream));
+      launch.Store(&world);
+      CHECK(world.IsFine());
+      is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -85,12 +105,21 @@ int main(int argc, char** argv) {
   }
   int num_blocks = 0;
   CUDA(NumResidentBlocks(&num_blocks));
+  if (argc > 1 && std::strcmp(argv[1], "time") == 0) {
+    return TimeKernels(num_blocks, argc > 2 ? argv[2] : nullptr);
+  }
   Rng rng(11);
   std::vector<cudaStream_t> streams(4);
   for (cudaStream_t& stream : streams) {
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
-  const int num_worlds = argc > 1 ? std::atoi(argv[1]) : 50;
+  const bool in_one = argc > 1 && std::strcmp(argv[1], "one-launch") == 0;
+  const int num_worlds = argc > 1 + in_one ? std::atoi(argv[1 + in_one]) : 50;
+  for (int i = 0; i < num_worlds; ++i) RunOneLaunch(rng, streams[0]);
+  if (in_one) {
+    std::printf("ok\n");
+    return 0;
+  }
   for (int i = 0; i < num_worlds; ++i) {
     for (const bool is_dispatch : {true, false}) {
       World world = RandomWorld(rng, is_dispatch);
