@@ -22,10 +22,8 @@ class Filler {
  public:
   Filler(const Filling& filling, Random* random, QueryShares* shares)
       : filling_(filling), random_(*random), shares_(*shares), problem_(shares->problem()) {
-    // Ranks that give reach a little less than the limit, so that they do not have to give again
-    // for a single query.
-    const int64_t mean = shares_.MeanWork();
-    goal_ = shares_.Limit() - std::min(mean / 1000, (shares_.Limit() - mean) / 2);
+    is_constrained_ = problem_.HasCapacities() || problem_.max_away < QueryProblem::kNoLimit ||
+                      problem_.min_piece > 1;
   }
 
   int64_t Run() {
@@ -36,7 +34,7 @@ class Filler {
       int64_t most_room = 0;
       taker_ = -1;
       for (int32_t rank = 0; rank < shares_.num_ranks(); ++rank) {
-        const int64_t room = shares_.Limit() - shares_.WorkOf(rank);
+        const int64_t room = shares_.Limit(rank) - shares_.WorkOf(rank);
         if (room < 0) givers.push_back(rank);
         if (room <= 0 || is_full[rank]) continue;
         const int64_t weighed = room / 1000 * random_.Around1000(filling_.noise_per_mille);
@@ -45,9 +43,12 @@ class Filler {
         taker_ = rank;
       }
       if (givers.empty() || taker_ < 0) return num_considered_;
-      room_ = shares_.Limit() - shares_.WorkOf(taker_);
+      room_ = shares_.Limit(taker_) - shares_.WorkOf(taker_);
       best_.document = -1;
-      for (int32_t giver : givers) ConsiderRank(giver);
+      for (int32_t giver : givers) {
+        const int32_t size = problem_.ranks_per_node;
+        if (!filling_.inside_nodes || giver / size == taker_ / size) ConsiderRank(giver);
+      }
       if (best_.document < 0) {
         is_full[taker_] = true;
       } else {
@@ -67,8 +68,8 @@ class Filler {
     int64_t end = 0;
   };
 
-  // What taker and giver compute and receive of one document, if a query attends to all earlier
-  // tokens. Their keys are then those before the last query.
+  // What taker and giver compute of one document, and what their keys cost, if a query attends to
+  // all earlier tokens. The keys are then those before the last query.
   struct Held {
     int64_t taker_end = 0, taker_keys = 0;
     int64_t giver_end = 0, giver_keys = 0;
@@ -76,7 +77,11 @@ class Filler {
   };
 
   void ConsiderRank(int32_t giver) {
-    surplus_ = shares_.WorkOf(giver) - goal_;
+    // It reaches a little less than the limit, so that it does not have to give again for a single
+    // query.
+    const int64_t limit = shares_.Limit(giver), fair = shares_.FairWork(giver);
+    const int64_t margin = std::min(fair / 1000, (limit - fair) / 2);
+    surplus_ = shares_.WorkOf(giver) - (limit - margin);
     for (int32_t document : shares_.Guests(giver)) ConsiderDocument(document, giver);
     for (int32_t document : shares_.HomeDocuments(giver)) {
       // No query that leaves its home has more work per byte than this.
@@ -96,16 +101,12 @@ class Filler {
         held.giver_end = share.end;
       }
     }
-    held.taker_keys = NumMissing(document, taker_, held.taker_end);
-    held.giver_keys = NumMissing(document, giver, held.giver_end);
+    held.taker_keys = shares_.KeysCost(document, taker_, 0, held.taker_end);
+    held.giver_keys = shares_.KeysCost(document, giver, 0, held.giver_end);
     num_considered_ += static_cast<int64_t>(shares_.Of(document).size()) / 4;
     for (const Share& share : shares_.Of(document)) {
       if (share.rank == giver) ConsiderShare(document, share, held);
     }
-  }
-
-  int64_t NumMissing(int32_t document, int32_t rank, int64_t end) const {
-    return end - shares_.NumAtHome(document, rank, 0, end);
   }
 
   void ConsiderShare(int32_t document, const Share& share, const Held& held) {
@@ -121,8 +122,9 @@ class Filler {
     }
     for (int64_t end : ends) {
       if (end <= share.start || end > share.end) continue;
-      int64_t start = StartFor(share, end, wanted);
-      if (shares_.Work(start, end) > room_) ++start;
+      end = std::min(share.end, (end + filling_.block - 1) / filling_.block * filling_.block);
+      int64_t start = StartFor(share, end, wanted) / filling_.block * filling_.block;
+      if (shares_.Work(std::max(start, share.start), end) > room_) start += filling_.block;
       start = std::max(share.start, std::min(start, end - filling_.min_queries));
       if (start - share.start < filling_.min_queries && shares_.Work(share.start, end) <= room_) {
         start = share.start;
@@ -164,6 +166,7 @@ class Filler {
     const int64_t work = shares_.Work(start, end);
     if (work > room_ || work <= 0) return;
     ++num_considered_;
+    if (is_constrained_ && !shares_.IsAllowed(document, share, start, end, taker_)) return;
     const int64_t cost = problem_.pairs.IsUnlimited()
                              ? CostChange(document, share, held, start, end)
                              : shares_.CostChange(document, share, start, end, taker_);
@@ -171,7 +174,7 @@ class Filler {
     if (cost <= 0) gain *= (1 - cost) * int128_t{1'000'000};  // before all that cost something
     int64_t divisor = std::max<int64_t>(1, cost);
     if (filling_.longest_first && end == share.end && surplus_ > room_ && work >= room_ / 10 * 9) {
-      gain = int128_t{end} << 48;  // before all others
+      gain = int128_t{end} << 40;  // before all others
       divisor = 1;
     }
     gain *= random_.Around1000(filling_.noise_per_mille);
@@ -181,21 +184,23 @@ class Filler {
 
   int64_t CostChange(int32_t document, const Share& share, const Held& held, int64_t start,
                      int64_t end) const {
-    int64_t keys = 0;
-    if (end > held.taker_end) keys += NumMissing(document, taker_, end) - held.taker_keys;
+    int64_t change = (end - start) * (shares_.QueryCost(share.home, taker_) -
+                                      shares_.QueryCost(share.home, share.rank));
+    if (end > held.taker_end) {
+      change += shares_.KeysCost(document, taker_, 0, end) - held.taker_keys;
+    }
     if (end == held.giver_end) {
       const int64_t left = start > share.start ? start : held.giver_second_end;
-      keys += NumMissing(document, share.rank, left) - held.giver_keys;
+      change += shares_.KeysCost(document, share.rank, 0, left) - held.giver_keys;
     }
-    const int64_t queries = (end - start) * ((taker_ != share.home) - (share.rank != share.home));
-    return problem_.key_cost * keys + problem_.query_cost * queries;
+    return change;
   }
 
   const Filling& filling_;
   Random& random_;
   QueryShares& shares_;
   const QueryProblem& problem_;
-  int64_t goal_ = 0;
+  bool is_constrained_ = false;
   int32_t taker_ = -1;
   int64_t room_ = 0, surplus_ = 0;
   Candidate best_;

@@ -26,12 +26,14 @@ class Random {
 };
 
 struct Filling {
-  int64_t min_queries = 1;      // that are split from a document
+  int64_t min_queries = 1;      // that are split from a document, if possible
+  int64_t block = 1;            // of which all cuts are multiples
   int64_t noise_per_mille = 0;  // of comparisons, so that repeated calls differ
   // A rank that can be filled from the end of a share takes the longest such share. If a document
   // must be given to many ranks, each receives the keys up to its last query. Ranks with the most
   // room then take the last queries, so that few ranks receive all keys.
   bool longest_first = false;
+  bool inside_nodes = false;  // Ranks take from ranks of their node only.
 };
 
 // Returns the number of candidates considered. Stops if no rank is above the limit, or if nothing

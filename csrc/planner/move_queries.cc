@@ -2,11 +2,12 @@
 #include "planner/move_queries.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "planner/fill_ranks.h"
+#include "planner/keep_capacities.h"
 #include "planner/query_shares.h"
 
 namespace cpd {
@@ -20,13 +21,18 @@ void JoinLastParts(QueryShares* shares) {
     if (parts.size() < 2) continue;
     const Share last = parts.back();
     const int32_t before = parts[parts.size() - 2].rank;
-    if (shares->CostChange(document, last, last.start, last.end, before) < 0) {
+    if (shares->CostChange(document, last, last.start, last.end, before) < 0 &&
+        shares->IsAllowed(document, last, last.start, last.end, before)) {
       shares->Give(document, last.start, last.end, last.rank, before);
     }
   }
 }
 
-// Improves an assignment. The better one exceeds the limit by less; then it costs less.
+// What is wrong with an assignment, the most important part first: rows beyond capacities, work
+// beyond limits, the cost of movement.
+using Badness = std::tuple<int64_t, int64_t, int64_t>;
+
+// Improves an assignment.
 class Search {
  public:
   Search(const QueryProblem& problem, bool longest_first) : problem_(problem), shares_(problem) {
@@ -34,27 +40,37 @@ class Search {
       if (shares_.Of(document).size() > 1) cut_.push_back(document);
     }
     JoinLastParts(&shares_);
-    FillRanks({problem.min_queries, 0, longest_first}, &random_, &shares_);
-    // Shorter parts only if nothing else keeps the limit.
-    if (shares_.Excess() > 0) FillRanks({1, 0, longest_first}, &random_, &shares_);
+    if (problem.HasCapacities()) KeepCapacities(&shares_);
+    Fill(problem.block, problem.wanted_piece, 0, longest_first);
+    // Other cuts and shorter pieces only if nothing else keeps the limits.
+    if (shares_.Excess() > 0) Fill(1, 1, 0, longest_first);
   }
 
   const QueryShares& shares() const { return shares_; }
-  std::pair<int64_t, int64_t> Cost() const { return {shares_.Excess(), shares_.Cost()}; }
+  bool IsGood() const { return shares_.Overflow() == 0 && shares_.Excess() == 0; }
+  Badness HowBad() const { return {shares_.Overflow(), shares_.Excess(), shares_.Cost()}; }
 
   void Run(int64_t num_steps) {
-    std::pair<int64_t, int64_t> best = Cost();
+    is_searching_ = true;
+    Badness best = HowBad();
     const int64_t per_round = 8 + problem_.num_ranks / 8;
     for (int64_t steps = 0; steps < num_steps; steps += per_round) {
       shares_.Record();
       const int64_t kind = random_.Below(4);
       Ruin(kind > 0);
       if (kind >= 2) MoveOneShare();
+      if (problem_.HasCapacities()) {
+        steps += KeepCapacities(&shares_) / 256;
+        if (std::get<1>(best) > 0) {
+          const int64_t rows = 1 + random_.Below(problem_.columns_per_rank / 2 + 1);
+          steps += MakeRoom(RankBelowLimit(), rows, &shares_) / 256;
+        }
+      }
       const int64_t noise = kind % 2 == 1 ? kNoisePerMille : 0;
-      steps += FillRanks({problem_.min_queries, noise, random_.Below(2) == 1}, &random_, &shares_);
-      const std::pair<int64_t, int64_t> cost = Cost();
-      if (cost <= best) {
-        best = cost;
+      steps += Fill(problem_.block, problem_.wanted_piece, noise, random_.Below(2) == 1);
+      const Badness now = HowBad();
+      if (now <= best) {
+        best = now;
       } else {
         shares_.Undo();
       }
@@ -63,6 +79,18 @@ class Search {
 
  private:
   static constexpr int64_t kNoisePerMille = 200;
+
+  int64_t Fill(int64_t block, int64_t wanted_piece, int64_t noise_per_mille, bool longest_first) {
+    const int64_t least = std::max(problem_.min_piece, wanted_piece);
+    Filling filling{least, block, noise_per_mille, longest_first, false};
+    int64_t num_considered = 0;
+    if (problem_.HasNodes() && (longest_first || is_searching_)) {
+      filling.inside_nodes = true;
+      num_considered = FillRanks(filling, &random_, &shares_);
+      filling.inside_nodes = false;
+    }
+    return num_considered + FillRanks(filling, &random_, &shares_);
+  }
 
   // Sends the guests of a few ranks home. Ranks that compute the same document are related.
   void Ruin(bool prefers_related) {
@@ -83,9 +111,17 @@ class Search {
     if (cut_.empty()) return;
     const int32_t document = Any(cut_);
     const Share from = Any(shares_.Of(document)), to = Any(shares_.Of(document));
-    if (from.rank != to.rank) {
+    if (from.rank != to.rank && shares_.IsAllowed(document, from, from.start, from.end, to.rank)) {
       shares_.Give(document, from.start, from.end, from.rank, to.rank);
     }
+  }
+
+  int32_t RankBelowLimit() {
+    int32_t rank = RandomRank();
+    for (int tries = 8; tries > 0 && shares_.WorkOf(rank) > shares_.FairWork(rank); --tries) {
+      rank = RandomRank();
+    }
+    return rank;
   }
 
   int32_t RandomRank() { return static_cast<int32_t>(random_.Below(problem_.num_ranks)); }
@@ -98,6 +134,7 @@ class Search {
   const QueryProblem& problem_;
   QueryShares shares_;
   Random random_;
+  bool is_searching_ = false;
   std::vector<int32_t> cut_;  // documents with several homes
 };
 
@@ -117,18 +154,44 @@ RankPieces PiecesOf(const QueryShares& shares) {
   return ranks;
 }
 
-}  // namespace
+// Whether all ranks have room for their queries and keys. Pieces are sorted.
+bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
+  for (const std::vector<Piece>& pieces : ranks) {
+    int64_t queries = 0, keys = 0, seen = 0;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const Piece& piece = pieces[i];
+      if (i == 0 || pieces[i - 1].document != piece.document) seen = 0;
+      queries += piece.num_tokens();
+      keys += piece.end - std::max(seen, problem.pairs.FirstKey(piece.start));
+      seen = piece.end;
+    }
+    if (queries > problem.max_queries || keys > problem.max_keys) return false;
+  }
+  return true;
+}
 
-RankPieces MoveQueries(const QueryProblem& problem) {
+RankPieces Plan(const QueryProblem& problem) {
   if (problem.num_ranks == 1) return PiecesOf(QueryShares(problem));
   // Candidates to consider, in all.
   const int64_t num_steps = std::min<int64_t>(10'000 + 1000 * problem.num_ranks, 400'000);
   Search a(problem, true), b(problem, false);
   a.Run(num_steps / 4);
   b.Run(num_steps / 4);
-  Search& best = a.Cost() <= b.Cost() ? a : b;
+  Search& best = a.HowBad() <= b.HowBad() ? a : b;
   best.Run(num_steps / 2);
+  if (problem.HasCapacities()) {
+    for (int more = 8; more > 0 && !best.IsGood(); --more) best.Run(num_steps);
+  }
   return PiecesOf(best.shares());
+}
+
+}  // namespace
+
+RankPieces MoveQueries(const QueryProblem& problem) {
+  QueryProblem without = problem;
+  without.max_queries = without.max_keys = QueryProblem::kNoLimit;
+  RankPieces ranks = Plan(without);
+  return HaveRoom(problem, ranks) ? ranks : Plan(problem);
 }
 
 }  // namespace cpd

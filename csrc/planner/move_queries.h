@@ -10,16 +10,29 @@ namespace cpd {
 
 // Rank r holds columns [r * columns_per_rank, (r + 1) * columns_per_rank) of every batch row.
 struct QueryProblem {
+  static constexpr int64_t kNoLimit = PlacementProblem::kNoLimit;
+
   std::vector<int64_t> lengths;  // tokens of each document
   std::vector<int64_t> columns;  // column of its batch row at which each document starts
   int32_t num_ranks = 1;
   int64_t columns_per_rank = 1;
   PairCount pairs;
-  int64_t tolerance_ppm = 10'000;  // allowed excess of the most loaded rank over the mean work
+  int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
+  std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
+  int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
   // Bytes of a query and its output, and of a key and its value, in one unit.
   int64_t query_cost = 1;
   int64_t key_cost = 1;
-  int64_t min_queries = 1;  // that are split from a document
+  int64_t max_queries = kNoLimit;  // that a rank computes
+  int64_t max_keys = kNoLimit;     // that a rank receives, its own included
+  int64_t max_away = kNoLimit;     // queries of a document that are computed away from home
+  int64_t min_piece = 1;           // queries that are split from the part of a document at home
+  // If possible, documents are cut at multiples of this, and into pieces of so many queries.
+  int64_t block = 1;
+  int64_t wanted_piece = 1;
+
+  bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
+  bool HasCapacities() const { return max_queries < kNoLimit || max_keys < kNoLimit; }
 };
 
 // The pieces that each rank computes. A rank receives each key that its queries need once. Uses

@@ -43,7 +43,11 @@ struct PlacementProblem {
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
 
-// Sets the largest work of each rank: its share of all work, plus the tolerance; rounded down.
+// The largest work of each rank: its share of all work, plus the tolerance; rounded down.
+std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
+                                int64_t tolerance_ppm);
+
+// Sets `limits`, and `speeds` if it is empty.
 void SetLimits(PlacementProblem* problem);
 
 // The pieces of each rank; missing tokens of a rank are padding.

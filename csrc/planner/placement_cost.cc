@@ -57,19 +57,24 @@ int64_t BrokenBy(const PlacementProblem& problem, const RankPieces& ranks) {
 
 }  // namespace
 
+std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
+                                int64_t tolerance_ppm) {
+  const Wide speed = std::accumulate(speeds.begin(), speeds.end(), static_cast<int64_t>(0));
+  constexpr int64_t kMillion = 1'000'000;
+  std::vector<int64_t> limits;
+  for (int64_t s : speeds) {
+    const auto share = static_cast<int64_t>(static_cast<Wide>(total) * s / speed);
+    limits.push_back(share + share / kMillion * tolerance_ppm +
+                     share % kMillion * tolerance_ppm / kMillion);
+  }
+  return limits;
+}
+
 void SetLimits(PlacementProblem* problem) {
-  Wide total = 0;
+  int64_t total = 0;
   for (int64_t length : problem->lengths) total += problem->pairs(0, length, length);
   if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
-  const Wide speed =
-      std::accumulate(problem->speeds.begin(), problem->speeds.end(), static_cast<int64_t>(0));
-  problem->limits.clear();
-  constexpr int64_t kMillion = 1'000'000;
-  for (int64_t s : problem->speeds) {
-    const auto share = static_cast<int64_t>(total * s / speed);
-    problem->limits.push_back(share + share / kMillion * problem->tolerance_ppm +
-                              share % kMillion * problem->tolerance_ppm / kMillion);
-  }
+  problem->limits = WorkLimits(total, problem->speeds, problem->tolerance_ppm);
 }
 
 void SortAndJoin(std::vector<Piece>* pieces) {

@@ -9,20 +9,25 @@ QueryShares::QueryShares(const QueryProblem& problem)
     : problem_(problem),
       shares_(problem.lengths.size()),
       costs_(problem.lengths.size()),
+      away_(problem.lengths.size()),
       work_(problem.num_ranks),
+      queries_(problem.num_ranks),
+      keys_(problem.num_ranks),
       home_documents_(problem.num_ranks),
       guests_(problem.num_ranks),
+      between_nodes_(problem.HasNodes() ? kBetweenNodes : 0),
       seen_(problem.num_ranks) {
+  int64_t total_work = 0;
   for (int32_t document = 0; document < num_documents(); ++document) {
     const int64_t length = problem.lengths[document], column = problem.columns[document];
-    total_work_ += Work(0, length);
+    total_work += Work(0, length);
     for (int64_t start = 0, end; start < length; start = end) {
       const auto rank = static_cast<int32_t>((column + start) / problem.columns_per_rank);
       end = std::min(length, (rank + 1) * problem.columns_per_rank - column);
       shares_[document].push_back({start, end, rank, rank});
-      work_[rank] += Work(start, end);
       home_documents_[rank].push_back(document);
     }
+    AddLoads(document, 1);
     cost_ += costs_[document] = CostOf(document);
   }
   for (std::vector<int32_t>& documents : home_documents_) {
@@ -31,23 +36,35 @@ QueryShares::QueryShares(const QueryProblem& problem)
       return x != y ? x > y : a < b;
     });
   }
-  constexpr int64_t kMillion = 1'000'000;
-  const int64_t mean = MeanWork();
-  limit_ = mean + mean / kMillion * problem.tolerance_ppm +
-           mean % kMillion * problem.tolerance_ppm / kMillion;
+  std::vector<int64_t> speeds = problem.speeds;
+  if (speeds.empty()) speeds.assign(problem.num_ranks, 1);
+  fair_work_ = WorkLimits(total_work, speeds, 0);
+  limits_ = WorkLimits(total_work, speeds, problem.tolerance_ppm);
 }
 
 int64_t QueryShares::Excess() const {
-  return std::max<int64_t>(0, *std::max_element(work_.begin(), work_.end()) - limit_);
+  int64_t excess = 0;
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    excess = std::max(excess, work_[rank] - limits_[rank]);
+  }
+  return excess;
 }
 
-int64_t QueryShares::KeysIf(int32_t document, int32_t rank, int64_t start, int64_t end,
-                            int32_t other) const {
-  int64_t keys = 0, seen = 0;
+int64_t QueryShares::Overflow() const {
+  int64_t overflow = 0;
+  if (problem_.HasCapacities()) {
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) overflow += Overflow(rank);
+  }
+  return overflow;
+}
+
+template <typename Visit>
+void QueryShares::ForEachKeysIf(int32_t document, int32_t rank, int64_t start, int64_t end,
+                                int32_t other, const Visit& visit) const {
+  int64_t seen = 0;
   const auto add = [&](int64_t first, int64_t last) {
     if (first >= last) return;
-    const int64_t from = std::max(seen, problem_.pairs.FirstKey(first));
-    keys += last - from - NumAtHome(document, rank, from, last);
+    visit(std::max(seen, problem_.pairs.FirstKey(first)), last);
     seen = last;
   };
   for (const Share& share : shares_[document]) {
@@ -59,17 +76,48 @@ int64_t QueryShares::KeysIf(int32_t document, int32_t rank, int64_t start, int64
     if (other == rank) add(std::max(share.start, start), std::min(share.end, end));
     if (share.rank == rank) add(end, share.end);
   }
-  return keys;
 }
 
 int64_t QueryShares::CostChange(int32_t document, const Share& share, int64_t start, int64_t end,
                                 int32_t rank) const {
-  int64_t keys = 0;
+  int64_t change =
+      (end - start) * (QueryCost(share.home, rank) - QueryCost(share.home, share.rank));
   for (int32_t changed : {rank, share.rank}) {
-    keys += KeysIf(document, changed, start, end, rank) - KeysIf(document, changed, 0, 0, changed);
+    const auto sum = [&](int64_t from, int64_t to, int32_t other) {
+      int64_t cost = 0;
+      ForEachKeysIf(document, changed, from, to, other, [&](int64_t first, int64_t last) {
+        cost += KeysCost(document, changed, first, last);
+      });
+      return cost;
+    };
+    change += sum(start, end, rank) - sum(0, 0, changed);
   }
-  const int64_t queries = (end - start) * ((rank != share.home) - (share.rank != share.home));
-  return problem_.key_cost * keys + problem_.query_cost * queries;
+  return change;
+}
+
+int64_t QueryShares::OverflowIf(int32_t document, const Share& share, int64_t start, int64_t end,
+                                int32_t rank, int32_t other, int64_t reserve) const {
+  int64_t keys = keys_[rank];
+  const auto add = [&](int64_t from, int64_t to, int64_t sign) {
+    ForEachKeysIf(document, rank, from, to, other,
+                  [&](int64_t first, int64_t last) { keys += sign * (last - first); });
+  };
+  if (problem_.max_keys < QueryProblem::kNoLimit) add(start, end, 1), add(0, 0, -1);
+  const int64_t queries = (end - start) * ((other == rank) - (share.rank == rank));
+  return OverflowOf(queries_[rank] + queries + reserve, keys + reserve);
+}
+
+bool QueryShares::IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
+                            int32_t rank) const {
+  if (rank != share.home &&
+      away_[document] + (share.rank == share.home ? end - start : 0) > problem_.max_away) {
+    return false;
+  }
+  const int64_t least = problem_.min_piece;
+  const auto is_short = [&](int64_t queries) { return queries > 0 && queries < least; };
+  if (is_short(start - share.start) || is_short(share.end - end)) return false;
+  if (is_short(end - start) && (start > share.start || end < share.end)) return false;
+  return !problem_.HasCapacities() || OverflowIf(document, share, start, end, rank, rank) == 0;
 }
 
 void QueryShares::Give(int32_t document, int64_t start, int64_t end, int32_t from, int32_t to) {
@@ -108,16 +156,16 @@ void QueryShares::Undo() {
 
 void QueryShares::Replace(int32_t document, std::vector<Share> shares) {
   std::vector<Share>& current = shares_[document];
+  AddLoads(document, -1);
   for (const Share& share : current) {
-    work_[share.rank] -= Work(share.start, share.end);
     if (!IsGuest(document, share)) continue;
     std::vector<int32_t>& guests = guests_[share.rank];
     const auto found = std::find(guests.begin(), guests.end(), document);
     if (found != guests.end()) guests.erase(found);
   }
   current.swap(shares);
+  AddLoads(document, 1);
   for (const Share& share : current) {
-    work_[share.rank] += Work(share.start, share.end);
     if (!IsGuest(document, share)) continue;
     std::vector<int32_t>& guests = guests_[share.rank];
     if (std::find(guests.begin(), guests.end(), document) == guests.end()) {
@@ -129,17 +177,33 @@ void QueryShares::Replace(int32_t document, std::vector<Share> shares) {
   if (is_recording_) record_.emplace_back(document, std::move(shares));
 }
 
-int64_t QueryShares::CostOf(int32_t document) {
+void QueryShares::AddLoads(int32_t document, int64_t sign) {
   const std::vector<Share>& shares = shares_[document];
-  int64_t keys = 0, queries = 0;
+  for (const Share& share : shares) {
+    work_[share.rank] += sign * Work(share.start, share.end);
+    queries_[share.rank] += sign * share.num_queries();
+    if (share.rank != share.home) away_[document] += sign * share.num_queries();
+  }
+  if (problem_.max_keys == QueryProblem::kNoLimit) return;
   for (const Share& share : shares) {
     const int64_t from = std::max(seen_[share.rank], problem_.pairs.FirstKey(share.start));
-    keys += share.end - from - NumAtHome(document, share.rank, from, share.end);
+    keys_[share.rank] += sign * (share.end - from);
     seen_[share.rank] = share.end;
-    if (share.rank != share.home) queries += share.num_queries();
   }
   for (const Share& share : shares) seen_[share.rank] = 0;
-  return problem_.key_cost * keys + problem_.query_cost * queries;
+}
+
+int64_t QueryShares::CostOf(int32_t document) {
+  const std::vector<Share>& shares = shares_[document];
+  int64_t cost = 0;
+  for (const Share& share : shares) {
+    const int64_t from = std::max(seen_[share.rank], problem_.pairs.FirstKey(share.start));
+    cost += KeysCost(document, share.rank, from, share.end);
+    cost += share.num_queries() * QueryCost(share.home, share.rank);
+    seen_[share.rank] = share.end;
+  }
+  for (const Share& share : shares) seen_[share.rank] = 0;
+  return cost;
 }
 
 void QueryShares::Append(const Share& share, std::vector<Share>* shares) {

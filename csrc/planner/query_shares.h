@@ -20,7 +20,7 @@ struct Share {
   int64_t num_queries() const { return end - start; }
 };
 
-// The assignment, with the work of each rank and the cost of all movement. Each document is
+// The assignment, with the load of each rank and the cost of all movement. Each document is
 // partitioned into shares. Changes can be undone.
 class QueryShares {
  public:
@@ -32,26 +32,55 @@ class QueryShares {
   const std::vector<Share>& Of(int32_t document) const { return shares_[document]; }
   int64_t Work(int64_t start, int64_t end) const { return problem_.pairs(start, end); }
   int64_t WorkOf(int32_t rank) const { return work_[rank]; }
-  int64_t MeanWork() const { return total_work_ / problem_.num_ranks; }
-  int64_t Limit() const { return limit_; }
-  int64_t Excess() const;  // work of the most loaded rank above the limit, at least 0
+  int64_t FairWork(int32_t rank) const { return fair_work_[rank]; }  // without the tolerance
+  int64_t Limit(int32_t rank) const { return limits_[rank]; }
+  int64_t Excess() const;  // the most work of a rank above its limit, at least 0
   int64_t Cost() const { return cost_; }
+
+  int64_t QueriesOf(int32_t rank) const { return queries_[rank]; }
+  int64_t KeysOf(int32_t rank) const { return keys_[rank]; }
+  // Queries and keys by which the rank exceeds its capacities, if `reserve` of each stay free.
+  int64_t Overflow(int32_t rank, int64_t reserve = 0) const {
+    return OverflowOf(queries_[rank] + reserve, keys_[rank] + reserve);
+  }
+  int64_t Overflow() const;  // of all ranks
+  // The overflow of a rank if a part of a share were computed by `other`.
+  int64_t OverflowIf(int32_t document, const Share& share, int64_t start, int64_t end, int32_t rank,
+                     int32_t other, int64_t reserve = 0) const;
+
+  // Whether `rank` may compute a part of a share: within its capacities, with not too many queries
+  // of the document away from home, and without too short pieces.
+  bool IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
+                 int32_t rank) const;
 
   // Documents with tokens at home on the rank, longest first.
   const std::vector<int32_t>& HomeDocuments(int32_t rank) const { return home_documents_[rank]; }
   // Documents without tokens at home on the rank, of which it computes queries.
   const std::vector<int32_t>& Guests(int32_t rank) const { return guests_[rank]; }
 
-  // Tokens of [start, end) that the rank holds.
-  int64_t NumAtHome(int32_t document, int32_t rank, int64_t start, int64_t end) const {
-    const int64_t first = rank * problem_.columns_per_rank - problem_.columns[document];
-    const int64_t last = first + problem_.columns_per_rank;
-    return std::max<int64_t>(0, std::min(end, last) - std::max(start, first));
+  // Tokens of [start, end) that a rank holds, or that `size` ranks, a node, hold.
+  int64_t NumAtHome(int32_t document, int32_t node, int64_t size, int64_t start,
+                    int64_t end) const {
+    const int64_t width = size * problem_.columns_per_rank;
+    const int64_t first = node * width - problem_.columns[document];
+    return std::max<int64_t>(0, std::min(end, first + width) - std::max(start, first));
   }
 
-  // The keys of the document that the rank receives if queries [start, end) were computed by
-  // `other`. With an empty range: that it receives now.
-  int64_t KeysIf(int32_t document, int32_t rank, int64_t start, int64_t end, int32_t other) const;
+  // The cost of bringing keys [start, end) to the rank, and a query from `home` to `rank`. Between
+  // nodes it counts so often that it is minimized first.
+  int64_t KeysCost(int32_t document, int32_t rank, int64_t start, int64_t end) const {
+    int64_t keys = end - start - NumAtHome(document, rank, 1, start, end);
+    if (between_nodes_ > 0) {
+      const int32_t size = problem_.ranks_per_node;
+      keys += between_nodes_ * (end - start - NumAtHome(document, rank / size, size, start, end));
+    }
+    return problem_.key_cost * keys;
+  }
+  int64_t QueryCost(int32_t home, int32_t rank) const {
+    if (home == rank) return 0;
+    const int32_t size = problem_.ranks_per_node;
+    return problem_.query_cost * (1 + (home / size == rank / size ? 0 : between_nodes_));
+  }
 
   // The change of `Cost` if a part of a share were computed by `rank`.
   int64_t CostChange(int32_t document, const Share& share, int64_t start, int64_t end,
@@ -68,21 +97,36 @@ class QueryShares {
   void Undo();
 
  private:
+  static constexpr int64_t kBetweenNodes = 1000;
+
   void Replace(int32_t document, std::vector<Share> shares);
+  // Adds the document to the loads of all ranks, or removes it (sign -1).
+  void AddLoads(int32_t document, int64_t sign);
   int64_t CostOf(int32_t document);
+  // Calls `visit(first, last)` for the ranges of keys of the document that the rank needs if
+  // queries [start, end) were computed by `other`. With an empty range: that it needs now.
+  template <typename Visit>
+  void ForEachKeysIf(int32_t document, int32_t rank, int64_t start, int64_t end, int32_t other,
+                     const Visit& visit) const;
+  int64_t OverflowOf(int64_t queries, int64_t keys) const {
+    return std::max<int64_t>(0, queries - problem_.max_queries) +
+           std::max<int64_t>(0, keys - problem_.max_keys);
+  }
   bool IsGuest(int32_t document, const Share& share) const {
     return share.rank != share.home &&
-           NumAtHome(document, share.rank, 0, problem_.lengths[document]) == 0;
+           NumAtHome(document, share.rank, 1, 0, problem_.lengths[document]) == 0;
   }
   static void Append(const Share& share, std::vector<Share>* shares);
 
   const QueryProblem& problem_;
   std::vector<std::vector<Share>> shares_;  // of each document, by start
-  std::vector<int64_t> costs_;              // of each document
-  std::vector<int64_t> work_;               // of each rank
+  std::vector<int64_t> costs_, away_;       // of each document; queries away from home
+  // Of each rank. Keys include its own, and are only counted if they are limited.
+  std::vector<int64_t> work_, fair_work_, limits_, queries_, keys_;
   std::vector<std::vector<int32_t>> home_documents_, guests_;
-  int64_t total_work_ = 0, limit_ = 0, cost_ = 0;
-  std::vector<int64_t> seen_;  // of each rank: keys that `CostOf` has counted; 0 between calls
+  int64_t between_nodes_ = 0;  // what a row between nodes costs more
+  int64_t cost_ = 0;
+  std::vector<int64_t> seen_;  // of each rank: keys that are counted; 0 between calls
   std::vector<std::pair<int32_t, std::vector<Share>>> record_;  // documents before they changed
   bool is_recording_ = false;
 };

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import describe_plan, sender_of
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.stamp import check_batch
+from jax_cp_dispatch.planner.traffic import num_moved
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -172,7 +172,7 @@ class AttentionPlan:
 
         Read outside `jit`.
         """
-        return _num_moved(self.q_metadata)
+        return num_moved(self.q_metadata)
 
     @property
     def num_kv_tokens_moved(self) -> int:
@@ -180,7 +180,16 @@ class AttentionPlan:
 
         Read outside `jit`.
         """
-        return _num_moved(self.kv_metadata)
+        return num_moved(self.kv_metadata)
+
+    def num_tokens_moved_between_nodes(self, ranks_per_node: int) -> tuple[int, int]:
+        """Returns the queries, and the keys, that move between nodes of consecutive ranks.
+
+        Each copy counts; of stacked plans, the sum. Call outside `jit`.
+        """
+        metadata = self.q_metadata, self.kv_metadata
+        q, kv = (num_moved(x, ranks_per_node) for x in metadata)
+        return q, kv
 
 
 def _capacities(plan: AttentionPlan) -> tuple[int, ...]:
@@ -201,8 +210,3 @@ def _imbalance(pairs: Any) -> Any:
     mean = pairs.mean(-1)
     each = xp.where(mean > 0, pairs.max(-1) / xp.where(mean > 0, mean, 1), 1)
     return xp.asarray(each.max(), np.float32)
-
-
-def _num_moved(metadata: Metadata) -> int:
-    received = np.asarray(metadata.num_recv_tokens)[..., :-1].astype(np.int64)
-    return int(received.sum() - received.trace(axis1=-2, axis2=-1).sum())

@@ -59,7 +59,7 @@ def check_shapes(
             "Plan fewer batch rows at a time."
         )
     columns //= world_size
-    return BlockGrid(batch, world_size, columns, min(config.block, columns))
+    return BlockGrid(batch, world_size, columns, min(config.rows_per_block, columns))
 
 
 def read_host_documents(

@@ -10,6 +10,7 @@ import jax
 import jax.core
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch.planner.constraints import check_domains
 from jax_cp_dispatch.planner.segment_ids import Ids
 
 # Fields of `PlanConfig`, in the order of `AttentionPlan.needs`.
@@ -21,21 +22,29 @@ class PlanConfig:
     """Static choices of a plan. A capacity of None selects a default; see `plan_attention`.
 
     Attributes:
-      block: inside `jit`, rows per block, the unit of planning and movement. Outside, the fewest
-        queries that are split from a document.
+      block: inside `jit`, rows per block, the unit of planning and movement. Outside, documents are
+        cut at multiples of it, counted from their start, where the planner finds such cuts. None:
+        128 inside `jit`; outside, cuts anywhere, into pieces of at least 128 queries if possible.
       q_capacity: rows of the buffer in which a rank receives queries.
-      kv_capacity: rows of the buffer in which a rank receives keys and values.
+      kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
       max_pieces: pieces of documents that one rank may compute.
       num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
-        bytes as possible: a query and its output count `2 * num_heads`, a key and its value
-        `2 * num_kv_heads`. Only the ratio matters.
-      balance_tolerance: fraction by which the work of a rank may exceed the mean. A larger
-        tolerance moves fewer bytes.
+        bytes as possible; see `query_cost` and `key_cost`. Only the ratio matters.
+      balance_tolerance: fraction by which the work of a rank may exceed its share, which is the
+        mean if all ranks are equally fast. A larger tolerance moves fewer bytes.
+      max_away: queries of a document that may be computed away from home, the rank that holds them.
+      min_piece: queries of the shortest piece into which the part of a document on its home is cut.
+      rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
+        it. None: all are equally fast.
+      ranks_per_node: consecutive ranks of one node. Fewer bytes between nodes are preferred to
+        fewer bytes in total. None: no nodes.
+      backward: count the bytes of a training step, the backward pass included. False: those of the
+        forward pass.
       expected_overflow: set by `from_sample`; the estimated share of batches that do not fit.
     """
 
-    block: int = 128
+    block: int | None = None
     q_capacity: int | None = None
     kv_capacity: int | None = None
     max_q_transfers: int | None = None
@@ -44,18 +53,38 @@ class PlanConfig:
     num_heads: int = 32
     num_kv_heads: int = 8
     balance_tolerance: float = 0.01
+    max_away: int | None = None
+    min_piece: int = 1
+    rank_speeds: tuple[float, ...] | None = None
+    ranks_per_node: int | None = None
+    backward: bool = False
     expected_overflow: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
-        for name in ("block", "num_heads", "num_kv_heads", *CAPACITIES):
-            value = getattr(self, name)
-            if value is not None or name not in CAPACITIES:
-                check_positive("PlanConfig", **{name: value})
-        if not 0 <= self.balance_tolerance <= 1:
-            raise ValueError(
-                f"PlanConfig: balance_tolerance is {self.balance_tolerance}; it needs to be in "
-                "[0, 1]. 0.01 allows 1 % above the mean."
-            )
+        check_domains(self, CAPACITIES)
+        check_positive("PlanConfig", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows of a block inside `jit`; the queries of a piece that is not shorter than wanted."""
+        return self.block or 128
+
+    @property
+    def query_cost(self) -> int:
+        """Rows of one head that move with a query that is computed away from home.
+
+        Forward, the query and its output; backward, the gradients of both.
+        """
+        return (4 if self.backward else 2) * self.num_heads
+
+    @property
+    def key_cost(self) -> int:
+        """Rows of one head that move with a key to another rank.
+
+        Forward, the key and its value. Backward, their gradients in float32, which count twice, as
+        rows of 16-bit elements.
+        """
+        return (6 if self.backward else 2) * self.num_kv_heads
 
     @classmethod
     def from_sample(

@@ -8,6 +8,12 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import PlanConfig
+from jax_cp_dispatch.planner.constraints import (
+    check_longest_keys,
+    check_mean_queries,
+    check_ranks,
+    speeds_in_ppm,
+)
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import plan_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
@@ -48,10 +54,13 @@ def plan_on_host(
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
+    check_ranks(_OP, config, world_size)
     home = home_pieces(documents, world_size)
     moves = _moves(documents, home, world_size, window, config)
     needs = moves.needs.max(1).astype(np.int32)
     try:
+        check_longest_keys(_OP, config, documents.lengths, window)
+        check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
     except DoesNotFitError:
         if fallback is None:
@@ -81,13 +90,20 @@ def _moves(
     assigned = native.move_queries(
         np.ascontiguousarray(documents.lengths, np.int64),
         np.ascontiguousarray(documents.first % documents.columns, np.int64),
+        speeds=speeds_in_ppm(config, world_size),
         num_ranks=world_size,
         columns_per_rank=documents.columns // world_size,
+        ranks_per_node=config.ranks_per_node or 1,
         window=min(window or 0, documents.columns),
         tolerance_ppm=round(1e6 * config.balance_tolerance),
-        query_cost=2 * config.num_heads,
-        key_cost=2 * config.num_kv_heads,
-        min_queries=config.block,
+        query_cost=config.query_cost,
+        key_cost=config.key_cost,
+        max_queries=_none_is_negative(config.q_capacity),
+        max_keys=_none_is_negative(config.kv_capacity),
+        max_away=_none_is_negative(config.max_away),
+        min_piece=config.min_piece,
+        block=config.block or 1,
+        wanted_piece=config.rows_per_block,
     )
     pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
@@ -100,11 +116,15 @@ def _moves(
     return _Moves(pieces, queries, keys, np.stack(needs))
 
 
+def _none_is_negative(limit: int | None) -> int:
+    return -1 if limit is None else limit
+
+
 def _sizes(
     needs: Int[np.ndarray, "5 W"], documents: Documents, world_size: int, config: PlanConfig
 ) -> list[int]:
     """Returns the static sizes, in the order of `CAPACITIES`."""
-    rows = 8 * min(config.block, documents.columns // world_size)
+    rows = 8 * min(config.rows_per_block, documents.columns // world_size)
     sizes = (
         ("q_capacity", "would receive {} rows of queries", rows),
         ("kv_capacity", "would receive {} rows of keys", rows),

@@ -16,6 +16,7 @@ from jax_cp_dispatch.planner.capacities import (
     static_capacities,
 )
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
+from jax_cp_dispatch.planner.constraints import check_traced
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.home import checksums_of_lengths
@@ -108,6 +109,7 @@ def plan_attention(
         return plan_on_host(
             documents_of(_OP, None, ids, places, None, world_size), stamp, **options
         )
+    check_traced(_OP, config)
     capacities = static_capacities(grid, config)
     ids, places = read_documents(_OP, segment_ids, positions)
     assignment = assign(ids, places, grid=grid, window=window, tolerance=config.balance_tolerance)

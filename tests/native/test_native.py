@@ -33,7 +33,7 @@ TESTS = (
     "test_network",
     "stress",
 )
-ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt", "test_placement")
+ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries")
 BUILDS = {
     "thread": (*TESTS, "test_product_kernels"),
     "address,undefined": TESTS + ON_ONE_THREAD,

@@ -113,25 +113,27 @@ def check_plan(plan, segment_ids, positions=None, window=None):
     plan.kv_metadata.validate()
 
 
-def fewest_bytes(lengths, world_size, limit, unit, q):
+def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
     """The least cost, if no rank may have more pairs, of documents of so many units of tokens.
 
-    A moved key costs 1, a moved query q. Tries every plan that cuts at units; None if all of them
-    exceed the limit.
+    A key that moves to another node costs 1, a query q. Tries every plan that cuts at units; None
+    if all of them exceed the limit, one number or one of each rank.
     """
     document = np.repeat(np.arange(len(lengths)), lengths)
     position = np.concatenate([np.arange(x) for x in lengths])
     end, start = unit * (position + 1), unit * position
     pairs = (end * (end + 1) - start * (start + 1)) // 2
     home = np.arange(len(document)) * world_size // len(document)
+    node = home // ranks_per_node
     best = None
     for choice in itertools.product(range(world_size), repeat=len(document)):
         ranks = np.array(choice)
-        if np.bincount(ranks, pairs, minlength=world_size).max() > limit:
+        if (np.bincount(ranks, pairs, minlength=world_size) > limit).any():
             continue
-        cost = q * (ranks != home).sum()
+        cost = q * (ranks // ranks_per_node != node).sum()
         for rank, d in set(zip(choice, document, strict=True)):
             last = position[(ranks == rank) & (document == d)].max()
-            cost += ((document == d) & (position <= last) & (home != rank)).sum()
+            is_needed = (document == d) & (position <= last)
+            cost += (is_needed & (node != rank // ranks_per_node)).sum()
         best = cost if best is None else min(best, cost)
     return None if best is None else unit * int(best)

@@ -112,7 +112,8 @@ def test_the_error_names_sufficient_capacities():
 def test_a_list_that_is_cut_off_fails_on_all_ranks(name):
     """Also if only key ranges are missing: without them, attention would be wrong."""
     x = np.random.default_rng().normal(size=(1, T, 8)).astype(np.float32)
-    config = PlanConfig(BLOCK, **{name: 1})
+    sizes: dict[str, Any] = {name: 1}
+    config = PlanConfig(BLOCK, **sizes)
     segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
     assert not config.fits(segment_ids, world_size=W)
     out = jax.jit(lambda ids: attend(x, ids, config))(segment_ids)

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -309,7 +310,7 @@ _balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
             ValueError,
             "segment 2 occurs in separate runs of batch row 1",
         ),
-        (dict(q_capacity=3), ValueError, r"rank \d would receive \d+ rows of queries but q_capaci"),
+        (dict(q_capacity=23), ValueError, r"receives at least 24 of them, but q_capacity is 23"),
         (dict(kv_capacity=1), ValueError, r"Pass kv_capacity>=\d+ or None in PlanConfig"),
         (dict(max_kv_transfers=1), ValueError, r"\d ranges of keys but max_kv_transfers is 1"),
         (dict(max_q_transfers=1), ValueError, r"\d ranges of queries but max_q_transfers is 1"),
@@ -327,13 +328,13 @@ _balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
 )
 def test_errors_name_the_cause_and_the_remedy(change, error, message):
     arguments = dict(segment_ids=np.ones((1, 96), int), positions=None, world_size=4)
-    config = {
+    config: dict[str, Any] = {"block": 8} | {
         name: change.pop(name)
         for name in list(change)
         if name not in (*arguments, "lengths", "columns")
     }
     with pytest.raises(error, match=message):
-        plan_attention(**(arguments | change), config=PlanConfig(**({"block": 8} | config)))
+        plan_attention(**(arguments | change), config=PlanConfig(**config))
 
 
 def test_cost_counts_products():

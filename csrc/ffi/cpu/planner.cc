@@ -62,19 +62,29 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
   return RowsOf(ranks);
 }
 
-Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, int32_t num_ranks,
-                     int64_t columns_per_rank, int64_t window, int64_t tolerance_ppm,
-                     int64_t query_cost, int64_t key_cost, int64_t min_queries) {
+// A negative limit is none.
+Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbers& speeds,
+                     int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
+                     int64_t window, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
+                     int64_t max_queries, int64_t max_keys, int64_t max_away, int64_t min_piece,
+                     int64_t block, int64_t wanted_piece) {
   QueryProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.columns = VectorOf(columns);
+  problem.speeds = VectorOf(speeds);
   problem.num_ranks = num_ranks;
   problem.columns_per_rank = columns_per_rank;
+  problem.ranks_per_node = ranks_per_node;
   problem.pairs = PairCount::Causal(window);
   problem.tolerance_ppm = tolerance_ppm;
   problem.query_cost = query_cost;
   problem.key_cost = key_cost;
-  problem.min_queries = min_queries;
+  if (max_queries >= 0) problem.max_queries = max_queries;
+  if (max_keys >= 0) problem.max_keys = max_keys;
+  if (max_away >= 0) problem.max_away = max_away;
+  problem.min_piece = min_piece;
+  problem.block = block;
+  problem.wanted_piece = wanted_piece;
   RankPieces ranks;
   {
     nb::gil_scoped_release release;
@@ -92,9 +102,11 @@ void BindPlanner(nb::module_& m) {
         nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"),
         "Pieces of documents by rank: rows (rank, document, start, end).");
   m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
-        nb::arg("num_ranks"), nb::arg("columns_per_rank"), nb::arg("window"),
-        nb::arg("tolerance_ppm"), nb::arg("query_cost"), nb::arg("key_cost"),
-        nb::arg("min_queries"), "The pieces that each rank computes, in the same form.");
+        nb::arg("speeds"), nb::arg("num_ranks"), nb::arg("columns_per_rank"),
+        nb::arg("ranks_per_node"), nb::arg("window"), nb::arg("tolerance_ppm"),
+        nb::arg("query_cost"), nb::arg("key_cost"), nb::arg("max_queries"), nb::arg("max_keys"),
+        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"), nb::arg("wanted_piece"),
+        "The pieces that each rank computes, in the same form.");
 }
 
 }  // namespace cpd

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any
 
-from jax_cp_dispatch._arguments import check_integer, check_positive
+from jax_cp_dispatch.planner.constraints import check_domains
 
 CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces")
 
@@ -45,31 +44,7 @@ class PlacementConfig:
     expected_overflow: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
-        if not 0 <= self.balance_tolerance <= 1:
-            raise ValueError(
-                f"PlacementConfig: balance_tolerance is {self.balance_tolerance} but must lie in "
-                "[0, 1]; 0.01 allows 1 % above the mean."
-            )
-        for name in ("kv_capacity", "max_transfers", "max_pieces", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None:
-                check_positive("PlacementConfig", **{name: value})
-        check_positive("PlacementConfig", min_piece=self.min_piece, block=self.block)
-        if self.max_away is not None:
-            check_integer("PlacementConfig", "max_away", self.max_away)
-            if self.max_away < 0:
-                raise ValueError(
-                    f"PlacementConfig: max_away is {self.max_away}; it needs to be at least 0, or "
-                    "None for no limit."
-                )
-        if self.rank_speeds is not None:
-            speeds = tuple(map(float, self.rank_speeds))
-            if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
-                raise ValueError(
-                    f"PlacementConfig: rank_speeds is {self.rank_speeds}; it needs one positive "
-                    "number per rank, or None for equal speeds."
-                )
-            object.__setattr__(self, "rank_speeds", speeds)
+        check_domains(self, CAPACITIES)
 
     @classmethod
     def from_sample(

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
@@ -11,17 +12,7 @@ _OP = "place_tokens"
 
 def check_config(config: PlacementConfig, *, world_size: int, num_tokens: int) -> None:
     """Requires constraints that match the ranks."""
-    speeds, size = config.rank_speeds, config.ranks_per_node
-    if speeds is not None and len(speeds) != world_size:
-        raise ValueError(
-            f"{_OP}: rank_speeds has {len(speeds)} numbers but there are {world_size} ranks. Pass "
-            "one number per rank."
-        )
-    if size is not None and world_size % size:
-        raise ValueError(
-            f"{_OP}: {world_size} ranks do not fill nodes of ranks_per_node={size}. Pass a divisor "
-            "of world_size."
-        )
+    check_ranks(_OP, config, world_size)
     for name in ("min_piece", "block"):
         if getattr(config, name) > max(num_tokens, 1):
             raise ValueError(
@@ -34,17 +25,11 @@ def check_lengths(
     lengths: np.ndarray, config: PlacementConfig, *, num_tokens: int, window: int | None
 ) -> None:
     """Rejects limits that no placement keeps, with the document that exceeds them."""
+    check_longest_keys(_OP, config, lengths, window)
     if not len(lengths):
         return
     document = int(lengths.argmax())
     longest = int(lengths[document])
-    keys = longest if window is None else min(longest, window)
-    if config.kv_capacity is not None and config.kv_capacity < keys:
-        raise DoesNotFitError(
-            f"{_OP}: the last query of document {document} attends to {keys} keys, so its rank "
-            f"receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
-            f"kv_capacity>={keys} or None in PlacementConfig."
-        )
     away = longest - num_tokens
     if config.max_away is not None and away > config.max_away:
         raise DoesNotFitError(

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch.planner.constraints import speeds_in_ppm
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
@@ -115,11 +116,10 @@ def _assign(
     documents: Documents, config: PlacementConfig, world_size: int, window: int | None
 ) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
-    speeds = np.array(config.rank_speeds or [1.0] * world_size)
     none = -1
     assigned = native.place_documents(
         np.ascontiguousarray(documents.lengths, np.int64),
-        speeds=np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(np.int64),
+        speeds=speeds_in_ppm(config, world_size),
         num_ranks=world_size,
         tokens_per_rank=documents.num_tokens // world_size,
         ranks_per_node=config.ranks_per_node or 1,

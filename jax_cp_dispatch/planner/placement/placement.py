@@ -12,6 +12,7 @@ from jaxtyping import Int, PyTree, Shaped
 from jax_cp_dispatch.planner.describe import column_of
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan, describe_placed
+from jax_cp_dispatch.planner.traffic import num_moved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,9 +83,7 @@ class Placement:
         """Keys that move between ranks of different nodes, each copy counted; 0 without nodes."""
         if self.config.ranks_per_node is None:
             return 0
-        received = np.asarray(self.plan.kv_metadata.num_recv_tokens)[:, :-1].astype(np.int64)
-        node = np.arange(self.world_size) // self.config.ranks_per_node
-        return int(received[node[:, None] != node].sum())
+        return num_moved(self.plan.kv_metadata, self.config.ranks_per_node)
 
     def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts token arrays `[batch, columns, ...]` into placed order.

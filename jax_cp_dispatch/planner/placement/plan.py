@@ -13,6 +13,7 @@ from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.stamp import check_batch
+from jax_cp_dispatch.planner.traffic import num_moved
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
@@ -133,9 +134,7 @@ class PlacedPlan:
 
         Read outside `jit`.
         """
-        received = np.asarray(self.kv_metadata.num_recv_tokens)[..., :-1]
-        own = received.trace(axis1=-2, axis2=-1, dtype=np.int64)
-        return int(received.sum(dtype=np.int64) - own.sum())
+        return num_moved(self.kv_metadata)
 
 
 def describe_placed(

@@ -1,0 +1,135 @@
+// The rank that exceeds its capacities most gives away the part with the most rows per byte;
+// repeat.
+#include "planner/keep_capacities.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+namespace cpd {
+namespace {
+
+constexpr int kMostParts = 64;
+
+__extension__ typedef __int128 Product;  // products of rows, bytes and work
+
+class Relief {
+ public:
+  Relief(int64_t reserve, QueryShares* shares)
+      : shares_(*shares), problem_(shares->problem()), reserve_(reserve) {}
+
+  void RelieveAll() {
+    std::vector<bool> is_stuck(shares_.num_ranks());
+    while (num_considered_ < kMostConsidered) {
+      int32_t worst = -1;
+      for (int32_t rank = 0; rank < shares_.num_ranks(); ++rank) {
+        if (is_stuck[rank] || shares_.Overflow(rank) == 0) continue;
+        if (worst < 0 || shares_.Overflow(rank) > shares_.Overflow(worst)) worst = rank;
+      }
+      if (worst < 0) return;
+      is_stuck[worst] = !Relieve(worst);
+    }
+  }
+
+  int64_t num_considered() const { return num_considered_; }
+
+  // Gives one part away from the rank. Returns whether that is possible.
+  bool Relieve(int32_t rank) {
+    giver_ = rank;
+    overflow_ = shares_.Overflow(rank, reserve_);
+    best_.document = -1;
+    if (overflow_ == 0) return false;
+    FindRoom();
+    for (int32_t document : shares_.Guests(rank)) ConsiderDocument(document);
+    for (int32_t document : shares_.HomeDocuments(rank)) ConsiderDocument(document);
+    if (best_.document < 0) return false;
+    shares_.Give(best_.document, best_.start, best_.end, rank, best_.taker);
+    return true;
+  }
+
+ private:
+  // Queries [start, end) for `taker`; `gain` rows per `cost`.
+  struct Part {
+    Product gain = 0;
+    Product cost = 1;
+    int32_t document = -1;
+    int32_t taker = -1;
+    int64_t start = 0;
+    int64_t end = 0;
+  };
+
+  void ConsiderDocument(int32_t document) {
+    const int64_t rows = std::max(overflow_, problem_.min_piece);
+    for (const Share& share : shares_.Of(document)) {
+      if (share.rank != giver_) continue;
+      Consider(document, share, share.start, share.end);
+      if (share.num_queries() <= rows) continue;
+      Consider(document, share, share.end - rows, share.end);
+      Consider(document, share, share.start, share.start + rows);
+    }
+  }
+
+  void Consider(int32_t document, const Share& share, int64_t start, int64_t end) {
+    const int64_t left = shares_.OverflowIf(document, share, start, end, giver_, -1, reserve_);
+    const int64_t gain = overflow_ - left;
+    if (gain <= 0) return;
+    for (const Share& other : shares_.Of(document)) {
+      Consider(document, share, start, end, gain, other.rank);
+      Consider(document, share, start, end, gain, other.home);
+    }
+    for (int32_t taker : with_room_) Consider(document, share, start, end, gain, taker);
+  }
+
+  void Consider(int32_t document, const Share& share, int64_t start, int64_t end, int64_t gain,
+                int32_t taker) {
+    ++num_considered_;
+    if (taker == giver_ || !shares_.IsAllowed(document, share, start, end, taker)) return;
+    const int64_t work = shares_.Work(start, end);
+    Product cost = std::max<int64_t>(1, shares_.CostChange(document, share, start, end, taker));
+    if (shares_.WorkOf(taker) + work > shares_.Limit(taker)) cost *= 4;
+    if (reserve_ > 0) cost *= 1 + work / gain;
+    if (best_.document >= 0 && gain * best_.cost <= best_.gain * cost) return;
+    best_ = {gain, cost, document, taker, start, end};
+  }
+
+  // Finds a few ranks with the fewest rows.
+  void FindRoom() {
+    with_room_.resize(shares_.num_ranks());
+    std::iota(with_room_.begin(), with_room_.end(), 0);
+    const auto num = std::min<size_t>(kTakers, with_room_.size());
+    const auto rows = [&](int32_t rank) { return shares_.QueriesOf(rank) + shares_.KeysOf(rank); };
+    std::partial_sort(
+        with_room_.begin(), with_room_.begin() + num, with_room_.end(),
+        [&](int32_t a, int32_t b) { return rows(a) != rows(b) ? rows(a) < rows(b) : a < b; });
+    with_room_.resize(num);
+    std::sort(with_room_.begin(), with_room_.end());
+  }
+
+  static constexpr size_t kTakers = 64;
+  static constexpr int64_t kMostConsidered = 1'000'000;
+
+  QueryShares& shares_;
+  const QueryProblem& problem_;
+  int64_t reserve_ = 0;
+  int32_t giver_ = -1;
+  int64_t overflow_ = 0;
+  std::vector<int32_t> with_room_;
+  Part best_;
+  int64_t num_considered_ = 0;
+};
+
+}  // namespace
+
+int64_t KeepCapacities(QueryShares* shares) {
+  Relief relief(0, shares);
+  relief.RelieveAll();
+  return relief.num_considered();
+}
+
+int64_t MakeRoom(int32_t rank, int64_t rows, QueryShares* shares) {
+  Relief relief(rows, shares);
+  for (int steps = kMostParts; steps > 0 && relief.Relieve(rank);) --steps;
+  return relief.num_considered();
+}
+
+}  // namespace cpd

@@ -1,0 +1,108 @@
+"""Constraints that `PlanConfig` and `PlacementConfig` share: their domains, and early refusals."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_cp_dispatch._arguments import check_integer, check_positive
+from jax_cp_dispatch.planner.sizes import DoesNotFitError
+
+
+def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
+    """Checks the values of a new config; `rank_speeds` becomes a tuple of floats."""
+    op = type(config).__name__
+    if not 0 <= config.balance_tolerance <= 1:
+        raise ValueError(
+            f"{op}: balance_tolerance is {config.balance_tolerance}; it needs to be in [0, 1]. "
+            "0.01 allows 1 % above the share of a rank."
+        )
+    optional = (*capacities, "ranks_per_node", "block")
+    values = {name: getattr(config, name) for name in optional}
+    values = {name: x for name, x in values.items() if x is not None}
+    check_positive(op, min_piece=config.min_piece, **values)
+    if config.max_away is not None:
+        check_integer(op, "max_away", config.max_away)
+        if config.max_away < 0:
+            raise ValueError(
+                f"{op}: max_away is {config.max_away}; it needs to be at least 0, or None for no "
+                "limit."
+            )
+    if config.rank_speeds is not None:
+        speeds = tuple(map(float, config.rank_speeds))
+        if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
+            raise ValueError(
+                f"{op}: rank_speeds is {config.rank_speeds}; it needs one positive number per "
+                "rank, or None for equal speeds."
+            )
+        object.__setattr__(config, "rank_speeds", speeds)
+
+
+def check_ranks(op: str, config: Any, world_size: int) -> None:
+    """Requires constraints that match the ranks."""
+    speeds, size = config.rank_speeds, config.ranks_per_node
+    if speeds is not None and len(speeds) != world_size:
+        raise ValueError(
+            f"{op}: rank_speeds has {len(speeds)} numbers but there are {world_size} ranks. Pass "
+            "one number per rank."
+        )
+    if size is not None and world_size % size:
+        raise ValueError(
+            f"{op}: {world_size} ranks do not fill nodes of ranks_per_node={size}. Pass a divisor "
+            "of world_size."
+        )
+
+
+def check_traced(op: str, config: Any) -> None:
+    """Refuses constraints that plans inside `jit` do not keep."""
+    defaults = type(config)()
+    names = ("max_away", "min_piece", "rank_speeds", "ranks_per_node")
+    given = [name for name in names if getattr(config, name) != getattr(defaults, name)]
+    if given:
+        raise ValueError(
+            f"{op}: plans made inside jit do not keep {', '.join(given)} of PlanConfig. Plan "
+            "outside jit, for example in the data loader, or omit them."
+        )
+
+
+def check_longest_keys(
+    op: str, config: Any, lengths: Int[np.ndarray, " D"], window: int | None
+) -> None:
+    """Rejects a capacity that is too small for the keys of a single query.
+
+    Raises:
+      DoesNotFitError: names the document.
+    """
+    if not len(lengths) or config.kv_capacity is None:
+        return
+    document = int(lengths.argmax())
+    longest = int(lengths[document])
+    keys = longest if window is None else min(longest, window)
+    if config.kv_capacity < keys:
+        raise DoesNotFitError(
+            f"{op}: the last query of document {document} attends to {keys} keys, so its rank "
+            f"receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
+            f"kv_capacity>={keys} or None in {type(config).__name__}."
+        )
+
+
+def check_mean_queries(op: str, config: Any, num_queries: int, world_size: int) -> None:
+    """Rejects a capacity below the mean number of queries.
+
+    Raises:
+      DoesNotFitError: names the mean.
+    """
+    mean = -(-num_queries // world_size)
+    if config.q_capacity is not None and config.q_capacity < mean:
+        raise DoesNotFitError(
+            f"{op}: {num_queries} queries are computed by {world_size} ranks, so a rank receives "
+            f"at least {mean} of them, but q_capacity is {config.q_capacity}. Pass q_capacity>="
+            f"{mean} or None in {type(config).__name__}."
+        )
+
+
+def speeds_in_ppm(config: Any, world_size: int) -> Int[np.ndarray, " W"]:
+    """Returns the speed of each rank as an integer for `csrc/planner`; the fastest has 10**6."""
+    speeds = np.array(config.rank_speeds or [1.0] * world_size)
+    return np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(np.int64)

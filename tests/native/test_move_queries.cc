@@ -1,0 +1,108 @@
+// Plans that move queries of random documents under random constraints: every query once, limits
+// kept, the same plan again. Prints what failed and exits with 1.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "planner/move_queries.h"
+
+namespace cpd {
+namespace {
+
+void Require(bool condition, const char* what, int seed) {
+  if (condition) return;
+  std::printf("seed %d: %s\n", seed, what);
+  std::exit(1);
+}
+
+using Generator = std::mt19937;
+
+int64_t Draw(Generator* random, int64_t most) {
+  return static_cast<int64_t>((*random)() % (most + 1));
+}
+
+QueryProblem AnyProblem(Generator* random) {
+  QueryProblem problem;
+  problem.num_ranks = 1 << Draw(random, 3);
+  problem.columns_per_rank = 1 + Draw(random, 200);
+  const int64_t columns = problem.num_ranks * problem.columns_per_rank;
+  for (int64_t row = 0; row <= Draw(random, 1); ++row) {
+    const int64_t longest = 1 + Draw(random, columns);
+    for (int64_t column = 0; column < columns;) {
+      const int64_t most = Draw(random, 3) == 0 ? longest : 40;
+      const int64_t length = std::min(columns - column, 1 + Draw(random, most));
+      if (Draw(random, 9) > 0) {
+        problem.lengths.push_back(length);
+        problem.columns.push_back(column);
+      }
+      column += length;
+    }
+  }
+  problem.pairs = PairCount::Causal(Draw(random, 2) == 0 ? 1 + Draw(random, 60) : 0);
+  problem.query_cost = 1 + Draw(random, 8);
+  problem.key_cost = 1 + Draw(random, 8);
+  if (Draw(random, 2) == 0) problem.max_queries = Draw(random, 2 * problem.columns_per_rank);
+  if (Draw(random, 2) == 0) problem.max_keys = Draw(random, 4 * problem.columns_per_rank);
+  if (Draw(random, 2) == 0) problem.max_away = Draw(random, problem.columns_per_rank);
+  if (Draw(random, 2) == 0) problem.min_piece = 1 + Draw(random, 20);
+  if (Draw(random, 2) == 0) problem.block = 1 + Draw(random, 16);
+  problem.wanted_piece = 1 + Draw(random, 16);
+  if (problem.num_ranks > 2 && Draw(random, 1) == 0) problem.ranks_per_node = 2;
+  if (Draw(random, 2) == 0) {
+    for (int32_t r = 0; r < problem.num_ranks; ++r) problem.speeds.push_back(1 + Draw(random, 3));
+  }
+  return problem;
+}
+
+void EveryQueryIsComputedOnce(int seed) {
+  Generator random(seed);
+  const QueryProblem problem = AnyProblem(&random);
+  const RankPieces ranks = MoveQueries(problem), again = MoveQueries(problem);
+  Require(static_cast<int32_t>(ranks.size()) == problem.num_ranks, "ranks", seed);
+  std::vector<std::vector<int32_t>> computed;
+  for (int64_t length : problem.lengths) computed.emplace_back(length, -1);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    Require(ranks[rank].size() == again[rank].size(), "differs", seed);
+    for (size_t i = 0; i < ranks[rank].size(); ++i) {
+      const Piece& piece = ranks[rank][i];
+      Require(piece.document == again[rank][i].document && piece.start == again[rank][i].start &&
+                  piece.end == again[rank][i].end,
+              "differs", seed);
+      for (int64_t q = piece.start; q < piece.end; ++q) {
+        Require(computed[piece.document][q] < 0, "twice", seed);
+        computed[piece.document][q] = static_cast<int32_t>(rank);
+      }
+    }
+  }
+  for (size_t document = 0; document < computed.size(); ++document) {
+    const auto home = [&](int64_t q) {
+      return static_cast<int32_t>((problem.columns[document] + q) / problem.columns_per_rank);
+    };
+    int64_t away = 0;
+    std::map<int32_t, int64_t> at_home;
+    for (int64_t q = 0; q < problem.lengths[document]; ++q) {
+      Require(computed[document][q] >= 0, "missing", seed);
+      away += computed[document][q] != home(q);
+      ++at_home[home(q)];
+    }
+    Require(away <= problem.max_away, "away", seed);
+    for (int64_t q = 0, end; q < problem.lengths[document]; q = end) {
+      for (end = q; end < problem.lengths[document] && home(end) == home(q) &&
+                    computed[document][end] == computed[document][q];
+           ++end) {
+      }
+      Require(end - q >= std::min(problem.min_piece, at_home[home(q)]), "short", seed);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpd
+
+int main() {
+  for (int seed = 0; seed < 60; ++seed) cpd::EveryQueryIsComputedOnce(seed);
+  std::puts("ok");
+}
