@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the CUDA extensions without a GPU: build.sh PYTHON FOLDER [install]. Fails if a kernel
-# spills registers or has a stack frame, if its machine code is slow (csrc/cuda/check_machine_code.py;
+# spills registers or has a stack frame, if its machine code is bad (csrc/cuda/check_machine_code.py;
 # needs cuobjdump and nvdisasm), if an extension does not load, or if _cuda needs CUDA to load.
 # `install` first puts them next to the package's sources, even if a check fails. Needs cmake, ninja
 # and nvcc in PATH.

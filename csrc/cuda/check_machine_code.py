@@ -1,10 +1,11 @@
-"""Reads the machine code of the kernels that move rows; fails where it is slow by construction.
+"""Reads the machine code of the kernels of an exchange; fails where it is slow, or could block.
 
 check_machine_code.py LIBRARY, with cuobjdump and nvdisasm in PATH
 
 Local memory must not be accessed. Every way of moving rows must have four loads of 16 bytes in
 flight before it uses the first. A loop that moves rows must contain no fence and no
-compare-and-swap. Tags must be counted by a sum over each warp.
+compare-and-swap. Tags must be counted by a sum over each warp. The kernel that waits for other
+ranks must not let the next one start: its blocks would fill the GPU before a rank there has sent.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import sys
 # The kernels, and how many ways of moving rows each has: Pull copies and sums ten types.
 _MOVERS = {"Push": 1, "Stage": 1, "Unpack": 1, "Pull": 11}
 _COUNTS_TAGS = "Unpack"
+_WAITS = "Wait"
 _FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
 _IN_FLIGHT = 4
 
@@ -53,9 +55,12 @@ class Facts:
     num_fences: int  # in loops that load 16 bytes
     num_swaps: int  # compare-and-swap in such loops
     num_warp_sums: int
+    num_releases: int  # of the next kernel
 
     def is_good(self, kernel: str) -> bool:
         """Returns whether this kernel may look like this."""
+        if kernel == _WAITS:
+            return not self.num_local and not self.num_releases
         is_slow = self.num_local or self.num_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel != _COUNTS_TAGS
         return not is_slow and has_sums and self.num_fours >= _MOVERS[kernel]
@@ -118,20 +123,23 @@ def study(code: list[Instruction]) -> Facts:
         num_fences=count("MEMBAR|FENCE", in_loops=True),
         num_swaps=count(r"ATOM\w*\.(\w+\.)*CAS", in_loops=True),
         num_warp_sums=count("REDUX", in_loops=False),
+        num_releases=count("PREEXIT", in_loops=False),
     )
 
 
 def main() -> int:
-    """Prints a table; returns 1 if a kernel is missing or slow."""
+    """Prints a table; returns 1 if a kernel is missing or bad."""
     command = ["cuobjdump", "-sass", sys.argv[1]]
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in _MOVERS:
-            facts = study(code.get((kernel, architecture), []))
-            is_good = facts.is_good(kernel)
+        for kernel in (*_MOVERS, _WAITS):
+            instructions = code.get((kernel, architecture), [])
+            facts = study(instructions)
+            is_good = bool(instructions) and facts.is_good(kernel)
             num_bad += not is_good
-            print(f"{kernel:<7} sm_{architecture:<4} {facts}{'' if is_good else '  <- slow'}")
+            verdict = "" if is_good else "  <- bad, or not found"
+            print(f"{kernel:<7} sm_{architecture:<4} {facts}{verdict}")
     return min(num_bad, 1)
 
 

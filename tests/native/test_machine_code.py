@@ -68,9 +68,11 @@ def replaced(old, *new):
         ("Pull", LOOP, False),  # has more types
         ("Pull", LOOP[:-3] * 11, True),
         ("Stage", [], False),
+        ("Wait", ["ACQBULK", *LOOP[-3:]], True),
+        ("Wait", ["PREEXIT", *LOOP[-3:]], False),
     ],
 )
-def test_what_is_slow(check, kernel, code, is_good):
+def test_what_is_bad(check, kernel, code, is_good):
     found = check.parse(listing(kernel, code))
     assert list(found) == [(kernel, "90")] and len(found[kernel, "90"]) == len(code)
     assert check.study(found[kernel, "90"]).is_good(kernel) == is_good
@@ -94,4 +96,4 @@ def test_the_kernels_of_this_tree(check, monkeypatch, capsys):
         pytest.skip("cuobjdump and nvdisasm are not installed; ./run cuda installs them")
     monkeypatch.setattr("sys.argv", [str(CHECK), str(built[0])])
     assert check.main() == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.count("Facts") >= 4
+    assert capsys.readouterr().out.count("Facts") >= 5
