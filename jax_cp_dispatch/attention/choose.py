@@ -15,6 +15,7 @@ from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.cost.traffic import Rows
 from jax_cp_dispatch.planner import place_tokens
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
@@ -116,8 +117,8 @@ def choose_for(
     hardware: Hardware,
     layout: str = "contiguous",
     with_backward: bool,
-    moved_tokens: tuple[float, float] | None = None,
-    placed_tokens: float | None = None,
+    moved_tokens: tuple[Rows, Rows] | None = None,
+    placed_tokens: Rows | None = None,
 ) -> tuple[Choice, dict[str, float]]:
     """Returns the choice for a workload, and the predicted seconds with the rearrangement.
 
@@ -184,10 +185,9 @@ def default_hardware() -> Hardware:
     """Returns the entry of `cost.HARDWARE` closest to the default backend."""
     device = jax.devices()[0]
     name = device.device_kind.lower()
-    known = {"cpu": "cpu", "h100": "h100", "h200": "h100", "mi300x": "mi300x"}
-    for part, entry in known.items():
-        if part in (device.platform, *name.split()):
-            return HARDWARE[entry]
+    for entry, hardware in HARDWARE.items():
+        if entry in (device.platform, *name.split()):
+            return hardware
     raise ValueError(
         f"choose_algorithm: no entry for {device.device_kind!r} in cost.HARDWARE. Pass hardware=, "
         "a jax_cp_dispatch.cost.Hardware with its rates; to context_parallel_attention "

@@ -1,5 +1,7 @@
 """Predicts the cost of attention and overlapped GEMMs, and their times on given hardware."""
 
+from jax_cp_dispatch.cost.attention import AttentionRate
+from jax_cp_dispatch.cost.calibrate import Measurement, calibrate
 from jax_cp_dispatch.cost.comm_gemm import (
     CommGemmMethod,
     CommGemmShape,
@@ -8,7 +10,9 @@ from jax_cp_dispatch.cost.comm_gemm import (
 )
 from jax_cp_dispatch.cost.hardware import HARDWARE, Hardware
 from jax_cp_dispatch.cost.pairs import count_pairs
-from jax_cp_dispatch.cost.predict import ALGORITHMS, Prediction, StepCost, predict, step_costs
+from jax_cp_dispatch.cost.predict import Prediction, predict
+from jax_cp_dispatch.cost.steps import ALGORITHMS, StepCost, step_costs
+from jax_cp_dispatch.cost.traffic import Traffic, rows_by_link
 from jax_cp_dispatch.cost.work import (
     Workload,
     attention_flops,
@@ -19,18 +23,23 @@ from jax_cp_dispatch.cost.work import (
 __all__ = [
     "ALGORITHMS",
     "HARDWARE",
+    "AttentionRate",
     "CommGemmMethod",
     "CommGemmShape",
     "Hardware",
+    "Measurement",
     "Prediction",
     "StepCost",
+    "Traffic",
     "Workload",
     "attention_flops",
+    "calibrate",
     "comm_gemm_methods",
     "count_pairs",
     "predict",
     "predict_comm_gemm",
     "rank_pairs",
+    "rows_by_link",
     "rows_bytes",
     "step_costs",
 ]

@@ -4,6 +4,8 @@ import dataclasses
 import typing
 from typing import Literal
 
+from jax_cp_dispatch.cost.attention import AttentionRate
+
 Topology = Literal["full_mesh", "nvswitch", "shared_memory"]
 
 
@@ -12,7 +14,7 @@ class Hardware:
     """A machine: ranks in nodes. Bandwidths are per direction; links are full-duplex.
 
     Attributes:
-      matmul_flops: FLOP/s that attention reaches on one rank; for "shared_memory", on all ranks
+      matmul_flops: FLOP/s of a matrix product on one rank; for "shared_memory", of all ranks
         together.
       link_bandwidth: bytes/s, see `topology`.
       link_latency: seconds until the first byte of an exchange inside a node arrives.
@@ -25,6 +27,14 @@ class Hardware:
       rails: NICs of a node; its ranks share them.
       rail_bandwidth: bytes/s of one NIC.
       rail_latency: seconds until the first byte from another node arrives.
+      cores: cores that the ranks of "shared_memory" share.
+      attention: how fast a rank computes attention; None: its products run at `matmul_flops`.
+      memory_bandwidth: bytes/s at which a rank rewrites rows in its memory; for "shared_memory",
+        all ranks together.
+      rank_latency: for "shared_memory", the seconds that each rank beyond the cores adds to an
+        exchange: ranks take turns on the cores.
+      cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
+        copies within them. Of a larger exchange, the part that fits is copied at this rate.
     Raises:
       ValueError: the topology is unknown.
     """
@@ -38,6 +48,11 @@ class Hardware:
     rail_bandwidth: int | float = 0.0
     rail_latency: int | float = 0.0
     cores: int = 1
+    attention: AttentionRate | None = None
+    memory_bandwidth: int | float = float("inf")
+    rank_latency: int | float = 0.0
+    cache_bytes: int | float = 0.0
+    cache_bandwidth: int | float = float("inf")
 
     def __post_init__(self) -> None:
         if self.topology not in typing.get_args(Topology):
@@ -45,6 +60,15 @@ class Hardware:
                 f"Hardware: topology is {self.topology!r}; it needs to be one of "
                 f"{', '.join(map(repr, typing.get_args(Topology)))}."
             )
+
+    @property
+    def attention_rate(self) -> AttentionRate:
+        """`attention`, or its default."""
+        return AttentionRate(self.matmul_flops) if self.attention is None else self.attention
+
+    def shared_latency(self, num_ranks: int) -> float:
+        """Returns the seconds of an exchange of nothing between ranks of "shared_memory"."""
+        return self.link_latency + max(0, num_ranks - self.cores) * self.rank_latency
 
     def node_size(self, num_ranks: int) -> int:
         """Returns the ranks of each node if `num_ranks` ranks fill nodes evenly.
@@ -79,8 +103,10 @@ class Hardware:
           senders: ranks of its node that send to other nodes at the same time.
         """
         if self.topology == "shared_memory" and inside + outside:
-            share = self.link_bandwidth / num_ranks
-            return self.link_latency + (inside + outside) * message_bytes / share
+            num_bytes = (inside + outside) * message_bytes * num_ranks
+            cached = min(num_bytes, self.cache_bytes / 2)  # read and written
+            seconds = (num_bytes - cached) / self.link_bandwidth + cached / self.cache_bandwidth
+            return self.shared_latency(num_ranks) + seconds
         seconds = 0.0
         if inside:
             per_link = 1 if self.topology == "full_mesh" else inside
@@ -103,26 +129,47 @@ _H100 = Hardware(
 )
 HARDWARE = {
     "h100": _H100,
+    "h200": _H100,
+    "b200": dataclasses.replace(_H100, matmul_flops=1600e12, link_bandwidth=770e9),
     "mi300x": dataclasses.replace(
         _H100, matmul_flops=400e12, link_bandwidth=48e9, topology="full_mesh"
     ),
     "cpu": Hardware(
         matmul_flops=90e9,
         link_bandwidth=7e9,
-        link_latency=100e-6,
+        link_latency=20e-6,
         topology="shared_memory",
         cores=2,
+        rank_latency=12e-6,
+        cache_bytes=20e6,
+        cache_bandwidth=20e9,
+        memory_bandwidth=14e9,
+        attention=AttentionRate(
+            flops=260e9,
+            backward_flops=210e9,
+            exponentials=1.6e9,
+            half_rate_rows=22,
+            tile_rows=256,
+            planned_tile_rows=128,
+            least_tile_queries=64,
+            tile_keys=128,
+        ),
     ),
 }
-"""Machines to start from; change them with `dataclasses.replace`.
+"""Machines to start from; change them with `dataclasses.replace`, or fit them with `calibrate`.
 
-==================  =======  ==================================  =======  =========================
-machine             FLOP/s   link                                latency  between nodes
-==================  =======  ==================================  =======  =========================
-h100, nodes of 8    [1]      port of 450 GB/s, 376 measured [2]  [3]      8 NICs of 400 Gbit/s [4]
-mi300x, nodes of 8  assumed  7 links of 64 GB/s, 48 usable [5]   as h100  as h100
-cpu, 2 cores        [6]      [6]                                 [6]
-==================  =======  ==================================  =======  =========================
+==================  =========  ==================================  =======  ===============
+machine             attention  link                                latency  between nodes
+==================  =========  ==================================  =======  ===============
+h100, nodes of 8    [1]        port of 450 GB/s, 376 measured [2]  [3]      [4]
+h200, nodes of 8    as h100    as h100                             as h100  as h100 [4]
+b200, nodes of 8    [5]        port of 900 GB/s, 770 measured [6]  as h100  as h100 [4]
+mi300x, nodes of 8  assumed    7 links of 64 GB/s, 48 usable [7]   as h100  as h100
+cpu, 2 cores        [8]        [8]                                 [8]
+==================  =========  ==================================  =======  ===============
+
+For GPUs, only the pairs that the mask admits count, at one rate for both passes. H200 differs from
+H100 in the size and the bandwidth of its memory, which do not enter these predictions.
 
 [1] FlashAttention-3, bfloat16, forward (arXiv:2407.08608; measured again in
 pytorch/benchmark#2391: 614 TFLOP/s at 8K tokens, 621 at 16K).
@@ -132,10 +179,14 @@ pytorch/benchmark#2391: 614 TFLOP/s at 8K tokens, 621 at 16K).
 [3] NCCL's own model, `src/graph/tuning.cc` at 01afd20, ring, protocol Simple: 8.4 µs for a call,
 and 3.4 µs for a step over NVLink or 9.6 µs over the network.
 
-[4] DGX H100 user guide: eight ConnectX-7, one per GPU.
+[4] DGX H100, H200 and B200 user guides: eight ConnectX-7 of 400 Gbit/s, one per GPU.
 
-[5] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
+[5] FlashAttention-4, bfloat16, forward: at most 1613 TFLOP/s (the paper in
+Dao-AILab/flash-attention, assets/fa4_paper.pdf).
 
-[6] 8 virtual devices, float32: `benchmarks/results`, latency (dispatch), exchange (ring, 1 MB) and
-attention (zigzag, one document, forward and backward).
+[6] One direction between two GPUs of a GB200: Azure/AI-benchmarking-guide#7.
+
+[7] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
+
+[8] 8 virtual devices, float32: `benchmarks/results/cost_model.json`.
 """

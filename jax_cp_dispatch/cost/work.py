@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.cost.pairs import pairs_before
+from jax_cp_dispatch.cost.tiles import pairs_of_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,8 @@ def rank_pairs(
     causal: bool,
     zigzag: bool,
     window: Window | None = None,
-) -> Int64[np.ndarray, "num_ranks num_ranks"]:
+    tile: tuple[int, int] = (1, 1),
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
 
     The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
@@ -104,28 +105,16 @@ def rank_pairs(
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
       window: with `causal`, count only pairs with q - k < window. Without, for a pair (left,
         right), count only pairs with q - left <= k <= q + right.
+      tile: (queries, keys) that are computed as a whole; the pairs of a tile that the mask does not
+        admit are estimated and included. (1, 1): the pairs that the mask admits, exactly.
     Returns:
-      Pairs that the mask admits.
+      Pairs, as float64.
     """
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
-    sizes = np.array(lengths, np.int64)
-    ends = sizes.cumsum()
-    starts = ends - sizes
-    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
-    blocks = np.zeros((2 * num_ranks, 2 * num_ranks), np.int64)
-    inside = last == first + 1  # documents in one block, usually most of them
-
+    block = np.arange(2 * num_ranks)
+    owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
     within = reach("rank_pairs", causal, window)
-    whole = pairs_before(sizes, sizes, within)
-    np.add.at(blocks, (first[inside], first[inside]), whole[inside])
-    for i in np.flatnonzero(~inside):
-        q = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i])[:, None] - starts[i]
-        span = slice(first[i], last[i])
-        blocks[span, span] += np.diff(np.diff(pairs_before(q, q.T, within), axis=0), axis=1)
-    rank = np.arange(num_ranks)
-    held = (rank, 2 * num_ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
-    order = np.stack(held, axis=1).reshape(-1)
-    return blocks[np.ix_(order, order)].reshape(num_ranks, 2, num_ranks, 2).sum((1, 3))
+    return pairs_of_blocks(lengths, cuts, owner, within, tile)
 
 
 def attention_flops(

@@ -9,10 +9,18 @@ import numpy as np
 
 from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice, choose_for
-from jax_cp_dispatch.cost import Hardware, StepCost, Workload, rank_pairs, step_costs
-from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.cost import (
+    Hardware,
+    StepCost,
+    Workload,
+    rank_pairs,
+    rows_by_link,
+    step_costs,
+)
+from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner import (
     AttentionPlan,
+    PlacedPlan,
     Placement,
     PlacementConfig,
     PlanConfig,
@@ -96,26 +104,25 @@ def compare(
         nodes = PlacementConfig(ranks_per_node=size if size < n else None)
         placement = place_tokens(workload.rows, **sizes, window=window, config=nodes)
     with step("predicting times"):
+        rows = lambda metadata, capacity: rows_by_link(
+            rows_between_ranks("plan", metadata), ranks_per_node=size, capacity=capacity
+        )
+        placed = placement.plan
+        queries = rows(balanced.q_metadata, balanced.q_capacity)
         moves: dict[str, Any] = {
-            "moved_tokens": (balanced.num_q_tokens_moved / n, balanced.num_kv_tokens_moved / n),
-            "placed_tokens": placement.plan.num_kv_tokens_moved / n,
+            "moved_tokens": (queries, rows(balanced.kv_metadata, balanced.kv_capacity)),
+            "placed_tokens": rows(placed.kv_metadata, placed.kv_capacity),
         }
         choice, seconds = choose_for(
             workload, hardware=hardware, with_backward=with_backward, **moves
         )
-        passes = (False, True) if with_backward else (False,)
-        steps = {
-            name: [
-                x
-                for backward in passes
-                for x in step_costs(name, workload, hardware=hardware, backward=backward, **moves)
-            ]
-            for name in seconds
-        }
-        layouts = (
-            *_rotating(workload, hardware),
-            *_planned(workload, hardware, balanced, placement),
-        )
+        options = {"hardware": hardware, **moves}
+        forward = {name: step_costs(name, workload, **options) for name in seconds}
+        steps = dict(forward)
+        if with_backward:
+            for name in steps:
+                steps[name] = forward[name] + step_costs(name, workload, **options, backward=True)
+        layouts = _layouts(workload, forward, balanced, placed)
     return Comparison(
         workload=workload,
         hardware=hardware,
@@ -128,27 +135,32 @@ def compare(
     )
 
 
-def _rotating(workload: Workload, hardware: Hardware) -> list[Layout]:
-    """Returns the layouts in which all keys travel to all ranks."""
-    n, m = workload.num_ranks, hardware.node_size(workload.num_ranks)
-    keys = n * (n - 1) * workload.rows_per_rank
-    total = float(workload.kv_bytes(keys))
+def _layouts(
+    workload: Workload,
+    forward: dict[str, list[StepCost]],
+    balanced: AttentionPlan,
+    placed: PlacedPlan,
+) -> tuple[Layout, ...]:
+    """Returns all layouts, with the bytes that the predicted forward steps send."""
+    n = workload.num_ranks
+    rotated = 0, n * (n - 1) * workload.rows_per_rank  # all keys travel to all ranks
     contiguous, zigzag = (_imbalance_of(workload, zigzag=x) for x in (False, True))
-    # A ring leaves each node over one of its m ranks. Other cycles use all pairs of ranks.
-    ring = 1 / m if m < n else 0.0
-    pairs = (n - m) / max(n - 1, 1)
-    layouts = [
-        ("contiguous, ring", contiguous, ring),
-        ("zigzag, ring", zigzag, ring),
-        ("zigzag, hamilton", zigzag, pairs),
-    ]
-    if m < n:
-        chunks = m - (m in (3, 5))  # one of them leaves the node in each step
-        layouts.append(("zigzag, hamilton_nodes", zigzag, 1 / chunks))
-    return [
-        Layout(name, imbalance, 0, keys, total * (1 - between), total * between)
-        for name, imbalance, between in layouts
-    ]
+    moved = int(balanced.num_q_tokens_moved), int(balanced.num_kv_tokens_moved)
+    rows: dict[str, tuple[str, float, int, int]] = {
+        "ring": ("contiguous, ring", contiguous, *rotated),
+        "zigzag": ("zigzag, ring", zigzag, *rotated),
+        "hamilton": ("zigzag, hamilton", zigzag, *rotated),
+        "hamilton_nodes": ("zigzag, hamilton_nodes", zigzag, *rotated),
+        "balanced": ("balanced", float(balanced.imbalance), *moved),
+        "placed": ("placed", placed.imbalance, 0, int(placed.num_kv_tokens_moved)),
+    }
+    layouts = []
+    for algorithm, row in rows.items():
+        if algorithm in forward:
+            sent = sum(x.sent_bytes for x in forward[algorithm])
+            between = sum(x.between_bytes for x in forward[algorithm])
+            layouts.append(Layout(*row, n * (sent - between), n * between))
+    return tuple(layouts)
 
 
 def _imbalance_of(workload: Workload, *, zigzag: bool) -> float:
@@ -163,42 +175,3 @@ def _imbalance_of(workload: Workload, *, zigzag: bool) -> float:
             window=workload.window,
         ).sum(1)
     return float(work.max() / work.mean()) if work.any() else 1.0
-
-
-def _planned(
-    workload: Workload, hardware: Hardware, balanced: AttentionPlan, placement: Placement
-) -> list[Layout]:
-    placed = placement.plan
-    both = {"keys": balanced.kv_metadata, "queries": balanced.q_metadata}
-    return [
-        _layout("balanced", float(balanced.imbalance), workload, hardware, **both),
-        _layout("placed", placed.imbalance, workload, hardware, keys=placed.kv_metadata),
-    ]
-
-
-def _layout(
-    name: str,
-    imbalance: float,
-    workload: Workload,
-    hardware: Hardware,
-    *,
-    keys: Metadata,
-    queries: Metadata | None = None,
-) -> Layout:
-    node = np.arange(workload.num_ranks) // hardware.node_size(workload.num_ranks)
-    inside = node[:, None] == node
-    moving = ~np.eye(len(node), dtype=bool)
-
-    def rows(metadata: Metadata | None, where: np.ndarray) -> int:
-        if metadata is None:
-            return 0
-        received = np.asarray(metadata.num_recv_tokens)[:, :-1].astype(np.int64)
-        return int(received[where & moving].sum())
-
-    def num_bytes(where: np.ndarray) -> float:  # outputs return on the way of the queries
-        return float(
-            workload.kv_bytes(rows(keys, where)) + 2 * workload.q_bytes(rows(queries, where))
-        )
-
-    moved = rows(queries, moving), rows(keys, moving)
-    return Layout(name, imbalance, *moved, num_bytes(inside), num_bytes(~inside))

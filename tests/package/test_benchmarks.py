@@ -18,6 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
 sys.path.insert(0, str(BENCHMARKS))
 
+import prediction_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import table  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -37,13 +38,16 @@ def pages(tmp_path):
 
 def test_each_program_writes_one_result_file_of_its_name():
     programs = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
-    assert set(RESULTS) == programs
-    shown = {of.__name__ for of in sections.ALL}
+    assert set(RESULTS) <= programs
+    assert programs - set(RESULTS) <= {"cost_model"}  # may be missing: it needs a quiet machine
+    shown = {of.__name__ for of in table.SECTIONS}
     assert shown == programs - {"predicted_attention"}  # in choose_an_algorithm.md
     assert {of.__name__ for of in table.LINES} <= shown
 
 
-@pytest.mark.parametrize("module", [sections, table], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [sections, prediction_sections, table], ids=lambda module: module.__name__
+)
 def test_texts_contain_no_literal_numbers(module):
     """Except in names such as float32, every number on the pages comes from the results."""
     tree = ast.parse(pathlib.Path(module.__file__).read_text())
@@ -69,7 +73,7 @@ def test_results_may_lack_rows(pages, name):
 
 def test_results_may_lack_files(pages, tmp_path):
     assert "|" not in pages({})[1]
-    for of in sections.ALL:
+    for of in (of for of in table.SECTIONS if of.__name__ in RESULTS):
         for path in tmp_path.iterdir():
             path.unlink()
         _, page = pages({of.__name__: RESULTS[of.__name__]})

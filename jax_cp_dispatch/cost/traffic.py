@@ -1,0 +1,127 @@
+"""Counts what ranks send, by the kind of link: inside a node, or between nodes."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Integer
+
+from jax_cp_dispatch.cost.hardware import Hardware
+
+
+class Traffic(NamedTuple):
+    """Rows or bytes that ranks send in one exchange.
+
+    Attributes:
+      inside: to other ranks of the same node; mean of all ranks.
+      between: to ranks of other nodes; mean of all ranks.
+      most_inside, most_between: the most that one rank sends or receives; they determine the time.
+      capacity: rows of a rank's receive buffer, which attention rewrites even if they are empty;
+        None: the rows that it receives and its own.
+    """
+
+    inside: float
+    between: float
+    most_inside: float
+    most_between: float
+    capacity: int | None = None
+
+    @property
+    def total(self) -> float:
+        """What a rank sends, on average."""
+        return self.inside + self.between
+
+    def times(self, factor: int | float) -> "Traffic":
+        """Returns the multiple of it: for example, rows times the bytes of a row."""
+        inside, between, most_inside, most_between = (factor * x for x in self[:4])
+        return Traffic(inside, between, most_inside, most_between)
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Returns the traffic of two parts of one exchange; the busiest ranks may be the same."""
+        both = zip(self[:4], other[:4], strict=True)
+        inside, between, most_inside, most_between = (x + y for x, y in both)
+        return Traffic(inside, between, most_inside, most_between)
+
+
+Rows: TypeAlias = int | float | Traffic
+
+
+def rows_by_link(
+    sent: Integer[np.ndarray, "num_ranks num_ranks"],
+    *,
+    ranks_per_node: int | None = None,
+    capacity: int | None = None,
+) -> Traffic:
+    """Returns the rows that move to other ranks, by the kind of link.
+
+    Args:
+      sent: rows that each rank (rows) sends to each rank (columns); its own do not count.
+      ranks_per_node: ranks of a node, one node after another; None: all are in one node.
+      capacity: rows of the receive buffer of each rank, if known.
+    Raises:
+      ValueError: the ranks do not fill the nodes.
+    """
+    n = len(sent)
+    size = min(ranks_per_node or n, n)
+    if n % size:
+        raise ValueError(
+            f"rows_by_link: {n} ranks do not fill nodes of {size}. Pass a divisor of {n} as "
+            "ranks_per_node."
+        )
+    node = np.arange(n) // size
+    same = node[:, None] == node
+    moving = np.where(np.eye(n, dtype=bool), 0, np.asarray(sent, np.float64))
+    mean, most = [], []
+    for where in (same, ~same):
+        part = np.where(where, moving, 0)
+        mean.append(float(part.sum() / n))
+        most.append(float(max(part.sum(0).max(), part.sum(1).max())))
+    return Traffic(mean[0], mean[1], most[0], most[1], capacity)
+
+
+def spread(rows: Rows, num_ranks: int, hardware: Hardware) -> Traffic:
+    """Returns rows as they are, or a number of rows sent equally to all other ranks."""
+    if isinstance(rows, Traffic):
+        return rows
+    between = (num_ranks - hardware.node_size(num_ranks)) / max(num_ranks - 1, 1)
+    parts = float(rows) * (1 - between), float(rows) * between
+    return Traffic(*parts, *parts)
+
+
+def rotating_traffic(
+    algorithm: str, num_bytes: int | float, num_ranks: int, hardware: Hardware
+) -> Traffic:
+    """Returns the traffic of a step in which every rank sends `num_bytes` as the algorithm does."""
+    m = hardware.node_size(num_ranks)
+    if m == num_ranks:
+        return Traffic(float(num_bytes), 0.0, float(num_bytes), 0.0)
+    if algorithm in ("ring", "zigzag"):  # the last rank of a node sends to the next node
+        inside = num_bytes if m > 1 else 0.0
+        return Traffic(num_bytes * (1 - 1 / m), num_bytes / m, inside, float(num_bytes))
+    if algorithm == "hamilton_nodes":
+        between = num_bytes / (m - (m in (3, 5)))  # see `two_level_maps`
+        return Traffic(num_bytes - between, between, num_bytes - between, between)
+    return spread(num_bytes, num_ranks, hardware)
+
+
+def exchange_seconds(algorithm: str, traffic: Traffic, num_ranks: int, hardware: Hardware) -> float:
+    """Returns the seconds of one exchange of an algorithm; both kinds of links work at once."""
+    if num_ranks == 1 or not traffic.total:
+        return 0.0
+    n, m = num_ranks, hardware.node_size(num_ranks)
+    if hardware.topology == "shared_memory":
+        return hardware.exchange_seconds(traffic.total, num_ranks=n, inside=1)
+    if algorithm in ("ring", "zigzag"):
+        receivers, nodes_at_once = (1, 1), 1
+    elif algorithm == "hamilton_nodes" and m < n:
+        receivers, nodes_at_once = (m - (m in (3, 5)) - 1, 1), m
+    else:
+        receivers, nodes_at_once = (m - 1, n - m), m
+    inside = between = 0.0
+    if traffic.most_inside:
+        message = traffic.most_inside / receivers[0]
+        inside = hardware.exchange_seconds(message, num_ranks=n, inside=receivers[0])
+    if traffic.most_between:
+        message = traffic.most_between / receivers[1]
+        options = {"outside": receivers[1], "senders": nodes_at_once}
+        between = hardware.exchange_seconds(message, num_ranks=n, **options)
+    return max(inside, between)

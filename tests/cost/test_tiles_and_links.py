@@ -1,0 +1,180 @@
+"""Pairs of whole tiles against a brute-force count, and traffic by the kind of link by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jax_cp_dispatch.attention.local.options import blocks_of_ranks
+from jax_cp_dispatch.cost import (
+    HARDWARE,
+    AttentionRate,
+    Hardware,
+    Traffic,
+    Workload,
+    predict,
+    rank_pairs,
+    rows_by_link,
+    step_costs,
+)
+
+W, T = 4, 128
+
+
+def computed(lengths, *, causal, zigzag, window, tile):
+    """Counts the pairs of the tiles from the first to the last key of each block of queries."""
+    total = W * T
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    ahead = np.arange(total) - np.arange(total)[:, None]
+    seen = document[:, None] == document
+    if causal:
+        seen &= (ahead <= 0) & (ahead > -(window or total))
+    elif window:
+        seen &= (-window[0] <= ahead) & (ahead <= window[1])
+    half = T // 2
+    held = np.arange(total).reshape(W, T)
+    if zigzag:
+        held = [
+            np.r_[r * half : (r + 1) * half, (2 * W - 1 - r) * half : (2 * W - r) * half]
+            for r in range(W)
+        ]
+    pairs = 0
+    for queries in held:
+        for keys in held:
+            part = seen[np.ix_(queries, keys)]
+            for row in range(0, T, tile[0]):
+                (columns,) = np.nonzero(part[row : row + tile[0]].any(0))
+                if columns.size:
+                    tiles = columns[-1] // tile[1] - columns[0] // tile[1] + 1
+                    pairs += tiles * tile[0] * tile[1]
+    return pairs
+
+
+@pytest.mark.parametrize("tile", [(8, 8), (16, 4)])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize(
+    "causal, window, error", [(True, None, 0.1), (True, 40, 0.2), (False, None, 0.05),
+                              (False, (30, 10), 0.05)],
+)  # fmt: skip
+def test_pairs_of_whole_tiles(causal, window, error, zigzag, tile):
+    """An estimate; its error is largest where windows are not much longer than tiles."""
+    rng = np.random.default_rng(0)
+    options = {"causal": causal, "zigzag": zigzag, "window": window, "tile": tile}
+    expected = estimated = 0
+    for _ in range(5):
+        lengths = []
+        while sum(lengths) < W * T:
+            lengths.append(min(int(rng.lognormal(3.5, 1.0)) + 1, W * T - sum(lengths)))
+        expected += computed(lengths, **options)
+        estimated += rank_pairs(lengths, num_ranks=W, tokens_per_rank=T, **options).sum()
+    assert estimated == pytest.approx(expected, rel=error)
+
+
+def test_whole_tiles_of_one_document():
+    options = {"num_ranks": W, "tokens_per_rank": T, "causal": True, "zigzag": False}
+    exact = rank_pairs([W * T], **options)
+    tiles = rank_pairs([W * T], **options, tile=(8, 8))
+    off_diagonal = ~np.eye(W, dtype=bool)
+    np.testing.assert_array_equal(tiles[off_diagonal], exact[off_diagonal])  # ranks are whole tiles
+    np.testing.assert_array_equal(np.diag(tiles - exact), T * 7)  # 7 / 2 along queries and keys
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (32, 4)])
+def test_tiles_of_the_cpu_are_the_blocks_of_attention(heads, kv_heads):
+    """For sizes that the blocks divide; `rows` as in the calls of attention."""
+    rate = HARDWARE["cpu"].attention_rate
+    for is_planned, rows in ((False, 256), (True, 128)):
+        tile = rate.tile(heads_per_group=heads // kv_heads, is_planned=is_planned)
+        blocks = blocks_of_ranks(4096, 4096, heads, kv_heads, rows=rows)
+        assert (tile.queries, tile.keys) == (blocks["block_q"], blocks["block_kv"])
+        assert tile.rows == tile.queries * heads // kv_heads
+
+
+def test_time_of_a_pair():
+    """4 FLOP forward and 10 backward per pair, head and feature; one exponential; a share 2/3."""
+    rate = AttentionRate(
+        flops=8.0, backward_flops=5.0, exponentials=4.0, half_rate_rows=2, tile_rows=4
+    )
+    tile = rate.tile(heads_per_group=2, is_planned=False)
+    assert (tile.queries, tile.keys, tile.rows) == (2, 1, 4)
+    forward, backward = (
+        rate.pair_seconds(tile, num_heads=3, head_size=2, backward=x) for x in (False, True)
+    )
+    assert forward == pytest.approx(24 / 8 * 1.5 + 3 / 4)
+    assert backward == pytest.approx(60 / 5 * 1.5 + 3 / 4)
+
+
+SENT = np.array([[9, 1, 0, 2], [3, 9, 0, 0], [0, 4, 9, 5], [0, 0, 6, 9]])
+
+
+def test_rows_by_link():
+    """Own rows do not count; the busiest rank counts what it sends or receives, the larger."""
+    assert rows_by_link(SENT) == Traffic(21 / 4, 0.0, 9.0, 0.0)
+    two = rows_by_link(SENT, ranks_per_node=2, capacity=30)
+    assert two == Traffic(15 / 4, 6 / 4, 6.0, 4.0, 30)
+    assert (two.total, two.times(2).total) == (21 / 4, 21 / 2)
+    with pytest.raises(ValueError, match=r"4 ranks do not fill nodes of 3. Pass a divisor of 4"):
+        rows_by_link(SENT, ranks_per_node=3)
+
+
+# One pair takes one second; links move one byte per second, NICs half a byte.
+NODES = Hardware(
+    matmul_flops=4.0, link_bandwidth=1.0, link_latency=0.0, topology="nvswitch", ranks_per_node=2,
+    rails=2, rail_bandwidth=0.5,
+)  # fmt: skip
+TINY = Workload(4, 2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1)
+
+
+def test_traffic_of_a_plan_by_link():
+    """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
+    first = lambda keys: step_costs("placed", TINY, hardware=NODES, placed_tokens=keys)[0]
+    by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
+    assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0)
+    assert first(by_port)[1:] == (50 * 2, 8.0, 2.0)
+    assert first(12)[1:] == pytest.approx((8 * 2 / 0.5, 24.0, 16.0))  # equally to 3 others
+
+
+@pytest.mark.parametrize(
+    "algorithm, between", [("ring", 1 / 2), ("hamilton", 2 / 3), ("hamilton_nodes", 1 / 2)]
+)
+def test_share_between_nodes(algorithm, between):
+    """Ring: the last of two ranks. Cycles: 2 of 3 other ranks. With nodes: 1 of 2 chunks."""
+    for backward in (False, True):
+        for step in step_costs(algorithm, TINY, hardware=NODES, backward=backward):
+            assert step.between_bytes == pytest.approx(between * step.sent_bytes)
+    prediction = predict(TINY, hardware=NODES)[algorithm]
+    assert prediction.bytes_per_rank == 3 * TINY.kv_bytes(2)
+    assert prediction.bytes_between_nodes == pytest.approx(between * 3 * TINY.kv_bytes(2))
+
+
+def test_shared_memory_copies_own_rows_and_rewrites_them():
+    """Ranks share bandwidths; own keys are copied too; q and out are rewritten three times each."""
+    shared = Hardware(
+        matmul_flops=4.0, link_bandwidth=2.0, link_latency=0.0, topology="shared_memory",
+        cores=4, memory_bandwidth=5.0,
+    )  # fmt: skip
+    moved = Traffic(3.0, 0.0, 3.0, 0.0)
+    steps = step_costs("placed", TINY, hardware=shared, placed_tokens=moved)
+    (exchange,) = [x for x in steps if x.communication]
+    assert exchange.communication == 4 * 2 * (3 + 2) / 2
+    assert exchange.sent_bytes == 6
+    rewritten = 2 * 3 * 2 + 2 * (3 + 2)
+    assert sum(x.compute for x in steps) == 36 + 4 * rewritten / 5
+    full = moved._replace(capacity=20)
+    more = step_costs("placed", TINY, hardware=shared, placed_tokens=full)
+    assert sum(x.compute for x in more) == 36 + 4 * (2 * 3 * 2 + 2 * 20) / 5
+
+
+def test_latency_and_caches_of_shared_memory():
+    shared = Hardware(
+        matmul_flops=1.0, link_bandwidth=2.0, link_latency=1.0, topology="shared_memory",
+        cores=2, rank_latency=3.0, cache_bytes=20.0, cache_bandwidth=5.0,
+    )  # fmt: skip
+    seconds = lambda n, size: shared.exchange_seconds(size, num_ranks=n, inside=1)
+    assert seconds(2, 0) == 1  # as many ranks as cores
+    assert seconds(5, 2) == 1 + 3 * 3 + 10 / 5  # all in the caches, read and written
+    assert seconds(5, 4) == 1 + 3 * 3 + 10 / 5 + 10 / 2
+    assert (
+        dataclasses.replace(shared, cache_bytes=0).exchange_seconds(4, num_ranks=2, inside=1)
+        == 1 + 8 / 2
+    )
