@@ -14,7 +14,7 @@ import time
 import pytest
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
-LIMIT = 45  # seconds for all processes; a waiting call ends earlier, at its own deadline
+LIMIT = 25  # seconds for all processes, less than a test has; a waiting call ends before
 
 
 def run(num_processes, transport, *arguments, pointers=True):
