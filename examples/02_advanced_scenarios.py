@@ -19,9 +19,7 @@ start_cpu_devices(8)  # virtual ones, before JAX starts
 W, T, AXIS = 8, 64, "cp"
 MESH = Mesh(np.array(jax.devices()), (AXIS,))
 # Capacities that fit every scenario, so that all share one compiled program.
-ROWS = {"q_capacity": 2 * T + 16, "kv_capacity": W * T}
-SIZES = {"max_q_transfers": 32, "max_kv_transfers": 32, "max_pieces": 48}
-CONFIG = cpd.PlanConfig(block=16, **ROWS, **SIZES)
+CONFIG = cpd.PlanConfig(16, 2 * T + 16, W * T, 32, 32, max_pieces=48)
 
 
 def pack(*lengths: int) -> np.ndarray:

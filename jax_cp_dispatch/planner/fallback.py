@@ -10,6 +10,7 @@ from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
+from jax_cp_dispatch.planner.transfers import slice_of_rank
 
 
 def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple[str, ...]) -> None:
@@ -26,22 +27,25 @@ def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple
         )
 
 
-def metadata_of_fallback(world_size: int, num_slots: int, capacity: int) -> Metadata:
-    """Returns metadata that announces more rows than the capacity.
+def metadata_of_fallback(
+    world_size: int, num_slots: int, capacity: int, *, num_held: int | None = None
+) -> Metadata:
+    """Returns metadata of `num_held` ranks, or all, that announces more rows than the capacity.
 
     So if attention uses it nevertheless, it fails on all ranks, like with any plan that does not
     fit.
     """
-    received = np.zeros((world_size, world_size + 1), np.uint32)
+    num_held = num_held or world_size
+    received = np.zeros((num_held, world_size + 1), np.uint32)
     received[:, [0, -1]] = capacity + 1
-    by_slot = (world_size, num_slots)
+    by_slot = (num_held, num_slots)
     return Metadata(
         dst_rank=np.full(by_slot, -1, np.int32),
         dst_offset=np.zeros(by_slot, np.uint32),
         seq_len=np.zeros(by_slot, np.uint32),
         src_offset=np.zeros(by_slot, np.uint32),
         num_recv_tokens=received,
-        num_seqs=np.zeros(world_size, np.int32),
+        num_seqs=np.zeros(num_held, np.int32),
         num_total_recv_tokens=received[:, -1].copy(),
         world_size=world_size,
     )
@@ -54,22 +58,28 @@ def plan_of_fallback(
     world_size: int,
     window: int | None,
     config: PlanConfig,
+    rank: int | None,
 ) -> AttentionPlan:
-    """Returns a plan with `fits` false, of the shapes of all plans with this config."""
+    """Returns a plan with `fits` false, of the shapes of all plans with this config.
+
+    With `rank`, it is the part of this rank.
+    """
     q, kv, q_slots, kv_slots, num_runs = (getattr(config, name) or 1 for name in CAPACITIES)
     pairs = pairs_of_ranks(home_pieces(documents, world_size), window, world_size)
-    by_run = (world_size, num_runs)
+    pairs = pairs[slice_of_rank(rank)].astype(np.float32)
+    num_held = len(pairs)
+    by_run = (num_held, num_runs)
     return AttentionPlan(
-        q_metadata=metadata_of_fallback(world_size, q_slots, q),
-        kv_metadata=metadata_of_fallback(world_size, kv_slots, kv),
+        q_metadata=metadata_of_fallback(world_size, q_slots, q, num_held=num_held),
+        kv_metadata=metadata_of_fallback(world_size, kv_slots, kv, num_held=num_held),
         run_row=np.full(by_run, q, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
-        num_rows=np.full(world_size, -1, np.int32),
-        pairs_before=pairs.astype(np.float32),
-        pairs_after=pairs.astype(np.float32),
-        needs=np.tile(needs, (world_size, 1)),
-        stamp=np.zeros((world_size, 3), np.int32),
+        num_rows=np.full(num_held, -1, np.int32),
+        pairs_before=pairs,
+        pairs_after=pairs,
+        needs=np.tile(needs, (num_held, 1)),
+        stamp=np.zeros((num_held, 3), np.int32),
         num_tokens=documents.num_tokens // world_size,
         q_capacity=q,
         kv_capacity=kv,

@@ -25,6 +25,7 @@ from jax_cp_dispatch.planner.transfers import (
     list_transfers,
     metadata_of,
     num_sent,
+    slice_of_rank,
     sums_of_ranks,
 )
 
@@ -48,8 +49,11 @@ def plan_on_host(
     window: int | None,
     config: PlanConfig,
     fallback: str | None,
+    rank: int | None,
 ) -> AttentionPlan:
-    """Returns the plan of a batch; costs time and memory in proportion to its pieces.
+    """Returns the plan of a batch, or its part of one rank.
+
+    Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
 
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
@@ -65,18 +69,20 @@ def plan_on_host(
     except DoesNotFitError:
         if fallback is None:
             raise
-        options = {"world_size": world_size, "window": window, "config": config}
+        options = {"world_size": world_size, "window": window, "config": config, "rank": rank}
         return plan_of_fallback(documents, needs, **options)
-    pieces, num_pieces = moves.pieces, moves.needs[-1]
+    pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
+    of_ranks = {"world_size": world_size, "rank": rank}
+    runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q)
     return AttentionPlan(
-        q_metadata=metadata_of(moves.queries, world_size=world_size, num_slots=q_slots),
-        kv_metadata=metadata_of(moves.keys, world_size=world_size, num_slots=kv_slots),
-        **runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q),
-        num_rows=moves.needs[0].astype(np.int32),
-        pairs_before=pairs_of_ranks(home, window, world_size).astype(np.float32),
-        pairs_after=pairs_of_ranks(pieces, window, world_size).astype(np.float32),
-        needs=np.tile(needs, (world_size, 1)),
-        stamp=stamp,
+        q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
+        kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
+        **{name: x[part] for name, x in runs.items()},
+        num_rows=moves.needs[0, part].astype(np.int32),
+        pairs_before=pairs_of_ranks(home, window, world_size)[part].astype(np.float32),
+        pairs_after=pairs_of_ranks(pieces, window, world_size)[part].astype(np.float32),
+        needs=np.tile(needs, (world_size, 1))[part],
+        stamp=stamp[part],
         num_tokens=documents.num_tokens // world_size,
         q_capacity=q,
         kv_capacity=kv,

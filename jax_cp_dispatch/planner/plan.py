@@ -45,6 +45,7 @@ def plan_attention(
     window: int | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
+    rank: int | None = None,
 ) -> AttentionPlan:
     """Plans causal attention over packed documents so that all ranks have nearly equal work.
 
@@ -83,6 +84,8 @@ def plan_attention(
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
         this batch. Needs all capacities. Inside `jit`, plans that do not fit are like this anyway.
+      rank: outside `jit`, returns the part of this rank alone, like `AttentionPlan.slice_of`, but
+        without arrays of all ranks, whose counts of rows grow with W * W. None: all ranks.
     Returns:
       The plan for all ranks, the same in every process with the same inputs.
     Raises:
@@ -93,7 +96,15 @@ def plan_attention(
     """
     check_config(_OP, config)
     check_fallback(_OP, fallback, config, CAPACITIES)
-    options = {"world_size": world_size, "window": window, "config": config, "fallback": fallback}
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"{_OP}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+    options = {
+        "world_size": world_size,
+        "window": window,
+        "config": config,
+        "fallback": fallback,
+        "rank": rank,
+    }
     if segment_ids is None or lengths is not None:
         reach(_OP, True, window)
         documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
@@ -110,6 +121,11 @@ def plan_attention(
             documents_of(_OP, None, ids, places, None, world_size), stamp, **options
         )
     check_traced(_OP, config)
+    if rank is not None:
+        raise ValueError(
+            f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "
+            "plan outside jit."
+        )
     capacities = static_capacities(grid, config)
     ids, places = read_documents(_OP, segment_ids, positions)
     assignment = assign(ids, places, grid=grid, window=window, tolerance=config.balance_tolerance)

@@ -59,8 +59,15 @@ def num_sent(transfers: Transfers, world_size: int) -> Int[np.ndarray, " W"]:
     return np.bincount(transfers.source, minlength=world_size)
 
 
-def metadata_of(transfers: Transfers, *, world_size: int, num_slots: int) -> Metadata:
-    """Returns forward metadata; `num_slots` is at least `num_sent` of each rank."""
+def metadata_of(
+    transfers: Transfers, *, world_size: int, num_slots: int, rank: int | None = None
+) -> Metadata:
+    """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
+
+    With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
+    size W * W.
+    """
+    part = slice_of_rank(rank)
     counts = num_sent(transfers, world_size)
     order = np.argsort(transfers.source, kind="stable")
     source = transfers.source[order]
@@ -71,20 +78,28 @@ def metadata_of(transfers: Transfers, *, world_size: int, num_slots: int) -> Met
         out[index] = values[order]
         return out
 
-    received = np.zeros((world_size, world_size + 1), np.uint32)
-    np.add.at(received, (transfers.target, transfers.source), transfers.tokens.astype(np.uint32))
     totals = sums_of_ranks(transfers.target, transfers.tokens, world_size)
+    totals = totals[part].astype(np.uint32)
+    received = np.zeros((len(totals), world_size + 1), np.uint32)
+    is_here = slice(None) if rank is None else transfers.target == rank
+    to, by = transfers.target[is_here] - (rank or 0), transfers.source[is_here]
+    np.add.at(received, (to, by), transfers.tokens[is_here].astype(np.uint32))
     received[:, -1] = totals
     return Metadata(
-        dst_rank=by_slot(transfers.target, -1, np.int32),
-        dst_offset=by_slot(transfers.target_row, 0, np.uint32),
-        seq_len=by_slot(transfers.tokens, 0, np.uint32),
-        src_offset=by_slot(transfers.source_row, 0, np.uint32),
+        dst_rank=by_slot(transfers.target, -1, np.int32)[part],
+        dst_offset=by_slot(transfers.target_row, 0, np.uint32)[part],
+        seq_len=by_slot(transfers.tokens, 0, np.uint32)[part],
+        src_offset=by_slot(transfers.source_row, 0, np.uint32)[part],
         num_recv_tokens=received,
-        num_seqs=counts.astype(np.int32),
-        num_total_recv_tokens=totals.astype(np.uint32),
+        num_seqs=counts.astype(np.int32)[part],
+        num_total_recv_tokens=totals,
         world_size=world_size,
     )
+
+
+def slice_of_rank(rank: int | None) -> slice:
+    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
+    return slice(None) if rank is None else slice(rank, rank + 1)
 
 
 def number_on_rank(

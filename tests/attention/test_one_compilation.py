@@ -131,6 +131,8 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     half = 32 * 33 / 2
     np.testing.assert_allclose(plan.pairs_before, [half, half + 32 * 32])
     np.testing.assert_allclose(plan.pairs_after, plan.pairs_before)
+    part = plan_attention(lengths=[64], world_size=2, config=config, fallback="ring", rank=1)
+    jax.tree.map(np.testing.assert_array_equal, part, plan.slice_of(1))
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         plan_attention(lengths=[64], world_size=2, config=config)
     all_ranks_fail("balanced", plan)

@@ -172,10 +172,12 @@ def test_more_tolerance_moves_fewer_bytes():
 def test_slices_and_pickles():
     """A rank's slice is what it needs; a plan from a loader arrives as it was made."""
     segment_ids = pack([50, 3, 20], 96)[None]
-    plan = plan_attention(segment_ids, world_size=4, config=PlanConfig(block=8))
+    options = {"world_size": 4, "config": PlanConfig(block=8)}
+    plan = plan_attention(segment_ids, **options)
     assert_same(plan, pickle.loads(pickle.dumps(plan)))
     for rank in range(4):
         part = plan.slice_of(rank)
+        assert_same(part, plan_attention(segment_ids, rank=rank, **options))
         assert all(len(x) == 1 for x in jax.tree.leaves(part)) and part.fits
         for x, y in zip(part.local_ranges(rank), plan.local_ranges(rank), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -321,6 +323,7 @@ _balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
             r"balance_tolerance is -1.0; it needs to be in \[",
         ),
         (dict(num_heads=0), ValueError, "num_heads is 0; it needs to be at least 1"),
+        (dict(rank=4), ValueError, r"rank is 4; it needs to be in \[0, 4\), or None"),
         (dict(columns=96), ValueError, "got columns without lengths"),
         (dict(lengths=[96]), ValueError, "got both lengths and segment_ids"),
         (dict(block=0), ValueError, "block is 0; it needs to be at least 1"),
@@ -331,7 +334,7 @@ def test_errors_name_the_cause_and_the_remedy(change, error, message):
     config: dict[str, Any] = {"block": 8} | {
         name: change.pop(name)
         for name in list(change)
-        if name not in (*arguments, "lengths", "columns")
+        if name not in (*arguments, "lengths", "columns", "rank")
     }
     with pytest.raises(error, match=message):
         plan_attention(**(arguments | change), config=PlanConfig(**config))
