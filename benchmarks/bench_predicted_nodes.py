@@ -104,10 +104,12 @@ def numbers(prediction: Prediction) -> dict[str, float]:
 
 def moves(lengths: tuple[int, ...], num_ranks: int) -> dict[str, Any]:
     """Plans the batch both ways; returns the rows that move, by the kind of link."""
-    config = PlanConfig(num_heads=MODEL.num_heads, num_kv_heads=MODEL.num_kv_heads)
+    size = NODE if num_ranks > NODE else None
+    heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads}
+    config = PlanConfig(**heads, ranks_per_node=size)
     plan = plan_attention(lengths=[lengths], world_size=num_ranks, config=config)
     queries, keys = by_link(plan.q_metadata), by_link(plan.kv_metadata)
-    nodes = PlacementConfig(ranks_per_node=NODE if num_ranks > NODE else None)
+    nodes = PlacementConfig(ranks_per_node=size)
     placed = place_tokens([lengths], world_size=num_ranks, config=nodes).plan
     return {"moved_tokens": (queries, keys), "placed_tokens": by_link(placed.kv_metadata)}
 

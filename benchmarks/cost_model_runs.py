@@ -96,7 +96,7 @@ def measure_movement(
     rows, place = [], "processes" if jax.process_count() > 1 else "virtual devices"
     for ranks in all_ranks:
         programs: dict[Any, Callable[[], Any]] = {}
-        for megabytes in MB_PER_RANK[: 2 if quick else None]:
+        for megabytes in FITTED_MB[:2] if quick else MB_PER_RANK:
             programs |= {
                 (name, megabytes): run for name, run in movement_programs(ranks, megabytes)
             }

@@ -96,13 +96,16 @@ def compare(
     n = workload.num_ranks
     window: Any = workload.window
     size = hardware.node_size(n)
+    nodes = size if size < n else None
     sizes: dict[str, Any] = {"world_size": n, "columns": n * workload.tokens_per_rank}
     with step("moving queries"):
-        heads = PlanConfig(num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
+        heads = PlanConfig(
+            num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads, ranks_per_node=nodes
+        )
         balanced = plan_attention(lengths=workload.rows, **sizes, window=window, config=heads)
     with step("placing tokens"):
-        nodes = PlacementConfig(ranks_per_node=size if size < n else None)
-        placement = place_tokens(workload.rows, **sizes, window=window, config=nodes)
+        config = PlacementConfig(ranks_per_node=nodes)
+        placement = place_tokens(workload.rows, **sizes, window=window, config=config)
     with step("predicting times"):
         rows = lambda metadata, capacity: rows_by_link(
             rows_between_ranks("plan", metadata), ranks_per_node=size, capacity=capacity

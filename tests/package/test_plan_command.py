@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import PlacementConfig, place_tokens, plan_attention
+from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.plan_command.lengths import InputError, fill_ranks, read_lengths
 from jax_cp_dispatch.plan_command.run import add_arguments, main
 
@@ -125,7 +125,8 @@ def test_comparison_as_tables_json_and_pictures(folder, capsys):
     plan = place_tokens(rows, world_size=4, columns=1024, config=config).plan
     layouts = {layout["name"]: layout for layout in points[1]["layouts"]}
     placed, ring = layouts["placed"], layouts["contiguous, ring"]
-    moved = plan_attention(lengths=rows, world_size=4, columns=1024)  # for 32 heads, 8 of keys
+    config = PlanConfig(ranks_per_node=2)  # for 32 heads, 8 of keys
+    moved = plan_attention(lengths=rows, world_size=4, columns=1024, config=config)
     assert layouts["balanced"]["queries"] == moved.num_q_tokens_moved
     assert layouts["balanced"]["keys"] == moved.num_kv_tokens_moved
     sent = layouts["balanced"]["bytes_inside"] + layouts["balanced"]["bytes_between"]
