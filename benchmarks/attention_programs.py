@@ -138,32 +138,43 @@ def _dense(case: Case):
 
 
 def _package(case: Case):
-    """Returns `ringattention` from PyPI, which needs a module that JAX has removed."""
+    ring = ring_of_package(mesh(), AXIS, case.num_tokens // NUM_RANKS, case.dtype, case.causal)
+    if isinstance(ring, str):
+        return ring
+    ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
+    return lambda q, k, v: ring(q, k, v, ids)
+
+
+def ring_of_package(
+    mesh: Mesh, axis_name: str, tokens_per_rank: int, dtype: Any, causal: bool = True
+) -> Callable[..., jax.Array] | str:
+    """Returns attention (q, k, v, segment ids or None) of `ringattention` from PyPI, or why not.
+
+    The package needs a module that JAX has removed.
+    """
     if importlib.util.find_spec("ringattention") is None:
         return "not installed"
     if not hasattr(jax.lib, "xla_bridge"):
         setattr(jax.lib, "xla_bridge", jax.extend.backend)  # noqa: B010  unknown to pyright
     ring = importlib.import_module("ringattention").ringattention
-    chunk = min(512, case.num_tokens // NUM_RANKS)
+    chunk = min(512, tokens_per_rank)
     options = {
-        "causal_block_size": 1 if case.causal else None,
+        "causal_block_size": 1 if causal else None,
         "deterministic": True,
         "dropout_rng": None,
         "attn_pdrop": 0.0,
         "query_chunk_size": chunk,
         "key_chunk_size": chunk,
-        "dtype": jnp.dtype(case.dtype),
+        "dtype": jnp.dtype(dtype),
         "policy": jax.checkpoint_policies.nothing_saveable,
         "precision": None,
         "prevent_cse": False,
     }
-    ids = case.segment_ids
-    rows, whole = P(None, AXIS), P()
-    attend = jax.shard_map(
-        lambda q, k, v, ids: ring(q, k, v, None, ids, None, AXIS, True, options),
-        mesh=mesh(),
+    rows, whole = P(None, axis_name), P()
+    return jax.shard_map(
+        lambda q, k, v, ids: ring(q, k, v, None, ids, None, axis_name, True, options),
+        mesh=mesh,
         in_specs=(rows, rows, rows, whole),
         out_specs=rows,
         check_vma=False,
     )
-    return lambda q, k, v: attend(q, k, v, None if ids is None else jnp.asarray(ids))

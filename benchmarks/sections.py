@@ -352,8 +352,29 @@ def placement(result: Result) -> list[str]:
     )
 
 
+def training(result: Result) -> list[str]:
+    package = result["versions"].get("ringattention")
+    return [
+        *section(
+            f"**{result['title'].capitalize()}**, by algorithm of attention; the rest of the model "
+            "is the same. Times are interleaved medians of whole steps, with update. The speedup "
+            "is over dense attention sharded by XLA. Memory is the temporary memory of the "
+            "compiled step on one device, by XLA's analysis. `ringattention` is the PyPI package "
+            f"{package}.",
+            "<attention> | ms | tokens/s | speedup | temporary MB",
+            in_columns(result, "method", "ms", "tokens_per_s", "of_dense", "temp_MB"),
+            result,
+        ),
+        "",
+        "The picture shows the time of a device in operations of each named scope, in one profiled "
+        "step.",
+        "",
+        "![Time of a training step by scope](images/training.svg)",
+    ]
+
+
 ALL: tuple[Callable[[Result], list[str]], ...] = (
     *(attention, attention_growth, local_attention, comm_gemm, comm_gemm_tokens, gemm_processes),
     *(scaling, exchange, dispatch, processes, latency, growth, metadata, planner),
-    placement,
+    *(placement, training),
 )  # named after their result files

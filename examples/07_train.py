@@ -7,19 +7,22 @@ devices, 2 x 2 x 2. The parts are in `training/`. Writes checkpoints, a history 
     python examples/07_train.py --algorithm zigzag --folder ~/notes --pattern "*.md"
     python examples/07_train.py --steps 200 --resume # continue from the last checkpoint
     python examples/07_train.py --check              # compare with one device; kill and resume
+    python -m jax_cp_dispatch.launch --processes 4 --devices 2 examples/07_train.py --mesh 1 4 2
 """
 
 import argparse
+import math
 import pathlib
 import time
 
 import jax
-from training import check, report
+from training import check, failures, report
 from training.data import DataConfig, make_loader
 from training.model import ModelConfig
 from training.sharding import LAYOUTS, Sharded, make_mesh
 from training.state import Checkpoints, create, make_optimizer, make_step
 
+import jax_cp_dispatch as cpd
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 
@@ -32,6 +35,8 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=None, help="in total (100; with --check 50)")
     add("--folder", help="of the documents (Python's standard library)")
     add("--pattern", default="*.py", help="of the files in the folder (*.py)")
+    mesh = {"metavar": ("DATA", "CONTEXT", "TENSOR"), "help": "devices of each axis (2 2 2)"}
+    add("--mesh", type=int, nargs=3, default=[2, 2, 2], **mesh)
     add("--batch", type=int, default=4, help="rows of a batch (4)")
     add("--columns", type=int, default=None, help="tokens of a row (2048; with --check 512)")
     add("--layers", type=int, default=2)
@@ -45,17 +50,18 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="from the last checkpoint in --out")
     add("--check", action="store_true", help="verify a run instead")
     options = parser.parse_args()
-    if options.batch % 2 or (options.columns or 0) % 4:
-        parser.error("--batch has to be a multiple of 2 (data), --columns of 4 (context, tensor)")
     defaults = {"steps": (100, 50), "columns": (2048, 512)}
     for name, values in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, values[options.check])
+    data, context, tensor = options.mesh
+    if options.batch % data or options.columns % (2 * context * tensor):
+        parser.error("--batch has to be a multiple of DATA, --columns of 2 x CONTEXT x TENSOR")
     return options
 
 
 def train(options: argparse.Namespace, model: ModelConfig, data: DataConfig) -> None:
-    mesh = make_mesh()
+    mesh = make_mesh(*options.mesh)
     ops = Sharded(mesh, options.algorithm)
     loader = make_loader(data)
     compilations = report.Compilations("train_step")
@@ -78,15 +84,18 @@ def train(options: argparse.Namespace, model: ModelConfig, data: DataConfig) -> 
             run.record({**metrics, "imbalance_in_order": in_order}, began)
             if number % options.save_every == 0 or number == options.steps:
                 checkpoints.save(number, state, loader)
-    report.draw(run.history, options.algorithm, options.out / "train.png")
     assert len(compilations.seconds) == 1, compilations.seconds
+    if jax.process_index() > 0:
+        return
+    report.draw(run.history, options.algorithm, options.out / "train.png")
     print(f"JAX compiled the step once, in {sum(compilations.seconds):.1f} s: verified")
     print(f"history, picture and checkpoints: {options.out}")
 
 
 def main() -> None:
     options = parse()
-    start_cpu_devices(8)  # virtual ones, before JAX starts
+    if cpd.initialize().implementation == "in_process":  # not one of several processes
+        start_cpu_devices(math.prod(options.mesh))  # virtual ones, before JAX starts
     model = ModelConfig(layers=options.layers, dtype=options.dtype)
     data = DataConfig(
         folder=options.folder,
@@ -94,12 +103,15 @@ def main() -> None:
         batch=options.batch,
         columns=options.columns,
         layout=LAYOUTS[options.algorithm],
+        data=options.mesh[0],
+        context=options.mesh[1],
         workers=options.workers,
         seed=options.seed,
     )
     if options.check:
         check.compare(options, model, data)
-        check.kill_and_resume(options)
+        failures.kill_and_resume(options)
+        failures.lose_a_process(options)
     else:
         train(options, model, data)
 

@@ -125,11 +125,27 @@ def _wait(workers: list[subprocess.Popen], received: list[int], grace: float) ->
         code = code or _first_failure(workers)
         if code and end is None:
             end = time.monotonic() + grace
+            _report(workers, grace)
         if end is not None and time.monotonic() > end:
             for worker in workers:
                 worker.kill()  # also a stopped one
         time.sleep(_POLL_SECONDS)
     return code or _first_failure(workers)
+
+
+def _report(workers: list[subprocess.Popen], grace: float) -> None:
+    """Says which processes have failed: the errors of the others may not name them."""
+    for process, worker in enumerate(workers):
+        if worker.poll():
+            how = f"exit code {worker.returncode}"
+            if worker.returncode < 0:
+                how = signal.Signals(-worker.returncode).name
+            print(
+                f"launch: process {process} (pid {worker.pid}) ended with {how}; the others have "
+                f"{grace:g} s to end",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _first_failure(workers: list[subprocess.Popen]) -> int:

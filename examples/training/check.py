@@ -1,12 +1,7 @@
-"""Compares training with the same model on one device; kills a run, resumes it and compares."""
+"""Compares training with the same model on one device."""
 
 import argparse
 import dataclasses
-import pathlib
-import subprocess
-import sys
-import tempfile
-import time
 from typing import Any
 
 import jax
@@ -16,14 +11,12 @@ import optax
 
 from .data import DataConfig, make_loader
 from .model import Batch, ModelConfig
-from .report import read_history
 from .sharding import Sharded, make_mesh
 from .state import create, make_optimizer, make_step
 
 # Relative differences allowed in float32: of a loss, and of the norm of a gradient's difference.
 # Sums have another order, and parameters keep the differences of all steps before.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-MINUTES = 60  # in seconds
 
 
 class Unsharded:
@@ -58,7 +51,7 @@ class Comparison:
     """
 
     def __init__(self, options: argparse.Namespace, model: ModelConfig, data: DataConfig):
-        self.mesh, optimizer = make_mesh(), make_optimizer(options.rate)
+        self.mesh, optimizer = make_mesh(data.data, data.context), make_optimizer(options.rate)
         self.ops = Sharded(self.mesh, options.algorithm)
         with jax.set_mesh(self.mesh):
             model = dataclasses.replace(model, dtype="float32")
@@ -110,44 +103,3 @@ def compare(options: argparse.Namespace, model: ModelConfig, data: DataConfig) -
         f"one device is {loss:.1e} for the loss, {gradient:.1e} for the gradients: verified",
         flush=True,
     )
-
-
-def kill_and_resume(options: argparse.Namespace) -> None:
-    """Kills a run between two checkpoints, resumes it, and compares with a run that was not killed.
-
-    Each run is a process of its own. Losses and gradient norms have to be equal bit by bit.
-    """
-    steps, save_every, names = 10, 4, ("algorithm", "pattern", "batch", "columns", "layers")
-    names += ("dtype", "rate", "seed", "workers")
-    program = [sys.executable, str(pathlib.Path(__file__).parents[1] / "07_train.py")]
-    program += [f"--steps={steps}", f"--save-every={save_every}"]
-    program += [f"--{name}={getattr(options, name)}" for name in names]
-    program += [f"--folder={options.folder}"] if options.folder else []
-    with tempfile.TemporaryDirectory() as folder:
-        whole, killed = (pathlib.Path(folder, name) for name in ("whole", "killed"))
-        complete: Any = {"check": True, "timeout": 10 * MINUTES}
-        subprocess.run([*program, f"--out={whole}"], **complete)
-        process = subprocess.Popen([*program, f"--out={killed}"], stderr=subprocess.DEVNULL)
-        try:
-            _wait_for_step(process, killed / "history.jsonl", save_every + 2)
-        finally:
-            process.kill()
-            process.wait()
-        subprocess.run([*program, f"--out={killed}", "--resume"], **complete)
-        curves = [
-            [(line["loss"], line["gradient_norm"]) for line in read_history(path / "history.jsonl")]
-            for path in (whole, killed)
-        ]
-    if len(curves[0]) != steps or curves[0] != curves[1]:
-        raise AssertionError(f"the resumed run differs from the whole one: {curves}")
-    print(
-        f"killed after step {save_every + 2}, resumed from {save_every}: the same curve: verified"
-    )
-
-
-def _wait_for_step(process: subprocess.Popen, history: pathlib.Path, step: int) -> None:
-    deadline = time.monotonic() + 10 * MINUTES
-    while len(read_history(history)) < step:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the run ended or hung before step {step}")
-        time.sleep(0.05)

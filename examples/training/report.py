@@ -25,10 +25,17 @@ class Compilations:
 
 
 class Run:
-    """Records steps in `history.jsonl`. A resumed run keeps those before its checkpoint."""
+    """Records steps in `history.jsonl`. A resumed run keeps those before its checkpoint.
+
+    Of several processes, only the first records.
+    """
 
     def __init__(self, folder: pathlib.Path, num_steps: int, first: int = 0):
         self.path, self.num_steps = folder / "history.jsonl", num_steps
+        self._records = jax.process_index() == 0
+        self._is_compiled = False  # the first step includes compilation, so it has no speed
+        if not self._records:
+            return
         self.history = read_history(self.path)[:first] if first else []
         if len(self.history) < first:
             raise ValueError(
@@ -37,13 +44,14 @@ class Run:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.history))
-        self._is_compiled = False  # the first step includes compilation, so it has no speed
 
     def record(self, metrics: dict[str, Any], began: float) -> None:
         """Waits for the step that began then, writes its line, and moves the progress bar."""
         line: dict[str, Any] = {
             name: float(value) for name, value in jax.device_get(metrics).items()
         }
+        if not self._records:
+            return
         speed = line.pop("labels") / (time.perf_counter() - began)
         line["tokens_per_second"] = speed if self._is_compiled else None
         self._is_compiled = True

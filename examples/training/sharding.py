@@ -84,4 +84,6 @@ class Sharded:
 
     def put(self, batch: Batch) -> Batch:
         """Moves a batch of NumPy arrays, and its plan [data, context, ...], to the devices."""
-        return jax.device_put(batch, NamedSharding(self.mesh, BATCH))
+        sharding = NamedSharding(self.mesh, BATCH)
+        put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.tree.map(put, batch)  # each process puts the parts of its own devices

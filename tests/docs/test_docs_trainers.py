@@ -40,11 +40,14 @@ def test_code_blocks_run(quick_compilation):
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (11, 6)
+    assert (len(blocks), len(values)) == (12, 6)
     batch = {name: np.asarray(x) for name, x in names["batch"].items()}
     attend = dense(batch["segment_ids"])
     want = names["loss"](names["params"], batch, attend)
     np.testing.assert_allclose(values, want, rtol=1e-6)
+    short = {name: np.asarray(x) for name, x in names["short"].items()}
+    want = names["loss"](names["params"], short, dense(short["segment_ids"]))
+    np.testing.assert_allclose(names["short_value"], want, rtol=1e-6)
     q, out = np.asarray(names["q"]), np.asarray(names["out"])
     real = batch["segment_ids"] != 0
     np.testing.assert_allclose(out[real], attend(q, q, q)[real], atol=1e-5)

@@ -39,7 +39,8 @@ def pages(tmp_path):
 def test_each_program_writes_one_result_file_of_its_name():
     programs = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert set(RESULTS) <= programs
-    assert programs - set(RESULTS) <= {"cost_model"}  # may be missing: it needs a quiet machine
+    # These may be missing: they need a quiet machine.
+    assert programs - set(RESULTS) <= {"cost_model", "training"}
     shown = {of.__name__ for of in table.SECTIONS}
     assert shown == programs - {"predicted_attention"}  # in choose_an_algorithm.md
     assert {of.__name__ for of in table.LINES} <= shown

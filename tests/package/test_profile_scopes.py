@@ -1,5 +1,6 @@
 """Operations carry scopes of the package, under which a profile of a step shows them."""
 
+import re
 from functools import partial
 
 import jax
@@ -57,3 +58,21 @@ def test_gemm():
     program = jax.shard_map(matmul, mesh=mesh_of(W), **specs)
     loss = jax.grad(lambda x, w: program(x, w).sum(), argnums=(0, 1))
     assert found(loss, jnp.zeros((T, 8)), jnp.zeros((8, T))) == {"gemm"}
+
+
+def test_a_trace_of_a_step(tmp_path):
+    """The events of a profile name operations of the compiled program, which carry the scopes."""
+    q, ids = jnp.ones((1, T, 2, 8)), jnp.ones((1, T), jnp.int32)
+    attend = partial(cpd.context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS)
+    loss = lambda q, ids: attend(q, q, q, algorithm="balanced", segment_ids=ids).sum()
+    step = jax.jit(jax.grad(loss)).lower(q, ids).compile()
+    jax.block_until_ready(step(q, ids))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(q, ids))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = (event for plane in planes for line in plane.lines for event in line.events)
+    ran = {op for event in events if (op := dict(event.stats).get("hlo_op"))}
+    names = dict(re.findall(r"([\w.-]+) = .*op_name=\"([^\"]*)\"", step.as_text() or ""))
+    scopes = {scope for op in ran for scope in re.findall(r"cpd\.\w+", names.get(op, ""))}
+    assert scopes == set(SCOPES.values()) - {"cpd.gemm"}

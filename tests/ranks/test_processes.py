@@ -4,6 +4,7 @@ import concurrent.futures
 import fcntl
 import os
 import pathlib
+import re
 import signal
 import socket
 import stat
@@ -74,6 +75,22 @@ def test_every_failure():
     for process in range(2):
         assert f"[{process}] gemm kill: 1 of 1" in done.stdout, done.stdout
     assert in_shared_memory() <= before
+
+
+def test_training_ends_when_a_process_is_killed_and_resumes_bit_by_bit(tmp_path):
+    """The others get an error that names the process; the launcher names it too."""
+    lost, steps = 2, 4
+    program = PROGRAMS / "lost_in_training.py", str(tmp_path), str(steps)
+    killed = launch(*program, str(lost), processes=4, grace=60)
+    assert killed.returncode == 128 + signal.SIGKILL, killed.stdout + killed.stderr[-4000:]
+    (pid,) = re.findall(rf"launch: process {lost} \(pid (\d+)\) ended with SIGKILL", killed.stderr)
+    ended = rf"expected ranks \[\d\] of process {lost} \(pid {pid}\), seen: it has ended"
+    assert re.search(rf"\[0\] .*{ended}", killed.stderr), killed.stderr[-4000:]
+    resumed = launch(*program, processes=4)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr[-4000:]
+    losses = [re.findall(r"step (\d+): (\S+)", done.stdout) for done in (killed, resumed)]
+    assert [[step for step, _ in found] for found in losses] == [["1", "2", "3"], ["3", "4"]]
+    assert losses[0][-1] == losses[1][0]  # step 3, before and after
 
 
 @pytest.mark.parametrize("wrong", ["host", "version"])
