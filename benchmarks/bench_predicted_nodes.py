@@ -105,8 +105,9 @@ def numbers(prediction: Prediction) -> dict[str, float]:
 def moves(lengths: tuple[int, ...], num_ranks: int) -> dict[str, Any]:
     """Plans the batch both ways; returns the rows that move, by the kind of link."""
     size = NODE if num_ranks > NODE else None
-    heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads}
-    config = PlanConfig(**heads, ranks_per_node=size)
+    config = PlanConfig(
+        num_heads=MODEL.num_heads, num_kv_heads=MODEL.num_kv_heads, ranks_per_node=size
+    )
     plan = plan_attention(lengths=[lengths], world_size=num_ranks, config=config)
     queries, keys = by_link(plan.q_metadata), by_link(plan.kv_metadata)
     nodes = PlacementConfig(ranks_per_node=size)
