@@ -31,7 +31,7 @@ ALLOWED = {
     "_dispatch": {"_ranks", "metadata"},
     "attention": {"_ranks", "_dispatch", "planner", "cycles", "metadata", "cost", "timeline"},
     "comm_gemm": {"_ranks", "timeline", "cost"},
-    "adapters": {"attention"},
+    "adapters": {"attention", "comm_gemm"},
     "buffers": {"_dispatch", "comm_gemm"},
     "scaling": {"comm_gemm"},
     "profiling": {"attention", "comm_gemm"},

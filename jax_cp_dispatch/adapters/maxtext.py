@@ -1,0 +1,55 @@
+"""Attention of MaxText under context parallelism, by `context_parallel_attention`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from jax_cp_dispatch.adapters.maxtext_call import attention_keywords, what_is_missing
+from jax_cp_dispatch.attention import context_parallel_attention
+
+
+@contextlib.contextmanager
+def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[None]:
+    """Computes the attention of MaxText models that are traced in this block, in training.
+
+    Applies to calls whose queries are sharded over several devices by MaxText's logical rules:
+    global, sliding, chunked, full and latent (MLA) attention, of packed documents or not, with
+    MaxText's load balance (its reordering of tokens) or without. The results are MaxText's, except
+    that padding is zero. Chunks count from the start of a row, with load balance too.
+
+    MaxText computes all other calls: those on one context device, decoding and prefill, and with a
+    warning those that need what `context_parallel_attention` lacks: attention sinks, masks of
+    images, indexers and compressed keys, recorded logits, MoBA, block diffusion, striped tokens.
+
+    Args:
+      algorithm: as in `context_parallel_attention`; "balanced" without load balance only.
+      options: `implementation` and `deadline` of `context_parallel_attention`.
+    Raises:
+      TypeError, ValueError: while a model is traced; see `context_parallel_attention`.
+    """
+    from maxtext.layers.attention_op import AttentionOp  # pyright: ignore[reportMissingImports]
+
+    dense = AttentionOp.apply_attention
+    signature = inspect.signature(dense)
+
+    @functools.wraps(dense)
+    def apply_attention(*arguments: Any, **named: Any) -> Any:
+        call = signature.bind(*arguments, **named).arguments
+        keywords = attention_keywords(**call) if call["model_mode"] == "train" else None
+        if keywords and (missing := what_is_missing(**call)):
+            warnings.warn(f"maxtext_attention: got {missing}; MaxText computes it.", stacklevel=2)
+            keywords = None
+        if not keywords:
+            return dense(*arguments, **named)
+        return context_parallel_attention(algorithm=algorithm, **keywords, **options), None, None
+
+    AttentionOp.apply_attention = apply_attention
+    try:
+        yield
+    finally:
+        AttentionOp.apply_attention = dense
