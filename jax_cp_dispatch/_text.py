@@ -35,7 +35,7 @@ def duration(seconds: float | np.floating) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"))
+_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 
 
 def _scaled(number: Number, units: str) -> str:

@@ -60,9 +60,10 @@ class Closer : WholeCloser {
       return;
     }
     Give(pool_.Take(pool_.size() - 1));
+    const bool is_next_whole = pool_.size() == 0 || FitsWhole(pool_.back());  // on another rank
     tokens_per_rank_ -= rest.num_tokens(), limit_ -= Work(rest);
     const bool is_open = pool_.size() > 0 && tokens_per_rank_ > 0;
-    if (is_open && (FitsWhole(pool_.back()) || !CloseWithTail(pool_.size() - 1))) {
+    if (is_open && (is_next_whole || !CloseWithTail(pool_.size() - 1))) {
       CloseWithWhole(share - Work(rest), 0, 0);
     }
     tokens_per_rank_ += rest.num_tokens();

@@ -97,10 +97,10 @@ def context_parallel_attention(
       window: with `causal`, an int: the maximum tokens of its document to which a token attends,
         the last of which is itself. Without, a pair (left, right), see `ring_attention`.
       plan: for "balanced", a plan for these documents and the window; for "placed", that of
-        `place_tokens`. If you also pass segment_ids or positions (for "placed" in placed order),
-        they are compared with the plan's, and a plan of another batch is an error on all ranks;
-        without them, the plan is not checked. If the batch is sharded over D groups, pass
-        `stack_plans` of D plans, one for the rows of each group.
+        `place_tokens`, with the same `causal`. If you also pass segment_ids or positions (for
+        "placed" in placed order), they are compared with the plan's, and a plan of another batch is
+        an error on all ranks; without them, the plan is not checked. If the batch is sharded over D
+        groups, pass `stack_plans` of D plans, one for the rows of each group.
       batch_axis: mesh axis over which B is sharded, or several; groups along them are independent.
         `()`: none. None: inferred from q, k and v. Types show explicit axes. Automatic axes are
         known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays
@@ -229,16 +229,25 @@ def _pad(x: Any, missing: int) -> Any:
 def _check_choice(options: GlobalOptions, plan) -> None:
     """Requires that the algorithm supports the options."""
     attention, name = options.attention, options.algorithm.name
-    is_causal_in_order = attention.causal and attention.layout == "contiguous"
-    if name in ("balanced", "placed") and not is_causal_in_order:
+    if name in ("balanced", "placed") and attention.layout != "contiguous":
         raise ValueError(
-            f"{_OP}: algorithm={name!r} plans causal attention of tokens in order; got "
-            f"causal={attention.causal}, layout={attention.layout!r}. Choose another algorithm."
+            f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
+            f"layout={attention.layout!r}. Choose another algorithm."
+        )
+    if name == "balanced" and not attention.causal:
+        raise ValueError(
+            f"{_OP}: algorithm='balanced' plans causal attention; got causal=False. Choose another "
+            "algorithm, for example 'placed'."
         )
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "
             f"{type(plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in placed order."
+        )
+    if isinstance(plan, PlacedPlan) and plan.causal != attention.causal:
+        raise ValueError(
+            f"{_OP}: the plan is for causal={plan.causal}, but got causal={attention.causal}. Pass "
+            f"causal={plan.causal}, or to place_tokens causal={attention.causal}."
         )
     if name == "balanced" and isinstance(plan, PlacedPlan):
         raise ValueError(

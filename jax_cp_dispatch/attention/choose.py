@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._text import duration
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
@@ -73,8 +74,8 @@ def choose_algorithm(
       layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
         contiguous tokens, which is included.
       can_place: whether the data loader can reorder the tokens of every batch, as `place_tokens`
-        says. If so, "placed" is predicted from the placement of `lengths`; it needs causal
-        attention and `layout="contiguous"`, the order before placement.
+        says. If so, "placed" is predicted from the placement of `lengths`; it needs
+        `layout="contiguous"`, the order before placement.
       with_backward: predict forward and backward pass, instead of the forward pass.
       hardware: rates and topology; None: an entry of `cost.HARDWARE` for the default backend.
     Returns:
@@ -100,13 +101,13 @@ def choose_algorithm(
         window=window,
         lengths=rows,
     )
-    is_planned = causal and layout == "contiguous"
+    can_place = can_place and layout == "contiguous"
     choice, _ = choose_for(
         workload,
         hardware=hardware,
         layout=layout,
         with_backward=with_backward,
-        placed_tokens=_placed_tokens(workload) if is_planned and can_place else None,
+        placed_tokens=_placed_tokens(workload) if can_place else None,
     )
     return choice
 
@@ -161,7 +162,8 @@ def _placed_tokens(workload: Workload) -> float:
         workload.rows,
         world_size=workload.num_ranks,
         columns=workload.num_ranks * workload.tokens_per_rank,
-        window=cast(int | None, workload.window),
+        causal=workload.causal,
+        window=workload.window,
     )
     return placement.plan.num_kv_tokens_moved / workload.num_ranks
 
@@ -237,7 +239,7 @@ def _reason(best, seconds, predictions, with_backward) -> str:
     parts = []
     for name in sorted(seconds, key=seconds.__getitem__):
         prediction = predictions[name]
-        part = f"{name} {_milliseconds(seconds[name])}"
+        part = f"{name} {_duration(seconds[name])}"
         if prediction.imbalance > 1.05:
             part += f" (slowest ranks {prediction.imbalance:.1f} times the mean work)"
         elif prediction.exposed_communication > 0.1 * prediction.total:
@@ -252,6 +254,9 @@ def _reason(best, seconds, predictions, with_backward) -> str:
     return reason
 
 
-def _milliseconds(seconds: float) -> str:
-    digits = max(0, 1 - math.floor(math.log10(max(1e3 * seconds, 1e-3))))
+def _duration(seconds: float) -> str:
+    """Returns two digits in milliseconds, or a short time in a smaller unit."""
+    if seconds < 1e-4:
+        return duration(seconds)
+    digits = max(0, 1 - math.floor(math.log10(1e3 * seconds)))
     return f"{1e3 * seconds:.{digits}f} ms"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import describe_plan, sender_of
@@ -96,7 +97,8 @@ class AttentionPlan:
         `rank` (a plan of NumPy arrays then gives NumPy), or inside `jax.shard_map` with
         `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
-        return key_ranges(*local_runs(self, rank), size=self.q_capacity, window=self.window)
+        within = reach("AttentionPlan", True, self.window)
+        return key_ranges(local_runs(self, rank), size=self.q_capacity, within=within)
 
     def local_stamp(self, rank: Any) -> Int32[Array, " 3"]:
         """Returns `stamp` of one rank, from the plan of all ranks or this rank's slice."""

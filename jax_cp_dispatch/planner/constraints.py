@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._arguments import check_integer, check_positive
+from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 
@@ -66,9 +67,7 @@ def check_traced(op: str, config: Any) -> None:
         )
 
 
-def check_longest_keys(
-    op: str, config: Any, lengths: Int[np.ndarray, " D"], window: int | None
-) -> None:
+def check_longest_keys(op: str, config: Any, lengths: Int[np.ndarray, " D"], within: Reach) -> None:
     """Rejects a capacity that is too small for the keys of a single query.
 
     Raises:
@@ -78,10 +77,11 @@ def check_longest_keys(
         return
     document = int(lengths.argmax())
     longest = int(lengths[document])
-    keys = longest if window is None else min(longest, window)
+    keys = longest if within.num_keys is None else min(longest, within.num_keys)
+    query = "the last query" if within.right == 0 else "a query"
     if config.kv_capacity < keys:
         raise DoesNotFitError(
-            f"{op}: the last query of document {document} attends to {keys} keys, so its rank "
+            f"{op}: {query} of document {document} attends to {keys} keys, so its rank "
             f"receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
             f"kv_capacity>={keys} or None in {type(config).__name__}."
         )

@@ -142,10 +142,11 @@ def pieces_of_rank(start: Int[np.ndarray, " q"], end: Int[np.ndarray, " q"]) -> 
     if not len(row):
         return []
     start, end = start[row].astype(np.int64), end[row].astype(np.int64)
-    width, step = end - start, np.diff(start)
-    # In a piece, the next row sees one key more: from the same first key, or inside a window.
-    follows = (np.diff(row) == 1) & (np.diff(end) == 1)
-    follows &= (step == 0) | ((step == 1) & (width[1:] > 1))
+    width = end - start
+    # In a piece, the next row sees the same keys, or those next to them.
+    follows = (np.diff(row) == 1) & (start[1:] < end[:-1])
+    for step in (np.diff(start), np.diff(end)):
+        follows &= (step == 0) | (step == 1)
     first = np.flatnonzero(np.append(True, ~follows))
     last = np.append(first[1:], len(row)) - 1
     columns = (row[first], last - first + 1, end[last] - start[first])

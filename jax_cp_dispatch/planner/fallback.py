@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
@@ -65,7 +66,8 @@ def plan_of_fallback(
     With `rank`, it is the part of this rank.
     """
     q, kv, q_slots, kv_slots, num_runs = (getattr(config, name) or 1 for name in CAPACITIES)
-    pairs = pairs_of_ranks(home_pieces(documents, world_size), window, world_size)
+    home, within = home_pieces(documents, world_size), reach("plan_attention", True, window)
+    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)
     pairs = pairs[slice_of_rank(rank)].astype(np.float32)
     num_held = len(pairs)
     by_run = (num_held, num_runs)

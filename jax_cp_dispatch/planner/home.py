@@ -3,8 +3,10 @@
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
+from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.cost.pairs import pairs_before
 from jax_cp_dispatch.planner.documents import Documents
-from jax_cp_dispatch.planner.pieces import Pieces, num_pairs
+from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.stamp import ID_STEP, checksums_of_runs
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
@@ -54,7 +56,10 @@ def _at_home(
     return number, start, end, rank, batch * columns + start - begin
 
 
-def pairs_of_ranks(pieces: Pieces, window: int | None, world_size: int) -> Int64[np.ndarray, " W"]:
+def pairs_of_ranks(
+    pieces: Pieces, lengths: Int[np.ndarray, " D"], within: Reach, world_size: int
+) -> Int64[np.ndarray, " W"]:
     """Returns the query-key pairs of each rank's pieces."""
-    pairs = num_pairs(pieces.end, window) - num_pairs(pieces.start, window)
+    keys = lengths[pieces.document]
+    pairs = pairs_before(pieces.end, keys, within) - pairs_before(pieces.start, keys, within)
     return sums_of_ranks(pieces.rank, pairs, world_size)

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import PlanConfig
 from jax_cp_dispatch.planner.constraints import (
@@ -59,11 +60,12 @@ def plan_on_host(
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
     check_ranks(_OP, config, world_size)
+    within = reach(_OP, True, window)
     home = home_pieces(documents, world_size)
     moves = _moves(documents, home, world_size, window, config)
     needs = moves.needs.max(1).astype(np.int32)
     try:
-        check_longest_keys(_OP, config, documents.lengths, window)
+        check_longest_keys(_OP, config, documents.lengths, within)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
     except DoesNotFitError:
@@ -73,14 +75,15 @@ def plan_on_host(
         return plan_of_fallback(documents, needs, **options)
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
     of_ranks = {"world_size": world_size, "rank": rank}
+    counted = documents.lengths, within, world_size
     runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q)
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
         **{name: x[part] for name, x in runs.items()},
         num_rows=moves.needs[0, part].astype(np.int32),
-        pairs_before=pairs_of_ranks(home, window, world_size)[part].astype(np.float32),
-        pairs_after=pairs_of_ranks(pieces, window, world_size)[part].astype(np.float32),
+        pairs_before=pairs_of_ranks(home, *counted)[part].astype(np.float32),
+        pairs_after=pairs_of_ranks(pieces, *counted)[part].astype(np.float32),
         needs=np.tile(needs, (world_size, 1))[part],
         stamp=stamp[part],
         num_tokens=documents.num_tokens // world_size,
@@ -111,7 +114,7 @@ def _moves(
         block=config.block or 1,
         wanted_piece=config.rows_per_block,
     )
-    pieces, spans = lay_out(assigned.astype(np.int64), window)  # nanobind says "long long"
+    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, reach(_OP, True, window))
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
     needs = (

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch._window import reach
-from jax_cp_dispatch.cost.pairs import pairs_before
+from jax_cp_dispatch._window import Reach
 
 
 class Pieces(NamedTuple):
@@ -33,20 +32,24 @@ class Spans(NamedTuple):
     row: Int[np.ndarray, " G"]
 
 
-def lay_out(assigned: Int[np.ndarray, "P 4"], window: int | None) -> tuple[Pieces, Spans]:
+def lay_out(
+    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], within: Reach
+) -> tuple[Pieces, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
     Cut documents come first on each rank. All its whole documents and the last cut one are then one
     range of its own rows, and one range of its received rows.
     """
     rank, document, start, end = assigned.T
-    earliest = np.zeros_like(start) if window is None else np.maximum(start - (window - 1), 0)
+    left, right = within
+    earliest = np.zeros_like(start) if left is None else np.maximum(start - left, 0)
+    latest = lengths[document] if right is None else np.minimum(end + right, lengths[document])
     # Adjacent keys of two pieces of a document form one span.
     new = np.ones(len(assigned), bool)
-    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > end[:-1])
+    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > latest[:-1])
     first = np.flatnonzero(new)
     span = np.cumsum(new) - 1
-    span_end = end[np.append(first[1:], len(new)) - 1] if len(new) else end
+    span_end = latest[np.append(first[1:], len(new)) - 1] if len(new) else latest
     size = span_end - earliest[first]
     own = np.add.reduceat(end - start, first) if len(new) else size
 
@@ -70,8 +73,3 @@ def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.
     before = np.cumsum(size) - size
     first = np.searchsorted(rank, rank, side="left")
     return before - before[first]
-
-
-def num_pairs(end: Int[np.ndarray, " P"], window: int | None) -> Int[np.ndarray, " P"]:
-    """Returns the query-key pairs of a document's queries before `end`."""
-    return pairs_before(end, end, reach("num_pairs", True, window))

@@ -1,29 +1,55 @@
 """Key ranges of a plan: a short list of runs of rows, expanded inside the program.
 
-A run is a piece of a document in consecutive rows of a rank. Within it, the key range of the next
-row is that of the row before, one key further.
+A run is a piece of a document in consecutive rows of a rank. Within it, the key range of a row
+depends only on its position in the document, and on the document's length unless attention is
+causal.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.blocks import running_max
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.transfers import number_on_rank
 
 
+class LocalRuns(NamedTuple):
+    """The runs of one rank.
+
+    Attributes:
+      row: the first row of each run, ascending; unused runs have the number of rows, or more.
+      position: the place in its document of that row's token; -1 in a run of padding.
+      origin: the received row where the document starts, or would start.
+      num_rows: rows in use; all others are padding.
+      length: tokens of the document; None if attention is causal.
+    """
+
+    row: Int32[Any, " P"]
+    position: Int32[Any, " P"]
+    origin: Int32[Any, " P"]
+    num_rows: Int32[Any, ""]
+    length: Int32[Any, " P"] | None = None
+
+
 def runs_of_pieces(
-    pieces: Pieces, counts: Int[np.ndarray, " W"], *, num_runs: int, num_rows: int
+    pieces: Pieces,
+    counts: Int[np.ndarray, " W"],
+    *,
+    num_runs: int,
+    num_rows: int,
+    lengths: Int[np.ndarray, " D"] | None = None,
 ) -> dict[str, Int32[np.ndarray, "W P"]]:
-    """Returns run_row, run_position and run_origin of a plan, by name.
+    """Returns run_row, run_position, run_origin and, with lengths, run_length of a plan, by name.
 
     Args:
       pieces: by rank and row.
       counts: pieces of each rank.
+      lengths: tokens of each document.
       num_runs: size of the arrays, at least the largest count.
       num_rows: of a rank; the row of unused runs.
     """
@@ -33,6 +59,8 @@ def runs_of_pieces(
         "run_position": (pieces.start, 0),
         "run_origin": (pieces.origin, 0),
     }
+    if lengths is not None:
+        runs["run_length"] = lengths[pieces.document], 0
     arrays = {}
     for name, (values, fill) in runs.items():
         arrays[name] = np.full((len(counts), num_runs), fill, np.int32)
@@ -40,40 +68,31 @@ def runs_of_pieces(
     return arrays
 
 
-def local_runs(plan: Any, rank: Any) -> list[Any]:
-    """Returns run_row, run_position, run_origin and num_rows of one rank.
+def local_runs(plan: Any, rank: Any) -> LocalRuns:
+    """Returns the runs of one rank.
 
-    `plan` has these fields for all ranks, or is a slice for one rank, with or without the leading
+    `plan` has the arrays of all ranks, or is a slice for one rank, with or without the leading
     axis. NumPy arrays and a concrete rank give NumPy.
     """
-    runs = [plan.run_row, plan.run_position, plan.run_origin, plan.num_rows]
-    if jnp.ndim(plan.run_row) == 1:
-        return runs
-    rank = 0 if jnp.shape(plan.run_row)[0] == 1 else rank
-    on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
-    return [(x if on_host else jnp.asarray(x))[rank] for x in runs]
+    names = "run_row", "run_position", "run_origin", "num_rows", "run_length"
+    runs = [x for name in names if (x := getattr(plan, name, None)) is not None]
+    if jnp.ndim(plan.run_row) > 1:
+        rank = 0 if jnp.shape(plan.run_row)[0] == 1 else rank
+        on_host = all(isinstance(x, np.ndarray) for x in runs) and not isinstance(rank, jax.Array)
+        runs = [(x if on_host else jnp.asarray(x))[rank] for x in runs]
+    return LocalRuns(*runs)
 
 
 def key_ranges(
-    row: Int32[Any, " P"],
-    position: Int32[Any, " P"],
-    origin: Int32[Any, " P"],
-    num_rows: Int32[Any, ""],
-    *,
-    size: int,
-    window: int | None,
+    runs: LocalRuns, *, size: int, within: Reach
 ) -> tuple[Int32[Any, " size"], Int32[Any, " size"]]:
-    """Returns the first and last + 1 received key of each of `size` rows.
+    """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
 
     Args:
-      row: the first row of each run, ascending; unused runs have `size` or more.
-      position: the place in its document of that row's token; -1 in a run of padding.
-      origin: the received row where the document starts, or would start.
-      num_rows: rows in use; all others are padding.
-      window: maximum keys to which a query attends, or None.
-    Returns:
-      The ranges; (0, 0) for padding.
+      runs: of one rank; with their `length` unless attention is causal.
+      within: how far a query attends.
     """
+    row, position, origin, num_rows, length = runs
     on_host = all(isinstance(x, np.ndarray | np.generic) for x in (row, position, origin, num_rows))
     xp: Any = np if on_host else jnp
     index = xp.arange(size, dtype=np.int32)
@@ -85,7 +104,15 @@ def key_ranges(
         run = running_max(jnp.zeros(size, jnp.int32).at[row].max(numbers, mode="drop"))
     first = position[run]
     place = index - row[run] + first
-    earliest = 0 if window is None else xp.maximum(place - (window - 1), 0)
+    left, right = within.clipped(np.iinfo(np.int32).max)
+    before = place if left is None else xp.minimum(place, left)
+    after = 0
+    if right != 0:
+        if length is None:
+            raise ValueError("key_ranges: attention to later keys needs the lengths of documents.")
+        after = length[run] - 1 - place
+        after = after if right is None else xp.minimum(after, right)
     is_query = (index < num_rows) & (first >= 0)
-    start = xp.where(is_query, origin[run] + earliest, 0).astype(np.int32)
-    return start, xp.where(is_query, origin[run] + place + 1, 0).astype(np.int32)
+    here = origin[run] + place
+    start = xp.where(is_query, here - before, 0).astype(np.int32)
+    return start, xp.where(is_query, here + 1 + after, 0).astype(np.int32)

@@ -34,7 +34,7 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
 
     Args:
       plans: of `plan_attention` or of `place_tokens`, for the same ranks, tokens per rank and
-        window.
+        mask.
     Returns:
       A plan of the same class, with the largest capacities. Its `imbalance` is the largest of all
       plans, and its numbers of moved tokens are sums. Call `validate` and `describe` on the single
@@ -72,12 +72,12 @@ def _check(plans: list[Any]) -> None:
             f"{_OP}: got {', '.join(sorted(kinds))}. Pass plans of plan_attention, or plans of "
             "place_tokens."
         )
-    for name in ("world_size", "num_tokens", "window"):
+    for name in ("world_size", "num_tokens", "causal", "window"):
         values = [getattr(plan, name, None) for plan in plans]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
-                "one shape (by lengths, pass columns=) for the same ranks, with the same window."
+                "one shape (by lengths, pass columns=) for the same ranks, with the same mask."
             )
     shapes = [np.shape(plan.stamp) for plan in plans]
     if len(set(shapes)) > 1:

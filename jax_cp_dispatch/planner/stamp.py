@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32, UInt32
 
+from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.planner.segment_ids import Ids, mix, words
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -68,16 +69,20 @@ def make_stamp(
     ids: Int32[Array | np.ndarray, " W"],
     positions: Int32[Array | np.ndarray, " W"],
     *,
-    window: int | None,
+    window: Window | None,
+    causal: bool = True,
 ) -> Int32[Any, "W 3"]:
     """Returns the stamp of a plan from the checksums of each rank's segment ids and positions.
 
-    In each rank's row: the checksum of the whole batch and the window, then the rank's own two.
+    In each rank's row: the checksum of the whole batch and the mask, then the rank's own two.
     """
+    left, right = reach("make_stamp", causal, window)
     xp = _module_of(ids)
     own = xp.stack([ids, positions], axis=1)
     place = np.arange(1, 1 + own.size, dtype=np.uint32).reshape(own.shape)
-    seed = np.uint32(0 if window is None else (window + 1) & 0xFFFFFFFF)
+    behind = 0 if left is None else left + 2
+    ahead = 1 if right is None else right + (right > 0)
+    seed = np.uint32((behind + 0x9E3779B1 * ahead) & 0xFFFFFFFF)
     each = mix(_bits(own) + place * np.uint32(0x165667B1))
     batch = mix(each.sum(keepdims=True, dtype=np.uint32) + seed)
     return xp.concatenate([xp.broadcast_to(_signed(batch), (len(own), 1)), own], axis=1)

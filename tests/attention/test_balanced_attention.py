@@ -283,8 +283,11 @@ def call(small, **options):
             {"mesh": mesh_of(3), "layout": "zigzag", "algorithm": "zigzag"},
             "T is 128 but mesh axis 'cp' has 3 devices, which must divide it",
         ),
-        ({"causal": False}, "plans causal attention of tokens in order; got causal=False"),
-        ({"layout": "zigzag"}, "got causal=True, layout='zigzag'. Choose another algorithm"),
+        ({"causal": False}, "algorithm='balanced' plans causal attention; got causal=False"),
+        (
+            {"layout": "zigzag"},
+            "plans attention of tokens in order; got layout='zigzag'. Choose another algorithm",
+        ),
         ({"window": 0}, "context_parallel_attention: window is 0; it needs to be at least 1"),
         ({"algorithm": Balanced}, r"it needs to be one of.*object with options: Balanced\(\), "),
         ({"segment_ids": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\) but q has"),

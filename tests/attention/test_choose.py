@@ -1,6 +1,7 @@
 """`choose_algorithm`, and the document lengths it receives."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,9 +84,24 @@ def test_tokens_that_can_be_placed(with_backward, window):
     assert unable.predictions == {k: v for k, v in choice.predictions.items() if k != "placed"}
 
 
-@pytest.mark.parametrize("options", [{"causal": False}, {"layout": "zigzag"}])
-def test_placement_is_for_causal_attention_in_order(options):
-    assert "placed" not in choose(PACKED, can_place=True, **options).predictions
+def test_placement_is_for_tokens_in_order():
+    assert "placed" not in choose(PACKED, can_place=True, layout="zigzag").predictions
+
+
+def test_placement_for_full_attention():
+    predictions = choose(PACKED, can_place=True, causal=False).predictions
+    assert "balanced" not in predictions
+    moved = place_tokens(PACKED, world_size=8, causal=False).plan.num_kv_tokens_moved / 8
+    assert predictions["placed"].bytes_per_rank == pytest.approx(moved * 2 * 8 * 128 * 6)
+    assert predictions["placed"].total < predictions["ring"].total
+
+
+def test_short_times_are_readable():
+    sizes: dict[str, Any] = SIZES | {"tokens_per_rank": 1}
+    choice = choose_algorithm([[1]], num_ranks=1, hardware=HARDWARE["h100"], **sizes)
+    time = choice.predictions["ring"].total
+    assert 0 < time < 1e-6
+    assert f"ring {1e9 * time:.2f} ns" in choice.reason
 
 
 def test_rows_in_another_order_change_nothing():

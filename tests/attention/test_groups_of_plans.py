@@ -148,6 +148,22 @@ def test_micro_batches_share_a_program():
     np.testing.assert_allclose(total, sum(np.sum(x) for x in results[0]), rtol=1e-3)
 
 
+def test_plans_made_inside_the_program_are_stacked():
+    """Of traced segment ids: one plan for each group."""
+    mesh = permuted_mesh((D, W), AXES[:2])
+    operands = draw(4, D * B)
+    run = function(mesh, axis_name=AXIS, batch_axis="data", algorithm="balanced")
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def planned(*operands):
+        groups = jnp.split(operands[4], D)
+        plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])
+        assert plan.stamp.shape == (D, W, 3) and isinstance(plan.stamp, jax.core.Tracer)
+        return run(*operands, plan)
+
+    check(planned(*operands), operands)
+
+
 @pytest.mark.parametrize(
     "algorithm, implementation",
     [

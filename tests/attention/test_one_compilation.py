@@ -110,6 +110,42 @@ def test_two_hundred_batches_compile_once(kind):
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("kind", [Placed, Balanced])
+def test_gradients_of_both_branches(kind):
+    """Of one compiled step: of the plan that fits, and of the ring; against dense attention."""
+    mesh, columns = mesh_of(2), 64
+    sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
+    config = {Placed: PlacementConfig(kv_capacity=50, max_transfers=8, max_pieces=8)}
+    config[Balanced] = PlanConfig(1, 64, 50, 8, 8, 8)
+
+    @jax.jit
+    def step(q, k, v, g, segment_ids, plan):
+        call = partial(
+            context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
+        )
+        planned = partial(call, algorithm=kind.__name__.lower(), plan=plan)
+        ring = partial(call, algorithm="ring")
+        out, pull_back = jax.vjp(partial(jax.lax.cond, plan.fits, planned, ring), q, k, v)
+        return out, *pull_back(g)
+
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=(1, columns, n, 8)).astype(np.float32) for n in (2, 1, 1, 2)]
+    for lengths, fits in (([20, 12, 32], True), ([60, 4], False)):
+        ids = np.repeat(np.arange(1, 1 + len(lengths)), lengths)[None].astype(np.int32)
+        made = kind(lengths, **sizes, config=config[kind], fallback="ring")
+        assert bool(made.plan.fits) == fits
+        results = made.restore(
+            [np.asarray(x) for x in step(*made.apply((*arrays, ids)), made.plan)]
+        )
+        start, end = causal_ranges(ids)
+        q, k, v, g = (x.astype(np.float64) for x in arrays)
+        out, lse = attention(q, k, v, start, end)
+        want = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
+        for name, x, y in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=name)
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_placement_that_does_not_fit_is_not_computed():
     config = PlacementConfig(kv_capacity=40, max_transfers=8, max_pieces=8)
     placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")

@@ -1,6 +1,7 @@
 """Attention over placed tokens equals dense attention, forward and backward, on every mesh."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,25 @@ def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.fl
     return *arrays, segment_ids
 
 
+def key_ranges(segment_ids, window):
+    """Returns first and last + 1 key of each query; a pair is a window that is not causal."""
+    start, end = causal_ranges(segment_ids)
+    if not isinstance(window, tuple):
+        return (start if window is None else np.maximum(start, end - window)), end
+    size = segment_ids.shape[1]
+    (left, right), token = ((size if x is None else x for x in window), np.arange(size))
+    last = np.zeros_like(end)  # of the document
+    for row, starts, ends in zip(last, start, end, strict=True):
+        np.maximum.at(row, starts, ends)
+        row[:] = row[starts]
+    is_token = segment_ids > 0
+    start = np.where(is_token, np.maximum(start, token - left), 0)
+    return start, np.where(is_token, np.minimum(last, token + right + 1), 0)
+
+
 def expected(arrays, segment_ids, window=None, **options):
     """Returns output and gradients in float64, for the batch before placement."""
-    start, end = causal_ranges(segment_ids)
-    if window is not None:
-        start = np.maximum(start, end - window)
+    start, end = key_ranges(segment_ids, window)
     q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
     out, lse = attention(q, k, v, start, end, **options)
     gradients = attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape), **options)
@@ -87,6 +102,23 @@ def test_window(window):
     # If a token attends only to itself, its gradients are differences of equal numbers.
     least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if window == 1 else 1e-30
     assert_close(results, expected(arrays, segment_ids, window=window), least=least)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_full_attention(world_size):
+    *arrays, segment_ids = draw(10 + world_size, batch=2, num_tokens=world_size * 24)
+    placement = place_tokens(segment_ids=segment_ids, world_size=world_size, causal=False)
+    results = attend_placed(arrays, placement, mesh_of(world_size), causal=False)
+    assert_close(results, expected(arrays, segment_ids, window=(None, None)))
+
+
+@pytest.mark.parametrize("window", [(7, 19), (500, 2), (None, 5), (3, None)])
+def test_window_on_both_sides(window):
+    *arrays, segment_ids = draw(5, batch=1, num_tokens=4 * 48, max_length=150)
+    options: dict[str, Any] = {"world_size": 4, "causal": False, "window": window}
+    placement = place_tokens(segment_ids=segment_ids, **options)
+    results = attend_placed(arrays, placement, mesh_of(4), causal=False)
+    assert_close(results, expected(arrays, segment_ids, window=window))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -163,8 +195,10 @@ def test_plans_are_for_their_own_algorithm():
         attend(algorithm="balanced", plan=placed)
     with pytest.raises(ValueError, match="only 'balanced' and 'placed' follow a plan"):
         attend(algorithm="ring", plan=placed)
-    with pytest.raises(ValueError, match="algorithm='placed' plans causal attention"):
+    with pytest.raises(ValueError, match=r"is for causal=True, but got causal=False\. Pass"):
         attend(algorithm="placed", plan=placed, causal=False)
+    with pytest.raises(ValueError, match="'placed' plans attention of tokens in order; got layout"):
+        attend(algorithm="placed", plan=placed, layout="zigzag")
     with pytest.raises(ValueError, match="16 rows but the plan is for 8"):
         other = place_tokens(segment_ids=segment_ids[:, :16], world_size=2).plan
         attend(algorithm="placed", plan=other)

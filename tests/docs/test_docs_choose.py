@@ -33,7 +33,7 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch):
 
 def test_quoted_messages_are_raised():
     messages = re.findall(r"^\| `([^`]*)` \| [^|]* \|$", PAGE, flags=re.M)
-    assert len(messages) == 12
+    assert len(messages) == 14
     text = sources()
     for message in messages:
         parts = [re.escape(part.strip()) for part in message.strip("… ").split("…")]

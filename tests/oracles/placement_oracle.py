@@ -46,10 +46,20 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def check_placement(placement, lengths, window=None):
+def reach_of(causal, window):
+    """Returns the number of earlier and of later keys of a query, infinite without a limit."""
+    if causal:
+        return (np.inf if window is None else window - 1), 0
+    left, right = (None, None) if window is None else window
+    return tuple(np.inf if x is None else x for x in (left, right))
+
+
+def check_placement(placement, lengths, window=None, causal=True):
     """Asserts that each token has one place and each query its keys; returns pairs, keys moved."""
+    left, right = reach_of(causal, window)
     world_size, columns = placement.world_size, placement.columns
     document, position = documents_of(lengths, columns)
+    sizes = np.bincount(document[document >= 0])
     total = len(document)
     assert np.array_equal(np.sort(placement.permutation), np.arange(total))
     assert np.array_equal(placement.permutation[placement.inverse], np.arange(total))
@@ -68,11 +78,11 @@ def check_placement(placement, lengths, window=None):
             if document[token] < 0:
                 assert start[row] == end[row] == 0
                 continue
-            num_keys = position[token] + 1
-            num_keys = num_keys if window is None else min(num_keys, window)
-            wanted = np.arange(token - num_keys + 1, token + 1)
+            later = sizes[document[token]] - 1 - position[token]
+            first, last = token - min(position[token], left), token + min(later, right)
+            wanted = np.arange(int(first), int(last) + 1)
             assert np.array_equal(keys[rank, start[row] : end[row]], wanted)
-            pairs[rank] += num_keys
+            pairs[rank] += len(wanted)
     np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)
     own = [np.isin(keys[rank], rows[rank]) for rank in range(world_size)]
     moved = sum(int(((keys[r] >= 0) & ~own[r]).sum()) for r in range(world_size))
@@ -80,7 +90,7 @@ def check_placement(placement, lengths, window=None):
     return pairs, moved
 
 
-def fewest_keys(lengths, world_size, limit, unit, nodes=None):
+def fewest_keys(lengths, world_size, limit, unit, nodes=None, causal=True):
     """Returns the fewest moved keys if each rank has at most `limit` pairs.
 
     Document lengths are in units of `unit` tokens. Tries every placement that cuts at units;
@@ -95,6 +105,8 @@ def fewest_keys(lengths, world_size, limit, unit, nodes=None):
     end = (position + 1) * unit
     start = position * unit
     pairs = (end * (end + 1) - start * (start + 1)) // 2
+    if not causal:
+        pairs = unit * unit * np.array(lengths)[document]
     best = None
     ways = (swap[ranks] for ranks in _ways(len(document), world_size) for swap in swaps)
     for ranks in ways:
@@ -104,7 +116,9 @@ def fewest_keys(lengths, world_size, limit, unit, nodes=None):
         for rank in range(world_size):
             mine = ranks == rank
             for d in np.unique(document[mine]):
-                needed = (document == d) & (position <= position[mine & (document == d)].max())
+                needed = document == d
+                if causal:
+                    needed &= position <= position[mine & needed].max()
                 here = mine if nodes is None else nodes[ranks] == nodes[rank]
                 moved += (needed & ~here).sum()
         best = moved if best is None else min(best, moved)

@@ -128,6 +128,15 @@ def test_work_is_relative_to_the_speeds_of_ranks():
     assert "of its share" in text and "work / share" in text
 
 
+def test_keys_between_nodes():
+    config = PlacementConfig(ranks_per_node=2)
+    placement = place_tokens([[200, 30, 26]], world_size=4, config=config)
+    text = placement.describe()
+    moved = placement.num_kv_tokens_moved_between_nodes
+    assert moved > 0 and f"{moved:,} keys move between nodes of 2 ranks" in text
+    assert "nodes" not in placement.plan.describe()
+
+
 def test_a_batch_that_does_not_fit():
     config = PlacementConfig(kv_capacity=20, max_transfers=4, max_pieces=4)
     placement = place_tokens([64], world_size=4, config=config, fallback="ring")

@@ -29,21 +29,30 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("window", [None, 1, 7, 1000, (None, None), (3, 9)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_batches(name, world_size, window):
-    placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, window=window)
-    check_placement(placement, EXTREMES[name], window)
+    causal = not isinstance(window, tuple)
+    mask: dict[str, Any] = {"causal": causal, "window": window}
+    placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, **mask)
+    check_placement(placement, EXTREMES[name], window, causal)
+
+
+def masks(most):
+    """Draws `causal` and `window`, of at most this many tokens."""
+    side = st.none() | st.integers(0, most)
+    causal = st.tuples(st.just(True), st.none() | st.integers(1, most))
+    return causal | st.tuples(st.just(False), st.none() | st.tuples(side, side))
 
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_batch(data):
-    """Any lengths on any number of ranks, with padding and a window."""
+    """Any lengths on any number of ranks, with padding and any mask."""
     world_size = data.draw(st.integers(1, 8))
     columns = world_size * data.draw(st.integers(1, 24))
-    window = data.draw(st.none() | st.integers(1, columns + 1))
+    causal, window = data.draw(masks(columns + 1))
     lengths = []
     for _ in range(data.draw(st.integers(1, 3))):
         row, left = [], columns
@@ -54,9 +63,14 @@ def test_any_batch(data):
     tolerance = data.draw(st.sampled_from([0.0, 0.01, 0.3]))
     config = PlacementConfig(balance_tolerance=tolerance)
     placement = place_tokens(
-        lengths, world_size=world_size, columns=columns, window=window, config=config
+        lengths,
+        world_size=world_size,
+        columns=columns,
+        causal=causal,
+        window=window,
+        config=config,
     )
-    check_placement(placement, lengths, window)
+    check_placement(placement, lengths, window, causal)
 
 
 UNIT = 64  # tokens; a placement may cut anywhere, the exact search only at multiples of this
@@ -249,6 +263,8 @@ def test_capacities_of_the_config_are_used_or_rejected():
         ({"lengths": [[4]], "columns": 7}, "7 columns cannot be split over world_size=2"),
         ({"lengths": [[4]], "world_size": 0}, "world_size is 0; it needs to be at least 1"),
         ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
+        ({"lengths": [[4]], "window": (1, 1)}, r"window is \(1, 1\) with causal=True"),
+        ({"lengths": [[4]], "window": 4, "causal": False}, "window is 4 with causal=False"),
         ({"segment_ids": np.ones(4, int)}, r"shape \(4,\) but must be \[B, columns\]"),
         ({"segment_ids": np.array([[1, -1]])}, r"segment_ids\[0, 1\] is -1"),
         ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 occurs in separate runs"),
@@ -277,7 +293,7 @@ def test_config_values_out_of_range_are_rejected(options):
         PlacementConfig(**options)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(30))
 def test_no_rank_is_above_the_tolerance(seed):
     """With some hundred tokens per rank, even if most of them are padding."""
     rng = np.random.default_rng(seed)
@@ -290,11 +306,15 @@ def test_no_rank_is_above_the_tolerance(seed):
         lengths.append(min(int(rng.integers(1, most + 1)), left))
         left -= lengths[-1]
     window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
+    causal = seed % 2 == 0
+    if window is not None and not causal:
+        window = (window, int(rng.integers(0, 2 * tokens)))
     tolerance = float(rng.choice([0.01, 0.1]))
     placement = place_tokens(
         lengths,
         world_size=world_size,
         columns=world_size * tokens,
+        causal=causal,
         window=window,
         config=PlacementConfig(balance_tolerance=tolerance),
     )

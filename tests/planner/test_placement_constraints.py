@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,18 +82,19 @@ def test_constraints_are_kept_or_refused(data):
         ranks_per_node=data.draw(st.none() | st.sampled_from([1, 2])) if world_size > 1 else None,
         rank_speeds=data.draw(st.none() | st.just(tuple(1.0 + r % 3 for r in range(world_size)))),
     )
-    window = data.draw(st.none() | st.integers(1, 40))
+    causal = data.draw(st.booleans())
+    size = st.integers(1, 40)
+    window = data.draw(st.none() | (size if causal else st.tuples(size, st.none() | size)))
+    mask: dict[str, Any] = {"causal": causal, "window": window}
     try:
-        placement = place_tokens(
-            lengths, world_size=world_size, columns=96, window=window, config=config
-        )
+        placement = place_tokens(lengths, world_size=world_size, columns=96, **mask, config=config)
     except ValueError as error:
         assert any(x in str(error) for x in ("kv_capacity", "max_away", "min_piece")), error
         assert "Pass " in str(error)
         limits = config.kv_capacity, config.max_away, config.min_piece
         assert limits != (None, None, 1)
         return
-    pairs, _ = check_placement(placement, lengths, window)
+    pairs, _ = check_placement(placement, lengths, window, causal)
     if config.kv_capacity is not None:
         assert placement.plan.kv_capacity == config.kv_capacity
         assert rows_of(placement) <= config.kv_capacity

@@ -36,7 +36,7 @@ def placed_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Computes causal attention over packed documents whose tokens `place_tokens` has placed.
+    """Computes attention over packed documents whose tokens `place_tokens` has placed.
 
     Every rank receives the keys and values to which its queries attend; nothing else moves. Call
     inside `jax.shard_map` over `axis_name`, on every rank of the axis.
@@ -49,7 +49,7 @@ def placed_attention(
       q: this rank's queries, in placed order.
       k: this rank's keys, in the dtype of q; K divides N.
       v: this rank's values.
-      plan: `Placement.plan`, or this rank's slice of it (`in_specs=P(axis_name)`).
+      plan: with the mask; `Placement.plan`, or this rank's slice of it (`in_specs=P(axis_name)`).
       axis_name: the mesh axis of the ranks, or several, major axis first.
       segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
         determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.

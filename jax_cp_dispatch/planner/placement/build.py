@@ -1,9 +1,11 @@
 """Builds the plan of the keys from the pieces that each rank holds."""
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.planner.pieces import Pieces, Spans, num_pairs
+from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.planner.home import pairs_of_ranks
+from jax_cp_dispatch.planner.pieces import Pieces, Spans
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.runs import runs_of_pieces
@@ -20,10 +22,12 @@ def build_plan(
     pieces: Pieces,
     spans: Spans,
     stamp: Int32[np.ndarray, "W 3"],
+    lengths: Int[np.ndarray, " D"],
     *,
     world_size: int,
     num_tokens: int,
-    window: int | None,
+    causal: bool,
+    window: Window | None,
     config: PlacementConfig,
 ) -> PlacedPlan:
     """Builds the plan: the placement as arrays of static size."""
@@ -39,14 +43,15 @@ def build_plan(
     num_runs = size("max_pieces", "would hold {} pieces", held, 8)
     received = sums_of_ranks(transfers.target, transfers.tokens, world_size)
     tokens = pieces.end - pieces.start
-    pairs = num_pairs(pieces.end, window) - num_pairs(pieces.start, window)
+    pairs = pairs_of_ranks(pieces, lengths, reach("place_tokens", causal, window), world_size)
     return PlacedPlan(
         kv_metadata=metadata_of(transfers, world_size=world_size, num_slots=num_slots),
-        **runs_of_pieces(pieces, held, num_runs=num_runs, num_rows=num_tokens),
+        **runs_of_pieces(pieces, held, num_runs=num_runs, num_rows=num_tokens, lengths=lengths),
         num_rows=sums_of_ranks(pieces.rank, tokens, world_size).astype(np.int32),
-        pairs=sums_of_ranks(pieces.rank, pairs, world_size).astype(np.float32),
+        pairs=pairs.astype(np.float32),
         stamp=stamp,
         num_tokens=num_tokens,
         kv_capacity=size("kv_capacity", "would receive {} rows", received, 1024),
+        causal=causal,
         window=window,
     )

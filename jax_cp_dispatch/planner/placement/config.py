@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.planner.constraints import check_domains
 
 CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces")
@@ -54,7 +55,8 @@ class PlacementConfig:
         world_size: int,
         overflow: float = 1e-4,
         columns: int | None = None,
-        window: int | None = None,
+        causal: bool = True,
+        window: Window | None = None,
         config: PlacementConfig | None = None,
     ) -> PlacementConfig:
         """Finds capacities for a run from a sample of its batches.
@@ -72,7 +74,7 @@ class PlacementConfig:
 
         Args:
           batches: for each batch its lengths, or its segment ids [B, columns]; see `place_tokens`.
-          world_size, columns, window: as for `place_tokens`.
+          world_size, columns, causal, window: as for `place_tokens`.
           overflow: wanted share of batches that do not fit, between 0 and 1.
           config: balance and constraints of the placements. Capacities that it has are kept.
         Returns:
@@ -85,7 +87,8 @@ class PlacementConfig:
         from jax_cp_dispatch.planner.sample import config_of_sample
 
         def needs(**given: Any) -> list[int]:
-            need = place_tokens(world_size=world_size, window=window, **given).needs
+            mask: Any = {"causal": causal, "window": window}
+            need = place_tokens(world_size=world_size, **mask, **given).needs
             return [getattr(need, name) for name in CAPACITIES]
 
         op, config = "PlacementConfig.from_sample", config or cls()

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
@@ -10,23 +11,31 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 
 
 def plan_of_fallback(
-    documents: Documents, *, world_size: int, window: int | None, config: PlacementConfig
+    documents: Documents,
+    *,
+    world_size: int,
+    causal: bool,
+    window: Window | None,
+    config: PlacementConfig,
 ) -> PlacedPlan:
     """Returns a plan with `fits` false, of the shapes of all plans with this config."""
     capacity = config.kv_capacity or 1
     num_tokens = documents.num_tokens // world_size
-    pairs = pairs_of_ranks(home_pieces(documents, world_size), window, world_size)
+    home, within = home_pieces(documents, world_size), reach("place_tokens", causal, window)
+    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)
     by_run = (world_size, config.max_pieces or 1)
     return PlacedPlan(
         kv_metadata=metadata_of_fallback(world_size, config.max_transfers or 1, capacity),
         run_row=np.full(by_run, num_tokens, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
+        run_length=np.zeros(by_run, np.int32),
         num_rows=np.full(world_size, -1, np.int32),
         pairs=pairs.astype(np.float32),
         stamp=np.zeros((world_size, 3), np.int32),
         num_tokens=num_tokens,
         kv_capacity=capacity,
+        causal=causal,
         window=window,
     )
 

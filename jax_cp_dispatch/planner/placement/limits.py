@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
@@ -22,10 +23,10 @@ def check_config(config: PlacementConfig, *, world_size: int, num_tokens: int) -
 
 
 def check_lengths(
-    lengths: np.ndarray, config: PlacementConfig, *, num_tokens: int, window: int | None
+    lengths: np.ndarray, config: PlacementConfig, *, num_tokens: int, within: Reach
 ) -> None:
     """Rejects limits that no placement keeps, with the document that exceeds them."""
-    check_longest_keys(_OP, config, lengths, window)
+    check_longest_keys(_OP, config, lengths, within)
     if not len(lengths):
         return
     document = int(lengths.argmax())

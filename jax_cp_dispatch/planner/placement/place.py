@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
+from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.planner.constraints import speeds_in_ppm
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
@@ -30,15 +31,16 @@ def place_tokens(
     segment_ids: Int[Any, "B T"] | None = None,
     positions: Int[Any, "B T"] | None = None,
     columns: int | None = None,
-    window: int | None = None,
+    causal: bool = True,
+    window: Window | None = None,
     config: PlacementConfig = PlacementConfig(),
     fallback: str | None = None,
 ) -> Placement:
     """Assigns each token of a batch to a rank, once, so that few keys move.
 
-    All ranks get the same number of tokens and nearly equal work of causal attention, counted in
-    query-key pairs. Queries then stay on their rank in every layer. Only keys and values move, and
-    in the backward pass their gradients. Most documents stay whole on one rank; long ones are cut.
+    All ranks get the same number of tokens and nearly equal work, counted in query-key pairs.
+    Queries then stay on their rank in every layer. Only keys and values move, and in the backward
+    pass their gradients. Most documents stay whole on one rank; long ones are cut.
 
     Call on the host, also in worker processes of a data loader: it does not initialize JAX and uses
     no device. Equal inputs give equal placements in every process and on every machine. Not
@@ -53,7 +55,10 @@ def place_tokens(
       positions: with segment ids only; a document also ends where they do not increase.
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      window: maximum keys to which a query attends, the last of which is its own; None: no limit.
+      causal: a query attends to the keys up to its own position; otherwise to its whole document,
+        so a rank that holds any of its tokens receives all of its keys.
+      window: with `causal`, the maximum keys to which a query attends, the last of which is its
+        own. Without, a pair (left, right): the keys before and after it. None: no limit.
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
@@ -61,17 +66,18 @@ def place_tokens(
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
-      TypeError: lengths or ids are not integers.
-      ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
-        capacity or constraint of the config and there is no fallback.
+      TypeError: lengths, ids or the window are not integers.
+      ValueError: sizes do not match, the window does not match `causal`, a document is not
+        contiguous, or the placement exceeds a capacity or constraint of the config and there is no
+        fallback.
     """
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
-    if window is not None and not (isinstance(window, (int, np.integer)) and window >= 1):
-        raise ValueError(f"{_OP}: window is {window}; it needs to be at least 1, or None.")
+    reach(_OP, causal, window)
     num_tokens = documents.num_tokens // world_size
     check_config(config, world_size=world_size, num_tokens=num_tokens)
     check_fallback(_OP, fallback, config, CAPACITIES)
-    options: dict[str, Any] = {"world_size": world_size, "window": window, "config": config}
+    options: dict[str, Any] = {"world_size": world_size, "causal": causal, "window": window}
+    options["config"] = config
     reason = None
     try:
         plan, moves = _place(documents, positions, **options)
@@ -98,33 +104,38 @@ def _place(
     positions: Int[Any, "B T"] | None,
     *,
     world_size: int,
-    window: int | None,
+    causal: bool,
+    window: Window | None,
     config: PlacementConfig,
 ) -> tuple[PlacedPlan, tuple[np.ndarray, ...]]:
     """Returns the plan, and source, place and length of every range."""
     num_tokens = documents.num_tokens // world_size
-    check_lengths(documents.lengths, config, num_tokens=num_tokens, window=window)
-    pieces, spans = lay_out(_assign(documents, config, world_size, window), window)
+    within = reach(_OP, causal, window)
+    check_lengths(documents.lengths, config, num_tokens=num_tokens, within=within)
+    assigned = _assign(documents, config, world_size, within)
+    pieces, spans = lay_out(assigned, documents.lengths, within)
     check_pieces(documents.lengths, pieces, config)
-    sizes = {"world_size": world_size, "num_tokens": num_tokens, "window": window}
-    stamp = stamp_of_pieces(documents, pieces, positions, **sizes)
-    plan = build_plan(pieces, spans, stamp, **sizes, config=config)
+    sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
+    mask: dict[str, Any] = {"causal": causal, "window": window}
+    stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)
+    plan = build_plan(pieces, spans, stamp, documents.lengths, **sizes, **mask, config=config)
     return plan, tuple(_moves(documents, pieces, num_tokens, world_size))
 
 
 def _assign(
-    documents: Documents, config: PlacementConfig, world_size: int, window: int | None
+    documents: Documents, config: PlacementConfig, world_size: int, within: Reach
 ) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
     none = -1
+    left, right = within.clipped(documents.num_tokens)
     assigned = native.place_documents(
         np.ascontiguousarray(documents.lengths, np.int64),
         speeds=speeds_in_ppm(config, world_size),
         num_ranks=world_size,
         tokens_per_rank=documents.num_tokens // world_size,
         ranks_per_node=config.ranks_per_node or 1,
-        left=none if window is None else min(window, documents.num_tokens) - 1,
-        right=0,
+        left=none if left is None else left,
+        right=none if right is None else right,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
         max_received=none if config.kv_capacity is None else config.kv_capacity,
         max_away=none if config.max_away is None else config.max_away,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
@@ -33,29 +34,36 @@ class PlacedPlan:
       run_row: i32 `[W, P]`; the first row of each piece, ascending; `num_tokens` for padding.
       run_position: i32 `[W, P]`; the place of that row's token in its document.
       run_origin: i32 `[W, P]`; the received row where the document starts, or would start.
+      run_length: i32 `[W, P]`; tokens of the document.
       num_rows: i32 `[W]`; rows of each rank that are not padding; -1 if the batch does not fit.
       pairs: f32 `[W]`; query-key pairs of each rank.
       stamp: i32 `[W, 3]`; for each rank, the checksums of the whole placed batch, and of its own
         rows of segment ids and positions in placed order. See `validate`.
       num_tokens: rows of one rank (static).
       kv_capacity: rows of the receive buffer (static).
-      window: maximum keys to which a query attends, or None (static).
+      causal, window: the mask, as in `place_tokens` (static).
     """
 
     kv_metadata: Leaf
     run_row: Leaf
     run_position: Leaf
     run_origin: Leaf
+    run_length: Leaf
     num_rows: Leaf
     pairs: Leaf
     stamp: Leaf
     num_tokens: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
-    window: int | None = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(metadata={"static": True})
+    window: Window | None = dataclasses.field(metadata={"static": True})
 
     @property
     def world_size(self) -> int:
         return self.kv_metadata.world_size
+
+    @property
+    def within(self) -> Reach:
+        return reach("PlacedPlan", self.causal, self.window)
 
     def local_ranges(
         self, rank: Any
@@ -65,7 +73,7 @@ class PlacedPlan:
         Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives NumPy), or inside
         `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
-        return key_ranges(*local_runs(self, rank), size=self.num_tokens, window=self.window)
+        return key_ranges(local_runs(self, rank), size=self.num_tokens, within=self.within)
 
     def local_stamp(self, rank: Any) -> tuple[Int32[Array, " 3"], Int32[Array, ""]]:
         """Returns `stamp` and `num_rows` of one rank, from the plan of all ranks or its slice."""

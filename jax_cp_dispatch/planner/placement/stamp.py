@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.segment_ids import words
@@ -19,7 +20,8 @@ def stamp_of_pieces(
     *,
     world_size: int,
     num_tokens: int,
-    window: int | None,
+    causal: bool,
+    window: Window | None,
 ) -> Int32[np.ndarray, "W 3"]:
     """Returns the stamp of segment ids and positions in placed order.
 
@@ -35,7 +37,7 @@ def stamp_of_pieces(
         rank, row, token = _tokens(documents, pieces)
         runs = rank, row, words(np.asarray(positions)).reshape(-1)[token]
     places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
-    return make_stamp(ids, places, window=window)
+    return make_stamp(ids, places, causal=causal, window=window)
 
 
 def _with_padding(pieces: Pieces, ids: Int32[np.ndarray, " P"], num_tokens: int, world_size: int):
