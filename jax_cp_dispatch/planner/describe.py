@@ -47,6 +47,7 @@ def describe_plan(
     queries: Metadata | None,
     where: Where | None,
     speeds: Sequence[float] | None = None,
+    ranks_per_node: int | None = None,
 ) -> str:
     """Returns the text of the `describe` methods.
 
@@ -58,6 +59,7 @@ def describe_plan(
       queries: metadata of the queries if they move.
       where: describes the origin of queries; None if nothing is known.
       speeds: relative speeds of the ranks, which determine their shares of the work.
+      ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
     """
     keys = rows_between_ranks(op, plan.kv_metadata)
     num_ranks = len(keys)
@@ -86,6 +88,12 @@ def describe_plan(
         lines.append(_line(what, f"{count(away)} move ({share:.3f} per token)"))
         values[f"{what} sent to others"] = sent.sum(1) - own
         values[f"{what} received from others"] = sent.sum(0) - own
+    if ranks_per_node is not None:
+        node = np.arange(num_ranks) // ranks_per_node
+        away = int(keys[node[:, None] != node].sum())
+        share = away / max(num_tokens, 1)
+        text = f"{count(away)} keys move between nodes of {ranks_per_node} ranks"
+        lines.append(_line("nodes", f"{text} ({share:.3f} per token)"))
     sizes = {"queries": getattr(plan, "q_capacity", 0), "keys": plan.kv_capacity}
     for what, sent in traffic.items():
         need, size = sent.sum(0), sizes[what]

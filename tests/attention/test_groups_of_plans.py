@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType
 from on_mesh import AXIS, permuted_mesh
 from packed_batches import pack
@@ -158,7 +159,7 @@ def test_plans_made_inside_the_program_are_stacked():
     def planned(*operands):
         groups = jnp.split(operands[4], D)
         plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])
-        assert plan.stamp.shape == (D, W, 3) and isinstance(plan.stamp, jax.core.Tracer)
+        assert plan.stamp.shape == (D, W, 3) and isinstance(plan.stamp, Tracer)
         return run(*operands, plan)
 
     check(planned(*operands), operands)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from attention_oracle import attention
+from attention_oracle import attention, attention_gradients
 from on_mesh import AXIS, mesh_of
 from packed_batches import causal_ranges
 
@@ -115,15 +115,18 @@ def test_gradients_of_both_branches(kind):
     """Of one compiled step: of the plan that fits, and of the ring; against dense attention."""
     mesh, columns = mesh_of(2), 64
     sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
-    config = {Placed: PlacementConfig(kv_capacity=50, max_transfers=8, max_pieces=8)}
-    config[Balanced] = PlanConfig(1, 64, 50, 8, 8, 8)
+    config = {
+        "placed": PlacementConfig(kv_capacity=50, max_transfers=8, max_pieces=8),
+        "balanced": PlanConfig(1, 64, 50, 8, 8, 8),
+    }
+    algorithm = kind.__name__.lower()
 
     @jax.jit
     def step(q, k, v, g, segment_ids, plan):
         call = partial(
             context_parallel_attention, mesh=mesh, axis_name=AXIS, segment_ids=segment_ids
         )
-        planned = partial(call, algorithm=kind.__name__.lower(), plan=plan)
+        planned = partial(call, algorithm=algorithm, plan=plan)
         ring = partial(call, algorithm="ring")
         out, pull_back = jax.vjp(partial(jax.lax.cond, plan.fits, planned, ring), q, k, v)
         return out, *pull_back(g)
@@ -132,7 +135,7 @@ def test_gradients_of_both_branches(kind):
     arrays = [rng.normal(size=(1, columns, n, 8)).astype(np.float32) for n in (2, 1, 1, 2)]
     for lengths, fits in (([20, 12, 32], True), ([60, 4], False)):
         ids = np.repeat(np.arange(1, 1 + len(lengths)), lengths)[None].astype(np.int32)
-        made = kind(lengths, **sizes, config=config[kind], fallback="ring")
+        made = kind(lengths, **sizes, config=config[algorithm], fallback="ring")
         assert bool(made.plan.fits) == fits
         results = made.restore(
             [np.asarray(x) for x in step(*made.apply((*arrays, ids)), made.plan)]

@@ -107,8 +107,8 @@ class Placement:
             return f"Placement.describe: no tokens were placed. {self.reason}"
         sizes = {"columns": self.columns, "num_tokens": self.plan.num_tokens}
         where = column_of(self.source, self.place, **sizes)
-        speeds = self.config.rank_speeds
-        return describe_placed(self.plan, "Placement.describe", where, speeds)
+        speeds, node = self.config.rank_speeds, self.config.ranks_per_node
+        return describe_placed(self.plan, "Placement.describe", where, speeds, node)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -150,7 +150,9 @@ def describe_placed(
     op: str,
     where: Where | None = None,
     speeds: tuple[float, ...] | None = None,
+    ranks_per_node: int | None = None,
 ) -> str:
     """Returns the text of `describe`; see `describe_plan`."""
-    options = {"where": where, "speeds": speeds}
+    options: dict[str, Any] = {"where": where, "speeds": speeds}
+    options["ranks_per_node"] = ranks_per_node
     return describe_plan(op, plan, pairs=plan.pairs, pairs_before=None, queries=None, **options)
