@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from sections import NONE, Result, and_join, origin, section
 
+GOAL = 0.15  # of the relative error of a prediction
+
 
 def cost_model(result: Result) -> list[str]:
     """Returns the checks of movement and of attention; the fitted rows are in the file alone."""
@@ -17,7 +19,11 @@ def cost_model(result: Result) -> list[str]:
     )
     if errors:
         mean = sum(errors) / len(errors)
-        text += f" The largest error is {max(errors):.0%}, the mean error {mean:.0%}."
+        share = sum(error <= GOAL for error in errors) / len(errors)
+        text += (
+            f" {share:.0%} of the errors are at most {GOAL:.0%}; the mean is {mean:.0%}, the "
+            f"largest {max(errors):.0%}."
+        )
     lines = [text]
     of_attention = ("ranks", "tokens_per_rank", "heads", "documents", "passes")
     for kind, first in (

@@ -64,7 +64,8 @@ def test_spans_of_a_ring_match_its_schedule(tmp_path):
         assert names(COMPUTATION, rank) == [f"GEMM {c}" for c in chunks]
         assert names(COMMUNICATION, rank) == [f"send {c}" for c in chunks[:-1]]
     assert profile.communication > 0 and profile.computation > 0
-    assert profile.exposed_communication <= profile.communication
+    # The two sums add the same durations in another order.
+    assert profile.exposed_communication <= profile.communication * (1 + 1e-12)
     trace = json.loads(profile.write_trace(tmp_path / "trace.json").read_text())
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(profile.spans)
 
