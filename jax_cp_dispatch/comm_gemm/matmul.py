@@ -76,7 +76,7 @@ def all_gather_matmul(
     number of times, but not forward mode.
 
     Args:
-      x: this rank's tokens, [*batch, T, K].
+      x: this rank's tokens, `[*batch, T, K]`.
       w: this rank's columns, [K, N] or [K, N, H] (heads and their features, for example), or a
         tuple of such weights, of one dtype. K is not sharded. Of the columns of global arrays, the
         first dimension is sharded.
@@ -112,8 +112,8 @@ def all_gather_matmul(
         the first that is available.
       deadline: seconds that a rank waits for another; no effect with "xla".
     Returns:
-      The product [*batch, M, N] or [*batch, M, N, H], accumulated in float32 (float64 for float64)
-      and rounded once; a tuple of products for a tuple of weights. Bitwise repeatable.
+      The product `[*batch, M, N]` or `[*batch, M, N, H]`, accumulated in float32 (float64 for
+      float64) and rounded once; a tuple of products for a tuple of weights. Bitwise repeatable.
     Raises:
       TypeError, ValueError: an argument is invalid.
       jax.errors.JaxRuntimeError: a rank did not arrive or did not compute before the deadline, or
@@ -179,7 +179,7 @@ def matmul_reduce_scatter(
     mode.
 
     Args:
-      x: this rank's columns of all tokens, [*batch, M, K] or [*batch, M, K, H] (heads and their
+      x: this rank's columns of all tokens, `[*batch, M, K]` or `[*batch, M, K, H]` (heads and their
         features, for example).
       w: this rank's rows, [K, N] or [K, H, N]. All its dimensions but the last are contracted. Of
         those of global arrays, the first is sharded.
