@@ -186,8 +186,8 @@ CPD_DEVICE Written CountWritten(const Block& block, const uint64_t* tags, uint64
   return scratch->written[turn];
 }
 
-// Copies rows that arrived in the channel, and clears those that nobody wrote. Every tag denotes
-// one row: fewer tags than sent rows mean that a row was written twice.
+// Copies rows that arrived in the channel, and clears those that were not written. Every tag
+// denotes one row: fewer tags than sent rows mean that a row was written twice.
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
   const Call& call = rank.call;
   State* state = rank.state();

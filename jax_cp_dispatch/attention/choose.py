@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Integer
 
-from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
@@ -83,6 +83,7 @@ def choose_algorithm(
       algorithm is chosen, then the simplest. `predictions` exclude the rearrangement; `reason`
       includes it.
     Raises:
+      TypeError: `hardware` is not a `Hardware`.
       ValueError: sizes do not match, or there is no entry for the default backend.
     """
     op = "choose_algorithm"
@@ -92,6 +93,9 @@ def choose_algorithm(
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware
+    check_type(
+        "choose_algorithm", "hardware", hardware, Hardware, "Pass an entry of cost.HARDWARE."
+    )
     workload = Workload(
         num_ranks=num_ranks,
         tokens_per_rank=tokens_per_rank,

@@ -58,8 +58,20 @@ def rows_by_link(
       ranks_per_node: ranks of a node, one node after another; None: all are in one node.
       capacity: rows of the receive buffer of each rank, if known.
     Raises:
+      TypeError: `sent` does not have integers for all pairs of ranks.
       ValueError: the ranks do not fill the nodes.
     """
+    sent = np.asarray(sent)
+    if (
+        sent.ndim != 2
+        or sent.shape[0] != sent.shape[1]
+        or not np.issubdtype(sent.dtype, np.integer)
+    ):
+        raise TypeError(
+            f"rows_by_link: sent is {sent.dtype} of shape {sent.shape}; it needs to be integers "
+            "[num_ranks, num_ranks], what each rank sends to each. For a plan, sum seq_len of its "
+            "metadata by rank and dst_rank."
+        )
     n = len(sent)
     size = min(ranks_per_node or n, n)
     if n % size:

@@ -1,5 +1,6 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.config import PlanConfig
+from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.constraints import (
     check_longest_keys,
     check_mean_queries,
@@ -68,9 +69,15 @@ def plan_on_host(
         check_longest_keys(_OP, config, documents.lengths, within)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
-    except DoesNotFitError:
+    except DoesNotFitError as error:
+        # The search under capacities gives up balance, so its own needs would mislead.
+        free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
+        needs = _moves(documents, home, world_size, window, free).needs.max(1).astype(np.int32)
         if fallback is None:
-            raise
+            sizes = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
+            raise DoesNotFitError(
+                f"{error} The plan with the best balance needs {', '.join(sizes)}."
+            ) from None
         options = {"world_size": world_size, "window": window, "config": config, "rank": rank}
         return plan_of_fallback(documents, needs, **options)
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)

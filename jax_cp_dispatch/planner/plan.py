@@ -111,6 +111,11 @@ def plan_attention(
         ids = checksums_of_lengths(documents, world_size)
         stamp = make_stamp(ids, np.zeros_like(ids), window=window)
         return plan_on_host(documents, stamp, **options)
+    if isinstance(segment_ids, list | tuple):
+        raise TypeError(
+            f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an array. "
+            "Pass numpy.asarray(segment_ids), or document lengths as lengths=."
+        )
     if columns is not None:
         raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
     grid = check_shapes(_OP, segment_ids, positions, world_size, window, config)

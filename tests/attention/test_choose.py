@@ -136,3 +136,8 @@ def test_document_lengths():
     assert document_lengths(ids) == ((2, 1, 1, 1, 1), (3, 1, 1, 1))
     positions = np.array([[0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])
     assert document_lengths(ids, positions) == ((2, 1, 1, 1, 1), (2, 1, 1, 1, 1))
+
+
+def test_hardware_is_not_a_name(unchecked_types):
+    with pytest.raises(TypeError, match=r"hardware is of type str; .* an entry of cost.HARDWARE"):
+        choose_algorithm([[1]], num_ranks=8, hardware="h100", **SIZES)  # pyright: ignore

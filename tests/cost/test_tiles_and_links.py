@@ -117,6 +117,12 @@ def test_rows_by_link():
         rows_by_link(SENT, ranks_per_node=3)
 
 
+def test_rows_by_link_needs_counts_of_pairs_of_ranks(unchecked_types):
+    for sent in (SENT[0], SENT[:2], SENT / 2, None):
+        with pytest.raises(TypeError, match=r"rows_by_link: sent is .*integers \[num_ranks, num_r"):
+            rows_by_link(sent)  # pyright: ignore[reportArgumentType]
+
+
 # One pair takes one second; links move one byte per second, NICs half a byte.
 NODES = Hardware(
     matmul_flops=4.0, link_bandwidth=1.0, link_latency=0.0, topology="nvswitch", ranks_per_node=2,

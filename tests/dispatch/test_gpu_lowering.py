@@ -24,12 +24,7 @@ PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
 X = np.zeros((W * T, 3), np.float32)
 
 
-@pytest.fixture(autouse=True)
-def cuda(monkeypatch):
-    """Pretends that the extension exists, built or not; these tests execute nothing."""
-    extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
-    monkeypatch.setattr(runtime, "cuda", extension)
-    return extension
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def lowered(fn, *arguments):

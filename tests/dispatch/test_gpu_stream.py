@@ -1,7 +1,6 @@
 """Calls for GPUs are placed on XLA's collective stream, in every context; nothing runs."""
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,13 @@ from movement_oracle import random_plan
 from on_mesh import AXIS, mesh_of
 
 from jax_cp_dispatch import Metadata, combine, context_parallel_attention, dispatch
-from jax_cp_dispatch._ranks import runtime
 
 W, S, T, CAPACITY = 4, 5, 8, 64
 PLAN = Metadata(**random_plan(np.random.default_rng(0), W, S, T, 2))
 X = np.zeros((W * T, 3), np.float32)
 
 
-@pytest.fixture(autouse=True)
-def cuda(monkeypatch):
-    """Pretends that the extension exists, built or not."""
-    extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
-    monkeypatch.setattr(runtime, "cuda", extension)
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def lowered(fn, *arguments):

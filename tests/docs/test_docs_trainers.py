@@ -40,7 +40,8 @@ def test_code_blocks_run(quick_compilation):
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (12, 6)
+    assert (len(blocks), len(values)) == (13, 6)
+    assert 1 <= names["after"] <= names["before"][0]
     batch = {name: np.asarray(x) for name, x in names["batch"].items()}
     attend = dense(batch["segment_ids"])
     want = names["loss"](names["params"], batch, attend)

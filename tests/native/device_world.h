@@ -259,6 +259,18 @@ inline void CheckCombined(const World& world) {
   }
 }
 
+// Whether every byte of a rank's results is 0xff, as a call that failed leaves them.
+inline bool IsSpoiled(const World& world, int rank) {
+  for (const World::Made& part : world.parts) {
+    for (const auto& ranks : part.out) {
+      for (const char byte : ranks[rank]) {
+        if (static_cast<uint8_t>(byte) != 0xff) return false;
+      }
+    }
+  }
+  return true;
+}
+
 inline World RandomWorld(Rng& rng, bool is_dispatch) {
   World world{};
   world.num_ranks = static_cast<int>(Draw(rng, 1, 4));

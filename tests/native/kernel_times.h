@@ -16,7 +16,7 @@
 
 #include "cuda/kernels.h"
 
-#define TIMED(call)                                                                          \
+#define CUDA(call)                                                                           \
   do {                                                                                       \
     const cudaError_t error = call;                                                          \
     if (error != cudaSuccess) {                                                              \
@@ -34,8 +34,8 @@ constexpr int64_t kTimedBytes = int64_t{512} << 20;  // rows of all ranks
 class DeviceMemory {
  public:
   explicit DeviceMemory(int64_t bytes) {
-    TIMED(cudaMalloc(reinterpret_cast<void**>(&data_), bytes));
-    TIMED(cudaMemset(data_, 0, bytes));
+    CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), bytes));
+    CUDA(cudaMemset(data_, 0, bytes));
   }
   ~DeviceMemory() { cudaFree(data_); }
   DeviceMemory(const DeviceMemory&) = delete;
@@ -50,19 +50,19 @@ class DeviceMemory {
 template <typename F>
 float Milliseconds(cudaStream_t stream, F run) {
   cudaEvent_t begin, end;
-  TIMED(cudaEventCreate(&begin));
-  TIMED(cudaEventCreate(&end));
+  CUDA(cudaEventCreate(&begin));
+  CUDA(cudaEventCreate(&end));
   std::vector<float> times;
   for (int i = 0; i < kRepeats; ++i) {
-    TIMED(cudaEventRecord(begin, stream));
+    CUDA(cudaEventRecord(begin, stream));
     run();
-    TIMED(cudaEventRecord(end, stream));
-    TIMED(cudaEventSynchronize(end));
+    CUDA(cudaEventRecord(end, stream));
+    CUDA(cudaEventSynchronize(end));
     times.push_back(0);
-    TIMED(cudaEventElapsedTime(&times.back(), begin, end));
+    CUDA(cudaEventElapsedTime(&times.back(), begin, end));
   }
-  TIMED(cudaEventDestroy(begin));
-  TIMED(cudaEventDestroy(end));
+  CUDA(cudaEventDestroy(begin));
+  CUDA(cudaEventDestroy(end));
   std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
   return times[kRepeats / 2];
 }
@@ -83,16 +83,16 @@ inline std::string NameOf(const void* kernel) {
 // The kernels of one call, as it launches them.
 inline std::vector<cudaKernelNodeParams> KernelsIn(cudaGraph_t graph) {
   size_t count = 0;
-  TIMED(cudaGraphGetNodes(graph, nullptr, &count));
+  CUDA(cudaGraphGetNodes(graph, nullptr, &count));
   std::vector<cudaGraphNode_t> nodes(count);
-  TIMED(cudaGraphGetNodes(graph, nodes.data(), &count));
+  CUDA(cudaGraphGetNodes(graph, nodes.data(), &count));
   std::vector<cudaKernelNodeParams> kernels;
   for (cudaGraphNode_t node : nodes) {
     cudaGraphNodeType type;
-    TIMED(cudaGraphNodeGetType(node, &type));
+    CUDA(cudaGraphNodeGetType(node, &type));
     if (type != cudaGraphNodeTypeKernel) continue;
     kernels.emplace_back();
-    TIMED(cudaGraphKernelNodeGetParams(node, &kernels.back()));
+    CUDA(cudaGraphKernelNodeGetParams(node, &kernels.back()));
   }
   return kernels;
 }
@@ -127,7 +127,7 @@ class TimedCall {
     for (const auto& [field, values] :
          {std::pair{&part.num_recv, &received}, std::pair{&part.seq_len, &lengths},
           std::pair{&part.dst_rank, &ranks}, std::pair{&part.dst_offset, &offsets}}) {
-      TIMED(cudaMemcpy(at, values->data(), 4 * values->size(), cudaMemcpyHostToDevice));
+      CUDA(cudaMemcpy(at, values->data(), 4 * values->size(), cudaMemcpyHostToDevice));
       *field = {at, IntType::kI32};
       at += 4 * values->size();
     }
@@ -150,10 +150,10 @@ class TimedCall {
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;
     local_ = std::make_unique<DeviceMemory>(LayOutLocal(&call));
     call.local = local_->data();
-    TIMED(cudaHostAlloc(reinterpret_cast<void**>(&errors_), kRanks * sizeof(ErrorRecord),
-                        cudaHostAllocMapped));
+    CUDA(cudaHostAlloc(reinterpret_cast<void**>(&errors_), kRanks * sizeof(ErrorRecord),
+                       cudaHostAllocMapped));
     std::memset(static_cast<void*>(errors_), 0, kRanks * sizeof(ErrorRecord));
-    TIMED(cudaHostGetDevicePointer(reinterpret_cast<void**>(&call.errors), errors_, 0));
+    CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&call.errors), errors_, 0));
   }
   ~TimedCall() { cudaFreeHost(errors_); }
   TimedCall(const TimedCall&) = delete;
@@ -177,32 +177,32 @@ class TimedCall {
 inline std::string TimeCall(bool is_dispatch, int64_t row_bytes, int num_blocks, float copy_ms,
                             cudaStream_t stream) {
   TimedCall timed(is_dispatch, row_bytes, num_blocks);
-  const auto launch = [&] { TIMED(LaunchCall(timed.call, num_blocks, stream)); };
+  const auto launch = [&] { CUDA(LaunchCall(timed.call, num_blocks, stream)); };
   launch();
   const float whole = Milliseconds(stream, launch);
   cudaGraph_t graph;
-  TIMED(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   launch();
-  TIMED(cudaStreamEndCapture(stream, &graph));
+  CUDA(cudaStreamEndCapture(stream, &graph));
   const std::vector<cudaKernelNodeParams> kernels = KernelsIn(graph);
   std::vector<std::vector<float>> times(kernels.size());
   std::vector<cudaEvent_t> events(kernels.size() + 1);
-  for (cudaEvent_t& event : events) TIMED(cudaEventCreate(&event));
+  for (cudaEvent_t& event : events) CUDA(cudaEventCreate(&event));
   for (int i = 0; i < kRepeats; ++i) {
-    TIMED(cudaEventRecord(events[0], stream));
+    CUDA(cudaEventRecord(events[0], stream));
     for (size_t k = 0; k < kernels.size(); ++k) {
       const cudaKernelNodeParams& kernel = kernels[k];
-      TIMED(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
-                             kernel.sharedMemBytes, stream));
-      TIMED(cudaEventRecord(events[k + 1], stream));
+      CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
+                            kernel.sharedMemBytes, stream));
+      CUDA(cudaEventRecord(events[k + 1], stream));
     }
-    TIMED(cudaStreamSynchronize(stream));
+    CUDA(cudaStreamSynchronize(stream));
     for (size_t k = 0; k < kernels.size(); ++k) {
       times[k].push_back(0);
-      TIMED(cudaEventElapsedTime(&times[k].back(), events[k], events[k + 1]));
+      CUDA(cudaEventElapsedTime(&times[k].back(), events[k], events[k + 1]));
     }
   }
-  for (cudaEvent_t event : events) TIMED(cudaEventDestroy(event));
+  for (cudaEvent_t event : events) CUDA(cudaEventDestroy(event));
   char text[256];
   std::snprintf(text, sizeof text,
                 "{\"what\": \"%s\", \"row_bytes\": %lld, \"fine\": %s, \"ms\": %.4f, "
@@ -217,19 +217,19 @@ inline std::string TimeCall(bool is_dispatch, int64_t row_bytes, int num_blocks,
                   times[k][kRepeats / 2]);
     row += text;
   }
-  TIMED(cudaGraphDestroy(graph));
+  CUDA(cudaGraphDestroy(graph));
   return row + "}";
 }
 
 // Prints a row per call and row size, and writes them to a file as JSON; nullptr: no file.
 inline int TimeKernels(int num_blocks, const char* path) {
   cudaStream_t stream;
-  TIMED(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   float copy_ms = 0;
   {
     const DeviceMemory from(kTimedBytes), to(kTimedBytes);
     const auto copy = [&] {
-      TIMED(cudaMemcpyAsync(to.data(), from.data(), kTimedBytes, cudaMemcpyDeviceToDevice, stream));
+      CUDA(cudaMemcpyAsync(to.data(), from.data(), kTimedBytes, cudaMemcpyDeviceToDevice, stream));
     };
     copy();
     copy_ms = Milliseconds(stream, copy);

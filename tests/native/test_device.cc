@@ -52,17 +52,6 @@ void ManyReplicasAndSources() {
   CheckCombined(back);
 }
 
-bool IsSpoiled(const World& world, int rank) {
-  for (const World::Made& part : world.parts) {
-    for (const auto& ranks : part.out) {
-      for (const char byte : ranks[rank]) {
-        if (static_cast<uint8_t>(byte) != 0xff) return false;
-      }
-    }
-  }
-  return true;
-}
-
 World SmallWorld(int num_ranks, bool is_dispatch) {
   Rng rng(4);
   World world{};

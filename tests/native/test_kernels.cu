@@ -41,15 +41,6 @@ namespace {
 using namespace cpd;           // NOLINT
 using namespace cpd::kernels;  // NOLINT
 
-#define CUDA(call)                                                                           \
-  do {                                                                                       \
-    const cudaError_t error = call;                                                          \
-    if (error != cudaSuccess) {                                                              \
-      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, cudaGetErrorString(error)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
-
 // Every rank's call on its own stream, `times` in a row; recorded once and replayed, or not.
 void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool recorded) {
   std::vector<Call> calls;

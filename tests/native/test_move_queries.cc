@@ -4,27 +4,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <random>
 #include <vector>
 
 #include "planner/move_queries.h"
+#include "random_documents.h"
 
 namespace cpd {
 namespace {
 
-void Require(bool condition, const char* what, int seed) {
-  if (condition) return;
-  std::printf("seed %d: %s\n", seed, what);
-  std::exit(1);
-}
-
-using Generator = std::mt19937;
-
-int64_t Draw(Generator* random, int64_t most) {
-  return static_cast<int64_t>((*random)() % (most + 1));
-}
-
-QueryProblem AnyProblem(Generator* random) {
+QueryProblem AnyProblem(Random* random) {
   QueryProblem problem;
   problem.num_ranks = 1 << Draw(random, 3);
   problem.columns_per_rank = 1 + Draw(random, 200);
@@ -58,7 +46,7 @@ QueryProblem AnyProblem(Generator* random) {
 }
 
 void EveryQueryIsComputedOnce(int seed) {
-  Generator random(seed);
+  Random random(seed);
   const QueryProblem problem = AnyProblem(&random);
   const RankPieces ranks = MoveQueries(problem), again = MoveQueries(problem);
   Require(static_cast<int32_t>(ranks.size()) == problem.num_ranks, "ranks", seed);

@@ -123,17 +123,6 @@ void NothingMoves() {
   }
 }
 
-bool IsSpoiled(const World& world, int rank) {
-  for (const World::Made& part : world.parts) {
-    for (const auto& ranks : part.out) {
-      for (const char byte : ranks[rank]) {
-        if (static_cast<uint8_t>(byte) != 0xff) return false;
-      }
-    }
-  }
-  return true;
-}
-
 // A plan that one rank rejects has no result on any rank, and the next call succeeds.
 void BadPlansAreRefusedEverywhere() {
   for (const bool is_dispatch : {true, false}) {

@@ -70,17 +70,6 @@ void NoRowPassesThroughTheChannel() {
   }
 }
 
-bool IsSpoiled(const World& world, int rank) {
-  for (const World::Made& part : world.parts) {
-    for (const auto& ranks : part.out) {
-      for (const char byte : ranks[rank]) {
-        if (static_cast<uint8_t>(byte) != 0xff) return false;
-      }
-    }
-  }
-  return true;
-}
-
 // By then, the other ranks have written rows into the result.
 void APlanThatOneRankRejectsHasNoResult() {
   Rng rng(23);

@@ -3,25 +3,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <vector>
 
 #include "planner/placement.h"
+#include "random_documents.h"
 
 namespace cpd {
 namespace {
-
-void Require(bool condition, const char* what, int seed) {
-  if (condition) return;
-  std::printf("seed %d: %s\n", seed, what);
-  std::exit(1);
-}
-
-using Random = std::mt19937;
-
-int64_t Draw(Random* random, int64_t most) {
-  return static_cast<int64_t>((*random)() % (most + 1));
-}
 
 PairCount AnyMask(Random* random) {
   PairCount pairs;

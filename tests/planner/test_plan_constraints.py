@@ -1,8 +1,11 @@
 """Constraints of plans that move queries: kept, or refused with what would be enough."""
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from planner_oracle import check_plan, fewest_bytes
 
-from jax_cp_dispatch import PlanConfig, plan_attention
+from jax_cp_dispatch import PlacementConfig, PlanConfig, plan_attention
 
 TOKENS = 65536
 PACKED = Path(__file__).parents[1] / "data" / "packed"
@@ -223,6 +226,7 @@ def test_constraints_that_no_plan_keeps(options, message):
         plan_attention(lengths=LENGTHS, world_size=4, config=PlanConfig(**options))
 
 
+@pytest.mark.parametrize("kind", [PlanConfig, PlacementConfig])
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,9 +238,33 @@ def test_constraints_that_no_plan_keeps(options, message):
         {"ranks_per_node": 0},
     ],
 )
-def test_constraints_out_of_their_domain_are_refused(options):
-    with pytest.raises(ValueError, match=f"PlanConfig: {next(iter(options))} is "):
-        PlanConfig(**options)
+def test_constraints_out_of_their_domain_are_refused(kind, options):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {next(iter(options))} is "):
+        kind(**options)
+
+
+def test_an_error_has_the_needs_of_the_plan_with_the_best_balance():
+    """Capacities that are raised one error at a time would end in a plan without balance."""
+    lengths = [[6228, 62, 342, 66, 149, 652, 629, 64]]
+    free = plan_attention(lengths=lengths, world_size=8)
+    config = PlanConfig(q_capacity=500, kv_capacity=3000, max_q_transfers=2, max_pieces=2)
+    with pytest.raises(ValueError, match="needs q_capacity=") as error:
+        plan_attention(lengths=lengths, world_size=8, config=config)
+    text = str(error.value).split("needs ")[-1]
+    found: dict[str, Any] = {name: int(need) for name, need in re.findall(r"(\w+)=(\d+)", text)}
+    assert list(found.values()) == free.needs[0].tolist()
+    plan = plan_attention(lengths=lengths, world_size=8, config=PlanConfig(**found))
+    assert plan.imbalance == free.imbalance < 1.02
+    half = dataclasses.replace(
+        PlanConfig(), **{name: max(need // 2, 1) for name, need in found.items()}
+    )
+    fallback = plan_attention(lengths=lengths, world_size=8, config=half, fallback="ring")
+    np.testing.assert_array_equal(fallback.needs[0], free.needs[0])
+
+
+def test_lengths_passed_as_segment_ids_are_named(unchecked_types):
+    with pytest.raises(TypeError, match="document lengths as lengths="):
+        plan_attention([[600, 424]], world_size=4)  # pyright: ignore[reportArgumentType]
 
 
 def test_constraints_are_refused_inside_jit():

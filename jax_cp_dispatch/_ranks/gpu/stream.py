@@ -1,4 +1,4 @@
-"""Places calls on XLA's collective stream, so that XLA schedules computation beside them."""
+"""Places calls on XLA's collective stream, so that XLA overlaps them with computation."""
 
 import os
 from collections.abc import Callable

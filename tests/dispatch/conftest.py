@@ -1,0 +1,15 @@
+"""Lowering for GPUs without the CUDA extension."""
+
+import types
+
+import pytest
+
+from jax_cp_dispatch._ranks import runtime
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Pretends that the extension exists, built or not; nothing may be executed."""
+    extension = types.SimpleNamespace(set_process=lambda process: None, take_errors=lambda: [])
+    monkeypatch.setattr(runtime, "cuda", extension)
+    return extension
