@@ -12,6 +12,7 @@
 #include "kernels/plan.h"
 #include "kernels/push.h"
 #include "kernels/sum.h"
+#include "kernels/unpack.h"
 
 namespace cpd {
 namespace {
@@ -107,6 +108,24 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
+// ---- For mapped memory only: rows of ranks that have signalled, before all have.
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMeetThreads) WaitSomeKernel(const __grid_constant__ Call call) {
+  __shared__ MeetScratch scratch;
+  AwaitKernelAhead();
+  WaitSome(ThisBlock(), ThisRank(call), &scratch);
+}
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    UnpackReadyKernel(const __grid_constant__ Call call) {
+  __shared__ UnpackScratch scratch;
+  LetNextStart();  // a wait: one block
+  AwaitKernelAhead();
+  UnpackReady(ThisBlock(), ThisRank(call), &scratch);
+}
+
 // ---- For network fabrics only. These kernels start one after another.
 
 template <typename Fabric>
@@ -148,7 +167,7 @@ inline bool MayOverlap(cudaStream_t stream) {
          capture == cudaStreamCaptureStatusNone;
 }
 
-// Launches a call: plan, move and signal, wait, take.
+// Launches a call: plan, move and signal, wait and take, perhaps in several rounds.
 template <typename Fabric>
 cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   const auto ranks = static_cast<unsigned>(call.num_local);
@@ -180,7 +199,14 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
   }
   // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
   // signalled before any waits, however few blocks run at once.
-  if constexpr (!kSignalsLast<Fabric>) launch(SignalKernel<Fabric>, one, kMeetThreads);
+  if constexpr (kSignalsLast<Fabric>) {
+    for (int round = 0; round < call.num_early; ++round) {
+      launch(WaitSomeKernel<Fabric>, one, kMeetThreads);
+      launch(UnpackReadyKernel<Fabric>, many, kMoveThreads);
+    }
+  } else {
+    launch(SignalKernel<Fabric>, one, kMeetThreads);
+  }
   launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
     launch(UnpackKernel<Fabric>, many, kMoveThreads);
@@ -211,6 +237,8 @@ cudaError_t LoadKernelsOver() {
   if constexpr (Fabric::kHasNetwork) {
     load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
           QuietKernel<Fabric>});
+  } else {
+    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric>});
   }
   return error;
 }

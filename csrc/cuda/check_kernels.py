@@ -12,8 +12,10 @@ import re
 import sys
 
 _CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
+_EARLY = ("WaitSome", "UnpackReady")  # over mapped memory only
 _KERNELS = (
     *_CALLS,
+    *_EARLY,
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here
@@ -23,7 +25,7 @@ _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Qu
 
 # Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many
 # blocks of them run on each multiprocessor; csrc/cuda/kernels.cu counts on it.
-_MOVERS = ("Push", "Stage", "Unpack", "Pull", "StageToPut", "Put", "Fetch")
+_MOVERS = ("Push", "Stage", "Unpack", "UnpackReady", "Pull", "StageToPut", "Put", "Fetch")
 _MOVER_THREADS = 256
 _MOVER_BLOCKS = 2
 _SHARED_KILOBYTES = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor; others: 100

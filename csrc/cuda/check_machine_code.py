@@ -14,9 +14,9 @@ import subprocess
 import sys
 
 # The kernels, and how many ways of moving rows each has: Pull copies and sums ten types.
-_MOVERS = {"Push": 1, "Stage": 1, "Unpack": 1, "Pull": 11}
-_COUNTS_TAGS = "Unpack"
-_WAITS = "Wait"
+_MOVERS = {"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11}
+_COUNT_TAGS = ("Unpack", "UnpackReady")
+_WAIT = ("Wait", "WaitSome")
 _FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
 _IN_FLIGHT = 4
 
@@ -28,12 +28,20 @@ class Instruction:
     address: int
     name: str
     operands: str
+    is_conditional: bool
 
     @property
     def target(self) -> int | None:
         """The address that a branch names."""
         named = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
-        return int(named[1], 16) if self.name.startswith("BRA") and named else None
+        is_branch = re.match(r"BRA|CALL|WARPSYNC\.\w*COLLECTIVE", self.name)
+        return int(named[1], 16) if is_branch and named else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next instruction may follow."""
+        always = re.fullmatch(r"BRA|EXIT|RET\S*", self.name) and "," not in self.operands
+        return self.is_conditional or not always
 
     @property
     def registers(self) -> list[int]:
@@ -52,18 +60,20 @@ class Facts:
 
     num_fours: int  # places with four loads of 16 bytes in flight
     num_local: int  # accesses of local memory
-    num_fences: int  # in loops that load 16 bytes
-    num_swaps: int  # compare-and-swap in such loops
+    num_loops: int  # that load 16 bytes
+    num_fences: int  # in such loops
+    num_swaps: int  # compare-and-swap there
     num_warp_sums: int
     num_releases: int  # of the next kernel
 
     def is_good(self, kernel: str) -> bool:
         """Returns whether this kernel may look like this."""
-        if kernel == _WAITS:
+        if kernel in _WAIT:
             return not self.num_local and not self.num_releases
         is_slow = self.num_local or self.num_fences or self.num_swaps
-        has_sums = self.num_warp_sums > 0 or kernel != _COUNTS_TAGS
-        return not is_slow and has_sums and self.num_fours >= _MOVERS[kernel]
+        has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
+        has_moves = self.num_loops > 0 and self.num_fours >= _MOVERS[kernel]
+        return not is_slow and has_sums and has_moves
 
 
 def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
@@ -79,10 +89,10 @@ def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
             code = found.setdefault((named[1], architecture), []) if named else None
         elif code is not None and (
             one := re.match(
-                r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
+                r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
             )
         ):
-            code.append(Instruction(int(one[1], 16), one[2], one[3].strip()))
+            code.append(Instruction(int(one[1], 16), one[3], one[4].strip(), bool(one[2])))
     return found
 
 
@@ -103,22 +113,85 @@ def _count_fours(code: list[Instruction]) -> int:
     return num_fours
 
 
+def _blocks(code: list[Instruction]) -> dict[int, list[Instruction]]:
+    """Returns the basic blocks by their first address."""
+    starts = {one.target for one in code}
+    blocks: dict[int, list[Instruction]] = {}
+    block: list[Instruction] | None = None
+    for one in code:
+        if block is None or one.address in starts:
+            block = blocks[one.address] = []
+        block.append(one)
+        if one.target is not None or not one.goes_on:
+            block = None
+    return blocks
+
+
+def _followers(blocks: dict[int, list[Instruction]]) -> dict[int, list[int]]:
+    """Returns which blocks may follow each."""
+    starts = list(blocks)
+    follow: dict[int, list[int]] = {}
+    for start, after in zip(starts, [*starts, -1][1:], strict=True):
+        last = blocks[start][-1]
+        nexts = [after] * last.goes_on + ([] if last.target is None else [last.target])
+        follow[start] = [address for address in nexts if address in blocks]
+    return follow
+
+
+def _dominators(follow: dict[int, list[int]]) -> dict[int, set[int]]:
+    """Returns, for each block, those that every way to it passes."""
+    first = next(iter(follow))
+    before = {block: [b for b in follow if block in follow[b]] for block in follow}
+    passed = {block: set(follow) for block in follow} | {first: {first}}
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for block in list(follow)[1:]:
+            ways = [passed[b] for b in before[block]]
+            new = {block} | (set.intersection(*ways) if ways else set())
+            has_changed |= new != passed[block]
+            passed[block] = new
+    return passed
+
+
+def find_loops(code: list[Instruction]) -> list[list[Instruction]]:
+    """Returns the instructions of each loop, inner and outer ones.
+
+    A branch back makes a loop only if every way to it passes its target. Code that the compiler has
+    moved to the end of a kernel also branches back.
+    """
+    blocks = _blocks(code)
+    follow = _followers(blocks)
+    passed = _dominators(follow) if follow else {}
+    loops = []
+    for last, nexts in follow.items():
+        for head in nexts:
+            if head not in passed[last]:
+                continue
+            inside, left = {head}, [last]
+            while left:  # everything from which the end is reached without the head
+                block = left.pop()
+                if block not in inside:
+                    inside.add(block)
+                    left += [b for b in follow if block in follow[b]]
+            loops.append([one for block in inside for one in blocks[block]])
+    return loops
+
+
 def study(code: list[Instruction]) -> Facts:
     """Returns the facts of one kernel."""
-    loops = [(one.target, one.address) for one in code if one.target is not None]
-    loops = [(first, last) for first, last in loops if first <= last]
-    loads = [one.address for one in code if one.is_wide_load]
-    moving = [(a, b) for a, b in loops if any(a <= load <= b for load in loads)]
+    loops = [loop for loop in find_loops(code) if any(one.is_wide_load for one in loop)]
+    moving = {one.address for loop in loops for one in loop}
 
     def count(pattern: str, *, in_loops: bool) -> int:
         return sum(
-            re.match(pattern, one.name) is not None
-            and (not in_loops or any(a <= one.address <= b for a, b in moving))
+            re.match(pattern, one.name) is not None and (not in_loops or one.address in moving)
             for one in code
         )
 
     return Facts(
         num_fours=_count_fours(code),
+        num_loops=len(loops),
         num_local=count("LDL|STL", in_loops=False),
         num_fences=count("MEMBAR|FENCE", in_loops=True),
         num_swaps=count(r"ATOM\w*\.(\w+\.)*CAS", in_loops=True),
@@ -133,13 +206,13 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (*_MOVERS, _WAITS):
+        for kernel in (*_MOVERS, *_WAIT):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
             is_good = bool(instructions) and facts.is_good(kernel)
             num_bad += not is_good
             verdict = "" if is_good else "  <- bad, or not found"
-            print(f"{kernel:<7} sm_{architecture:<4} {facts}{verdict}")
+            print(f"{kernel:<11} sm_{architecture:<4} {facts}{verdict}")
     return min(num_bad, 1)
 
 

@@ -87,6 +87,8 @@ struct State {
   uint64_t failed;
   uint64_t broken;                    // permanent
   uint64_t blocks_sent, blocks_done;  // that have pushed, and unpacked
+  uint64_t waiting_since;             // nanoseconds; 0: it has not waited yet
+  uint64_t ready, taken;              // senders, by bit: rows that unpack takes now, or took before
   uint64_t rows_written[kMaxParts];
   int64_t first_piece[kMaxParts + 1];  // rows that this rank sends, by part
 };
@@ -119,6 +121,7 @@ struct Call {
   int num_local;
   int num_parts;
   int num_arrays;
+  int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
   Part parts[kMaxParts];
   Array arrays[kMaxArrays];
@@ -135,8 +138,19 @@ CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
   return call.num_local == call.num_ranks;
 }
 
-// The tag of a row that is in the result already: rows for a rank of the sender's device.
+// The tag of a row: the call in which it was written, and its sender; or that it is in the result
+// already, as rows for a rank of the sender's device are. Epochs that differ by 2^57 look alike.
 constexpr uint64_t kInPlace = uint64_t{1} << 63;
+constexpr int kSenderBit = 57;
+constexpr uint64_t kEpochOfTag = (uint64_t{1} << kSenderBit) - 1;
+static_assert(kMaxRanks <= 64);  // senders fit a tag, and a word has a bit for each
+
+CPD_HOST_DEVICE inline uint64_t TagOf(uint64_t epoch, int sender) {
+  return (epoch & kEpochOfTag) | static_cast<uint64_t>(sender) << kSenderBit;
+}
+CPD_HOST_DEVICE inline uint64_t TagInPlace(uint64_t epoch) {
+  return (epoch & kEpochOfTag) | kInPlace;
+}
 
 CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
 

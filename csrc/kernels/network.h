@@ -38,7 +38,7 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
   auto* tags = reinterpret_cast<uint64_t*>(rank.channel() + call.staged_tags);
   for (int i = block.index * block.num_threads + block.thread; i < kTagRun;
        i += block.num_blocks * block.num_threads) {
-    tags[i] = state.epoch;
+    tags[i] = TagOf(state.epoch, rank.rank());
   }
   for (int p = 0; p < call.num_parts; ++p) {
     CopyIn(block, rank, call.parts[p], call.parts[p].staged_rows, rank.channel(), &Array::staged);

@@ -9,7 +9,7 @@
 #include "kernels/copy.h"
 #include "kernels/fabric.h"
 #include "kernels/plan.h"
-#include "kernels/push.h"
+#include "kernels/unpack.h"
 
 namespace cpd::kernels {
 

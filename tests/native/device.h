@@ -16,6 +16,7 @@
 #include "kernels/plan.h"
 #include "kernels/push.h"
 #include "kernels/sum.h"
+#include "kernels/unpack.h"
 
 namespace cpd::kernels {
 
@@ -92,6 +93,14 @@ void RunCall(const Call& call, int blocks, int threads) {
       Fabric::Enter(rank.rank());
       Signal<Fabric>(b, rank);
     });
+  }
+  for (int round = 0; kSignalsLast && round < call.num_early; ++round) {
+    LaunchRanks<MeetScratch>(
+        call, 1, threads,
+        [](const Block& b, const Rank& rank, MeetScratch* s) { WaitSome(b, rank, s); });
+    LaunchRanks<UnpackScratch>(
+        call, blocks, threads,
+        [](const Block& b, const Rank& rank, UnpackScratch* s) { UnpackReady(b, rank, s); });
   }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);

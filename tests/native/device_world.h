@@ -61,6 +61,7 @@ struct World {
   int num_blocks = 2, num_threads = 3;
   int64_t rows_per_piece = 3;
   bool use_src_offset = true;
+  int num_early = 0;         // rounds of unpack before all ranks have signalled
   std::vector<int> islands;  // of each rank: the ranks whose memory it maps; empty: all
 
   bool IsRemote(int a, int b) const { return !islands.empty() && islands[a] != islands[b]; }
@@ -72,6 +73,7 @@ struct World {
     call.num_local = 1;
     call.is_dispatch = is_dispatch;
     call.deadline_ns = deadline_ns;
+    call.num_early = is_dispatch ? num_early : 0;
     for (int r = 0; r < num_ranks; ++r) {
       call.pe[r] = IsRemote(rank, r) ? r : -1;
       call.has_network = call.has_network || IsRemote(0, r);
@@ -279,6 +281,7 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
   world.rows_per_piece = Draw(rng, 1, 9);
   world.num_blocks = static_cast<int>(Draw(rng, 1, 3));
   world.num_threads = static_cast<int>(Draw(rng, 1, 4));
+  world.num_early = static_cast<int>(Draw(rng, 0, 2));
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   const int64_t num_parts = Draw(rng, 1, 2);
   for (int64_t p = 0; p < num_parts; ++p) {

@@ -20,6 +20,7 @@ struct OneLaunch {
 
   explicit OneLaunch(World& world) : call(world.MakeCall(0)) {
     call.num_local = world.num_ranks;
+    call.num_early = 0;
     fields.resize(world.parts.size());
     for (size_t p = 0; p < world.parts.size(); ++p) Append(world, p);
     LayOutChannel(&call);

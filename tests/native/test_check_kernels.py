@@ -9,6 +9,7 @@ import pytest
 CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
+    *("WaitSome", "UnpackReady"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 ]
 NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"

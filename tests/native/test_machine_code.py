@@ -45,6 +45,11 @@ def listing(kernel, code):
     return "\n".join(lines)
 
 
+# Code behind the end of a kernel, reached before its loop, or in every turn of it.
+BEFORE = ["@P2 BRA 0xb0", *LOOP[:6], "@P0 BRA 0x10", "EXIT", "NOP", "NOP", LOOP[7], "BRA 0x10"]
+INSIDE = ["NOP", *LOOP[:6], "@P2 BRA 0xb0", "@P0 BRA 0x10", "EXIT", "NOP", LOOP[7], "BRA 0x80"]
+
+
 def replaced(old, *new):
     at = LOOP.index(old)
     return LOOP[:at] + list(new) + LOOP[at + 1 :]
@@ -56,6 +61,8 @@ def replaced(old, *new):
         ("Push", LOOP, True),
         ("Unpack", LOOP + COUNT, True),
         ("Unpack", LOOP, False),  # counts its tags in another way
+        ("UnpackReady", LOOP + COUNT, True),
+        ("UnpackReady", LOOP, False),
         ("Push", [*LOOP, "STL.64 [R1], R2"], False),
         ("Push", replaced(LOOP[4], "MEMBAR.SC.GPU"), False),
         ("Push", replaced(LOOP[4], "ATOMS.CAST.SPIN.64 P0, [R2], R4, R6"), False),
@@ -66,10 +73,14 @@ def replaced(old, *new):
         # Four loads, but two basic blocks.
         ("Push", replaced(LOOP[2], "@P0 BRA 0x70", LOOP[2]), False),
         ("Pull", LOOP, False),  # has more types
-        ("Pull", LOOP[:-3] * 11, True),
+        ("Pull", [*LOOP[:-3] * 11, "@P0 BRA 0x0"], True),
+        ("Pull", LOOP[:-3] * 11, False),  # no loop
+        ("Push", BEFORE, True),
+        ("Push", INSIDE, False),
         ("Stage", [], False),
         ("Wait", ["ACQBULK", *LOOP[-3:]], True),
         ("Wait", ["PREEXIT", *LOOP[-3:]], False),
+        ("WaitSome", ["PREEXIT", *LOOP[-3:]], False),
     ],
 )
 def test_what_is_bad(check, kernel, code, is_good):
@@ -96,4 +107,4 @@ def test_the_kernels_of_this_tree(check, monkeypatch, capsys):
         pytest.skip("cuobjdump and nvdisasm are not installed; ./run cuda installs them")
     monkeypatch.setattr("sys.argv", [str(CHECK), str(built[0])])
     assert check.main() == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.count("Facts") >= 5
+    assert capsys.readouterr().out.count("Facts") >= 7

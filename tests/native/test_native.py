@@ -28,6 +28,7 @@ TESTS = (
     "test_overlap_buffers",
     "test_overlap_timing",
     "test_device",
+    "test_early_rows",
     "test_movers",
     "test_one_launch",
     "test_network",

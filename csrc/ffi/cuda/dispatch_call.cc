@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "kernels/copy.h"
+#include "kernels/unpack.h"
 
 namespace ffi = xla::ffi;
 
@@ -127,6 +128,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
     }
     part.rows_per_piece = RowsPerPiece(*on_device, part, num_blocks);
   }
+  on_device->num_early = kernels::NumEarly(*on_device);
   return status;
 }
 

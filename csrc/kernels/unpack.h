@@ -1,0 +1,208 @@
+// The fourth kernel of `dispatch`: rows go from the channel into the result, some of them while
+// other ranks still send.
+#pragma once
+
+#include "kernels/block.h"
+#include "kernels/call.h"
+#include "kernels/copy.h"
+
+namespace cpd::kernels {
+
+// Rounds in which rows are taken before all ranks have signalled. Each is two more kernels, so
+// small calls have none. Each takes half of the ranks that are left, or more.
+inline int NumEarly(const Call& call) {
+  constexpr int kMost = 3;
+  constexpr int64_t kBytes = 16 << 20;  // of rows, for each round: about 10 us of a GPU's memory
+  if (!call.is_dispatch || HoldsAllRanks(call)) return 0;
+  int64_t bytes = 0;
+  for (int p = 0; p < call.num_parts; ++p) {
+    const Part& part = call.parts[p];
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      bytes += part.capacity * call.arrays[a].in_row_bytes;
+    }
+  }
+  int num = 0;
+  for (int others = call.num_ranks - call.num_local; others > 1 && num < kMost; others /= 2) {
+    if (bytes >= (num + 1) * kBytes) ++num;
+  }
+  return num;
+}
+
+// When an unpack runs: before all ranks have signalled, or after.
+enum class Phase { kEarly, kLast };
+
+// What the tags of some rows say.
+template <Phase kPhase>
+struct Tagged {
+  const uint64_t* tags;
+  uint64_t epoch;
+  uint64_t ready;  // senders, by bit
+
+  // Before all ranks have signalled, some write tags at this time.
+  CPD_DEVICE uint64_t operator[](int64_t row) const {
+    return kPhase == Phase::kEarly ? LoadRelaxed(tags + row) : tags[row];
+  }
+  CPD_DEVICE bool IsWritten(uint64_t tag) const {
+    return (tag & kEpochOfTag) == (epoch & kEpochOfTag);
+  }
+  // Whether the row is in the channel, complete, and has not been taken.
+  CPD_DEVICE bool IsReady(uint64_t tag) const {
+    return IsWritten(tag) && !(tag & kInPlace) && (ready >> (tag >> kSenderBit) & 1);
+  }
+};
+
+// Rows of a piece.
+struct Written {
+  uint32_t num;  // in all
+  uint32_t num_ready;
+};
+
+// One of the three is added to, one is read, and one is cleared; they take turns.
+struct UnpackScratch {
+  Written written[3];
+};
+
+// Fills a result that has no valid plan: NaN for floats, -1 for signed integers.
+CPD_DEVICE void Spoil(const Block& block, const Rank& rank) {
+  const Call& call = rank.call;
+  for (int p = 0; p < call.num_parts; ++p) {
+    const Part& part = call.parts[p];
+    const int64_t num_rows = call.is_dispatch ? part.capacity : part.num_tokens;
+    const int64_t each = (num_rows + block.num_blocks - 1) / block.num_blocks;
+    const int64_t begin = block.index * each;
+    const int64_t n = begin + each < num_rows ? each : num_rows - begin;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays && n > 0; ++a) {
+      const Array& array = call.arrays[a];
+      Fill(block, rank.out(part, array) + begin * array.out_row_bytes, 0xff,
+           n * array.out_row_bytes);
+    }
+  }
+}
+
+// Counts the rows of a piece by their tags. `turn` is the number of the piece, modulo 3.
+template <Phase kPhase>
+CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged, int64_t n,
+                                int turn, UnpackScratch* scratch) {
+  uint32_t num = 0, num_ready = 0;
+  for (int64_t r = block.thread; r < n; r += block.num_threads) {
+    const uint64_t tag = tagged[r];
+    num += tagged.IsWritten(tag);
+    num_ready += tagged.IsReady(tag);
+  }
+  AddOfAll(&scratch->written[turn].num, num);
+  AddOfAll(&scratch->written[turn].num_ready, num_ready);
+  block.Sync();
+  if (block.thread == 0) scratch->written[turn == 0 ? 2 : turn - 1] = {};
+  return scratch->written[turn];
+}
+
+// Takes `n` rows of one array: all at once if their tags are the same, else row by row, some
+// threads of the block each.
+template <Phase kPhase>
+CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
+                           const Tagged<kPhase>& tagged, int64_t n, bool are_same,
+                           int64_t row_bytes) {
+  Block takers = are_same ? block : RowTakers(block, row_bytes);
+  if (are_same) takers.index = 0, takers.num_blocks = 1;
+  const int64_t rows = are_same ? n : 1;
+  if (takers.index >= takers.num_blocks) return;
+  CPD_NO_UNROLL
+  for (int64_t r = takers.index * rows; r < n; r += takers.num_blocks * rows) {
+    char* row = to + r * row_bytes;
+    const uint64_t tag = tagged[r];
+    if (tagged.IsReady(tag)) {
+      Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
+    } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
+      Fill(takers, row, 0, rows * row_bytes);
+    }
+  }
+}
+
+// Takes the rows of a part that are ready. In the last round it also clears rows that were not
+// written, and counts those that were.
+template <Phase kPhase>
+CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* turn,
+                           UnpackScratch* scratch) {
+  const Call& call = rank.call;
+  const Part& part = call.parts[p];
+  State* state = rank.state();
+  const char* half = Half(call, rank.rank(), state->epoch);
+  uint64_t num_written = 0;
+  const int64_t num_pieces = (part.capacity + part.rows_per_piece - 1) / part.rows_per_piece;
+  for (int64_t piece = block.index; piece < num_pieces; piece += block.num_blocks) {
+    const int64_t begin = rank.Turned(piece, num_pieces) * part.rows_per_piece;
+    const int64_t n =
+        part.capacity - begin < part.rows_per_piece ? part.capacity - begin : part.rows_per_piece;
+    const Tagged<kPhase> tagged{Tags(call, rank.rank(), state->epoch, part) + begin, state->epoch,
+                                state->ready};
+    const Written written = CountWritten(block, tagged, n, *turn, scratch);
+    *turn = *turn == 2 ? 0 : *turn + 1;
+    num_written += written.num;
+    const bool none_is_written = kPhase == Phase::kLast && written.num == 0;
+    const bool all_are_done = kPhase == Phase::kLast && written.num == n;
+    if (written.num_ready == 0 && (kPhase == Phase::kEarly || all_are_done)) continue;
+    const bool are_same = written.num_ready == n || none_is_written;
+    for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
+      const Array& array = call.arrays[a];
+      UnpackRows(block, half + array.data + begin * array.in_row_bytes,
+                 rank.out(part, array) + begin * array.out_row_bytes, tagged, n, are_same,
+                 array.in_row_bytes);
+    }
+  }
+  if (kPhase == Phase::kLast && block.thread == 0 && num_written > 0) {
+    Add(&state->rows_written[p], num_written);
+  }
+}
+
+template <Phase kPhase>
+CPD_DEVICE void UnpackParts(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+  if (block.thread == 0) {
+    for (Written& written : scratch->written) written = {};
+  }
+  block.Sync();
+  int turn = 0;
+  for (int p = 0; p < rank.call.num_parts; ++p) UnpackPart<kPhase>(block, rank, p, &turn, scratch);
+}
+
+// Takes the rows of the senders that WaitSome has heard.
+CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+  const State& state = *rank.state();
+  if (state.failed == kFine && state.ready != 0) UnpackParts<Phase::kEarly>(block, rank, scratch);
+}
+
+// Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
+CPD_DEVICE void CheckWritten(const Rank& rank) {
+  const Call& call = rank.call;
+  State* state = rank.state();
+  for (int p = 0; p < call.num_parts; ++p) {
+    uint64_t sent = 0;
+    for (int from = 0; from < call.num_ranks; ++from) {
+      sent += Message(call, rank.rank(), state->epoch, from)[2 + p];
+    }
+    const uint64_t written = LoadAcquire(&state->rows_written[p]);
+    if (sent == written) continue;
+    ErrorRecord error{};
+    error.failure = Failure::kOverlap;
+    error.part = p;
+    error.expected = static_cast<int64_t>(sent);
+    error.seen = static_cast<int64_t>(written);
+    Raise(rank, error);
+  }
+}
+
+// Takes all rows that have not been taken, and clears those that were not written.
+CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+  State* state = rank.state();
+  if (state->failed != kFine) {
+    Spoil(block, rank);
+    return;
+  }
+  UnpackParts<Phase::kLast>(block, rank, scratch);
+  if (block.thread != 0 ||
+      AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
+    return;
+  }
+  CheckWritten(rank);  // the last block sees the counts of all
+}
+
+}  // namespace cpd::kernels
