@@ -35,11 +35,19 @@ def start_cpu_devices(num_devices: int, *, keep_memory: bool = True) -> None:
         calls.
     Raises:
       ValueError: `num_devices` is not positive.
-      RuntimeError: JAX has already started with another number of CPU devices.
+      RuntimeError: JAX has already started with another number of CPU devices, or this is one of
+        several processes, started with another number.
     """
     if num_devices < 1:
         raise ValueError(
             f"start_cpu_devices: num_devices is {num_devices}; it needs to be at least 1."
+        )
+    processes, given = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_NUM_CPU_DEVICES"))
+    if processes not in (None, "1") and given not in (None, str(num_devices)):
+        raise RuntimeError(
+            f"start_cpu_devices: this is one of {processes} processes with {given} CPU devices "
+            f"each, but num_devices is {num_devices}. Call it only in a program of one process: if "
+            "initialize() returns the implementation 'in_process'."
         )
     try:
         # One of the two is a change, and JAX rejects changes once its backend has started.

@@ -1,6 +1,7 @@
 """Runs a program in several processes of this host: `python -m jax_cp_dispatch.launch program.py`.
 
     python -m jax_cp_dispatch.launch --processes 4 [--devices 2] program.py [its arguments]
+    python -m jax_cp_dispatch.launch --processes 4 -m package.module [its arguments]
 
 The program calls `jax_cp_dispatch.initialize()` first. Each line of output begins with the number
 of its process. When a process fails, the others have `--grace` seconds to finish before they are
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     address, meeting = _free_addresses(2)
     service = host_service(address, options.processes)
+    what = ["-m", options.program] if options.module else [options.program]
     workers: list[subprocess.Popen] = []
     printers: list[threading.Thread] = []
     lock = threading.Lock()
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for process in range(options.processes):
             worker = subprocess.Popen(
-                [sys.executable, "-u", options.program, *options.arguments],
+                [sys.executable, "-u", *what, *options.arguments],
                 env={**os.environ, **_environment(options, address, meeting, process)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -72,6 +74,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         type=float,
         default=30.0,
         help="seconds that the others may run after a process has failed (default: 30)",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="the program is a module, as in python -m"
     )
     parser.add_argument("program", help="a Python file, which calls jax_cp_dispatch.initialize()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")

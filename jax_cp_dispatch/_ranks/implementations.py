@@ -14,7 +14,7 @@ from jax_cp_dispatch._ranks.gpu import (
     choose_gpu_implementation,
     what_gpu_lacks,
 )
-from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
+from jax_cp_dispatch._ranks.processes import refuse_alone, share_memory, transport_choice
 
 
 class Implementation(NamedTuple):
@@ -118,8 +118,9 @@ def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> str:
 
 
 def check_implementation(op: str, wanted: str | None) -> None:
-    """Rejects an unknown implementation, and every call in a forked process."""
+    """Rejects an unknown implementation, and every call in a forked or an unconnected process."""
     refuse_after_fork(op)
+    refuse_alone(op)
     if wanted not in (None, *_LACKS, "xla", *GPU_IMPLEMENTATIONS):
         raise ValueError(
             f"{op}: implementation is {wanted!r}; there are 'in_process', 'shared_memory' and "

@@ -101,6 +101,22 @@ def test_processes_that_cannot_share_memory(wrong):
     assert f"[1] {wrong} ok\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "program, mistake",
+    [
+        ([PROGRAMS / "mistakes.py"], "forgotten"),
+        ([PROGRAMS / "mistakes.py"], "used"),
+        (["-m", "mistakes"], "devices"),
+    ],
+)
+def test_mistakes_at_the_start_are_reported(monkeypatch, program, mistake):
+    """Without these errors, every process would silently compute alone, or on more devices."""
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    done = launch(*program, mistake)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] {mistake} is reported" for n in range(2)]
+
+
 def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -164,6 +180,21 @@ def test_processes_of_another_job_are_named():
     places = [Place(0, 3, "a", "name of a"), *[Place(1, 3, "b", "name of b")] * 2]
     for told in meet_all(places, 30.0):
         assert "two processes, on hosts name of b and name of b, joined as process 1" in told
+
+
+def test_a_port_of_another_program_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")
+
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            threads.submit(answer)
+            with pytest.raises(RuntimeError, match=r"\(another program answers there\)"):
+                meet(f"127.0.0.1:{port}", Place(1, 2, "a", "name of a"), 0.0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])

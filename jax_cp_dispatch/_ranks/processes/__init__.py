@@ -1,6 +1,7 @@
 """Connects the processes of a job, and chooses one transport for them."""
 
 from jax_cp_dispatch._ranks.processes.choice import TransportChoice, share_memory, transport_choice
+from jax_cp_dispatch._ranks.processes.coordination import refuse_alone
 from jax_cp_dispatch._ranks.processes.initialize import initialize
 from jax_cp_dispatch._ranks.processes.programs import program_begins
 
@@ -8,6 +9,7 @@ __all__ = [
     "TransportChoice",
     "initialize",
     "program_begins",
+    "refuse_alone",
     "share_memory",
     "transport_choice",
 ]

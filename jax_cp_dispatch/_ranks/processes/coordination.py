@@ -5,9 +5,10 @@ import socket
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
+from jax_cp_dispatch._ranks.job import is_in_job
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
 from jax_cp_dispatch._ranks.processes.meeting import Place, meet
 
@@ -54,7 +55,7 @@ def start(
       host: an id of the host; equal for all processes of one host.
       timeout: seconds to wait for the other processes.
     Raises:
-      RuntimeError: a process did not join; raised in all that did.
+      RuntimeError: a process did not join; raised in all that did. Or JAX has already started here.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if num_processes is None and _NUM_PROCESSES in os.environ:
@@ -63,6 +64,12 @@ def start(
         process_id = int(os.environ[_PROCESS_ID])
     if address is None and num_processes is None and process_id is None:
         return False
+    if num_processes != 1 and xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "initialize: JAX has already started in this process, with the devices of this process "
+            "alone. Call initialize before jax.devices(), before you create an array, and before "
+            "any other use of JAX."
+        )
     is_one_host = False  # here only JAX knows the other processes
     meeting = os.environ.get(HOSTED_BY_LAUNCHER)
     if address is not None and num_processes is not None and process_id is not None:
@@ -83,6 +90,18 @@ def start(
     )
     end_in_order()
     return True
+
+
+def refuse_alone(op: str) -> None:
+    """Rejects a call in a process of the launcher that has not joined the others."""
+    if HOSTED_BY_LAUNCHER not in os.environ or os.environ.get(_NUM_PROCESSES) == "1":
+        return
+    if not is_in_job():
+        raise RuntimeError(
+            f"{op}: the launcher started {os.environ.get(_NUM_PROCESSES)} processes, but this one "
+            "has not joined the others and would compute alone. Call jax_cp_dispatch.initialize() "
+            "in every process, before JAX is used."
+        )
 
 
 def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:

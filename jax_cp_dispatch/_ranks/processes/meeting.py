@@ -129,9 +129,10 @@ def _join(host: str, port: int, address: str, own: Place, timeout: float) -> boo
             break
         except (OSError, ValueError, KeyError, TypeError) as error:  # not up yet, or not ours
             if time.monotonic() > end:
+                why = error if isinstance(error, OSError) else "another program answers there"
                 raise RuntimeError(
                     f"initialize: process {own.process} waited {timeout:g} s for process 0 at "
-                    f"{address} ({error}). Start process 0. Check whether it raised an error, and "
+                    f"{address} ({why}). Start process 0. Check whether it raised an error, and "
                     "whether this host reaches the address."
                 ) from error
             time.sleep(_RETRY_SECONDS)
