@@ -3,11 +3,13 @@
 The batches are those of tests/data/packed, of published lengths; beyond 512 ranks documents are
 drawn from a log-normal distribution. Times are measured on the host, from the lengths to the plan.
 Peers are reimplemented from their descriptions, see `peer_placements`; their times are not
-comparable.
+comparable. With more than 8 ranks, planning is also timed with two constraints: nodes of 8 ranks,
+and cuts at multiples of 64 tokens.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 
@@ -16,7 +18,10 @@ import numpy as np
 import packing
 import peer_placements
 
-from jax_cp_dispatch import Placement, place_tokens
+from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
+
+sys.path.append(str(common.ROOT / "tests" / "oracles"))
+from placement_bounds import least_keys
 
 TOKENS = 65536
 
@@ -32,46 +37,45 @@ def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
             yield packing.DRAWN, world_size, np.bincount(ids[0])[1:].tolist()
 
 
-def least_keys(lengths: list[int], world_size: int, tolerance: float = 0.01) -> float:
-    """Returns a lower bound of keys moved per token, as if a rank's other tokens had no work."""
-
-    def work(end: int) -> int:
-        return end * (end + 1) // 2
-
-    limit = int((1 + tolerance) * sum(map(work, lengths)) / world_size)
-    keys = 0
-    for end in lengths:
-        while work(end) > limit or end > TOKENS:
-            start, high = max(0, end - TOKENS), end
-            while start < high:
-                middle = (start + high) // 2
-                fits = work(end) - work(middle) <= limit
-                start, high = (start, middle) if fits else (middle + 1, high)
-            keys, end = keys + start, start
-    return keys / (world_size * TOKENS)
+CONSTRAINED = {
+    "nodes_plan_ms": PlacementConfig(ranks_per_node=8),
+    "block_plan_ms": PlacementConfig(block=64),
+}
 
 
-def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
+def timed(
+    lengths: list[int], world_size: int, config: PlacementConfig, repeats: int
+) -> tuple[Placement, float]:
+    """Returns the placement, and the median of the milliseconds to make it."""
     times = []
     placement: Placement | None = None
     for _ in range(repeats):
         start = time.perf_counter()
-        placement = place_tokens(lengths, world_size=world_size)
+        placement = place_tokens(lengths, world_size=world_size, config=config)
         times.append(time.perf_counter() - start)
     assert placement is not None
-    plan = placement.plan
+    return placement, round(1e3 * float(np.median(times)), 2)
+
+
+def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
+    placement, plan_ms = timed(lengths, world_size, PlacementConfig(), repeats)
+    plan, num_tokens = placement.plan, world_size * TOKENS
+    least = least_keys(lengths, world_size, TOKENS, placement.config.balance_tolerance)
     row = {
         "world_size": world_size,
         "tokens_per_rank": TOKENS,
         **peer_placements.HEADS,
         "documents": len(lengths),
-        "plan_ms": round(1e3 * float(np.median(times)), 2),
+        "plan_ms": plan_ms,
         "imbalance": round(plan.imbalance, 5),
         "kv_moved_share": round(plan.num_kv_tokens_moved / sum(lengths), 5),
-        "least_kv_moved_share": round(least_keys(lengths, world_size), 5),
+        "least_kv_moved_share": round(least / num_tokens, 5),
         "kv_capacity_per_token": round(plan.kv_capacity / TOKENS, 3),
         "slots_per_rank": plan.kv_metadata.seq_len.shape[1],
     }
+    if world_size > 8:
+        for name, config in CONSTRAINED.items():
+            row[name] = timed(lengths, world_size, config, repeats)[1]
     if world_size <= 128:
         for name in ("min_heap", "greedy"):
             outcome = getattr(peer_placements, name)(lengths, world_size)

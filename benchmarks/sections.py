@@ -333,7 +333,8 @@ def placement(result: Result) -> list[str]:
         keys = f"{row['kv_moved_share']:.3f}", f"{row['least_kv_moved_share']:.3f}"
         mine = f"{row['bytes_per_token']:,}"
         names = row["lengths"], row["world_size"]
-        return [*names, row["plan_ms"], f"{row['imbalance']:.4f}", *keys, mine, *by_peers]
+        times = (row.get(name, NONE) for name in ("plan_ms", "nodes_plan_ms", "block_plan_ms"))
+        return [*names, *times, f"{row['imbalance']:.4f}", *keys, mine, *by_peers]
 
     fields = ("tokens_per_rank", "num_heads", "num_kv_heads", "head_size")
     tokens, heads, kv_heads, size = (
@@ -341,12 +342,14 @@ def placement(result: Result) -> list[str]:
     )
     return section(
         f"**Placement.** {tokens} tokens per rank. Planning time is measured from the lengths to "
-        "the plan. Work is max/mean of the query-key pairs per rank. Keys moved are per token; the "
-        "bound is a lower bound for every plan. Bytes are per token and layer, forward, with "
-        f"{heads} query and {kv_heads} KV heads of {size} in bfloat16. The last two columns are "
-        "two published planners, reimplemented from their descriptions, with the same tolerance "
-        "(`benchmarks/peer_placements.py`). See [placement](placement.md).",
-        "<lengths> | ranks | planning ms | work | keys moved | bound | bytes | greedy | min-heap",
+        "the plan, also with nodes of 8 ranks, and with cuts at multiples of 64 tokens. Work is "
+        "max/mean of the query-key pairs per rank. Keys moved are per token; the "
+        "[bound](placement.md#a-lower-bound) is a lower bound for every plan. Bytes are per token "
+        f"and layer, forward, with {heads} query and {kv_heads} KV heads of {size} in bfloat16. "
+        "The last two columns are two published planners, reimplemented from their descriptions, "
+        "with the same tolerance (`benchmarks/peer_placements.py`). See [placement](placement.md).",
+        "<lengths> | ranks | planning ms | with nodes | with blocks | work | keys moved | bound | "
+        "bytes | greedy | min-heap",
         map(cells_of, result["rows"]),
         result,
     )

@@ -12,7 +12,8 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kSeeds = 4;
+constexpr int64_t kSeeds = 4;         // half of them if there are nodes: these are placed, too
+constexpr int64_t kSeedsOfNodes = 2;  // of nodes, and of the ranks of each
 constexpr int64_t kRepairs = 4;
 constexpr int64_t kFewRanks = 16;
 constexpr int64_t kManyDocuments = 1 << 16;
@@ -23,7 +24,7 @@ struct Candidate {
 };
 
 // Repairs those candidates that may become the best: after a repair they have at least as many
-// keys. The candidates with the fewest keys come first.
+// keys. The candidates with the fewest keys come first; of equal costs, only the first is repaired.
 Candidate BestAfterRepair(const PlacementProblem& problem, std::vector<Candidate> candidates) {
   const auto hoped = [](PlacementCost cost) {
     cost.excess = 0;
@@ -33,12 +34,15 @@ Candidate BestAfterRepair(const PlacementProblem& problem, std::vector<Candidate
       candidates.begin(), candidates.end(),
       [&](const Candidate& a, const Candidate& b) { return hoped(a.cost) < hoped(b.cost); });
   Candidate best;
+  PlacementCost last;
   int64_t num_repairs = 0;
   const auto consider = [&](Candidate candidate) {
     if (best.ranks.empty() || candidate.cost < best.cost) best = std::move(candidate);
   };
   for (Candidate& candidate : candidates) {
     if (!best.ranks.empty() && !(hoped(candidate.cost) < best.cost)) break;
+    if (!best.ranks.empty() && candidate.cost == last) continue;
+    last = candidate.cost;
     const bool is_balanced = !best.ranks.empty() && best.cost.excess == 0;
     if (candidate.cost.excess > 0 && (num_repairs < kRepairs || !is_balanced)) {
       ++num_repairs;
@@ -52,13 +56,12 @@ Candidate BestAfterRepair(const PlacementProblem& problem, std::vector<Candidate
   return best;
 }
 
-// The best of several constructions. `items` are documents, or pieces of them.
-Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& items,
-                    bool repair = true) {
+// Several constructions. `items` are documents, or pieces of them.
+std::vector<Candidate> ListCandidates(const PlacementProblem& problem,
+                                      const std::vector<Piece>& items, int64_t num_seeds) {
   // The number of steps grows linearly with the documents: if there are very many, fewer
   // constructions are tried.
   const auto num_documents = static_cast<int64_t>(items.size());
-  const int64_t num_seeds = problem.num_ranks <= kFewRanks ? 2 * kSeeds : kSeeds;
   int64_t most_seeds =
       std::max<int64_t>(1, num_seeds * kManyDocuments / std::max(kManyDocuments, num_documents));
   if (problem.block > 1) most_seeds = 1;  // most of them have to be repaired
@@ -77,21 +80,33 @@ Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& i
       }
     }
   }
-  if (repair) return BestAfterRepair(problem, std::move(candidates));
-  return *std::min_element(candidates.begin(), candidates.end(),
-                           [](const Candidate& a, const Candidate& b) { return a.cost < b.cost; });
+  return candidates;
+}
+
+Candidate Construct(const PlacementProblem& problem, const std::vector<Piece>& items) {
+  const int64_t num_seeds = problem.num_ranks <= kFewRanks ? 2 * kSeeds : kSeeds;
+  return BestAfterRepair(
+      problem, ListCandidates(problem, items, problem.HasNodes() ? num_seeds / 2 : num_seeds));
+}
+
+RankPieces ConstructInNodes(const PlacementProblem& problem, const std::vector<Piece>& items) {
+  std::vector<Candidate> candidates = ListCandidates(problem, items, kSeedsOfNodes);
+  return std::move(
+      std::min_element(candidates.begin(), candidates.end(),
+                       [](const Candidate& a, const Candidate& b) { return a.cost < b.cost; })
+          ->ranks);
 }
 
 // Places documents on nodes, as if each were one large rank, and then the pieces of each node on
 // its ranks. Long documents that fit a node then do not leave it.
 RankPieces ConstructByNodes(const PlacementProblem& problem, const std::vector<Piece>& items) {
   const PlacementProblem nodes = NodesOf(problem);
-  const RankPieces by_node = Construct(nodes, items, false).ranks;
+  const RankPieces by_node = ConstructInNodes(nodes, items);
   RankPieces ranks;
   for (int32_t node = 0; node < nodes.num_ranks; ++node) {
     std::vector<Piece> pieces = by_node[node];
     SortAndJoin(&pieces);
-    RankPieces inside = Construct(RanksOf(problem, node), pieces, false).ranks;
+    RankPieces inside = ConstructInNodes(RanksOf(problem, node), pieces);
     for (std::vector<Piece>& rank : inside) ranks.push_back(std::move(rank));
   }
   return ranks;

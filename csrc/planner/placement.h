@@ -83,6 +83,7 @@ struct PlacementCost {
     if (between_nodes != other.between_nodes) return between_nodes < other.between_nodes;
     return received_keys < other.received_keys;
   }
+  bool operator==(const PlacementCost& other) const { return !(*this < other) && !(other < *this); }
 };
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks);
 

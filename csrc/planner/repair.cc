@@ -15,6 +15,10 @@ constexpr size_t kShiftPieces = 8;
 constexpr int64_t kSteps = 8;       // steps for each rank above the limit, and
 constexpr int64_t kMoreSteps = 24;  // additional steps in total
 constexpr int64_t kCut = 32;        // extra cost of a cut, in keys
+// Exchanges to consider for each rank of the problem. Repairs that succeed need a small part of
+// them; where documents may be cut at multiples of a block alone, most repairs fail.
+constexpr int64_t kConsidered = 1 << 16;
+constexpr int64_t kConsideredOfBlocks = 1 << 12;
 
 __extension__ typedef __int128 Wide;  // products of tokens and pairs
 
@@ -47,6 +51,7 @@ class Repair {
     work_.resize(ranks_.size());
     rows_.resize(ranks_.size());
     groups_.resize(ranks_.size());
+    num_left_ = problem.num_ranks * (problem.block > 1 ? kConsideredOfBlocks : kConsidered);
     for (size_t r = 0; r < ranks_.size(); ++r) Count(static_cast<int64_t>(r));
   }
 
@@ -58,7 +63,7 @@ class Repair {
       for (int64_t r = 1; r < problem_.num_ranks; ++r) {
         if (Room(r) < Room(heavy)) heavy = r;
       }
-      if (Room(heavy) >= 0) return;
+      if (Room(heavy) >= 0 || num_left_ <= 0) return;
       const Exchange best = Find(heavy);
       if (best.other >= 0) {
         Apply(heavy, best);
@@ -135,6 +140,7 @@ class Repair {
     const std::vector<Group>& outs = Groups(heavy);
     Exchange best;
     const auto consider = [&](int64_t other, const Group& out, const Group& in) {
+      --num_left_;
       const int64_t head = in.tokens - out.tokens;  // tokens that move there, or come back
       int64_t head_work = 0;
       if (head != 0) {
@@ -156,6 +162,7 @@ class Repair {
              static_cast<Wide>(head + kCut) * best.gain < static_cast<Wide>(best.cost) * most_gain;
     };
     for (int64_t other : Lightest(kRanks)) {
+      if (num_left_ <= 0) break;
       if (other == heavy || Room(other) <= 0) continue;
       const std::vector<Group>& ins = Groups(other);
       most_gain = std::min(need, Room(other));
@@ -352,6 +359,7 @@ class Repair {
   RankPieces& ranks_;
   std::vector<int64_t> work_, rows_;        // of each rank
   std::vector<std::vector<Group>> groups_;  // of each rank; listed when they are needed
+  int64_t num_left_ = 0;                    // exchanges that may still be considered
 };
 
 }  // namespace

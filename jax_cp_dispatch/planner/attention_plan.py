@@ -14,6 +14,7 @@ from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import describe_plan, sender_of
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
+from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.stamp import check_batch
 from jax_cp_dispatch.planner.traffic import num_moved
 
@@ -80,13 +81,7 @@ class AttentionPlan:
         Raises:
           ValueError: rank is not in `[0, W)`, or this is a slice already.
         """
-        held = np.shape(self.stamp)[0]
-        if not 0 <= rank < self.world_size or held != self.world_size:
-            raise ValueError(
-                f"AttentionPlan.slice_of: got rank {rank} with {held} of {self.world_size} ranks. "
-                f"Call it on the plan of all ranks, with a rank in [0, {self.world_size})."
-            )
-        return jax.tree.map(lambda x: x[rank : rank + 1], self)
+        return slice_of("AttentionPlan.slice_of", self, rank)
 
     def local_ranges(
         self, rank: Any
@@ -160,13 +155,23 @@ class AttentionPlan:
         """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
 
         Of stacked plans, the largest of all.
+
+        Raises:
+          ValueError: this is one rank's part of a plan.
         """
-        return _imbalance(self.pairs_after)
+        return self._imbalance("imbalance", self.pairs_after)
 
     @property
     def imbalance_before(self) -> Float32[Array | np.ndarray, ""]:
         """`imbalance` without movement."""
-        return _imbalance(self.pairs_before)
+        return self._imbalance("imbalance_before", self.pairs_before)
+
+    def _imbalance(self, name: str, pairs: Any) -> Any:
+        check_all_ranks(f"AttentionPlan.{name}", pairs.shape[-1], self.world_size)
+        xp = np if isinstance(pairs, np.ndarray) else jnp
+        mean = pairs.mean(-1)
+        each = xp.where(mean > 0, pairs.max(-1) / xp.where(mean > 0, mean, 1), 1)
+        return xp.asarray(each.max(), np.float32)
 
     @property
     def num_q_tokens_moved(self) -> int:
@@ -174,7 +179,7 @@ class AttentionPlan:
 
         Read outside `jit`.
         """
-        return num_moved(self.q_metadata)
+        return num_moved("AttentionPlan.num_q_tokens_moved", self.q_metadata)
 
     @property
     def num_kv_tokens_moved(self) -> int:
@@ -182,15 +187,16 @@ class AttentionPlan:
 
         Read outside `jit`.
         """
-        return num_moved(self.kv_metadata)
+        return num_moved("AttentionPlan.num_kv_tokens_moved", self.kv_metadata)
 
     def num_tokens_moved_between_nodes(self, ranks_per_node: int) -> tuple[int, int]:
         """Returns the queries, and the keys, that move between nodes of consecutive ranks.
 
         Each copy counts; of stacked plans, the sum. Call outside `jit`.
         """
+        op = "AttentionPlan.num_tokens_moved_between_nodes"
         metadata = self.q_metadata, self.kv_metadata
-        q, kv = (num_moved(x, ranks_per_node) for x in metadata)
+        q, kv = (num_moved(op, x, ranks_per_node) for x in metadata)
         return q, kv
 
 
@@ -205,10 +211,3 @@ def _exceeded(plan: AttentionPlan) -> str:
     values = zip(CAPACITIES, needs, _capacities(plan), strict=True)
     texts = [f"{name} {size}: it needs {need}" for name, need, size in values if need > size]
     return "; ".join(texts) or "a constraint of its config"
-
-
-def _imbalance(pairs: Any) -> Any:
-    xp = np if isinstance(pairs, np.ndarray) else jnp
-    mean = pairs.mean(-1)
-    each = xp.where(mean > 0, pairs.max(-1) / xp.where(mean > 0, mean, 1), 1)
-    return xp.asarray(each.max(), np.float32)

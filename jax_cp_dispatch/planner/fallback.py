@@ -11,7 +11,7 @@ from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
-from jax_cp_dispatch.planner.transfers import slice_of_rank
+from jax_cp_dispatch.planner.slices import slice_of_rank
 
 
 def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple[str, ...]) -> None:

@@ -22,12 +22,12 @@ from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
+from jax_cp_dispatch.planner.slices import slice_of_rank
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,
     metadata_of,
     num_sent,
-    slice_of_rank,
     sums_of_ranks,
 )
 
@@ -83,11 +83,11 @@ def plan_on_host(
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
     of_ranks = {"world_size": world_size, "rank": rank}
     counted = documents.lengths, within, world_size
-    runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q)
+    runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q, rank=rank)
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
-        **{name: x[part] for name, x in runs.items()},
+        **runs,
         num_rows=moves.needs[0, part].astype(np.int32),
         pairs_before=pairs_of_ranks(home, *counted)[part].astype(np.float32),
         pairs_after=pairs_of_ranks(pieces, *counted)[part].astype(np.float32),

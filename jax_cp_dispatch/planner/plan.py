@@ -22,6 +22,7 @@ from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.home import checksums_of_lengths
 from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
+from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import assign, build
 from jax_cp_dispatch.planner.stamp import (
     ID_STEP,
@@ -96,8 +97,7 @@ def plan_attention(
     """
     check_config(_OP, config)
     check_fallback(_OP, fallback, config, CAPACITIES)
-    if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"{_OP}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
+    check_rank(_OP, rank, world_size)
     options = {
         "world_size": world_size,
         "window": window,

@@ -15,6 +15,7 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.blocks import running_max
 from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 from jax_cp_dispatch.planner.transfers import number_on_rank
 
 
@@ -43,7 +44,8 @@ def runs_of_pieces(
     num_runs: int,
     num_rows: int,
     lengths: Int[np.ndarray, " D"] | None = None,
-) -> dict[str, Int32[np.ndarray, "W P"]]:
+    rank: int | None = None,
+) -> dict[str, Int32[np.ndarray, "held P"]]:
     """Returns run_row, run_position, run_origin and, with lengths, run_length of a plan, by name.
 
     Args:
@@ -52,8 +54,11 @@ def runs_of_pieces(
       lengths: tokens of each document.
       num_runs: size of the arrays, at least the largest count.
       num_rows: of a rank; the row of unused runs.
+      rank: the only one whose runs are returned; None: all.
     """
-    index = pieces.rank, number_on_rank(pieces.rank, counts)
+    pieces = Pieces._make(x[order_by_rank(pieces.rank, rank)] for x in pieces)
+    counts, ranks = counts[slice_of_rank(rank)], pieces.rank - (rank or 0)
+    index = ranks, number_on_rank(ranks, counts)
     runs = {
         "run_row": (pieces.row, num_rows),
         "run_position": (pieces.start, 0),

@@ -7,6 +7,7 @@ from jaxtyping import Int
 
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.pieces import Pieces, Spans
+from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 
 
 class Transfers(NamedTuple):
@@ -65,16 +66,17 @@ def metadata_of(
     """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
 
     With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
-    size W * W.
+    size W * W, or of all slots.
     """
     part = slice_of_rank(rank)
     counts = num_sent(transfers, world_size)
-    order = np.argsort(transfers.source, kind="stable")
-    source = transfers.source[order]
-    index = source, number_on_rank(source, counts)
+    held = counts[part].astype(np.int32)
+    order = order_by_rank(transfers.source, rank)
+    source = transfers.source[order] - (rank or 0)
+    index = source, number_on_rank(source, held)
 
     def by_slot(values, fill, dtype):
-        out = np.full((world_size, num_slots), fill, dtype)
+        out = np.full((len(held), num_slots), fill, dtype)
         out[index] = values[order]
         return out
 
@@ -86,20 +88,15 @@ def metadata_of(
     np.add.at(received, (to, by), transfers.tokens[is_here].astype(np.uint32))
     received[:, -1] = totals
     return Metadata(
-        dst_rank=by_slot(transfers.target, -1, np.int32)[part],
-        dst_offset=by_slot(transfers.target_row, 0, np.uint32)[part],
-        seq_len=by_slot(transfers.tokens, 0, np.uint32)[part],
-        src_offset=by_slot(transfers.source_row, 0, np.uint32)[part],
+        dst_rank=by_slot(transfers.target, -1, np.int32),
+        dst_offset=by_slot(transfers.target_row, 0, np.uint32),
+        seq_len=by_slot(transfers.tokens, 0, np.uint32),
+        src_offset=by_slot(transfers.source_row, 0, np.uint32),
         num_recv_tokens=received,
-        num_seqs=counts.astype(np.int32)[part],
+        num_seqs=held,
         num_total_recv_tokens=totals,
         world_size=world_size,
     )
-
-
-def slice_of_rank(rank: int | None) -> slice:
-    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
-    return slice(None) if rank is None else slice(rank, rank + 1)
 
 
 def number_on_rank(

@@ -125,22 +125,6 @@ def fewest_keys(lengths, world_size, limit, unit, nodes=None, causal=True):
     return None if best is None else unit * int(best)
 
 
-def keys_if_fillers_were_free(lengths, world_size, tokens, tolerance):
-    """A lower bound: each document alone, with tails as large as tokens and work allow."""
-    work = lambda end: end * (end + 1) // 2
-    limit = int((1 + tolerance) * sum(work(int(n)) for n in lengths) / world_size)
-    keys = 0
-    for end in map(int, lengths):
-        while work(end) > limit or end > tokens:
-            start, high = max(0, end - tokens), end
-            while start < high:
-                middle = (start + high) // 2
-                fits = work(end) - work(middle) <= limit
-                start, high = (start, middle) if fits else (middle + 1, high)
-            keys, end = keys + start, start
-    return keys
-
-
 def _ways(total, world_size):
     """Yields all ways to give every rank equally many; the first free one goes to the next rank."""
     share = total // world_size

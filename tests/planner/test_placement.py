@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from placement_oracle import check_placement, fewest_keys, keys_if_fillers_were_free
+from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
+from placement_oracle import check_placement, fewest_keys
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 
 TOKENS = 65536
+PACKED = Path(__file__).parents[1] / "data" / "packed"
 
 EXTREMES = {
     "one huge document": [[96]],
@@ -96,6 +98,34 @@ def test_near_the_optimum_of_small_cases(seed):
             assert moved <= 1.25 * least + 2
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_placement_of_small_cases_is_below_the_bounds(seed):
+    """One long document and a few short ones, against all placements that cut at units."""
+    rng = np.random.default_rng(seed)
+    world_size, share = ((2, 6), (3, 4), (2, 7), (3, 3))[seed % 4]
+    total = world_size * share
+    longest = int(rng.integers(share, total))
+    num_cuts = int(rng.integers(0, min(4, total - longest)))
+    cuts = np.sort(rng.choice(np.arange(1, total - longest), num_cuts, replace=False))
+    lengths = np.append(np.diff([0, *cuts, total - longest]), longest)
+    mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
+    for tolerance in (0.01, 0.05, 0.25):
+        limit = (1 + tolerance) * mean
+        least = fewest_keys(lengths, world_size, limit, unit=UNIT)
+        for bound in (keys_if_fillers_were_free, keys_of_the_longest_document):
+            keys = bound(UNIT * lengths, world_size, UNIT * share, tolerance)
+            assert least is None or keys <= least
+
+
+def test_one_long_document_is_near_its_bound():
+    """Within 0.1 % of what any placement of this batch moves."""
+    batches = json.loads((PACKED / "wlbllm.json").read_text())
+    lengths = next(x["lengths"] for x in batches if x["ranks"] == 8)
+    least = keys_of_the_longest_document(lengths, 8, TOKENS, tolerance=0.01)
+    moved = place_tokens(lengths, world_size=8).plan.num_kv_tokens_moved
+    assert 0.7704 * sum(lengths) < least <= moved <= 1.001 * least
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8, 32])
 def test_one_document_is_spread_with_equal_work(world_size):
     """Tails are next to slices of the same document's head, so less moves than with zigzag."""
@@ -125,13 +155,13 @@ def test_real_lengths(lengths, world_size):
     lengths = np.array(lengths, np.int64)
     assert plan.pairs.sum() == pytest.approx((lengths * (lengths + 1) // 2).sum(), rel=1e-6)
     assert (np.asarray(plan.num_rows) == TOKENS).all()
-    least = keys_if_fillers_were_free(lengths, world_size, TOKENS, tolerance=0.01)
+    least = least_keys(lengths, world_size, TOKENS, tolerance=0.01)
     assert least <= plan.num_kv_tokens_moved <= 1.5 * least + 0.02 * lengths.sum()
 
 
 def packed_batches():
     """The committed batches for 32 ranks, and a sample of small documents for 8."""
-    for path in sorted((Path(__file__).parents[1] / "data" / "packed").glob("*.json")):
+    for path in sorted(PACKED.glob("*.json")):
         for batch in json.loads(path.read_text()):
             if batch["ranks"] == 32:
                 yield pytest.param(batch["lengths"], 32, id=path.stem)
@@ -202,6 +232,54 @@ def test_apply_and_restore():
     np.testing.assert_array_equal(on_device, arrays["tokens"])
 
 
+def test_the_part_of_one_rank():
+    """Places and moves the same tokens as the placement of all ranks, and is all that it needs."""
+    lengths, world_size, columns = [[50, 3, 30], [90]], 4, 96
+    config = PlacementConfig(ranks_per_node=2)
+    options: dict[str, Any] = {"world_size": world_size, "columns": columns, "config": config}
+    placement = place_tokens(lengths, **options)
+    tokens = np.random.default_rng(0).integers(0, 9, (2, columns, 3))
+    placed = placement.apply(tokens)
+    for rank in range(world_size):
+        part = place_tokens(lengths, **options, rank=rank)
+        same = placement.slice_of(rank)
+        jax.tree.map(np.testing.assert_array_equal, part.plan, same.plan)
+        jax.tree.map(np.testing.assert_array_equal, part.plan, placement.plan.slice_of(rank))
+        assert all(len(x) == 1 for x in jax.tree.leaves(part.plan))
+        np.testing.assert_array_equal(part.apply(tokens), np.split(placed, world_size, 1)[rank])
+        np.testing.assert_array_equal(part.permutation, same.permutation)
+        assert part.needs == same.needs == placement.needs
+        ranges = (x.plan.local_ranges(rank) for x in (part, placement))
+        jax.tree.map(np.testing.assert_array_equal, *ranges)
+
+
+def test_a_part_does_not_answer_for_all_ranks():
+    part = place_tokens([[50, 30, 16]], world_size=4, rank=2)
+    of_all = {
+        part: ("inverse", "imbalance", "num_kv_tokens_moved_between_nodes"),
+        part.plan: ("imbalance", "num_kv_tokens_moved"),
+    }
+    for x, names in of_all.items():
+        for name in names:
+            with pytest.raises(ValueError, match=rf"{name}: this is the part of 1 of 4 ranks\."):
+                getattr(x, name)
+        with pytest.raises(ValueError, match="slice_of: got rank 0 with 1 of 4 ranks"):
+            x.slice_of(0)
+    with pytest.raises(ValueError, match="restore: this is the part of 1 of 4 ranks"):
+        part.restore(np.zeros((1, 96)))
+    with pytest.raises(ValueError, match=r"the plan of all 4 ranks has \[4, 5\]"):
+        part.describe()
+
+
+def test_the_part_of_one_rank_is_small():
+    """Some kilobytes, in no array of all ranks, which would stay in memory."""
+    lengths = np.random.default_rng(0).integers(1, 4000, 20_000)
+    part = place_tokens(lengths, world_size=1024, rank=7)
+    arrays = jax.tree.leaves(part.plan)
+    assert sum((x if x.base is None else x.base).nbytes for x in arrays) < 40 * 2**10
+    assert len(part.permutation) == part.plan.num_tokens
+
+
 def test_labels_stay_with_their_tokens():
     """Labels are shifted before placement; each is still the next token of its document."""
     lengths = [[20, 40, 4]]
@@ -262,6 +340,7 @@ def test_capacities_of_the_config_are_used_or_rejected():
         ({"lengths": [[4], [9]], "columns": 8}, "batch row 1 sum to 9 but columns is 8"),
         ({"lengths": [[4]], "columns": 7}, "7 columns cannot be split over world_size=2"),
         ({"lengths": [[4]], "world_size": 0}, "world_size is 0; it needs to be at least 1"),
+        ({"lengths": [[4]], "rank": 2}, r"rank is 2; it needs to be in \[0, 2\), or None"),
         ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
         ({"lengths": [[4]], "window": (1, 1)}, r"window is \(1, 1\) with causal=True"),
         ({"lengths": [[4]], "window": 4, "causal": False}, "window is 4 with causal=False"),

@@ -1,5 +1,7 @@
 """Builds the plan of the keys from the pieces that each rank holds."""
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Int, Int32
 
@@ -10,6 +12,7 @@ from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import static_size
+from jax_cp_dispatch.planner.slices import slice_of_rank
 from jax_cp_dispatch.planner.transfers import (
     list_transfers,
     metadata_of,
@@ -29,8 +32,13 @@ def build_plan(
     causal: bool,
     window: Window | None,
     config: PlacementConfig,
-) -> PlacedPlan:
-    """Builds the plan: the placement as arrays of static size."""
+    rank: int | None,
+) -> tuple[PlacedPlan, PlacementConfig]:
+    """Builds the plan, the placement as arrays of static size, and a config of what it needs.
+
+    With `rank`, the plan is the part of this rank. Its sizes, and the needs, are those of all
+    ranks.
+    """
 
     def size(name: str, what: str, needs: np.ndarray, least: int) -> int:
         given = getattr(config, name)
@@ -44,14 +52,19 @@ def build_plan(
     received = sums_of_ranks(transfers.target, transfers.tokens, world_size)
     tokens = pieces.end - pieces.start
     pairs = pairs_of_ranks(pieces, lengths, reach("place_tokens", causal, window), world_size)
-    return PlacedPlan(
-        kv_metadata=metadata_of(transfers, world_size=world_size, num_slots=num_slots),
-        **runs_of_pieces(pieces, held, num_runs=num_runs, num_rows=num_tokens, lengths=lengths),
-        num_rows=sums_of_ranks(pieces.rank, tokens, world_size).astype(np.int32),
-        pairs=pairs.astype(np.float32),
-        stamp=stamp,
+    part, sizes = slice_of_rank(rank), {"num_runs": num_runs, "num_rows": num_tokens}
+    metadata = metadata_of(transfers, world_size=world_size, num_slots=num_slots, rank=rank)
+    plan = PlacedPlan(
+        kv_metadata=metadata,
+        **runs_of_pieces(pieces, held, **sizes, lengths=lengths, rank=rank),
+        num_rows=sums_of_ranks(pieces.rank, tokens, world_size)[part].astype(np.int32),
+        pairs=pairs[part].astype(np.float32),
+        stamp=stamp[part].copy(),
         num_tokens=num_tokens,
         kv_capacity=size("kv_capacity", "would receive {} rows", received, 1024),
         causal=causal,
         window=window,
     )
+    kv, slots, runs = (max(int(x.max(initial=0)), 1) for x in (received, sent, held))
+    needs = dataclasses.replace(config, kv_capacity=kv, max_transfers=slots, max_pieces=runs)
+    return plan, needs

@@ -8,6 +8,7 @@ from jax_cp_dispatch.planner.fallback import metadata_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.slices import slice_of_rank
 
 
 def plan_of_fallback(
@@ -17,22 +18,27 @@ def plan_of_fallback(
     causal: bool,
     window: Window | None,
     config: PlacementConfig,
+    rank: int | None,
 ) -> PlacedPlan:
-    """Returns a plan with `fits` false, of the shapes of all plans with this config."""
+    """Returns a plan with `fits` false, of the shapes of all plans with this config.
+
+    With `rank`, it is the part of this rank.
+    """
     capacity = config.kv_capacity or 1
     num_tokens = documents.num_tokens // world_size
     home, within = home_pieces(documents, world_size), reach("place_tokens", causal, window)
-    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)
-    by_run = (world_size, config.max_pieces or 1)
+    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)[slice_of_rank(rank)]
+    num_held, num_slots = len(pairs), config.max_transfers or 1
+    by_run = (num_held, config.max_pieces or 1)
     return PlacedPlan(
-        kv_metadata=metadata_of_fallback(world_size, config.max_transfers or 1, capacity),
+        kv_metadata=metadata_of_fallback(world_size, num_slots, capacity, num_held=num_held),
         run_row=np.full(by_run, num_tokens, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
         run_length=np.zeros(by_run, np.int32),
-        num_rows=np.full(world_size, -1, np.int32),
+        num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs.astype(np.float32),
-        stamp=np.zeros((world_size, 3), np.int32),
+        stamp=np.zeros((num_held, 3), np.int32),
         num_tokens=num_tokens,
         kv_capacity=capacity,
         causal=causal,

@@ -20,6 +20,7 @@ from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
+from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
 
 _OP = "place_tokens"
 
@@ -35,6 +36,7 @@ def place_tokens(
     window: Window | None = None,
     config: PlacementConfig = PlacementConfig(),
     fallback: str | None = None,
+    rank: int | None = None,
 ) -> Placement:
     """Assigns each token of a batch to a rank, once, so that few keys move.
 
@@ -63,6 +65,8 @@ def place_tokens(
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
         `PlacedPlan.fits` is false: use a ring for this batch. Needs all capacities.
+      rank: returns the part of this rank alone, like `Placement.slice_of`, but without arrays of
+        all ranks, whose counts of rows grow with W * W. None: all ranks.
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
@@ -76,26 +80,30 @@ def place_tokens(
     num_tokens = documents.num_tokens // world_size
     check_config(config, world_size=world_size, num_tokens=num_tokens)
     check_fallback(_OP, fallback, config, CAPACITIES)
+    check_rank(_OP, rank, world_size)
     options: dict[str, Any] = {"world_size": world_size, "causal": causal, "window": window}
-    options["config"] = config
-    reason = None
+    options |= {"config": config, "rank": rank}
+    least, reason = None, None
     try:
-        plan, moves = _place(documents, positions, **options)
+        plan, least, moves = _place(documents, positions, **options)
     except DoesNotFitError as error:
         if fallback is None:
             raise
         plan = plan_of_fallback(documents, **options)
         moves, reason = moves_of_fallback(documents, world_size), str(error)
+    here = order_by_rank(moves[1] // max(num_tokens, 1), rank)
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
         plan=plan,
         config=config,
+        least=least,
         reason=reason,
-        source=moves[0],
-        place=moves[1],
-        tokens=moves[2],
+        rank=rank,
+        source=moves[0][here],
+        place=moves[1][here],
+        tokens=moves[2][here],
     )
 
 
@@ -107,8 +115,9 @@ def _place(
     causal: bool,
     window: Window | None,
     config: PlacementConfig,
-) -> tuple[PlacedPlan, tuple[np.ndarray, ...]]:
-    """Returns the plan, and source, place and length of every range."""
+    rank: int | None,
+) -> tuple[PlacedPlan, PlacementConfig, tuple[np.ndarray, ...]]:
+    """Returns the plan, what it needs, and source, place and length of every range."""
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
     check_lengths(documents.lengths, config, num_tokens=num_tokens, within=within)
@@ -118,8 +127,11 @@ def _place(
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
     stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)
-    plan = build_plan(pieces, spans, stamp, documents.lengths, **sizes, **mask, config=config)
-    return plan, tuple(_moves(documents, pieces, num_tokens, world_size))
+    sizes["rank"] = rank
+    plan, needs = build_plan(
+        pieces, spans, stamp, documents.lengths, **sizes, **mask, config=config
+    )
+    return plan, needs, tuple(_moves(documents, pieces, num_tokens, world_size))
 
 
 def _assign(

@@ -12,6 +12,7 @@ from jaxtyping import Int, PyTree, Shaped
 from jax_cp_dispatch.planner.describe import column_of
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan, describe_placed
+from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
 
 
@@ -29,8 +30,10 @@ class Placement:
       plan: for `context_parallel_attention(algorithm="placed")`.
       config: the choices with which it was made.
       reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
+      rank: the rank whose part this is; None: all ranks.
       source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
         batch (counted row by row), first place, length. Sorted by place; padding included.
+      least: see `needs`; None if the batch does not fit.
     """
 
     batch: int
@@ -41,17 +44,34 @@ class Placement:
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
+    least: PlacementConfig | None
     reason: str | None = None
+    rank: int | None = None
+
+    def slice_of(self, rank: int) -> "Placement":
+        """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
+
+        It is what `place_tokens(..., rank=rank)` returns. Its `apply` returns this rank's columns
+        of arrays of the whole batch. What depends on all ranks raises an error.
+
+        Raises:
+          ValueError: rank is not in `[0, W)`, or this is a part already.
+        """
+        plan = slice_of("Placement.slice_of", self.plan, rank)
+        here = self.place // max(plan.num_tokens, 1) == rank
+        moves = {name: getattr(self, name)[here] for name in ("source", "place", "tokens")}
+        return dataclasses.replace(self, plan=plan, rank=rank, **moves)
 
     @functools.cached_property
-    def permutation(self) -> Int[np.ndarray, " BT"]:
-        """The token at each place, counted over the batch row by row."""
-        return self._map(self.place, self.source)
+    def permutation(self) -> Int[np.ndarray, " places"]:
+        """The token at each place, counted over the batch row by row; of one rank, `[T]`."""
+        return self._map(self.place, self.source, (self.rank or 0) * self.plan.num_tokens)
 
     @functools.cached_property
     def inverse(self) -> Int[np.ndarray, " BT"]:
         """The place of each token."""
-        return self._map(self.source, self.place)
+        self._check_whole("inverse")
+        return self._map(self.source, self.place, 0)
 
     @property
     def needs(self) -> PlacementConfig:
@@ -60,19 +80,14 @@ class Placement:
         Raises:
           ValueError: the batch did not fit, so nothing was placed. The message says what it needs.
         """
-        if self.reason is not None:
+        if self.least is None:
             raise ValueError(f"Placement.needs: no tokens were placed. {self.reason}")
-        metadata = self.plan.kv_metadata
-        return dataclasses.replace(
-            self.config,
-            kv_capacity=max(int(np.max(metadata.num_total_recv_tokens)), 1),
-            max_transfers=max(int(np.max(metadata.num_seqs)), 1),
-            max_pieces=max(int((self.plan.run_row < self.plan.num_tokens).sum(axis=1).max()), 1),
-        )
+        return self.least
 
     @property
     def imbalance(self) -> float:
         """Largest work of a rank divided by its share; see `PlacementConfig.rank_speeds`."""
+        self._check_whole("imbalance")
         pairs = np.asarray(self.plan.pairs, np.float64)
         speeds = np.array(self.config.rank_speeds or [1.0] * self.world_size)
         share = pairs.sum() * speeds / speeds.sum()
@@ -81,25 +96,27 @@ class Placement:
     @property
     def num_kv_tokens_moved_between_nodes(self) -> int:
         """Keys that move between ranks of different nodes, each copy counted; 0 without nodes."""
-        if self.config.ranks_per_node is None:
-            return 0
-        return num_moved(self.plan.kv_metadata, self.config.ranks_per_node)
+        op = "Placement.num_kv_tokens_moved_between_nodes"
+        return num_moved(op, self.plan.kv_metadata, self.config.ranks_per_node or self.world_size)
 
-    def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
+    def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B held ..."]]:
         """Puts token arrays `[batch, columns, ...]` into placed order.
 
         Call on the host with NumPy arrays, as a data loader does, or anywhere with JAX arrays.
         Apply it to tokens, labels, positions and segment ids alike. Shift labels by one token
         first: neighbours in placed order need not be neighbours in a document.
 
+        Of one rank's part, the result is `[batch, columns / W, ...]`: the columns of this rank.
+
         Raises:
           ValueError: an array does not start with `[batch, columns]`.
         """
-        return jax.tree.map(lambda x: self._move("apply", x), arrays)
+        return jax.tree.map(self._apply, arrays)
 
     def restore(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B T ..."]]:
         """Puts arrays in placed order back into the order of the batch; the inverse of `apply`."""
-        return jax.tree.map(lambda x: self._move("restore", x), arrays)
+        self._check_whole("restore")
+        return jax.tree.map(self._restore, arrays)
 
     def describe(self) -> str:
         """Returns the text of `PlacedPlan.describe`, with the batch columns of its pieces."""
@@ -113,27 +130,40 @@ class Placement:
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def _map(self, first: np.ndarray, value: np.ndarray) -> np.ndarray:
-        total = self.batch * self.columns
-        dtype = np.int32 if total < 2**31 else np.int64
-        order = np.argsort(first)
-        shift = (value - first)[order].astype(dtype)
-        return np.arange(total, dtype=dtype) + np.repeat(shift, self.tokens[order])
+    def _map(self, start: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
+        """Returns the values of consecutive indices from `first`, of ranges of indices."""
+        dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
+        order = np.argsort(start)
+        values = np.repeat((value - start)[order].astype(dtype), self.tokens[order])
+        return values + np.arange(first, first + len(values), dtype=dtype)
 
-    def _move(self, name: str, x: Any) -> Any:
+    def _apply(self, x: Any) -> Any:
+        xp, rest = self._check_array("apply", x)
+        x = xp.take(x.reshape(-1, *rest), self.permutation, axis=0)
+        rows = self.columns // self.world_size
+        x = x.reshape(self._num_held, self.batch, rows, *rest).swapaxes(0, 1)
+        return x.reshape(self.batch, self._num_held * rows, *rest)
+
+    def _restore(self, x: Any) -> Any:
+        xp, rest = self._check_array("restore", x)
+        rows = self.columns // self.world_size
+        x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
+        x = xp.take(x.reshape(-1, *rest), self.inverse, axis=0)
+        return x.reshape(self.batch, self.columns, *rest)
+
+    @property
+    def _num_held(self) -> int:
+        return self.world_size if self.rank is None else 1
+
+    def _check_whole(self, name: str) -> None:
+        check_all_ranks(f"Placement.{name}", self._num_held, self.world_size)
+
+    def _check_array(self, name: str, x: Any) -> tuple[Any, tuple[int, ...]]:
+        """Returns the array's module, and its axes after the tokens."""
         if tuple(x.shape[:2]) != (self.batch, self.columns):
             raise ValueError(
                 f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "
                 f"[{self.batch}, {self.columns}, ...]. Pad the columns as segment 0, or place the "
                 "tokens of this batch."
             )
-        xp = np if isinstance(x, np.ndarray) else jnp
-        rest = x.shape[2:]
-        rows = self.columns // self.world_size
-        if name == "apply":
-            x = xp.take(x.reshape(-1, *rest), self.permutation, axis=0)
-            x = x.reshape(self.world_size, self.batch, rows, *rest).swapaxes(0, 1)
-        else:
-            x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
-            x = xp.take(x.reshape(-1, *rest), self.inverse, axis=0)
-        return x.reshape(self.batch, self.columns, *rest)
+        return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])

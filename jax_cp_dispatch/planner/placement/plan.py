@@ -13,6 +13,7 @@ from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.describe import Where, describe_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
+from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.stamp import check_batch
 from jax_cp_dispatch.planner.traffic import num_moved
 
@@ -64,6 +65,16 @@ class PlacedPlan:
     @property
     def within(self) -> Reach:
         return reach("PlacedPlan", self.causal, self.window)
+
+    def slice_of(self, rank: int) -> "PlacedPlan":
+        """Returns the part of one rank: all arrays with a leading axis of size 1.
+
+        This is what `in_specs=P(axis_name)` gives to the rank, and all that it needs.
+
+        Raises:
+          ValueError: rank is not in `[0, W)`, or this is a slice already.
+        """
+        return slice_of("PlacedPlan.slice_of", self, rank)
 
     def local_ranges(
         self, rank: Any
@@ -131,8 +142,12 @@ class PlacedPlan:
         """Largest work of a rank divided by the mean; 1 is perfect, and the value without work.
 
         Of stacked plans, the largest of all. Read outside `jit`.
+
+        Raises:
+          ValueError: this is one rank's part of a plan.
         """
         pairs = np.asarray(self.pairs, np.float64)
+        check_all_ranks("PlacedPlan.imbalance", pairs.shape[-1], self.world_size)
         mean = pairs.mean(-1)
         return float(np.where(mean > 0, pairs.max(-1) / np.where(mean > 0, mean, 1), 1).max())
 
@@ -142,7 +157,7 @@ class PlacedPlan:
 
         Read outside `jit`.
         """
-        return num_moved(self.kv_metadata)
+        return num_moved("PlacedPlan.num_kv_tokens_moved", self.kv_metadata)
 
 
 def describe_placed(
