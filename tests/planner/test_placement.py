@@ -271,6 +271,19 @@ def test_a_part_does_not_answer_for_all_ranks():
         part.describe()
 
 
+def test_the_part_of_one_rank_if_the_batch_does_not_fit():
+    """Its tokens stay in their columns."""
+    tokens = np.arange(192).reshape(2, 96)
+    config = PlacementConfig(kv_capacity=10, max_transfers=8, max_pieces=8)
+    options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
+    whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)
+    for rank in range(4):
+        part = place_tokens([[50, 3, 30, 13], [90, 6]], **options, rank=rank)
+        assert not part.plan.fits and part.reason == whole.reason
+        jax.tree.map(np.testing.assert_array_equal, part.plan, whole.slice_of(rank).plan)
+        np.testing.assert_array_equal(part.apply(tokens), np.split(tokens, 4, axis=1)[rank])
+
+
 def test_the_part_of_one_rank_is_small():
     """Some kilobytes, in no array of all ranks, which would stay in memory."""
     lengths = np.random.default_rng(0).integers(1, 4000, 20_000)
