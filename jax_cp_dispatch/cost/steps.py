@@ -178,13 +178,12 @@ def _decisive_pairs(
     """Returns the pairs that decide the time of each step: of the slowest rank, or on all cores."""
     n, rank = workload.num_ranks, np.arange(workload.num_ranks)
     pairs = _pairs(workload, zigzag=zigzag, tile=tile)
-    # [step, rank]: keys of rank - step
-    work = pairs.sum(1)[None] if in_one_step else pairs[rank, (rank - rank[:, None]) % n]
+    steps = [pairs.sum(1)] if in_one_step else (pairs[rank, rank - step] for step in range(n))
     if cores is None:
-        return work.max(1)
+        return np.array([work.max() for work in steps])
     # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
     left = np.maximum(np.arange(n, 0, -1), cores)
-    return (np.diff(np.sort(work, axis=1), axis=1, prepend=0) * left).sum(1)
+    return np.array([(np.diff(np.sort(work), prepend=0) * left).sum() for work in steps])
 
 
 def _tile(workload: Workload, hardware: Hardware, *, is_planned: bool) -> Tile:
