@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
+#include "cuda/bulk_engine.h"
+#include "kernels/bulk.h"
 #include "kernels/exchange.h"
 #include "kernels/network.h"
 #include "kernels/plan.h"
@@ -52,6 +55,12 @@ __device__ void LetNextStart() {
 template <typename Fabric>
 constexpr bool kSignalsLast = !Fabric::kHasNetwork;
 
+using Bulk = InBulk<BulkEngine>;
+
+// What a mover is on the GPU that this is compiled for.
+template <typename Mover>
+using Here = std::conditional_t<BulkEngine::kExists, Mover, ByRegisters>;
+
 template <typename Fabric>
 __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant__ Call call) {
   __shared__ PlanScratch scratch;
@@ -64,24 +73,30 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant
   }
 }
 
-template <typename Fabric>
+template <typename Fabric, typename Mover>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     PushKernel(const __grid_constant__ Call call) {
   __shared__ PushScratch scratch;
+  __shared__ typename Here<Mover>::Scratch of_mover;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);
+  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
+    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, mover);
+  });
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
-template <typename Fabric>
+template <typename Fabric, typename Mover>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     StageKernel(const __grid_constant__ Call call) {
+  __shared__ typename Here<Mover>::Scratch of_mover;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  Stage(ThisBlock(), ThisRank(call));
+  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
+    Stage(ThisBlock(), ThisRank(call), mover);
+  });
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
@@ -92,12 +107,15 @@ __global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant
   Wait<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric>
+template <typename Fabric, typename Mover>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
+  __shared__ typename Here<Mover>::Scratch of_mover;
   AwaitKernelAhead();
-  Unpack(ThisBlock(), ThisRank(call), &scratch);
+  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
+    Unpack(ThisBlock(), ThisRank(call), &scratch, mover);
+  });
 }
 
 template <typename Fabric>
@@ -117,13 +135,16 @@ __global__ void __launch_bounds__(kMeetThreads) WaitSomeKernel(const __grid_cons
   WaitSome(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric>
+template <typename Fabric, typename Mover>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackReadyKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
+  __shared__ typename Here<Mover>::Scratch of_mover;
   LetNextStart();  // a wait: one block
   AwaitKernelAhead();
-  UnpackReady(ThisBlock(), ThisRank(call), &scratch);
+  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
+    UnpackReady(ThisBlock(), ThisRank(call), &scratch, mover);
+  });
 }
 
 // ---- For network fabrics only. These kernels start one after another.
@@ -156,27 +177,31 @@ __global__ void QuietKernel(const __grid_constant__ Call) {
   Fabric::Quiet();
 }
 
+// Whether the current device has compute capability 9.0: bulk copies, and kernels that start early.
+inline bool IsNew() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 9;
+}
+
 // Whether kernels may start before the one ahead has ended. Recorded ones start one after another:
 // a program that edits the recording may not know such edges.
 inline bool MayOverlap(cudaStream_t stream) {
-  int device = 0, major = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusActive;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major >= 9 && cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
          capture == cudaStreamCaptureStatusNone;
 }
 
 // Launches a call: plan, move and signal, wait and take, perhaps in several rounds.
-template <typename Fabric>
-cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
+template <typename Fabric, typename Mover>
+cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bool may_overlap) {
   const auto ranks = static_cast<unsigned>(call.num_local);
   const dim3 one(1, ranks);
   const dim3 many(std::max(1u, static_cast<unsigned>(num_blocks) / ranks), ranks);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  const bool may_overlap = !Fabric::kHasNetwork && MayOverlap(stream);
   cudaError_t error = cudaSuccess;
   const auto launch = [&](void (*kernel)(Call), dim3 blocks, int threads, bool is_first = false) {
     cudaLaunchConfig_t config{};
@@ -193,23 +218,23 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
       launch(StageToPutKernel<Fabric>, many, kMoveThreads);
       launch(PutKernel<Fabric>, many, kMoveThreads);
     }
-    launch(PushKernel<Fabric>, many, kMoveThreads);
+    launch(PushKernel<Fabric, Mover>, many, kMoveThreads);
   } else if (!HoldsAllRanks(call)) {
-    launch(StageKernel<Fabric>, many, kMoveThreads);
+    launch(StageKernel<Fabric, Mover>, many, kMoveThreads);
   }
   // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
   // signalled before any waits, however few blocks run at once.
   if constexpr (kSignalsLast<Fabric>) {
     for (int round = 0; round < call.num_early; ++round) {
       launch(WaitSomeKernel<Fabric>, one, kMeetThreads);
-      launch(UnpackReadyKernel<Fabric>, many, kMoveThreads);
+      launch(UnpackReadyKernel<Fabric, Mover>, many, kMoveThreads);
     }
   } else {
     launch(SignalKernel<Fabric>, one, kMeetThreads);
   }
   launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
-    launch(UnpackKernel<Fabric>, many, kMoveThreads);
+    launch(UnpackKernel<Fabric, Mover>, many, kMoveThreads);
   } else {
     if constexpr (Fabric::kHasNetwork) {
       launch(FetchKernel<Fabric>, many, kMoveThreads);
@@ -218,6 +243,18 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
     launch(PullKernel<Fabric>, many, kMoveThreads);
   }
   return error == cudaSuccess ? cudaGetLastError() : error;
+}
+
+template <typename Fabric>
+cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
+  if constexpr (Fabric::kHasNetwork) {
+    return LaunchWith<Fabric, ByRegisters>(call, num_blocks, stream, /*may_overlap=*/false);
+  } else {
+    const bool is_new = IsNew(), may_overlap = is_new && MayOverlap(stream);
+    return is_new && call.in_bulk
+               ? LaunchWith<Fabric, Bulk>(call, num_blocks, stream, may_overlap)
+               : LaunchWith<Fabric, ByRegisters>(call, num_blocks, stream, may_overlap);
+  }
 }
 
 // Loads every kernel now. Loading a kernel at its first launch may wait for the device, where a
@@ -232,13 +269,14 @@ cudaError_t LoadKernelsOver() {
       if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
     }
   };
-  load({PlanKernel<Fabric>, PushKernel<Fabric>, StageKernel<Fabric>, WaitKernel<Fabric>,
-        UnpackKernel<Fabric>, PullKernel<Fabric>});
+  load({PlanKernel<Fabric>, PushKernel<Fabric, ByRegisters>, StageKernel<Fabric, ByRegisters>,
+        WaitKernel<Fabric>, UnpackKernel<Fabric, ByRegisters>, PullKernel<Fabric>});
   if constexpr (Fabric::kHasNetwork) {
     load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
           QuietKernel<Fabric>});
   } else {
-    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric>});
+    load({WaitSomeKernel<Fabric>, UnpackReadyKernel<Fabric, ByRegisters>, PushKernel<Fabric, Bulk>,
+          StageKernel<Fabric, Bulk>, UnpackKernel<Fabric, Bulk>, UnpackReadyKernel<Fabric, Bulk>});
   }
   return error;
 }

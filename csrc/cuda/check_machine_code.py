@@ -20,6 +20,12 @@ _WAIT = ("Wait", "WaitSome")
 _FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
 _IN_FLIGHT = 4
 
+# Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.
+_BULK = "Bulk"
+_BULK_MOVER = "6InBulk"
+_BULK_MOVERS = ("Push", "Stage", "Unpack", "UnpackReady")
+_FIRST_WITH_BULK = 90
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -60,16 +66,22 @@ class Facts:
 
     num_fours: int  # places with four loads of 16 bytes in flight
     num_local: int  # accesses of local memory
-    num_loops: int  # that load 16 bytes
+    num_loops: int  # that load 16 bytes, the outermost ones
     num_fences: int  # in such loops
     num_swaps: int  # compare-and-swap there
     num_warp_sums: int
     num_releases: int  # of the next kernel
+    num_bulk_loads: int
+    num_bulk_stores: int
 
-    def is_good(self, kernel: str) -> bool:
+    def is_good(self, kernel: str, architecture: str) -> bool:
         """Returns whether this kernel may look like this."""
         if kernel in _WAIT:
             return not self.num_local and not self.num_releases
+        is_bulk = kernel.startswith(_BULK) and int(architecture) >= _FIRST_WITH_BULK
+        if is_bulk != (self.num_bulk_loads > 0) or is_bulk != (self.num_bulk_stores > 0):
+            return False
+        kernel = kernel.removeprefix(_BULK)
         is_slow = self.num_local or self.num_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
         has_moves = self.num_loops > 0 and self.num_fours >= _MOVERS[kernel]
@@ -86,7 +98,8 @@ def parse(listing: str) -> dict[tuple[str, str], list[Instruction]]:
             architecture = of[1]
         elif function := re.match(r"\s*Function : (\S+)", line):
             named = re.search(r"\d([A-Z][A-Za-z]*?)Kernel\w*" + _FABRIC, function[1])
-            code = found.setdefault((named[1], architecture), []) if named else None
+            bulk = _BULK if _BULK_MOVER in function[1] else ""
+            code = found.setdefault((bulk + named[1], architecture), []) if named else None
         elif code is not None and (
             one := re.match(
                 r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
@@ -138,50 +151,39 @@ def _followers(blocks: dict[int, list[Instruction]]) -> dict[int, list[int]]:
     return follow
 
 
-def _dominators(follow: dict[int, list[int]]) -> dict[int, set[int]]:
-    """Returns, for each block, those that every way to it passes."""
-    first = next(iter(follow))
-    before = {block: [b for b in follow if block in follow[b]] for block in follow}
-    passed = {block: set(follow) for block in follow} | {first: {first}}
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for block in list(follow)[1:]:
-            ways = [passed[b] for b in before[block]]
-            new = {block} | (set.intersection(*ways) if ways else set())
-            has_changed |= new != passed[block]
-            passed[block] = new
-    return passed
+def _reached(follow: dict[int, list[int]], block: int) -> set[int]:
+    """Returns the blocks that may run after a block."""
+    found, left = set[int](), [block]
+    while left:
+        new = [b for b in follow[left.pop()] if b not in found]
+        found.update(new)
+        left += new
+    return found
 
 
-def find_loops(code: list[Instruction]) -> list[list[Instruction]]:
-    """Returns the instructions of each loop, inner and outer ones.
+def find_moving_loops(code: list[Instruction]) -> list[set[int]]:
+    """Returns the addresses in each outermost loop that loads 16 bytes.
 
-    A branch back makes a loop only if every way to it passes its target. Code that the compiler has
-    moved to the end of a kernel also branches back.
+    Code that the compiler has moved behind the end of a kernel belongs to a loop if the loop
+    reaches it and it goes back; a branch back alone makes no loop.
     """
     blocks = _blocks(code)
     follow = _followers(blocks)
-    passed = _dominators(follow) if follow else {}
-    loops = []
-    for last, nexts in follow.items():
-        for head in nexts:
-            if head not in passed[last]:
-                continue
-            inside, left = {head}, [last]
-            while left:  # everything from which the end is reached without the head
-                block = left.pop()
-                if block not in inside:
-                    inside.add(block)
-                    left += [b for b in follow if block in follow[b]]
-            loops.append([one for block in inside for one in blocks[block]])
-    return loops
+    before = {block: [b for b in follow if block in follow[b]] for block in follow}
+    loops: list[set[int]] = []
+    for block, instructions in blocks.items():
+        is_known = any(block in loop for loop in loops)
+        if is_known or not any(one.is_wide_load for one in instructions):
+            continue
+        if loop := _reached(follow, block) & _reached(before, block):
+            loops.append(loop)
+    return [{one.address for block in loop for one in blocks[block]} for loop in loops]
 
 
 def study(code: list[Instruction]) -> Facts:
     """Returns the facts of one kernel."""
-    loops = [loop for loop in find_loops(code) if any(one.is_wide_load for one in loop)]
-    moving = {one.address for loop in loops for one in loop}
+    loops = find_moving_loops(code)
+    moving = set[int]().union(*loops)
 
     def count(pattern: str, *, in_loops: bool) -> int:
         return sum(
@@ -197,6 +199,8 @@ def study(code: list[Instruction]) -> Facts:
         num_swaps=count(r"ATOM\w*\.(\w+\.)*CAS", in_loops=True),
         num_warp_sums=count("REDUX", in_loops=False),
         num_releases=count("PREEXIT", in_loops=False),
+        num_bulk_loads=count(r"UBLKCP\.S\.G", in_loops=False),
+        num_bulk_stores=count(r"UBLKCP\.G\.S", in_loops=False),
     )
 
 
@@ -206,13 +210,13 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (*_MOVERS, *_WAIT):
+        for kernel in (*_MOVERS, *_WAIT, *(_BULK + name for name in _BULK_MOVERS)):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
-            is_good = bool(instructions) and facts.is_good(kernel)
+            is_good = bool(instructions) and facts.is_good(kernel, architecture)
             num_bad += not is_good
             verdict = "" if is_good else "  <- bad, or not found"
-            print(f"{kernel:<11} sm_{architecture:<4} {facts}{verdict}")
+            print(f"{kernel:<15} sm_{architecture:<4} {facts}{verdict}")
     return min(num_bad, 1)
 
 

@@ -121,6 +121,7 @@ struct Call {
   int num_local;
   int num_parts;
   int num_arrays;
+  bool in_bulk;   // rows move in bulk where the GPU can; see bulk.h
   int num_early;  // rounds of unpack before all ranks have signalled; see WaitSome
   bool is_dispatch;
   Part parts[kMaxParts];

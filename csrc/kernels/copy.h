@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels/block.h"
+#include "numerics/host_device.h"
 
 namespace cpd::kernels {
 
@@ -124,13 +125,16 @@ CPD_DEVICE Block RowTakers(const Block& block, int64_t row_bytes) {
 // Fills `bytes` with one value.
 CPD_DEVICE void Fill(const Block& block, char* to, uint8_t value, int64_t bytes) {
   const Cut cut = CutCopy(reinterpret_cast<uint64_t>(to), 0, bytes);
+  CPD_NO_UNROLL
   for (int64_t i = block.thread; i < cut.head; i += block.num_threads) to[i] = value;
   const uint32_t word = value * 0x01010101u;
   Vector16* vectors = reinterpret_cast<Vector16*>(to + cut.head);
+  CPD_NO_UNROLL
   for (int64_t i = block.thread; i < cut.count; i += block.num_threads) {
     vectors[i] = {{word, word, word, word}};
   }
   char* end = to + bytes - cut.tail;
+  CPD_NO_UNROLL
   for (int64_t i = block.thread; i < cut.tail; i += block.num_threads) end[i] = value;
 }
 

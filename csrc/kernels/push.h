@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/block.h"
+#include "kernels/bulk.h"
 #include "kernels/call.h"
-#include "kernels/copy.h"
 #include "kernels/fabric.h"
 #include "kernels/plan.h"
 
@@ -72,8 +72,9 @@ CPD_DEVICE char* PlaceOf(const Rank& rank, const Part& part, const Array& array,
 }
 
 // Copies the rows of a piece for some of its replicas: each array is read once.
+template <typename Mover>
 CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
-                         PushScratch* scratch) {
+                         PushScratch* scratch, const Mover& mover) {
   const Call& call = rank.call;
   const Part& part = piece.part;
   const int64_t n = piece.num_rows;
@@ -93,15 +94,16 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piec
       scratch->to[i] = PlaceOf(rank, part, array, scratch->rank[i], scratch->row[i]);
     }
     block.Sync();
-    Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
-         n * array.in_row_bytes);
+    mover.Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to,
+               scratch->num, n * array.in_row_bytes);
     block.Sync();
   }
 }
 
 // Copies rows to all receiving ranks, except remote ones.
-template <typename Fabric = Mapped>
-CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
+template <typename Fabric = Mapped, typename Mover = ByRegisters>
+CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
+                     const Mover& mover = {}) {
   const Call& call = rank.call;
   ForEachPiece(block, rank, [&](const Piece& piece) {
     for (int64_t t = piece.first_target; t < piece.end_target;) {
@@ -117,7 +119,7 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch)
       }
       if (block.thread == 0) scratch->num = num;
       block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, piece, scratch);
+      if (scratch->num > 0) PushRows(block, rank, piece, scratch, mover);
       block.Sync();
     }
   });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/block.h"
+#include "kernels/bulk.h"
 #include "kernels/call.h"
 #include "kernels/copy.h"
 
@@ -98,10 +99,10 @@ CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged
 
 // Takes `n` rows of one array: all at once if their tags are the same, else row by row, some
 // threads of the block each.
-template <Phase kPhase>
+template <Phase kPhase, typename Mover>
 CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
                            const Tagged<kPhase>& tagged, int64_t n, bool are_same,
-                           int64_t row_bytes) {
+                           int64_t row_bytes, const Mover& mover) {
   Block takers = are_same ? block : RowTakers(block, row_bytes);
   if (are_same) takers.index = 0, takers.num_blocks = 1;
   const int64_t rows = are_same ? n : 1;
@@ -111,7 +112,7 @@ CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
     char* row = to + r * row_bytes;
     const uint64_t tag = tagged[r];
     if (tagged.IsReady(tag)) {
-      Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
+      mover.Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
     } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
       Fill(takers, row, 0, rows * row_bytes);
     }
@@ -120,14 +121,13 @@ CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
 
 // Takes the rows of a part that are ready. In the last round it also clears rows that were not
 // written, and counts those that were.
-template <Phase kPhase>
+template <Phase kPhase, typename Mover>
 CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* turn,
-                           UnpackScratch* scratch) {
+                           UnpackScratch* scratch, const Mover& mover) {
   const Call& call = rank.call;
   const Part& part = call.parts[p];
   State* state = rank.state();
   const char* half = Half(call, rank.rank(), state->epoch);
-  uint64_t num_written = 0;
   const int64_t num_pieces = (part.capacity + part.rows_per_piece - 1) / part.rows_per_piece;
   for (int64_t piece = block.index; piece < num_pieces; piece += block.num_blocks) {
     const int64_t begin = rank.Turned(piece, num_pieces) * part.rows_per_piece;
@@ -137,7 +137,9 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
                                 state->ready};
     const Written written = CountWritten(block, tagged, n, *turn, scratch);
     *turn = *turn == 2 ? 0 : *turn + 1;
-    num_written += written.num;
+    if (kPhase == Phase::kLast && block.thread == 0 && written.num > 0) {
+      Add(&state->rows_written[p], written.num);
+    }
     const bool none_is_written = kPhase == Phase::kLast && written.num == 0;
     const bool all_are_done = kPhase == Phase::kLast && written.num == n;
     if (written.num_ready == 0 && (kPhase == Phase::kEarly || all_are_done)) continue;
@@ -146,28 +148,31 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
       const Array& array = call.arrays[a];
       UnpackRows(block, half + array.data + begin * array.in_row_bytes,
                  rank.out(part, array) + begin * array.out_row_bytes, tagged, n, are_same,
-                 array.in_row_bytes);
+                 array.in_row_bytes, mover);
     }
-  }
-  if (kPhase == Phase::kLast && block.thread == 0 && num_written > 0) {
-    Add(&state->rows_written[p], num_written);
   }
 }
 
-template <Phase kPhase>
-CPD_DEVICE void UnpackParts(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+template <Phase kPhase, typename Mover>
+CPD_DEVICE void UnpackParts(const Block& block, const Rank& rank, UnpackScratch* scratch,
+                            const Mover& mover) {
   if (block.thread == 0) {
     for (Written& written : scratch->written) written = {};
   }
   block.Sync();
   int turn = 0;
-  for (int p = 0; p < rank.call.num_parts; ++p) UnpackPart<kPhase>(block, rank, p, &turn, scratch);
+  for (int p = 0; p < rank.call.num_parts; ++p) {
+    UnpackPart<kPhase>(block, rank, p, &turn, scratch, mover);
+  }
 }
 
 // Takes the rows of the senders that WaitSome has heard.
-CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+template <typename Mover = ByRegisters>
+CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch,
+                            const Mover& mover = {}) {
   const State& state = *rank.state();
-  if (state.failed == kFine && state.ready != 0) UnpackParts<Phase::kEarly>(block, rank, scratch);
+  if (state.failed != kFine || state.ready == 0) return;
+  UnpackParts<Phase::kEarly>(block, rank, scratch, mover);
 }
 
 // Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
@@ -191,13 +196,15 @@ CPD_DEVICE void CheckWritten(const Rank& rank) {
 }
 
 // Takes all rows that have not been taken, and clears those that were not written.
-CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch) {
+template <typename Mover = ByRegisters>
+CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch,
+                       const Mover& mover = {}) {
   State* state = rank.state();
   if (state->failed != kFine) {
     Spoil(block, rank);
     return;
   }
-  UnpackParts<Phase::kLast>(block, rank, scratch);
+  UnpackParts<Phase::kLast>(block, rank, scratch, mover);
   if (block.thread != 0 ||
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
     return;

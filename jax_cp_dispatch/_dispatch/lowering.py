@@ -25,6 +25,7 @@ from jax_cp_dispatch._ranks.call_site import call_site_attributes
 from jax_cp_dispatch._ranks.gpu import (
     GPU_IMPLEMENTATIONS,
     all_ranks_here,
+    chosen_mover,
     gpu_attributes,
     on_collective_stream,
 )
@@ -83,7 +84,7 @@ def _on_gpu(target, avals_out, *operands, call, parts, where):
     num_storage = _num_storage(operands, parts)
     aliases = {2 + len(operands) - num_storage + i: i for i in range(num_storage)}
     move = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
-    move = functools.partial(move, **_attributes(call, parts), **where)
+    move = functools.partial(move, **_attributes(call, parts), **where, mover=chosen_mover(call.op))
     axes = ((), ()) if call.is_global else (call.comm.axis_names, call.comm.group_axes)
     return on_collective_stream(move)(*map(place_on, axes), *operands)
 

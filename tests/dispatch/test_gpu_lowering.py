@@ -79,6 +79,16 @@ def test_the_handler_reads_every_attribute():
     assert sorted(attributes) == sorted(read)
 
 
+def test_the_mover_is_that_of_the_environment(monkeypatch):
+    run = on_ranks(send, mesh_of(W))
+    assert 'mover = "registers"' in lowered(run, X, PLAN)
+    monkeypatch.setenv("JAX_CP_DISPATCH_MOVER", "bulk")
+    assert 'mover = "bulk"' in lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
+    monkeypatch.setenv("JAX_CP_DISPATCH_MOVER", "fast")
+    with pytest.raises(ValueError, match="dispatch: JAX_CP_DISPATCH_MOVER is 'fast'; it must be"):
+        lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
+
+
 def test_combine_and_gradients():
     y = np.zeros((W * CAPACITY, 3), np.float32)
     ((target, _),) = calls(lowered(on_ranks(bring, mesh_of(W)), y, PLAN))

@@ -60,6 +60,23 @@ def test_every_row_size_arrives_bit_for_bit(num_ranks, num_replicas):
         )
 
 
+@pytest.mark.parametrize("mover", ["registers", "bulk"])
+def test_both_movers_give_the_same_bits(num_ranks, mover, monkeypatch):
+    """Shards of up to 40 rows: long enough for bulk copies, and sizes that cannot have them."""
+    monkeypatch.setenv("JAX_CP_DISPATCH_MOVER", mover)
+    plan = plan_of(num_ranks)
+    capacity = capacity_of(plan)
+    rng = np.random.default_rng(7)
+    x = [rng.integers(0, 256, (num_ranks, T, n), np.uint8) for n in (16384, 1040, 999)]
+    move = jax.jit(lambda x, m: dispatch(x, m, capacity=capacity, **OURS))
+    for _ in range(3):
+        got = move([flat(rows) for rows in x], Metadata(**plan))
+        for there, rows in zip(got, x, strict=True):
+            np.testing.assert_array_equal(
+                per_rank(there, num_ranks), dispatched(plan, rows, capacity)
+            )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
 def test_combine_sums_in_order(num_ranks, dtype):
     plan = plan_of(num_ranks)

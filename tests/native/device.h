@@ -10,7 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "adverse_engine.h"
 #include "device_world.h"
+#include "kernels/bulk.h"
 #include "kernels/exchange.h"
 #include "kernels/network.h"
 #include "kernels/plan.h"
@@ -59,8 +61,8 @@ void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kerne
 }
 
 // The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h.
-template <typename Fabric = Mapped>
-void RunCall(const Call& call, int blocks, int threads) {
+template <typename Fabric, typename Mover>
+void RunCallWith(const Call& call, int blocks, int threads) {
   constexpr bool kSignalsLast = !Fabric::kHasNetwork;
   LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
     Prepare<Fabric>(b, rank, s);
@@ -76,16 +78,21 @@ void RunCall(const Call& call, int blocks, int threads) {
                        [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
     struct Scratch : PushScratch {
+      typename Mover::Scratch of_mover;
       bool is_last;
     };
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      Push<Fabric>(b, rank, s);
+      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Push<Fabric>(b, rank, s, m); });
       if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   } else if (!HoldsAllRanks(call)) {
-    LaunchRanks<bool>(call, blocks, threads, [](const Block& b, const Rank& rank, bool* is_last) {
-      Stage(b, rank);
-      if (kSignalsLast) SignalLast(b, rank, is_last);
+    struct Scratch {
+      typename Mover::Scratch of_mover;
+      bool is_last;
+    };
+    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
+      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Stage(b, rank, m); });
+      if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   }
   if constexpr (!kSignalsLast) {
@@ -94,21 +101,24 @@ void RunCall(const Call& call, int blocks, int threads) {
       Signal<Fabric>(b, rank);
     });
   }
+  struct Scratch : UnpackScratch {
+    typename Mover::Scratch of_mover;
+  };
   for (int round = 0; kSignalsLast && round < call.num_early; ++round) {
     LaunchRanks<MeetScratch>(
         call, 1, threads,
         [](const Block& b, const Rank& rank, MeetScratch* s) { WaitSome(b, rank, s); });
-    LaunchRanks<UnpackScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, UnpackScratch* s) { UnpackReady(b, rank, s); });
+    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
+      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { UnpackReady(b, rank, s, m); });
+    });
   }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
     Wait<Fabric>(b, rank, s);
   });
   if (call.is_dispatch) {
-    LaunchRanks<UnpackScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, UnpackScratch* s) { Unpack(b, rank, s); });
+    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
+      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Unpack(b, rank, s, m); });
+    });
   } else {
     if constexpr (Fabric::kHasNetwork) {
       LaunchRanks<int>(call, blocks, threads,
@@ -122,6 +132,13 @@ void RunCall(const Call& call, int blocks, int threads) {
         call, blocks, threads,
         [](const Block& b, const Rank& rank, SumScratch* s) { Pull<Fabric>(b, rank, s); });
   }
+}
+
+template <typename Fabric = Mapped>
+void RunCall(const Call& call, int blocks, int threads) {
+  const auto run = !Fabric::kHasNetwork && call.in_bulk ? RunCallWith<Fabric, InBulk<AdverseEngine>>
+                                                        : RunCallWith<Fabric, ByRegisters>;
+  run(call, blocks, threads);
 }
 
 // All ranks but `absent`, concurrently; `times` calls without synchronization in between.

@@ -1,5 +1,6 @@
-// Times each kernel of dispatch and combine by events, all ranks of one GPU in one launch, next to
-// a copy of the same bytes: bandwidth without JAX. For test_kernels.cu.
+// Times each kernel of dispatch and combine by events, next to a copy of the same bytes: bandwidth
+// without JAX. In one pass, with all ranks of the GPU in one launch; and in two, through channels,
+// as between GPUs; by each mover of rows. For test_kernels.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -97,15 +98,23 @@ inline std::vector<cudaKernelNodeParams> KernelsIn(cudaGraph_t graph) {
   return kernels;
 }
 
+struct Timed {
+  bool is_dispatch;
+  int num_passes;
+  bool in_bulk;
+  int64_t row_bytes;
+};
+
 // Every rank sends an equal share of its rows to every rank.
 class TimedCall {
  public:
-  TimedCall(bool is_dispatch, int64_t row_bytes, int num_blocks)
-      : tokens_(kTimedBytes / kTimedRanks / row_bytes),
+  TimedCall(const Timed& timed, int num_blocks)
+      : tokens_(kTimedBytes / kTimedRanks / timed.row_bytes),
         fields_(4 * kTimedRanks * (4 * kTimedRanks + 1)),
         in_(kTimedBytes),
         out_(kTimedBytes) {
     constexpr int kRanks = kTimedRanks;
+    const int64_t row_bytes = timed.row_bytes;
     const auto share = static_cast<int32_t>(tokens_ / kRanks);
     std::vector<int32_t> received, lengths, ranks, offsets;
     for (int r = 0; r < kRanks; ++r) {
@@ -117,8 +126,11 @@ class TimedCall {
       }
       received.push_back(kRanks * share);
     }
-    call.is_dispatch = is_dispatch;
-    call.num_ranks = call.num_local = kRanks;
+    Call call{};
+    call.is_dispatch = timed.is_dispatch;
+    call.in_bulk = timed.in_bulk;
+    call.num_ranks = kRanks;
+    call.num_local = timed.num_passes == 1 ? kRanks : 1;
     call.num_parts = call.num_arrays = 1;
     call.deadline_ns = 2'000'000'000;
     for (int r = 0; r < kRanks; ++r) call.pe[r] = -1;
@@ -140,7 +152,7 @@ class TimedCall {
     const int64_t bytes =
         std::clamp<int64_t>(tokens_ * row_bytes / (4 * num_blocks), 32 << 10, 128 << 10);
     part.rows_per_piece = std::max<int64_t>(1, bytes / row_bytes);
-    const DataType type = is_dispatch ? DataType::kU8 : DataType::kF32;
+    const DataType type = timed.is_dispatch ? DataType::kU8 : DataType::kF32;
     call.arrays[0].in = in_.data();
     call.arrays[0].out = out_.data();
     call.arrays[0].in_row_bytes = call.arrays[0].out_row_bytes = row_bytes;
@@ -148,12 +160,21 @@ class TimedCall {
     const int64_t channel_bytes = AlignUp(LayOutChannel(&call));
     channel_ = std::make_unique<DeviceMemory>(kRanks * channel_bytes);
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;
-    local_ = std::make_unique<DeviceMemory>(LayOutLocal(&call));
-    call.local = local_->data();
+    LayOutLocal(&call);
+    local_ = std::make_unique<DeviceMemory>(kRanks * call.local_bytes);
     CUDA(cudaHostAlloc(reinterpret_cast<void**>(&errors_), kRanks * sizeof(ErrorRecord),
                        cudaHostAllocMapped));
     std::memset(static_cast<void*>(errors_), 0, kRanks * sizeof(ErrorRecord));
     CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&call.errors), errors_, 0));
+    for (int r = 0; r < kRanks; r += call.num_local) {
+      calls.push_back(call);
+      Call& one = calls.back();
+      one.first_rank = r;
+      one.arrays[0].in += r * tokens_ * row_bytes;
+      one.arrays[0].out += r * tokens_ * row_bytes;
+      one.local = local_->data() + r * call.local_bytes;
+      one.errors += r;
+    }
   }
   ~TimedCall() { cudaFreeHost(errors_); }
   TimedCall(const TimedCall&) = delete;
@@ -164,7 +185,7 @@ class TimedCall {
                        [](const ErrorRecord& record) { return record.raised == 0; });
   }
 
-  Call call{};
+  std::vector<Call> calls;  // one of all ranks, or one of each
 
  private:
   const int64_t tokens_;
@@ -173,55 +194,100 @@ class TimedCall {
   ErrorRecord* errors_ = nullptr;
 };
 
-// One row of results: the whole call, and each of its kernels alone.
-inline std::string TimeCall(bool is_dispatch, int64_t row_bytes, int num_blocks, float copy_ms,
-                            cudaStream_t stream) {
-  TimedCall timed(is_dispatch, row_bytes, num_blocks);
-  const auto launch = [&] { CUDA(LaunchCall(timed.call, num_blocks, stream)); };
-  launch();
-  const float whole = Milliseconds(stream, launch);
-  cudaGraph_t graph;
-  CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  launch();
-  CUDA(cudaStreamEndCapture(stream, &graph));
-  const std::vector<cudaKernelNodeParams> kernels = KernelsIn(graph);
-  std::vector<std::vector<float>> times(kernels.size());
-  std::vector<cudaEvent_t> events(kernels.size() + 1);
+// The kernels of a call, by step; each step has one kernel of every launch.
+inline std::vector<std::vector<cudaKernelNodeParams>> StepsOf(const std::vector<Call>& calls,
+                                                              int num_blocks, cudaStream_t stream,
+                                                              std::vector<cudaGraph_t>* graphs) {
+  std::vector<std::vector<cudaKernelNodeParams>> steps;
+  for (const Call& call : calls) {
+    cudaGraph_t graph;
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    CUDA(LaunchCall(call, num_blocks, stream));
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    graphs->push_back(graph);
+    const std::vector<cudaKernelNodeParams> kernels = KernelsIn(graph);
+    steps.resize(kernels.size());
+    for (size_t k = 0; k < kernels.size(); ++k) steps[k].push_back(kernels[k]);
+  }
+  return steps;
+}
+
+// One row of results: the whole call, and each of its kernels alone. Ranks with a call each take
+// every step one after another, since a rank that waits needs what the others have sent.
+inline std::string TimeCall(const Timed& what, int num_blocks, float copy_ms, cudaStream_t stream) {
+  TimedCall timed(what, num_blocks);
+  std::vector<cudaGraph_t> graphs;
+  const auto steps = StepsOf(timed.calls, num_blocks, stream, &graphs);
+  std::vector<std::vector<float>> times(steps.size());
+  std::vector<cudaEvent_t> events(steps.size() + 1);
   for (cudaEvent_t& event : events) CUDA(cudaEventCreate(&event));
-  for (int i = 0; i < kRepeats; ++i) {
+  for (int i = 0; i < 1 + kRepeats; ++i) {
     CUDA(cudaEventRecord(events[0], stream));
-    for (size_t k = 0; k < kernels.size(); ++k) {
-      const cudaKernelNodeParams& kernel = kernels[k];
-      CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
-                            kernel.sharedMemBytes, stream));
+    for (size_t k = 0; k < steps.size(); ++k) {
+      for (const cudaKernelNodeParams& kernel : steps[k]) {
+        CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
+                              kernel.sharedMemBytes, stream));
+      }
       CUDA(cudaEventRecord(events[k + 1], stream));
     }
     CUDA(cudaStreamSynchronize(stream));
-    for (size_t k = 0; k < kernels.size(); ++k) {
+    for (size_t k = 0; k < steps.size() && i > 0; ++k) {
       times[k].push_back(0);
       CUDA(cudaEventElapsedTime(&times[k].back(), events[k], events[k + 1]));
     }
   }
   for (cudaEvent_t event : events) CUDA(cudaEventDestroy(event));
-  char text[256];
+  std::string of_kernels;
+  float whole = 0;
+  char text[512];
+  for (size_t k = 0; k < steps.size(); ++k) {
+    std::nth_element(times[k].begin(), times[k].begin() + kRepeats / 2, times[k].end());
+    whole += times[k][kRepeats / 2];
+    std::snprintf(text, sizeof text, ", \"%s_ms\": %.4f", NameOf(steps[k][0].func).c_str(),
+                  times[k][kRepeats / 2]);
+    of_kernels += text;
+  }
+  if (what.num_passes == 1) {
+    whole = Milliseconds(stream, [&] { CUDA(LaunchCall(timed.calls[0], num_blocks, stream)); });
+  }
+  for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
   std::snprintf(text, sizeof text,
-                "{\"what\": \"%s\", \"row_bytes\": %lld, \"fine\": %s, \"ms\": %.4f, "
-                "\"copy_ms\": %.4f, \"of_copy\": %.3f, \"GB_per_s\": %.1f",
-                is_dispatch ? "dispatch" : "combine", static_cast<long long>(row_bytes),
+                "{\"what\": \"%s\", \"passes\": %d, \"mover\": \"%s\", \"row_bytes\": %lld, "
+                "\"fine\": %s, \"ms\": %.4f, \"copy_ms\": %.4f, \"of_copy\": %.3f, "
+                "\"GB_per_s\": %.1f",
+                what.is_dispatch ? "dispatch" : "combine", what.num_passes,
+                what.in_bulk ? "bulk" : "registers", static_cast<long long>(what.row_bytes),
                 timed.IsFine() ? "true" : "false", whole, copy_ms, copy_ms / whole,
                 2e-6 * kTimedBytes / whole);
-  std::string row = text;
-  for (size_t k = 0; k < kernels.size(); ++k) {
-    std::nth_element(times[k].begin(), times[k].begin() + kRepeats / 2, times[k].end());
-    std::snprintf(text, sizeof text, ", \"%s_ms\": %.4f", NameOf(kernels[k].func).c_str(),
-                  times[k][kRepeats / 2]);
-    row += text;
-  }
-  CUDA(cudaGraphDestroy(graph));
-  return row + "}";
+  return text + of_kernels + "}";
 }
 
-// Prints a row per call and row size, and writes them to a file as JSON; nullptr: no file.
+// Whether the current device copies in bulk.
+inline bool CopiesInBulk() {
+  int device = 0, major = 0;
+  CUDA(cudaGetDevice(&device));
+  CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
+// Everything that is timed: the movers next to each other. A combine in one pass only sums.
+inline std::vector<Timed> AllTimed() {
+  std::vector<Timed> all;
+  for (const bool is_dispatch : {true, false}) {
+    for (const int num_passes : {1, 2}) {
+      for (int64_t row_bytes = 256; row_bytes <= 16384; row_bytes *= 2) {
+        for (const bool in_bulk : {false, true}) {
+          const bool has_mover = is_dispatch || num_passes == 2;
+          if (in_bulk && !(has_mover && CopiesInBulk())) continue;
+          all.push_back({is_dispatch, num_passes, in_bulk, row_bytes});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+// Prints a row for each, and writes them to a file as JSON; nullptr: no file.
 inline int TimeKernels(int num_blocks, const char* path) {
   cudaStream_t stream;
   CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -235,12 +301,10 @@ inline int TimeKernels(int num_blocks, const char* path) {
     copy_ms = Milliseconds(stream, copy);
   }
   std::vector<std::string> rows;
-  for (const bool is_dispatch : {true, false}) {
-    for (int64_t row_bytes = 256; row_bytes <= 16384; row_bytes *= 2) {
-      rows.push_back(TimeCall(is_dispatch, row_bytes, num_blocks, copy_ms, stream));
-      std::printf("%s\n", rows.back().c_str());
-      std::fflush(stdout);
-    }
+  for (const Timed& what : AllTimed()) {
+    rows.push_back(TimeCall(what, num_blocks, copy_ms, stream));
+    std::printf("%s\n", rows.back().c_str());
+    std::fflush(stdout);
   }
   if (std::FILE* file = path ? std::fopen(path, "w") : nullptr) {
     std::fprintf(file, "{\"title\": \"kernels, %d ranks on one GPU\", \"rows\": [\n", kTimedRanks);

@@ -10,13 +10,15 @@ CHECK = pathlib.Path(__file__).parents[2] / "csrc/cuda/check_kernels.py"
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
     *("WaitSome", "UnpackReady"),
+    *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 ]
-NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}KernelENS_6device4CallE"
-LINES = f"""\
-ptxas info    : Compiling entry function '{NAME}' for 'sm_90'
-    {{stack}} bytes stack frame, {{spills}} bytes spill stores, 0 bytes spill loads
-ptxas info    : Used {{registers}} registers, used 1 barriers, {{shared}} bytes smem
+NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{mover}ENS_6device4CallE"
+IN_BULK = "INS_6MappedENS_6InBulkINS_10BulkEngineEEEEv"
+LINES = """\
+ptxas info    : Compiling entry function '{name}' for 'sm_90'
+    {stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads
+ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem
 """
 
 OVER_NVSHMEM = [*KERNELS[:6], "Signal", "StageToPut", "Put", "Fetch", "Quiet"]
@@ -27,10 +29,15 @@ nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes sm
 """
 
 
+def name_of(kernel):
+    mover = IN_BULK if kernel.startswith("Bulk") else ""
+    kernel = kernel.removeprefix("Bulk")
+    return NAME.format(n=len(kernel) + 6, kernel=kernel, mover=mover)
+
+
 def lines_of(kernel, stack=0, spills=0, registers=64, shared=128):
-    n = len(kernel) + 6
     numbers = {"stack": stack, "spills": spills, "registers": registers, "shared": shared}
-    return LINES.format(n=n, kernel=kernel, **numbers)
+    return LINES.format(name=name_of(kernel), **numbers)
 
 
 def check(tmp_path, log):
@@ -75,7 +82,7 @@ def test_kernels_over_nvshmem_have_the_stack_of_its_functions(tmp_path, name, st
     for kernel in OVER_NVSHMEM[: -1 if name == "missing" else None]:
         mine = kernel == name
         log += lines_of(kernel, spills=spills * mine).replace(
-            NAME.format(n=len(kernel) + 6, kernel=kernel),
+            name_of(kernel),
             NVSHMEM_NAME.format(n=len(kernel) + 6, kernel=kernel),
         )
         # A function of NVSHMEM, not a kernel.

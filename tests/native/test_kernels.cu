@@ -70,12 +70,29 @@ void Run(World& world, const std::vector<cudaStream_t>& streams, int times, bool
   }
 }
 
-// All ranks in one launch, as every program for one GPU runs them.
+// Rows and pieces that are worth a bulk copy, and some that cannot have one.
+World LargeRows(Rng& rng, bool is_dispatch) {
+  World world{};
+  world.num_ranks = static_cast<int>(Draw(rng, 2, 4));
+  world.is_dispatch = is_dispatch;
+  world.use_src_offset = Draw(rng, 0, 1);
+  world.rows_per_piece = Draw(rng, 1, 20);
+  world.num_early = static_cast<int>(Draw(rng, 0, 2));
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  world.parts.push_back(MakePart(rng, world.num_ranks, 5, 2, 40,
+                                 {16 * Draw(rng, 64, 512), 16 * Draw(rng, 1, 64), 4 * 251},
+                                 world.use_src_offset));
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+// All ranks in one launch, as every program for one GPU runs them; by both movers.
 void RunOneLaunch(Rng& rng, cudaStream_t stream) {
   for (const bool is_dispatch : {true, false}) {
-    World world = RandomWorld(rng, is_dispatch);
+    World world = Draw(rng, 0, 1) ? LargeRows(rng, is_dispatch) : RandomWorld(rng, is_dispatch);
     OneLaunch launch(world);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; ++i) {
+      launch.call.in_bulk = i % 2 == 1;
       launch.Clear();
       for (int j = 0; j < 3; ++j) CUDA(LaunchCall(launch.call, 4 * world.num_ranks, stream));
       CUDA(cudaStreamSynchronize(stream));
@@ -113,8 +130,10 @@ int main(int argc, char** argv) {
   }
   for (int i = 0; i < num_worlds; ++i) {
     for (const bool is_dispatch : {true, false}) {
-      World world = RandomWorld(rng, is_dispatch);
-      for (const bool recorded : {false, true, true}) {
+      World world = i % 2 == 0 ? RandomWorld(rng, is_dispatch) : LargeRows(rng, is_dispatch);
+      for (const int way : {0, 1, 2, 3}) {
+        const bool recorded = way % 2 == 1;
+        world.in_bulk = way >= 2;
         Run(world, streams, 3, recorded);
         CHECK(world.IsFine());
         is_dispatch ? CheckDispatched(world) : CheckCombined(world);

@@ -11,8 +11,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 CHECK = ROOT / "csrc/cuda/check_machine_code.py"
 
 FUNCTION = (
-    "\t\tFunction : _ZN3cpd43_GLOBAL__N__9b_10_kernels_cu_0{n}{kernel}KernelINS_6MappedEEvNS4_CallE"
+    "\t\tFunction : _ZN3cpd43_GLOBAL__N__9b_10_kernels_cu_0{n}{kernel}KernelI{types}EEvNS4_CallE"
 )
+MAPPED, IN_BULK = "NS_6MappedE", "NS_6InBulkINS_10BulkEngineEEE"
 # A loop as Push has it: four loads, then four stores.
 LOOP = [
     "LDG.E.128 R4, desc[UR6][R2.64]",
@@ -26,6 +27,8 @@ LOOP = [
     "EXIT",
 ]
 COUNT = ["REDUX.SUM UR4, R4", "ATOMS.ADD RZ, [R2], R4"]
+BULK_LOAD = ["SYNCS.ARRIVE.TRANS64 RZ, [UR4], R2", "UBLKCP.S.G [UR8], [UR4], UR9"]
+BULK_STORE = ["UBLKCP.G.S [UR6], [UR8], UR9", "UTMACMDFLUSH"]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,11 @@ def check():
     return module
 
 
-def listing(kernel, code):
-    lines = ["\tcode for sm_90", FUNCTION.format(n=len(kernel) + 6, kernel=kernel)]
+def listing(kernel, code, architecture=90):
+    types = MAPPED + IN_BULK * kernel.startswith("Bulk")
+    kernel = kernel.removeprefix("Bulk")
+    function = FUNCTION.format(n=len(kernel) + 6, kernel=kernel, types=types)
+    lines = [f"\tcode for sm_{architecture}", function]
     for i, instruction in enumerate(code):
         lines.append(f"        /*{16 * i:04x}*/                   {instruction} ;  /* 0x0000 */")
         lines.append(" " * 60 + "/* 0x000fe400 */")  # the other half of its encoding
@@ -78,6 +84,12 @@ def replaced(old, *new):
         ("Push", BEFORE, True),
         ("Push", INSIDE, False),
         ("Stage", [], False),
+        ("BulkPush", LOOP + BULK_LOAD + BULK_STORE, True),
+        ("BulkPush", LOOP + BULK_LOAD, False),
+        ("BulkPush", LOOP + BULK_STORE, False),
+        ("BulkPush", LOOP, False),
+        ("BulkUnpack", LOOP + BULK_LOAD + BULK_STORE, False),  # does not count its tags
+        ("Push", LOOP + BULK_LOAD + BULK_STORE, False),
         ("Wait", ["ACQBULK", *LOOP[-3:]], True),
         ("Wait", ["PREEXIT", *LOOP[-3:]], False),
         ("WaitSome", ["PREEXIT", *LOOP[-3:]], False),
@@ -86,7 +98,13 @@ def replaced(old, *new):
 def test_what_is_bad(check, kernel, code, is_good):
     found = check.parse(listing(kernel, code))
     assert list(found) == [(kernel, "90")] and len(found[kernel, "90"]) == len(code)
-    assert check.study(found[kernel, "90"]).is_good(kernel) == is_good
+    assert check.study(found[kernel, "90"]).is_good(kernel, "90") == is_good
+
+
+def test_older_gpus_copy_nothing_in_bulk(check):
+    for code, is_good in [(LOOP, True), (LOOP + BULK_LOAD + BULK_STORE, False)]:
+        found = check.parse(listing("BulkPush", code, architecture=80))
+        assert check.study(found["BulkPush", "80"]).is_good("BulkPush", "80") == is_good
 
 
 def test_other_kernels_are_not_read(check):
@@ -107,4 +125,4 @@ def test_the_kernels_of_this_tree(check, monkeypatch, capsys):
         pytest.skip("cuobjdump and nvdisasm are not installed; ./run cuda installs them")
     monkeypatch.setattr("sys.argv", [str(CHECK), str(built[0])])
     assert check.main() == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.count("Facts") >= 7
+    assert capsys.readouterr().out.count("Facts") >= 11

@@ -27,6 +27,7 @@ TESTS = (
     "test_comm_overlap",
     "test_overlap_buffers",
     "test_overlap_timing",
+    "test_bulk",
     "test_device",
     "test_early_rows",
     "test_movers",

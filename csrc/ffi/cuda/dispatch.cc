@@ -99,6 +99,7 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   if (!status.ok()) return status;
   status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
   if (!status.ok()) return status;
+  call.in_bulk = options.mover == "bulk";
   FindRemotes(options, placement, &call);
   const ChannelKey key = KeyOf(options, call, placement.places);
   std::shared_ptr<Channel> channel;

@@ -36,6 +36,7 @@ Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   ReadOptions(&reader, &options->call);
   reader.Read("places", &options->places);
   reader.Read("memory", &options->memory);
+  reader.Read("mover", &options->mover);
   return reader.Finish();
 }
 

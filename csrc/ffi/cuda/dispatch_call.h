@@ -19,6 +19,7 @@ struct CudaOptions {
   DispatchOptions call;
   Counts places;            // of all ranks, group by group; -1: one device holds all of them
   std::string_view memory;  // "devices" of this process, or a "slab" per process
+  std::string_view mover;   // "registers", or "bulk" where the GPU can
 };
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);

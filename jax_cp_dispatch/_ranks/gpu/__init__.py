@@ -6,6 +6,7 @@ from jax_cp_dispatch._ranks.gpu.choice import (
     what_gpu_lacks,
 )
 from jax_cp_dispatch._ranks.gpu.errors import raise_gpu_errors
+from jax_cp_dispatch._ranks.gpu.mover import chosen_mover
 from jax_cp_dispatch._ranks.gpu.places import (
     all_ranks_here,
     gpu_attributes,
@@ -20,6 +21,7 @@ __all__ = [
     "GpuWorld",
     "all_ranks_here",
     "choose_gpu_implementation",
+    "chosen_mover",
     "connect_gpus",
     "connected_gpus",
     "gpu_attributes",
