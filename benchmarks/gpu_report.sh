@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that one GPU can tell, in one go: gpu_report.sh [--dry-run] [FOLDER]. Builds from this
-# tree without network and for this GPU only, tests and measures. Every step has a time limit, later
-# ones run also when one fails, and what is learnt first is worth most; 9 minutes in all.
+# Everything that one GPU can tell, in one go: gpu_report.sh [--dry-run] [--budget SECONDS] [FOLDER].
+# Builds from this tree without network and for this GPU only, tests and measures. The steps come in
+# the order of their worth, and later ones run also when one fails. Each has a time limit of its own,
+# and at most what is left of the budget (540 s); a line at the end says what was left out.
 #
 # FOLDER is where report.txt (all output, as it comes) and report.json go, and is made if it is not
 # there: `benchmarks/gpu_report.sh /mnt/results`; by default benchmarks/results/gpu. PYTHON names an
@@ -10,24 +11,37 @@
 #
 # GIVEN names a folder with extensions and test_kernels of this tree, built elsewhere by this script
 # (`ARCHITECTURE=90 gpu_report.sh --build-only FOLDER`). They are used if they load and are for this
-# GPU; otherwise everything is built here. --dry-run checks every command and runs none.
+# GPU; otherwise everything is built here. --dry-run checks every command and runs none; it says what
+# is left out if every step takes its limit (a line of the smoke table: what it usually takes).
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 python=${PYTHON:-python3}
 mode=run
-case "${1:-}" in
-  --dry-run) mode=dry; shift ;;
-  --build-only) mode=build; shift ;;
-  -*) echo "usage: gpu_report.sh [--dry-run | --build-only] [FOLDER]" >&2; exit 2 ;;
-esac
+budget=540
+while [[ ${1:-} == -* ]]; do
+  case "$1" in
+    --dry-run) mode=dry ;;
+    --build-only) mode=build ;;
+    --budget) budget=${2:-none}; shift ;;
+    *) budget=none ;;
+  esac
+  [[ $budget =~ ^[1-9][0-9]*$ ]] || {
+    echo "usage: gpu_report.sh [--dry-run | --build-only] [--budget SECONDS] [FOLDER]" >&2
+    exit 2
+  }
+  shift
+done
 out=${1:-benchmarks/results/gpu}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 build=${BUILD:-build/gpu_report}
 given=${GIVEN:-build/given}
-end=$((SECONDS + 530))  # seconds; the limits with a given build add up to less
-limits=0
+end=$((budget - (budget > 100 ? 10 : 1)))  # seconds; the rest is for what follows the steps
+supposed=0  # seconds that the steps of a dry run would have taken
+usual=      # seconds of a step, if usually much less than its limit
+left_out=()
+least=5  # seconds with which a step is begun
 report=$out/report.txt
 steps=$out/steps.tsv
 : >"$report"
@@ -50,26 +64,28 @@ check() {  # check COMMAND...: says what a command lacks; used instead of runnin
 }
 
 step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
-  local name=$1 limit=$2 began=$SECONDS status left=$((end - SECONDS))
+  local name=$1 limit=$2 began=$SECONDS status left
   shift 2
-  limits=$((limits + limit))
+  if [ "$mode" = dry ]; then left=$((end - supposed)); else left=$((end - SECONDS)); fi
+  if [ "$left" -lt "$((limit < least ? limit : least))" ]; then
+    left_out+=("$name")
+    printf '%s\tleft out\t0\n' "$name" >>"$steps"
+    return 1
+  fi
+  [ "$limit" -le "$left" ] || limit=$left
   if [ "$mode" = dry ]; then
     local lacks
     lacks=$(check "$@" 2>&1)
     status=$?
+    supposed=$((supposed + (usual && usual < limit ? usual : limit)))
     printf '%s\t%s\t%s\t%s\n' "$status" "$limit" "$name" "${lacks:-$*}"
     printf '%s\t%s\t0\n' "$name" "$status" >>"$steps"
     return "$status"
   fi
-  [ "$limit" -le "$left" ] || limit=$left
   echo "== $name" | tee -a "$report"
-  if [ "$limit" -le 0 ]; then
-    status=skipped
-  else
-    # Interrupted, not terminated: pytest then tells what has failed so far.
-    timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report" | tail -n 60
-    status=${PIPESTATUS[0]}
-  fi
+  # Interrupted, not terminated: pytest then tells what has failed so far.
+  timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report" | tail -n 60
+  status=${PIPESTATUS[0]}
   echo "-- $name: status $status after $((SECONDS - began)) s" | tee -a "$report"
   printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - began))" >>"$steps"
   [ "$status" = 0 ]
@@ -155,7 +171,7 @@ smoke() {  # smoke LINE [VARIABLE=VALUE...]
   step "smoke: $line" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
     XLA_PYTHON_CLIENT_MEM_FRACTION=.3 "$@" "$python" tests/gpu/smoke.py "$line"
 }
-began=$limits
+usual=6
 smoke dispatch
 smoke combine
 smoke replay XLA_FLAGS="$recorded" JAX_CP_DISPATCH_COLLECTIVE_STREAM=0
@@ -166,7 +182,7 @@ smoke pipeline
 smoke causal
 smoke packed
 smoke ipc
-limits=$((began + 60))  # each line takes a few seconds; a line that hangs is stopped
+usual=
 
 # NVSHMEM apart: it takes longer to build, and everything else works without it.
 nvshmem=
@@ -197,6 +213,8 @@ fi
 # ---- Products and attention.
 step "bandwidth" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
+step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_MOVER=bulk "$python" \
+  benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
 step "gemm" 45 env JAX_PLATFORMS=cuda XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
 step "attention rate" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_attention.py \
@@ -229,10 +247,10 @@ if [ -n "$nvshmem" ]; then
   step "build nvshmem" 20 bash -c await_nvshmem
   install "$build" _nvshmem
 fi
-began=$limits
+usual=6
 smoke nvshmem
 smoke put
-limits=$((began + 15))
+usual=
 rm -f "$out/nvshmem.log"
 together() {  # together NAME SECONDS TEST: tests of several processes
   step "$1" "$2" env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
@@ -248,15 +266,21 @@ sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-san
 step "memcheck" 20 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" one-launch 2
 step "racecheck" 20 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" one-launch 2
 
+say_left_out() {
+  local names
+  names=$(printf '%s, ' ${left_out[@]+"${left_out[@]}"})
+  names=${names%, }
+  echo "left out of $budget s: ${names:-nothing}"
+}
 if [ "$mode" = dry ]; then
-  limits=$((limits - 120))  # building is quicker than its limit, or has been done
-  echo "limits: $limits s of 530"
-  failed=$(awk -F'\t' '$2 != 0 { print $1 }' "$steps" | paste -sd, -)
+  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" { print $1 }' "$steps" | paste -sd, -)
   rm -f "$report" "$steps"
   echo "cannot run: ${failed:-nothing}"
-  [ -z "$failed" ] && [ "$limits" -le 530 ]
+  say_left_out
+  [ -z "$failed" ]
   exit
 fi
+say_left_out | tee -a "$report"
 
 "$python" - "$out" <<'PYTHON'
 """Puts the steps and their results into one file."""
@@ -274,14 +298,14 @@ report = {
     "gpu": gpu,
     "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
 }
-for name in ("kernels", "bandwidth", "gemm", "attention"):
+for name in ("kernels", "bandwidth", "bandwidth_in_bulk", "gemm", "attention"):
     path = out / f"{name}.json"
     if path.is_file():
         report[name] = json.loads(path.read_text())
         path.unlink()
 (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 (out / "steps.tsv").unlink()
-failed = [n for n, s, _ in steps if s != "0"]
+failed = [n for n, s, _ in steps if s not in ("0", "left out")]
 print("failed:", ", ".join(failed) if failed else "nothing")
 sys.exit(bool(failed))
 PYTHON
