@@ -120,13 +120,12 @@ def combine_with_xla(
         stamp=stamp,
     )
     is_named_once = metadata.src_offset is None
-    # What returns to a rank at most, all replicas of its rows.
-    num_home = (
-        num_tokens * (1 if is_named_once else plan.num_rows.shape[1]) * plan.dst_rank.shape[2]
-    )
-    is_less = num_home < num_ranks * capacity and plan.dst_rank.size <= MAX_UPDATES
+    # What returns to a rank at most: all replicas of its rows, and no more than all ranks hold,
+    # since a plan in which ranges overlap there is not valid.
+    num_named = 1 if is_named_once else plan.num_rows.shape[1]
+    num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], num_ranks * capacity)
     ragged = ragged and bool(axis_names) and num_ranks > 1
-    if ragged and num_home > 0 and is_less:
+    if ragged and num_home > 0 and plan.dst_rank.size <= MAX_UPDATES:
         homes, begin = return_rows(plan, rank, bits, axis_names=axis_names, num_home=num_home)
         held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
     else:

@@ -80,6 +80,28 @@ def test_any_plan_matches_the_definition(calls, has_src_offset):
     assert len(calls) == 2
 
 
+def test_rows_in_many_slots_return_without_an_all_gather(calls):
+    """All rows of all receive buffers return to rank 0, which has fewer: each is in many slots."""
+    length, to_each = 20, CAPACITY // 20
+    slots = np.arange(W * to_each)
+    plan = {
+        "seq_len": np.zeros((W, slots.size), np.int32),
+        "dst_rank": np.full((W, slots.size, 1), -1, np.int32),
+        "dst_offset": np.zeros((W, slots.size, 1), np.uint32),
+        "src_offset": np.zeros((W, slots.size), np.uint32),
+        "num_recv_tokens": np.zeros((W, W + 1), np.uint32),
+    }
+    plan["seq_len"][0] = length
+    plan["dst_rank"][0, :, 0] = slots // to_each
+    plan["dst_offset"][0, :, 0] = slots % to_each * length
+    plan["src_offset"][0] = slots % (T - length + 1)
+    plan["num_recv_tokens"][:, [0, W]] = CAPACITY
+    x, y = rows(5)
+    got = on_ranks(both, mesh_of(W))([x], [y], operands(plan))
+    assert_as_defined(got, plan, x, y)
+    assert len(calls) == 2
+
+
 def test_an_invalid_plan_moves_nothing_and_fills_every_rank_with_nan(calls):
     run = on_ranks(both, mesh_of(W))
     plan = fitting_plan(0)
