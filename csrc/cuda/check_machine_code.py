@@ -78,7 +78,9 @@ class Facts:
         """Returns whether this kernel may look like this."""
         if kernel in _WAIT:
             return not self.num_local and not self.num_releases
-        is_bulk = kernel.startswith(_BULK) and int(architecture) >= _FIRST_WITH_BULK
+        is_bulk = (
+            kernel.startswith(_BULK) and int(re.sub(r"\D", "", architecture)) >= _FIRST_WITH_BULK
+        )
         if is_bulk != (self.num_bulk_loads > 0) or is_bulk != (self.num_bulk_stores > 0):
             return False
         kernel = kernel.removeprefix(_BULK)
