@@ -4,32 +4,39 @@ Movement: dispatch and combine inside `lax.scan`, over virtual devices of one pr
 processes. Attention: algorithms of `context_parallel_attention` over virtual devices, forward, and
 forward and backward. `cost.calibrate` fits the constants to the measurements marked "fit"; those
 marked "check" are then predicted: they have other sizes, numbers of ranks, heads and documents.
-Times are minima of interleaved rounds. All ranks share the cores. With `--clock cpu`, a time over
-virtual devices is the processor time divided by the cores, which other programs disturb less.
+Times are medians of interleaved rounds. All ranks share the cores. With `--again`, the constants
+are fitted to the times in an earlier result, for example after a change of the model.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import os
+import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import common
-import cost_model_runs as runs
+import cost_model_attention as attention
+import cost_model_movement as movement
+from rounds import summary
 
 from jax_cp_dispatch.cost import AttentionRate, Hardware, Measurement, calibrate
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
+Row = dict[str, Any]
+RANKS, PROCESSES = (2, 4, 8), (2, 4)
 START = Hardware(
     matmul_flops=250e9,
     link_bandwidth=8e9,
-    link_latency=10e-6,
+    link_latency=50e-6,
     topology="shared_memory",
     cores=os.cpu_count() or 1,
-    rank_latency=5e-6,
-    cache_bytes=32e6,
+    rank_latency=50e-6,
+    cache_bytes=16e6,
     cache_bandwidth=20e9,
     memory_bandwidth=8e9,
     attention=AttentionRate(
@@ -53,91 +60,86 @@ ATTENTION = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One measurement: what was measured, by which case, and its prediction."""
-
-    row: dict[str, Any]
-    seconds: float
-    predict: Callable[[Hardware], float]
-
-    def compared(self, hardware: Hardware) -> dict[str, Any]:
-        predicted = self.predict(hardware)
-        return self.row | {
-            "predicted_ms": float(f"{1e3 * predicted:.4g}"),
-            "measured_ms": float(f"{1e3 * self.seconds:.4g}"),
-            "ratio": round(predicted / self.seconds, 3),
-        }
-
-
-def fitted(hardware: Hardware, points: Iterable[Point], constants: tuple[str, ...]) -> Hardware:
-    used = [x for x in points if x.row["use"] == "fit"]
-    measurements = [Measurement(x.seconds, x.predict) for x in used]
-    return calibrate(hardware, measurements, constants=constants)
-
-
-def movement_points(rows: list[dict[str, Any]]) -> list[Point]:
-    return [
-        Point(row, row.pop("seconds"), runs.predict_movement(row["ranks"], row["MB_per_rank"]))
-        for row in rows
-    ]
-
-
-def in_processes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures movement in jobs of several processes; returns the rows of the first process."""
-    rows = []
-    for processes in (2, 4):
+def between_processes(rounds: int, quick: bool) -> Iterable[Row]:
+    """Measures movement in jobs of several processes, each twice, in turn."""
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for processes in PROCESSES * 2:
         command = [
             *(sys.executable, "-m", "jax_cp_dispatch.launch", f"--processes={processes}"),
-            *(runs.__file__, f"--repeats={arguments.repeats}"),
-            *(["--quick"] if arguments.quick else []),
+            *(movement.__file__, f"--repeats={rounds // 2}"),
+            *(["--quick"] if quick else []),
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("[0] {")]
-        rows += [json.loads(line.removeprefix("[0] ")) for line in lines]
-    return rows
+        for row in (json.loads(line.removeprefix("[0] ")) for line in lines):
+            seconds = row.pop("times")
+            times[json.dumps(row)] += seconds
+    return [json.loads(key) | {"times": seconds} for key, seconds in times.items()]
 
 
-def shown(points: list[Point], hardware: Hardware) -> list[dict[str, Any]]:
-    rows = [point.compared(hardware) for point in points]
-    for row in rows:
-        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-    return rows
+def measured(arguments: argparse.Namespace) -> Iterable[Row]:
+    """Yields a row for each time; three times as many rounds of movement as of attention."""
+    rounds = 3 * arguments.repeats
+    if "movement" in arguments.parts:
+        yield from between_processes(rounds, arguments.quick)
+    start_cpu_devices(max(RANKS))
+    if "movement" in arguments.parts:
+        yield from movement.measure(RANKS, rounds, arguments.quick)
+    if "attention" in arguments.parts:
+        yield from attention.measure(arguments.repeats, arguments.quick)
+
+
+def summarized(row: Row) -> Row:
+    return {name: x for name, x in row.items() if name != "times"} | summary(row["times"])
+
+
+def predicted_seconds(row: Row, hardware: Hardware) -> float:
+    part = attention if "passes" in row else movement
+    return part.predicted_seconds(row, hardware)
+
+
+def fitted(hardware: Hardware, rows: Iterable[Row], constants: tuple[str, ...]) -> Hardware:
+    measurements = [
+        Measurement(1e-3 * row["measured_ms"], lambda x, row=row: predicted_seconds(row, x))
+        for row in rows
+        if row["use"] == "fit"
+    ]
+    return calibrate(hardware, measurements, constants=constants) if measurements else hardware
+
+
+def compared(row: Row, hardware: Hardware) -> Row:
+    predicted = 1e3 * predicted_seconds(row, hardware)
+    return row | {
+        "predicted_ms": float(f"{predicted:.4g}"),
+        "ratio": round(predicted / row["measured_ms"], 3),
+    }
 
 
 def main() -> None:
     parser = common.parser(__doc__, repeats=5)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--parts", nargs="+", choices=("movement", "attention"), default=None)
+    parser.add_argument("--parts", nargs="+", choices=("movement", "attention"),
+                        default=("movement", "attention"))  # fmt: skip
+    parser.add_argument("--again", type=pathlib.Path, metavar="RESULT", help="measure nothing")
     arguments = common.options(parser)
-    parts = arguments.parts or ("movement", "attention")
-    rows: list[dict[str, Any]] = []
-    constants: dict[str, Any] = {}
-    hardware = START
-    if "movement" in parts:
-        points = movement_points(in_processes(arguments))
-        processes = fitted(START, points, MOVEMENT)
-        rows += shown(points, processes)
-        constants["processes"] = dataclasses.asdict(processes)
-    runs.start()
-    if "movement" in parts:
-        points = movement_points(
-            runs.measure_movement(runs.DEVICES, arguments.repeats, arguments.quick, arguments.clock)
-        )
-        hardware = fitted(hardware, points, MOVEMENT)
-        rows += shown(points, hardware)
-    if "attention" in parts:
-        measured = runs.measure_attention(arguments.repeats, arguments.quick, arguments.clock)
-        points = [Point(*x) for x in measured]
-        hardware = fitted(hardware, points, ATTENTION)
-        rows += shown(points, hardware)
-    constants["virtual devices"] = dataclasses.asdict(hardware)
+    if arguments.again:
+        rows = json.loads(arguments.again.read_text())["rows"]
+    else:
+        rows = [summarized(row) for row in measured(arguments)]
+    of_place = lambda place: [row for row in rows if row["place"] == place and "passes" not in row]
+    processes = fitted(START, of_place(movement.PROCESSES), MOVEMENT)
+    devices = fitted(START, of_place(movement.DEVICES), MOVEMENT)
+    devices = fitted(devices, [row for row in rows if "passes" in row], ATTENTION)
+    hardware = {movement.PROCESSES: processes, movement.DEVICES: devices}
+    rows = [compared(row, hardware[row["place"]]) for row in rows]
+    for row in rows:
+        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
     checks = [abs(row["ratio"] - 1) for row in rows if row["use"] == "check"]
     if checks:
         print(f"{len(checks)} checks: largest error {max(checks):.3f}")
     title = "predictions of the cost model, calibrated on the machine, and measured times"
-    common.write(arguments.output, title, rows, clock=arguments.clock, hardware=constants)
+    constants = {place: dataclasses.asdict(x) for place, x in hardware.items()}
+    common.write(arguments.output, title, rows, hardware=constants)
 
 
 if __name__ == "__main__":

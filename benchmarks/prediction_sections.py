@@ -1,5 +1,6 @@
 """Renders the results of predictions as sections of docs/benchmarks.md, like `sections`."""
 
+import statistics
 from collections.abc import Callable
 
 from sections import NONE, Result, and_join, origin, section
@@ -10,12 +11,11 @@ GOAL = 0.15  # of the relative error of a prediction
 def cost_model(result: Result) -> list[str]:
     """Returns the checks of movement and of attention; the fitted rows are in the file alone."""
     checks = [row for row in result["rows"] if row["use"] == "check"]
-    clock = {"cpu": " Here a time is processor time divided by the cores, on a loaded machine."}
     errors = [abs(row["ratio"] - 1) for row in checks]
     text = (
         f"**Cost model**: {result['title']}. The constants were fitted to other measurements of "
         "the same run; these rows check them. Cells give predicted / measured ms, and in "
-        f"parentheses their ratio.{clock.get(result['clock'], '')}"
+        "parentheses their ratio."
     )
     if errors:
         mean = sum(errors) / len(errors)
@@ -23,6 +23,13 @@ def cost_model(result: Result) -> list[str]:
         text += (
             f" {share:.0%} of the errors are at most {GOAL:.0%}; the mean is {mean:.0%}, the "
             f"largest {max(errors):.0%}."
+        )
+    noise = [row["halves_differ"] for row in checks if "halves_differ" in row]
+    if noise:
+        text += (
+            " How well a time is known: the medians of the even and of the odd rounds differ by "
+            f"{statistics.median(noise):.0%} in the median, and by at most {max(noise):.0%}. It is "
+            f"in the cells whose error is larger than {GOAL:.0%}."
         )
     lines = [text]
     of_attention = ("ranks", "tokens_per_rank", "heads", "documents", "passes")
@@ -34,13 +41,18 @@ def cost_model(result: Result) -> list[str]:
         names = list(dict.fromkeys(row["what"] for row in rows))
         table: dict[tuple, dict[str, str]] = {}
         for row in rows:
-            cell = f"{row['predicted_ms']} / {row['measured_ms']} ({row['ratio']:.2f})"
-            table.setdefault(tuple(row[x] for x in first), {})[row["what"]] = cell
+            table.setdefault(tuple(row[x] for x in first), {})[row["what"]] = _comparison(row)
         columns = " | ".join([*(f"<{x.replace('_', ' ')}>" for x in first), *names])
         cells_of = ([*key, *(found.get(x, NONE) for x in names)] for key, found in table.items())
         if rows:
             lines += ["", *section(f"Checks of {kind}:", columns, cells_of, result)[:-2]]
     return [*lines, "", f"({origin(result)})"]
+
+
+def _comparison(row: dict) -> str:
+    is_off = abs(row["ratio"] - 1) > GOAL and "halves_differ" in row
+    known = f", known to {row['halves_differ']:.0%}" if is_off else ""
+    return f"{row['predicted_ms']} / {row['measured_ms']} ({row['ratio']:.2f}{known})"
 
 
 def predicted_nodes(result: Result) -> list[str]:

@@ -1,6 +1,7 @@
 """Models hardware: the speed of ranks, their links, and the time of one exchange."""
 
 import dataclasses
+import math
 import typing
 from typing import Literal
 
@@ -31,8 +32,8 @@ class Hardware:
       attention: how fast a rank computes attention; None: its products run at `matmul_flops`.
       memory_bandwidth: bytes/s at which a rank rewrites rows in its memory; for "shared_memory",
         all ranks together.
-      rank_latency: for "shared_memory", the seconds that each rank beyond the cores adds to an
-        exchange: ranks take turns on the cores.
+      rank_latency: for "shared_memory", the seconds that twice as many ranks add to an exchange, if
+        there are more ranks than cores: they take turns.
       cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
         copies within them. Of a larger exchange, the part that fits is copied at this rate.
     Raises:
@@ -68,7 +69,7 @@ class Hardware:
 
     def shared_latency(self, num_ranks: int) -> float:
         """Returns the seconds of an exchange of nothing between ranks of "shared_memory"."""
-        return self.link_latency + max(0, num_ranks - self.cores) * self.rank_latency
+        return self.link_latency + math.log2(max(1.0, num_ranks / self.cores)) * self.rank_latency
 
     def node_size(self, num_ranks: int) -> int:
         """Returns the ranks of each node if `num_ranks` ranks fill nodes evenly.
@@ -140,15 +141,15 @@ HARDWARE = {
         link_latency=44e-6,
         topology="shared_memory",
         cores=2,
-        rank_latency=21e-6,
+        rank_latency=63e-6,
         cache_bytes=67e6,
         cache_bandwidth=8.9e9,
-        memory_bandwidth=16e9,
+        memory_bandwidth=18e9,
         attention=AttentionRate(
-            flops=450e9,
-            backward_flops=280e9,
+            flops=470e9,
+            backward_flops=300e9,
             exponentials=1.05e9,
-            half_rate_rows=66,
+            half_rate_rows=76,
             tile_rows=256,
             planned_tile_rows=128,
             least_tile_queries=64,

@@ -63,11 +63,13 @@ def wasted_pairs(moves: Moves, workload: Workload, tile: Tile) -> float:
 
     The queries [a, b) of a piece of a document attend to the keys [0, b). Its diagonal crosses
     tiles along b - a queries and as many keys; its first and last query along a and b keys; and its
-    first key along b - a queries. At the ends of a rank's buffers, tiles begin or end.
+    first key along b - a queries. At the ends of a rank's buffers, tiles begin or end. Queries from
+    other ranks are a further piece.
     """
     own, moved = workload.rows_per_rank, moves.keys.total
     queries, keys = (tile.queries - 1) / 2, (tile.keys - 1) / 2
-    pieces = max(2.0, 1 + sum(map(len, workload.rows)) / workload.num_ranks)
+    pieces = 1 + sum(map(len, workload.rows)) / workload.num_ranks + (moves.queries.total > 0)
+    pieces = max(2.0, pieces)
     ends = own * keys + (own + 2 * moved) * queries
     return own * (queries + keys) + (1 - 1 / pieces) * ends
 

@@ -111,7 +111,8 @@ def _planned(
     shared = hardware.topology == "shared_memory"
     compute = pairs * (n if shared else 1) * _pair_seconds(workload, hardware, tile, backward)
     queries, keys = held_rows(moves, workload)
-    compute += _copy_seconds(workload, hardware, queries, keys, backward)
+    compute += _copy_once_seconds(workload, hardware, queries, backward)
+    compute += _copy_seconds(workload, hardware, keys, backward)
     step = lambda x, sent, own: StepCost(
         x,
         exchange_seconds("balanced", sent.plus(own) if sent.total else sent, n, hardware),
@@ -164,10 +165,9 @@ def _compute_seconds(
     in_one_step = algorithm == "all_gather"
     decisive = _decisive_pairs(workload, zigzag, (tile.queries, tile.keys), in_one_step, cores)
     seconds = decisive * _pair_seconds(workload, hardware, tile, backward)
-    rows = workload.rows_per_rank
-    keys = rows * n // len(seconds)  # of a step
-    seconds += _copy_seconds(workload, hardware, 0, keys, backward)
-    seconds[0] += _copy_seconds(workload, hardware, rows, 0, backward)
+    keys = workload.rows_per_rank * n // len(seconds)  # of a step
+    seconds += _copy_seconds(workload, hardware, keys, backward)
+    seconds[0] += _copy_once_seconds(workload, hardware, workload.rows_per_rank, backward)
     return seconds
 
 
@@ -196,25 +196,38 @@ def _pair_seconds(workload: Workload, hardware: Hardware, tile: Tile, backward: 
     return hardware.attention_rate.pair_seconds(tile, **sizes, backward=backward)
 
 
-# How often the rows of an array are rewritten, as counted in the programs for CPU.
-_Q_COPIES, _KV_COPIES = 3, 1
+# How often rows are rewritten: once in a call, of queries, outputs and their gradients; and in each
+# computation, of blocks of them, of keys and values, and of the gradients of these. The programs
+# for CPU have more copies, but those of blocks stay in the caches.
+_Q_ONCE, _Q_ONCE_BACKWARD = 6, 3
+_Q_COPIES, _Q_COPIES_BACKWARD = 1, 4
+_KV_COPIES, _DKV_COPIES = 1, 2
+
+
+def _copy_once_seconds(
+    workload: Workload, hardware: Hardware, q_rows: int | float, backward: bool
+) -> float:
+    """Returns the seconds to rewrite rows into the layout of attention, and results back."""
+    copies = _Q_ONCE_BACKWARD if backward else _Q_ONCE
+    return _rewrite_seconds(copies * workload.q_bytes(q_rows), workload, hardware)
 
 
 def _copy_seconds(
-    workload: Workload,
-    hardware: Hardware,
-    q_rows: int | float,
-    kv_rows: int | float,
-    backward: bool,
+    workload: Workload, hardware: Hardware, kv_rows: int | float, backward: bool
 ) -> float:
-    """Returns the seconds to rewrite rows into the layout of attention, and results back.
+    """Returns the seconds to rewrite rows in a computation with `kv_rows` keys on each rank.
 
-    Backward, gradients in float32 are rewritten in addition.
+    Gradients of keys and values are in float32.
     """
-    num_bytes = 2 * _Q_COPIES * workload.q_bytes(q_rows) + _KV_COPIES * workload.kv_bytes(kv_rows)
+    q_copies = _Q_COPIES_BACKWARD if backward else _Q_COPIES
+    num_bytes = q_copies * workload.q_bytes(workload.rows_per_rank)
+    num_bytes += _KV_COPIES * workload.kv_bytes(kv_rows)
     if backward:
-        num_bytes += 2 * _Q_COPIES * workload.q_bytes(q_rows)
-        num_bytes += _KV_COPIES * workload.kv_bytes(kv_rows, itemsize=4)
+        num_bytes += _DKV_COPIES * workload.kv_bytes(kv_rows, itemsize=4)
+    return _rewrite_seconds(num_bytes, workload, hardware)
+
+
+def _rewrite_seconds(num_bytes: int | float, workload: Workload, hardware: Hardware) -> float:
     shared = hardware.topology == "shared_memory"
     return num_bytes * (workload.num_ranks if shared else 1) / hardware.memory_bandwidth
 

@@ -74,16 +74,18 @@ class _Edges:
         (left, right), length = self.within, self.length
         queries, keys = ((x - 1) / 2 for x in tile)
         most = length - 1
+        own = max(queries, keys)  # a block's own keys: their tiles begin where the queries' do
 
         def common(a0, a1, b0, b1):
             return np.maximum(0, np.minimum(a1, b1) - np.maximum(a0, b0))
 
         waste = 0.0
         if right is not None:  # queries whose last key, inside the document, is in the block
-            waste = common(q0, np.minimum(q1, length - right), k0 - right, k1 - right)
+            crossed = common(q0, np.minimum(q1, length - right), k0 - right, k1 - right)
+            waste = crossed * (own if right == 0 else queries + keys)
         if left is not None:  # and first key
-            waste = waste + common(np.maximum(q0, left), q1, k0 + left, k1 + left)
-        waste = waste * (queries + keys)
+            crossed = common(np.maximum(q0, left), q1, k0 + left, k1 + left)
+            waste = waste + crossed * (queries + keys)
         left, right = (most if x is None else np.minimum(x, most) for x in (left, right))
         for is_at_cut, query, key, seen_by, seen in (
             (self.starts_at_cut, 0, 0, (0, left + 1), (0, right + 1)),
