@@ -59,7 +59,8 @@ def step_costs(
     - "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
 
     A computation is that of attention, and the rewriting of rows into its layout at
-    `Hardware.memory_bandwidth`: the keys and values of each step, and queries and outputs once.
+    `Hardware.memory_bandwidth`: queries and outputs once; in each step, keys, values and
+    blocks of queries.
 
     Args:
       algorithm: one of `ALGORITHMS`.
