@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and run-time checks of every annotated shape, for the whole suite.
+"""Eight virtual CPU devices, quick compilation, and run-time checks of every annotated shape.
 
 Where beartype is not installed, shapes go unchecked.
 """
@@ -6,11 +6,20 @@ Where beartype is not installed, shapes go unchecked.
 import importlib.util
 import os
 
+import jaxlib.version
+
 # Both are read when the backend starts, so they are set before jax is imported.
 NUM_DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # jax 0.10 deadlocks with many programs in flight unless its thread pool exceeds the devices.
 os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))
+# Compilation takes most of the suite's time. LLVM's optimizations, and the code generator for
+# fusions that newer jaxlibs always use, more than double it. Programs that a test starts inherit
+# this; `full_optimization` and `environment_of_a_user` undo it where optimizations matter.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if jaxlib.version.__version_info__ < (0, 11):
+        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -27,6 +36,25 @@ def unchecked_types():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def full_optimization():
+    """Compiles a file's programs with all of LLVM's optimizations, which may change roundings."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
+    jax.clear_caches()
+    yield
+    jax.config.update(name, before)
+    jax.clear_caches()
+
+
+@pytest.fixture
+def environment_of_a_user(monkeypatch):
+    """Programs that the test starts compile as they do for a user."""
+    for name in ("PJRT_NPROC", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

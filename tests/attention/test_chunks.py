@@ -220,16 +220,18 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
 def test_most_tokens_of_a_step(make, num_ranks, per_rank):
     """No rank holds more at any step; with equal blocks all ranks hold the same number."""
     placement = make(num_ranks, per_rank)
-    for name, schedule in schedules(num_ranks).items():
-        chunking = Chunking(placement, schedule.num_chunks)
+    found = schedules(num_ranks)
+    chunkings = {name: Chunking(placement, x.num_chunks) for name, x in found.items()}
 
-        def lengths(rank, step, schedule=schedule, chunking=chunking):
-            return chunking.key_order(*schedule.held(rank, step)).length
+    def lengths(name, rank, step):
+        return chunkings[name].key_order(*found[name].held(rank, step)).length
 
-        tokens = tabulate(num_ranks, {name: lengths})[name].sum(-1)
-        assert tokens.max() <= chunking.most_tokens, name
+    tables = tabulate(num_ranks, {name: partial(lengths, name) for name in found})
+    for name, table in tables.items():
+        tokens, most = table.sum(-1), chunkings[name].most_tokens
+        assert tokens.max() <= most, name
         if len(set(placement.lengths.flat)) == 1:
-            assert (tokens == per_rank).all() and chunking.most_tokens == per_rank, name
+            assert (tokens == per_rank).all() and most == per_rank, name
 
 
 # ---- Work.

@@ -24,6 +24,8 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
 )
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
+pytestmark = pytest.mark.usefixtures("full_optimization")  # roundings
+
 CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING
 MXFP8 = ScalingMode.MXFP8_1D_SCALING
 NAMES = list(oracle.FORMATS)

@@ -11,6 +11,8 @@ from moving import bits, capacity_of, run_combine
 
 from jax_cp_dispatch import compute_metadata
 
+pytestmark = pytest.mark.usefixtures("full_optimization")  # roundings
+
 W, S, T = 8, 6, 32
 
 

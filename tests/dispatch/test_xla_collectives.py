@@ -16,6 +16,8 @@ from on_mesh import AXIS, mesh_of, on_ranks
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 
+pytestmark = pytest.mark.usefixtures("full_optimization")  # XLA sums
+
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = W * T  # enough for every plan, so one program serves many plans
 

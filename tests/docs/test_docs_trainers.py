@@ -12,16 +12,6 @@ import pytest
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 
 
-@pytest.fixture
-def quick_compilation():
-    """Compiling takes most of the time."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
-
-
 def dense(segment_ids):
     """Causal attention inside documents, by a [T, T] mask."""
     same = segment_ids[:, :, None] == segment_ids[:, None]
@@ -29,7 +19,7 @@ def dense(segment_ids):
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
-def test_code_blocks_run(quick_compilation):
+def test_code_blocks_run():
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     values, missing = [], set()

@@ -1,6 +1,5 @@
 """The demonstration runs as a user runs it, is right, and rejects invalid requests."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,14 +11,14 @@ from attention_oracle import attention, attention_gradients
 from jax_cp_dispatch.demo.dense import dense_attention
 from jax_cp_dispatch.demo.documents import Document, pack_documents, read_documents
 
+pytestmark = pytest.mark.usefixtures("environment_of_a_user")
+
 
 def run_demo(*arguments, cwd):
     """Runs the demo in a separate process, because it configures its devices."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
     return subprocess.run(
         [sys.executable, "-m", "jax_cp_dispatch", "demo", *map(str, arguments)],
         cwd=cwd,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=1200,

@@ -12,6 +12,7 @@ EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
 TRAIN = ("--steps=3", "--columns=128", "--workers=1", "--folder", str(EXAMPLES[0].parent))
 
 
+@pytest.mark.usefixtures("environment_of_a_user")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path, tmp_path):
     arguments = []

@@ -14,6 +14,8 @@ from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from jax_cp_dispatch import Metadata, available_implementations, combine, dispatch
 from jax_cp_dispatch._ranks import implementations
 
+pytestmark = pytest.mark.usefixtures("full_optimization")  # the same bits
+
 W, S, T = 4, 5, 8
 MESH_ORDER = [2, 0, 3, 1]
 
