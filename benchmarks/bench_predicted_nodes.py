@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.cost import HARDWARE, Prediction, Traffic, Workload, predict, rows_by_link
 from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.metadata.describe import rows_between_ranks
 
 MACHINES = ("h100", "h200", "b200")
 RANKS = (8, 32, 128, 512, 4096)
@@ -116,8 +115,7 @@ def moves(lengths: tuple[int, ...], num_ranks: int) -> dict[str, Any]:
 
 
 def by_link(metadata: Metadata) -> Traffic:
-    sent = rows_between_ranks("predicted_nodes", metadata)
-    return rows_by_link(sent, ranks_per_node=NODE)
+    return rows_by_link(metadata.rows_between_ranks(), ranks_per_node=NODE)
 
 
 def draw_picture(result: list[dict[str, Any]], path: pathlib.Path) -> None:

@@ -54,7 +54,8 @@ def rows_by_link(
     """Returns the rows that move to other ranks, by the kind of link.
 
     Args:
-      sent: rows that each rank (rows) sends to each rank (columns); its own do not count.
+      sent: rows that each rank (rows) sends to each rank (columns); its own do not count. For a
+        plan, `Metadata.rows_between_ranks()` of its keys, or of its queries.
       ranks_per_node: ranks of a node, one node after another; None: all are in one node.
       capacity: rows of the receive buffer of each rank, if known.
     Raises:
@@ -69,8 +70,8 @@ def rows_by_link(
     ):
         raise TypeError(
             f"rows_by_link: sent is {sent.dtype} of shape {sent.shape}; it needs to be integers "
-            "[num_ranks, num_ranks], what each rank sends to each. For a plan, sum seq_len of its "
-            "metadata by rank and dst_rank."
+            "[num_ranks, num_ranks], what each rank sends to each. For a plan, pass "
+            "plan.kv_metadata.rows_between_ranks()."
         )
     n = len(sent)
     size = min(ranks_per_node or n, n)

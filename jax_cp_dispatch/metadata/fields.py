@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Int64
 
-from jax_cp_dispatch.metadata.describe import describe_metadata
+from jax_cp_dispatch.metadata.describe import describe_metadata, rows_between_ranks
 from jax_cp_dispatch.metadata.validate import check_plan, host_value
 
 # An array; or anything that a transformation maps over the leaves (specs, shapes, axes).
@@ -159,6 +160,17 @@ class Metadata:
           TypeError: the values are traced.
         """
         check_plan(self)
+
+    def rows_between_ranks(self) -> Int64[np.ndarray, "W W"]:
+        """Returns the rows that each rank (first axis) sends to each (second axis), and keeps.
+
+        Call on the host, with the plan of all ranks. `cost.rows_by_link` takes the result.
+
+        Raises:
+          TypeError: the values are traced.
+          ValueError: this is one rank's view, or a stack of plans.
+        """
+        return rows_between_ranks("Metadata.rows_between_ranks", self)
 
     def describe(self) -> str:
         """Returns a text for people: which rank sends how many rows to which, and slots in use.

@@ -5,7 +5,8 @@
 On the host: `documents`: their positions in a batch. `home`: what ranks hold of them. `on_host`:
   the plan, assigned by `csrc/planner`. `pieces`: their rows on ranks. `transfers`: what moves, and
   its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: sizes from a
-  sample of batches. `fallback`: a way out for a batch that does not fit.
+  sample of batches. `fallback`: a way out for a batch that does not fit. `parts`: what ranks
+  compute, read back from a plan. `describe`: a text for people.
 Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
   `stages`: the arrays of the plan. `slots`: metadata.

@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._window import reach
-from jax_cp_dispatch.metadata.describe import known
+from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
-from jax_cp_dispatch.planner.describe import describe_plan, sender_of
+from jax_cp_dispatch.planner.describe import Rows, describe_plan
+from jax_cp_dispatch.planner.parts import Home, parts_of_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -49,6 +50,7 @@ class AttentionPlan:
       stamp: i32 `[W, 3]`; for each rank, the checksums of the whole batch, and of its own columns
         of segment ids and positions. See `validate`.
       num_tokens: rows of one rank (static).
+      batch: rows of the batch (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
       window: maximum keys to which a query attends, or None (static).
     """
@@ -64,6 +66,7 @@ class AttentionPlan:
     needs: Leaf
     stamp: Leaf
     num_tokens: int = dataclasses.field(metadata={"static": True})
+    batch: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
@@ -131,8 +134,8 @@ class AttentionPlan:
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.
 
-        For the three ranks with the most work, it names the pieces of documents that cause it. Call
-        on the host, with the plan of all ranks.
+        For the three ranks with the most work, before planning and as planned, it names the
+        documents that cause it. Call on the host, with the plan of all ranks.
 
         Raises:
           TypeError: the values are traced.
@@ -141,13 +144,19 @@ class AttentionPlan:
         op = "AttentionPlan.describe"
         if known(op, self.num_rows).min() < 0:
             return f"AttentionPlan: the batch does not fit {_exceeded(self)}. Nothing was planned."
+        queries, keys = (rows_between_ranks(op, x) for x in (self.q_metadata, self.kv_metadata))
+        columns = self.num_tokens // self.batch * self.world_size
+        home = Home(self.batch, columns, self.world_size)
         return describe_plan(
-            op,
-            self,
-            pairs=self.pairs_after,
-            pairs_before=self.pairs_before,
-            queries=self.q_metadata,
-            where=sender_of(self.q_metadata),
+            "AttentionPlan",
+            parts_of_plan(op, self, home),
+            traffic={
+                "queries": Rows(queries, self.q_capacity),
+                "keys": Rows(keys, self.kv_capacity),
+            },
+            num_tokens=self.num_tokens,
+            within=reach(op, True, self.window),
+            home=home,
         )
 
     @property

@@ -30,7 +30,8 @@ class PlanConfig:
       max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
       max_pieces: pieces of documents that one rank may compute.
       num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
-        bytes as possible; see `query_cost` and `key_cost`. Only the ratio matters.
+        bytes as possible; see `query_cost` and `key_cost`. Only the ratio matters. The defaults
+        suit models with 4 query heads per key head; pass those of yours.
       balance_tolerance: fraction by which the work of a rank may exceed its share, which is the
         mean if all ranks are equally fast. A larger tolerance moves fewer bytes.
       max_away: queries of a document that may be computed away from home, the rank that holds them.
@@ -115,7 +116,8 @@ class PlanConfig:
             `plan_attention`.
           world_size, columns, window: as for `plan_attention`.
           overflow: wanted share of batches that do not fit, between 0 and 1.
-          config: other choices of the plans. Capacities that it has are kept.
+          config: other choices of the plans, such as the numbers of heads. Capacities that it has
+            are kept.
         Returns:
           The config with all capacities, and `expected_overflow`.
         Raises:

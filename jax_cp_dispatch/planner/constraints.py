@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from jax_cp_dispatch._arguments import check_integer, check_positive
 from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 
@@ -67,12 +68,13 @@ def check_traced(op: str, config: Any) -> None:
         )
 
 
-def check_longest_keys(op: str, config: Any, lengths: Int[np.ndarray, " D"], within: Reach) -> None:
+def check_longest_keys(op: str, config: Any, documents: Documents, within: Reach) -> None:
     """Rejects a capacity that is too small for the keys of a single query.
 
     Raises:
       DoesNotFitError: names the document.
     """
+    lengths = documents.lengths
     if not len(lengths) or config.kv_capacity is None:
         return
     document = int(lengths.argmax())
@@ -81,8 +83,8 @@ def check_longest_keys(op: str, config: Any, lengths: Int[np.ndarray, " D"], wit
     query = "the last query" if within.right == 0 else "a query"
     if config.kv_capacity < keys:
         raise DoesNotFitError(
-            f"{op}: {query} of document {document} attends to {keys} keys, so its rank "
-            f"receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
+            f"{op}: {query} of {documents.name(document)} attends to {keys} keys, so its "
+            f"rank receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
             f"kv_capacity>={keys} or None in {type(config).__name__}."
         )
 

@@ -1,111 +1,99 @@
 """Describes plans for people: work, tokens, traffic, capacities, and the ranks with most work."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Num
+from jaxtyping import Float64, Int
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
-from jax_cp_dispatch.metadata import Metadata
-from jax_cp_dispatch.metadata.describe import (
-    describe_traffic,
-    known,
-    rows_between_ranks,
-    rows_moved,
-)
+from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.metadata.describe import describe_traffic, rows_moved
+from jax_cp_dispatch.planner.parts import Home, Parts
 
 _NUM_RANKS = 3
-_NUM_PIECES = 3
-
-# Says where the `tokens` queries from `row` of `rank` come from.
-Where = Callable[[int, int, int], str]
+_NUM_PARTS = 2
 
 
-class Piece(NamedTuple):
-    """Queries of one document in consecutive rows of a rank.
+class Rows(NamedTuple):
+    """Rows of queries or keys between ranks, and the capacity of the buffers that receive them."""
 
-    Attributes:
-      row: the first.
-      queries: their number.
-      keys: those that at least one of them attends.
-      pairs: query-key pairs.
-    """
-
-    row: int
-    queries: int
-    keys: int
-    pairs: int
+    sent: Int[np.ndarray, "W W"]
+    capacity: int
 
 
 def describe_plan(
-    op: str,
-    plan: Any,
+    name: str,
+    parts: Parts,
     *,
-    pairs: Num[Any, "..."],
-    pairs_before: Num[Any, "..."] | None,
-    queries: Metadata | None,
-    where: Where | None,
+    traffic: Mapping[str, Rows],
+    num_tokens: int,
+    within: Reach,
+    home: Home | None,
     speeds: Sequence[float] | None = None,
     ranks_per_node: int | None = None,
 ) -> str:
     """Returns the text of the `describe` methods.
 
     Args:
-      op: the name of the method, whose first part names the plan.
-      plan: with `num_tokens`, `kv_metadata`, `kv_capacity` and `local_ranges`; and `q_capacity` if
-        queries move.
-      pairs, pairs_before: work of each rank, and without the plan.
-      queries: metadata of the queries if they move.
-      where: describes the origin of queries; None if nothing is known.
+      name: of the class.
+      parts: what each rank computes.
+      traffic: "keys", and "queries" if they move.
+      num_tokens: of a rank.
+      within: how far a query attends.
+      home: the order of the batch; None if the plan does not know it.
       speeds: relative speeds of the ranks, which determine their shares of the work.
       ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
     """
-    keys = rows_between_ranks(op, plan.kv_metadata)
+    keys = traffic["keys"].sent
     num_ranks = len(keys)
-    pairs = known(op, pairs).astype(float)
-    computed = np.array([_num_queries(plan, rank) for rank in range(num_ranks)])
-    num_tokens = num_ranks * plan.num_tokens
-    parts = np.ones(num_ranks) if speeds is None else np.array(speeds)
-    shares = pairs.sum() * parts / parts.sum()
-    load = pairs / shares if pairs.any() else np.ones(num_ranks)
-    part = "the mean" if speeds is None else "its share"
+    computed = parts.per_rank(parts.end - parts.start, num_ranks)
+    all_tokens = num_ranks * num_tokens
+    after = _load(parts, within, num_ranks, speeds)
+    at_home = None if home is None else home.parts(parts)
+    before = None if at_home is None else _load(at_home, within, num_ranks, speeds)
+    work = f"{parts.pairs(within).sum():.3e} query-key pairs; max/mean {after.max():.3f}"
+    if speeds is not None:
+        work += " relative to the ranks' speeds"
+    if before is not None:
+        work += f" (before planning {before.max():.3f}, on rank {before.argmax()})"
     lines = [
-        f"{op.split('.')[0]}: {num_ranks} ranks of {count(plan.num_tokens)} tokens",
-        _line("work", _work(pairs, load, pairs_before, speeds is not None)),
+        f"{name}: {num_ranks} ranks of {count(num_tokens)} tokens",
+        _line("work", work),
         _line(
             "tokens",
-            f"{count(computed.sum())} queries, {count(num_tokens - computed.sum())} padding",
+            f"{count(computed.sum())} queries, {count(all_tokens - computed.sum())} padding",
         ),
     ]
-    traffic, values = {}, {"queries computed": computed}
-    if queries is not None:
-        traffic["queries"] = rows_between_ranks(op, queries)
-    traffic["keys"] = keys
-    for what, sent in traffic.items():
+    values = {"queries computed": computed}
+    for what, (sent, _) in traffic.items():
         away, own = rows_moved(sent), np.diag(sent)
-        share = away / max(num_tokens, 1)
+        share = away / max(all_tokens, 1)
         lines.append(_line(what, f"{count(away)} move ({share:.3f} per token)"))
         values[f"{what} sent to others"] = sent.sum(1) - own
         values[f"{what} received from others"] = sent.sum(0) - own
     if ranks_per_node is not None:
         node = np.arange(num_ranks) // ranks_per_node
         away = int(keys[node[:, None] != node].sum())
-        share = away / max(num_tokens, 1)
+        share = away / max(all_tokens, 1)
         text = f"{count(away)} keys move between nodes of {ranks_per_node} ranks"
         lines.append(_line("nodes", f"{text} ({share:.3f} per token)"))
-    sizes = {"queries": getattr(plan, "q_capacity", 0), "keys": plan.kv_capacity}
-    for what, sent in traffic.items():
-        need, size = sent.sum(0), sizes[what]
+    for what, (sent, size) in traffic.items():
+        need = sent.sum(0)
         used = f"at most {count(need.max())} rows of {what} on rank {need.argmax()}"
         lines.append(_line("capacity", f"{used}; {need.max() / size:.0%} of {count(size)}"))
-    rows = table_of_ranks({f"work / {part.split()[1]}": load}, digits=3) + table_of_ranks(values)
-    lines += ["", table(RANKS_HEADER, rows)]
-    for what, sent in traffic.items():
+    share, part = ("the mean", "mean") if speeds is None else ("its share", "share")
+    loads = {f"work / {part}": after}
+    if before is not None:
+        loads = {f"work / {part} before planning": before, f"work / {part} as planned": after}
+    lines += ["", table(RANKS_HEADER, table_of_ranks(loads, digits=3) + table_of_ranks(values))]
+    for what, (sent, _) in traffic.items():
         lines += ["", describe_traffic(what, sent)]
-    lines += ["", "  Ranks with the most work"]
-    for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
-        lines.append(f"    rank {rank}: {load[rank]:.3f} of {part}{_why(plan, rank, where)}")
+    if home is not None and at_home is not None and before is not None:
+        lines += ["", "  Ranks with the most work before planning"]
+        lines += _heaviest(at_home, before, within, share, home, queries_move=False)
+    lines += ["", "  Ranks with the most work as planned"]
+    lines += _heaviest(parts, after, within, share, home, queries_move="queries" in traffic)
     return "\n".join(lines)
 
 
@@ -113,82 +101,49 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<9} {text}"
 
 
-def _work(pairs: np.ndarray, load: np.ndarray, pairs_before: Any, has_speeds: bool) -> str:
-    text = f"{pairs.sum():.3e} query-key pairs; max/mean {load.max():.3f}"
-    if has_speeds:
-        text += " relative to the ranks' speeds"
-    if pairs_before is not None:
-        before = np.asarray(pairs_before, float)
-        text += f" (before planning {before.max() / (before.mean() or 1):.3f})"
-    return text
+def _load(
+    parts: Parts, within: Reach, num_ranks: int, speeds: Sequence[float] | None
+) -> Float64[np.ndarray, " W"]:
+    """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
+    pairs = parts.per_rank(parts.pairs(within), num_ranks).astype(float)
+    shares = np.ones(num_ranks) if speeds is None else np.array(speeds)
+    shares = pairs.sum() * shares / shares.sum()
+    return pairs / shares if pairs.any() else np.ones(num_ranks)
 
 
-def _num_queries(plan: Any, rank: int) -> int:
-    start, end = (np.asarray(x) for x in plan.local_ranges(rank))
-    return int(np.count_nonzero(end > start))
+def _heaviest(
+    parts: Parts,
+    load: Float64[np.ndarray, " W"],
+    within: Reach,
+    share: str,
+    home: Home | None,
+    *,
+    queries_move: bool,
+) -> list[str]:
+    """Names the ranks with the most work, and the documents that cause most of it."""
+    pairs, keys = parts.pairs(within), parts.keys(within)
+    lines = []
+    for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
+        here = np.flatnonzero(parts.rank == rank)
+        pieces = f"{count(len(here))} pieces of documents"
+        lines.append(f"    rank {rank}: {load[rank]:.3f} times {share}, in {pieces}")
+        total = max(pairs[here].sum(), 1)
+        for at in here[np.argsort(-pairs[here], kind="stable")][:_NUM_PARTS].tolist():
+            first, start, end, length = (int(x[at]) for x in parts.in_batch)
+            lines.append(
+                f"      {pairs[at] / total:4.0%}: {count(end - start)} queries attend to "
+                f"{count(int(keys[at]))} keys of a document of {count(length)} tokens"
+            )
+            if home is not None:
+                place = f"            in {home.place_of(first, length)}"
+                sender = f"; {_sender(home, rank, first, start, end)}" if queries_move else ""
+                lines.append(place + sender)
+    return lines
 
 
-def _why(plan: Any, rank: int, where: Where | None) -> str:
-    """Returns the pieces that make most of a rank's work."""
-    pieces = pieces_of_rank(*(np.asarray(x) for x in plan.local_ranges(rank)))
-    total = max(sum(piece.pairs for piece in pieces), 1)
-    largest = sorted(pieces, key=lambda piece: -piece.pairs)[:_NUM_PIECES]
-    text = f", in {count(len(pieces))} pieces of documents"
-    for piece in largest:
-        text += (
-            f"\n      {piece.pairs / total:4.0%}: {count(piece.queries)} queries attend to "
-            f"{count(piece.keys)} keys"
-        )
-        if where is not None:
-            text += f"; {where(rank, piece.row, piece.queries)}"
-    return text
-
-
-def pieces_of_rank(start: Int[np.ndarray, " q"], end: Int[np.ndarray, " q"]) -> list[Piece]:
-    """Returns the pieces of documents in a rank's rows, from the key range of each row."""
-    row = np.flatnonzero(end > start)
-    if not len(row):
-        return []
-    start, end = start[row].astype(np.int64), end[row].astype(np.int64)
-    width = end - start
-    # In a piece, the next row sees the same keys, or those next to them.
-    follows = (np.diff(row) == 1) & (start[1:] < end[:-1])
-    for step in (np.diff(start), np.diff(end)):
-        follows &= (step == 0) | (step == 1)
-    first = np.flatnonzero(np.append(True, ~follows))
-    last = np.append(first[1:], len(row)) - 1
-    columns = (row[first], last - first + 1, end[last] - start[first])
-    pairs = np.add.reduceat(width, first)
-    return [Piece(*map(int, x)) for x in zip(*columns, pairs, strict=True)]
-
-
-def sender_of(metadata: Metadata) -> Where:
-    """Returns a function that names the ranks from which received rows come."""
-    op = "AttentionPlan.describe"
-    fields = (metadata.dst_rank, metadata.dst_offset, metadata.seq_len)
-    target, first, tokens = (known(op, x).astype(np.int64) for x in fields)
-
-    def where(rank: int, row: int, queries: int) -> str:
-        here = (target == rank) & (first < row + queries) & (row < first + tokens)
-        senders = np.unique(np.nonzero(here)[0]).tolist()
-        if senders == [rank]:
-            return "at home"
-        names = ["home" if sender == rank else f"rank {sender}" for sender in senders]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"from {', '.join(names[:3])}{more}"
-
-    return where
-
-
-def column_of(
-    source: Int[np.ndarray, " P"], place: Int[np.ndarray, " P"], *, columns: int, num_tokens: int
-) -> Where:
-    """Returns a function that names the batch row and columns of placed rows."""
-
-    def where(rank: int, row: int, queries: int) -> str:
-        index = rank * num_tokens + row
-        piece = int(np.searchsorted(place, index, side="right")) - 1
-        batch_row, column = divmod(int(source[piece]) + index - int(place[piece]), columns)
-        return f"batch row {batch_row}, columns {count(column)} to {count(column + queries)}"
-
-    return where
+def _sender(home: Home, rank: int, first: int, start: int, end: int) -> str:
+    """Says which ranks hold the tokens [start, end) of a document."""
+    one, last = home.holders(first, start, end)
+    if one == last:
+        return "at home" if one == rank else f"from rank {one}"
+    return f"from ranks {one} to {last}"

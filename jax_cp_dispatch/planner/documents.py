@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.planner.segment_ids import read_documents, words
+from jax_cp_dispatch.planner.segment_ids import read_documents
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
@@ -19,19 +19,24 @@ class Documents(NamedTuple):
     Attributes:
       lengths: tokens of each document.
       first: index of its first token in the batch, row by row; ascending.
-      ids: its segment id, as `words`; lengths are numbered from 1 in each batch row.
+      ids: its segment id; lengths are numbered from 1 in each batch row.
       batch, columns: shape of the batch.
     """
 
     lengths: Int[np.ndarray, " D"]
     first: Int[np.ndarray, " D"]
-    ids: Int32[np.ndarray, " D"]
+    ids: Int[np.ndarray, " D"]
     batch: int
     columns: int
 
     @property
     def num_tokens(self) -> int:
         return self.batch * self.columns
+
+    def name(self, document: int | np.integer) -> str:
+        """Returns the name of a document for an error message."""
+        row = self.first[document] // self.columns
+        return f"document {document} (segment id {self.ids[document]} of batch row {row})"
 
     def padding(self) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]]:
         """Returns the first token and the length of each gap between documents."""
@@ -135,7 +140,7 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
     lengths = np.diff(np.append(first, ids.size))
     is_document = ids.reshape(-1)[first] > 0
     lengths, first = lengths[is_document], first[is_document]
-    return Documents(lengths, first, words(given.reshape(-1)[first]), *ids.shape)
+    return Documents(lengths, first, given.reshape(-1)[first], *ids.shape)
 
 
 def _integers(op: str, name: str, values: Any) -> np.ndarray:

@@ -83,6 +83,7 @@ def plan_of_fallback(
         needs=np.tile(needs, (num_held, 1)),
         stamp=np.zeros((num_held, 3), np.int32),
         num_tokens=documents.num_tokens // world_size,
+        batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
         window=window,

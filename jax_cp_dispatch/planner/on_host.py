@@ -66,7 +66,7 @@ def plan_on_host(
     moves = _moves(documents, home, world_size, window, config)
     needs = moves.needs.max(1).astype(np.int32)
     try:
-        check_longest_keys(_OP, config, documents.lengths, within)
+        check_longest_keys(_OP, config, documents, within)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
     except DoesNotFitError as error:
@@ -94,6 +94,7 @@ def plan_on_host(
         needs=np.tile(needs, (world_size, 1))[part],
         stamp=stamp[part],
         num_tokens=documents.num_tokens // world_size,
+        batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
         window=window,

@@ -145,6 +145,7 @@ def plan_attention(
             window=window,
         ),
         num_tokens=grid.rows,
+        batch=grid.batch,
         q_capacity=capacities.q,
         kv_capacity=capacities.kv,
         window=window,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch.metadata import Metadata
+from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, Placement
 
 _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
@@ -16,8 +17,8 @@ def plot_plan(
 ) -> None:
     """Draws the work of each rank, and the tokens sent between ranks.
 
-    For an `AttentionPlan`, also the work before planning. For `Metadata`, the rows that each rank
-    sends to and receives from others, instead of the work.
+    For an `AttentionPlan` and a `Placement`, also the work before planning. For `Metadata`, the
+    rows that each rank sends to and receives from others, instead of the work.
 
     Args:
       plan: concrete, for all ranks.
@@ -26,26 +27,29 @@ def plot_plan(
       ImportError: matplotlib is not installed.
     """
     Figure = figure_class("plot_plan")
-    plan = plan.plan if isinstance(plan, Placement) else plan
-    if isinstance(plan, Metadata):
-        traffic = {"rows": plan}
-    elif isinstance(plan, PlacedPlan):
-        traffic = {"keys and values": plan.kv_metadata}
+    placed = plan.plan if isinstance(plan, Placement) else plan
+    if isinstance(placed, Metadata):
+        traffic = {"rows": placed}
+    elif isinstance(placed, PlacedPlan):
+        traffic = {"keys and values": placed.kv_metadata}
     else:
-        traffic = {"queries": plan.q_metadata, "keys and values": plan.kv_metadata}
+        traffic = {"queries": placed.q_metadata, "keys and values": placed.kv_metadata}
     widths = [1.5, *[1] * len(traffic)]
-    figure = Figure(figsize=(4.3 * sum(widths), 4.2), layout="constrained")
+    figure = Figure(figsize=(4.3 * sum(widths), 4.4), layout="constrained")
     first, *others = figure.subplots(1, len(widths), width_ratios=widths)
-    sent = {what: np.asarray(x.num_recv_tokens)[:, : x.world_size].T for what, x in traffic.items()}
+    sent = {what: rows_between_ranks("plot_plan", x) for what, x in traffic.items()}
     if isinstance(plan, Metadata):
         _draw_ends(first, sent["rows"])
     elif isinstance(plan, PlacedPlan):
         _draw_work(first, {"placed": plan.pairs})
+    elif isinstance(plan, Placement):
+        _draw_work(first, {"before placing": plan.pairs_before, "placed": plan.plan.pairs})
     else:
         both = {"before planning": plan.pairs_before, "after planning": plan.pairs_after}
         _draw_work(first, both)
     for axes, (what, rows) in zip(others, sent.items(), strict=True):
         _draw_traffic(figure, axes, what, rows)
+    figure.legend(loc="outside lower left", ncols=2)
     figure.savefig(path, dpi=120)
 
 
@@ -87,7 +91,6 @@ def _draw_bars(axes: Any, series: dict[str, np.ndarray]) -> None:
         place = np.arange(len(values)) + (number - (len(series) - 1) / 2) * width
         axes.bar(place, values, width, color=colors[number], label=label)
     axes.locator_params(axis="x", integer=True)
-    axes.legend()
 
 
 def _draw_traffic(figure: Any, axes: Any, what: str, sent: Any) -> None:

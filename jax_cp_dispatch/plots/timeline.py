@@ -45,5 +45,5 @@ def plot_timeline(steps: Mapping[str, Sequence[StepCost]], path: str | pathlib.P
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
     axes.set(title="predicted steps of one layer", xlabel="ms", xlim=(0, None))
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=2)
     figure.savefig(path, dpi=120)

@@ -216,7 +216,10 @@ def test_near_the_optimum_with_speeds_and_nodes(seed):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"kv_capacity": 599}, r"document 0 attends to 600 keys.* Pass kv_capacity>=600"),
+        (
+            {"kv_capacity": 599},
+            r"document 0 \(segment id 1 of batch row 0\) attends to 600 keys.* kv_capacity>=600",
+        ),
         ({"max_away": 343}, r"at least 344 are away from home.* Pass max_away>=344"),
         ({"min_piece": 300}, r"min_piece is 300 but a rank holds 256 tokens. Pass min_piece<=256"),
         ({"block": 300}, r"block is 300 but a rank holds 256 tokens"),
@@ -232,7 +235,9 @@ def test_constraints_that_no_placement_keeps(options, message):
 def test_what_was_found_is_in_the_error():
     """Without padding, whole documents do not fill ranks exactly."""
     lengths = [[100] * 9 + [60]]
-    with pytest.raises(ValueError, match=r"tokens of document \d+ would be away from its home, "):
+    with pytest.raises(
+        ValueError, match=r"tokens of document \d+ .* would be away from its home, "
+    ):
         place_tokens(lengths, world_size=4, config=PlacementConfig(max_away=0))
     with pytest.raises(ValueError, match=r"would hold a piece of \d+ tokens of document \d"):
         place_tokens(lengths, world_size=4, config=PlacementConfig(min_piece=95))

@@ -213,7 +213,7 @@ LENGTHS = [[600, 300, 100, 24]]
     [
         (
             {"kv_capacity": 599},
-            r"document 0 attends to 600 keys.* Pass kv_capacity>=600 or N",
+            r"document 0 \(segment id 1 of batch row 0\) attends to 600 keys.*capacity>=600 or N",
         ),
         ({"q_capacity": 255}, r"1024 queries .* 4 ranks, .* at least 256 .* Pass q_capacity>=256"),
         ({"kv_capacity": 600, "max_away": 0}, r"rank \d would receive \d+ rows of keys but k"),

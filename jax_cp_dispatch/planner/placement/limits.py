@@ -4,6 +4,7 @@ import numpy as np
 
 from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
+from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
@@ -23,10 +24,11 @@ def check_config(config: PlacementConfig, *, world_size: int, num_tokens: int) -
 
 
 def check_lengths(
-    lengths: np.ndarray, config: PlacementConfig, *, num_tokens: int, within: Reach
+    documents: Documents, config: PlacementConfig, *, num_tokens: int, within: Reach
 ) -> None:
     """Rejects limits that no placement keeps, with the document that exceeds them."""
-    check_longest_keys(_OP, config, lengths, within)
+    check_longest_keys(_OP, config, documents, within)
+    lengths = documents.lengths
     if not len(lengths):
         return
     document = int(lengths.argmax())
@@ -34,14 +36,15 @@ def check_lengths(
     away = longest - num_tokens
     if config.max_away is not None and away > config.max_away:
         raise DoesNotFitError(
-            f"{_OP}: document {document} has {longest} tokens but a rank holds {num_tokens}, so at "
-            f"least {away} are away from home, but max_away is {config.max_away}. Pass "
-            f"max_away>={away} or None in PlacementConfig."
+            f"{_OP}: {documents.name(document)} has {longest} tokens but a rank holds "
+            f"{num_tokens}, so at least {away} are away from home, but max_away is "
+            f"{config.max_away}. Pass max_away>={away} or None in PlacementConfig."
         )
 
 
-def check_pieces(lengths: np.ndarray, pieces: Pieces, config: PlacementConfig) -> None:
+def check_pieces(documents: Documents, pieces: Pieces, config: PlacementConfig) -> None:
     """Rejects a placement that exceeds `max_away` or `min_piece`."""
+    lengths = documents.lengths
     tokens = pieces.end - pieces.start
     if config.min_piece > 1:
         missing = np.minimum(lengths[pieces.document], config.min_piece) - tokens
@@ -49,7 +52,7 @@ def check_pieces(lengths: np.ndarray, pieces: Pieces, config: PlacementConfig) -
             at = int(missing.argmax())
             raise DoesNotFitError(
                 f"{_OP}: rank {pieces.rank[at]} would hold a piece of {tokens[at]} tokens of "
-                f"document {pieces.document[at]} but min_piece is {config.min_piece}. Pass "
+                f"{documents.name(pieces.document[at])} but min_piece is {config.min_piece}. Pass "
                 f"min_piece<={tokens[at]}, a larger balance_tolerance, or more padding."
             )
     if config.max_away is not None:
@@ -57,9 +60,9 @@ def check_pieces(lengths: np.ndarray, pieces: Pieces, config: PlacementConfig) -
         if away.max(initial=0) > config.max_away:
             document = int(away.argmax())
             raise DoesNotFitError(
-                f"{_OP}: {away[document]} tokens of document {document} would be away from its "
-                f"home, rank {home[document]}, but max_away is {config.max_away}. Pass max_away>="
-                f"{away[document]}, or more padding."
+                f"{_OP}: {away[document]} tokens of {documents.name(document)} would be away "
+                f"from its home, rank {home[document]}, but max_away is {config.max_away}. Pass "
+                f"max_away>={away[document]}, or more padding."
             )
 
 

@@ -120,10 +120,10 @@ def _place(
     """Returns the plan, what it needs, and source, place and length of every range."""
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
-    check_lengths(documents.lengths, config, num_tokens=num_tokens, within=within)
+    check_lengths(documents, config, num_tokens=num_tokens, within=within)
     assigned = _assign(documents, config, world_size, within)
     pieces, spans = lay_out(assigned, documents.lengths, within)
-    check_pieces(documents.lengths, pieces, config)
+    check_pieces(documents, pieces, config)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
     stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree, Shaped
+from jaxtyping import Float32, Int, PyTree, Shaped
 
-from jax_cp_dispatch.planner.describe import column_of
+from jax_cp_dispatch.metadata.describe import rows_between_ranks
+from jax_cp_dispatch.planner.describe import Rows, describe_plan
+from jax_cp_dispatch.planner.parts import Home, Parts, parts_of_placed
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan, describe_placed
+from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
 
@@ -85,13 +87,24 @@ class Placement:
         return self.least
 
     @property
+    def pairs_before(self) -> Float32[np.ndarray, " W"]:
+        """Query-key pairs of each rank if tokens stay in the order of the batch."""
+        self._check_whole("pairs_before")
+        if self.reason is not None:  # they do
+            return np.asarray(self.plan.pairs)
+        home = self._home.parts(self._parts())
+        return home.per_rank(home.pairs(self.plan.within), self.world_size).astype(np.float32)
+
+    @property
     def imbalance(self) -> float:
         """Largest work of a rank divided by its share; see `PlacementConfig.rank_speeds`."""
         self._check_whole("imbalance")
-        pairs = np.asarray(self.plan.pairs, np.float64)
-        speeds = np.array(self.config.rank_speeds or [1.0] * self.world_size)
-        share = pairs.sum() * speeds / speeds.sum()
-        return float((pairs / share).max()) if pairs.sum() > 0 else 1.0
+        return self._imbalance(self.plan.pairs)
+
+    @property
+    def imbalance_before(self) -> float:
+        """`imbalance` if tokens stay in the order of the batch."""
+        return self._imbalance(self.pairs_before)
 
     @property
     def num_kv_tokens_moved_between_nodes(self) -> int:
@@ -119,13 +132,43 @@ class Placement:
         return jax.tree.map(self._restore, arrays)
 
     def describe(self) -> str:
-        """Returns the text of `PlacedPlan.describe`, with the batch columns of its pieces."""
+        """Returns the text of `PlacedPlan.describe`, and what the batch is without placement.
+
+        For the three ranks with the most work, in the order of the batch and as placed, it names
+        the documents that cause it.
+        """
+        op = "Placement.describe"
         if self.reason is not None:
-            return f"Placement.describe: no tokens were placed. {self.reason}"
-        sizes = {"columns": self.columns, "num_tokens": self.plan.num_tokens}
-        where = column_of(self.source, self.place, **sizes)
-        speeds, node = self.config.rank_speeds, self.config.ranks_per_node
-        return describe_placed(self.plan, "Placement.describe", where, speeds, node)
+            return f"{op}: no tokens were placed. {self.reason}"
+        plan = self.plan
+        keys = Rows(rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)
+        return describe_plan(
+            "Placement",
+            self._parts(),
+            traffic={"keys": keys},
+            num_tokens=plan.num_tokens,
+            within=plan.within,
+            home=self._home,
+            speeds=self.config.rank_speeds,
+            ranks_per_node=self.config.ranks_per_node,
+        )
+
+    @property
+    def _home(self) -> Home:
+        return Home(self.batch, self.columns, self.world_size)
+
+    def _imbalance(self, pairs: Any) -> float:
+        pairs = np.asarray(pairs, np.float64)
+        speeds = np.array(self.config.rank_speeds or [1.0] * self.world_size)
+        share = pairs.sum() * speeds / speeds.sum()
+        return float((pairs / share).max()) if pairs.sum() > 0 else 1.0
+
+    def _parts(self) -> Parts:
+        """Returns what each rank computes."""
+        parts = parts_of_placed("Placement", self.plan)
+        place = parts.rank * self.plan.num_tokens + parts.row
+        source = self.source[np.searchsorted(self.place, place, side="right") - 1]
+        return parts._replace(first=source - parts.start)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

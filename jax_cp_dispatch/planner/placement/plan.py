@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.metadata.describe import known
-from jax_cp_dispatch.planner.describe import Where, describe_plan
+from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
+from jax_cp_dispatch.planner.describe import Rows, describe_plan
+from jax_cp_dispatch.planner.parts import parts_of_placed
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -127,15 +128,24 @@ class PlacedPlan:
 
         For the three ranks with the most work, it names the pieces of documents that cause it. Call
         on the host, with the plan of all ranks. `Placement.describe` also says where in the batch
-        these pieces are.
+        these documents are, and which ranks have the most work if nothing is placed.
 
         Raises:
           TypeError: the values are traced.
           ValueError: this is one rank's part of a plan.
         """
-        if known("PlacedPlan.describe", self.num_rows).min() < 0:
+        op = "PlacedPlan.describe"
+        if known(op, self.num_rows).min() < 0:
             return "PlacedPlan: the batch does not fit its capacities. See `Placement.reason`."
-        return describe_placed(self, "PlacedPlan.describe")
+        keys = Rows(rows_between_ranks(op, self.kv_metadata), self.kv_capacity)
+        return describe_plan(
+            "PlacedPlan",
+            parts_of_placed(op, self),
+            traffic={"keys": keys},
+            num_tokens=self.num_tokens,
+            within=self.within,
+            home=None,
+        )
 
     @property
     def imbalance(self) -> float:
@@ -158,16 +168,3 @@ class PlacedPlan:
         Read outside `jit`.
         """
         return num_moved("PlacedPlan.num_kv_tokens_moved", self.kv_metadata)
-
-
-def describe_placed(
-    plan: PlacedPlan,
-    op: str,
-    where: Where | None = None,
-    speeds: tuple[float, ...] | None = None,
-    ranks_per_node: int | None = None,
-) -> str:
-    """Returns the text of `describe`; see `describe_plan`."""
-    options: dict[str, Any] = {"where": where, "speeds": speeds}
-    options["ranks_per_node"] = ranks_per_node
-    return describe_plan(op, plan, pairs=plan.pairs, pairs_before=None, queries=None, **options)

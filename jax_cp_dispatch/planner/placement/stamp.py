@@ -28,7 +28,7 @@ def stamp_of_pieces(
     Positions that are not given count from 0 in each document. Those of padding do not count.
     """
     ids = checksums_of_runs(
-        *_with_padding(pieces, documents.ids[pieces.document], num_tokens, world_size),
+        *_with_padding(pieces, words(documents.ids)[pieces.document], num_tokens, world_size),
         step=ID_STEP,
         num_ranks=world_size,
     )
