@@ -3,8 +3,11 @@
 from jax_cp_dispatch.attention import (
     AttentionProfile,
     Choice,
+    RankProfile,
     StepProfile,
+    balanced_attention_profile,
     hamilton_attention_profile,
+    placed_attention_profile,
     ring_attention_profile,
     zigzag_ring_attention_profile,
 )
@@ -17,17 +20,22 @@ from jax_cp_dispatch.comm_gemm import (
     tune,
     use_tuning,
 )
+from jax_cp_dispatch.timeline import Span
 
 __all__ = [
     "AttentionProfile",
     "Choice",
     "CommGemmChoice",
     "OverlapProfile",
+    "RankProfile",
+    "Span",
     "StepProfile",
     "TuningTable",
+    "balanced_attention_profile",
     "current_tuning",
     "hamilton_attention_profile",
     "overlap_profile",
+    "placed_attention_profile",
     "ring_attention_profile",
     "tune",
     "use_tuning",

@@ -3,8 +3,9 @@
 All algorithms use the two passes of `local` (one range of keys per query); `local/merge` is for
 your own steps. In `planned`, rows move by a plan: queries and keys in `balanced`, only keys in
 `placed`. In `rotating`, keys rotate through the ranks: `sequence` arranges rows, `attend` runs the
-steps, `schedules`, `layout` and `chunks` define which rank holds what, `communication` moves it,
-and `profile` times it. `choose` and `api` use all of them. A call's `options` are made once and
+steps, `schedules`, `layout` and `chunks` define which rank holds what, and `communication`
+moves it. Both folders have a `profile`, with its common parts in the folder `profile`. `choose`,
+by the plans of `moves`, and `api` use all of them. A call's `options` are made once and
 passed on as a whole; `algorithms` hold the options of a single algorithm.
 """
 
@@ -22,12 +23,19 @@ from jax_cp_dispatch.attention.local.api import local_attention, local_attention
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.planned.balanced import balanced_attention
 from jax_cp_dispatch.attention.planned.placed import placed_attention
+from jax_cp_dispatch.attention.planned.profile import (
+    balanced_attention_profile,
+    placed_attention_profile,
+)
+from jax_cp_dispatch.attention.profile.record import (
+    AttentionProfile,
+    RankProfile,
+    StepProfile,
+)
 from jax_cp_dispatch.attention.rotating.communication import chunk_exchange, ring_exchange
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.profile import (
-    AttentionProfile,
-    StepProfile,
     hamilton_attention_profile,
     ring_attention_profile,
     zigzag_ring_attention_profile,
@@ -41,10 +49,12 @@ __all__ = [
     "Choice",
     "Hamilton",
     "Placed",
+    "RankProfile",
     "Ring",
     "StepProfile",
     "Zigzag",
     "balanced_attention",
+    "balanced_attention_profile",
     "choose_algorithm",
     "chunk_exchange",
     "context_parallel_attention",
@@ -55,6 +65,7 @@ __all__ = [
     "local_attention_backward",
     "merge_partials",
     "placed_attention",
+    "placed_attention_profile",
     "ring_attention",
     "ring_attention_profile",
     "ring_exchange",

@@ -1,4 +1,4 @@
-"""Profiles of ring, zigzag and Hamilton attention: the same output, its times, and their trace."""
+"""Profiles of attention: the same output, its times by step and by rank, and their trace."""
 
 import json
 from collections import Counter
@@ -8,12 +8,16 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from sequences import Case, dense, draw
 
-from jax_cp_dispatch.attention.rotating.profile import (
+from jax_cp_dispatch import place_tokens, plan_attention, stack_plans
+from jax_cp_dispatch.profiling import (
+    Span,
+    balanced_attention_profile,
     hamilton_attention_profile,
+    placed_attention_profile,
     ring_attention_profile,
     zigzag_ring_attention_profile,
 )
-from jax_cp_dispatch.timeline import Span, write_chrome_trace
+from jax_cp_dispatch.timeline import write_chrome_trace
 
 PROFILES = {
     "ring": ring_attention_profile,
@@ -59,14 +63,77 @@ def test_output_times_and_trace(algorithm, options, rearranged, tmp_path):
         assert (step.computation > 0) == step.name.startswith("step")
         assert (step.communication > 0) == (step.name != names[-1])
     assert got.total > 0
-    assert got.communication == pytest.approx(sum(step.communication for step in got.steps))
-    assert got.computation == pytest.approx(sum(step.computation for step in got.steps))
-    lines = str(got).splitlines()
-    shown = [line.split("  ")[0] for line in lines[2:]]
-    assert shown == [*(step.name for step in got.steps), "all"]
-
+    check_times(got)
     events = json.loads(got.write_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
     check_trace(events, got)
+
+
+def check_times(got):
+    """Steps take as long as their slowest rank; the text has a row per step and per rank."""
+    assert [x.rank for x in got.ranks] == list(range(W))
+    for kind in ("communication", "computation"):
+        total = getattr(got, kind)
+        assert total == pytest.approx(sum(getattr(step, kind) for step in got.steps))
+        of_ranks = [getattr(x, kind) for x in got.ranks]
+        assert max(of_ranks) <= total * (1 + 1e-9)
+        spans = [
+            sum(s.duration for s in got.spans if (s.rank, s.kind) == (r, kind)) for r in range(W)
+        ]
+        assert of_ranks == pytest.approx(spans)
+    names = [line.split("  ")[0] for line in str(got).splitlines()]
+    steps, ranks = [step.name for step in got.steps], [f"rank {r}" for r in range(W)]
+    assert names[2:] == [*steps, "all", "All steps, by rank, ms:", "", *ranks]
+
+
+def planned(kind, case, operands):
+    """Returns the profile by a plan, and its output in the order of the batch."""
+    q, k, v, _, segment_ids, positions = operands
+    options = {"mesh": mesh_of(W, [1, 2, 0]), "axis_name": AXIS, "repeats": 2}
+    documents = {"segment_ids": segment_ids, "positions": positions}
+    if kind == "balanced":
+        plan = plan_attention(segment_ids, positions, world_size=W)
+        got = balanced_attention_profile(q, k, v, plan, **documents, **options)
+        return got, got.out
+    placement = place_tokens(**documents, world_size=W)
+    q, k, v = (placement.apply(x) for x in (q, k, v))
+    documents = placement.apply(documents)
+    got = placed_attention_profile(q, k, v, placement.plan, **documents, **options)
+    return got, placement.restore(got.out)
+
+
+@pytest.mark.parametrize(
+    "kind, steps", [("balanced", ["send", "attend", "return"]), ("placed", ["send", "attend"])]
+)
+def test_profiles_by_a_plan(kind, steps):
+    """Exchanges and attention alternate; the output is that of dense attention."""
+    case = Case("ring", W, 7, documents="both")
+    operands = draw(case)
+    got, out = planned(kind, case, operands)
+    want = dense(case, operands)[0]
+    assert np.abs(np.asarray(out) - want).max() < 1e-5 * np.abs(want).max()
+    assert got.algorithm == f"{kind}_attention" and got.total > 0
+    assert [step.name for step in got.steps] == steps
+    for step in got.steps:
+        assert (step.computation > 0) == (step.name == "attend")
+        assert (step.communication > 0) == (step.name != "attend")
+    check_times(got)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_plans_that_do_not_suit_the_call():
+    q, k, v, _, segment_ids, positions = draw(Case("ring", W, 4, documents="both"))
+    plan = plan_attention(segment_ids, positions, world_size=W)
+    call = lambda plan, **options: balanced_attention_profile(
+        *(q, k, v, plan), **({"mesh": mesh_of(W), "axis_name": AXIS} | options)
+    )
+    with pytest.raises(ValueError, match="for world_size=3 but 'cp' has 2 devices"):
+        call(plan, mesh=mesh_of(2))
+    with pytest.raises(ValueError, match="got stacked plans"):
+        call(stack_plans([plan]))
+    with pytest.raises(TypeError, match="balanced_attention_profile: got causal; it takes the"):
+        call(plan, causal=False)
+    with pytest.raises(TypeError, match="plan is of type ndarray; it needs to be an AttentionPlan"):
+        call(segment_ids)
 
 
 def check_trace(events, got):

@@ -139,6 +139,16 @@ CASES = [
         lambda: attend(algorithm="placed", plan=PLACEMENT),
         r"plan is of type Placement; it needs.*place_tokens\(...\).plan",
     ),
+    *(
+        (
+            f"{name}_attention_profile",
+            lambda name=name: getattr(cp.profiling, f"{name}_attention_profile")(
+                *(Q, Q, Q, IDS), mesh=mesh_of(W), axis_name=AXIS
+            ),
+            "plan is of type ndarray; it needs to be",
+        )
+        for name in ("balanced", "placed")
+    ),
     ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
     ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
     ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),

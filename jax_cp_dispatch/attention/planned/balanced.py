@@ -82,10 +82,15 @@ def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, posit
     check_plan(options.op, plan, AttentionPlan)
     advice = "Plan with the segment ids of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
+    stamp = stamp_of_queries(options, plan, segment_ids, positions)
+    return attend_rows(_attend, options, q, k, v, plan, stamp)
+
+
+def stamp_of_queries(options: AttentionOptions, plan: AttentionPlan, segment_ids, positions):
+    """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     seen = (None if x is None else words(x) for x in (segment_ids, positions))
     rank = jax.lax.axis_index(options.exchange.axis_name)
-    stamp = rank_stamp(plan.local_stamp(rank), *seen)
-    return attend_rows(_attend, options, q, k, v, plan, stamp)
+    return rank_stamp(plan.local_stamp(rank), *seen)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -75,10 +75,15 @@ def attend_placed(options: AttentionOptions, q, k, v, plan, segment_ids, positio
     check_plan(options.op, plan, PlacedPlan)
     advice = "Place the tokens of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
+    stamp = stamp_of_places(options, plan, segment_ids, positions)
+    return attend_rows(_attend, options, q, k, v, plan, stamp)
+
+
+def stamp_of_places(options: AttentionOptions, plan: PlacedPlan, segment_ids, positions):
+    """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     stamp, num_rows = plan.local_stamp(jax.lax.axis_index(options.exchange.axis_name))
     seen = (None if x is None else words(x) for x in (segment_ids, positions))
-    stamp = rank_stamp(stamp, *seen, num_rows=num_rows)
-    return attend_rows(_attend, options, q, k, v, plan, stamp)
+    return rank_stamp(stamp, *seen, num_rows=num_rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

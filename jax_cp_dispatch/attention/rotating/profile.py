@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import pathlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
+from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
@@ -32,69 +29,8 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_layout,
     token_ranges,
 )
-from jax_cp_dispatch.attention.rotating.stopwatch import Stopwatch
 from jax_cp_dispatch.cycles.checks import CycleRows
-from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span, write_chrome_trace
-
-
-@dataclasses.dataclass(frozen=True)
-class StepProfile:
-    """One step; median seconds until the slowest rank was ready.
-
-    Attributes:
-      name: "to zigzag", "step t", or "from zigzag".
-      communication: time of the exchange of this step; 0 if there is none.
-      computation: time of attention over the held keys.
-    """
-
-    name: str
-    communication: float
-    computation: float
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionProfile:
-    """Times of a forward pass: as a whole, and by step.
-
-    Attributes:
-      algorithm: name of the function.
-      total: seconds of the whole program, compiled as one, where an exchange and the computation
-        of its step overlap; median.
-      steps: the same exchanges and attention, run step by step. The work before and after them
-        (ranges, cutting into blocks, division by the sums) is only included in `total`.
-      spans: of each rank. The exchange and the computation of a step start together; the next step
-        starts when the slowest rank has finished both.
-      out: the output, from the steps.
-    """
-
-    algorithm: str
-    total: float
-    steps: tuple[StepProfile, ...]
-    spans: tuple[Span, ...]
-    out: Array
-
-    @property
-    def communication(self) -> float:
-        """Seconds of all exchanges."""
-        return sum(step.communication for step in self.steps)
-
-    @property
-    def computation(self) -> float:
-        """Seconds of all computation."""
-        return sum(step.computation for step in self.steps)
-
-    def write_chrome_trace(self, path: str | os.PathLike) -> pathlib.Path:
-        """Writes the spans as a JSON trace for Perfetto, with two rows per rank."""
-        return write_chrome_trace(self.spans, path)
-
-    def __str__(self) -> str:
-        lines = [f"{self.algorithm}: {1e3 * self.total:.2f} ms as one program; step by step, ms:"]
-        lines.append(f"{'':<12}{'communication':>14}{'computation':>14}")
-        all_steps = StepProfile("all", self.communication, self.computation)
-        for step in (*self.steps, all_steps):
-            times = f"{1e3 * step.communication:14.2f}{1e3 * step.computation:14.2f}"
-            lines.append(f"{step.name:<12}{times}")
-        return "\n".join(lines)
+from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 
 def ring_attention_profile(
@@ -123,7 +59,7 @@ def ring_attention_profile(
     Raises:
       TypeError, ValueError: as `ring_attention`.
     """
-    stopwatch = _stopwatch("ring_attention_profile", mesh, axis_name, repeats)
+    stopwatch = stopwatch_over("ring_attention_profile", mesh, axis_name, repeats)
     return _profile(ring_attention, Ring(), stopwatch, (q, k, v), **options)
 
 
@@ -138,7 +74,7 @@ def zigzag_ring_attention_profile(
     **options: Any,
 ) -> AttentionProfile:
     """Times `zigzag_ring_attention`, forward; otherwise as `ring_attention_profile`."""
-    stopwatch = _stopwatch("zigzag_ring_attention_profile", mesh, axis_name, repeats)
+    stopwatch = stopwatch_over("zigzag_ring_attention_profile", mesh, axis_name, repeats)
     return _profile(zigzag_ring_attention, Zigzag(), stopwatch, (q, k, v), **options)
 
 
@@ -159,23 +95,9 @@ def hamilton_attention_profile(
 
     Otherwise as `ring_attention_profile`.
     """
-    stopwatch = _stopwatch("hamilton_attention_profile", mesh, axis_name, repeats)
+    stopwatch = stopwatch_over("hamilton_attention_profile", mesh, axis_name, repeats)
     algorithm = Hamilton(nodes, cycles, maps)
     return _profile(hamilton_attention, algorithm, stopwatch, (q, k, v), **options)
-
-
-def _stopwatch(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
-    if mesh is None:
-        raise TypeError(f"{op}: mesh is None; it needs to be a jax.sharding.Mesh.")
-    check_mesh(op, mesh)
-    check_axis_name(op, axis_name)
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
-            "Name one of these."
-        )
-    check_positive(op, repeats=repeats)
-    return Stopwatch(mesh, axis_name, repeats)
 
 
 def _profile(
@@ -197,12 +119,7 @@ def _profile(
     if unknown:
         raise TypeError(f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {name}.")
     check_rows(op, *qkv, segment_ids, positions)
-    num_tokens = qkv[0].shape[1]
-    if num_tokens % num_ranks:
-        raise ValueError(
-            f"{op}: T is {num_tokens} but {axis_name!r} has {num_ranks} devices, which need to "
-            "divide it. Pad the arrays; segment 0 is padding."
-        )
+    check_tokens(op, qkv[0].shape[1], stopwatch)
     exchange = ExchangeOptions(op, axis_name, implementation, deadline)
     options = AttentionOptions(exchange, **given)
     sequence = sharded_sequence(options, algorithm, schedule)
@@ -217,36 +134,16 @@ def _profile(
     operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, segment_ids, positions))
     whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *operands)
-    record = _StepRecord(stopwatch)
+    record = StepRecord(stopwatch)
     out = _run_steps(sequence, record, *operands)
     return AttentionProfile(name, max(seconds), tuple(record.steps), tuple(record.spans), out)
-
-
-class _StepRecord:
-    """Runs steps in sequence, and times each on every rank."""
-
-    def __init__(self, stopwatch: Stopwatch):
-        self.stopwatch, self.steps, self.spans = stopwatch, [], []
-        self._now = 0.0
-
-    def step(self, name: str, **parts: Any) -> list[Any]:
-        """Runs the parts, kind=(program, *operands), of one step; returns their results."""
-        results, slowest = [], {COMMUNICATION: 0.0, COMPUTATION: 0.0}
-        for kind, (program, *operands) in parts.items():
-            seconds, result = self.stopwatch.run(program, *operands)
-            results.append(result)
-            slowest[kind] = max(seconds)
-            self.spans += [Span(r, kind, name, self._now, s) for r, s in enumerate(seconds)]
-        self.steps.append(StepProfile(name, **slowest))
-        self._now += max(slowest.values())
-        return results
 
 
 # Axes that the ranks share: of rows, of chunks, of other arrays; `None` if all have the same.
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
-def _run_steps(sequence: ShardedSequence, record: _StepRecord, q, k, v, segment_ids, positions):
+def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_ids, positions):
     """The forward pass of `rotating_attention`, with one program per step, equal for all steps."""
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens

@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
+from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
+
 _POLL = 20e-6  # seconds
 
 
@@ -63,3 +66,31 @@ class Stopwatch:
             pending = [entry for entry in pending if not entry[1].is_ready()]
             time.sleep(_POLL)
         return seconds
+
+
+def stopwatch_over(op: str, mesh: Mesh, axis_name: str, repeats: int) -> Stopwatch:
+    """Returns a stopwatch for the arguments of a profile.
+
+    Raises:
+      TypeError, ValueError: the mesh does not have the axis, or `repeats` is not positive.
+    """
+    if mesh is None:
+        raise TypeError(f"{op}: mesh is None; it needs to be a jax.sharding.Mesh.")
+    check_mesh(op, mesh)
+    check_axis_name(op, axis_name)
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+            "Name one of these."
+        )
+    check_positive(op, repeats=repeats)
+    return Stopwatch(mesh, axis_name, repeats)
+
+
+def check_tokens(op: str, num_tokens: int, stopwatch: Stopwatch) -> None:
+    """Requires tokens that the ranks can share equally."""
+    if num_tokens % stopwatch.num_ranks:
+        raise ValueError(
+            f"{op}: T is {num_tokens} but {stopwatch.axis_name!r} has {stopwatch.num_ranks} "
+            "devices, which need to divide it. Pad the arrays; segment 0 is padding."
+        )

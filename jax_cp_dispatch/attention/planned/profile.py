@@ -1,0 +1,199 @@
+"""Profiles balanced and placed attention: runs and times the exchanges and attention of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Float
+
+from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.planned import exchanges
+from jax_cp_dispatch.attention.planned.balanced import attend_balanced, stamp_of_queries
+from jax_cp_dispatch.attention.planned.call import attend_locally
+from jax_cp_dispatch.attention.planned.placed import attend_placed, stamp_of_places
+from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
+from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+
+
+def balanced_attention_profile(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+    plan: AttentionPlan,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    repeats: int = 3,
+    **options: Any,
+) -> AttentionProfile:
+    """Times `balanced_attention`, forward, as one program and step by step.
+
+    The steps are "send" (queries, keys and values), "attend" and "return" (the output). Nothing
+    overlaps. Call outside `jit` and `jax.shard_map`, in a process that owns all devices of the
+    mesh. Each step runs separately, with synchronisation before and after it.
+
+    Args:
+      q, k, v: global arrays; `axis_name` has n devices, and n divides T.
+      plan: of all ranks, for these arrays.
+      mesh: the mesh with `axis_name`; the arrays are replicated over its other axes.
+      axis_name: the mesh axis of the ranks.
+      repeats: runs of every program; medians are returned.
+      options: the other keywords of `balanced_attention`; segment_ids and positions are global.
+    Returns:
+      The times, and the output in the layout of q.
+    Raises:
+      TypeError, ValueError: as `balanced_attention`.
+      jax.errors.JaxRuntimeError: the plan was made for another batch.
+    """
+    op = "balanced_attention_profile"
+    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
+    check_plan(op, plan, AttentionPlan)
+    call = _call(op, stopwatch, (q, k, v), plan, **options)
+
+    def send(q, k, v, plan, *documents):
+        stamp = stamp_of_queries(call.options, plan, *documents)
+        return exchanges.send_qkv(call.exchange, plan, _rows(q), (_rows(k), _rows(v)), stamp)
+
+    def bring_back(out, plan, *documents):
+        stamp = stamp_of_queries(call.options, plan, *documents)
+        return exchanges.return_q(call.exchange, plan, out, stamp)
+
+    total = call.time_whole(attend_balanced)
+    record = StepRecord(stopwatch)
+    sending = call.program(send, [_ROWS, _ROWS, _ROWS, *_PLAN], (_BY_RANK, (_BY_RANK, _BY_RANK)))
+    (received,) = record.step("send", communication=(sending, *call.qkv, *call.plan))
+    (out,) = record.step("attend", computation=call.attend(*received))
+    back = call.program(bring_back, [_BY_RANK, *_PLAN], _BY_RANK)
+    (out,) = record.step("return", communication=(back, out, *call.plan))
+    return call.result("balanced_attention", total, record, out)
+
+
+def placed_attention_profile(
+    q: Float[HostOrDevice, "B T N H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T K Hv"],
+    plan: PlacedPlan,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    repeats: int = 3,
+    **options: Any,
+) -> AttentionProfile:
+    """Times `placed_attention`, forward; otherwise as `balanced_attention_profile`.
+
+    The steps are "send" (keys and values) and "attend". All arrays are in placed order.
+    """
+    op = "placed_attention_profile"
+    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
+    check_plan(op, plan, PlacedPlan)
+    call = _call(op, stopwatch, (q, k, v), plan, **options)
+
+    def send(q, k, v, plan, *documents):
+        stamp = stamp_of_places(call.options, plan, *documents)
+        return _rows(q), exchanges.send_kv(call.exchange, plan, (_rows(k), _rows(v)), stamp)
+
+    total = call.time_whole(attend_placed)
+    record = StepRecord(stopwatch)
+    sending = call.program(send, [_ROWS, _ROWS, _ROWS, *_PLAN], (_BY_RANK, (_BY_RANK, _BY_RANK)))
+    (received,) = record.step("send", communication=(sending, *call.qkv, *call.plan))
+    (out,) = record.step("attend", computation=call.attend(*received))
+    return call.result("placed_attention", total, record, out)
+
+
+# Axes that the ranks share: of columns, and of rows that a rank received. Those of a plan and of
+# the documents from which it was made.
+_ROWS, _BY_RANK = 1, 0
+_PLAN = (_BY_RANK, _ROWS, _ROWS)
+
+
+class _Call(NamedTuple):
+    """One call: its operands on the mesh, and its options.
+
+    Attributes:
+      stopwatch: over the ranks.
+      options: of attention.
+      qkv: the arrays.
+      plan: the plan, segment ids and positions.
+    """
+
+    stopwatch: Stopwatch
+    options: AttentionOptions
+    qkv: tuple[Any, ...]
+    plan: tuple[Any, ...]
+
+    @property
+    def exchange(self) -> ExchangeOptions:
+        return self.options.exchange
+
+    def program(self, fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Any:
+        return self.stopwatch.program(fn, in_axes, out_axes)
+
+    def time_whole(self, attend: Callable[..., Any]) -> float:
+        """Returns the seconds of the whole call, as one program."""
+        in_axes = [_ROWS, _ROWS, _ROWS, *_PLAN]
+        whole = self.program(partial(attend, self.options), in_axes, _ROWS)
+        return max(self.stopwatch.run(whole, *self.qkv, *self.plan)[0])
+
+    def attend(self, q: Any, kv: Any) -> tuple[Any, ...]:
+        """Returns the program of local attention, and its operands."""
+
+        def attend(q, kv, plan):
+            ranges = plan.local_ranges(jax.lax.axis_index(self.exchange.axis_name))
+            out, _ = attend_locally(self.options, *(x[None] for x in (q, *kv, *ranges)))
+            return out[0].astype(q.dtype)
+
+        program = self.program(attend, [_BY_RANK, (_BY_RANK, _BY_RANK), _BY_RANK], _BY_RANK)
+        return program, q, kv, self.plan[0]
+
+    def result(self, name: str, total: float, record: StepRecord, out: Any) -> AttentionProfile:
+        """Returns the profile; `out` has the rows of each rank."""
+        batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
+        by_batch = lambda x: x.reshape(batch, tokens, *x.shape[1:])
+        _, out = self.stopwatch.run(self.program(by_batch, [_BY_RANK], _ROWS), out)
+        return AttentionProfile(name, total, tuple(record.steps), tuple(record.spans), out)
+
+
+def _rows(x: Any) -> Any:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _call(
+    op: str,
+    stopwatch: Stopwatch,
+    qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
+    plan: AttentionPlan | PlacedPlan,
+    *,
+    segment_ids: Any = None,
+    positions: Any = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+    **given: Any,
+) -> _Call:
+    """Checks the arguments and puts the arrays on the mesh."""
+    unknown = given.keys() - {"scale", "logit_soft_cap"}
+    if unknown:
+        function = op.removesuffix("_profile")
+        raise TypeError(
+            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {function}."
+        )
+    check_rows(op, *qkv, segment_ids, positions)
+    check_tokens(op, qkv[0].shape[1], stopwatch)
+    if is_stack(plan):
+        raise ValueError(f"{op}: got stacked plans. Pass the plan of one batch.")
+    if plan.world_size != stopwatch.num_ranks:
+        raise ValueError(
+            f"{op}: the plan is for world_size={plan.world_size} but {stopwatch.axis_name!r} has "
+            f"{stopwatch.num_ranks} devices. Plan again with that world_size."
+        )
+    exchange = ExchangeOptions(op, stopwatch.axis_name, implementation, deadline)
+    options = AttentionOptions(exchange, **given)
+    put = lambda tree, *axes: jax.device_put(tree, NamedSharding(stopwatch.mesh, P(*axes)))
+    of_tokens = (None, stopwatch.axis_name)
+    arrays = put((*qkv, segment_ids, positions), *of_tokens)
+    return _Call(stopwatch, options, arrays[:3], (put(plan, stopwatch.axis_name), *arrays[3:]))
