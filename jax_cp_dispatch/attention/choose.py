@@ -15,9 +15,8 @@ from jax_cp_dispatch._text import duration
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
+from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans, placement
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
-from jax_cp_dispatch.cost.traffic import Rows
-from jax_cp_dispatch.planner import place_tokens
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
@@ -60,11 +59,13 @@ def choose_algorithm(
 
     Call on the host, once for similar batches. The predictions are those of
     `jax_cp_dispatch.cost.predict`: counted pairs and bytes divided by the rates of `hardware`, with
-    perfect overlap. Use them to rank algorithms, not as absolute times.
+    perfect overlap. Use them to rank algorithms, not as absolute times. "balanced" and "placed" are
+    predicted from plans of these documents, made for these heads and nodes; the busiest rank of
+    each kind of link decides the time. `python -m jax_cp_dispatch plan` makes the same choice.
 
     Args:
       lengths: tokens of the documents of each batch row, in order; None: one batch row with one
-        document. See `document_lengths`.
+        document. The rest of a row is padding. See `document_lengths`.
       num_ranks: devices of the sequence axis.
       tokens_per_rank: tokens of a batch row on one device.
       num_heads, num_kv_heads, head_size: N, K, H of one device.
@@ -105,15 +106,12 @@ def choose_algorithm(
         window=window,
         lengths=rows,
     )
-    can_place = can_place and layout == "contiguous"
-    choice, _ = choose_for(
-        workload,
-        hardware=hardware,
-        layout=layout,
-        with_backward=with_backward,
-        placed_tokens=_placed_tokens(workload) if can_place else None,
-    )
-    return choice
+    in_order = layout == "contiguous"
+    plan = balanced_plan(workload, hardware) if causal and in_order else None
+    placed = placement(workload, hardware).plan if can_place and in_order else None
+    moves = moves_of_plans(hardware, plan, placed)
+    options = {"layout": layout, "with_backward": with_backward}
+    return choose_for(workload, hardware=hardware, **options, **moves)[0]
 
 
 def choose_for(
@@ -122,21 +120,14 @@ def choose_for(
     hardware: Hardware,
     layout: str = "contiguous",
     with_backward: bool,
-    moved_tokens: tuple[Rows, Rows] | None = None,
-    placed_tokens: Rows | None = None,
+    **moves: Any,
 ) -> tuple[Choice, dict[str, float]]:
     """Returns the choice for a workload, and the predicted seconds with the rearrangement.
 
-    `moved_tokens` and `placed_tokens` are as in `jax_cp_dispatch.cost.predict`.
+    `moves` are those of `moves_of_plans`.
     """
     is_planned = workload.causal and layout == "contiguous"
-    predictions = predict(
-        workload,
-        hardware=hardware,
-        with_backward=with_backward,
-        moved_tokens=moved_tokens,
-        placed_tokens=placed_tokens,
-    )
+    predictions = predict(workload, hardware=hardware, with_backward=with_backward, **moves)
     del predictions["all_gather"]
     if not is_planned:
         del predictions["balanced"]
@@ -154,22 +145,10 @@ def choose_for(
         algorithm = Hamilton(nodes=workload.num_ranks // hardware.node_size(workload.num_ranks))
     else:
         algorithm = {kind.name: kind for kind in (Balanced, Placed, Ring, Zigzag, Hamilton)}[best]()
-    reason = _reason(best, seconds, predictions, with_backward)
+    reason = _reason(best, seconds, predictions, with_backward, hardware)
     if isinstance(algorithm, Placed):
         reason += " Place the tokens of every batch with place_tokens, and pass its plan."
     return Choice(algorithm, predictions, reason), seconds
-
-
-def _placed_tokens(workload: Workload) -> float:
-    """Returns the rows of keys that each rank sends if the tokens of the documents are placed."""
-    placement = place_tokens(
-        workload.rows,
-        world_size=workload.num_ranks,
-        columns=workload.num_ranks * workload.tokens_per_rank,
-        causal=workload.causal,
-        window=workload.window,
-    )
-    return placement.plan.num_kv_tokens_moved / workload.num_ranks
 
 
 def _rows_of_lengths(op: str, lengths: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -204,7 +183,9 @@ def default_hardware() -> Hardware:
 def document_lengths(
     segment_ids: Integer[np.ndarray, "B T"], positions: Integer[np.ndarray, "B T"] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the document lengths of each batch row, in order; a padding token counts as one of 1.
+    """Returns the document lengths of each batch row, in order.
+
+    Padding is left out. So if a row has padding before its last document, later documents move up.
 
     Args:
       segment_ids, positions: on the host; see `context_parallel_attention`.
@@ -213,11 +194,15 @@ def document_lengths(
     """
     segment_ids, positions = read_host_documents("document_lengths", segment_ids, positions)
     new = np.ones(segment_ids.shape, bool)
-    new[:, 1:] = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (segment_ids[:, 1:] == 0)
+    new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     if positions is not None:
         new[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
-    ends = [np.append(np.flatnonzero(row), row.size) for row in new]
-    return tuple(tuple(np.diff(end).tolist()) for end in ends)
+    lengths = []
+    for row, is_first in zip(segment_ids, new, strict=True):
+        first = np.flatnonzero(is_first)
+        tokens = np.diff(np.append(first, row.size))
+        lengths.append(tuple(tokens[row[first] != 0].tolist()))
+    return tuple(lengths)
 
 
 def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward: bool) -> float:
@@ -238,13 +223,14 @@ def _rearrangement_seconds(workload: Workload, hardware: Hardware, with_backward
     return (1 + with_backward) * (there + back)
 
 
-def _reason(best, seconds, predictions, with_backward) -> str:
+def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> str:
     passes = "forward and backward" if with_backward else "forward"
+    shares_cores = hardware.topology == "shared_memory"
     parts = []
     for name in sorted(seconds, key=seconds.__getitem__):
         prediction = predictions[name]
         part = f"{name} {_duration(seconds[name])}"
-        if prediction.imbalance > 1.05:
+        if prediction.imbalance > 1.05 and not shares_cores:
             part += f" (slowest ranks {prediction.imbalance:.1f} times the mean work)"
         elif prediction.exposed_communication > 0.1 * prediction.total:
             share = prediction.exposed_communication / prediction.total
@@ -254,6 +240,12 @@ def _reason(best, seconds, predictions, with_backward) -> str:
     if seconds[best] > min(seconds.values()):
         reason += (
             f" {best} is within {_CLOSE - 1:.0%} of the fastest, and better balanced or simpler."
+        )
+    if shares_cores:
+        cores = "1 core" if hardware.cores == 1 else f"{hardware.cores} cores"
+        reason += (
+            f" All ranks share {cores}: a step takes as long as the work of all of them, so better "
+            "balance hardly shortens it."
         )
     return reason
 

@@ -68,7 +68,7 @@ def predict(
         steps = list(itertools.chain(*costs))
         sums[algorithm] = (
             sum(max(x.compute, x.communication) for x in steps),
-            *map(sum, zip(*steps, strict=True)),
+            *map(sum, zip(*(x[:4] for x in steps), strict=True)),
         )
     work = _work(workload, hardware, passes, tuple(sums))
     if hardware.node_size(workload.num_ranks) == workload.num_ranks:

@@ -31,6 +31,8 @@ class StepCost(NamedTuple):
     communication: float  # seconds
     sent_bytes: float  # by each rank, on average
     between_bytes: float = 0.0  # those of them that go to other nodes
+    most_inside: float = 0.0  # bytes that the busiest rank sends or receives inside its node
+    most_between: float = 0.0  # and between nodes
 
 
 def step_costs(
@@ -117,8 +119,7 @@ def _planned(
     step = lambda x, sent, own: StepCost(
         x,
         exchange_seconds("balanced", sent.plus(own) if sent.total else sent, n, hardware),
-        sent.total,
-        sent.between,
+        *(sent.total, sent.between, sent.most_inside, sent.most_between),
     )
     own_before = own_after = _NOTHING
     if shared:  # rows that stay are copied, too
@@ -150,7 +151,11 @@ def _rotating(
         sent = [kv] * others + [0]
     traffic = [rotating_traffic(algorithm, x, n, hardware) for x in sent]
     return [
-        StepCost(float(x), exchange_seconds(algorithm, y, n, hardware), y.total, y.between)
+        StepCost(
+            float(x),
+            exchange_seconds(algorithm, y, n, hardware),
+            *(y.total, y.between, y.most_inside, y.most_between),
+        )
         for x, y in zip(compute, traffic, strict=True)
     ]
 

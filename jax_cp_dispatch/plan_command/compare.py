@@ -6,45 +6,48 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 
 from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice, choose_for
-from jax_cp_dispatch.cost import (
-    Hardware,
-    StepCost,
-    Workload,
-    rank_pairs,
-    rows_by_link,
-    step_costs,
-)
-from jax_cp_dispatch.metadata.describe import rows_between_ranks
-from jax_cp_dispatch.planner import (
-    AttentionPlan,
-    PlacedPlan,
-    Placement,
-    PlacementConfig,
-    PlanConfig,
-    place_tokens,
-    plan_attention,
-)
+from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans, placement
+from jax_cp_dispatch.cost import Hardware, StepCost, Workload, rank_pairs, step_costs
+from jax_cp_dispatch.plan_command.slowest import Slowest, slowest_rank
+from jax_cp_dispatch.planner import AttentionPlan, Placement
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends in one layer, forward, over one kind of link.
+
+    Attributes:
+      mean: of all ranks.
+      busiest: of the rank that sends or receives most in each exchange; it decides the time.
+    """
+
+    mean: float
+    busiest: float
 
 
 class Layout(NamedTuple):
-    """One way to share the work of a batch. Bytes are of all ranks, one layer, forward.
+    """One way to share the work of a batch.
 
     Attributes:
       name: of the layout and its algorithm.
+      algorithm: as in the predictions.
       imbalance: largest work of a rank divided by the mean.
+      slowest: the rank with the most work.
       queries, keys: rows that move, over all ranks, each copy counted.
-      bytes_inside, bytes_between: sent inside nodes, and between nodes.
+      inside, between: bytes inside nodes, and between nodes.
     """
 
     name: str
+    algorithm: str
     imbalance: float
+    slowest: int
     queries: int
     keys: int
-    bytes_inside: float
-    bytes_between: float
+    inside: Sent
+    between: Sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +56,19 @@ class Comparison:
 
     Attributes:
       workload, hardware: the arguments of the prediction.
+      with_backward: whether times include the backward pass.
+      slowest: the rank with the most work before planning, and why; None without work.
       layouts: before and after planning.
-      choice: of `choose_algorithm`, with the numbers of the two plans.
+      choice: of `choose_algorithm`.
       seconds: predicted times with the rearrangement of tokens.
       balanced, placement: the plans.
-      steps: predicted steps of each algorithm.
+      steps: predicted steps of each algorithm; first the rearrangement of tokens.
     """
 
     workload: Workload
     hardware: Hardware
+    with_backward: bool
+    slowest: Slowest
     layouts: tuple[Layout, ...]
     choice: Choice
     seconds: dict[str, float]
@@ -93,29 +100,12 @@ def compare(
     step: Callable[[str], AbstractContextManager[Any]],
 ) -> Comparison:
     """Compares the algorithms; `step` reports the progress of a named step."""
-    n = workload.num_ranks
-    window: Any = workload.window
-    size = hardware.node_size(n)
-    nodes = size if size < n else None
-    sizes: dict[str, Any] = {"world_size": n, "columns": n * workload.tokens_per_rank}
     with step("moving queries"):
-        heads = PlanConfig(
-            num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads, ranks_per_node=nodes
-        )
-        balanced = plan_attention(lengths=workload.rows, **sizes, window=window, config=heads)
+        balanced = balanced_plan(workload, hardware)
     with step("placing tokens"):
-        config = PlacementConfig(ranks_per_node=nodes)
-        placement = place_tokens(workload.rows, **sizes, window=window, config=config)
+        placed = placement(workload, hardware)
     with step("predicting times"):
-        rows = lambda metadata, capacity: rows_by_link(
-            rows_between_ranks("plan", metadata), ranks_per_node=size, capacity=capacity
-        )
-        placed = placement.plan
-        queries = rows(balanced.q_metadata, balanced.q_capacity)
-        moves: dict[str, Any] = {
-            "moved_tokens": (queries, rows(balanced.kv_metadata, balanced.kv_capacity)),
-            "placed_tokens": rows(placed.kv_metadata, placed.kv_capacity),
-        }
+        moves = moves_of_plans(hardware, balanced, placed.plan)
         choice, seconds = choose_for(
             workload, hardware=hardware, with_backward=with_backward, **moves
         )
@@ -125,15 +115,20 @@ def compare(
         if with_backward:
             for name in steps:
                 steps[name] = forward[name] + step_costs(name, workload, **options, backward=True)
+        for name, prediction in choice.predictions.items():
+            if seconds[name] > prediction.total:
+                steps[name] = [StepCost(0.0, seconds[name] - prediction.total, 0.0), *steps[name]]
         layouts = _layouts(workload, forward, balanced, placed)
     return Comparison(
         workload=workload,
         hardware=hardware,
+        with_backward=with_backward,
+        slowest=slowest_rank(workload),
         layouts=layouts,
         choice=choice,
         seconds=seconds,
         balanced=balanced,
-        placement=placement,
+        placement=placed,
         steps=steps,
     )
 
@@ -142,31 +137,41 @@ def _layouts(
     workload: Workload,
     forward: dict[str, list[StepCost]],
     balanced: AttentionPlan,
-    placed: PlacedPlan,
+    placed: Placement,
 ) -> tuple[Layout, ...]:
     """Returns all layouts, with the bytes that the predicted forward steps send."""
     n = workload.num_ranks
     rotated = 0, n * (n - 1) * workload.rows_per_rank  # all keys travel to all ranks
-    contiguous, zigzag = (_imbalance_of(workload, zigzag=x) for x in (False, True))
+    contiguous, zigzag = (_work_of(workload, zigzag=x) for x in (False, True))
     moved = int(balanced.num_q_tokens_moved), int(balanced.num_kv_tokens_moved)
-    rows: dict[str, tuple[str, float, int, int]] = {
+    rows: dict[str, tuple[str, np.ndarray, int, int]] = {
         "ring": ("contiguous, ring", contiguous, *rotated),
         "zigzag": ("zigzag, ring", zigzag, *rotated),
         "hamilton": ("zigzag, hamilton", zigzag, *rotated),
         "hamilton_nodes": ("zigzag, hamilton_nodes", zigzag, *rotated),
-        "balanced": ("balanced", float(balanced.imbalance), *moved),
-        "placed": ("placed", placed.imbalance, 0, int(placed.num_kv_tokens_moved)),
+        "balanced": ("balanced", np.asarray(balanced.pairs_after, float), *moved),
+        "placed": ("placed", np.asarray(placed.plan.pairs, float), 0, _keys_moved(placed)),
     }
     layouts = []
-    for algorithm, row in rows.items():
-        if algorithm in forward:
-            sent = sum(x.sent_bytes for x in forward[algorithm])
-            between = sum(x.between_bytes for x in forward[algorithm])
-            layouts.append(Layout(*row, n * (sent - between), n * between))
+    for algorithm, (name, work, queries, keys) in rows.items():
+        if algorithm not in forward:
+            continue
+        steps = forward[algorithm]
+        between = Sent(sum(x.between_bytes for x in steps), sum(x.most_between for x in steps))
+        sent = sum(x.sent_bytes for x in steps)
+        inside = Sent(sent - between.mean, sum(x.most_inside for x in steps))
+        imbalance = float(work.max() / work.mean()) if work.any() else 1.0
+        slowest = int(work.argmax())
+        layouts.append(Layout(name, algorithm, imbalance, slowest, queries, keys, inside, between))
     return tuple(layouts)
 
 
-def _imbalance_of(workload: Workload, *, zigzag: bool) -> float:
+def _keys_moved(placed: Placement) -> int:
+    return int(placed.plan.num_kv_tokens_moved)
+
+
+def _work_of(workload: Workload, *, zigzag: bool) -> Float64[np.ndarray, " W"]:
+    """Returns the query-key pairs of each rank in a fixed layout."""
     work = np.zeros(workload.num_ranks)
     for row in workload.rows:
         work += rank_pairs(
@@ -177,4 +182,4 @@ def _imbalance_of(workload: Workload, *, zigzag: bool) -> float:
             zigzag=zigzag,
             window=workload.window,
         ).sum(1)
-    return float(work.max() / work.mean()) if work.any() else 1.0
+    return work

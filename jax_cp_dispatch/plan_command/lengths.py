@@ -3,7 +3,7 @@
 import csv
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch.demo.documents import read_documents
@@ -15,40 +15,53 @@ class InputError(ValueError):
     """The command's arguments or files are not usable; the message says what to do."""
 
 
-class Batch(NamedTuple):
-    """Documents that fill the ranks.
+class Lengths(NamedTuple):
+    """Lengths of documents, in order; `name(i)` says where the i-th was read."""
+
+    lengths: list[int]
+    name: Callable[[int], str]
+
+
+class Input(NamedTuple):
+    """What was read.
 
     Attributes:
-      rows: lengths of the documents of each batch row.
-      tokens_per_rank: of each batch row.
-      num_left_out: documents that did not fit, or were cut.
+      rows: the documents of each batch row.
+      understood: what the files were taken for, as text.
     """
 
-    rows: tuple[tuple[int, ...], ...]
-    tokens_per_rank: int
-    num_left_out: int
+    rows: list[Lengths]
+    understood: str
 
 
 def read_lengths(
-    paths: Iterable[pathlib.Path], *, column: str | None, join: bool, limit: int | None
-) -> list[list[int]]:
-    """Returns the document lengths of each batch row.
+    paths: Iterable[pathlib.Path],
+    *,
+    column: str | None = None,
+    join: bool = False,
+    row: int | None = None,
+    limit: int | None = None,
+) -> Input:
+    """Returns the documents of each batch row.
 
     Args:
       paths: files and folders. A list of lists gives one batch row for each; all other lengths
         together give one batch row.
       column: of CSV files; None: the only one, or one of `_COLUMNS`.
       join: also put lists of lists into one batch row.
+      row: keep only this batch row, counted from 0.
       limit: tokens after which no further text files are read; None: read all.
     Raises:
       InputError: a path or its content is unusable.
     """
-    flat: list[int] = []
-    rows: list[list[int]] = []
+    flat: list[Lengths] = []
+    rows: list[Lengths] = []
+    seen = []
     for path in paths:
-        found = _read(path, column, limit)
+        found, what = _read(path, column, limit)
+        seen.append(f"{path}: {what}")
         if join or len(found) == 1:
-            flat += [length for row in found for length in row]
+            flat += found
         else:
             rows += found
     if rows and flat:
@@ -56,15 +69,42 @@ def read_lengths(
             "some files give batch rows (lists of lists) and some give one list. Pass --join to "
             "put all documents into one batch row."
         )
-    rows = rows or [flat]
-    if not any(map(sum, rows)):
+    rows = rows or [_joined(flat)]
+    taken = "one batch row"
+    if len(rows) > 1:
+        taken = (
+            f"{len(rows)} rows of one batch, planned together. If they are separate batches, pass "
+            "--row N for one of them, or --join"
+        )
+    if row is not None:
+        if not 0 <= row < len(rows):
+            has = "only row 0" if len(rows) == 1 else f"rows 0 to {len(rows) - 1}"
+            raise InputError(f"--row is {row}, but the files have {has}. Pass one of them.")
+        rows, taken = [rows[row]], f"row {row} of {len(rows)}, alone"
+    if not any(sum(x.lengths) for x in rows):
         raise InputError("the files have no documents with tokens. Pass lengths of at least 1.")
-    return rows
+    return Input(rows, f"{'; '.join(seen)}. Taken as {taken}.")
 
 
-def _read(path: pathlib.Path, column: str | None, limit: int | None) -> list[list[int]]:
+def _joined(parts: Sequence[Lengths]) -> Lengths:
+    if len(parts) == 1:
+        return parts[0]
+
+    def name(index: int) -> str:
+        for part in parts:
+            if index < len(part.lengths):
+                return part.name(index)
+            index -= len(part.lengths)
+        raise IndexError(index)
+
+    return Lengths([length for part in parts for length in part.lengths], name)
+
+
+def _read(path: pathlib.Path, column: str | None, limit: int | None) -> tuple[list[Lengths], str]:
+    """Returns the lists of a file, and what it is."""
     if path.is_dir():
-        return [_sizes_of_texts(path, limit)]
+        texts = _sizes_of_texts(path, limit)
+        return [texts], f"{_number(texts, 'text file')}, in a random order, one token per byte"
     try:
         text = path.read_text()
     except OSError as error:
@@ -77,59 +117,85 @@ def _read(path: pathlib.Path, column: str | None, limit: int | None) -> list[lis
         ) from None
     kind = path.suffix.lower()
     if kind == ".json" or (kind != ".csv" and text.lstrip()[:1] in ("[", "{")):
-        return _from_json(path, text)
+        lists = _from_json(path, text)
+        if len(lists) > 1:
+            return lists, f"{len(lists)} lists of lengths"
+        return lists, f"a list of {_number(lists[0], 'length')}"
     if kind == ".csv":
-        return [_from_csv(path, text, column)]
-    lines = ((number, line.split("#")[0].strip()) for number, line in _numbered(text))
-    return [[_length(f"{path} line {number}", line) for number, line in lines if line]]
+        return _from_csv(path, text, column)
+    lines = [(number, line.split("#")[0].strip()) for number, line in _numbered(text)]
+    values = _from_lines(path, [(number, line) for number, line in lines if line])
+    return [values], f"{_number(values, 'length')}, one per line"
+
+
+def _number(lengths: Lengths, what: str) -> str:
+    count = len(lengths.lengths)
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _numbered(text: str) -> Iterable[tuple[int, str]]:
     return enumerate(text.splitlines(), start=1)
 
 
-def _sizes_of_texts(folder: pathlib.Path, limit: int | None) -> list[int]:
-    lengths, total = [], 0
+def _from_lines(path: pathlib.Path, lines: Sequence[tuple[int, Any]]) -> Lengths:
+    name = lambda i: f"{path} line {lines[i][0]}"
+    return Lengths([_length(lambda i=i: name(i), x) for i, (_, x) in enumerate(lines)], name)
+
+
+def _sizes_of_texts(folder: pathlib.Path, limit: int | None) -> Lengths:
+    lengths, names, total = [], [], 0
     for document in read_documents(folder, pattern="*", seed=0):
         lengths.append(len(document.tokens))
+        names.append(document.name)
         total += lengths[-1]
         if limit is not None and total >= limit:
             break
     if not lengths:
         raise InputError(f"{folder} has no text files. Pass a folder that holds text.")
-    return lengths
+    return Lengths(lengths, lambda i: str(folder / names[i]))
 
 
-def _from_json(path: pathlib.Path, text: str) -> list[list[int]]:
+def _from_json(path: pathlib.Path, text: str) -> list[Lengths]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}. Pass a list of lengths.") from None
-    found = _list_in(found)
+        try:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except json.JSONDecodeError:
+            raise InputError(f"{path} is not JSON: {error}. Pass a list of lengths.") from None
+    found = _lengths_in(found)
     if isinstance(found, list):
-        found = [_list_in(x) for x in found]
+        found = [_lengths_in(x) for x in found]
         nested = [isinstance(x, list) for x in found]
         if found and all(nested):
-            return [
-                [_length(f"{path} list {b} item {i}", x) for i, x in enumerate(row)]
-                for b, row in enumerate(found)
-            ]
+            return [_items(f"{path} list {b} item", row) for b, row in enumerate(found)]
         if found and not any(nested):
-            return [[_length(f"{path} item {i}", x) for i, x in enumerate(found)]]
+            return [_items(f"{path} item", found)]
     raise InputError(
         f"{path} needs a list of lengths, such as [700, 200], or a list of such lists, one per "
-        'batch row. An object needs a key "lengths".'
+        'batch row. An object needs a key "lengths" for its list, or "length" for one document.'
     )
 
 
-def _list_in(value: Any) -> Any:
-    return value["lengths"] if isinstance(value, dict) and "lengths" in value else value
+def _items(where: str, values: Sequence[Any]) -> Lengths:
+    name = lambda i: f"{where} {i}"
+    return Lengths([_length(lambda i=i: name(i), x) for i, x in enumerate(values)], name)
 
 
-def _from_csv(path: pathlib.Path, text: str, column: str | None) -> list[int]:
+def _lengths_in(value: Any) -> Any:
+    """Returns the list of an object, or its number; other values as they are."""
+    if not isinstance(value, dict):
+        return value
+    if "lengths" in value:
+        return value["lengths"]
+    numbers = [x for name in _COLUMNS if isinstance(x := value.get(name), int | float)]
+    return numbers[0] if numbers else value
+
+
+def _from_csv(path: pathlib.Path, text: str, column: str | None) -> tuple[list[Lengths], str]:
     lines = [(n, row) for n, row in enumerate(csv.reader(text.splitlines()), start=1) if any(row)]
     if not lines:
-        return []
+        return [_from_lines(path, [])], "no lines"
     names = [cell.strip() for cell in lines[0][1]]
     has_header = not all(_is_number(name) for name in names)
     if column is not None:
@@ -143,46 +209,22 @@ def _from_csv(path: pathlib.Path, text: str, column: str | None) -> list[int]:
         raise InputError(
             f"{path} has {wanted}; its columns are {', '.join(names)}. Pass --column NAME."
         )
-    values = []
-    for number, row in lines[has_header:]:
-        cell = row[matching[0]] if matching[0] < len(row) else ""
-        values.append(_length(f"{path} line {number}", cell))
-    return values
+    (at,) = matching
+    cells = [(number, row[at] if at < len(row) else "") for number, row in lines[has_header:]]
+    values = _from_lines(path, cells)
+    of = f" of the column {names[at]!r}" if has_header else ""
+    return [values], f"{_number(values, 'length')}{of}"
 
 
 def _is_number(text: str) -> bool:
     return text.lstrip("+-").replace(".", "", 1).isdigit()
 
 
-def _length(where: str, value: Any) -> int:
+def _length(where: Callable[[], str], value: Any) -> int:
     try:
-        whole = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
-    except ValueError:
-        whole = -1
-    if whole < 0:
-        raise InputError(f"{where} is {value!r}; it needs a whole number of tokens.")
-    return whole
-
-
-def fill_ranks(rows: list[list[int]], *, num_ranks: int, tokens_per_rank: int | None) -> Batch:
-    """Cuts each batch row to the tokens of the ranks.
-
-    Args:
-      rows: from `read_lengths`.
-      num_ranks: that share each batch row.
-      tokens_per_rank: of each batch row; None: as many as the longest row needs.
-    """
-    if tokens_per_rank is None:
-        tokens_per_rank = -(-max(map(sum, rows)) // num_ranks)
-    space = num_ranks * tokens_per_rank
-    kept, left_out = [], 0
-    for row in rows:
-        total, used = 0, []
-        for length in filter(None, row):
-            part = min(length, space - total)
-            left_out += part < length
-            total += part
-            if part:
-                used.append(part)
-        kept.append(tuple(used))
-    return Batch(tuple(kept), tokens_per_rank, left_out)
+        number = float(value) if isinstance(value, str | int | float) else -1.0
+    except (ValueError, OverflowError):
+        number = -1.0
+    if isinstance(value, bool) or number < 0 or not number.is_integer():
+        raise InputError(f"{where()} is {value!r}; it needs a whole number of tokens.")
+    return int(number)

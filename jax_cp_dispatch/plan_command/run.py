@@ -3,14 +3,18 @@
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 
 from jax_cp_dispatch._progress import Progress
+from jax_cp_dispatch._text import paragraph
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload
+from jax_cp_dispatch.plan_command.as_json import as_json
+from jax_cp_dispatch.plan_command.batch import Batch, fill_ranks
 from jax_cp_dispatch.plan_command.compare import Comparison, compare
-from jax_cp_dispatch.plan_command.lengths import Batch, InputError, fill_ranks, read_lengths
-from jax_cp_dispatch.plan_command.report import as_json, report, summary
+from jax_cp_dispatch.plan_command.lengths import InputError, read_lengths
+from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
 from jax_cp_dispatch.plots.plan import figure_class
 
@@ -50,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--column", help="the column of CSV files that holds lengths")
     parser.add_argument("--join", action="store_true", help="put lists of lists into one batch row")
     parser.add_argument(
+        "--row",
+        type=int,
+        metavar="N",
+        help="plan only the N-th list of a list of lists, from 0: for files of separate batches",
+    )
+    parser.add_argument(
         "--describe", action="store_true", help="also describe both plans: traffic, heaviest ranks"
     )
     parser.add_argument(
@@ -58,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="draw work, traffic and the predicted timeline into this folder",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON on standard output, with units in its keys"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -68,6 +80,9 @@ def main(options: argparse.Namespace) -> int:
     except InputError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -77,16 +92,19 @@ def _run(options: argparse.Namespace) -> int:
     if options.pictures is not None:
         _check_pictures(options.pictures)
     per_rank = options.tokens_per_rank
-    rows = read_lengths(
+    found = read_lengths(
         options.files,
         column=options.column,
         join=options.join,
+        row=options.row,
         limit=None if per_rank is None else per_rank * max(all_ranks),
     )
+    if not options.json:
+        print(f"{paragraph(found.understood, indent=0)}\n", flush=True)
     progress = Progress(_STEPS * len(all_ranks))
     done: list[tuple[Comparison, Batch]] = []
     for num_ranks, hardware in zip(all_ranks, machines, strict=True):
-        batch = fill_ranks(rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
+        batch = fill_ranks(found.rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
         workload = Workload(
             num_ranks=num_ranks,
             tokens_per_rank=batch.tokens_per_rank,
@@ -109,15 +127,15 @@ def _run(options: argparse.Namespace) -> int:
         if options.pictures is not None:
             _draw(comparison, options.pictures)
     if options.json:
-        points = [as_json(comparison, batch.num_left_out) for comparison, batch in done]
-        print(json.dumps({"hardware": options.hardware, "points": points}, indent=2))
+        given = {"hardware": options.hardware, "forward": options.forward}
+        print(json.dumps(as_json(done, understood=found.understood, **given), indent=2))
     elif len(done) > 1:
         print(summary([comparison for comparison, _ in done]))
     return 0
 
 
 def _show(comparison: Comparison, batch: Batch, options: argparse.Namespace) -> None:
-    print(report(comparison, batch.num_left_out, options.hardware))
+    print(report(comparison, batch, options.hardware))
     if options.describe:
         print(f"\n{comparison.balanced.describe()}\n\n{comparison.placement.describe()}")
     print(flush=True)
@@ -134,6 +152,8 @@ def _numbers_of_ranks(text: str) -> list[int]:
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
+    if options.join and options.row is not None:
+        raise InputError("got --join and --row. Pass one of them.")
     for name in (
         "tokens_per_rank",
         "heads",

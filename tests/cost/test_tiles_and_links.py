@@ -183,9 +183,10 @@ def test_traffic_of_a_plan_by_link():
     """Two bytes per row: the busiest NIC decides, then the busiest port; means are reported."""
     first = lambda keys: step_costs("placed", TINY, hardware=NODES, placed_tokens=keys)[0]
     by_nic, by_port = Traffic(3.0, 1.0, 5.0, 4.0), Traffic(3.0, 1.0, 50.0, 4.0)
-    assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0)
-    assert first(by_port)[1:] == (50 * 2, 8.0, 2.0)
-    assert first(12)[1:] == pytest.approx((8 * 2 / 0.5, 24.0, 16.0))  # equally to 3 others
+    assert first(by_nic)[1:] == (4 * 2 / 0.5, 8.0, 2.0, 10.0, 8.0)
+    assert first(by_port)[1:] == (50 * 2, 8.0, 2.0, 100.0, 8.0)
+    equally = 8 * 2 / 0.5, 24.0, 16.0, 8.0, 16.0  # to 3 others
+    assert first(12)[1:] == pytest.approx(equally)
 
 
 @pytest.mark.parametrize(
