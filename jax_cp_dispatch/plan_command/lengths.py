@@ -116,12 +116,12 @@ def _read(path: pathlib.Path, column: str | None, limit: int | None) -> tuple[li
             f"{path} is not text. Pass lengths as JSON, CSV or one per line, or a folder of text."
         ) from None
     kind = path.suffix.lower()
-    if kind == ".json" or (kind != ".csv" and text.lstrip()[:1] in ("[", "{")):
+    if kind == ".json" or (kind not in (".csv", ".tsv") and text.lstrip()[:1] in ("[", "{")):
         lists = _from_json(path, text)
         if len(lists) > 1:
             return lists, f"{len(lists)} lists of lengths"
         return lists, f"a list of {_number(lists[0], 'length')}"
-    if kind == ".csv":
+    if kind in (".csv", ".tsv"):
         return _from_csv(path, text, column)
     lines = [(number, line.split("#")[0].strip()) for number, line in _numbered(text)]
     values = _from_lines(path, [(number, line) for number, line in lines if line])
@@ -193,7 +193,9 @@ def _lengths_in(value: Any) -> Any:
 
 
 def _from_csv(path: pathlib.Path, text: str, column: str | None) -> tuple[list[Lengths], str]:
-    lines = [(n, row) for n, row in enumerate(csv.reader(text.splitlines()), start=1) if any(row)]
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    cells = csv.reader(text.splitlines(), delimiter=separator)
+    lines = [(n, row) for n, row in enumerate(cells, start=1) if any(row)]
     if not lines:
         return [_from_lines(path, [])], "no lines"
     names = [cell.strip() for cell in lines[0][1]]
@@ -210,8 +212,8 @@ def _from_csv(path: pathlib.Path, text: str, column: str | None) -> tuple[list[L
             f"{path} has {wanted}; its columns are {', '.join(names)}. Pass --column NAME."
         )
     (at,) = matching
-    cells = [(number, row[at] if at < len(row) else "") for number, row in lines[has_header:]]
-    values = _from_lines(path, cells)
+    column_at = [(number, row[at] if at < len(row) else "") for number, row in lines[has_header:]]
+    values = _from_lines(path, column_at)
     of = f" of the column {names[at]!r}" if has_header else ""
     return [values], f"{_number(values, 'length')}{of}"
 

@@ -42,6 +42,8 @@ def folder(tmp_path, monkeypatch):
         "lines.jsonl": '{"length": 700}\n{"length": 200}\n50.0\n',
         "object.json": '[{"lengths": [700, 200]}, {"lengths": [50]}]',
         "one.csv": "700\n200\n50\n",
+        "named.tsv": "name\ttokens\na\t700\nb\t200\nc\t50\n",
+        "semicolons.csv": "id;tokens\n1;700\n2;200\n3;50\n",
         "named.csv": "name,tokens\na,700\nb,200\n\nc,50\n",
         "lines.txt": "# documents\n700\n\n200  # the second\n50\n",
         "bad_lines.txt": "700\nmany\n",
@@ -66,7 +68,10 @@ def folder(tmp_path, monkeypatch):
     [
         *(
             (name, [[700, 200, 50]])
-            for name in ("list.json", "lines.jsonl", "one.csv", "named.csv", "lines.txt")
+            for name in (
+                *("list.json", "lines.jsonl", "lines.txt"),
+                *("one.csv", "named.csv", "named.tsv", "semicolons.csv"),
+            )
         ),
         ("rows.json", ROWS),
         ("object.json", [[700, 200], [50]]),
