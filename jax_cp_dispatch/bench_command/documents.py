@@ -9,7 +9,9 @@ def drawn_lengths(num_tokens: int, *, seed: int, median: int | float = MEDIAN) -
     """Returns lengths of documents that fill `num_tokens`; the last one is cut."""
     normal = np.random.default_rng(0).standard_normal(100_000)
     lengths = np.ceil(median * np.exp(SIGMA * normal)).astype(int)
-    drawn = np.random.default_rng(seed).choice(lengths, num_tokens)
+    count = 1
+    while (drawn := np.random.default_rng(seed).choice(lengths, count)).sum() < num_tokens:
+        count *= 2  # the first ones stay the same
     ends = np.minimum(np.cumsum(drawn), num_tokens)
     counts = np.diff(ends, prepend=0)
     return counts[counts > 0].tolist()

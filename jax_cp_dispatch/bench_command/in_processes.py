@@ -7,7 +7,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Generator
 
 import jax
 import numpy as np
@@ -23,26 +25,37 @@ _LIMIT = 300  # seconds
 
 def measure(
     processes: int, num_bytes: int, shapes: tuple[tuple[str, int, int, int], ...], repeats: int
-) -> Iterator[Row]:
-    """Starts the processes, with one device each, and yields the rows of the first.
+) -> Generator[Row, None, None]:
+    """Starts the processes, with one device each, and yields the rows of the first as they come.
 
     Raises:
       RuntimeError: they failed, or did not end in time.
     """
     arguments = json.dumps({"num_bytes": num_bytes, "shapes": shapes, "repeats": repeats})
     launch = ["-m", "jax_cp_dispatch.launch", f"--processes={processes}", "--grace=5", __file__]
-    try:
-        done = subprocess.run(
-            [sys.executable, *launch, arguments], capture_output=True, text=True, timeout=_LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{processes} processes did not end within {_LIMIT} s.") from None
-    if done.returncode:
-        last = (done.stderr or done.stdout or "nothing").strip().splitlines()[-1]
-        raise RuntimeError(f"{processes} processes ended with {done.returncode}: {last}")
-    for line in done.stdout.splitlines():
-        if line.startswith("[0] {"):
-            yield Row(**json.loads(line.removeprefix("[0] ")))
+    program = [sys.executable, *launch, arguments]
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(program, stdout=subprocess.PIPE, stderr=said, text=True) as launcher,
+    ):
+        assert launcher.stdout is not None
+        clock = threading.Timer(_LIMIT, launcher.terminate)
+        clock.start()
+        try:
+            for line in launcher.stdout:
+                if line.startswith("[0] {"):
+                    yield Row(**json.loads(line.removeprefix("[0] ")))
+            code, in_time = launcher.wait(), clock.is_alive()
+        finally:  # also after Ctrl-C
+            clock.cancel()
+            launcher.terminate()  # it ends its processes
+            launcher.wait()
+        if not in_time:
+            raise RuntimeError(f"{processes} processes did not end within {_LIMIT} s.")
+        if code:
+            said.seek(0)
+            last = (said.read() or "nothing").strip().splitlines()[-1]
+            raise RuntimeError(f"{processes} processes ended with {code}: {last}")
 
 
 def main() -> None:

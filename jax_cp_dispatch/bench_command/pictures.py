@@ -1,7 +1,9 @@
 """A picture of each section: speeds relative to the limit and to the alternative."""
 
+import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from jax_cp_dispatch.bench_command.ranks import Row
 from jax_cp_dispatch.plots.plan import figure_class
@@ -25,24 +27,33 @@ def draw(rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.Path]:
     Figure = figure_class("--pictures")
     paths = []
     for section in dict.fromkeys(row.section for row in rows):
-        chosen = [row for row in rows if row.section == section]
-        shown = {name: [r for r in chosen if getattr(r, name)] for name in _RATIOS}
-        shown = {name: found for name, found in shown.items() if found}
-        if not shown:
+        chosen = [r for r in rows if r.section == section and (r.of_limit or r.speedup)]
+        if not chosen:
             continue
-        height = 1 + 0.3 * max(map(len, shown.values()))
-        figure = Figure(figsize=(6.5 * len(shown), height), layout="constrained")
-        for axes, (name, found) in zip(
-            figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
-        ):
-            places = range(len(found))
-            axes.barh(places, [getattr(row, name) for row in found], color="#1f77b4")
-            axes.set_yticks(places, [row.what for row in found])
-            axes.invert_yaxis()
-            axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-            axes.set(
-                title=f"{section}: {_RATIOS[name]}", xscale="log" if name == "speedup" else "linear"
-            )
+        figure = Figure(figsize=(10, 1 + 0.3 * len(chosen)), layout="constrained")
+        shown = [name for name in _RATIOS if any(getattr(row, name) for row in chosen)]
+        panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+        for axes, name in zip(panels, shown, strict=True):
+            _draw_ratio(axes, name, [getattr(row, name) for row in chosen])
+        panels[0].set_yticks(range(len(chosen)), [row.what for row in chosen])
+        panels[0].invert_yaxis()
+        figure.suptitle(section)
         paths.append(folder / f"{section}.png")
         figure.savefig(paths[-1], dpi=120)
     return paths
+
+
+def _draw_ratio(axes: Any, name: str, values: Sequence[float | None]) -> None:
+    """Draws bars with their values; those of speedups begin at 1, on a logarithmic axis."""
+    start = 1 if name == "speedup" else 0
+    widths = [math.nan if value is None else value - start for value in values]
+    bars = axes.barh(range(len(values)), widths, left=start, color="#1f77b4")
+    texts = ["" if value is None else f"{value:.3g}" for value in values]
+    axes.bar_label(bars, texts, padding=3)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    if name == "speedup":
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+    axes.margins(x=0.2)  # for the values
+    axes.set_xlabel(_RATIOS[name])

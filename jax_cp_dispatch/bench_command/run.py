@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax_cp_dispatch.bench_command import (
     step,
 )
 from jax_cp_dispatch.bench_command.compare import (
+    Earlier,
     InputError,
     committed,
     earlier_run,
@@ -36,6 +37,7 @@ from jax_cp_dispatch.bench_command.sizes import Sizes, sizes_for
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 SECTIONS = ("planning", "movement", "attention", "gemm", "step", "processes")
+INTERRUPTED = "interrupted; the rows measured before are kept"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0, 1 if a section failed, or 2 if an argument is not usable."""
+    """Returns the exit status: 0, 1 if a section failed, 2 if an argument is not usable, 130 after
+    Ctrl-C."""
     try:
         return _run(options)
     except InputError as error:
@@ -78,26 +81,18 @@ def _run(options: argparse.Namespace) -> int:
     count = options.devices or jax.device_count()
     if count > jax.device_count():
         raise InputError(f"--devices is {count} but JAX has {jax.device_count()} devices.")
-    sizes = sizes_for(jax.default_backend(), quick=options.quick)
+    sizes = sizes_for(
+        jax.default_backend(),
+        quick=options.quick,
+        num_ranks=count,
+        num_processes=options.processes,
+    )
     ranks = Ranks.of_devices(count, sizes.repeats)
-    is_first = jax.process_index() == 0
     names = options.sections or [x for x in SECTIONS if x != "processes" or _has_processes()]
-    progress = Progress(len(names))
-    rows: list[Row] = []
-    errors: dict[str, str] = {}
-    for name in names:
-        measured: list[Row] = []
-        with progress.step(f"measuring {name}"):
-            try:
-                measured += _sections(ranks, sizes, options.processes)[name]()
-            except Exception as error:  # the other sections still run
-                errors[name] = f"{type(error).__name__}: {error}"
-        if is_first and not options.json:
-            text = section_table(measured, matching(measured, old))
-            print(f"{errors[name]}\n" if name in errors else f"{text}\n", flush=True)
-        rows += measured
-    if not is_first:
-        return 1 if errors else 0
+    rows, errors = _measure(names, ranks, sizes, options, old)
+    code = 130 if INTERRUPTED in errors.values() else 1 if errors else 0
+    if jax.process_index() > 0:
+        return code
     found = matching(rows, old)
     about: dict[str, Any] = {
         "devices": f"{ranks.name} ({jax.devices()[0].device_kind})",
@@ -114,7 +109,38 @@ def _run(options: argparse.Namespace) -> int:
     if options.pictures is not None:
         for path in pictures.draw(rows, options.pictures):
             print(path, file=sys.stderr)
-    return 1 if errors else 0
+    return code
+
+
+def _measure(
+    names: Sequence[str],
+    ranks: Ranks,
+    sizes: Sizes,
+    options: argparse.Namespace,
+    old: Sequence[Earlier],
+) -> tuple[list[Row], dict[str, str]]:
+    """Returns all rows, and the errors of sections; Ctrl-C ends the measurement and keeps rows."""
+    sections = _sections(ranks, sizes, options.processes)
+    progress = Progress(len(names))
+    rows: list[Row] = []
+    errors: dict[str, str] = {}
+    for name in names:
+        measured: list[Row] = []
+        with progress.step(f"measuring {name}"):
+            try:
+                for row in sections[name]():
+                    measured.append(row)
+            except KeyboardInterrupt:
+                errors[name] = INTERRUPTED
+            except Exception as error:  # the other sections still run
+                errors[name] = f"{type(error).__name__}: {error}"
+        if jax.process_index() == 0 and not options.json:
+            text = section_table(measured, matching(measured, old))
+            print(*filter(None, [text, errors.get(name)]), "", sep="\n", flush=True)
+        rows += measured
+        if errors.get(name) == INTERRUPTED:
+            break
+    return rows, errors
 
 
 def _sections(ranks: Ranks, sizes: Sizes, processes: int) -> dict[str, Callable[[], Iterator[Row]]]:

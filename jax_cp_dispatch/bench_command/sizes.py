@@ -1,6 +1,8 @@
 """What the command measures on CPU devices and on GPUs, and with `--quick`."""
 
 import dataclasses
+import math
+from functools import partial
 
 from jax_cp_dispatch.bench_command.gemm import GATHER, SCATTER
 from jax_cp_dispatch.bench_command.step import Model
@@ -65,7 +67,25 @@ GPU = Sizes(
 )
 
 
-def sizes_for(platform: str, *, quick: bool) -> Sizes:
+def sizes_for(platform: str, *, quick: bool, num_ranks: int, num_processes: int) -> Sizes:
+    """Returns the sizes; those that ranks share are rounded up to two equal parts per rank."""
     if platform == "gpu":
-        return dataclasses.replace(GPU, repeats=1) if quick else GPU
-    return QUICK if quick else CPU
+        sizes = dataclasses.replace(GPU, repeats=1) if quick else GPU
+    else:
+        sizes = QUICK if quick else CPU
+    return dataclasses.replace(
+        sizes,
+        attention_tokens=_shared(sizes.attention_tokens, num_ranks),
+        gemms=_all_shared(sizes.gemms, num_ranks),
+        step_tokens=_shared(sizes.step_tokens, num_ranks),
+        process_gemms=_all_shared(sizes.process_gemms, num_processes),
+    )
+
+
+def _shared(size: int, num_ranks: int) -> int:
+    return math.ceil(size / (2 * num_ranks)) * 2 * num_ranks
+
+
+def _all_shared(shapes: Shapes, num_ranks: int) -> Shapes:
+    shared = partial(_shared, num_ranks=num_ranks)
+    return tuple((op, shared(m), shared(k), shared(n)) for op, m, k, n in shapes)

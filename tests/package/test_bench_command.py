@@ -3,15 +3,18 @@
 import argparse
 import dataclasses
 import json
+import pathlib
+import subprocess
 import sys
+from functools import partial
 
 import jax
 import pytest
 
-from jax_cp_dispatch.bench_command import gemm, movement, run
+from jax_cp_dispatch.bench_command import gemm, in_processes, movement, planning, run
 from jax_cp_dispatch.bench_command.compare import Earlier, committed, slower
 from jax_cp_dispatch.bench_command.ranks import Row
-from jax_cp_dispatch.bench_command.sizes import CPU, QUICK
+from jax_cp_dispatch.bench_command.sizes import CPU, GPU, QUICK, sizes_for
 from jax_cp_dispatch.bench_command.step import Model
 
 TINY = dataclasses.replace(
@@ -40,7 +43,7 @@ def bench(*arguments):
 @pytest.fixture
 def tiny(monkeypatch):
     """Small sizes and few algorithms; compiling takes most of the time."""
-    monkeypatch.setattr(run, "sizes_for", lambda platform, *, quick: TINY)
+    monkeypatch.setattr(run, "sizes_for", lambda platform, **_: TINY)
     monkeypatch.setitem(run.attention._MATMUL, "cpu", 64)
     monkeypatch.setattr(run.attention, "CAUSAL", ("ring",))
     monkeypatch.setattr(run.attention, "PACKED", ("placed",))
@@ -100,6 +103,62 @@ def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, capsy
     told = capsys.readouterr().out
     assert "movement" not in told.split("planning:")[1]
     assert "Error: " in told and "plan_attention, 8 ranks" in told
+
+
+def test_dense_attention_is_omitted_without_the_memory_for_it(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(run.attention, "_available_bytes", lambda: 0)
+    assert bench("attention", "--json") == 0
+    said = capsys.readouterr()
+    assert "bench: dense attention is omitted: it may need" in said.err
+    rows = json.loads(said.out)["rows"]
+    assert [row["what"] for row in rows] == ["ring, causal", "placed, packed"]
+    assert all(row["of_limit"] and row["speedup"] is None for row in rows)
+
+
+def test_ctrl_c_keeps_what_was_measured(tiny, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "place_tokens", interrupted)
+    assert bench("--json", "planning", "movement") == 130
+    report = json.loads(capsys.readouterr().out)
+    assert [row["what"] for row in report["rows"]] == ["plan_attention, 8 ranks"]
+    assert report["errors"] == {"planning": run.INTERRUPTED}
+    assert bench("planning", "movement") == 130
+    told = capsys.readouterr().out
+    assert "plan_attention, 8 ranks" in told and run.INTERRUPTED in told
+    assert "movement" not in told
+
+
+def test_processes_end_with_the_measurement(tiny, monkeypatch):
+    """Also if it ends early; their rows come one by one."""
+    start, started = subprocess.Popen, []
+    monkeypatch.setattr(
+        in_processes.subprocess,
+        "Popen",
+        lambda *x, **y: started.append(start(*x, **y)) or started[0],
+    )
+    rows = in_processes.measure(2, TINY.process_bytes, TINY.process_gemms, repeats=1)
+    assert next(rows).section == "processes"
+    (launcher,) = started
+    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    workers = [int(pid) for pid in children.read_text().split()]
+    assert launcher.poll() is None and len(workers) == 2
+    rows.close()
+    assert launcher.poll() is not None
+    assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.parametrize("platform, quick", [("cpu", False), ("cpu", True), ("gpu", False)])
+def test_sizes_suit_every_number_of_ranks(platform, quick):
+    plain = {"cpu": QUICK if quick else CPU, "gpu": GPU}[platform]
+    sizes_of = partial(sizes_for, platform, quick=quick)
+    assert sizes_of(num_ranks=8, num_processes=2) == plain  # those of the committed results
+    sizes = sizes_of(num_ranks=6, num_processes=3)
+    shared = [(sizes.attention_tokens, 12), (sizes.step_tokens, 12)]
+    shared += [(size, 12) for _, *shape in sizes.gemms for size in shape]
+    shared += [(size, 6) for _, *shape in sizes.process_gemms for size in shape]
+    assert all(size % parts == 0 for size, parts in shared)
 
 
 def test_slower_compares_the_ratio_that_depends_least_on_the_machine():
