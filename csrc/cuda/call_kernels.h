@@ -62,7 +62,7 @@ template <typename Mover>
 using Here = std::conditional_t<BulkEngine::kExists, Mover, ByRegisters>;
 
 template <typename Fabric>
-__global__ void __launch_bounds__(kPlanThreads) PlanKernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kPlanThreads, 1) PlanKernel(const __grid_constant__ Call call) {
   __shared__ PlanScratch scratch;
   LetNextStart();
   Prepare<Fabric>(ThisBlock(), ThisRank(call), &scratch);
