@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch.attention import zigzag_permutation
 
-_LACKING = ("previous_chunk", "bidirectional_mask", "sinks", "indexer_mask", "compressed_mask")
+_MASKS = ("bidirectional_mask", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")
+_LACKING = ("previous_chunk", "sinks", *_MASKS)
 
 
 def attention_keywords(self, query, key, value, decoder_segment_ids, **_) -> dict[str, Any]:

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter
-
-_RANKS = "tensor_sequence"  # MaxText's axis for tensor and sequence parallelism
+from jax_cp_dispatch.adapters.maxtext_product import multiply, shared_dimension
 
 
 @contextlib.contextmanager
@@ -39,9 +36,8 @@ def maxtext_gemms(**options: Any) -> Iterator[None]:
         def __call__(self, x, kernel, dims, **_) -> jax.Array:
             mesh, rules = jax.sharding.get_abstract_mesh(), sharding.get_logical_axis_rules()
             spec = sharding.logical_to_mesh_axes(self.kernel_axes, mesh, rules=rules)
-            names = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
-            split = names.index((_RANKS,)) if (_RANKS,) in names and x.ndim > 2 else None
-            return _multiply(x, kernel, dims, split, axis_name=_RANKS, **options)
+            split = shared_dimension(spec) if x.ndim > 2 else None
+            return multiply(x, kernel, dims, split, **options)
 
     class Overlapped(quantizations.Quantization):
         needs_apply_rngs, quant_mode = False, "train"
@@ -52,6 +48,7 @@ def maxtext_gemms(**options: Any) -> Iterator[None]:
     def configure(config, quant_mode_str="train"):
         for name, usual in (("quantization", ""), ("num_experts", 1)):
             if (value := getattr(config, name)) != usual:
+                value = getattr(value, "value", value)  # of an enumeration
                 raise NotImplementedError(f"maxtext_gemms: got {name}={value!r}; omit one of them.")
         return Overlapped()
 
@@ -60,16 +57,3 @@ def maxtext_gemms(**options: Any) -> Iterator[None]:
         yield
     finally:
         quantizations.configure_quantization = usual
-
-
-def _multiply(x, kernel, dims, split: int | None, **options: Any) -> jax.Array:
-    """The product, by ranks that share dimension `split` of the kernel; None: they do not."""
-    contracted = len(dims[0][1])
-    if split == 0 and kernel.ndim == contracted + 1:
-        return matmul_reduce_scatter(x, kernel, **options)
-    if split == 1 and contracted == 1:
-        return all_gather_matmul(x, kernel, **options)
-    if split == 2 and contracted == 1:  # several kernels of the same x
-        kernels = tuple(jnp.moveaxis(kernel, 1, 0))
-        return jnp.stack(all_gather_matmul(x, kernels, **options), axis=-2)
-    return jax.lax.dot_general(x, kernel, dims)

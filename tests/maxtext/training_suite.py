@@ -18,7 +18,13 @@ import pytest
 from maxtext_runs import losses
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch.adapters import maxtext, maxtext_attention, maxtext_dense, maxtext_gemms
+from jax_cp_dispatch.adapters import (
+    maxtext,
+    maxtext_attention,
+    maxtext_dense,
+    maxtext_gemms,
+    maxtext_product,
+)
 
 STEPS = 50
 TOLERANCE = 1e-5  # of float32 losses of about 4, after 50 steps
@@ -99,14 +105,24 @@ def test_gemms(fused):
     # The same quantization without overlap, since it changes MaxText's first parameters, and on the
     # same mesh, since the order of heads in fused_qkv depends on it.
     plain = lambda x, kernel, dims, split, **_: jax.lax.dot_general(x, kernel, dims)
-    with mock.patch.object(maxtext_dense, "_multiply", plain):
+    with mock.patch.object(maxtext_dense, "multiply", plain):
         want = losses(STEPS, maxtext_gemms(), **options)
     functions = {name: mock.Mock(wraps=getattr(cpd, name)) for name in GEMMS}
-    with mock.patch.multiple(maxtext_dense, **functions), maxtext_gemms(method="ring"):
+    with mock.patch.multiple(maxtext_product, **functions), maxtext_gemms(method="ring"):
         got = losses(STEPS, maxtext_attention(algorithm="ring"), **options)
     assert all(function.called for function in functions.values())
     print(f"GEMMs, {fused}: {np.abs(got - want).max():.1e}")
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name, value, options",
+    [("quantization", "int8", {}), ("num_experts", 4, MODELS["deepseek"])],
+)
+def test_what_gemms_refuse(name, value, options):
+    reason = re.escape(f"maxtext_gemms: got {name}={value!r}; omit one of them")
+    with pytest.raises(NotImplementedError, match=reason):
+        losses(1, maxtext_gemms(), **{**options, name: value})
 
 
 def test_page(tmp_path):
