@@ -1,8 +1,9 @@
 """Text for people: numbers with units, and aligned tables."""
 
+import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Num
@@ -10,6 +11,20 @@ from jaxtyping import Num
 WIDTH = 100
 
 Number: TypeAlias = int | float | np.integer | np.floating
+
+
+def outline(self: Any) -> str:
+    """A `__repr__` for a dataclass, in which an array is its dtype and shape: int32[4,8]."""
+    fields = (f"{f.name}={_outlined(getattr(self, f.name))}" for f in dataclasses.fields(self))
+    return f"{type(self).__name__}({', '.join(fields)})"
+
+
+def _outlined(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return outline(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)
 
 
 def count(number: Number) -> str:

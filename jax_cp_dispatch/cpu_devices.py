@@ -4,10 +4,11 @@ import ctypes
 import os
 import re
 import threading
-import warnings
 
 import jax
 import jaxlib.version
+
+from jax_cp_dispatch._warning import warn_caller
 
 __all__ = ["keep_freed_memory", "start_cpu_devices"]
 
@@ -116,7 +117,7 @@ def warn_of_deadlock(num_devices: int) -> None:
         if _has_warned:
             return
         _has_warned = True
-    warnings.warn(
+    warn_caller(
         f"jax_cp_dispatch: jaxlib {jaxlib.version.__version__} runs the programs of {num_devices} "
         f"CPU devices on {max(_num_threads(), num_devices)} threads. With many programs in flight "
         "threads that wait in a collective can block the ranks they wait for: the program hangs, "
@@ -124,7 +125,6 @@ def warn_of_deadlock(num_devices: int) -> None:
         f"PJRT_NPROC={_THREADS_PER_DEVICE * num_devices} before JAX is used, or call "
         f"jax_cp_dispatch.cpu_devices.start_cpu_devices({num_devices}) first.",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 

@@ -27,7 +27,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       text << ": the plan was made for another batch: the "
            << (e.slot == 0 ? "segment ids" : "positions") << " of rank " << e.rank
            << " have checksum " << e.seen << " but the plan expects " << e.expected
-           << ". Pass the plan of this batch.";
+           << ". Pass the plan of this batch, and placed tokens in placed order.";
       break;
     case Failure::kLength:
       slot() << " has seq_len " << e.seen << " and src_offset " << e.expected

@@ -188,7 +188,7 @@ Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<
       if (expected == seen) continue;
       return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
                      " have checksum ", seen, " but the plan expects ", expected,
-                     ". Pass the plan of this batch.");
+                     ". Pass the plan of this batch, and placed tokens in placed order.");
     }
   }
   return Status::Ok();

@@ -1,7 +1,6 @@
 """Lists the implementations of the primitives and chooses one for a program."""
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from jax_cp_dispatch._ranks.gpu import (
     what_gpu_lacks,
 )
 from jax_cp_dispatch._ranks.processes import refuse_alone, share_memory, transport_choice
+from jax_cp_dispatch._warning import warn_caller
 
 
 class Implementation(NamedTuple):
@@ -202,4 +202,4 @@ def _choose_for_gpus(op: str, wanted: str | None, platforms: Sequence[str]) -> s
 
 @functools.lru_cache(maxsize=16)
 def say_once(message: str) -> None:
-    warnings.warn(f"jax_cp_dispatch: {message}", UserWarning, stacklevel=2)
+    warn_caller(f"jax_cp_dispatch: {message}")

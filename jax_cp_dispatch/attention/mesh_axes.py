@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.place import find_mesh, is_traced
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
+from jax_cp_dispatch._warning import warn_caller
 
 Names = str | Sequence[str] | None
 _OP = "context_parallel_attention"
@@ -113,6 +113,7 @@ def find_axes(
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     _check_names(mesh, given)
     refuse_mapped_explicit_axes(_OP, mesh)
+    _warn_of_unset_mesh(mesh, arrays)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
         batch = _axes_of(arrays, 0, mesh, {*sequence, *heads})
@@ -243,6 +244,21 @@ def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
     )
 
 
+def _warn_of_unset_mesh(mesh, arrays) -> None:
+    """Warns if JAX cannot transpose what a model does with the result, for want of a mesh."""
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    if is_set or AxisType.Explicit not in mesh.axis_types or not is_traced(arrays):
+        return
+    if all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+        _warn_once(
+            "mesh",
+            "the mesh has explicit axes but is not set, so gradients of operations on the result, "
+            "such as a linear layer, can fail in JAX with a ShardingTypeError. Call under "
+            "jax.set_mesh(mesh), or make the mesh with axis_types=(AxisType.Auto,) * "
+            f"{len(mesh.axis_names)}.",
+        )
+
+
 def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
     axes = _untold_axes(0, arrays, mesh, taken)
     if axes:
@@ -275,8 +291,7 @@ def _warn_once(about: str, message: str) -> None:
         if about in _warned:
             return
         _warned.add(about)
-    # Three callers below: a function of this file, find_axes, and context_parallel_attention.
-    warnings.warn(f"{_OP}: {message}", UserWarning, stacklevel=5)
+    warn_caller(f"{_OP}: {message}")
 
 
 def _hidden_axes(mesh) -> set[str]:

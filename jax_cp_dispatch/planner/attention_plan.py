@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jax_cp_dispatch._text import outline
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
@@ -70,6 +71,8 @@ class AttentionPlan:
     q_capacity: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
+
+    __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
     @property
     def world_size(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.core
 import numpy as np
 from jaxtyping import Int
 
@@ -54,6 +55,7 @@ def documents_of(
       TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
     """
     check_positive(op, world_size=world_size)
+    _refuse_traced(op, lengths=lengths, segment_ids=segment_ids, positions=positions)
     if (lengths is None) == (segment_ids is None):
         raise ValueError(
             f"{op}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
@@ -96,7 +98,21 @@ def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) ->
     return Documents(lengths, first, ids, len(rows), columns)
 
 
+def _refuse_traced(op: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"{op}: {name} is traced, but documents are read on the host here. Call {op} in "
+                "the data loader, outside jit, and pass the plan to the step."
+            )
+
+
 def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
+    if getattr(lengths, "ndim", 1) > 1:
+        raise TypeError(
+            f"{op}: lengths is an array of shape {lengths.shape}; it needs one list of lengths per "
+            "batch row. Pass segment ids as segment_ids=, or lengths.tolist()."
+        )
     lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
     is_flat = len(lengths) > 0 and not isinstance(lengths[0], Iterable)
     rows = [np.asarray(row) for row in ([lengths] if is_flat else lengths)]

@@ -160,7 +160,8 @@ def check_batch(
         if differs.any():
             raise ValueError(
                 f"{op}: the plan was made for another batch: the {name} of rank "
-                f"{int(differs.argmax())} are not those of the plan. Pass the plan of this batch."
+                f"{int(differs.argmax())} are not those of the plan. Pass the plan "
+                "of this batch, and placed tokens in placed order."
             )
 
 

@@ -158,6 +158,28 @@ def test_automatic_axes_in_a_program_cause_one_warning():
     check(gathering(*arrays), operands)
 
 
+def test_a_mesh_with_explicit_axes_is_set():
+    """Otherwise JAX cannot transpose the linear layer after attention; the warning names both."""
+    mesh, x = mesh_of_kind(AxisType.Explicit), np.ones((2, T, 4, 8), np.float32)
+
+    def loss(w):
+        q = x @ w
+        return (context_parallel_attention(q, q, q, axis_name=AXIS, **options) @ w).sum()
+
+    gradient = jax.jit(jax.grad(loss), compiler_options=QUICKLY)
+    options: dict[str, Any] = {"algorithm": "ring", "batch_axis": (), "head_axis": ()}
+    w = np.eye(8, dtype=np.float32)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert gradient(w).shape == w.shape
+    options["mesh"] = mesh
+    jax.clear_caches()
+    told = pytest.warns(UserWarning, match=r"explicit axes but is not set.*jax.set_mesh\(mesh\)")
+    with pytest.raises(Exception, match="Contracting dimensions are sharded"), told as warned:
+        gradient(w)
+    assert warned[0].filename == __file__
+
+
 @pytest.mark.usefixtures("no_warning")
 def test_named_axes_gather_nothing_and_cause_no_warning():
     mesh = mesh_of_kind(AxisType.Auto)

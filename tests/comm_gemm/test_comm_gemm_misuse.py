@@ -40,6 +40,12 @@ PRODUCTS = {
 }
 
 
+def test_several_weights_are_a_tuple():
+    message = "^all_gather_matmul: w is a list of 2 arrays; pass several weights as a tuple"
+    with pytest.raises(TypeError, match=message):
+        gather(X, [W, W])
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_forward_mode(name):
     product = PRODUCTS[name]

@@ -14,6 +14,7 @@ SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # Every part may import these; they import no part.
 SHARED = {"_arguments", "_dtypes", "_measuring", "_progress", "_residuals", "_text", "_window"}
+SHARED |= {"_warning"}
 
 # Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {

@@ -35,6 +35,14 @@ def number(text, pattern):
     return float(found.replace(",", ""))
 
 
+def test_a_plan_is_printed_by_its_shapes():
+    """Traced and stacked plans too; the values are pages of numbers."""
+    placement, plan = place_tokens(LENGTHS, columns=64, world_size=4), make_plan()
+    assert "run_row=int32[4,8]" in repr(placement) and "columns=64" in repr(placement)
+    assert re.search(r"kv_metadata=Metadata\(dst_rank=int32\[4,\d+\], ", repr(plan))
+    assert jax.jit(lambda plan: len(repr(plan)))(plan) < 1000
+
+
 @pytest.mark.parametrize("kind", ["moved", "placement", "placed"])
 def test_numbers_of_a_plan(kind):
     if kind == "moved":

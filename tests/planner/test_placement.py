@@ -373,6 +373,19 @@ def test_lengths_and_ids_are_integers(arguments, unchecked_types):
         place_tokens(world_size=2, **arguments)
 
 
+def test_segment_ids_as_lengths_are_rejected(unchecked_types):
+    """As lengths they would give a placement of other tokens."""
+    ids = np.repeat([[1, 2]], [3, 5], axis=1)
+    with pytest.raises(TypeError, match=r"shape \(1, 8\).*Pass segment ids as segment_ids="):
+        place_tokens(ids, world_size=2)
+
+
+def test_traced_segment_ids_are_rejected(unchecked_types):
+    place = lambda ids: place_tokens(segment_ids=ids, world_size=2).plan
+    with pytest.raises(TypeError, match=r"segment_ids is traced.* outside jit, and pass the plan"):
+        jax.jit(place)(np.ones((1, 8), np.int32))
+
+
 def test_arrays_of_another_batch_are_rejected():
     placement = place_tokens([[8]], world_size=2)
     with pytest.raises(ValueError, match=r"shape \[1, 9\] but the placement is for \[1, 8, ...\]"):

@@ -15,6 +15,8 @@ from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapType
 def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> Operands:
     """Returns the operands; a tuple holds several weights, or their biases."""
     gathers, is_several = kind == CommOverlapType.AG, isinstance(w, tuple)
+    if isinstance(w, list) and any(hasattr(one, "shape") for one in w):
+        raise TypeError(f"{op}: w is a list of {len(w)} arrays; pass several weights as a tuple.")
     if is_several and not (gathers and w):
         has = "no weights" if gathers else "several weights, but their x are not the same"
         raise ValueError(f"{op}: w is a tuple of {len(w)}, that is {has}. Pass an array.")

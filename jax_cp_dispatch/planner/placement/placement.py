@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, PyTree, Shaped
 
+from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import Rows, describe_plan
 from jax_cp_dispatch.planner.parts import Home, Parts, parts_of_placed
@@ -63,6 +64,8 @@ class Placement:
         here = self.place // max(plan.num_tokens, 1) == rank
         moves = {name: getattr(self, name)[here] for name in ("source", "place", "tokens")}
         return dataclasses.replace(self, plan=plan, rank=rank, **moves)
+
+    __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
     @functools.cached_property
     def permutation(self) -> Int[np.ndarray, " places"]:

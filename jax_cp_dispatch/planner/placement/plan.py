@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jax_cp_dispatch._text import outline
 from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.describe import Rows, describe_plan
@@ -58,6 +59,8 @@ class PlacedPlan:
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     window: Window | None = dataclasses.field(metadata={"static": True})
+
+    __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
     @property
     def world_size(self) -> int:

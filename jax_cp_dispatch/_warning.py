@@ -1,0 +1,19 @@
+"""Warnings that show the line of the user's program, not of this package or of JAX."""
+
+import sys
+import warnings
+
+# Modules between the user's line and a warning: a traced or lowered call passes through JAX.
+_SKIPPED = {"jax_cp_dispatch", "jax", "jaxlib", "contextlib", "functools", "jaxtyping", "beartype"}
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line outside this package and JAX."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_skipped(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_skipped(module: str) -> bool:
+    return module.partition(".")[0] in _SKIPPED
