@@ -342,7 +342,7 @@ def placement(result: Result) -> list[str]:
     )
     return section(
         f"**Placement.** {tokens} tokens per rank. Planning time is measured from the lengths to "
-        "the plan, also with nodes of 8 ranks, and with cuts at multiples of 64 tokens. Work is "
+        "the plan, also for several nodes, and with cuts at multiples of a block. Work is "
         "max/mean of the query-key pairs per rank. Keys moved are per token; the "
         "[bound](placement.md#a-lower-bound) is a lower bound for every plan. Bytes are per token "
         f"and layer, forward, with {heads} query and {kv_heads} KV heads of {size} in bfloat16. "
