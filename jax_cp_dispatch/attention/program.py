@@ -13,6 +13,7 @@ from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating
 from jax_cp_dispatch.attention.checks import is_stack
+from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
@@ -85,10 +86,9 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
-    axis_name = options.axes.axis_name
-    whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), documents)
+    exchange = options.attention.exchange
     return plan_attention(
-        *whole,
+        *gather_sequence(exchange, documents, options.num_ranks),
         world_size=options.num_ranks,
         window=cast(int | None, options.attention.window),
         config=algorithm.config,

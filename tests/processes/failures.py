@@ -2,8 +2,9 @@
 
     python -m jax_cp_dispatch.launch --processes 4 tests/processes/failures.py --trials 9 late stop
 
-In each trial one process, the victim, fails while all others call a dispatch, or an overlapped GEMM
-if the kind starts with "gemm". Then all live processes make an exchange with a correct result.
+In each trial one process, the victim, fails while all others call a dispatch; an overlapped GEMM
+if the kind starts with "gemm"; ring attention, which begins with a gather of segment ids, if it
+starts with "ring". Then all live processes make an exchange with a correct result.
 Prints the number of successful trials of each kind. A killed process is not replaced, so these
 trials end when two processes are left.
 """
@@ -63,6 +64,9 @@ TOLD |= {
     + r"|(waited 1500 ms for rank {rank} of process {process} \(pid {pid}, stopped\), signal)"
     r"|(process {process} \(pid {pid}, stopped\) the parts of ranks \[{rank}\] are not done)",
     "gemm kill": TOLD["kill"],
+    "ring late": TOLD["late"],
+    "ring shapes": r"ring_attention over .*Expected rank {rank} in: .*\[1,1,16\].*"
+    rf"{ANOTHER}.*\[1,1,8\]",
 }
 
 
@@ -85,6 +89,8 @@ class Job:
         self.other_shapes = self.dispatch(self.capacity + 1)
         self.matrices = [place(draw(seed, self.num_ranks, 8), self.mesh) for seed in range(2)]
         self.product = self.multiply(5)
+        self.ids = place(np.ones((self.num_ranks, T), np.int32), self.mesh)
+        self.ring = self.rotate(T)
         # All call these two equally often; otherwise a program's ranks never meet again.
         self.checked = self.dispatch(self.capacity + 2)
         self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
@@ -93,6 +99,7 @@ class Job:
         self.call(self.checked)
         self.call(self.program)
         self.call(self.product, *self.matrices)
+        self.call(self.ring, self.here, self.ids)
 
     def on_mesh(self, fields):
         return self.on_mesh_of(cp.Metadata(**fields))
@@ -136,6 +143,16 @@ class Job:
 
         return on_ranks(local, self.mesh)
 
+    def rotate(self, num_tokens):
+        """Returns a program: ring attention over the documents of all ranks."""
+
+        def local(x, ids):
+            x = x[None, :num_tokens, None]
+            options: Any = {"axis_name": AXIS, "deadline": DEADLINE}
+            return cp.ring_attention(x, x, x, segment_ids=ids[None, :num_tokens], **options)
+
+        return on_ranks(local, self.mesh)
+
     def call(self, program, *operands):
         jax.block_until_ready(program(*(operands or (self.here, self.metadata))))
 
@@ -144,6 +161,8 @@ class Job:
         self.num_calls += 1
         if kind.startswith("gemm"):
             self.call(self.product, *self.matrices)
+        elif kind.startswith("ring"):
+            self.call(self.ring, self.here, self.ids)
         elif kind == "metadata":
             self.call(lambda x, m: self.checked(x, self.bad_metadata))
         elif kind == "batch":
@@ -170,7 +189,7 @@ class Job:
 
 def fail(kind, job, pid):
     """The action of the victim. Raises what its own call raises."""
-    if kind in ("late", "gemm late"):
+    if kind in ("late", "gemm late", "ring late"):
         time.sleep(LATE)
         job.call_of(kind)
     elif kind == "raises":
@@ -185,6 +204,8 @@ def fail(kind, job, pid):
         job.call(job.multiply(6), *job.matrices)
     elif kind == "gemm method":
         job.call(job.multiply(5, method="pipeline"), *job.matrices)
+    elif kind == "ring shapes":
+        job.call(job.rotate(T // 2), job.here, job.ids)
     elif kind == "operation":
         num_rows = job.capacity
         bring = on_ranks(

@@ -14,9 +14,8 @@ from jaxtyping import Array, PyTree, Shaped
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
-from jax_cp_dispatch._ranks.deadline import check_deadline
-from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch.attention.options import ExchangeOptions
+from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.cycles.checks import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
 
@@ -130,16 +129,10 @@ def reverse(routes: Routes) -> Routes:
 
 def move_chunks(exchange: ExchangeOptions, chunks: Any, routes: Routes) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
-    check_implementation(exchange.op, exchange.implementation)
-    check_deadline(exchange.op, exchange.deadline)
     by_collectives = _ByCollectives(routes, exchange.axis_name)
     by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
-    if exchange.implementation == "xla":
-        return by_xla(chunks)
     by_dispatch = lambda chunks: _by_dispatch(exchange, chunks, by_collectives)
-    if exchange.implementation is not None:
-        return by_dispatch(chunks)
-    return lax.platform_dependent(chunks, cpu=by_dispatch, default=by_xla)
+    return dispatch_or_collectives(exchange, chunks, by_dispatch, by_xla)
 
 
 def _of_leaves(move, chunks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.checks import check_rows
+from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
@@ -118,25 +120,15 @@ def token_ranges(sequence: ShardedSequence, rotation: Rotation, segment_ids, pos
     """The tokens to which each of this rank's rows attends, in the rows of the rotation."""
     B, T = shape
     num_tokens = T * sequence.num_ranks
-    axis_name = sequence.options.exchange.axis_name
+    exchange = sequence.options.exchange
     if segment_ids is None and positions is not None:
         segment_ids = jnp.ones(shape, jnp.int32)
-
-    def whole(x):
-        if x is None:
-            return None
-        x = lax.all_gather(x, axis_name, axis=1, tiled=True)
-        if sequence.options.layout == "zigzag":
-            x = x[:, zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)]
-        return x
-
-    start, end = attended_tokens(
-        whole(segment_ids),
-        whole(positions),
-        shape=(B, num_tokens),
-        reach=sequence.options.reach,
-    )
-    token = rotation.layout.positions(lax.axis_index(axis_name))
+    documents = gather_sequence(exchange, (segment_ids, positions), sequence.num_ranks)
+    if sequence.options.layout == "zigzag":
+        order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
+        documents = jax.tree.map(lambda x: x[:, order], documents)
+    start, end = attended_tokens(*documents, shape=(B, num_tokens), reach=sequence.options.reach)
+    token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
     return named_context(vary_alike(ranges, also=sequence.options.exchange.axis_names))
 
