@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Integer, PyTree
 
 from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.metadata import Metadata
@@ -27,8 +28,10 @@ def gather_sequence(
       arrays: of this rank; the same shapes on all ranks.
       num_ranks: of the axis, W.
     """
-    if num_ranks == 1 or not jax.tree.leaves(arrays):
+    leaves, structure = jax.tree.flatten(arrays)
+    if num_ranks == 1 or not leaves:
         return arrays
+    arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
     by_xla = lambda arrays: jax.tree.map(
         lambda x: lax.all_gather(x, exchange.axis_name, axis=1, tiled=True), arrays
     )

@@ -219,7 +219,8 @@ def test_rotating_attention_moves_all_keys_whatever_the_mask(algorithm):
 
     def exchanges(**mask):
         text = jax.jit(lambda q: attend(q, q, q, **mask)).lower(q).as_text()
-        return sorted(re.findall(r"@jax_cp_dispatch\.dispatch\(.*-> (.*)", text))
+        moved = re.findall(r"@jax_cp_dispatch\.dispatch\(.*-> (.*)", text)
+        return sorted(kind for kind in moved if "f32" in kind)  # the others gather segment ids
 
     assert exchanges()
     documents = np.repeat(np.arange(1, 9), 4)[None]

@@ -53,13 +53,19 @@ INSIDE = {
         "algorithms": set(),
         "checks": {"local"},
         "options": {"local", "checks"},
+        "transport": {"options"},
+        "gather": {"options", "transport"},
         "profile": set(),
         "planned": {"local", "checks", "options", "profile"},
-        "rotating": {"local", "algorithms", "checks", "options", "profile"},
+        "rotating": {
+            *("local", "algorithms", "checks", "options", "transport", "gather", "profile"),
+        },
         "moves": set(),
         "choose": {"algorithms", "checks", "moves"},
         "mesh_axes": set(),
-        "program": {"algorithms", "checks", "options", "planned", "rotating", "mesh_axes"},
+        "program": {
+            *("algorithms", "checks", "options", "gather", "planned", "rotating", "mesh_axes"),
+        },
         "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
     },
     "comm_gemm": {
