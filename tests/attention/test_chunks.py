@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from packed_batches import pack
-from sequences import QUICKLY, attended
+from sequences import attended
 
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
@@ -27,9 +27,7 @@ from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]
 few_examples = settings(max_examples=25, deadline=None)
-quick_attended_tokens = jax.jit(
-    attended_tokens, static_argnames=("shape", "reach"), compiler_options=QUICKLY
-)
+compiled_attended_tokens = jax.jit(attended_tokens, static_argnames=("shape", "reach"))
 
 
 def schedules(num_ranks):
@@ -52,7 +50,7 @@ def tabulate(num_ranks, fns):
         over_steps = lambda fn: lambda rank: jax.vmap(lambda step: fn(rank, step))(numbers)
         return {name: jax.vmap(over_steps(fn))(numbers) for name, fn in fns.items()}
 
-    tables = jax.jit(run, compiler_options=QUICKLY)(np.arange(num_ranks))
+    tables = jax.jit(run)(np.arange(num_ranks))
     return jax.tree.map(np.asarray, tables)
 
 
@@ -135,7 +133,7 @@ def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
     positions = None if told_by == "segments" else positions
     segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
     documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
-    got = quick_attended_tokens(*documents, shape=shape, reach=reach("test", *mask))
+    got = compiled_attended_tokens(*documents, shape=shape, reach=reach("test", *mask))
     want = attended(shape, segment_ids, positions, *mask)
     np.testing.assert_array_equal(got, want)
 
@@ -189,7 +187,7 @@ def test_held_chunks_are_read_in_order(make, num_ranks, per_rank, num_chunks, se
     start = rng.integers(0, placement.num_tokens + 1, (2, 5))
     end = start + rng.integers(0, placement.num_tokens, (2, 5))
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def read(slots, start, end):
         own = [placement.positions(rank)[None, :, None, None] for rank in range(num_ranks)]
         cut = jnp.stack([chunking.cut(jnp.float32(x)) for x in own])

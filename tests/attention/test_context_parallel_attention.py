@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of, permuted_mesh
-from sequences import QUICKLY, Case, check, draw
+from sequences import Case, check, draw
 
 from jax_cp_dispatch import (
     Auto,
@@ -38,7 +38,7 @@ def program(mesh, **options):
     def run(q, k, v, g, segment_ids, positions):
         documents = {"segment_ids": segment_ids, "positions": positions}
 
-        @partial(jax.jit, compiler_options=QUICKLY)
+        @jax.jit
         def both(q, k, v, g):
             attend = partial(
                 context_parallel_attention, mesh=mesh, axis_name=AXIS, **documents, **options

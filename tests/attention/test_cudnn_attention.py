@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
 from cudnn_emulation import Backward, Forward
-from local_cases import RANGES, assert_close, inputs, quick_jit, rows
+from local_cases import RANGES, assert_close, inputs, rows
 from sequences import Case, check, draw
 
 from jax_cp_dispatch.attention.local import api as local, cudnn, tiles
@@ -79,7 +79,7 @@ def assert_equals_oracle(actual, operands, ranges, tolerance=1e-5):
         assert_close(x, y, tolerance)
 
 
-@quick_jit
+@jax.jit
 def dense_results(*operands):
     return results(*operands)
 
@@ -99,7 +99,7 @@ def test_more_queries_than_keys():
     assert_equals_oracle(dense_results(*operands[:3], ranges, operands[3]), operands, ranges)
 
 
-@quick_jit
+@jax.jit
 def any_results(*operands):  # a separate function, traced without poison, in small tiles
     return results(*operands)
 
@@ -127,7 +127,7 @@ def test_gradients_of_merged_parts():
 
     backward: Any = local_attention_backward
 
-    @quick_jit
+    @jax.jit
     def in_parts(q, held):
         first, second = (local_attention(q, *x, **BLOCKS) for x in held)
         out, lse = merge_partials(*first, *second)
@@ -145,7 +145,7 @@ def test_cotangent_of_the_lse():
     q, k, v, dout, dlse = inputs(4)
     start, end = RANGES["causal"](2, 37, 45)
 
-    @quick_jit
+    @jax.jit
     def gradients(q, k, v):
         attend = lambda q, k, v: local_attention(q, k, v, start, end, **BLOCKS)
         _, vjp = jax.vjp(attend, q, k, v)

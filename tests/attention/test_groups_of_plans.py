@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 from on_mesh import AXIS, permuted_mesh
 from packed_batches import pack
-from sequences import QUICKLY, TOLERANCE, Case, dense, relative_errors
+from sequences import TOLERANCE, Case, dense, relative_errors
 
 from jax_cp_dispatch import (
     PlacementConfig,
@@ -86,7 +86,7 @@ def function(mesh, **options) -> Any:
 
 
 def program(mesh, **options) -> Any:
-    return jax.jit(function(mesh, **options), compiler_options=QUICKLY)
+    return jax.jit(function(mesh, **options))
 
 
 def check(results, operands):
@@ -127,7 +127,7 @@ def test_micro_batches_share_a_program():
     run = function(mesh, **options)
     traced = []
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def scanned(operands, plans):
         def step(total, batch):
             traced.append(batch)
@@ -136,7 +136,7 @@ def test_micro_batches_share_a_program():
 
         return jax.lax.scan(step, 0.0, (operands, plans))
 
-    separately = jax.jit(run, compiler_options=QUICKLY)
+    separately = jax.jit(run)
     moved = [x.apply(y) for x, y in zip(placements, micro_batches, strict=True)]
     stacked = jax.tree.map(lambda *x: np.stack(x), *moved)
     total, results = scanned(stacked, plans)
@@ -155,7 +155,7 @@ def test_plans_made_inside_the_program_are_stacked():
     operands = draw(4, D * B)
     run = function(mesh, axis_name=AXIS, batch_axis="data", algorithm="balanced")
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def planned(*operands):
         groups = jnp.split(operands[4], D)
         plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])

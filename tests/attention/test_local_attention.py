@@ -9,7 +9,7 @@ import pytest
 from attention_oracle import attention, attention_gradients
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
-from local_cases import BLOCKS, RANGES, assert_close, inputs, quick_jit, random_ranges, rows
+from local_cases import BLOCKS, RANGES, assert_close, inputs, random_ranges, rows
 
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.merge import merge_partials
@@ -23,13 +23,13 @@ def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):
 
 
 ORACLE_OPTIONS = ("scale", "logit_soft_cap", "window")
-quick_static_jit = functools.partial(
-    quick_jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv", "block_heads")
+static_jit = functools.partial(
+    jax.jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv", "block_heads")
 )
 # Compiled once for all tests with the same shapes.
-run = quick_static_jit(with_cotangents)
-forward = quick_static_jit(local_attention)
-backward = quick_static_jit(local_attention_backward)
+run = static_jit(with_cotangents)
+forward = static_jit(local_attention)
+backward = static_jit(local_attention_backward)
 ALL_OPTIONS = {"scale": -0.9, "logit_soft_cap": 0.7, "window": 9}
 
 
@@ -187,7 +187,7 @@ def test_derivative_through_the_merge():
         first = local_attention(q, k, v, start, end - 20, **BLOCKS)
         return merge_partials(*first, *local_attention(q, k, v, start + 25, end, **BLOCKS))
 
-    @quick_jit
+    @jax.jit
     def both(q, k, v):
         results, vjp = jax.vjp(in_pieces, q, k, v)
         return *results, *vjp((dout, dlse))
@@ -233,7 +233,7 @@ def one_batch_row(q, k, v, start, end, dout, dlse):
 def test_inside_remat_and_a_transform(transform):
     q, k, v, dout, dlse = inputs(0)
     operands = (q, k, v, *RANGES["random"](2, 37, 45), dout, dlse)
-    actual = quick_jit(transform(one_batch_row))(*operands)
+    actual = jax.jit(transform(one_batch_row))(*operands)
     for x, y in zip(actual, run(*operands, **BLOCKS), strict=True):
         assert_close(x, y, 1e-6)
 
@@ -253,7 +253,7 @@ def test_inside_shard_map(check_vma):
         check_vma=check_vma,
     )
 
-    @quick_jit
+    @jax.jit
     def both(q, k, v):
         results, vjp = jax.vjp(lambda q, k, v: sharded(q, k, v, start, end), q, k, v)
         return *results, *vjp((dout, dlse))

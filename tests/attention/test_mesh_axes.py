@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, collectives_over, mesh_of, permuted_mesh
-from sequences import QUICKLY, TOLERANCE, Case, dense, draw, relative_errors
+from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
 import jax_cp_dispatch as cpd
 from jax_cp_dispatch import context_parallel_attention, plan_attention
@@ -50,7 +50,7 @@ def program(segment_ids, **options):
     """`(q, k, v, g) -> (out, dq, dk, dv)`"""
     attend = partial(context_parallel_attention, axis_name=AXIS, segment_ids=segment_ids, **options)
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(q, k, v, g):
         out, pull_back = jax.vjp(attend, q, k, v)
         return out, *pull_back(g)
@@ -166,7 +166,7 @@ def test_a_mesh_with_explicit_axes_is_set():
         q = x @ w
         return (context_parallel_attention(q, q, q, axis_name=AXIS, **options) @ w).sum()
 
-    gradient = jax.jit(jax.grad(loss), compiler_options=QUICKLY)
+    gradient = jax.jit(jax.grad(loss))
     options: dict[str, Any] = {"algorithm": "ring", "batch_axis": (), "head_axis": ()}
     w = np.eye(8, dtype=np.float32)
     with jax.set_mesh(mesh), warnings.catch_warnings():

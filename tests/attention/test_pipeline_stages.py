@@ -15,7 +15,7 @@ from dispatch_cases import CAPACITY, F, T, W, check_all_ranks, integers, moves_a
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from movement_oracle import random_plan
 from on_mesh import AXIS, collectives_over, permuted_mesh
-from sequences import QUICKLY, TOLERANCE, Case, dense, draw, relative_errors
+from sequences import TOLERANCE, Case, dense, draw, relative_errors
 
 from jax_cp_dispatch import (
     Balanced,
@@ -69,7 +69,7 @@ def test_attention_of_each_stage(algorithm, ids):
     algorithm = Balanced(PlanConfig(block=4)) if algorithm == "balanced" else algorithm
     attend = partial(context_parallel_attention, mesh=MESH, axis_name=AXIS, algorithm=algorithm)
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(q, k, v, g, traced):
         def attend_stages(q, k, v):
             if ids == "concrete":
@@ -163,7 +163,7 @@ def test_attention_on_each_rank(attend: Any):
     arrays = placed(arrays, P("stage", None, AXIS))
     rows = P(None, AXIS)
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(q, k, v, g):
         on_ranks = jax.shard_map(
             lambda q, k, v, ids: attend(q, k, v, segment_ids=ids),

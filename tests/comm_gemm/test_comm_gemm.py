@@ -21,7 +21,6 @@ from comm_gemm_cases import (
     normal,
     of_gather,
     of_scatter,
-    run_once,
     with_nan_behind,
 )
 from jax.sharding import AxisType, PartitionSpec as P
@@ -42,7 +41,7 @@ def run_all(op, mesh, *operands, check_vma=True, **options):
         name: fn(*local[:2], **options, **({"bias": local[2]} if local[2:] else {}))
         for name, fn in each.items()
     }
-    return run_once(on_ranks(run, mesh, check_vma=check_vma), *operands)
+    return on_ranks(run, mesh, check_vma=check_vma)(*operands)
 
 
 # ---- Values.
@@ -96,7 +95,7 @@ def test_random_values_of_each_type(dtype):
                     for name, fn in methods(op, p).items()
                 }
 
-            for name, results in run_once(on_ranks(local, mesh_of(p)), x, w, bias).items():
+            for name, results in on_ranks(local, mesh_of(p))(x, w, bias).items():
                 assert {got.dtype for got in results} == types
                 for got in results:
                     close(got, expect(x, w, bias), got.dtype, name)

@@ -21,7 +21,6 @@ from comm_gemm_cases import (
     normal,
     of_gather,
     of_scatter,
-    run_once,
     with_nan_behind,
 )
 from jax.ad_checkpoint import checkpoint_name
@@ -77,7 +76,7 @@ def test_derivatives_equal_the_dense_ones(op):
     def gradients(*operands):
         return {name: jax.vjp(fn, *operands)[1](dy) for name, fn in programs.items()}
 
-    for name, got in run_once(gradients, x, w, bias).items():
+    for name, got in gradients(x, w, bias).items():
         for part, one, want in zip(("dx", "dw", "dbias"), got, expected, strict=True):
             equal(one, want, f"{name}, {part}")
 
@@ -111,7 +110,7 @@ def test_derivatives_of_uneven_tokens(op, expect):
         gradients = lambda fn: jax.vjp(lambda x, w, b: fn(x, w, bias=b, **options), x, w, bias)
         return {name: gradients(fn)[1](dy) for name, fn in with_gathered(op, p)}
 
-    results = run_once(on_ranks(local, mesh_of(p), check_vma=False), x, w, bias, dy)
+    results = on_ranks(local, mesh_of(p), check_vma=False)(x, w, bias, dy)
     expected = expect(x, w, dy, counts)
     for name, got in results.items():
         for part, one, want in zip(("dx", "dw", "dbias"), got, expected, strict=True):
@@ -142,7 +141,7 @@ def test_derivatives_are_adjoint():
                     results[name] = out, *pull(y)
                 return results
 
-            for name, (out, dx, dw) in run_once(on_ranks(local, mesh_of(p)), tokens, w, y).items():
+            for name, (out, dx, dw) in on_ranks(local, mesh_of(p))(tokens, w, y).items():
                 assert out.dtype == dx.dtype == dw.dtype == np.float64
                 assert inner(out, y) == pytest.approx(inner(tokens, dx), rel=1e-12), name
                 assert inner(out, y) == pytest.approx(inner(w, dw), rel=1e-12), name
@@ -172,7 +171,7 @@ def test_derivatives_of_narrow_types(op, types, rows, expect):
         return {name: gradients(fn)[1](dy) for name, fn in with_gathered(op, p)}
 
     expected = expect(x, w, dy)
-    for name, got in run_once(on_ranks(local, mesh_of(p)), x, w, bias, dy).items():
+    for name, got in on_ranks(local, mesh_of(p))(x, w, bias, dy).items():
         for like, one, want in zip((x, w, bias), got, expected, strict=True):
             assert one.dtype == like.dtype
             close(one, want, like.dtype, name)
@@ -195,7 +194,7 @@ def test_second_derivatives(op, options):
         first = jax.grad(lambda x, w: jnp.sum(fn(x, w, bias) ** 2), argnums=(0, 1))(x, w)
         return sum(jnp.sum(jnp.sin(g)) for g in first)
 
-    second = lambda fn: run_once(jax.jit(jax.grad(partial(loss, fn), argnums=(0, 1))), x, w)
+    second = lambda fn: jax.jit(jax.grad(partial(loss, fn), argnums=(0, 1)))(x, w)
     mapped = over_mesh(partial(op, method="ring", **options), mesh_of(p), op, [])
     for got, want in zip(second(mapped), second(dense), strict=True):
         close(got, np.asarray(want, np.float64), "float32")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_cases import close, equal, integers, normal, run_once
+from comm_gemm_cases import close, equal, integers, normal
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import (
@@ -123,7 +123,7 @@ def test_every_transposition(mode):
         }
 
     added, before = oracle.wide(bias, gelu_input)
-    for name, results in run_once(jax.jit(local), operands).items():
+    for name, results in jax.jit(local)(operands).items():
         for result in results:
             product, rhs_sum = wants[name]
             check_all(result, product, added, before, rhs_sum, name)
@@ -180,7 +180,7 @@ def test_derivative_of_gelu():
                 results[f"{left}, {right}"] = jax.vjp(call, a, b, bias)[1]((dout, dpre))
             return results
 
-        for name, got in run_once(jax.jit(gradients), a, b, bias, dout, dpre).items():
+        for name, got in jax.jit(gradients)(a, b, bias, dout, dpre).items():
             for one, expected in zip(got, want, strict=True):
                 close(one, expected, "float64", name)
 
@@ -201,7 +201,7 @@ def test_epilogues_of_empty_operands():
             for (m, k, n), (bias, gelu_input) in zip(sizes, operands, strict=True)
         ]
 
-    results = run_once(jax.jit(run), operands)
+    results = jax.jit(run)(operands)
     for (m, k, n), (bias, gelu_input), result in zip(sizes, operands, results, strict=True):
         check_all(result, np.full((m, n), k), bias, gelu_input, np.full(n, k), (m, k, n))
 
@@ -236,7 +236,7 @@ def test_chunks_of_an_all_gather(mode):
         }
 
     run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
-    for name, results in run_once(run, bias, gelu_input, *operands).items():
+    for name, results in run(bias, gelu_input, *operands).items():
         product, _ = oracle.engine_gather(lhs.values, rhs.values, atomic="atomic" in name)
         biases, sums = bias[:, None], rhs.values.sum(1)
         check_all(results, product, biases, gelu_input, sums, name)
@@ -279,7 +279,7 @@ def test_bias_of_sums_and_during_bulk(mode):
         return each, moved
 
     run = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))
-    results, moved = run_once(run, bias, part, whole, *operands)
+    results, moved = run(bias, part, whole, *operands)
     sums = rhs.values.sum(1)
     for name, (with_bias, (out, dbias)) in results.items():
         is_atomic = name == "ring, atomic"
@@ -315,7 +315,7 @@ def test_a_layer_and_its_derivative_by_hand():
         dw = gemm(gathered, dpre, contracting_dims=((0,), (0,)))
         return hidden, dx, dw, dbias
 
-    hidden, dx, dw, dbias = run_once(on_ranks(local, mesh_of(p)), x, w, bias, dhidden)
+    hidden, dx, dw, dbias = on_ranks(local, mesh_of(p))(x, w, bias, dhidden)
     z = oracle.all_gather_matmul(x, w, bias)
     near(hidden, gelu(z))
     dz = dhidden * gelu_derivative(z)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaling_oracle
-from comm_gemm_cases import equal, integers, run_once
+from comm_gemm_cases import equal, integers
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 from scaled_gemm_cases import (
@@ -87,7 +87,7 @@ def test_every_transposition_and_type(mode):
             for key, call in calls.items()
         }
 
-    for key, (wide, natural, fast, by_xla) in run_once(jax.jit(local), operands).items():
+    for key, (wide, natural, fast, by_xla) in jax.jit(local)(operands).items():
         assert (wide.dtype, natural.dtype) == (jnp.float32, jnp.bfloat16)
         near(wide, wants[key], key)
         near(by_xla, wants[key], key)
@@ -169,7 +169,7 @@ def test_scales_as_tensor_cores_read_them(implementation):
 
     # The public API does not return them.
     bind = lambda operands: {name: bind_gemm(calls[name], **x) for name, x in operands.items()}
-    for name, results in run_once(jax.jit(bind), operands).items():
+    for name, results in jax.jit(bind)(operands).items():
         equal(results.lhs_swizzled, wants[name][0], name)
         equal(results.rhs_swizzled, wants[name][1], name)
 
@@ -183,7 +183,7 @@ def test_examples_under_vmap(mode):
     call = partial(call, preferred_element_type=jnp.float32)
     shared = [x[0] for x in operands[2:]]
     run = lambda *all: (jax.vmap(call)(*all), jax.vmap(call, (0, 0, None, None))(*all[:2], *shared))
-    each, one = run_once(jax.jit(run), *operands)
+    each, one = jax.jit(run)(*operands)
     near(each, lhs.values @ rhs.values)
     near(one, lhs.values @ rhs.values[0])
 
@@ -240,7 +240,7 @@ def test_chunks_are_gathered_with_their_scales(num_ranks, mode, order):
         return {name: (way(*operands), *way(*operands, return_aux=True))
                 for name, way in ways.items()}  # fmt: skip
 
-    results = run_once(on_ranks(local, mesh_of(p, order)), *operands)
+    results = on_ranks(local, mesh_of(p, order))(*operands)
     for name, (alone, out, aux) in results.items():
         is_atomic = "atomic" in name
         want, _ = oracle.engine_gather(lhs.values, rhs.values, atomic=is_atomic)
@@ -272,7 +272,7 @@ def test_sums_of_products_with_scales_per_rank(num_ranks, mode, order):
         results = {name: way(*operands, bias=bias) for name, way in ways.items()}
         return results, narrow(*operands)
 
-    results, narrow = run_once(on_ranks(local, mesh_of(p, order)), *operands)
+    results, narrow = on_ranks(local, mesh_of(p, order))(*operands)
     for name, got in results.items():
         is_atomic = "ring, atomic" in name
         want = oracle.engine_scatter(lhs.values, rhs.values, atomic=is_atomic)
@@ -313,7 +313,7 @@ def test_moved_scales_as_tensor_cores_read_them(monkeypatch):
         summed(*operands)
         return [(results.lhs_swizzled, results.rhs_swizzled) for results in seen]
 
-    got = run_once(on_ranks(local, mesh_of(p, (2, 0, 3, 1))), part, *operands)
+    got = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(part, *operands)
     blocks = K // 32
     gathered = np.concatenate(lhs.scale_inv[:, :lines, :blocks])
     for i, (of_lhs, of_rhs) in enumerate(got):
@@ -343,7 +343,7 @@ def test_bulk_during_a_scaled_product(mode):
             for way, aux in ((gather, part), (scatter, whole))
         ]
 
-    results = run_once(on_ranks(local, mesh_of(p, (2, 0, 3, 1))), part, whole, *operands)
+    results = on_ranks(local, mesh_of(p, (2, 0, 3, 1)))(part, whole, *operands)
     want = np.swapaxes(lhs.values, 1, 2) @ np.swapaxes(rhs.values, 1, 2)
     for (out, gathered), (other_out, summed) in (results[:2], results[2:]):
         near(out, want)
@@ -370,6 +370,6 @@ def test_groups_of_ranks_keep_their_scales_apart(mode):
         in_specs=spec,
         out_specs=spec,
     )
-    got = run_once(jax.jit(mapped), *operands)
+    got = jax.jit(mapped)(*operands)
     for group in (slice(0, p), slice(p, 2 * p)):
         near(got[group], oracle.engine_gather(lhs.values[group], rhs.values[group])[0])

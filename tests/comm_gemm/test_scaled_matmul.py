@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaled_matmul_oracle as oracle
-from comm_gemm_cases import methods, run_once, with_nan_behind
+from comm_gemm_cases import methods, with_nan_behind
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from on_mesh import AXIS, mesh_of, on_ranks
 from scaled_gemm_cases import E4M3, E5M2, MODES, MXFP8, near
@@ -118,7 +118,7 @@ def test_types_of_results():
     w = w.astype(jnp.float32)
     options: Any = {"scaling_mode": MXFP8, "preferred_element_type": bf16}
     local = partial(value_and_gradients, partial(SCATTER, axis_name=AXIS, **options))
-    got: Any = run_once(on_ranks(local, mesh_of(p)), x, w, bias, dy)
+    got: Any = on_ranks(local, mesh_of(p))(x, w, bias, dy)
     assert [a.dtype for a in got[:4]] == [bf16, bf16, jnp.float32, bf16]
     x, w, dy, bias = (np.asarray(a, np.float32) for a in (x, w, dy, bias))
     check(got, oracle.matmul_reduce_scatter(x, w, dy, MXFP8, bias=bias), "bfloat16")
@@ -144,7 +144,7 @@ def test_training_with_delayed_scaling():
 
         return jax.lax.scan(step, MatmulScaling.init(), factors)
 
-    after, (y, *scales) = run_once(on_ranks(local, mesh_of(p)), x, w, dy)
+    after, (y, *scales) = on_ranks(local, mesh_of(p))(x, w, dy)
     used = dict.fromkeys(("x", "w", "dy"), np.float32(1))
     history = {name: np.zeros(1024, np.float32) for name in used}
     for i, factor in enumerate(factors):
@@ -168,7 +168,7 @@ def test_under_other_transformations():
         y, pull = jax.vjp(jax.checkpoint(call), x[0], w[0])
         return jax.vmap(call)(x, w), y, pull(dy[0])
 
-    mapped, y, (dx, dw) = run_once(on_ranks(local, mesh_of(p)), x, w, dy)
+    mapped, y, (dx, dw) = on_ranks(local, mesh_of(p))(x, w, dy)
     wants = [oracle.all_gather_matmul(x, w, dy, CURRENT) for x, w, dy, _ in arrays]
     for i in range(examples):
         near(mapped[:, i], wants[i][0], i)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaled_matmul_oracle as oracle
-from comm_gemm_cases import run_once
 from comm_overlap_cases import no_comm_overlap_buffers  # noqa: F401
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
@@ -52,7 +51,7 @@ def test_groups_share_a_state_but_no_current_scale(op, mode):
     spec = P(names)
     mesh = permuted_mesh((groups, p), names)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, P()))
-    got, after = run_once(jax.jit(mapped), x, w, bias, dy)
+    got, after = jax.jit(mapped)(x, w, bias, dy)
     for group, operands in enumerate(of_groups):
         scales = SCALES if mode == DELAYED else None
         x_of, w_of, dy_of, bias_of = operands
@@ -78,7 +77,7 @@ def test_arrays_replicated_over_another_axis(mode):
     )
     scales = SCALES if mode == DELAYED else None
     want = oracle.all_gather_matmul(x, w, dy, mode, scales=scales)[0]
-    near(run_once(jax.jit(mapped), x, w), want)
+    near(jax.jit(mapped)(x, w), want)
 
 
 def test_registered_buffers_of_8_bits():
@@ -97,7 +96,7 @@ def test_registered_buffers_of_8_bits():
             for (op, buffer), (x, w, dy, bias) in zip(calls, arrays, strict=True)
         ]
 
-    gathered, summed = run_once(on_ranks(local, mesh_of(p)), *arrays)
+    gathered, summed = on_ranks(local, mesh_of(p))(*arrays)
     wants = [
         ORACLES[op](x, w, dy, CURRENT, bias=bias)
         for (op, _), (x, w, dy, bias) in zip(calls, arrays, strict=True)
@@ -124,7 +123,7 @@ def test_global_arrays(kind, mode):
     operands: Any = [place(a, spec) for a, spec in zip((x, w, bias, dy), specs, strict=True)]
     call = partial(GATHER, axis_name="tp", method="ring", scaling_mode=mode, mesh=mesh)
     run = jax.jit(lambda x, w, bias, dy: value_and_gradients(call, x, w, bias, dy, state))
-    got = run_once(run, *operands)
+    got = run(*operands)
     scales = SCALES if mode == DELAYED else None
     # A current scale of x belongs to a group of ranks, which has a part of the batch.
     parts = [per_rank] if mode != CURRENT else [
@@ -161,7 +160,7 @@ def test_global_sums(kind):
     of_dy = P() if kind == AxisType.Auto else P("tp")  # explicit axes are part of the type
     specs = P(), P(), P(), of_dy
     on_mesh = [jax.device_put(a, NamedSharding(mesh, b)) for a, b in zip(whole, specs, strict=True)]
-    y, dx, dw, dbias, after = run_once(run, *on_mesh)
+    y, dx, dw, dbias, after = run(*on_mesh)
     near(y, flat(want[0]))
     near(dx, np.concatenate(list(want[1]), axis=-1))
     near(dw, np.concatenate(list(want[2])))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_gemm_cases import close, equal, integers, methods, normal, run_once
+from comm_gemm_cases import close, equal, integers, methods, normal
 from comm_gemm_refusals import GATHER, SCATTER, ones, refused
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxprs import runs
@@ -45,7 +45,7 @@ def test_every_method_gives_each_product_and_one_gradient_of_x(num_ranks, counts
                 results[f"{name}, {gathered}"] = out, pull((dq, dy))
         return results
 
-    results = run_once(on_ranks(local, mesh_of(p), check_vma=False), x, wq, w, bias, dq, dy)
+    results = on_ranks(local, mesh_of(p), check_vma=False)(x, wq, w, bias, dq, dy)
     flat_wq = flat(wq)
     q = oracle.all_gather_matmul(x, flat_wq, flat(bias), counts).reshape(*dq.shape)
     y = oracle.all_gather_matmul(x, w, None, counts)
@@ -74,7 +74,7 @@ def test_every_method_contracts_two_dimensions():
             results[name] = out, *pull(dy)
         return results
 
-    results = run_once(on_ranks(local, mesh_of(p), check_vma=False), x, w, bias, dy)
+    results = on_ranks(local, mesh_of(p), check_vma=False)(x, w, bias, dy)
     flat_w = w.reshape(p, -1, K)
     expected = oracle.matmul_reduce_scatter(flat(x), flat_w, bias)
     gradients = oracle.matmul_reduce_scatter_gradients(flat(x), flat_w, dy)
@@ -88,7 +88,7 @@ def test_random_values():
     """Within the tolerance of the type; the gradient of x is rounded once, not per weight."""
     p = 2
     x, up, gate = normal(0, p, 8, 64), normal(1, p, 64, 24), normal(2, p, 64, 40)
-    got = run_once(on_ranks(lambda x, *w: gather(x, w, method="ring"), mesh_of(p)), x, up, gate)
+    got = on_ranks(lambda x, *w: gather(x, w, method="ring"), mesh_of(p))(x, up, gate)
     for one, w in zip(got, (up, gate), strict=True):
         close(one, oracle.all_gather_matmul(x, w), "float32")
 
@@ -122,8 +122,8 @@ def test_scaled_weights():
     p = 2
     x, up, gate = normal(0, p, 4, 64), normal(1, p, 64, 32), normal(2, p, 64, 64)
     scaled = partial(gather, method="ring", scaling_mode="mxfp8_1d_scaling")
-    together = run_once(on_ranks(lambda x, *w: scaled(x, w), mesh_of(p)), x, up, gate)
-    apart = run_once(on_ranks(lambda x, *w: [scaled(x, a) for a in w], mesh_of(p)), x, up, gate)
+    together = on_ranks(lambda x, *w: scaled(x, w), mesh_of(p))(x, up, gate)
+    apart = on_ranks(lambda x, *w: [scaled(x, a) for a in w], mesh_of(p))(x, up, gate)
     for one, want in zip(together, apart, strict=True):
         close(one, np.asarray(want, np.float64), "float32")
 

@@ -9,7 +9,6 @@ import pytest
 from hamilton_vectors import recorded, recorded_attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
-from sequences import QUICKLY
 
 from jax_cp_dispatch.attention.local.merge import merge_partials
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
@@ -44,7 +43,7 @@ def test_recorded_attention(name, function, causal):
         in_specs=(rows,) * 3,
         out_specs=rows,
     )
-    program = jax.jit(attend, compiler_options=QUICKLY)
+    program = jax.jit(attend)
     got = np.asarray(program(*(x[:, order] for x in (q, k, v))))
     np.testing.assert_allclose(got, want[:, order], rtol=1e-5, atol=1e-5)
     for rank, part in enumerate(np.split(got, num_ranks, axis=1)):

@@ -10,7 +10,6 @@ from attention_oracle import attention
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import causal_ranges
-from sequences import QUICKLY
 
 from jax_cp_dispatch import (
     Auto,
@@ -41,7 +40,7 @@ def attend(segment_ids, positions=None, **options):
     )
 
 
-@partial(jax.jit, compiler_options=QUICKLY, static_argnames="algorithm")
+@partial(jax.jit, static_argnames="algorithm")
 def attend_traced(segment_ids, positions=None, *, algorithm):
     return attend(segment_ids, positions, algorithm=algorithm)
 

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from comm_gemm_cases import (
     GATHERING,
-    QUICKLY,
     SCATTERING,
     K,
     N,
@@ -41,10 +40,6 @@ GATHER, SCATTER = cp.all_gather_matmul, cp.matmul_reduce_scatter
 MXFP8 = "MXFP8_1D_SCALING"
 PARTS = ("y", "dx", "dw", "dbias")
 with_ranks: Any = partial(gemm, axis_name=AXIS)
-
-
-def run(program, *operands):
-    return program.lower(*operands).compile(compiler_options=QUICKLY)(*operands)
 
 
 def methods(op, num_ranks):
@@ -79,7 +74,7 @@ def every_method(op, mesh):
             for name, fn in methods(op, mesh.size).items()
         }
 
-    return run(on_ranks(local, mesh), *(place(a, mesh) for a in drawn(op, mesh.size)))
+    return on_ranks(local, mesh)(*(place(a, mesh) for a in drawn(op, mesh.size)))
 
 
 def scaled_programs(num_ranks, is_short=IS_SHORT):
@@ -96,7 +91,7 @@ def scaled(op, mode, name, mesh):
     fn = partial(methods(op, mesh.size)[name], axis_name=AXIS, scaling_mode=mode)
     state = state_of()[0] if mode == DELAYED else None
     local = lambda x, w, bias, dy: value_and_gradients(fn, x, w, bias, dy, state)[:4]
-    return run(on_ranks(local, mesh), x, w, bias, dy)
+    return on_ranks(local, mesh)(x, w, bias, dy)
 
 
 def write(path, mesh, scaled_ones):
@@ -191,7 +186,7 @@ def buffers_of(mesh, num_groups, p):
     operands = [integers(seed, num_groups, p, *shape) for seed, shape in enumerate(shapes)]
     flat = [a.reshape(num_groups * p, *a.shape[2:]) for a in operands]
     spec = P(tuple(mesh.axis_names))
-    got = run(on_ranks(local, mesh, spec), *(place(a, mesh, spec) for a in flat))
+    got = on_ranks(local, mesh, spec)(*(place(a, mesh, spec) for a in flat))
     want = []
     for x, whole, w, aux in zip(*operands, strict=True):
         out, gathered = oracle.engine_gather(x, w)

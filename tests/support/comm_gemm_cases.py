@@ -34,8 +34,6 @@ SCATTERING: dict[str, Any] = {
     "xla": {"method": "pipeline", "implementation": "xla"},
 }
 K, N = 5, 7
-# Compilation takes most of the time, and less without LLVM's optimizations.
-QUICKLY: Any = {"xla_backend_optimization_level": 0}
 
 
 def methods(op, num_ranks):
@@ -68,10 +66,6 @@ def close(got, want, dtype, name=""):
     }[jnp.dtype(dtype).name]
     got = np.asarray(got).astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=str(name))
-
-
-def run_once(program, *operands):
-    return program.lower(*operands).compile(compiler_options=QUICKLY)(*operands)
 
 
 def of_gather(num_ranks, batch, tokens, draw=integers, **options):

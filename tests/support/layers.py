@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from packed_batches import pack
-from sequences import QUICKLY
 
 B, T, FEATURES, HEADS = 2, 64, 16, 4
 MESH = jax.make_mesh((2, 4), ("data", "cp"), axis_types=(AxisType.Auto,) * 2)
@@ -30,7 +29,7 @@ def batch(seed, window=None):
 def assert_same(dense, ours, params, x, g):
     """Compares values and gradients of two functions of parameters and tokens."""
 
-    @partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)
+    @partial(jax.jit, static_argnums=0)
     def run(layer, params, x):
         weighted = lambda params, x: jnp.vdot(layer(params, x), g)
         return jax.value_and_grad(weighted, argnums=(0, 1))(params, x)

@@ -1,7 +1,5 @@
 """Inputs and key ranges of local attention, and the comparison of its results."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,10 +41,6 @@ RANGES = {
     "empty": lambda B, T, S: rows(B, T, lambda i: 0 * i + 3, lambda i: 0 * i + 3),
     "random": lambda B, T, S: random_ranges(3, B, T, S),
 }
-
-
-# LLVM's optimizer would double the test time.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def assert_close(actual, expected, tolerance):

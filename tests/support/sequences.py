@@ -24,8 +24,6 @@ FUNCTIONS: dict[str, Any] = {
     "hamilton": hamilton_attention,
 }
 NAMES = ("out", "dq", "dk", "dv")
-# Compilation takes most of the time; without LLVM's optimizations it takes 0.6 times as long.
-QUICKLY = {"xla_backend_optimization_level": 0}
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}
 
 
@@ -109,7 +107,7 @@ def out_and_gradients(case, mesh=None, batch_axis=None) -> Any:
         check_vma=case.check_vma,
     )
 
-    @partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(q, k, v, g, *documents):
         out, pull_back = jax.vjp(lambda *x: attend(*x, *documents), q, k, v)
         return out, *pull_back(g)

@@ -1,0 +1,32 @@
+"""Runs a program in two processes of this host that meet at one address."""
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def outputs_of_two(program, scene, **environment):
+    """Runs `program address process scene` twice on CPU, and returns what each printed.
+
+    Both must end with 0.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, address, str(process), scene],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    try:
+        results = [process.communicate(timeout=1200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, error) in zip(processes, results, strict=True):
+        assert process.returncode == 0, out + error
+    return [out for out, _ in results]
