@@ -38,11 +38,10 @@ def measure(
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(program, stdout=subprocess.PIPE, stderr=said, text=True) as launcher,
     ):
-        assert launcher.stdout is not None
         clock = threading.Timer(_LIMIT, launcher.terminate)
         clock.start()
         try:
-            for line in launcher.stdout:
+            for line in launcher.stdout or ():
                 if line.startswith("[0] {"):
                     yield Row(**json.loads(line.removeprefix("[0] ")))
             code, in_time = launcher.wait(), clock.is_alive()
