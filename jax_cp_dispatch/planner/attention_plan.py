@@ -51,7 +51,7 @@ class AttentionPlan:
       stamp: i32 `[W, 3]`; for each rank, the checksums of the whole batch, and of its own columns
         of segment ids and positions. See `validate`.
       num_tokens: rows of one rank (static).
-      batch: rows of the batch (static).
+      batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
       window: maximum keys to which a query attends, or None (static).
     """

@@ -312,6 +312,9 @@ def test_plan_for_other_ranks_or_rows_is_rejected(small):
     plan = plan_attention(segment_ids[:, :64], None, world_size=8)
     with pytest.raises(ValueError, match="a rank holds 1 x 16 = 16 rows but the plan is for 8"):
         call(small, plan=plan, segment_ids=None)
+    plan = plan_attention(segment_ids.reshape(2, 64), None, world_size=8)
+    with pytest.raises(ValueError, match=r"a rank holds 1 x 16 rows but the plan is for 2 x 8\. P"):
+        call(small, plan=plan, segment_ids=None)
 
 
 def test_capacity_too_small_for_a_traced_plan_fails_on_all_ranks(small):
