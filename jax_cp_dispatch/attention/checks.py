@@ -58,6 +58,13 @@ def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:
 
 def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
     """Requires one plan for each group of the batch; a single group may have it in a stack."""
+    held = plan.stamp.shape[-2] if plan.stamp.ndim > 1 else 1
+    if held != plan.world_size:
+        raise ValueError(
+            f"{op}: the plan is the part of {held} of {plan.world_size} ranks. Pass the plan of "
+            "all ranks, or global arrays with the part of each rank as its shard; inside "
+            "jax.shard_map, call the function of one rank."
+        )
     groups = f"batch_axis {batch!r} splits the batch into {num_groups} independent groups"
     if not is_stack(plan):
         if num_groups > 1:

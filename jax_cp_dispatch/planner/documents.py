@@ -1,6 +1,6 @@
 """Positions of documents in a packed batch, from their lengths or from segment ids."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.core
@@ -12,6 +12,7 @@ from jax_cp_dispatch.planner.segment_ids import read_documents
 
 # Lengths of the documents of a batch row.
 Row: TypeAlias = Iterable[int | np.integer]
+_MOST_ROWS = np.iinfo(np.int32).max
 
 
 class Documents(NamedTuple):
@@ -57,10 +58,8 @@ def documents_of(
     check_positive(op, world_size=world_size)
     _refuse_traced(op, lengths=lengths, segment_ids=segment_ids, positions=positions)
     if (lengths is None) == (segment_ids is None):
-        raise ValueError(
-            f"{op}: got {'neither' if lengths is None else 'both'} lengths and segment_ids. Pass "
-            "one of them."
-        )
+        got = "neither lengths nor" if lengths is None else "both lengths and"
+        raise ValueError(f"{op}: got {got} segment_ids. Pass one of them.")
     for name, value, partner in (
         ("positions", positions if segment_ids is None else None, "segment_ids"),
         ("columns", columns if lengths is None else None, "lengths"),
@@ -76,12 +75,16 @@ def documents_of(
             f"{op}: {documents.columns} columns cannot be split over world_size={world_size} "
             "ranks. Pad the columns with segment 0 to a multiple of world_size."
         )
+    _check_sizes(op, documents, world_size)
     return documents
 
 
 def from_lengths(op: str, lengths: Any, columns: int | None, world_size: int) -> Documents:
     """Returns consecutive documents in each batch row, followed by padding."""
     rows = _rows(op, lengths)
+    if columns is not None:
+        check_positive(op, columns=columns)
+        columns = int(columns)
     totals = [int(row.sum()) for row in rows]
     longest = max(totals)
     if columns is None:
@@ -107,29 +110,66 @@ def _refuse_traced(op: str, **arguments: Any) -> None:
             )
 
 
+def _check_sizes(op: str, documents: Documents, world_size: int) -> None:
+    """Requires that rows of a rank have 32-bit numbers, and that 64 bits count all pairs."""
+    num_tokens = documents.num_tokens // world_size
+    if num_tokens > _MOST_ROWS:
+        raise ValueError(
+            f"{op}: a rank would hold {num_tokens} tokens, but rows have 32-bit numbers. Pass a "
+            "larger world_size, or fewer tokens."
+        )
+    if np.square(documents.lengths.astype(float)).sum() >= 2.0**62:
+        raise ValueError(
+            f"{op}: the query-key pairs of {documents.num_tokens} tokens exceed 62 bits. Pass "
+            "shorter documents, or fewer at a time."
+        )
+
+
 def _rows(op: str, lengths: Any) -> list[Int[np.ndarray, " D"]]:
     if getattr(lengths, "ndim", 1) > 1:
         raise TypeError(
             f"{op}: lengths is an array of shape {lengths.shape}; it needs one list of lengths per "
             "batch row. Pass segment ids as segment_ids=, or lengths.tolist()."
         )
-    lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
-    is_flat = len(lengths) > 0 and not isinstance(lengths[0], Iterable)
-    rows = [np.asarray(row) for row in ([lengths] if is_flat else lengths)]
+    if not _is_list(lengths):
+        raise TypeError(
+            f"{op}: lengths is {lengths!r}; it needs a list of lengths, such as [700, 200], or one "
+            "such list per batch row."
+        )
+    lengths = np.asarray(lengths) if hasattr(lengths, "ndim") else list(lengths)
+    is_flat = len(lengths) > 0 and not _is_list(lengths[0])
+    rows = [_row(op, b, row) for b, row in enumerate([lengths] if is_flat else lengths)]
     if not rows:
         raise ValueError(f"{op}: lengths is empty. Pass one list of lengths per batch row.")
-    for b, row in enumerate(rows):
-        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-            raise TypeError(
-                f"{op}: lengths of batch row {b} are {row.dtype} of shape {row.shape} but must be "
-                "a list of integers. Pass one list of lengths per batch row."
-            )
-        if row.size and row.min() < 0:
-            raise ValueError(
-                f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
-                "needs at least 0 tokens."
-            )
-    return [row.astype(np.int64) for row in rows]
+    return rows
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
+
+
+def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
+    try:
+        row = np.asarray(list(given) if isinstance(given, Iterator) else given)
+        what = f"{row.dtype} of shape {row.shape}"
+    except ValueError:
+        row, what = np.empty((0, 0)), "numbers and lists"
+    if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+        raise TypeError(
+            f"{op}: lengths of batch row {b} are {what} but must be a list of integers. Pass one "
+            "list of lengths per batch row."
+        )
+    if row.size and row.min() < 0:
+        raise ValueError(
+            f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
+            "needs at least 0 tokens."
+        )
+    if row.size and row.max() > _MOST_ROWS:
+        raise ValueError(
+            f"{op}: document {int(row.argmax())} of batch row {b} has {row.max()} tokens, but "
+            f"positions have 32 bits. Pass documents of at most {_MOST_ROWS} tokens."
+        )
+    return row.astype(np.int64)
 
 
 def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:

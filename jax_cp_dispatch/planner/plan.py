@@ -8,6 +8,7 @@ import jax.core
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
+from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
@@ -96,6 +97,8 @@ def plan_attention(
         exceeds 32 bits; or a capacity is too small and there is no fallback.
     """
     check_config(_OP, config)
+    check_integer(_OP, "world_size", world_size)
+    world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
     options = {

@@ -21,6 +21,11 @@ def static_size(
       DoesNotFitError: the given size is too small.
     """
     need, rank = int(needs.max()), int(needs.argmax())
+    if need > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"{op}: rank {rank} {what.format(need)}, but rows have 32-bit numbers. Plan for more "
+            "ranks, or fewer tokens at a time."
+        )
     if given is None:
         step = max(least, 1 << max(need.bit_length() - 4, 0))
         return max(-(-need // step), 1) * step

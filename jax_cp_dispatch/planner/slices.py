@@ -6,11 +6,16 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._arguments import check_integer
+
 Plan = TypeVar("Plan")
 
 
 def check_rank(op: str, rank: int | None, world_size: int) -> None:
-    if rank is not None and not 0 <= rank < world_size:
+    if rank is None:
+        return
+    check_integer(op, "rank", rank)
+    if not 0 <= rank < world_size:
         raise ValueError(f"{op}: rank is {rank}; it needs to be in [0, {world_size}), or None.")
 
 
@@ -27,6 +32,7 @@ def slice_of(op: str, plan: Plan, rank: int) -> Plan:
     """Returns the part of one rank of the plan of all ranks; for the methods of this name."""
     whole: Any = plan
     held, world_size = np.shape(whole.stamp)[0], whole.world_size
+    check_integer(op, "rank", rank)
     if not 0 <= rank < world_size or held != world_size:
         raise ValueError(
             f"{op}: got rank {rank} with {held} of {world_size} ranks. Call it on the plan of all "

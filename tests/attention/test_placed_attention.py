@@ -202,3 +202,9 @@ def test_plans_are_for_their_own_algorithm():
     with pytest.raises(ValueError, match="16 rows but the plan is for 8"):
         other = place_tokens(segment_ids=segment_ids[:, :16], world_size=2).plan
         attend(algorithm="placed", plan=other)
+    with pytest.raises(ValueError, match=r"1 x 16 rows but the plan is for 2 x 8\. Place"):
+        other = place_tokens(segment_ids=segment_ids.reshape(2, 16), world_size=2).plan
+        attend(algorithm="placed", plan=other)
+    for name, plan in (("placed", placed), ("balanced", moved)):
+        with pytest.raises(ValueError, match=r"the plan is the part of 1 of 2 ranks\. Pass"):
+            attend(algorithm=name, plan=plan.slice_of(1))

@@ -283,7 +283,7 @@ def test_capacities_of_the_config_are_used_or_rejected():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({}, "got neither lengths and segment_ids"),
+        ({}, "got neither lengths nor segment_ids"),
         ({"lengths": [[4]], "segment_ids": np.ones((1, 4), int)}, "got both lengths"),
         ({"lengths": [[4]], "positions": np.ones((1, 4), int)}, "positions without segment_ids"),
         ({"segment_ids": np.ones((1, 4), int), "columns": 4}, "columns without lengths"),
@@ -325,10 +325,13 @@ def test_traced_segment_ids_are_rejected(unchecked_types):
         jax.jit(place)(np.ones((1, 8), np.int32))
 
 
-def test_arrays_of_another_batch_are_rejected():
+def test_arrays_of_another_batch_are_rejected(unchecked_types):
     placement = place_tokens([[8]], world_size=2)
     with pytest.raises(ValueError, match=r"shape \[1, 9\] but the placement is for \[1, 8, ...\]"):
         placement.apply(np.zeros((1, 9)))
+    with pytest.raises(TypeError, match=r"Placement.apply: got a value of type int; all leaves"):
+        placement.apply([1, 2])
+    assert placement.restore(placement.apply(np.zeros((1, 8, 0)))).shape == (1, 8, 0)
 
 
 @pytest.mark.parametrize("options", [{"balance_tolerance": -0.1}, {"kv_capacity": 0}])

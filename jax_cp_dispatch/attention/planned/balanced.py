@@ -82,11 +82,6 @@ def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, posit
     check_plan(options.op, plan, AttentionPlan)
     advice = "Plan with the segment ids of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
-    if q.shape[0] != plan.batch:  # as many rows, of other columns
-        raise ValueError(
-            f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
-            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice}"
-        )
     stamp = stamp_of_queries(options, plan, segment_ids, positions)
     return attend_rows(_attend, options, q, k, v, plan, stamp)
 

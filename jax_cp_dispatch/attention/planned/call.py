@@ -33,6 +33,11 @@ def check_call(
             f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
             f"the plan is for {plan.num_tokens}. {advice}"
         )
+    if q.shape[0] != plan.batch:  # as many rows, of other columns
+        raise ValueError(
+            f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
+            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice}"
+        )
 
 
 def attend_rows(

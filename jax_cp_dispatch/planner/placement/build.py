@@ -3,9 +3,10 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
 from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
@@ -25,7 +26,7 @@ def build_plan(
     pieces: Pieces,
     spans: Spans,
     stamp: Int32[np.ndarray, "W 3"],
-    lengths: Int[np.ndarray, " D"],
+    documents: Documents,
     *,
     world_size: int,
     num_tokens: int,
@@ -44,6 +45,7 @@ def build_plan(
         given = getattr(config, name)
         return static_size("place_tokens", "PlacementConfig", name, what, needs, given, least)
 
+    lengths = documents.lengths
     transfers = list_transfers(pieces, spans)
     sent = num_sent(transfers, world_size)
     num_slots = size("max_transfers", "would send {} ranges of keys", sent, 8)
@@ -61,6 +63,7 @@ def build_plan(
         pairs=pairs[part].astype(np.float32),
         stamp=stamp[part].copy(),
         num_tokens=num_tokens,
+        batch=documents.batch,
         kv_capacity=size("kv_capacity", "would receive {} rows", received, 1024),
         causal=causal,
         window=window,

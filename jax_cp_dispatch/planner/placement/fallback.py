@@ -40,6 +40,7 @@ def plan_of_fallback(
         pairs=pairs.astype(np.float32),
         stamp=np.zeros((num_held, 3), np.int32),
         num_tokens=num_tokens,
+        batch=documents.batch,
         kv_capacity=capacity,
         causal=causal,
         window=window,

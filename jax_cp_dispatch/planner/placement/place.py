@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.planner.constraints import speeds_in_ppm
@@ -75,6 +76,9 @@ def place_tokens(
         contiguous, or the placement exceeds a capacity or constraint of the config and there is no
         fallback.
     """
+    check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
+    check_positive(_OP, world_size=world_size)
+    world_size = int(world_size)
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
     reach(_OP, causal, window)
     num_tokens = documents.num_tokens // world_size
@@ -128,9 +132,7 @@ def _place(
     mask: dict[str, Any] = {"causal": causal, "window": window}
     stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)
     sizes["rank"] = rank
-    plan, needs = build_plan(
-        pieces, spans, stamp, documents.lengths, **sizes, **mask, config=config
-    )
+    plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, **mask, config=config)
     return plan, needs, tuple(_moves(documents, pieces, num_tokens, world_size))
 
 

@@ -185,7 +185,7 @@ class Placement:
 
     def _apply(self, x: Any) -> Any:
         xp, rest = self._check_array("apply", x)
-        x = xp.take(x.reshape(-1, *rest), self.permutation, axis=0)
+        x = xp.take(x.reshape(self.batch * self.columns, *rest), self.permutation, axis=0)
         rows = self.columns // self.world_size
         x = x.reshape(self._num_held, self.batch, rows, *rest).swapaxes(0, 1)
         return x.reshape(self.batch, self._num_held * rows, *rest)
@@ -194,7 +194,7 @@ class Placement:
         xp, rest = self._check_array("restore", x)
         rows = self.columns // self.world_size
         x = x.reshape(self.batch, self.world_size, rows, *rest).swapaxes(0, 1)
-        x = xp.take(x.reshape(-1, *rest), self.inverse, axis=0)
+        x = xp.take(x.reshape(self.batch * self.columns, *rest), self.inverse, axis=0)
         return x.reshape(self.batch, self.columns, *rest)
 
     @property
@@ -206,6 +206,11 @@ class Placement:
 
     def _check_array(self, name: str, x: Any) -> tuple[Any, tuple[int, ...]]:
         """Returns the array's module, and its axes after the tokens."""
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(
+                f"Placement.{name}: got a value of type {type(x).__name__}; all leaves need to be "
+                "arrays of NumPy or JAX. Pass numpy.asarray of each list."
+            )
         if tuple(x.shape[:2]) != (self.batch, self.columns):
             raise ValueError(
                 f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "

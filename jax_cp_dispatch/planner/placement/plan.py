@@ -43,6 +43,7 @@ class PlacedPlan:
       stamp: i32 `[W, 3]`; for each rank, the checksums of the whole placed batch, and of its own
         rows of segment ids and positions in placed order. See `validate`.
       num_tokens: rows of one rank (static).
+      batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
       causal, window: the mask, as in `place_tokens` (static).
     """
@@ -56,6 +57,7 @@ class PlacedPlan:
     pairs: Leaf
     stamp: Leaf
     num_tokens: int = dataclasses.field(metadata={"static": True})
+    batch: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     window: Window | None = dataclasses.field(metadata={"static": True})
