@@ -42,7 +42,8 @@ class PlanConfig:
         fewer bytes in total. None: no nodes.
       backward: count the bytes of a training step, the backward pass included. False: those of the
         forward pass.
-      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit.
+      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit the
+        capacities that it found.
     """
 
     block: int | None = None
@@ -119,7 +120,7 @@ class PlanConfig:
           config: other choices of the plans, such as the numbers of heads. Capacities that it has
             are kept.
         Returns:
-          The config with all capacities, and `expected_overflow`.
+          The config with all capacities, and `expected_overflow` of those that were found.
         Raises:
           TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
             `plan_attention`.
@@ -127,10 +128,12 @@ class PlanConfig:
         from jax_cp_dispatch.planner.plan import plan_attention
         from jax_cp_dispatch.planner.sample import config_of_sample
 
-        def needs(**given: Any) -> list[int]:
-            return plan_attention(world_size=world_size, window=window, **given).needs[0].tolist()
+        def needs(**given: Any) -> tuple[int, list[int]]:
+            plan = plan_attention(world_size=world_size, window=window, **given)
+            return plan.num_tokens, plan.needs[0].tolist()
 
         op, config = "PlanConfig.from_sample", config or cls()
+        check_config(op, config)
         return config_of_sample(op, batches, overflow, columns, config, CAPACITIES, needs)
 
     def needs(

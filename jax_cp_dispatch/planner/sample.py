@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float, Int
 
+from jax_cp_dispatch._warning import warn_caller
+
 Config = TypeVar("Config")
 
 
@@ -18,7 +20,7 @@ def config_of_sample(
     columns: int | None,
     config: Config,
     capacities: Sequence[str],
-    needs: Callable[..., Sequence[int]],
+    needs: Callable[..., tuple[int, Sequence[int]]],
 ) -> Config:
     """Returns the config with all capacities, and `expected_overflow`.
 
@@ -32,23 +34,36 @@ def config_of_sample(
       config: dataclass with the capacities; those that are None are found.
       capacities: their names. Rows are rounded up to multiples of 1024, ranges and pieces of 8.
       needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`, and returns
-        the needs in the order of `capacities`.
+        the tokens of a rank, and the needs in the order of `capacities`.
     Raises:
+      TypeError: `batches` is one array of ids.
       ValueError: there is no batch, or `overflow` is not between 0 and 1.
     """
+    if getattr(batches, "ndim", 3) < 3:
+        raise TypeError(
+            f"{op}: batches is an array of shape {np.shape(batches)}; it needs to be a list of "
+            "batches. Pass [segment_ids] for a single one, or lists of lengths."
+        )
     if not 0 < overflow < 1:
         raise ValueError(f"{op}: overflow is {overflow} but must be between 0 and 1.")
     is_free = [getattr(config, name) is None for name in capacities]
     free = [name for name, x in zip(capacities, is_free, strict=True) if x]
     none: dict[str, Any] = dict.fromkeys(free)
     open_config = _replaced(config, none)
-    seen = []
+    sizes_of_ranks, seen = set(), []
     for batch in batches:
         is_ids = not isinstance(batch, list | tuple) and np.ndim(batch) == 2
         given = {"segment_ids": batch} if is_ids else {"lengths": batch, "columns": columns}
-        seen.append(needs(config=open_config, **given))
+        num_tokens, need = needs(config=open_config, **given)
+        sizes_of_ranks.add(num_tokens)
+        seen.append(need)
     if not seen:
         raise ValueError(f"{op}: there are no batches. Pass at least one, better a few hundred.")
+    if len(sizes_of_ranks) > 1:
+        warn_caller(
+            f"{op}: a rank holds {min(sizes_of_ranks)} to {max(sizes_of_ranks)} tokens, so plans "
+            "of these batches differ in shape. Pass batches of one shape; with lengths, columns=."
+        )
     sizes: dict[str, Any] = {}
     rates = []
     for name, values in zip(free, np.array(seen, np.int64).T[is_free], strict=True):

@@ -1,6 +1,7 @@
 """Capacities from a sample of batches, and what plans and placements needed."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,3 +103,21 @@ def test_other_choices_and_given_capacities_are_kept(kind):
 def test_refusals(kind, batches, overflow, message):
     with pytest.raises(ValueError, match=f"{kind.__name__}.from_sample: {message}"):
         kind.from_sample(batches, world_size=2, overflow=overflow)
+
+
+@KINDS
+def test_other_arguments_are_rejected(kind, unchecked_types):
+    """An array of ids is one batch; its rows, taken as lengths, would give other capacities."""
+    other: Any = PlanConfig if kind is PlacementConfig else PlacementConfig
+    with pytest.raises(TypeError, match=rf"config is .*; it needs to be .*{kind.__name__}"):
+        kind.from_sample([[4]], world_size=2, config=other())
+    with pytest.raises(TypeError, match=r"array of shape \(1, 4\).*Pass \[segment_ids\]"):
+        kind.from_sample(np.ones((1, 4), int), world_size=2)
+    ids = np.ones((3, 1, 4), int)
+    assert kind.from_sample(ids, world_size=2) == kind.from_sample([[4]] * 3, world_size=2)
+
+
+@KINDS
+def test_batches_of_different_shapes_warn(kind):
+    with pytest.warns(UserWarning, match=r"a rank holds 2 to 5 tokens.*with lengths, columns="):
+        kind.from_sample([[4], [10]], world_size=2)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.planner.constraints import check_domains
 
@@ -30,7 +31,8 @@ class PlacementConfig:
         it; all ranks hold the same number of tokens. None: all are equally fast.
       ranks_per_node: consecutive ranks of one node. Fewer keys between nodes are preferred to fewer
         keys in total. None: no nodes.
-      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit.
+      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit the
+        capacities that it found.
     """
 
     balance_tolerance: float = 0.01
@@ -78,7 +80,7 @@ class PlacementConfig:
           overflow: wanted share of batches that do not fit, between 0 and 1.
           config: balance and constraints of the placements. Capacities that it has are kept.
         Returns:
-          The config with all capacities, and `expected_overflow`.
+          The config with all capacities, and `expected_overflow` of those that were found.
         Raises:
           TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
             `place_tokens`.
@@ -86,10 +88,12 @@ class PlacementConfig:
         from jax_cp_dispatch.planner.placement.place import place_tokens
         from jax_cp_dispatch.planner.sample import config_of_sample
 
-        def needs(**given: Any) -> list[int]:
+        def needs(**given: Any) -> tuple[int, list[int]]:
             mask: Any = {"causal": causal, "window": window}
-            need = place_tokens(world_size=world_size, **mask, **given).needs
-            return [getattr(need, name) for name in CAPACITIES]
+            placement = place_tokens(world_size=world_size, **mask, **given)
+            needs = placement.needs
+            return placement.plan.num_tokens, [getattr(needs, name) for name in CAPACITIES]
 
         op, config = "PlacementConfig.from_sample", config or cls()
+        check_type(op, "config", config, cls, "Omit it for the default.")
         return config_of_sample(op, batches, overflow, columns, config, CAPACITIES, needs)
