@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import NoReturn
 
 from jax_cp_dispatch.bench_command import run as bench
 from jax_cp_dispatch.demo import run as demo
@@ -9,8 +10,15 @@ from jax_cp_dispatch.doctor import run as doctor
 from jax_cp_dispatch.plan_command import run as plan
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, without the list of all."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_cp_dispatch", description=__doc__)
+    parser = _Parser(prog="python -m jax_cp_dispatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo_parser = commands.add_parser(
         "demo",

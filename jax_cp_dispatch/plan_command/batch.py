@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_cp_dispatch.plan_command.lengths import Lengths
+from jax_cp_dispatch.plan_command.lengths import InputError, Lengths
+
+_MOST_ROWS = 2**31 - 1
 
 
 class Batch(NamedTuple):
@@ -38,10 +40,17 @@ def fill_ranks(rows: Sequence[Lengths], *, num_ranks: int, tokens_per_rank: int 
       rows: from `read_lengths`.
       num_ranks: that share each batch row.
       tokens_per_rank: of each batch row; None: as many as the longest row needs.
+    Raises:
+      InputError: plans cannot number the tokens of a rank, or count the pairs.
     """
     if tokens_per_rank is None:
         tokens_per_rank = -(-max(sum(row.lengths) for row in rows) // num_ranks)
     space = num_ranks * tokens_per_rank
+    if len(rows) * tokens_per_rank > _MOST_ROWS:
+        raise InputError(
+            f"a rank would hold {len(rows) * tokens_per_rank} tokens, but plans number rows with "
+            "32 bits. Pass more --ranks, or a smaller --tokens-per-rank."
+        )
     kept, num_cut, num_left_out = [], 0, 0
     for row in rows:
         total, used = 0, []
@@ -53,4 +62,9 @@ def fill_ranks(rows: Sequence[Lengths], *, num_ranks: int, tokens_per_rank: int 
             if part:
                 used.append(part)
         kept.append(tuple(used))
+    if sum(x**2 for used in kept for x in used) >= 2**62:
+        raise InputError(
+            "the documents have more query-key pairs than plans count, 2**61. Pass shorter "
+            "documents, or fewer of them."
+        )
     return Batch(tuple(kept), tokens_per_rank, num_cut, num_left_out, rows)

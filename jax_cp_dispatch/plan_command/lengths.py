@@ -106,7 +106,7 @@ def _read(path: pathlib.Path, column: str | None, limit: int | None) -> tuple[li
         texts = _sizes_of_texts(path, limit)
         return [texts], f"{_number(texts, 'text file')}, in a random order, one token per byte"
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets add a byte order mark
     except OSError as error:
         raise InputError(
             f"cannot read {path}: {error.strerror}. Pass a file of lengths or a folder of text."

@@ -18,6 +18,7 @@ from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
 from jax_cp_dispatch.plots.plan import figure_class
 
+_MOST_RANKS = 2**14  # these counts then take some gigabytes
 _STEPS = 3  # of one comparison; see `compare`
 
 
@@ -99,12 +100,15 @@ def _run(options: argparse.Namespace) -> int:
         row=options.row,
         limit=None if per_rank is None else per_rank * max(all_ranks),
     )
+    batches = [
+        fill_ranks(found.rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
+        for num_ranks in all_ranks
+    ]
     if not options.json:
         print(f"{paragraph(found.understood, indent=0)}\n", flush=True)
     progress = Progress(_STEPS * len(all_ranks))
     done: list[tuple[Comparison, Batch]] = []
-    for num_ranks, hardware in zip(all_ranks, machines, strict=True):
-        batch = fill_ranks(found.rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
+    for num_ranks, hardware, batch in zip(all_ranks, machines, batches, strict=True):
         workload = Workload(
             num_ranks=num_ranks,
             tokens_per_rank=batch.tokens_per_rank,
@@ -148,6 +152,11 @@ def _numbers_of_ranks(text: str) -> list[int]:
         numbers = [0]
     if min(numbers) < 1:
         raise InputError(f"--ranks is {text!r}; pass one number, or several such as 8,32,128.")
+    if max(numbers) > _MOST_RANKS:
+        raise InputError(
+            f"--ranks is {text!r}; plans count rows between all pairs of ranks, so pass at most "
+            f"{_MOST_RANKS}."
+        )
     return numbers
 
 

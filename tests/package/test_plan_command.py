@@ -18,6 +18,7 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
+from jax_cp_dispatch.__main__ import main as command
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.plan_command.batch import fill_ranks
 from jax_cp_dispatch.plan_command.lengths import InputError, Lengths, read_lengths
@@ -46,6 +47,10 @@ def folder(tmp_path, monkeypatch):
         "semicolons.csv": "id;tokens\n1;700\n2;200\n3;50\n",
         "named.csv": "name,tokens\na,700\nb,200\n\nc,50\n",
         "lines.txt": "# documents\n700\n\n200  # the second\n50\n",
+        "marked.csv": "\ufefflength,name\n700,a\n200,b\n50,c\n",
+        "marked.json": "\ufeff[700, 200, 50]",
+        "huge.json": "[1e10]",
+        "long.json": "[3e9, 5]",
         "bad_lines.txt": "700\nmany\n",
         "negative.json": "[5, -1]",
         "fraction.json": "[5, 1.5]",
@@ -55,7 +60,7 @@ def folder(tmp_path, monkeypatch):
         "empty.txt": "",
     }
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "binary").write_bytes(b"\xff\x00")
     (tmp_path / "texts").mkdir()
     for name, length in (("a", 30), ("b", 12)):
@@ -71,6 +76,7 @@ def folder(tmp_path, monkeypatch):
             for name in (
                 *("list.json", "lines.jsonl", "lines.txt"),
                 *("one.csv", "named.csv", "named.tsv", "semicolons.csv"),
+                *("marked.csv", "marked.json"),
             )
         ),
         ("rows.json", ROWS),
@@ -175,6 +181,9 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["list.json", "--pictures", "empty.txt"], "cannot create the folder empty.txt"),
         (["rows.json", "--row", "2"], "--row is 2, but the files have rows 0 to 1. Pass one"),
         (["list.json", "--row", "-1"], "--row is -1, but the files have only row 0"),
+        (["list.json", "--ranks", "99999"], "so pass at most 16384"),
+        (["huge.json", "--ranks", "2", "--hardware", "cpu"], "rank would hold 5000000000 tokens"),
+        (["long.json"], "more query-key pairs than plans count"),
         (["rows.json", "--row", "0", "--join"], "got --join and --row. Pass one of them"),
     ],
 )
@@ -183,6 +192,21 @@ def test_bad_input_gives_one_line(folder, capsys, arguments, message):
     said = capsys.readouterr()
     assert message in said.err and said.err.startswith("plan: ")
     assert said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: FILE. See"),
+        (["list.json", "--hardware", "abacus"], "argument --hardware: invalid choice: 'abacus'"),
+    ],
+)
+def test_a_wrong_argument_gives_one_line(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "plan", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        command()
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and message in said and said.count("\n") == 1
 
 
 def mean_bytes(layout):
