@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from jax_cp_dispatch._warning import warn_caller
 from jax_cp_dispatch.adapters.maxtext_call import attention_keywords, what_is_missing
 from jax_cp_dispatch.attention import context_parallel_attention
 
@@ -42,7 +42,7 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
         call = signature.bind(*arguments, **named).arguments
         keywords = attention_keywords(**call) if call["model_mode"] == "train" else None
         if keywords and (missing := what_is_missing(**call)):
-            warnings.warn(f"maxtext_attention: got {missing}; MaxText computes it.", stacklevel=2)
+            warn_caller(f"maxtext_attention: got {missing}; MaxText computes it.")
             keywords = None
         if not keywords:
             return dense(*arguments, **named)

@@ -15,6 +15,10 @@ from maxtext.input_pipeline.synthetic_data_processing import (  # pyright: ignor
 from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
 from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 
+STEPS = 50
+TOLERANCE = 1e-5  # of float32 losses of about 4, after 50 steps
+DEADLINE = 600  # seconds, for a machine that has other work to do
+
 OPTIONS: dict[str, Any] = {
     **{"run_name": "test", "hardware": "cpu", "skip_jax_distributed_system": True},
     **{"enable_checkpointing": False, "log_config": False, "dataset_type": "synthetic"},
