@@ -3,10 +3,14 @@
 Where beartype is not installed, shapes go unchecked.
 """
 
+import gc
 import importlib.util
 import os
 
 import jaxlib.version
+
+# Imports and tracing allocate much that stays; searching it for garbage so often takes time.
+gc.set_threshold(10_000)
 
 # Both are read when the backend starts, so they are set before jax is imported.
 NUM_DEVICES = 8
@@ -14,12 +18,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # jax 0.10 deadlocks with many programs in flight unless its thread pool exceeds the devices.
 os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))
 # Compilation takes most of the suite's time. LLVM's optimizations, and the code generator for
-# fusions that newer jaxlibs always use, more than double it. Programs that a test starts inherit
-# this; `full_optimization` and `environment_of_a_user` undo it where optimizations matter.
+# fusions that newer jaxlibs always use, more than double it. Compiling a program in parts, on many
+# threads, takes an eighth more. Programs that a test starts inherit this; `full_optimization` and
+# `environment_of_a_user` undo it where optimizations matter.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    flags = ["--xla_cpu_parallel_codegen_split_count=1"]
     if jaxlib.version.__version_info__ < (0, 11):
-        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
