@@ -1,7 +1,5 @@
 """Checks a plan one token at a time, from the segment ids alone."""
 
-import itertools
-
 import numpy as np
 
 
@@ -125,15 +123,14 @@ def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
     pairs = (end * (end + 1) - start * (start + 1)) // 2
     home = np.arange(len(document)) * world_size // len(document)
     node = home // ranks_per_node
-    best = None
-    for choice in itertools.product(range(world_size), repeat=len(document)):
-        ranks = np.array(choice)
-        if (np.bincount(ranks, pairs, minlength=world_size) > limit).any():
-            continue
-        cost = q * (ranks // ranks_per_node != node).sum()
-        for rank, d in set(zip(choice, document, strict=True)):
-            last = position[(ranks == rank) & (document == d)].max()
-            is_needed = (document == d) & (position <= last)
-            cost += (is_needed & (node != rank // ranks_per_node)).sum()
-        best = cost if best is None else min(best, cost)
-    return None if best is None else unit * int(best)
+    choices = np.indices((world_size,) * len(document)).reshape(len(document), -1).T
+    on = choices[:, :, None] == np.arange(world_size)  # [plan, unit, rank]
+    may = (np.einsum("pur,u->pr", on, pairs) <= limit).all(1)
+    choices, on = choices[may], on[may]
+    if not len(choices):
+        return None
+    reads = (document[:, None] == document) & (position[:, None] <= position)  # [key, query]
+    is_needed = np.einsum("kq,pqr->pkr", reads, on)  # "or" of booleans
+    is_moved = is_needed & (node[:, None] != np.arange(world_size) // ranks_per_node)
+    costs = q * (choices // ranks_per_node != node).sum(1) + is_moved.sum((1, 2))
+    return unit * int(costs.min())
