@@ -12,10 +12,13 @@ namespace {
 
 __extension__ typedef __int128 Wide;  // products of work and speeds
 
+constexpr int64_t kMostPermille = 10'000'000;  // of the work limit
+
 class Closer : WholeCloser {
  public:
-  Closer(const PlacementProblem& problem, const std::vector<Piece>& items, const Closing& closing)
-      : WholeCloser(problem, items, closing) {}
+  Closer(const PlacementProblem& problem, const std::vector<Piece>& items, const Closing& closing,
+         std::vector<Concession>* concessions)
+      : WholeCloser(problem, items, closing, concessions) {}
 
   RankPieces Run() {
     std::vector<int32_t> order(problem_.num_ranks);
@@ -30,12 +33,15 @@ class Closer : WholeCloser {
       Vary();
       if (pool_.size() == 0) Release();
       if (pool_.size() == 0) break;
-      if (CloseWithDense()) {
+      if (CloseWithHome() || CloseWithDense()) {
       } else if (!FitsWhole(pool_.back())) {
         if (!CloseWithTail(pool_.size() - 1)) {
           Release();
-          if (!CloseWithTail(pool_.size() - 1)) CloseByTokens();
+          if (!CloseWithTail(pool_.size() - 1) && !CloseWithMoreWork()) CloseByTokens();
         }
+      } else if (NeedsMoreWork(pool_.back())) {
+        Release();
+        CloseWithPiece(pool_.size() - 1);
       } else {
         Release();
         const Wide share = static_cast<Wide>(work_left_) * speeds[order[i]] / speed_left;
@@ -51,6 +57,31 @@ class Closer : WholeCloser {
   }
 
  private:
+  // The head of a document that stays together, beside the shortest documents.
+  bool CloseWithHome() {
+    const Piece home = pool_.back();
+    if (Home(home) == 0 || Home(home) < home.num_tokens()) return false;
+    Release();
+    return CloseWithPiece(pool_.size() - 1);
+  }
+
+  // A tail with as little work above the limit as possible.
+  bool CloseWithMoreWork() {
+    if (concessions_ == nullptr) return false;
+    const Piece longest = pool_.back();
+    Concession& concession = (*concessions_)[longest.document];
+    const int64_t given = concession.work_permille;
+    bool is_closed = false;
+    while (!is_closed && concession.work_permille < kMostPermille) {
+      concession.work_permille += concession.work_permille / 20;
+      is_closed =
+          FitsWhole(longest) ? CloseWithPiece(pool_.size() - 1) : CloseWithTail(pool_.size() - 1);
+    }
+    concession.needed_permille = std::max(concession.needed_permille, concession.work_permille);
+    concession.work_permille = given;
+    return is_closed;
+  }
+
   // Whole documents; before them the densest one, if it is what is left of a cut document. (Where
   // queries attend to later keys, the head of a document is as dense as its tail.)
   void CloseWithRest(int64_t share) {
@@ -69,6 +100,17 @@ class Closer : WholeCloser {
     tokens_per_rank_ += rest.num_tokens();
   }
 
+  // A piece that may need more work than the limit, beside the shortest documents.
+  bool CloseWithPiece(int64_t index) {
+    const Piece piece = pool_.Take(index);
+    Give(piece);
+    int64_t room = tokens_per_rank_ - piece.num_tokens();
+    ListCheapest();
+    const int64_t work = std::max<int64_t>(limit_ - Work(piece), Cheapest(room));
+    if (room > 0) FillExactly(room, 0, work, Cheapest(room));
+    return true;
+  }
+
   // A document with about the work of a rank gets a rank of its own while there are short documents
   // to add: the less is cut off, the more a shorter document beside it saves.
   bool CloseWithDense() {
@@ -76,7 +118,7 @@ class Closer : WholeCloser {
     for (int64_t i = pool_.size() - 1; i >= 0; --i) {
       const int64_t work = Work(pool_[i]);
       if (work <= limit_ / 100 * closing_.dense_percent) break;
-      if (work > limit_ || pool_[i].start > 0) continue;
+      if (work > limit_ || pool_[i].start > 0 || Home(pool_[i]) > 0) continue;
       if (!FitsWhole(pool_[i])) return CloseWithTail(i);
       const Piece item = pool_.Take(i);
       Give(item);
@@ -90,8 +132,8 @@ class Closer : WholeCloser {
 }  // namespace
 
 RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>& items,
-                      const Closing& closing) {
-  return Closer(problem, items, closing).Run();
+                      const Closing& closing, std::vector<Concession>* concessions) {
+  return Closer(problem, items, closing, concessions).Run();
 }
 
 }  // namespace cpd

@@ -43,9 +43,10 @@ int64_t FirstThat(int64_t low, int64_t high, const Predicate& holds) {
 class ClosingState {
  protected:
   ClosingState(const PlacementProblem& problem, const std::vector<Piece>& items,
-               const Closing& closing)
+               const Closing& closing, std::vector<Concession>* concessions)
       : problem_(problem),
         closing_(closing),
+        concessions_(concessions),
         tokens_per_rank_(problem.tokens_per_rank),
         pool_(problem, items) {
     padding_ = problem.num_ranks * problem.tokens_per_rank;
@@ -64,7 +65,18 @@ class ClosingState {
   void Open(int32_t rank) {
     pieces_ = &ranks_[rank];
     limit_ = problem_.limits[rank];
-    if (closing_.limit_percent > 100) limit_ = limit_ / 100 * closing_.limit_percent;
+  }
+
+  // The work of a rank that closes with this piece.
+  int64_t Limit(const Piece& item) const {
+    if (concessions_ == nullptr) return limit_;
+    return Scaled(limit_, (*concessions_)[item.document].work_permille);
+  }
+
+  // Tokens at the head of this piece that stay together on one rank.
+  int64_t Home(const Piece& item) const {
+    if (concessions_ == nullptr) return 0;
+    return std::max<int64_t>(0, (*concessions_)[item.document].home - item.start);
   }
 
   // Rows that a rank receives for this piece alone, its own included.
@@ -105,10 +117,13 @@ class ClosingState {
   // One or two of the items [begin, end), ascending.
   void ListSums(int64_t begin, int64_t end, std::vector<Sum>* sums) const {
     sums->clear();
+    const bool is_limited = problem_.IsLimited();
     for (int64_t i = begin; i < end; ++i) {
+      if (is_limited && pool_[i].start > 0) continue;  // has more rows than tokens
       const Sum one{pool_[i].num_tokens(), Work(pool_[i]), i, -1};
       sums->push_back(one);
       for (int64_t j = i + 1; j < end; ++j) {
+        if (is_limited && pool_[j].start > 0) continue;
         sums->push_back({one.tokens + pool_[j].num_tokens(), one.work + Work(pool_[j]), i, j});
       }
     }
@@ -143,10 +158,10 @@ class ClosingState {
       int64_t i =
           FirstThat(0, pool_.size(), [&](int64_t i) { return pool_.Reach(pool_[i]) > num; });
       i = std::min(i, pool_.size() - 1);
-      const auto is_too_short = [&](const Piece& item) {
-        return item.num_tokens() - num < problem_.min_piece;
+      const auto is_unfit = [&](const Piece& item) {
+        return item.start > 0 || Home(item) > 0 || item.num_tokens() - num < problem_.min_piece;
       };
-      while (i + 1 < pool_.size() && (pool_[i].start > 0 || is_too_short(pool_[i]))) ++i;
+      while (i + 1 < pool_.size() && is_unfit(pool_[i])) ++i;
       while (i > 0 && pool_[i].num_tokens() <= num) --i;
       Piece item = pool_.Take(i);
       const int64_t head = std::min(num, item.num_tokens());
@@ -159,6 +174,7 @@ class ClosingState {
 
   const PlacementProblem& problem_;
   const Closing closing_;
+  std::vector<Concession>* concessions_;
   int64_t tokens_per_rank_;
   int64_t limit_ = 0;        // work of the rank being closed
   bool is_aligned_ = false;  // whether documents may be cut at multiples of a block alone

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "planner/close_ranks.h"
+#include "planner/concede_work.h"
 #include "planner/mix_densities.h"
 #include "planner/nodes.h"
 #include "planner/repair.h"
@@ -112,29 +113,10 @@ RankPieces ConstructByNodes(const PlacementProblem& problem, const std::vector<P
   return ranks;
 }
 
-// The best of constructions that allow more and more work on a rank, for limits that cannot be kept
-// at the balance that was asked for.
-Candidate ConstructUnbalanced(const PlacementProblem& problem, const std::vector<Piece>& items) {
-  Candidate best;
-  for (int64_t limit_percent : {103, 110, 125, 150, 200, 400, 2000}) {
-    for (int64_t dense_percent : {0, 85}) {
-      for (bool longest_first : {false, true}) {
-        Closing closing;
-        closing.dense_percent = dense_percent;
-        closing.limit_percent = limit_percent;
-        closing.longest_first = longest_first;
-        RankPieces ranks = CloseRanks(problem, items, closing);
-        if (problem.HasNodes()) ArrangeInNodes(problem, &ranks);
-        const PlacementCost cost = CostOf(problem, ranks);
-        if (best.ranks.empty() || cost < best.cost) best = {std::move(ranks), cost};
-      }
-    }
-  }
-  RankPieces repaired = best.ranks;
-  RepairBalance(problem, &repaired);
-  const PlacementCost cost = CostOf(problem, repaired);
-  if (cost < best.cost) best = {std::move(repaired), cost};
-  return best;
+PlacementProblem WithoutLimits(PlacementProblem problem) {
+  problem.max_received = problem.max_away = PlacementProblem::kNoLimit;
+  problem.min_piece = 1;
+  return problem;
 }
 
 }  // namespace
@@ -180,9 +162,11 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (problem.HasNodes()) ArrangeInNodes(problem, &mixed);
     consider(std::move(mixed));
   }
-  if (problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0)) {
-    consider(ConstructUnbalanced(problem, items).ranks);
-  }
+  const auto is_conflict = [&] {
+    return problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0);
+  };
+  if (is_conflict()) consider(PlaceDocuments(WithoutLimits(problem)));  // may keep them as it is
+  if (is_conflict()) consider(ConcedeWork(problem, items));
   for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);
   return std::move(best.ranks);
 }

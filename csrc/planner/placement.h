@@ -70,6 +70,18 @@ struct Traffic {
 };
 std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPieces& ranks);
 
+// A hard limit that is exceeded by this many tokens, and the document that exceeds it.
+struct Breach {
+  enum Limit { kMaxReceived, kMaxAway, kMinPiece };
+
+  Limit limit = kMaxReceived;
+  int32_t document = 0;  // of a rank that receives too many rows: the one with the most of them
+  int64_t tokens = 0;
+};
+
+// The pieces of each rank are sorted and joined.
+std::vector<Breach> ListBreaches(const PlacementProblem& problem, const RankPieces& ranks);
+
 // The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {
   int64_t broken = 0;         // tokens by which hard limits are exceeded, over all ranks

@@ -30,32 +30,41 @@ void ForEachNeed(const PlacementProblem& problem, const std::vector<Piece>& piec
   }
 }
 
-// Tokens by which hard limits are exceeded.
-int64_t BrokenBy(const PlacementProblem& problem, const RankPieces& ranks) {
-  int64_t broken = 0;
+}  // namespace
+
+std::vector<Breach> ListBreaches(const PlacementProblem& problem, const RankPieces& ranks) {
+  std::vector<Breach> breaches;
   std::vector<int64_t> most(problem.lengths.size(), 0);  // tokens of a document on one rank
   for (const std::vector<Piece>& pieces : ranks) {
     int64_t rows = 0, tokens = 0;
-    ForEachNeed(problem, pieces, [&](const Need& need) { rows += need.end - need.start; });
-    if (problem.max_received < rows) broken += rows - problem.max_received;
+    Breach received;
+    ForEachNeed(problem, pieces, [&](const Need& need) {
+      rows += need.end - need.start;
+      if (need.end - need.start <= received.tokens) return;
+      received.tokens = need.end - need.start, received.document = need.document;
+    });
+    if (problem.max_received < rows) {
+      received.tokens = rows - problem.max_received;
+      breaches.push_back(received);
+    }
     for (size_t i = 0; i < pieces.size(); ++i) {
       const Piece& piece = pieces[i];
       const int64_t least = std::min(problem.min_piece, problem.lengths[piece.document]);
-      broken += std::max<int64_t>(0, least - piece.num_tokens());
+      const int64_t missing = least - piece.num_tokens();
+      if (missing > 0) breaches.push_back({Breach::kMinPiece, piece.document, missing});
       tokens = i > 0 && pieces[i - 1].document == piece.document ? tokens : 0;
       tokens += piece.num_tokens();
       most[piece.document] = std::max(most[piece.document], tokens);
     }
   }
-  if (problem.max_away == PlacementProblem::kNoLimit) return broken;
+  if (problem.max_away == PlacementProblem::kNoLimit) return breaches;
   for (size_t d = 0; d < most.size(); ++d) {
     if (most[d] == 0) continue;  // not part of this problem
-    broken += std::max<int64_t>(0, problem.lengths[d] - most[d] - problem.max_away);
+    const int64_t away = problem.lengths[d] - most[d] - problem.max_away;
+    if (away > 0) breaches.push_back({Breach::kMaxAway, static_cast<int32_t>(d), away});
   }
-  return broken;
+  return breaches;
 }
-
-}  // namespace
 
 std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
                                 int64_t tolerance_ppm) {
@@ -161,7 +170,9 @@ PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
     cost.excess = std::max(cost.excess, excess);
     cost.received_keys += ReceivedKeys(problem, &sorted[r]);
   }
-  if (problem.IsLimited()) cost.broken = BrokenBy(problem, sorted);
+  if (problem.IsLimited()) {
+    for (const Breach& breach : ListBreaches(problem, sorted)) cost.broken += breach.tokens;
+  }
   if (problem.HasNodes()) {
     for (const Traffic& x : ListTraffic(problem, ranks)) {
       const int32_t m = problem.ranks_per_node;

@@ -14,17 +14,24 @@ class TailCloser : protected ClosingState {
   using ClosingState::ClosingState;
 
   // The tail beside the cheapest tokens.
-  bool FitsWhole(const Piece& item) const {
+  bool FitsWhole(const Piece& item) const { return FitsWhole(item, Limit(item)); }
+
+  // Whether it fits only because of a concession.
+  bool NeedsMoreWork(const Piece& item) const {
+    return Limit(item) > limit_ && !FitsWhole(item, limit_);
+  }
+
+  bool FitsWhole(const Piece& item, int64_t limit) const {
     int64_t room = tokens_per_rank_ - item.num_tokens();
     if (room < 0) return false;
     int64_t work = Work(item);
     room -= std::min(room, padding_);
-    for (int64_t i = 0; room > 0 && i < pool_.size() && work <= limit_; ++i) {
+    for (int64_t i = 0; room > 0 && i < pool_.size() && work <= limit; ++i) {
       const int64_t used = std::min(room, pool_[i].num_tokens());
       work += Work({pool_[i].start, pool_[i].start + used, pool_[i].document});
       room -= used;
     }
-    return work <= limit_;
+    return work <= limit;
   }
 
   // A document gives its tail, beside as few other tokens as the limit allows.
@@ -40,14 +47,16 @@ class TailCloser : protected ClosingState {
 
   bool CloseWithTailOf(Piece longest) {
     const int64_t least = problem_.min_piece;
-    const int64_t head = least > 1 ? least : 0;  // of the head that stays
+    const int64_t home = Home(longest);
+    const int64_t head = std::max(home, least > 1 ? least : 0);  // that stays
+    const int64_t limit = Limit(longest);
     const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens() + head);
     // The start of the tail that leaves room for this many other tokens.
     const auto start = [&](int64_t fill) { return longest.end - (tokens_per_rank_ - fill); };
     const auto fits = [&](int64_t fill, int64_t work) {
       const int64_t from = start(fill);
       return fill >= first_fill &&
-             (from >= longest.end || Work({from, longest.end, longest.document}) + work <= limit_);
+             (from >= longest.end || Work({from, longest.end, longest.document}) + work <= limit);
     };
     const auto is_aligned = [&](int64_t fill) {
       return !is_aligned_ || start(fill) % problem_.block == 0;
@@ -69,15 +78,16 @@ class TailCloser : protected ClosingState {
 
     // The shortest documents, up to the first with which the rest fits.
     const int64_t num = pool_.size();
-    int64_t k = 0, tokens = used_padding, work = 0;
+    int64_t k = 0, tokens = used_padding, work = 0, more_rows = 0;  // than tokens
     bool is_closed = false;
-    while (k < num && tokens + pool_[k].num_tokens() < most_others) {
+    while (k < num && tokens + more_rows + Rows(pool_[k]) < most_others) {
       const int64_t next = tokens + pool_[k].num_tokens(), next_work = work + Work(pool_[k]);
       if (fits(next, next_work)) {
         if (!is_aligned(next)) break;
         is_closed = true;
         break;
       }
+      more_rows += Rows(pool_[k]) - pool_[k].num_tokens();
       tokens = next, work = next_work, ++k;
     }
     int64_t best = is_closed ? tokens + pool_[k].num_tokens() : most_others;
@@ -98,6 +108,7 @@ class TailCloser : protected ClosingState {
     }
 
     // Or a slice from the head of the same document, whose keys this rank receives anyway.
+    const int64_t most_slice = home > 0 ? 0 : MostSlice(longest);
     int64_t slice = 0, dropped = 0, kept = -1;
     {
       int64_t fill = tokens, fill_work = work;
@@ -133,7 +144,7 @@ class TailCloser : protected ClosingState {
                       fill_work + Work({longest.start, longest.start + x, longest.document}));
         });
         if (is_aligned_) x += problem_.block - 1 - (longest.start + x - 1) % problem_.block;
-        if (x <= longest_slice && longest.start + x + head <= start(fill + x) &&
+        if (x <= longest_slice && x <= most_slice && longest.start + x + head <= start(fill + x) &&
             is_aligned(fill + x)) {
           best = fill + x;
           slice = x, kept = -1, dropped = drop;
@@ -158,6 +169,15 @@ class TailCloser : protected ClosingState {
     }
     TakeTail(longest, start(best));
     return true;
+  }
+
+  // With a longer slice, a rank that holds the rest of the document receives too many rows.
+  int64_t MostSlice(const Piece& longest) const {
+    const int64_t most = problem_.max_received - tokens_per_rank_;
+    return FirstThat(0, longest.num_tokens(), [&](int64_t x) {
+      const int64_t start = longest.start + x + 1;
+      return start - problem_.pairs.FirstKey(start) > most;
+    });
   }
 
   // The fewest tokens of the next document with which the tail fits, if that saves more keys than

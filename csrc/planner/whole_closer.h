@@ -17,13 +17,8 @@ class WholeCloser : protected TailCloser {
 
   // The longest documents that leave room for the shortest, then these, to the token.
   void CloseWithWhole(int64_t mean, int64_t used_tokens, int64_t used_work) {
-    int64_t target = std::min(limit_, mean);
+    const int64_t target = std::min(limit_, mean);
     ListCheapest();
-    if (closing_.limit_percent > 100 && pool_.size() > 0) {  // the longest document stays whole
-      const int64_t left = tokens_per_rank_ - used_tokens - pool_.back().num_tokens();
-      const int64_t least = used_work + Work(pool_.back()) + Cheapest(std::max<int64_t>(0, left));
-      target = closing_.longest_first ? limit_ : std::max(target, std::min(limit_, least));
-    }
     // This much less leaves the other ranks a mean well below the limit.
     const int64_t less = (limit_ - target) * (ranks_left_ - 1) / 8;
     int64_t room = tokens_per_rank_ - used_tokens, work = target - used_work;
@@ -83,61 +78,105 @@ class WholeCloser : protected TailCloser {
     }
     if (room == 0) return;
 
-    struct Exchange {
-      int64_t score = std::numeric_limits<int64_t>::max();
-      int64_t out = -1, first = -1, second = -1, rest = 0;
-    } best;
+    Exchange best;
     best.rest = room;
     const int64_t work_per_token = std::max<int64_t>(1, limit_ / tokens_per_rank_);
+    const auto last_within = [&](int64_t tokens) {
+      return FirstThat(0, pool_.size(), [&](int64_t i) { return pool_.Reach(pool_[i]) > tokens; }) -
+             1;
+    };
+    const auto consider = [&](const Sum& out, int64_t first, int64_t second) {
+      int64_t rest = room + out.tokens, work = -out.work;
+      for (int64_t i : {first, second}) {
+        if (i < 0) continue;
+        if (pool_[i].start > 0) return;
+        rest -= pool_[i].num_tokens(), work += Work(pool_[i]);
+      }
+      if (rest < 0 || (work > most_work && out.first >= 0)) return;
+      const int64_t off = std::abs(work - wanted_work) / work_per_token;
+      const int64_t lacks = std::max<int64_t>(0, least_work - work) / work_per_token;
+      const bool is_kept = CanTakeHead(rest);
+      const int64_t score = rest + off / Leniency() + lacks + (is_kept ? 0 : tokens_per_rank_);
+      if (score < best.score) best = {score, is_kept, out, first, second, rest};
+    };
     const auto num_pieces = static_cast<int64_t>(pieces_->size());
-    for (int64_t out = -1; out < num_pieces && best.score > 0; ++out) {
-      if (out >= 0 && (*pieces_)[out].start > 0) continue;
-      const int64_t gap = room + (out < 0 ? 0 : (*pieces_)[out].num_tokens());
-      const int64_t freed = out < 0 ? 0 : Work((*pieces_)[out]);
-      const auto last_within = [&](int64_t tokens) {
-        return FirstThat(0, pool_.size(),
-                         [&](int64_t i) { return pool_.Reach(pool_[i]) > tokens; }) -
-               1;
-      };
-      const auto consider = [&](int64_t first, int64_t second) {
-        int64_t rest = gap, work = -freed;
-        for (int64_t i : {first, second}) {
-          if (i < 0) continue;
-          if (pool_[i].start > 0) return;
-          rest -= pool_[i].num_tokens(), work += Work(pool_[i]);
-        }
-        if (rest < 0 || (work > most_work && out >= 0)) return;
-        const int64_t off = std::abs(work - wanted_work) / work_per_token;
-        const int64_t lacks = std::max<int64_t>(0, least_work - work) / work_per_token;
-        int64_t score = rest + off / Leniency() + lacks;
-        if (rest > 0 && (rest < problem_.min_piece || rest % problem_.block > 0)) {
-          score +=
-              tokens_per_rank_;  // the cut would be too near the end, or not where it should be
-        }
-        if (score < best.score) best = {score, out, first, second, rest};
-      };
-      if (out < 0) consider(-1, -1);
+    const auto is_whole = [&](int64_t i) { return (*pieces_)[i].start == 0; };
+    for (int64_t p = -1; p < num_pieces && best.score > 0; ++p) {
+      if (p >= 0 && !is_whole(p)) continue;
+      const Sum out = p < 0 ? Sum{} : SumOf(p, -1);
+      const int64_t gap = room + out.tokens;
+      if (p < 0) consider(out, -1, -1);
       const int64_t num = last_within(gap) + 1;
-      for (int64_t i = num - 1; i >= std::max<int64_t>(0, num - 2); --i) consider(i, -1);
+      for (int64_t i = num - 1; i >= std::max<int64_t>(0, num - 2); --i) consider(out, i, -1);
+      if (problem_.min_piece > 1 && gap >= problem_.min_piece) {  // or a head that is long enough
+        consider(out, -1, -1);
+        const int64_t last = last_within(gap - problem_.min_piece);
+        for (int64_t i = last; i >= std::max<int64_t>(0, last - 1); --i) consider(out, i, -1);
+      }
       const int64_t stride = std::max<int64_t>(1, num / kTried);
       for (int64_t i = 0; i < num; i += stride) {
         const int64_t j = last_within(gap - pool_[i].num_tokens());
-        for (int64_t other = j; other > std::max<int64_t>(i, j - 2); --other) consider(i, other);
+        for (int64_t other = j; other > std::max<int64_t>(i, j - 2); --other) {
+          consider(out, i, other);
+        }
       }
     }
-    if (best.out >= 0 || best.first >= 0) {
-      for (int64_t i : {best.second, best.first}) {  // the second comes after the first
-        if (i >= 0) Give(pool_.Take(i));
-      }
-      if (best.out >= 0) {
-        pool_.Insert((*pieces_)[best.out]);
-        pieces_->erase(pieces_->begin() + best.out);
+    for (int64_t p = 0; p < num_pieces && !best.is_kept; ++p) {  // two for two
+      for (int64_t q = p + 1; q < num_pieces; ++q) {
+        if (!is_whole(p) || !is_whole(q)) continue;
+        const Sum out = SumOf(p, q);
+        int64_t i = 0, j = last_within(room + out.tokens);
+        while (i < j) {
+          const int64_t rest = room + out.tokens - pool_.Reach(pool_[i]) - pool_.Reach(pool_[j]);
+          if (rest >= 0 && CanTakeHead(rest)) consider(out, i, j);
+          if (rest < 0) {
+            --j;
+          } else {
+            ++i;
+          }
+        }
       }
     }
-    TakeHead(best.rest);
+    Apply(best);
   }
 
  private:
+  // Pieces that leave the rank, items that join it, and the tokens that are missing then.
+  struct Exchange {
+    int64_t score = std::numeric_limits<int64_t>::max();
+    bool is_kept = false;  // all limits are
+    Sum out;
+    int64_t first = -1, second = -1, rest = 0;
+  };
+
+  Sum SumOf(int64_t p, int64_t q) const {
+    Sum sum{0, 0, p, q};
+    for (int64_t i : {p, q}) {
+      if (i < 0) continue;
+      sum.tokens += (*pieces_)[i].num_tokens(), sum.work += Work((*pieces_)[i]);
+    }
+    return sum;
+  }
+
+  // Whether this many tokens may be cut off another document.
+  bool CanTakeHead(int64_t num) const {
+    if (num == 0) return true;
+    return num >= problem_.min_piece && num % problem_.block == 0 && num <= problem_.max_away &&
+           num <= problem_.max_received - problem_.tokens_per_rank;
+  }
+
+  void Apply(const Exchange& exchange) {
+    for (int64_t i : {exchange.second, exchange.first}) {  // the second comes after the first
+      if (i >= 0) Give(pool_.Take(i));
+    }
+    for (int64_t i : {exchange.out.second, exchange.out.first}) {
+      if (i < 0) continue;
+      pool_.Insert((*pieces_)[i]);
+      pieces_->erase(pieces_->begin() + i);
+    }
+    TakeHead(exchange.rest);
+  }
+
   static constexpr int64_t kTried = 64;  // candidates for the first of two documents
   std::vector<Sum> cheapest_;
 };

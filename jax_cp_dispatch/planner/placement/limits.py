@@ -40,6 +40,13 @@ def check_lengths(
             f"{num_tokens}, so at least {away} are away from home, but max_away is "
             f"{config.max_away}. Pass max_away>={away} or None in PlacementConfig."
         )
+    num_pieces = -(-longest // max(num_tokens, 1))
+    if num_pieces > 1 and longest < num_pieces * config.min_piece:
+        raise DoesNotFitError(
+            f"{_OP}: {documents.name(document)} has {longest} tokens but a rank holds {num_tokens},"
+            f" so one of its {num_pieces} pieces has at most {longest // num_pieces} tokens, but "
+            f"min_piece is {config.min_piece}. Pass min_piece<={longest // num_pieces}."
+        )
 
 
 def check_pieces(documents: Documents, pieces: Pieces, config: PlacementConfig) -> None:

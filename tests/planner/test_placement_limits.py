@@ -1,0 +1,140 @@
+"""Limits that conflict with balance: as much balance as they leave, without cliffs, or an error."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from placement_bounds import least_imbalance_at_home, least_imbalance_of_capacity
+
+from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
+
+TOKENS = 65536
+PACKED = Path(__file__).parents[1] / "data" / "packed"
+
+
+def real_lengths(name: str, ranks: int) -> np.ndarray:
+    batches = json.loads((PACKED / f"{name}.json").read_text())
+    return np.array(next(x["lengths"] for x in batches if x["ranks"] == ranks), np.int64)
+
+
+def place(lengths: np.ndarray, ranks: int, **limits: Any) -> Placement:
+    return place_tokens([lengths], world_size=ranks, config=PlacementConfig(**limits))
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 128), ("wlbllm", 512), ("prolong", 512)])
+def test_short_pieces_are_avoided_at_the_same_balance(name, ranks):
+    lengths = real_lengths(name, ranks)
+    free, placement = place(lengths, ranks), place(lengths, ranks, min_piece=1024)
+    assert placement.imbalance <= 1.0101
+    assert placement.plan.num_kv_tokens_moved <= 1.01 * free.plan.num_kv_tokens_moved
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 8), ("wlbllm", 32), ("wlbllm", 128)])
+def test_the_home_of_a_document_has_what_it_must_hold_and_no_more(name, ranks):
+    """Down to the least limit that leaves a place for every token; the longest document decides."""
+    lengths = real_lengths(name, ranks)
+    least = int(lengths.max() - TOKENS)
+    for max_away in np.linspace(least, least + TOKENS // 2, 5).astype(int):
+        placement = place(lengths, ranks, max_away=int(max_away))
+        bound = least_imbalance_at_home(lengths, ranks, TOKENS, int(max_away))
+        assert bound * 0.9999 <= placement.imbalance <= max(1.0101, 1.06 * bound + 0.1)
+
+
+@pytest.mark.parametrize("name, ranks", [("wlbllm", 8), ("wlbllm", 32), ("prolong", 32)])
+def test_less_capacity_costs_balance_by_degrees(name, ranks):
+    """From the need of the best placement to the longest document, or to whole ones alone."""
+    lengths = real_lengths(name, ranks)
+    most = int(np.max(place(lengths, ranks).plan.kv_metadata.num_total_recv_tokens))
+    least = max(int(lengths.max()), TOKENS + 2048)
+    before, bound = 1.01, 1.0
+    for capacity in np.linspace(most, least, 9).astype(int):
+        placement = place(lengths, ranks, kv_capacity=int(capacity))
+        received = placement.plan.kv_metadata.num_total_recv_tokens
+        assert np.max(received) <= capacity
+        bound = least_imbalance_of_capacity(lengths, ranks, TOKENS, int(capacity))
+        assert bound * 0.9999 <= placement.imbalance <= 1.5 * before
+        before = placement.imbalance
+    assert before <= 1.7 * bound
+
+
+def test_ranks_without_long_documents_keep_their_share():
+    """Where a single document does not fit the capacity beside a rank's other tokens."""
+    lengths, ranks = real_lengths("prolong", 128), 128
+    longest = int(lengths.argmax())
+    for capacity in (240_000, 260_000):
+        placement = place(lengths, ranks, kv_capacity=capacity)
+        assert np.sum(lengths + TOKENS > capacity) == 1
+        rank = placement.inverse // TOKENS
+        first = lengths[:longest].sum()
+        has_longest = np.unique(rank[first : first + lengths[longest]])
+        assert len(has_longest) < ranks // 4
+        others = np.delete(placement.plan.pairs, has_longest)
+        assert others.max() <= 1.0101 * placement.plan.pairs.mean()
+        assert placement.imbalance > 2
+
+
+def small_batch(data: st.DataObject) -> tuple[np.ndarray, int]:
+    """Documents of several lengths that leave no padding."""
+    ranks = data.draw(st.sampled_from([2, 4, 8]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    total = ranks * int(rng.integers(64, 512))
+    lengths = []
+    while total > 0:
+        most = total if rng.random() < 0.1 else min(total, 60)
+        lengths.append(int(rng.integers(1, most + 1)))
+        total -= lengths[-1]
+    return np.array(lengths), ranks
+
+
+LIMITS = ("kv_capacity", "max_away", "min_piece")
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_advice_of_errors_leads_to_a_placement(data):
+    """In a few steps: the first may know the longest document alone."""
+    lengths, ranks = small_batch(data)
+    tokens = int(lengths.sum()) // ranks
+    name = data.draw(st.sampled_from(LIMITS))
+    value = int(tokens * data.draw(st.floats(0.05, 2 if name == "kv_capacity" else 1)))
+    value = max(value, 1)
+    for _ in range(6):
+        try:
+            placement = place(lengths, ranks, **{name: value})
+            break
+        except ValueError as error:
+            found = re.search(rf"Pass {name}([<>])=(\d+)", str(error))
+            assert found, error
+            assert int(found[2]) < value if found[1] == "<" else int(found[2]) > value
+            value = int(found[2])
+    else:
+        pytest.fail(f"{name}={value} is not enough")
+    assert (placement.plan.num_rows == tokens).all()
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_limit_that_the_best_placement_keeps_costs_nothing(data):
+    lengths, ranks = small_batch(data)
+    free = place(lengths, ranks)
+    same = place(lengths, ranks, kv_capacity=free.needs.kv_capacity)
+    assert same.imbalance <= max(free.imbalance, 1.0101)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"kv_capacity": 150_000}, {"max_away": 60_000}, {"min_piece": 8192}]
+)
+def test_placements_under_limits_are_deterministic(limits):
+    lengths = real_lengths("wlbllm", 32)
+    first, second = (place(lengths, 32, **limits) for _ in range(2))
+    np.testing.assert_array_equal(first.permutation, second.permutation)
+
+
+def test_a_document_that_no_two_pieces_hold_is_named():
+    """Longer than a rank, and too short for two pieces."""
+    with pytest.raises(ValueError, match=r"document 0 .* 300 tokens .* Pass min_piece<=150"):
+        place(np.array([300, 100, 112]), 2, min_piece=200)
