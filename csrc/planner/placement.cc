@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kSeeds = 4;         // half of them if there are nodes: these are placed, too
 constexpr int64_t kSeedsOfNodes = 2;  // of nodes, and of the ranks of each
 constexpr int64_t kRepairs = 4;
+constexpr int64_t kRepairsOfBlocks = 1;  // that fail: those of similar candidates will, too
 constexpr int64_t kFewRanks = 16;
 constexpr int64_t kManyDocuments = 1 << 16;
 
@@ -45,7 +46,8 @@ Candidate BestAfterRepair(const PlacementProblem& problem, std::vector<Candidate
     if (!best.ranks.empty() && candidate.cost == last) continue;
     last = candidate.cost;
     const bool is_balanced = !best.ranks.empty() && best.cost.excess == 0;
-    if (candidate.cost.excess > 0 && (num_repairs < kRepairs || !is_balanced)) {
+    const bool is_hopeful = problem.block == 1 || num_repairs < kRepairsOfBlocks || is_balanced;
+    if (candidate.cost.excess > 0 && is_hopeful && (num_repairs < kRepairs || !is_balanced)) {
       ++num_repairs;
       Candidate repaired = candidate;
       RepairBalance(problem, &repaired.ranks);
