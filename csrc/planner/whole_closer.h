@@ -29,8 +29,14 @@ class WholeCloser : protected TailCloser {
         const int64_t tokens = pool_[i].num_tokens();
         return tokens > room || Work(pool_[i]) + Cheapest(room - tokens) > work;
       });
-      int64_t i = num - 1;  // the rest of the room receives at least its own rows
-      while (i >= 0 && Rows(pool_[i]) + room - pool_[i].num_tokens() > rows) --i;
+      // The rest of the room receives at least its own rows. Longer documents than a cut one come
+      // before it.
+      const auto fits = [&](const Piece& item) {
+        const int64_t rest = room - item.num_tokens();
+        return rest >= 0 && Work(item) + Cheapest(rest) <= work && Rows(item) + rest <= rows;
+      };
+      int64_t i = num - 1;
+      while (i >= 0 && !fits(pool_[i])) --i;
       if (i < 0) break;
       const Piece item = pool_.Take(i);
       Give(item);

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,33 @@ def test_what_was_found_is_in_the_error():
         lengths, world_size=4, columns=1600, config=PlacementConfig(max_away=0, min_piece=95)
     )
     assert most_away(padded, lengths) == 0
+
+
+@pytest.mark.parametrize(
+    "lengths, world_size",
+    [
+        ([4, 193, 44, 2, 13, 6, 128], 3),
+        ([6, 5, 16, 66, 42, 4, 4, 59, 126, 3, 189], 4),
+    ],
+)
+def test_no_rank_is_overfull_with_the_least_capacity(lengths, world_size):
+    """Beside the rest of a cut document, the next one to add may be longer than the room."""
+    config = PlacementConfig(kv_capacity=max(lengths))
+    placement = place_tokens(lengths, world_size=world_size, config=config)
+    assert np.array_equal(np.sort(placement.permutation), np.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_fits_what_it_needs(seed):
+    """Also if a batch exceeds one capacity, the error says which are enough together."""
+    rng = np.random.default_rng(seed)
+    lengths = (rng.lognormal(3.5, 1.5, 40).astype(int) + 1).tolist()
+    options: Any = {"world_size": int(rng.integers(2, 17))}
+    placement = place_tokens(lengths, **options)
+    again = place_tokens(lengths, config=placement.needs, **options)
+    assert np.array_equal(again.permutation, placement.permutation)
+    with pytest.raises(ValueError, match="The placement with the best balance needs ") as error:
+        place_tokens(lengths, config=PlacementConfig(kv_capacity=1), **options)
+    said = re.findall(r"(\w+)=(\d+)", str(error.value).split("best balance needs")[1])
+    enough: Any = {name: int(value) for name, value in said}
+    assert PlacementConfig(**enough) == placement.needs

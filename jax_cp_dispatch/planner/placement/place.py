@@ -1,5 +1,6 @@
 """`place_tokens`: assigns the tokens of a batch to ranks."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
+from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 _OP = "place_tokens"
 
@@ -91,10 +93,11 @@ def place_tokens(
     try:
         plan, least, moves = _place(documents, positions, **options)
     except DoesNotFitError as error:
+        reason = str(error) + _capacities_that_suffice(documents, positions, **options)
         if fallback is None:
-            raise
+            raise DoesNotFitError(reason) from None
         plan = plan_of_fallback(documents, **options)
-        moves, reason = moves_of_fallback(documents, world_size), str(error)
+        moves = moves_of_fallback(documents, world_size)
     here = order_by_rank(moves[1] // max(num_tokens, 1), rank)
     return Placement(
         batch=documents.batch,
@@ -125,8 +128,13 @@ def _place(
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
     check_lengths(documents, config, num_tokens=num_tokens, within=within)
-    assigned = _assign(documents, config, world_size, within)
-    pieces, spans = lay_out(assigned, documents.lengths, within)
+    free = dataclasses.replace(config, kv_capacity=None)
+    pieces, spans = lay_out(_assign(documents, free, world_size, within), documents.lengths, within)
+    received = sums_of_ranks(spans.rank, spans.end - spans.start, world_size)
+    if config.kv_capacity is not None and received.max() > config.kv_capacity:
+        # Only then, because searching under a capacity may need more of the others.
+        assigned = _assign(documents, config, world_size, within)
+        pieces, spans = lay_out(assigned, documents.lengths, within)
     check_pieces(documents, pieces, config)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
@@ -134,6 +142,26 @@ def _place(
     sizes["rank"] = rank
     plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, **mask, config=config)
     return plan, needs, tuple(_moves(documents, pieces, num_tokens, world_size))
+
+
+def _capacities_that_suffice(
+    documents: Documents,
+    positions: Int[Any, "B T"] | None,
+    *,
+    config: PlacementConfig,
+    **options: Any,
+) -> str:
+    """Returns a sentence; empty if the batch exceeds other limits than capacities."""
+    none: dict[str, Any] = dict.fromkeys(CAPACITIES)
+    free = dataclasses.replace(config, **none)
+    if free == config:
+        return ""
+    try:
+        needs = _place(documents, positions, config=free, **options)[1]
+    except DoesNotFitError:
+        return ""
+    sizes = ", ".join(f"{name}={getattr(needs, name)}" for name in CAPACITIES)
+    return f" The placement with the best balance needs {sizes}."
 
 
 def _assign(
