@@ -355,6 +355,24 @@ def placement(result: Result) -> list[str]:
     )
 
 
+def placement_limits(result: Result) -> list[str]:
+    def cells_of(row: dict) -> list[object]:
+        names = "limit_per_token", "imbalance", "least_imbalance"
+        numbers = ([f"{step[name]:.2f}" for name in names] for step in row["steps"])
+        steps = ", ".join(f"{limit}: {work} ({bound})" for limit, work, bound in numbers)
+        return [row["lengths"], row["world_size"], f"`{row['limit']}`", steps]
+
+    return section(
+        f"**Placement under limits.** {and_join(row['tokens_per_rank'] for row in result['rows'])} "
+        "tokens per rank. Each limit from generous to tight, "
+        "per token of a rank; behind it the work, as max/mean, and in parentheses a lower bound "
+        "from a single rank. See [constraints](placement.md#constraints).",
+        "<lengths> | ranks | <limit> | <limit per token: work (bound)>",
+        map(cells_of, result["rows"]),
+        result,
+    )
+
+
 def training(result: Result) -> list[str]:
     package = result["versions"].get("ringattention")
     return [
@@ -379,5 +397,5 @@ def training(result: Result) -> list[str]:
 ALL: tuple[Callable[[Result], list[str]], ...] = (
     *(attention, attention_growth, local_attention, comm_gemm, comm_gemm_tokens, gemm_processes),
     *(scaling, exchange, dispatch, processes, latency, growth, metadata, planner),
-    *(placement, training),
+    *(placement, placement_limits, training),
 )  # named after their result files

@@ -137,6 +137,10 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     return ranks;
   }
   SetLimits(&problem);
+  if (problem.IsLimited()) {  // a search under limits may find less
+    RankPieces free = PlaceDocuments(WithoutLimits(problem));
+    if (CostOf(problem, free).broken == 0) return free;
+  }
   std::vector<Piece> items;
   for (size_t i = 0; i < problem.lengths.size(); ++i) {
     if (problem.lengths[i] > 0) items.push_back({0, problem.lengths[i], static_cast<int32_t>(i)});
@@ -164,11 +168,9 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (problem.HasNodes()) ArrangeInNodes(problem, &mixed);
     consider(std::move(mixed));
   }
-  const auto is_conflict = [&] {
-    return problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0);
-  };
-  if (is_conflict()) consider(PlaceDocuments(WithoutLimits(problem)));  // may keep them as it is
-  if (is_conflict()) consider(ConcedeWork(problem, items));
+  if (problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0)) {
+    consider(ConcedeWork(problem, items));
+  }
   for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);
   return std::move(best.ranks);
 }

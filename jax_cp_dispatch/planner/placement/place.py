@@ -23,7 +23,6 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
-from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 _OP = "place_tokens"
 
@@ -128,13 +127,8 @@ def _place(
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
     check_lengths(documents, config, num_tokens=num_tokens, within=within)
-    free = dataclasses.replace(config, kv_capacity=None)
-    pieces, spans = lay_out(_assign(documents, free, world_size, within), documents.lengths, within)
-    received = sums_of_ranks(spans.rank, spans.end - spans.start, world_size)
-    if config.kv_capacity is not None and received.max() > config.kv_capacity:
-        # Only then, because searching under a capacity may need more of the others.
-        assigned = _assign(documents, config, world_size, within)
-        pieces, spans = lay_out(assigned, documents.lengths, within)
+    assigned = _assign(documents, config, world_size, within)
+    pieces, spans = lay_out(assigned, documents.lengths, within)
     check_pieces(documents, pieces, config)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
