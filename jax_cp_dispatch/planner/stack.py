@@ -42,6 +42,8 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     Raises:
       TypeError, ValueError: there is no plan, or the plans differ in more than capacities.
     """
+    if not isinstance(plans, Iterable):
+        raise TypeError(f"{_OP}: got {type(plans).__name__}. Pass a list of plans.")
     plans = list(plans)
     _check(plans)
     capacities = {

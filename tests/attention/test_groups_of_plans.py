@@ -245,6 +245,12 @@ def test_plans_that_cannot_be_stacked():
             stack_plans(plans)
 
 
+def test_one_plan_is_no_list(unchecked_types):
+    plan: Any = place_tokens([[T]], world_size=W).plan
+    with pytest.raises(TypeError, match=r"got PlacedPlan\. Pass a list of plans\."):
+        stack_plans(plan)
+
+
 def test_fixed_capacities_give_equal_shapes():
     """So processes that each plan one group compile the same program."""
     segment_ids = draw(3, D * B)[4]

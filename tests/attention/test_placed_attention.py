@@ -14,9 +14,12 @@ from packed_batches import causal_ranges, pack
 
 from jax_cp_dispatch import (
     PlacementConfig,
+    balanced_attention,
     context_parallel_attention,
     place_tokens,
+    placed_attention,
     plan_attention,
+    stack_plans,
 )
 
 
@@ -208,3 +211,17 @@ def test_plans_are_for_their_own_algorithm():
     for name, plan in (("placed", placed), ("balanced", moved)):
         with pytest.raises(ValueError, match=r"the plan is the part of 1 of 2 ranks\. Pass"):
             attend(algorithm=name, plan=plan.slice_of(1))
+
+
+def test_stacked_plans_are_for_the_steps_of_a_scan():
+    q, k, v, _, segment_ids = draw(9, batch=1, num_tokens=2 * 16)
+    plans: Any = [
+        (placed_attention, place_tokens(segment_ids=segment_ids, world_size=2).plan),
+        (balanced_attention, plan_attention(segment_ids, world_size=2)),
+    ]
+    for function, plan in plans:
+        attend = partial(function, plan=stack_plans([plan, plan]), axis_name=AXIS)
+        rows = P(None, AXIS)
+        attend = jax.shard_map(attend, mesh=mesh_of(2), in_specs=rows, out_specs=rows)
+        with pytest.raises(ValueError, match=r"got stacked plans, of \[2\]. Pass one of them"):
+            jax.eval_shape(attend, q, k, v)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.checks import check_rows
+from jax_cp_dispatch.attention.checks import check_rows, is_stack
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
@@ -27,6 +27,12 @@ def check_call(
 ) -> None:
     """Requires that the rows match each other and the plan."""
     check_rows(options.op, q, k, v, *documents)
+    if is_stack(plan):
+        raise ValueError(
+            f"{options.op}: got stacked plans, of {list(plan.stamp.shape[:-2])}. Pass one of them: "
+            "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
+            "i-th."
+        )
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
         raise ValueError(
