@@ -108,8 +108,8 @@ class WorkSearch {
     return best_.ranks;
   }
 
-  // Whether the best result has the most work for other documents than those that may have more:
-  // little is left that fits beside them. Then these may have more, too.
+  // Other documents may need more work, too: those that may have more have left them few short
+  // documents to be beside. Returns whether another search can be better.
   bool Extend() {
     if (best_.cost.excess == 0) return false;
     bool is_new = false;
