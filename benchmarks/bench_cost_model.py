@@ -37,7 +37,9 @@ START = Hardware(
     cores=os.cpu_count() or 1,
     rank_latency=50e-6,
     cache_bytes=16e6,
-    cache_bandwidth=20e9,
+    cache_bandwidth=10e9,
+    near_cache_bytes=2e6,
+    near_cache_bandwidth=20e9,
     memory_bandwidth=8e9,
     attention=AttentionRate(
         flops=400e9,
@@ -52,7 +54,7 @@ START = Hardware(
 )
 MOVEMENT = (
     *("link_bandwidth", "link_latency", "rank_latency"),
-    *("cache_bandwidth", "cache_bytes"),
+    *("cache_bandwidth", "cache_bytes", "near_cache_bandwidth", "near_cache_bytes"),
 )
 ATTENTION = (
     *(f"attention.{x}" for x in ("flops", "backward_flops", "exponentials", "half_rate_rows")),

@@ -7,15 +7,14 @@ import json
 import pathlib
 from collections.abc import Iterable, Iterator
 
-import committed
+import planning_sections
 import prediction_sections
 import sections
 from sections import Result, and_join, cells
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COMMITTED = ROOT / "jax_cp_dispatch" / "bench_command" / "committed.json"
-SECTIONS = (*sections.ALL, *prediction_sections.ALL)
+SECTIONS = (*sections.ALL, *planning_sections.ALL, *prediction_sections.ALL)
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 
 
@@ -194,12 +193,7 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     shown = text_of([highlights(found), *first, summary(found)])
     tables = [of(found[of.__name__]) for of in SECTIONS if of.__name__ in found]
     every = text_of([introduction(found), *tables])
-    rows = json.dumps(committed.rows_of(found), indent=1, ensure_ascii=False) + "\n"
-    return {
-        readme: f"{before}{BEGIN}{shown}{END}{after}",
-        page: every.rstrip() + "\n",
-        COMMITTED: rows,
-    }
+    return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
 
 
 if __name__ == "__main__":

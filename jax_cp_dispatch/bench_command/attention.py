@@ -29,14 +29,6 @@ CAUSAL = ("ring", "zigzag", "balanced")
 PACKED = ("zigzag", "balanced", "placed")
 
 
-def size_text(tokens: int, dtype: str, ranks: str) -> str:
-    return f"{tokens} tokens, {dtype}, {ranks}"
-
-
-def what_text(algorithm: str, case: str) -> str:
-    return f"{algorithm}, {case}"
-
-
 def peak(ranks: Ranks, dtype: str) -> float:
     """Returns the FLOP/s of square matrix products: of the host, or of all GPUs together."""
     n = _MATMUL["gpu" if ranks.is_gpu else "cpu"]
@@ -61,7 +53,7 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
         compared = [name for name in reversed(runs) if name != "placed"]
         for name in compared[1:]:
             for a, b in zip(runs[name](), runs[compared[0]](), strict=True):
-                ranks.check_equal(what_text(name, case), a, b, TOLERANCE[dtype])
+                ranks.check_equal(f"{name}, {case}", a, b, TOLERANCE[dtype])
         seconds = ranks.measure(runs)
         sizes = {"num_heads": heads, "head_size": head_size}
         pairs = float(sum(count_pairs(0, length) for length in lengths))
@@ -69,8 +61,8 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
         for name, value in seconds.items():
             yield Row(
                 SECTION,
-                what_text(name, case),
-                size_text(tokens, dtype, ranks.name),
+                f"{name}, {case}",
+                f"{tokens} tokens, {dtype}, {ranks.name}",
                 value,
                 flops / value,
                 "FLOP/s",

@@ -28,9 +28,12 @@ class InputError(ValueError):
 
 
 def committed() -> list[Earlier]:
-    """Returns the committed results of the package, on virtual CPU devices."""
+    """Returns the committed results of the package, on virtual CPU devices.
+
+    The file is an output of `--json` with the default options.
+    """
     file = importlib.resources.files("jax_cp_dispatch.bench_command") / "committed.json"
-    return [Earlier(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+    return _rows(json.loads(file.read_text(encoding="utf-8")))
 
 
 def earlier_run(path: pathlib.Path) -> list[Earlier]:
@@ -40,12 +43,7 @@ def earlier_run(path: pathlib.Path) -> list[Earlier]:
       InputError: it is no such file.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        origin = origin_of(report)
-        return [
-            Earlier(**{name: row[name] for name in Earlier._fields[:-1]}, origin=origin)
-            for row in report["rows"]
-        ]
+        return _rows(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(
             f"cannot read {path}: {error.strerror}. Pass an output of --json."
@@ -54,7 +52,15 @@ def earlier_run(path: pathlib.Path) -> list[Earlier]:
         raise InputError(f"{path} is no output of `bench --json`. Pass one.") from None
 
 
-def origin_of(report: dict[str, Any]) -> str:
+def _rows(report: dict[str, Any]) -> list[Earlier]:
+    origin = _origin(report)
+    return [
+        Earlier(**{name: row[name] for name in Earlier._fields[:-1]}, origin=origin)
+        for row in report["rows"]
+    ]
+
+
+def _origin(report: dict[str, Any]) -> str:
     """Returns machine, version and date in words."""
     machine, versions = report["machine"], report["versions"]
     return f"{machine['cpu']}, {machine['cores']} cores; jax {versions['jax']}; {report['date']}"

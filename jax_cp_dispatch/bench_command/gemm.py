@@ -31,14 +31,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # sums over K in another order
 _COLUMNS = P(None, AXIS)
 
 
-def what_text(op: str, method: str) -> str:
-    return f"{op}, {method}"
-
-
-def size_text(m: int, k: int, n: int, dtype: str, ranks: str) -> str:
-    return f"{m} × {k} × {n} {dtype}, {ranks}"
-
-
 def measure(
     ranks: Ranks, shapes: tuple[tuple[str, int, int, int], ...], dtype: str, section: str = SECTION
 ) -> Iterator[Row]:
@@ -57,7 +49,7 @@ def measure(
         }
         runs = {name: partial(program, x, w) for name, program in programs.items()}
         for name in METHODS[op]:
-            ranks.check_equal(what_text(op, name), runs[name](), runs[XLA](), TOLERANCE[dtype])
+            ranks.check_equal(f"{op}, {name}", runs[name](), runs[XLA](), TOLERANCE[dtype])
         if gathers:
             alone = ranks.program(lambda x, w: x @ w, (P(), _COLUMNS), _COLUMNS)
             runs["GEMM"] = partial(alone, ranks.put(arrays[0], P()), w)
@@ -67,8 +59,8 @@ def measure(
         for name in programs:
             yield Row(
                 section,
-                what_text(op, name),
-                size_text(m, k, n, dtype, ranks.name),
+                f"{op}, {name}",
+                f"{m} × {k} × {n} {dtype}, {ranks.name}",
                 seconds[name],
                 2 * m * k * n / seconds[name],
                 "FLOP/s",

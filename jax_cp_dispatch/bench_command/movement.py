@@ -129,14 +129,6 @@ def _row_maps(lengths: np.ndarray, capacity: int, tokens: int) -> tuple[np.ndarr
     return source, padded, exists
 
 
-def size_text(num_bytes: int, ranks: str) -> str:
-    return f"{num_bytes / 1e6:.0f} MB, {ranks}"
-
-
-def small_size_text(ranks: str) -> str:
-    return f"{SMALL[0]} × {SMALL[1]} float32, {ranks}"
-
-
 def large(
     ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any, section: str
 ) -> Iterator[Row]:
@@ -153,7 +145,7 @@ def large(
         yield Row(
             section,
             what,
-            size_text(num_bytes, ranks.name),
+            f"{num_bytes / 1e6:.0f} MB, {ranks.name}",
             value,
             num_bytes / value,
             "B/s",
@@ -186,7 +178,7 @@ def small(ranks: Ranks, section: str) -> Iterator[Row]:
     yield Row(
         section,
         SMALL_DISPATCH,
-        small_size_text(ranks.name),
+        f"{SMALL[0]} × {SMALL[1]} float32, {ranks.name}",
         seconds["dispatch"] / STEPS,
         speedup=seconds["ppermute"] / seconds["dispatch"],
         alternative="ppermute",

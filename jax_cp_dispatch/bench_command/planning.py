@@ -13,14 +13,6 @@ SECTION = "planning"
 HEADS = PlanConfig(num_heads=32, num_kv_heads=8)
 
 
-def what_text(function: str, num_ranks: int) -> str:
-    return f"{function}, {num_ranks} ranks"
-
-
-def size_text(tokens: int) -> str:
-    return f"{tokens} tokens per rank"
-
-
 def measure(all_ranks: tuple[int, ...], tokens: int, repeats: int) -> Iterator[Row]:
     """Plans log-normal documents. Times are processor times of the thread that plans."""
     for num_ranks in all_ranks:
@@ -32,14 +24,14 @@ def measure(all_ranks: tuple[int, ...], tokens: int, repeats: int) -> Iterator[R
         )
         before, after = float(plan.imbalance_before), float(plan.imbalance)
         balance = {"work before": before, "work after": after}
-        name, size = what_text("plan_attention", num_ranks), size_text(tokens)
+        name, size = f"plan_attention, {num_ranks} ranks", f"{tokens} tokens per rank"
         yield Row(SECTION, name, size, seconds, more=balance)
         placement, seconds = _timed(
             lambda n=num_ranks, x=lengths, t=columns: place_tokens(x, world_size=n, columns=t),
             repeats,
         )
         balance = {"work before": before, "work after": float(placement.plan.imbalance)}
-        yield Row(SECTION, what_text("place_tokens", num_ranks), size, seconds, more=balance)
+        yield Row(SECTION, f"place_tokens, {num_ranks} ranks", size, seconds, more=balance)
 
 
 def _timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:

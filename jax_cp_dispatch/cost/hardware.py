@@ -36,6 +36,9 @@ class Hardware:
         there are more ranks than cores: they take turns.
       cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
         copies within them. Of a larger exchange, the part that fits is copied at this rate.
+      near_cache_bytes, near_cache_bandwidth: the same for the caches nearest to the cores, which
+        hold the first part of an exchange. Fitted values describe the times of small exchanges, and
+        can differ from those of the caches.
     Raises:
       ValueError: the topology is unknown.
     """
@@ -54,6 +57,8 @@ class Hardware:
     rank_latency: int | float = 0.0
     cache_bytes: int | float = 0.0
     cache_bandwidth: int | float = float("inf")
+    near_cache_bytes: int | float = 0.0
+    near_cache_bandwidth: int | float = float("inf")
 
     def __post_init__(self) -> None:
         if self.topology not in typing.get_args(Topology):
@@ -105,9 +110,14 @@ class Hardware:
         """
         if self.topology == "shared_memory" and inside + outside:
             num_bytes = (inside + outside) * message_bytes * num_ranks
-            cached = min(num_bytes, self.cache_bytes / 2)  # read and written
-            seconds = (num_bytes - cached) / self.link_bandwidth + cached / self.cache_bandwidth
-            return self.shared_latency(num_ranks) + seconds
+            near = min(num_bytes, self.near_cache_bytes / 2)  # read and written
+            cached = max(near, min(num_bytes, self.cache_bytes / 2))
+            return (
+                self.shared_latency(num_ranks)
+                + near / self.near_cache_bandwidth
+                + (cached - near) / self.cache_bandwidth
+                + (num_bytes - cached) / self.link_bandwidth
+            )
         seconds = 0.0
         if inside:
             per_link = 1 if self.topology == "full_mesh" else inside
@@ -138,18 +148,20 @@ HARDWARE = {
     "cpu": Hardware(
         matmul_flops=90e9,
         link_bandwidth=5.22e9,
-        link_latency=48.2e-6,
+        link_latency=43.5e-6,
         topology="shared_memory",
         cores=2,
-        rank_latency=47e-6,
-        cache_bytes=15.9e6,
-        cache_bandwidth=13.4e9,
-        memory_bandwidth=12.7e9,
+        rank_latency=45.3e-6,
+        cache_bytes=14.7e6,
+        cache_bandwidth=16e9,
+        near_cache_bytes=1.68e6,
+        near_cache_bandwidth=10.5e9,
+        memory_bandwidth=12.6e9,
         attention=AttentionRate(
             flops=252e9,
-            backward_flops=191e9,
-            exponentials=1.17e9,
-            half_rate_rows=12.1,
+            backward_flops=192e9,
+            exponentials=1.18e9,
+            half_rate_rows=12.7,
             tile_rows=256,
             planned_tile_rows=128,
             least_tile_queries=64,

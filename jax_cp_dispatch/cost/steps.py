@@ -91,7 +91,7 @@ def step_costs(
             f"{', '.join(map(repr, ALGORITHMS))}."
         )
     if algorithm in ("balanced", "placed"):
-        work = _pairs(workload, zigzag=False).sum(1)
+        work = _pairs(workload, False, (1, 1), _cores(hardware)).of_ranks
         moves = moves_of(algorithm, workload, hardware, work, moved_tokens, placed_tokens)
         steps = _planned(workload, hardware, moves, float(work.mean()), backward)
         if algorithm == "placed":  # keys arrive before attention; their gradients return after it
@@ -167,9 +167,8 @@ def _compute_seconds(
     n = workload.num_ranks
     zigzag = workload.causal and algorithm != "ring"
     tile = _tile(workload, hardware, is_planned=False)
-    cores = hardware.cores if hardware.topology == "shared_memory" else None
-    in_one_step = algorithm == "all_gather"
-    decisive = _decisive_pairs(workload, zigzag, (tile.queries, tile.keys), in_one_step, cores)
+    pairs = _pairs(workload, zigzag, (tile.queries, tile.keys), _cores(hardware))
+    decisive = pairs.in_one_step if algorithm == "all_gather" else pairs.in_steps
     seconds = decisive * _pair_seconds(workload, hardware, tile, backward)
     keys = workload.rows_per_rank * n // len(seconds)  # of a step
     seconds += _copy_seconds(workload, hardware, keys, backward)
@@ -177,19 +176,39 @@ def _compute_seconds(
     return seconds
 
 
+class _Pairs(NamedTuple):
+    """Query-key pairs: those that decide the time of steps are of the slowest rank, or if ranks
+    share cores, of all cores."""
+
+    of_ranks: Float64[np.ndarray, " num_ranks"]
+    in_steps: Float64[np.ndarray, " num_ranks"]  # of a ring
+    in_one_step: Float64[np.ndarray, " 1"]
+
+
 @functools.lru_cache(maxsize=8)
-def _decisive_pairs(
-    workload: Workload, zigzag: bool, tile: tuple[int, int], in_one_step: bool, cores: int | None
-) -> Float64[np.ndarray, " num_computes"]:
-    """Returns the pairs that decide the time of each step: of the slowest rank, or on all cores."""
+def _pairs(workload: Workload, zigzag: bool, tile: tuple[int, int], cores: int | None) -> _Pairs:
+    """Counts the pairs of all batch rows; `cores` is the number that ranks share, or None."""
     n, rank = workload.num_ranks, np.arange(workload.num_ranks)
-    pairs = _pairs(workload, zigzag=zigzag, tile=tile)
-    steps = [pairs.sum(1)] if in_one_step else (pairs[rank, rank - step] for step in range(n))
+    placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
+    sizes = {"num_ranks": n, "tokens_per_rank": workload.tokens_per_rank}
+    pairs = np.zeros((n, n))
+    for row in workload.rows:
+        pairs += rank_pairs(row, **sizes, **placed, tile=tile)
+    of_ranks = pairs.sum(1)
+    in_steps = np.array([_decisive(pairs[rank, rank - step], cores) for step in range(n)])
+    return _Pairs(of_ranks, in_steps, np.array([_decisive(of_ranks, cores)]))
+
+
+def _decisive(work: Float64[np.ndarray, " num_ranks"], cores: int | None) -> float:
     if cores is None:
-        return np.array([work.max() for work in steps])
+        return work.max()
     # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
-    left = np.maximum(np.arange(n, 0, -1), cores)
-    return np.array([(np.diff(np.sort(work), prepend=0) * left).sum() for work in steps])
+    left = np.maximum(np.arange(len(work), 0, -1), cores)
+    return (np.diff(np.sort(work), prepend=0) * left).sum()
+
+
+def _cores(hardware: Hardware) -> int | None:
+    return hardware.cores if hardware.topology == "shared_memory" else None
 
 
 def _tile(workload: Workload, hardware: Hardware, *, is_planned: bool) -> Tile:
@@ -236,16 +255,3 @@ def _copy_seconds(
 def _rewrite_seconds(num_bytes: int | float, workload: Workload, hardware: Hardware) -> float:
     shared = hardware.topology == "shared_memory"
     return num_bytes * (workload.num_ranks if shared else 1) / hardware.memory_bandwidth
-
-
-@functools.lru_cache(maxsize=4)  # two layouts serve all algorithms, with and without tiles
-def _pairs(
-    workload: Workload, *, zigzag: bool, tile: tuple[int, int] = (1, 1)
-) -> Float64[np.ndarray, "num_ranks num_ranks"]:
-    """Returns `rank_pairs` summed over all batch rows."""
-    placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
-    sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
-    total = np.zeros((workload.num_ranks, workload.num_ranks))
-    for row in workload.rows:
-        total += rank_pairs(row, **sizes, **placed, tile=tile)
-    return total

@@ -172,6 +172,22 @@ def test_repeats_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+def test_shard_map_outside_of_jit():
+    """JAX executes its operations one by one."""
+    *arrays, segment_ids = draw(12, batch=1, num_tokens=2 * 24)
+    placement = place_tokens(segment_ids=segment_ids, world_size=2)
+    attend = jax.shard_map(
+        partial(placed_attention, axis_name=AXIS),
+        mesh=mesh_of(2),
+        in_specs=(*[P(None, AXIS)] * 3, P(AXIS)),
+        out_specs=P(None, AXIS),
+    )
+    *qkv, g = placement.apply(arrays)
+    out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, placement.plan), *qkv)
+    results = placement.restore([np.asarray(x) for x in (out, *pull_back(g))])
+    assert_close(results, expected(arrays, segment_ids))
+
+
 def test_auto_follows_the_plan_on_an_explicit_mesh():
     *arrays, segment_ids = draw(8, batch=1, num_tokens=4 * 24)
     placement = place_tokens(segment_ids=segment_ids, world_size=4)

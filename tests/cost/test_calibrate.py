@@ -28,6 +28,8 @@ TRUE = Hardware(
     rank_latency=11e-6,
     cache_bytes=16e6,
     cache_bandwidth=21e9,
+    near_cache_bytes=1e6,
+    near_cache_bandwidth=35e9,
     memory_bandwidth=9e9,
     attention=AttentionRate(
         flops=310e9,
@@ -40,7 +42,10 @@ TRUE = Hardware(
         tile_keys=128,
     ),
 )
-MOVEMENT = ("link_bandwidth", "link_latency", "rank_latency", "cache_bandwidth", "cache_bytes")
+MOVEMENT = (
+    *("link_bandwidth", "link_latency", "rank_latency"),
+    *("cache_bandwidth", "cache_bytes", "near_cache_bandwidth", "near_cache_bytes"),
+)
 ATTENTION = (
     *(f"attention.{x}" for x in ("flops", "backward_flops", "exponentials", "half_rate_rows")),
     "memory_bandwidth",

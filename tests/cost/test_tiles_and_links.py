@@ -240,3 +240,8 @@ def test_latency_and_caches_of_shared_memory():
         dataclasses.replace(shared, cache_bytes=0).exchange_seconds(4, num_ranks=2, inside=1)
         == 1 + 8 / 2
     )
+    two = dataclasses.replace(shared, near_cache_bytes=6.0, near_cache_bandwidth=30.0)
+    seconds = lambda size: two.exchange_seconds(size, num_ranks=2, inside=1)
+    assert seconds(1) == 1 + 2 / 30  # all in the nearest caches
+    assert seconds(4) == 1 + 3 / 30 + 5 / 5
+    assert seconds(7) == 1 + 3 / 30 + 7 / 5 + 4 / 2

@@ -18,6 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
 sys.path.insert(0, str(BENCHMARKS))
 
+import planning_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import prediction_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import table  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -30,7 +31,7 @@ def pages(tmp_path):
     def of(results):
         for name, result in results.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(result))
-        readme, page, _ = table.pages(tmp_path).values()
+        readme, page = table.pages(tmp_path).values()
         return readme.split(table.BEGIN)[1].split(table.END)[0], page
 
     return of
@@ -45,7 +46,9 @@ def test_each_program_writes_one_result_file_of_its_name():
 
 
 @pytest.mark.parametrize(
-    "module", [sections, prediction_sections, table], ids=lambda module: module.__name__
+    "module",
+    [sections, planning_sections, prediction_sections, table],
+    ids=lambda module: module.__name__,
 )
 def test_texts_contain_no_literal_numbers(module):
     """Except in names such as float32, every number on the pages comes from the results."""

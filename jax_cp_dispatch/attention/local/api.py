@@ -86,7 +86,7 @@ def local_attention(
     ).resolved(q, k, v)
     check_ranges("local_attention", q, kv_start, kv_end)
     q, k, v = in_reverse_only("local_attention", [q, k, v])
-    return _attention(options, *vary_alike([q, k, v, kv_start, kv_end]))
+    return _attend(options, *vary_alike([q, k, v, kv_start, kv_end]))
 
 
 def local_attention_backward(
@@ -175,6 +175,8 @@ def _attention_bwd(options, residuals, cotangents):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+# Under jit, because shard_map outside of jit takes no symbolic zeros.
+_attend = jax.jit(_attention, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
