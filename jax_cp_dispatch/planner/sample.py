@@ -39,9 +39,10 @@ def config_of_sample(
       TypeError: `batches` is one array of ids.
       ValueError: there is no batch, or `overflow` is not between 0 and 1.
     """
-    if getattr(batches, "ndim", 3) < 3:
+    shape = getattr(batches, "shape", None)
+    if shape is not None and len(shape) < 3:
         raise TypeError(
-            f"{op}: batches is an array of shape {np.shape(batches)}; it needs to be a list of "
+            f"{op}: batches is an array of shape {shape}; it needs to be a list of "
             "batches. Pass [segment_ids] for a single one, or lists of lengths."
         )
     if not 0 < overflow < 1:

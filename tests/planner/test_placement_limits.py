@@ -96,23 +96,20 @@ LIMITS = ("kv_capacity", "max_away", "min_piece")
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_advice_of_errors_leads_to_a_placement(data):
-    """In a few steps: the first may know the longest document alone."""
+    """In one step, for all limits at once."""
     lengths, ranks = small_batch(data)
     tokens = int(lengths.sum()) // ranks
-    name = data.draw(st.sampled_from(LIMITS))
-    value = int(tokens * data.draw(st.floats(0.05, 2 if name == "kv_capacity" else 1)))
-    value = max(value, 1)
-    for _ in range(6):
-        try:
-            placement = place(lengths, ranks, **{name: value})
-            break
-        except ValueError as error:
-            found = re.search(rf"Pass {name}([<>])=(\d+)", str(error))
-            assert found, error
-            assert int(found[2]) < value if found[1] == "<" else int(found[2]) > value
-            value = int(found[2])
-    else:
-        pytest.fail(f"{name}={value} is not enough")
+    limits = {}
+    for name in data.draw(st.lists(st.sampled_from(LIMITS), min_size=1, unique=True)):
+        most = 2 if name == "kv_capacity" else 1
+        limits[name] = max(int(tokens * data.draw(st.floats(0.05, most))), 1)
+    try:
+        placement = place(lengths, ranks, **limits)
+    except ValueError as error:
+        advice = str(error).split("The placement with the best balance needs ")[1]
+        enough = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", advice)}
+        assert set(limits) <= set(enough)
+        placement = place(lengths, ranks, **enough)
     assert (placement.plan.num_rows == tokens).all()
 
 

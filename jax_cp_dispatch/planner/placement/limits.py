@@ -60,7 +60,7 @@ def check_pieces(documents: Documents, pieces: Pieces, config: PlacementConfig) 
             raise DoesNotFitError(
                 f"{_OP}: rank {pieces.rank[at]} would hold a piece of {tokens[at]} tokens of "
                 f"{documents.name(pieces.document[at])} but min_piece is {config.min_piece}. Pass "
-                f"min_piece<={tokens[at]}, a larger balance_tolerance, or more padding."
+                "less, a larger balance_tolerance, or more padding."
             )
     if config.max_away is not None:
         away, home = _away(lengths, pieces, tokens)
@@ -71,6 +71,17 @@ def check_pieces(documents: Documents, pieces: Pieces, config: PlacementConfig) 
                 f"from its home, rank {home[document]}, but max_away is {config.max_away}. Pass "
                 f"max_away>={away[document]}, or more padding."
             )
+
+
+def limits_kept(documents: Documents, pieces: Pieces) -> dict[str, int]:
+    """Returns the largest `min_piece` and the least `max_away` that the pieces keep."""
+    lengths, tokens = documents.lengths, pieces.end - pieces.start
+    cut = tokens[tokens < lengths[pieces.document]]
+    away, _ = _away(lengths, pieces, tokens)
+    return {
+        "min_piece": int(cut.min(initial=tokens.max(initial=1))),
+        "max_away": int(away.max(initial=0)),
+    }
 
 
 def _away(lengths: np.ndarray, pieces: Pieces, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,12 @@ from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
-from jax_cp_dispatch.planner.placement.limits import check_config, check_lengths, check_pieces
+from jax_cp_dispatch.planner.placement.limits import (
+    check_config,
+    check_lengths,
+    check_pieces,
+    limits_kept,
+)
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
@@ -90,9 +95,10 @@ def place_tokens(
     options |= {"config": config, "rank": rank}
     least, reason = None, None
     try:
-        plan, least, moves = _place(documents, positions, **options)
+        plan, least, pieces = _place(documents, positions, **options)
+        moves = tuple(_moves(documents, pieces, num_tokens, world_size))
     except DoesNotFitError as error:
-        reason = str(error) + _capacities_that_suffice(documents, positions, **options)
+        reason = str(error) + _limits_that_suffice(documents, positions, **options)
         if fallback is None:
             raise DoesNotFitError(reason) from None
         plan = plan_of_fallback(documents, **options)
@@ -122,8 +128,8 @@ def _place(
     window: Window | None,
     config: PlacementConfig,
     rank: int | None,
-) -> tuple[PlacedPlan, PlacementConfig, tuple[np.ndarray, ...]]:
-    """Returns the plan, what it needs, and source, place and length of every range."""
+) -> tuple[PlacedPlan, PlacementConfig, Pieces]:
+    """Returns the plan, the capacities that it needs, and the pieces of documents."""
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
     check_lengths(documents, config, num_tokens=num_tokens, within=within)
@@ -135,26 +141,30 @@ def _place(
     stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)
     sizes["rank"] = rank
     plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, **mask, config=config)
-    return plan, needs, tuple(_moves(documents, pieces, num_tokens, world_size))
+    return plan, needs, pieces
 
 
-def _capacities_that_suffice(
+def _limits_that_suffice(
     documents: Documents,
     positions: Int[Any, "B T"] | None,
     *,
     config: PlacementConfig,
     **options: Any,
 ) -> str:
-    """Returns a sentence; empty if the batch exceeds other limits than capacities."""
+    """Returns a sentence with limits that the batch keeps, all at once; empty without limits."""
     none: dict[str, Any] = dict.fromkeys(CAPACITIES)
-    free = dataclasses.replace(config, **none)
+    free = dataclasses.replace(config, **none, min_piece=1, max_away=None)
     if free == config:
         return ""
-    try:
-        needs = _place(documents, positions, config=free, **options)[1]
-    except DoesNotFitError:
-        return ""
-    sizes = ", ".join(f"{name}={getattr(needs, name)}" for name in CAPACITIES)
+    _, needs, pieces = _place(documents, positions, config=free, **options)
+    kept = {name: getattr(needs, name) for name in CAPACITIES} | limits_kept(documents, pieces)
+    if all(getattr(config, name) is None for name in CAPACITIES):
+        kept = {name: x for name, x in kept.items() if name not in CAPACITIES}
+    if config.min_piece == 1:
+        del kept["min_piece"]
+    if config.max_away is None:
+        del kept["max_away"]
+    sizes = ", ".join(f"{name}={value}" for name, value in kept.items())
     return f" The placement with the best balance needs {sizes}."
 
 
