@@ -11,7 +11,9 @@ are fitted to the times in an earlier result, for example after a change of the 
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -24,34 +26,18 @@ import cost_model_attention as attention
 import cost_model_movement as movement
 from rounds import summary
 
-from jax_cp_dispatch.cost import AttentionRate, Hardware, Measurement, calibrate
+from jax_cp_dispatch.cost import HARDWARE, Hardware, Measurement, calibrate
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 Row = dict[str, Any]
-RANKS, PROCESSES = (2, 4, 8), (2, 4)
-START = Hardware(
-    matmul_flops=250e9,
-    link_bandwidth=8e9,
-    link_latency=50e-6,
-    topology="shared_memory",
-    cores=os.cpu_count() or 1,
-    rank_latency=50e-6,
-    cache_bytes=16e6,
-    cache_bandwidth=10e9,
-    near_cache_bytes=2e6,
-    near_cache_bandwidth=20e9,
-    memory_bandwidth=8e9,
-    attention=AttentionRate(
-        flops=400e9,
-        backward_flops=300e9,
-        exponentials=1.5e9,
-        half_rate_rows=64.0,
-        tile_rows=256,
-        planned_tile_rows=128,
-        least_tile_queries=64,
-        tile_keys=128,
-    ),
+LAUNCHES = 9
+JOBS = (
+    ("--processes=1", f"--devices={max(movement.RANKS)}"),
+    *((f"--processes={processes}", "--devices=1") for processes in (2, 4)),
 )
+START = dataclasses.replace(HARDWARE["cpu"], cores=os.cpu_count() or 1)
+# The error has local minima, since times have a corner where an exchange fills a cache.
+STARTING_CACHES = tuple(itertools.product((8e6, 16e6, 32e6), (1e6, 2e6, 4e6)))
 MOVEMENT = (
     *("link_bandwidth", "link_latency", "rank_latency"),
     *("cache_bandwidth", "cache_bytes", "near_cache_bandwidth", "near_cache_bytes"),
@@ -62,13 +48,14 @@ ATTENTION = (
 )
 
 
-def between_processes(rounds: int, quick: bool) -> Iterable[Row]:
-    """Measures movement in jobs of several processes, each twice, in turn."""
+def measured_movement(rounds: int, quick: bool) -> Iterable[Row]:
+    """Measures movement in several launches of each job, since memory differs between launches."""
     times: dict[str, list[float]] = collections.defaultdict(list)
-    for processes in PROCESSES * 2:
+    launches = min(LAUNCHES, rounds)
+    for job in JOBS * launches:
         command = [
-            *(sys.executable, "-m", "jax_cp_dispatch.launch", f"--processes={processes}"),
-            *(movement.__file__, f"--repeats={rounds // 2}"),
+            *(sys.executable, "-m", "jax_cp_dispatch.launch", *job),
+            *(movement.__file__, f"--repeats={rounds // launches}"),
             *(["--quick"] if quick else []),
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -81,13 +68,10 @@ def between_processes(rounds: int, quick: bool) -> Iterable[Row]:
 
 def measured(arguments: argparse.Namespace) -> Iterable[Row]:
     """Yields a row for each time; three times as many rounds of movement as of attention."""
-    rounds = 3 * arguments.repeats
     if "movement" in arguments.parts:
-        yield from between_processes(rounds, arguments.quick)
-    start_cpu_devices(max(RANKS))
-    if "movement" in arguments.parts:
-        yield from movement.measure(RANKS, rounds, arguments.quick)
+        yield from measured_movement(3 * arguments.repeats, arguments.quick)
     if "attention" in arguments.parts:
+        start_cpu_devices(max(movement.RANKS))
         yield from attention.measure(arguments.repeats, arguments.quick)
 
 
@@ -109,6 +93,19 @@ def fitted(hardware: Hardware, rows: Iterable[Row], constants: tuple[str, ...]) 
     return calibrate(hardware, measurements, constants=constants) if measurements else hardware
 
 
+def fitted_to_movement(start: Hardware, rows: list[Row]) -> Hardware:
+    def error(hardware: Hardware) -> float:
+        ratios = [1e3 * predicted_seconds(x, hardware) / x["measured_ms"] for x in rows]
+        return sum(math.log(ratio) ** 2 for ratio in ratios)
+
+    rows = [row for row in rows if row["use"] == "fit"]
+    starts = (
+        dataclasses.replace(start, cache_bytes=cache, near_cache_bytes=near)
+        for cache, near in STARTING_CACHES
+    )
+    return min((fitted(x, rows, MOVEMENT) for x in starts), key=error)
+
+
 def compared(row: Row, hardware: Hardware) -> Row:
     predicted = 1e3 * predicted_seconds(row, hardware)
     return row | {
@@ -118,7 +115,7 @@ def compared(row: Row, hardware: Hardware) -> Row:
 
 
 def main() -> None:
-    parser = common.parser(__doc__, repeats=5)
+    parser = common.parser(__doc__, repeats=9)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--parts", nargs="+", choices=("movement", "attention"),
                         default=("movement", "attention"))  # fmt: skip
@@ -129,8 +126,9 @@ def main() -> None:
     else:
         rows = [summarized(row) for row in measured(arguments)]
     of_place = lambda place: [row for row in rows if row["place"] == place and "passes" not in row]
-    processes = fitted(START, of_place(movement.PROCESSES), MOVEMENT)
-    devices = fitted(START, of_place(movement.DEVICES), MOVEMENT)
+    between_processes = dataclasses.replace(START, copies=2)
+    processes = fitted_to_movement(between_processes, of_place(movement.PROCESSES))
+    devices = fitted_to_movement(START, of_place(movement.DEVICES))
     devices = fitted(devices, [row for row in rows if "passes" in row], ATTENTION)
     hardware = {movement.PROCESSES: processes, movement.DEVICES: devices}
     rows = [compared(row, hardware[row["place"]]) for row in rows]

@@ -1,6 +1,6 @@
 """Measures movement for `bench_cost_model`, and predicts it.
 
-Run as a program, in several processes, it prints the times of the movement between them.
+Run as a program, it prints the times of the movement between the devices of a job.
 """
 
 import functools
@@ -19,22 +19,25 @@ from jax_cp_dispatch.cost import Hardware
 
 AXIS, FEATURES, STEPS = "cp", 1024, 4  # rows of 4 KB; exchanges in one program
 PROCESSES, DEVICES = "processes", "virtual devices"
-MB_PER_RANK = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
-FITTED_MB = (0.0625, 0.25, 1, 4, 16)
+FITTED_MB = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8)  # per rank
+CHECKED_MB = (0.09375, 0.1875, 0.375, 0.75, 1.5, 3, 6, 12)
+RANKS = (2, 4, 8)  # virtual devices
 CHECKED_RANKS = {PROCESSES: (), DEVICES: (4,)}  # of which nothing is fitted
-MB_PER_ROUND = 16  # of one program; decides the calls
+MB_PER_ROUND = 256  # of one program; decides the calls
+UNTIMED_ROUNDS = 2  # in which a process takes fresh memory from the system, page by page
 
 
-def measure(all_ranks: tuple[int, ...], rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
+def measure(rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Yields rows with the seconds of one exchange in each round."""
-    place = PROCESSES if jax.process_count() > 1 else DEVICES
+    processes = jax.process_count()
+    place = PROCESSES if processes > 1 else DEVICES
     programs = {}
-    for ranks in all_ranks:
-        for megabytes in FITTED_MB[:3] if quick else MB_PER_RANK:
-            calls = max(1, min(20, int(MB_PER_ROUND / (STEPS * ranks * megabytes))))
+    for ranks in (processes,) if processes > 1 else RANKS:
+        for megabytes in FITTED_MB[:3] if quick else sorted(FITTED_MB + CHECKED_MB):
+            calls = max(4, min(20, int(MB_PER_ROUND / (STEPS * ranks * megabytes))))
             for what, run in movement_programs(ranks, megabytes):
                 programs[ranks, megabytes, what] = Program(run, calls)
-    for (ranks, megabytes, what), times in in_rounds(programs, rounds).items():
+    for (ranks, megabytes, what), times in in_rounds(programs, UNTIMED_ROUNDS + rounds).items():
         is_fit = megabytes in FITTED_MB and ranks not in CHECKED_RANKS[place]
         yield {
             "what": what,
@@ -42,7 +45,7 @@ def measure(all_ranks: tuple[int, ...], rounds: int, quick: bool) -> Iterator[di
             "ranks": ranks,
             "MB_per_rank": megabytes,
             "use": "fit" if is_fit else "check",
-            "times": [seconds / STEPS for seconds in times],
+            "times": [seconds / STEPS for seconds in times[UNTIMED_ROUNDS:]],
         }
 
 
@@ -61,23 +64,23 @@ def movement_programs(ranks: int, megabytes: float) -> Iterator[tuple[str, Calla
         ("dispatch", lambda x, m: cp.dispatch(x, m, axis_name=AXIS, capacity=tokens)),
         ("combine", lambda x, m: cp.combine(x, m, axis_name=AXIS, num_tokens=tokens)),
     ):
-        loop = lambda x, m, move=move: jax.lax.scan(
-            lambda x, _: (move(x, m), None), x, length=STEPS
-        )[0]
-        program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+        chain = lambda x, m, move=move: functools.reduce(lambda x, _: move(x, m), range(STEPS), x)
+        program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
         yield name, functools.partial(program, x, metadata)
 
 
 def predicted_seconds(row: dict[str, Any], hardware: Hardware) -> float:
     """Predicts the time of a row of `measure`."""
-    return hardware.exchange_seconds(row["MB_per_rank"] * 2**20, num_ranks=row["ranks"], inside=1)
+    n = row["ranks"]
+    message = row["MB_per_rank"] * 2**20 / n
+    return hardware.exchange_seconds(message, num_ranks=n, inside=n - 1, own_bytes=message)
 
 
 def main() -> None:
-    """Measures movement between the processes of a job."""
+    """Measures movement between the devices of a job."""
     arguments = common.options(common.parser(None))
     cp.initialize()
-    for row in measure((jax.process_count(),), arguments.repeats, arguments.quick):
+    for row in measure(arguments.repeats, arguments.quick):
         if jax.process_index() == 0:
             print(json.dumps(row), flush=True)
 

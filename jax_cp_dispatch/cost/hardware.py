@@ -1,7 +1,6 @@
 """Models hardware: the speed of ranks, their links, and the time of one exchange."""
 
 import dataclasses
-import math
 import typing
 from typing import Literal
 
@@ -29,10 +28,13 @@ class Hardware:
       rail_bandwidth: bytes/s of one NIC.
       rail_latency: seconds until the first byte from another node arrives.
       cores: cores that the ranks of "shared_memory" share.
+      copies: for "shared_memory", how often a row for another rank is copied: once between virtual
+        devices; twice between processes, into memory that both read, and out of it. Rows that stay
+        on their rank are copied once.
       attention: how fast a rank computes attention; None: its products run at `matmul_flops`.
       memory_bandwidth: bytes/s at which a rank rewrites rows in its memory; for "shared_memory",
         all ranks together.
-      rank_latency: for "shared_memory", the seconds that twice as many ranks add to an exchange, if
+      rank_latency: for "shared_memory", the seconds that `cores` more ranks add to an exchange, if
         there are more ranks than cores: they take turns.
       cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
         copies within them. Of a larger exchange, the part that fits is copied at this rate.
@@ -52,6 +54,7 @@ class Hardware:
     rail_bandwidth: int | float = 0.0
     rail_latency: int | float = 0.0
     cores: int = 1
+    copies: int = 1
     attention: AttentionRate | None = None
     memory_bandwidth: int | float = float("inf")
     rank_latency: int | float = 0.0
@@ -74,7 +77,7 @@ class Hardware:
 
     def shared_latency(self, num_ranks: int) -> float:
         """Returns the seconds of an exchange of nothing between ranks of "shared_memory"."""
-        return self.link_latency + math.log2(max(1.0, num_ranks / self.cores)) * self.rank_latency
+        return self.link_latency + max(0.0, num_ranks / self.cores - 1) * self.rank_latency
 
     def node_size(self, num_ranks: int) -> int:
         """Returns the ranks of each node if `num_ranks` ranks fill nodes evenly.
@@ -98,6 +101,7 @@ class Hardware:
         inside: int = 0,
         outside: int = 0,
         senders: int = 1,
+        own_bytes: int | float = 0,
     ) -> float:
         """Predicts the seconds in which a rank sends one message to each receiver.
 
@@ -107,9 +111,10 @@ class Hardware:
           inside: receivers in its own node.
           outside: receivers in other nodes.
           senders: ranks of its node that send to other nodes at the same time.
+          own_bytes: bytes that stay on the rank. Only "shared_memory" counts them.
         """
         if self.topology == "shared_memory" and inside + outside:
-            num_bytes = (inside + outside) * message_bytes * num_ranks
+            num_bytes = num_ranks * (self.copies * (inside + outside) * message_bytes + own_bytes)
             near = min(num_bytes, self.near_cache_bytes / 2)  # read and written
             cached = max(near, min(num_bytes, self.cache_bytes / 2))
             return (
@@ -147,21 +152,21 @@ HARDWARE = {
     ),
     "cpu": Hardware(
         matmul_flops=90e9,
-        link_bandwidth=5.22e9,
-        link_latency=43.5e-6,
+        link_bandwidth=15.3e9,
+        link_latency=51.9e-6,
         topology="shared_memory",
         cores=2,
-        rank_latency=45.3e-6,
-        cache_bytes=14.7e6,
-        cache_bandwidth=16e9,
-        near_cache_bytes=1.68e6,
-        near_cache_bandwidth=10.5e9,
-        memory_bandwidth=12.6e9,
+        rank_latency=38.8e-6,
+        cache_bytes=6.77e6,
+        cache_bandwidth=27.5e9,
+        near_cache_bytes=2.1e6,
+        near_cache_bandwidth=19.2e9,
+        memory_bandwidth=10e9,
         attention=AttentionRate(
-            flops=252e9,
-            backward_flops=192e9,
-            exponentials=1.18e9,
-            half_rate_rows=12.7,
+            flops=228e9,
+            backward_flops=177e9,
+            exponentials=971e6,
+            half_rate_rows=35.1,
             tile_rows=256,
             planned_tile_rows=128,
             least_tile_queries=64,

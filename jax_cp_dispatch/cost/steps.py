@@ -15,13 +15,11 @@ from jax_cp_dispatch.cost.planned import (
     moves_of,
     wasted_pairs,
 )
-from jax_cp_dispatch.cost.traffic import Rows, Traffic, exchange_seconds, rotating_traffic
+from jax_cp_dispatch.cost.traffic import Rows, exchange_seconds, rotating_traffic
 from jax_cp_dispatch.cost.work import Workload, rank_pairs
 
 ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "placed", "all_gather")
 """Algorithms that `predict` covers, simplest first, so that `min` prefers the simplest on a tie."""
-
-_NOTHING = Traffic(0.0, 0.0, 0.0, 0.0)
 
 
 class StepCost(NamedTuple):
@@ -118,15 +116,15 @@ def _planned(
     compute += _copy_seconds(workload, hardware, keys, backward)
     step = lambda x, sent, own: StepCost(
         x,
-        exchange_seconds("balanced", sent.plus(own) if sent.total else sent, n, hardware),
+        exchange_seconds("balanced", sent, n, hardware, own),
         *(sent.total, sent.between, sent.most_inside, sent.most_between),
     )
-    own_before = own_after = _NOTHING
+    own_before = own_after = 0.0
     if shared:  # rows that stay are copied, too
         own = workload.rows_per_rank
-        q = Traffic(workload.q_bytes(own) if moves.queries.total else 0.0, 0.0, 0.0, 0.0)
-        kv = Traffic(workload.kv_bytes(own, itemsize=4 if backward else None), 0.0, 0.0, 0.0)
-        own_before, own_after = (q, q.plus(kv)) if backward else (q.plus(kv), q)
+        q = workload.q_bytes(own) if moves.queries.total else 0.0
+        kv = workload.kv_bytes(own, itemsize=4 if backward else None)
+        own_before, own_after = (q, q + kv) if backward else (q + kv, q)
     return [
         step(0.0, before, own_before),
         StepCost(compute, 0.0, 0.0),

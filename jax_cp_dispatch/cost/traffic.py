@@ -116,13 +116,19 @@ def rotating_traffic(
     return spread(num_bytes, num_ranks, hardware)
 
 
-def exchange_seconds(algorithm: str, traffic: Traffic, num_ranks: int, hardware: Hardware) -> float:
+def exchange_seconds(
+    algorithm: str,
+    traffic: Traffic,
+    num_ranks: int,
+    hardware: Hardware,
+    own_bytes: int | float = 0,
+) -> float:
     """Returns the seconds of one exchange of an algorithm; both kinds of links work at once."""
     if num_ranks == 1 or not traffic.total:
         return 0.0
     n, m = num_ranks, hardware.node_size(num_ranks)
     if hardware.topology == "shared_memory":
-        return hardware.exchange_seconds(traffic.total, num_ranks=n, inside=1)
+        return hardware.exchange_seconds(traffic.total, num_ranks=n, inside=1, own_bytes=own_bytes)
     if algorithm in ("ring", "zigzag"):
         receivers, nodes_at_once = (1, 1), 1
     elif algorithm == "hamilton_nodes" and m < n:

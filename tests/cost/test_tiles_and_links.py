@@ -1,6 +1,7 @@
 """Pairs of whole tiles against a brute-force count, and traffic by the kind of link by hand."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,7 @@ def test_latency_and_caches_of_shared_memory():
     assert seconds(2, 0) == 1  # as many ranks as cores
     assert seconds(1, 0) == 1
     assert seconds(4, 2) == 1 + 3 + 8 / 5  # twice as many; all in the caches, read and written
-    assert seconds(8, 2) == 1 + 2 * 3 + 10 / 5 + 6 / 2  # four times as many
+    assert seconds(8, 2) == 1 + 3 * 3 + 10 / 5 + 6 / 2  # four times as many
     assert (
         dataclasses.replace(shared, cache_bytes=0).exchange_seconds(4, num_ranks=2, inside=1)
         == 1 + 8 / 2
@@ -245,3 +246,7 @@ def test_latency_and_caches_of_shared_memory():
     assert seconds(1) == 1 + 2 / 30  # all in the nearest caches
     assert seconds(4) == 1 + 3 / 30 + 5 / 5
     assert seconds(7) == 1 + 3 / 30 + 7 / 5 + 4 / 2
+    processes = dataclasses.replace(shared, copies=2)
+    exchange = functools.partial(processes.exchange_seconds, num_ranks=4, inside=3)
+    assert exchange(1) == 1 + 3 + 10 / 5 + 14 / 2  # 2 copies, 3 receivers, 4 ranks
+    assert exchange(1, own_bytes=2) == exchange(1) + 8 / 2

@@ -1,12 +1,9 @@
 """Two real processes agree on a GPU transport; only their GPUs are emulated."""
 
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import pytest
+from two_processes import outputs_of_two
 
 from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
 from jax_cp_dispatch._ranks.gpu.world import what_hosts_lack
@@ -41,28 +38,11 @@ SLABS = {
     ],
 )
 def test_all_processes_choose_alike(scene, chosen, reason, slabs):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
-    environment |= {"JAX_PLATFORMS": "cpu", "JAX_CP_DISPATCH_SYMMETRIC_BYTES": "2097152"}
+    environment = {"JAX_CP_DISPATCH_SYMMETRIC_BYTES": "2097152"}
     if scene.endswith("no network"):
         environment["NVSHMEM_REMOTE_TRANSPORT"] = "none"
         environment["JAX_CP_DISPATCH_GPU_TRANSPORT"] = "nvshmem"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROCESS, address, str(process), scene],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for process in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=1200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for number, (out, error) in enumerate(outputs):
-        assert processes[number].returncode == 0, error
+    for number, out in enumerate(outputs_of_two(PROCESS, scene, **environment)):
         assert f"chose {chosen}: " in out and reason in out, out
         if slabs is None:
             assert "slabs" not in out

@@ -9,15 +9,16 @@ import sys
 def outputs_of_two(program, scene, **environment):
     """Runs `program address process scene` twice on CPU, and returns what each printed.
 
-    Both must end with 0.
+    Options for XLA are not inherited. Both must end with 0.
     """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = [
         subprocess.Popen(
             [sys.executable, program, address, str(process), scene],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for process in range(2)

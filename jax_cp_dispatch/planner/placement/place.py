@@ -157,14 +157,11 @@ def _limits_that_suffice(
     if free == config:
         return ""
     _, needs, pieces = _place(documents, positions, config=free, **options)
+    has_capacity = any(getattr(config, name) is not None for name in CAPACITIES)
+    limited = [*CAPACITIES] if has_capacity else []
+    limited += [x for x in ("min_piece", "max_away") if getattr(config, x) != getattr(free, x)]
     kept = {name: getattr(needs, name) for name in CAPACITIES} | limits_kept(documents, pieces)
-    if all(getattr(config, name) is None for name in CAPACITIES):
-        kept = {name: x for name, x in kept.items() if name not in CAPACITIES}
-    if config.min_piece == 1:
-        del kept["min_piece"]
-    if config.max_away is None:
-        del kept["max_away"]
-    sizes = ", ".join(f"{name}={value}" for name, value in kept.items())
+    sizes = ", ".join(f"{name}={kept[name]}" for name in limited)
     return f" The placement with the best balance needs {sizes}."
 
 
