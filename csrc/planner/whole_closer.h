@@ -120,8 +120,9 @@ class WholeCloser : protected TailCloser {
         for (int64_t i = last; i >= std::max<int64_t>(0, last - 1); --i) consider(out, i, -1);
       }
       const int64_t stride = std::max<int64_t>(1, num / kTried);
-      for (int64_t i = 0; i < num; i += stride) {
-        const int64_t j = last_within(gap - pool_[i].num_tokens());
+      for (int64_t i = 0, j = num - 1; i < j; i += stride) {
+        if (pool_[i].start > 0) continue;  // of the others, none is shorter than those before it
+        j = LastWithin(j, gap - pool_[i].num_tokens());
         for (int64_t other = j; other > std::max<int64_t>(i, j - 2); --other) {
           consider(out, i, other);
         }
@@ -154,6 +155,18 @@ class WholeCloser : protected TailCloser {
     Sum out;
     int64_t first = -1, second = -1, rest = 0;
   };
+
+  // The last item, at most the given one, that has at most so many tokens; -1 if there is none.
+  // Found in few steps if it is near the given one.
+  int64_t LastWithin(int64_t item, int64_t tokens) const {
+    const auto is_longer = [&](int64_t i) { return pool_.Reach(pool_[i]) > tokens; };
+    int64_t low = item + 1, high = low;
+    for (int64_t step = 1; low > 0 && is_longer(low - 1); step *= 2) {
+      high = low;
+      low = std::max<int64_t>(0, low - step);
+    }
+    return FirstThat(low, high, is_longer) - 1;
+  }
 
   Sum SumOf(int64_t p, int64_t q) const {
     Sum sum{0, 0, p, q};
