@@ -125,7 +125,8 @@ def _heaviest(
     lines = []
     for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
         here = np.flatnonzero(parts.rank == rank)
-        pieces = f"{count(len(here))} pieces of documents"
+        num = len(here)
+        pieces = "1 piece of a document" if num == 1 else f"{count(num)} pieces of documents"
         lines.append(f"    rank {rank}: {load[rank]:.3f} times {share}, in {pieces}")
         total = max(pairs[here].sum(), 1)
         for at in here[np.argsort(-pairs[here], kind="stable")][:_NUM_PARTS].tolist():

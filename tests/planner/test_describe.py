@@ -92,7 +92,7 @@ def test_a_plan_names_the_document_and_its_holders():
     text = plan.describe()
     before = section(text, "Ranks with the most work before planning")
     assert before.startswith(
-        "    rank 0: 4.000 times the mean, in 1 pieces of documents\n"
+        "    rank 0: 4.000 times the mean, in 1 piece of a document\n"
         "      100%: 64 queries attend to 64 keys of a document of 64 tokens\n"
         "            in batch row 0, columns 0 to 64\n"
     )
