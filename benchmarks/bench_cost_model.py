@@ -1,11 +1,12 @@
 """Calibrates the cost model on this machine, and compares predictions with other measurements.
 
-Movement: dispatch and combine inside `lax.scan`, over virtual devices of one process and between
-processes. Attention: algorithms of `context_parallel_attention` over virtual devices, forward, and
-forward and backward. `cost.calibrate` fits the constants to the measurements marked "fit"; those
-marked "check" are then predicted: they have other sizes, numbers of ranks, heads and documents.
-Times are medians of interleaved rounds. All ranks share the cores. With `--again`, the constants
-are fitted to the times in an earlier result, for example after a change of the model.
+Movement: programs of four exchanges, dispatch or combine, over virtual devices of one process and
+between processes, in several launches; the first rounds of each are not timed. Attention:
+algorithms of `context_parallel_attention` over virtual devices, forward, and forward and backward.
+`cost.calibrate` fits the constants to the measurements marked "fit"; those marked "check" are then
+predicted: they have other sizes, numbers of ranks, heads and documents. Times are medians of
+interleaved rounds. All ranks share the cores. With `--again`, the constants are fitted to the times
+in an earlier result, for example after a change of the model.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def measured_movement(rounds: int, quick: bool) -> Iterable[Row]:
     for job in JOBS * launches:
         command = [
             *(sys.executable, "-m", "jax_cp_dispatch.launch", *job),
-            *(movement.__file__, f"--repeats={rounds // launches}"),
+            *(movement.__file__, f"--repeats={math.ceil(rounds / launches)}"),
             *(["--quick"] if quick else []),
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -94,16 +95,19 @@ def fitted(hardware: Hardware, rows: Iterable[Row], constants: tuple[str, ...]) 
 
 
 def fitted_to_movement(start: Hardware, rows: list[Row]) -> Hardware:
+    fit_rows = [row for row in rows if row["use"] == "fit"]
+
     def error(hardware: Hardware) -> float:
-        ratios = [1e3 * predicted_seconds(x, hardware) / x["measured_ms"] for x in rows]
+        ratios = [1e3 * predicted_seconds(x, hardware) / x["measured_ms"] for x in fit_rows]
         return sum(math.log(ratio) ** 2 for ratio in ratios)
 
-    rows = [row for row in rows if row["use"] == "fit"]
+    if not fit_rows:
+        return start
     starts = (
         dataclasses.replace(start, cache_bytes=cache, near_cache_bytes=near)
         for cache, near in STARTING_CACHES
     )
-    return min((fitted(x, rows, MOVEMENT) for x in starts), key=error)
+    return min((fitted(x, fit_rows, MOVEMENT) for x in starts), key=error)
 
 
 def compared(row: Row, hardware: Hardware) -> Row:

@@ -23,7 +23,7 @@ FITTED_MB = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8)  # per rank
 CHECKED_MB = (0.09375, 0.1875, 0.375, 0.75, 1.5, 3, 6, 12)
 RANKS = (2, 4, 8)  # virtual devices
 CHECKED_RANKS = {PROCESSES: (), DEVICES: (4,)}  # of which nothing is fitted
-MB_PER_ROUND = 256  # of one program; decides the calls
+MB_PER_ROUND = 256  # of one program; decides the calls, of which there are 4 to 20
 UNTIMED_ROUNDS = 2  # in which a process takes fresh memory from the system, page by page
 
 

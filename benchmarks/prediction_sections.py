@@ -28,9 +28,10 @@ def cost_model(result: Result) -> list[str]:
     if noise:
         text += (
             " How well a time is known: the medians of the even and of the odd rounds differ by "
-            f"{statistics.median(noise):.0%} in the median, and by at most {max(noise):.0%}. It is "
-            f"in the cells whose error is larger than {GOAL:.0%}."
+            f"{statistics.median(noise):.0%} in the median, and by at most {max(noise):.0%}."
         )
+        if max(errors) > GOAL:
+            text += f" It is in the cells whose error is larger than {GOAL:.0%}."
     lines = [text]
     of_attention = ("ranks", "tokens_per_rank", "heads", "documents", "passes")
     for kind, first in (

@@ -121,7 +121,9 @@ class WholeCloser : protected TailCloser {
       }
       const int64_t stride = std::max<int64_t>(1, num / kTried);
       for (int64_t i = 0, j = num - 1; i < j; i += stride) {
-        if (pool_[i].start > 0) continue;  // of the others, none is shorter than those before it
+        // Of the others, none is shorter than those before it. If queries also attend to later
+        // keys, the head of a cut document may be: then some pairs are passed over.
+        if (pool_[i].start > 0) continue;
         j = LastWithin(j, gap - pool_[i].num_tokens());
         for (int64_t other = j; other > std::max<int64_t>(i, j - 2); --other) {
           consider(out, i, other);

@@ -34,8 +34,8 @@ class Hardware:
       attention: how fast a rank computes attention; None: its products run at `matmul_flops`.
       memory_bandwidth: bytes/s at which a rank rewrites rows in its memory; for "shared_memory",
         all ranks together.
-      rank_latency: for "shared_memory", the seconds that `cores` more ranks add to an exchange, if
-        there are more ranks than cores: they take turns.
+      rank_latency: for "shared_memory", the seconds that each further `cores` ranks add to an
+        exchange, if there are more ranks than cores: they take turns.
       cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
         copies within them. Of a larger exchange, the part that fits is copied at this rate.
       near_cache_bytes, near_cache_bandwidth: the same for the caches nearest to the cores, which
