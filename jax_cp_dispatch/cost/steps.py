@@ -120,9 +120,9 @@ def _planned(
         *(sent.total, sent.between, sent.most_inside, sent.most_between),
     )
     own_before = own_after = 0.0
-    if shared:  # rows that stay are copied, too
-        own = workload.rows_per_rank
-        q = workload.q_bytes(own) if moves.queries.total else 0.0
+    if shared:  # rows that stay are copied, too; keys stay even if they are also sent
+        own, moved = workload.rows_per_rank, moves.queries.total
+        q = workload.q_bytes(max(0.0, own - moved)) if moved else 0.0
         kv = workload.kv_bytes(own, itemsize=4 if backward else None)
         own_before, own_after = (q, q + kv) if backward else (q + kv, q)
     return [
