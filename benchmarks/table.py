@@ -9,12 +9,18 @@ from collections.abc import Iterable, Iterator
 
 import planning_sections
 import prediction_sections
+import published_sections
 import sections
 from sections import Result, and_join, cells
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SECTIONS = (*sections.ALL, *planning_sections.ALL, *prediction_sections.ALL)
+SECTIONS = (
+    *sections.ALL,
+    *planning_sections.ALL,
+    *published_sections.ALL,
+    *prediction_sections.ALL,
+)
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import planning_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import prediction_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
+import published_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import table  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -47,7 +48,7 @@ def test_each_program_writes_one_result_file_of_its_name():
 
 @pytest.mark.parametrize(
     "module",
-    [sections, planning_sections, prediction_sections, table],
+    [sections, planning_sections, published_sections, prediction_sections, table],
     ids=lambda module: module.__name__,
 )
 def test_texts_contain_no_literal_numbers(module):
