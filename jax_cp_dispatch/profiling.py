@@ -2,9 +2,11 @@
 
 from jax_cp_dispatch.attention import (
     AttentionProfile,
+    BalanceProfile,
     Choice,
     RankProfile,
     StepProfile,
+    balance_profile,
     balanced_attention_profile,
     hamilton_attention_profile,
     placed_attention_profile,
@@ -24,6 +26,7 @@ from jax_cp_dispatch.timeline import Span
 
 __all__ = [
     "AttentionProfile",
+    "BalanceProfile",
     "Choice",
     "CommGemmChoice",
     "OverlapProfile",
@@ -31,6 +34,7 @@ __all__ = [
     "Span",
     "StepProfile",
     "TuningTable",
+    "balance_profile",
     "balanced_attention_profile",
     "current_tuning",
     "hamilton_attention_profile",

@@ -4,8 +4,8 @@ All algorithms use the two passes of `local` (one range of keys per query); `loc
 your own steps. In `planned`, rows move by a plan: queries and keys in `balanced`, only keys in
 `placed`. In `rotating`, keys rotate through the ranks: `sequence` arranges rows, `attend` runs the
 steps, `schedules`, `layout` and `chunks` define which rank holds what, and `communication`
-moves it. Both folders have a `profile`, with its common parts in the folder `profile`. `choose`,
-by the plans of `moves`, and `api` use all of them. A call's `options` are made once and
+moves it. Both folders have a `profile`, with its common parts in the folder `profile`;
+`balance_profile` runs `rank_programs`, the part of each rank alone, on one device. `choose`, by the plans of `moves`, and `api` use all of them. A call's `options` are made once and
 passed on as a whole; `algorithms` hold the options of a single algorithm.
 """
 
@@ -18,6 +18,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Zigzag,
 )
 from jax_cp_dispatch.attention.api import context_parallel_attention
+from jax_cp_dispatch.attention.balance_profile import BalanceProfile, balance_profile
 from jax_cp_dispatch.attention.choose import Choice, choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.merge import merge_partials
@@ -45,6 +46,7 @@ from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_
 __all__ = [
     "AttentionProfile",
     "Auto",
+    "BalanceProfile",
     "Balanced",
     "Choice",
     "Hamilton",
@@ -53,6 +55,7 @@ __all__ = [
     "Ring",
     "StepProfile",
     "Zigzag",
+    "balance_profile",
     "balanced_attention",
     "balanced_attention_profile",
     "choose_algorithm",

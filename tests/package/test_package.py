@@ -60,6 +60,8 @@ INSIDE = {
         "rotating": {
             *("local", "algorithms", "checks", "options", "transport", "gather", "profile"),
         },
+        "rank_programs": {"algorithms", "local", "options", "planned", "rotating"},
+        "balance_profile": {"algorithms", "options", "rank_programs"},
         "moves": set(),
         "choose": {"algorithms", "checks", "moves"},
         "mesh_axes": set(),

@@ -72,36 +72,38 @@ class Rotation:
     def settle(self, travelling, home, step):
         return self.schedule.settle(self.exchange, travelling, home, step)
 
-    def attend(self, q, start, end, held, seen: OnlineSoftmax, step) -> OnlineSoftmax:
-        """Adds the keys held at a step."""
-        ranges, k, v = self._operands(start, end, held, step)
+    def key_order(self, step, rank=None) -> KeyOrder:
+        """Returns the order of the keys that a rank, by default this one, holds at a step."""
+        rank = lax.axis_index(self.exchange.axis_name) if rank is None else rank
+        return self.chunking.key_order(*self.schedule.held(rank, step))
+
+    def attend(self, q, start, end, held, seen: OnlineSoftmax, order: KeyOrder) -> OnlineSoftmax:
+        """Adds the held keys."""
+        ranges, k, v = self._operands(start, end, held, order)
         return attend_blocks(self.passes, q, ranges, k, v, seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output and logarithm of the sum of exponentials."""
         return seen.result(self.q_shape, self.num_groups)
 
-    def gradients(self, q, start, end, held, cotangents: OutputCotangents, dq, step):
-        """Adds to dq, and returns what is added to the gradients of the chunks held at a step."""
-        ranges, k, v = self._operands(start, end, held, step)
+    def gradients(
+        self, q, start, end, held, cotangents: OutputCotangents, dq, order: KeyOrder
+    ):
+        """Adds to dq, and returns what is added to the gradients of the held chunks."""
+        ranges, k, v = self._operands(start, end, held, order)
         dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, ranges, k, v, dq)
-        in_slots = self._key_order(step).in_slots
-        return dq, tuple(in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
+        return dq, tuple(order.in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
 
     def finish_dq(self, dq):
         return finish_dq(dq, self.q_shape, self.num_groups)
 
-    def _operands(self, start, end, held, step):
-        key_order, block = self._key_order(step), self.passes.block_kv
+    def _operands(self, start, end, held, order: KeyOrder):
+        block = self.passes.block_kv
         num_rows = -(-self.chunking.most_tokens // block) * block
-        start, end = key_order.ranges(start, end)
+        start, end = order.ranges(start, end)
         ranges = cut_ranges(self.passes, start, end, self.q_shape, self.num_groups, num_rows)
-        k, v = (key_order.in_order(x, num_rows) for x in held)
+        k, v = (order.in_order(x, num_rows) for x in held)
         return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
-
-    def _key_order(self, step) -> KeyOrder:
-        rank = lax.axis_index(self.exchange.axis_name)
-        return self.chunking.key_order(*self.schedule.held(rank, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,12 +124,12 @@ def _forward(rotation, q, k, v, start, end):
     def one_step(carry, step):
         held, seen = carry
         following = rotation.bring(own, held, step)
-        return (following, rotation.attend(queries, start, end, held, seen, step)), None
+        return (following, rotation.attend(queries, start, end, held, seen, rotation.key_order(step))), None
 
     held, seen = own, OnlineSoftmax.of_nothing(queries, v.shape[3])
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
-    result = rotation.result(rotation.attend(queries, start, end, held, seen, last))
+    result = rotation.result(rotation.attend(queries, start, end, held, seen, rotation.key_order(last)))
     out, lse = named_context(result)
     return out.astype(q.dtype), (q, k, v, start, end, out, lse)
 
@@ -140,7 +142,8 @@ def _backward(rotation, residuals, dout):
     last = rotation.last_step
 
     def gradients(held, dq, step):
-        return rotation.gradients(queries, start, end, held, cotangents, dq, step)
+        order = rotation.key_order(step)
+        return rotation.gradients(queries, start, end, held, cotangents, dq, order)
 
     def add_step(held, dq, travelling, home, step):
         arrived, home = rotation.settle(travelling, home, step)

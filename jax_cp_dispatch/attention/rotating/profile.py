@@ -176,7 +176,11 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_i
         program(cut, 5 * [_ROWS], (_BLOCKS, pair, softmax)), q, k, v, start, end
     )
     bring = program(rotation.bring, [pair, pair, _SCALAR], pair)
-    attend = program(rotation.attend, [_BLOCKS, _ROWS, _ROWS, pair, softmax, _SCALAR], softmax)
+
+    def attend(q, start, end, held, seen, step):
+        return rotation.attend(q, start, end, held, seen, rotation.key_order(step))
+
+    attend = program(attend, [_BLOCKS, _ROWS, _ROWS, pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
         computing = {COMPUTATION: (attend, queries, start, end, held, seen, np.int32(step))}

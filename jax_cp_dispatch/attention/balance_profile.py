@@ -1,0 +1,185 @@
+"""`balance_profile`: times the attention of each rank alone, on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import DTypeLike
+
+from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._text import table
+from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, read_algorithm
+from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.rank_programs import (
+    RankProgram,
+    Shape,
+    planned_program,
+    rotating_program,
+)
+from jax_cp_dispatch.planner import place_tokens, plan_attention
+from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
+
+_OP = "balance_profile"
+_DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceProfile:
+    """The attention of every rank, each alone on the same device.
+
+    Attributes:
+      algorithm: its name.
+      seconds: of each rank; median over the rounds.
+      pairs: query-key pairs of each rank.
+    """
+
+    algorithm: str
+    seconds: tuple[float, ...]
+    pairs: tuple[int, ...]
+
+    @property
+    def busiest(self) -> float:
+        """Seconds of the rank that takes longest: what a step of all ranks takes, at least."""
+        return max(self.seconds)
+
+    @property
+    def imbalance(self) -> float:
+        """Longest time of a rank divided by the mean; 1 is perfect."""
+        return self.busiest / statistics.mean(self.seconds)
+
+    @property
+    def imbalance_of_pairs(self) -> float:
+        """Most pairs of a rank divided by the mean; 1 is perfect, and the value without pairs."""
+        mean = statistics.mean(self.pairs)
+        return max(self.pairs) / mean if mean else 1.0
+
+    def __str__(self) -> str:
+        header = ("rank", "ms", "pairs")
+        ranks = zip(self.seconds, self.pairs, strict=True)
+        rows = [(str(r), f"{1e3 * s:.2f}", str(p)) for r, (s, p) in enumerate(ranks)]
+        return (
+            f"{self.algorithm}: busiest rank {1e3 * self.busiest:.2f} ms, {self.imbalance:.3f} of "
+            f"the mean; in pairs {self.imbalance_of_pairs:.3f}\n{table(header, rows)}"
+        )
+
+
+def balance_profile(
+    lengths: Iterable[Row] | Row,
+    *,
+    world_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: DTypeLike = "bfloat16",
+    columns: int | None = None,
+    window: int | None = None,
+    algorithms: Sequence[Algorithm | str] = _DEFAULT,
+    backward: bool = True,
+    repeats: int = 3,
+) -> tuple[BalanceProfile, ...]:
+    """Times causal attention of each rank of a batch, one rank after the other, on one device.
+
+    A step over many devices takes as long as its busiest rank. This measures the busiest rank, and
+    the balance in seconds, of any number of ranks on one device, without a mesh: each rank's
+    queries, with the number of keys that it would receive. Exchanges are not run. Ranks and
+    algorithms are interleaved over the rounds. The values of q, k and v are random.
+
+    Call outside `jit`. The device needs memory for one rank. On CPU, seconds are processor time,
+    so other processes do not count.
+
+    Args:
+      lengths, columns, window: the documents of one batch; see `plan_attention`.
+      world_size: number of ranks W.
+      num_heads, num_kv_heads, head_size: of the model, on one rank.
+      dtype: of q, k and v.
+      algorithms: names or objects, as for `context_parallel_attention`. "zigzag" and "hamilton"
+        compute in zigzag layout, "placed" with the placement of `place_tokens`.
+      backward: the gradients of q, k and v as well.
+      repeats: rounds.
+    Returns:
+      One profile per algorithm.
+    Raises:
+      TypeError, ValueError: as `plan_attention`; or an algorithm is "auto".
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    check_positive(_OP, repeats=repeats, **sizes)
+    chosen = [read_algorithm(_OP, x) for x in algorithms]
+    if any(isinstance(x, Auto) for x in chosen):
+        raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
+    documents = documents_of(_OP, lengths, None, None, columns, world_size)
+    rows = documents.batch, documents.columns // world_size
+    heads = num_heads, num_kv_heads, num_kv_heads
+    qkv = [Shape((*rows, n, head_size), np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for n in heads]
+    options = AttentionOptions(ExchangeOptions(_OP, "ranks"), window=window)
+    make = lambda x: _program(options, x, documents, lengths, qkv, world_size, backward)
+    programs = [make(x) for x in chosen]
+    now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    seconds = _time(programs, repeats, now)
+    return tuple(
+        BalanceProfile(x.name, tuple(times), tuple(program.num_pairs().tolist()))
+        for x, program, times in zip(chosen, programs, seconds, strict=True)
+    )
+
+
+def _program(
+    options: AttentionOptions,
+    algorithm: Algorithm,
+    documents: Documents,
+    lengths: Any,
+    qkv: list[Shape],
+    world_size: int,
+    backward: bool,
+) -> RankProgram:
+    given = {"lengths": lengths, "columns": documents.columns, "world_size": world_size}
+    given["window"] = options.window
+    if isinstance(algorithm, Placed):
+        plan = place_tokens(**given).plan
+        return planned_program(options, plan, qkv, backward=backward)
+    if isinstance(algorithm, Balanced):
+        plan = plan_attention(**given, config=algorithm.config)
+        return planned_program(options, plan, qkv, backward=backward)
+    ids = segment_ids_of(documents)
+    return rotating_program(options, algorithm, qkv, ids, world_size, backward=backward)
+
+
+def segment_ids_of(documents: Documents) -> np.ndarray:
+    ids = np.zeros(documents.num_tokens, np.int32)
+    token = np.arange(documents.lengths.sum()) - np.repeat(
+        np.cumsum(documents.lengths) - documents.lengths, documents.lengths
+    )
+    number = np.arange(1, len(documents.lengths) + 1, dtype=np.int32)
+    place = np.repeat(documents.first, documents.lengths) + token
+    ids[place] = np.repeat(number, documents.lengths)
+    return ids.reshape(documents.batch, documents.columns)
+
+
+def _time(
+    programs: Sequence[RankProgram], repeats: int, now: Callable[[], float]
+) -> list[list[float]]:
+    """Returns the median seconds of each rank in each program."""
+    runs = [_run_of_ranks(program) for program in programs]
+    for run in runs:  # compile, and touch memory
+        jax.block_until_ready(run(0))
+    times = [[[] for _ in program.ranges] for program in programs]
+    for _ in range(repeats):
+        for of_program, run in zip(times, runs, strict=True):
+            for rank, of_rank in enumerate(of_program):
+                start = now()
+                jax.block_until_ready(run(rank))
+                of_rank.append(now() - start)
+    return [[statistics.median(x) for x in of_program] for of_program in times]
+
+
+def _run_of_ranks(program: RankProgram) -> Callable[[int], Any]:
+    rng = np.random.default_rng(0)
+    random = lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype)
+    arrays = jax.device_put([random(x) for x in program.shapes])
+    ranges = jax.device_put(program.ranges)
+    compiled = jax.jit(program.run)
+    return lambda rank: compiled(np.int32(rank), *arrays, *ranges[rank])

@@ -1,0 +1,124 @@
+"""The attention that one rank computes, without exchanges: a program that runs on one device.
+
+The programs call the functions of attention itself, with the key ranges of a rank. The rows that a
+rank would receive may have any values: only their number and the ranges determine the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jax_cp_dispatch.attention.algorithms import Rotating
+from jax_cp_dispatch.attention.local.backward import begin_dq
+from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
+from jax_cp_dispatch.attention.rotating.attend import Rotation
+from jax_cp_dispatch.attention.rotating.call import sharded_sequence
+from jax_cp_dispatch.attention.rotating.documents import attended_tokens
+from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+
+Shape = jax.ShapeDtypeStruct
+
+
+class RankProgram(NamedTuple):
+    """A program of one rank, and what differs between the ranks.
+
+    Attributes:
+      run: takes a rank, q, k and v, and the range of keys of each query; returns the output and its
+        lse and, with the backward pass, the gradients.
+      shapes: of q, k and v.
+      ranges: of each rank, the first and last + 1 key of each query; int32 [B, rows].
+    """
+
+    run: Callable[..., Any]
+    shapes: tuple[Shape, Shape, Shape]
+    ranges: list[tuple[Array, Array]]
+
+    def num_pairs(self) -> Int[np.ndarray, " W"]:
+        """Returns the query-key pairs of each rank."""
+        return np.array([np.sum(np.asarray(b) - np.asarray(a), dtype=np.int64) for a, b in self.ranges])
+
+
+def planned_program(
+    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, qkv: list[Shape], *, backward: bool
+) -> RankProgram:
+    """Returns the program of balanced or placed attention, for rows like those of `qkv`."""
+
+    def run(rank, q, k, v, start, end):
+        out, lse = attend_locally(options, q, k, v, start, end)
+        if not backward:
+            return out, lse
+        dout = out.astype(q.dtype)
+        return out, attend_locally_backward(options, q, k, v, start, end, out, lse, dout)
+
+    ranges = [plan.local_ranges(rank) for rank in range(plan.world_size)]
+    rows = len(ranges[0][0]), plan.kv_capacity, plan.kv_capacity
+    shapes = [Shape((1, n, *x.shape[2:]), x.dtype) for n, x in zip(rows, qkv, strict=True)]
+    return RankProgram(run, tuple(shapes), [(a[None], b[None]) for a, b in ranges])
+
+
+def rotating_program(
+    options: AttentionOptions,
+    algorithm: Rotating,
+    qkv: list[Shape],
+    segment_ids: Int[np.ndarray, "B T"],
+    num_ranks: int,
+    *,
+    backward: bool,
+) -> RankProgram:
+    """Returns the program of a ring, or Hamilton attention, for one rank's rows `qkv`.
+
+    Tokens are in the order that the algorithm computes, as in `layout="zigzag"`.
+    """
+    schedule = schedule_of(options.op, algorithm, num_ranks)
+    sequence = sharded_sequence(options, algorithm, schedule)
+    rotation = sequence.rotation(*qkv)
+
+    def run(rank, q, k, v, start, end):
+        queries, held = rotation.cut(q, k, v, start, end)
+
+        def attend(step, seen):
+            order = rotation.key_order(step, rank)
+            return rotation.attend(queries, start, end, held, seen, order)
+
+        seen = OnlineSoftmax.of_nothing(queries, v.shape[3])
+        out, lse = rotation.result(lax.fori_loop(0, num_ranks, attend, seen))
+        if not backward:
+            return out, lse
+        dout = out.astype(q.dtype)
+        return out, _gradients(rotation, rank, queries, held, (start, end), (out, lse, dout))
+
+    start, end = attended_tokens(
+        segment_ids, None, shape=segment_ids.shape, reach=options.reach
+    )
+    tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
+    ranges = [
+        tuple(jnp.where(token >= 0, x[:, token], 0) for x in (start, end)) for token in tokens
+    ]
+    missing = rotation.layout.num_rows - qkv[0].shape[1]
+    shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
+    return RankProgram(run, tuple(shapes), ranges)
+
+
+def _gradients(rotation: Rotation, rank, queries, held, ranges, outputs):
+    cotangents = rotation.cut_cotangents(*ranges, *outputs)
+
+    def add_step(step, carry):
+        dq, travelling = carry
+        order = rotation.key_order(step, rank)
+        dq, dkv = rotation.gradients(queries, *ranges, held, cotangents, dq, order)
+        return dq, jax.tree.map(jnp.add, travelling, dkv)
+
+    zeros = tuple(jnp.zeros(x.shape, cotangents.dout.dtype) for x in held)
+    carry = begin_dq(queries), zeros
+    dq, dkv = lax.fori_loop(0, rotation.schedule.num_ranks, add_step, carry)
+    return rotation.finish_dq(dq), rotation.uncut_gradients(dkv)
