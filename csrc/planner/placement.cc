@@ -121,12 +121,10 @@ PlacementProblem WithoutLimits(PlacementProblem problem) {
   return problem;
 }
 
-}  // namespace
-
-RankPieces PlaceDocuments(PlacementProblem problem) {
+RankPieces Place(PlacementProblem problem) {
   if (problem.pairs.IsForward()) {
     problem.pairs = problem.pairs.Mirrored();
-    RankPieces ranks = PlaceDocuments(problem);
+    RankPieces ranks = Place(problem);
     for (std::vector<Piece>& pieces : ranks) {
       for (Piece& piece : pieces) {
         const int64_t length = problem.lengths[piece.document];
@@ -138,7 +136,7 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
   }
   SetLimits(&problem);
   if (problem.IsLimited()) {  // a search under limits may find less
-    RankPieces free = PlaceDocuments(WithoutLimits(problem));
+    RankPieces free = Place(WithoutLimits(problem));
     if (CostOf(problem, free).broken == 0) return free;
   }
   std::vector<Piece> items;
@@ -173,6 +171,22 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
   }
   for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);
   return std::move(best.ranks);
+}
+
+}  // namespace
+
+RankPieces PlaceDocuments(PlacementProblem problem) {
+  RankPieces ranks = Place(problem);
+  if (!problem.pairs.HasTiles()) return ranks;
+  SetLimits(&problem);
+  const PlacementCost cost = CostOf(problem, ranks);
+  if (cost.excess == 0) return ranks;
+  // Cuts waste tiles. Where there are so many that no placement keeps the limits, one that balances
+  // pairs may be closer to them.
+  PlacementProblem pairs = problem;
+  pairs.pairs = problem.pairs.WithoutTiles();
+  RankPieces by_pairs = Place(pairs);
+  return CostOf(problem, by_pairs) < cost ? by_pairs : ranks;
 }
 
 }  // namespace cpd

@@ -51,6 +51,31 @@ def pairs_before(
     return np.asarray(seen if left is None else seen - _up_to(-left - 1, queries, keys))
 
 
+def wasted_pairs(
+    start: Int64[np.ndarray, "..."],
+    end: Int64[np.ndarray, "..."],
+    length: Int64[np.ndarray, "..."],
+    within: Reach,
+    tile: tuple[int, int],
+) -> Int64[np.ndarray, "..."]:
+    """Counts the pairs outside the mask that tiles of the queries [start, end) compute.
+
+    An average over the places of the tiles: half a tile of queries at the first and at the last
+    query, half a tile of keys at both ends of a query's keys, and half a tile of queries along each
+    diagonal edge of the mask. `tile` is (queries, keys).
+    """
+    queries, keys = (x - 1 for x in tile)
+    left, right = within
+
+    def num_keys(query):
+        first = 0 if left is None else np.maximum(query - left, 0)
+        return (length if right is None else np.minimum(query + right + 1, length)) - first
+
+    of_query = 2 * keys + ((left is not None) + (right is not None)) * queries
+    waste = (queries * (num_keys(start) + num_keys(end - 1)) + (end - start) * of_query) // 2
+    return np.where(start < end, waste, 0)
+
+
 def _up_to(ahead, q, k):
     """Pairs with query < q and key < k, and key <= query + ahead.
 

@@ -53,7 +53,8 @@ def build_plan(
     num_runs = size("max_pieces", "would hold {} pieces", held, 8)
     received = sums_of_ranks(transfers.target, transfers.tokens, world_size)
     tokens = pieces.end - pieces.start
-    pairs = pairs_of_ranks(pieces, lengths, reach("place_tokens", causal, window), world_size)
+    within = reach("place_tokens", causal, window)
+    pairs = pairs_of_ranks(pieces, lengths, within, world_size, config.tile)
     part, sizes = slice_of_rank(rank), {"num_runs": num_runs, "num_rows": num_tokens}
     metadata = metadata_of(transfers, world_size=world_size, num_slots=num_slots, rank=rank)
     plan = PlacedPlan(
