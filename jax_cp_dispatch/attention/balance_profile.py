@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.rank_programs import (
     planned_program,
     rotating_program,
 )
-from jax_cp_dispatch.planner import place_tokens, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 
 _OP = "balance_profile"
@@ -79,7 +79,7 @@ def balance_profile(
     dtype: DTypeLike = "bfloat16",
     columns: int | None = None,
     window: int | None = None,
-    algorithms: Sequence[Algorithm | str] = _DEFAULT,
+    algorithms: Sequence[Algorithm | AttentionPlan | PlacedPlan | str] = _DEFAULT,
     backward: bool = True,
     repeats: int = 3,
 ) -> tuple[BalanceProfile, ...]:
@@ -98,8 +98,9 @@ def balance_profile(
       world_size: number of ranks W.
       num_heads, num_kv_heads, head_size: of the model, on one rank.
       dtype: of q, k and v.
-      algorithms: names or objects, as for `context_parallel_attention`. "zigzag" and "hamilton"
-        compute in zigzag layout, "placed" with the placement of `place_tokens`.
+      algorithms: names or objects, as for `context_parallel_attention`, or plans of these
+        documents, of all ranks. "zigzag" and "hamilton" compute in zigzag layout, "placed" with the
+        placement of `place_tokens`.
       backward: the gradients of q, k and v as well.
       repeats: rounds.
     Returns:
@@ -109,7 +110,10 @@ def balance_profile(
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
-    chosen = [read_algorithm(_OP, x) for x in algorithms]
+    chosen = [
+        x if isinstance(x, AttentionPlan | PlacedPlan) else read_algorithm(_OP, x)
+        for x in algorithms
+    ]
     if any(isinstance(x, Auto) for x in chosen):
         raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
     documents = documents_of(_OP, lengths, None, None, columns, world_size)
@@ -122,14 +126,20 @@ def balance_profile(
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     seconds = _time(programs, repeats, now)
     return tuple(
-        BalanceProfile(x.name, tuple(times), tuple(program.num_pairs().tolist()))
+        BalanceProfile(_name(x), tuple(times), tuple(program.num_pairs().tolist()))
         for x, program, times in zip(chosen, programs, seconds, strict=True)
     )
 
 
+def _name(algorithm: Algorithm | AttentionPlan | PlacedPlan) -> str:
+    if isinstance(algorithm, AttentionPlan):
+        return Balanced.name
+    return Placed.name if isinstance(algorithm, PlacedPlan) else algorithm.name
+
+
 def _program(
     options: AttentionOptions,
-    algorithm: Algorithm,
+    algorithm: Algorithm | AttentionPlan | PlacedPlan,
     documents: Documents,
     lengths: Any,
     qkv: list[Shape],
@@ -138,6 +148,8 @@ def _program(
 ) -> RankProgram:
     given = {"lengths": lengths, "columns": documents.columns, "world_size": world_size}
     given["window"] = options.window
+    if isinstance(algorithm, AttentionPlan | PlacedPlan):
+        return planned_program(options, algorithm, qkv, backward=backward)
     if isinstance(algorithm, Placed):
         plan = place_tokens(**given).plan
         return planned_program(options, plan, qkv, backward=backward)
