@@ -52,11 +52,7 @@ def pairs_before(
 
 
 def wasted_pairs(
-    start: Int64[np.ndarray, "..."],
-    end: Int64[np.ndarray, "..."],
-    length: Int64[np.ndarray, "..."],
-    within: Reach,
-    tile: tuple[int, int],
+    start: Tokens, end: Tokens, length: Tokens, within: Reach, tile: tuple[int, int]
 ) -> Int64[np.ndarray, "..."]:
     """Counts the pairs outside the mask that tiles of the queries [start, end) compute.
 
@@ -65,6 +61,7 @@ def wasted_pairs(
     diagonal edge of the mask. `tile` is (queries, keys).
     """
     queries, keys = (x - 1 for x in tile)
+    start, end, length = (np.asarray(x, np.int64) for x in (start, end, length))
     left, right = within
 
     def num_keys(query):
