@@ -1,0 +1,141 @@
+"""Imports and includes follow the table of docs/architecture.md, and have no cycle."""
+
+import ast
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import jax_cp_dispatch
+
+SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def tables_of_page():
+    """Returns, bottom up, the parts of the package and of csrc with those that each may import.
+
+    Every part of the package may import those of the first row.
+    """
+    package, csrc, shared = {}, {}, set()
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, _, imports = line.strip("|").split(" | ")
+        names = re.findall(r"`(?:csrc/)?(\w+)(?:/|\.py)`", names)
+        allowed = set(re.findall(r"\w+", imports))
+        if "csrc/" in line.split("|")[1]:
+            csrc |= dict.fromkeys(names, set(csrc) if "all" in allowed else allowed)
+        else:
+            package |= dict.fromkeys(names, allowed - {"the", "extensions"})
+            shared = shared or set(names)
+    return package, csrc, shared
+
+
+PACKAGE, CSRC, SHARED = tables_of_page()
+
+# The folders and files inside a package, likewise.
+INSIDE = {
+    "attention": {
+        "local": set(),
+        "algorithms": set(),
+        "checks": {"local"},
+        "options": {"local", "checks"},
+        "transport": {"options"},
+        "gather": {"options", "transport"},
+        "profile": set(),
+        "planned": {"local", "checks", "options", "profile"},
+        "rotating": {
+            *("local", "algorithms", "checks", "options", "transport", "gather", "profile"),
+        },
+        "rank_programs": {"algorithms", "local", "options", "planned", "rotating"},
+        "balance_profile": {"algorithms", "options", "rank_programs"},
+        "moves": set(),
+        "choose": {"algorithms", "checks", "moves"},
+        "mesh_axes": set(),
+        "program": {
+            *("algorithms", "checks", "options", "gather", "planned", "rotating", "mesh_axes"),
+        },
+        "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
+    },
+    "comm_gemm": {
+        "types": set(),
+        "checks": {"types"},
+        "buffers": {"types", "checks"},
+        "scaled": {"types"},
+        "engine": {"types", "buffers", "scaled"},
+        "layers": {"types", "checks", "scaled", "engine"},
+        "choice": {"types", "buffers", "engine"},
+        "matmul": {"types", "checks", "scaled", "layers", "choice"},
+        "_gemm": {"types", "checks", "buffers", "scaled", "engine", "layers"},
+        "_grouped_gemm": {"types", "checks", "scaled", "engine", "layers"},
+        "_overlap_profile": set(),
+        "_tune": {"choice", "matmul"},
+    },
+}
+
+
+def part_of(path, package=SOURCE):
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imported_modules(path):
+    """Returns the names of modules, and the names imported from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def imported_parts(path, package):
+    """Returns the parts of `package`, given its dotted name, that a file imports."""
+    for module in imported_modules(path):
+        if module == package:
+            yield "the top"
+        elif module.startswith(f"{package}."):
+            yield module.removeprefix(f"{package}.").split(".")[0]
+
+
+def test_imports_follow_the_architecture():
+    for path in SOURCE.rglob("*.py"):
+        part = part_of(path)
+        if part in ("__init__", "__main__"):
+            continue
+        allowed = PACKAGE[part] | {part} | SHARED
+        if path.name == "runtime.py":
+            allowed |= {"_cpu", "_cuda", "_nvshmem"}  # no other part imports the extensions
+        assert set(imported_parts(path, "jax_cp_dispatch")) <= allowed, path
+
+
+@pytest.mark.parametrize("part", CSRC)
+def test_includes_follow_the_architecture(part):
+    """Other files are included by their path in csrc; those of CUDA and XLA are not checked."""
+    for path in (ROOT / "csrc" / part).rglob("*.*"):
+        if path.suffix not in (".h", ".cc", ".cu"):
+            continue
+        included = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
+        assert included & CSRC.keys() <= CSRC[part] | {part}, path
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_imports_inside_a_package(package):
+    table, folder = INSIDE[package], SOURCE / package
+    for path in folder.rglob("*.py"):
+        part = part_of(path, folder)
+        if part == "__init__":
+            continue
+        imported = set(imported_parts(path, f"jax_cp_dispatch.{package}"))
+        assert imported <= table[part] | {part}, path
+
+
+TABLES = {"the package": PACKAGE, "csrc": CSRC, **INSIDE}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_import_cycle(table):
+    below = set()
+    for part, allowed in TABLES[table].items():
+        assert allowed <= below, part
+        below.add(part)
