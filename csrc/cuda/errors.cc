@@ -24,8 +24,20 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << ". The program was compiled for other devices than it runs on; compile it again.";
       break;
     case Failure::kBatch:
+      if (e.slot == 0 && e.expected == kernels::kNoRank) {
+        text << ": the plan is a fallback: its batch does not fit the config, so nothing was "
+                "planned. Use another algorithm, such as a ring, where `fits` of the plan is "
+                "false. Its `describe` says all that the batch needs.";
+        break;
+      }
+      if (e.slot == 0) {
+        text << ": this is the part of rank " << e.expected << ", on rank " << e.seen
+             << ". A rank is a position on the mesh axis, not a process: place on each device the "
+                "part of its own rank, see `slice_of` of the plan.";
+        break;
+      }
       text << ": the plan was made for another batch: the "
-           << (e.slot == 0 ? "segment ids" : "positions") << " of rank " << e.rank
+           << (e.slot == 1 ? "segment ids" : "positions") << " of rank " << e.rank
            << " have checksum " << e.seen << " but the plan expects " << e.expected
            << ". Pass the plan of this batch, and placed tokens in placed order.";
       break;
@@ -62,6 +74,11 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
            << ". If the plan was made under jit, a static bound (max_recv_seqs, "
               "max_q_transfers, max_kv_transfers, max_pieces) was too small for it: raise it. Else "
               "see Metadata.validate().";
+      break;
+    case Failure::kPlan:
+      text << " follows the plan with checksum " << e.expected << ", rank " << e.peer
+           << " another one, with checksum " << e.seen
+           << ". Plan the same batch, with the same config and mask, in every process.";
       break;
     case Failure::kOverlap:
       text << " was sent " << e.expected << " rows, which wrote " << e.seen

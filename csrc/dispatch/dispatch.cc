@@ -48,14 +48,23 @@ std::string CapacityName(const std::string& names, size_t part) {
 }
 
 // Names the need of every part, so that the next attempt does not fail on another one.
-Status RefuseOverflows(const std::string& op, const std::vector<Ranks>& parts,
+Status RefuseOverflows(std::string message, const std::vector<Ranks>& parts,
                        const std::string& capacity_names) {
-  std::string message = op + ":";
   for (size_t p = 0; p < parts.size(); ++p) {
     const std::string overflow = DescribeOverflow(parts[p], CapacityName(capacity_names, p));
     if (!overflow.empty()) message += " " + overflow;
   }
   return Status::Invalid(message);
+}
+
+// Any part of a fallback may exceed the numbers of ranges or pieces too, which only the host knows.
+Status RefuseFallback(const std::string& op, const std::vector<Ranks>& parts,
+                      const std::string& capacity_names) {
+  const std::string message =
+      ": the plan is a fallback: its batch does not fit the config, so nothing was planned. Use "
+      "another algorithm, such as a ring, where `fits` of the plan is false. Its `describe` says "
+      "all that the batch needs.";
+  return RefuseOverflows(op + message, parts, capacity_names);
 }
 
 // A copy, or a fill with zeros if src == nullptr.
@@ -260,15 +269,17 @@ Status PlanParts(const std::string& op,
                  void (*run)(const Piece&), WorkList* work) {
   std::vector<Ranks> parts;
   Status status = SplitParts(op, contributions, &parts);
-  for (size_t p = 0; p < parts.size() && status.ok(); ++p)
-    status = CheckStamps(op, parts[p], words.processes);
+  for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
+    status = IsFallback(parts[p]) ? RefuseFallback(op, parts, words.capacity_names)
+                                  : CheckStamps(op, parts[p], words.processes);
+  }
   TaskList<Piece> tasks;
   std::vector<StagedCopy> staging;
   for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
     status = plan_part(PartName(op, p, parts.size()), parts[p],
                        CapacityName(words.capacity_names, p), &tasks, &staging);
     if (!status.ok() && !DescribeOverflow(parts[p], "").empty()) {
-      status = RefuseOverflows(op, parts, words.capacity_names);
+      status = RefuseOverflows(op + ":", parts, words.capacity_names);
     }
   }
   if (status.ok()) {

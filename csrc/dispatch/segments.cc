@@ -165,7 +165,7 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 }  // namespace
 
 Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes) {
-  constexpr const char* kNames[] = {"segment ids", "positions"};
+  constexpr const char* kNames[] = {"rank", "segment ids", "positions"};
   static_assert(kStampSize == 1 + 2 * std::size(kNames));
   const auto name = [&](size_t rank) {
     const std::string text = "rank " + std::to_string(rank);
@@ -179,19 +179,30 @@ Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<
     }
     if (!stamp) continue;
     if (stamp[0] != first[0]) {
-      return Invalid(op, ": ", name(r), " follows the plan of a batch with checksum ", stamp[0],
-                     ", ", name(0), " that of another batch, with checksum ", first[0],
-                     ". Plan the same segment ids and positions in every process.");
+      return Invalid(op, ": ", name(r), " follows the plan with checksum ", stamp[0], ", ", name(0),
+                     " another one, with checksum ", first[0],
+                     ". Plan the same batch, with the same config and mask, in every process.");
     }
-    for (int i = 0; i < 2; ++i) {
+    for (size_t i = 0; i < std::size(kNames); ++i) {
       const int64_t expected = stamp[1 + 2 * i], seen = stamp[2 + 2 * i];
       if (expected == seen) continue;
+      if (i == 0) {
+        return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
+                       ". A rank is a position on the mesh axis, not a process: place on each "
+                       "device the part of its own rank, see `slice_of` of the plan.");
+      }
       return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
                      " have checksum ", seen, " but the plan expects ", expected,
                      ". Pass the plan of this batch, and placed tokens in placed order.");
     }
   }
   return Status::Ok();
+}
+
+bool IsFallback(const Ranks& ranks) {
+  return std::all_of(ranks.begin(), ranks.end(), [](const DispatchPart* rank) {
+    return rank->stamp && rank->stamp[1] == kNoRank;
+  });
 }
 
 std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name) {

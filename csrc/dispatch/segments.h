@@ -32,6 +32,9 @@ Status Invalid(const Parts&... parts) {
 // Checks that all ranks follow the plan of one batch, and that it is the batch each of them sees.
 Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes);
 
+// Whether the plan was not made: its batch does not fit.
+bool IsFallback(const Ranks& ranks);
+
 // The largest announced need that exceeds a rank's receive buffers, in words; empty if all fit.
 // `capacity_name` is the argument that sets their size.
 std::string DescribeOverflow(const Ranks& ranks, const std::string& capacity_name);

@@ -14,7 +14,8 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
-constexpr int64_t kStampSize = 5;
+constexpr int64_t kStampSize = 7;
+constexpr int64_t kNoRank = -1;  // the plan's rank in a fallback
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
 
@@ -55,15 +56,16 @@ struct Part {
 // `reported`; the first error stays until it has been reported.
 enum class Failure : int64_t {
   kNone,
-  kRank,     // rank: that of the operand, expected: that of the device
-  kBatch,    // slot: 0 segment ids, 1 positions; expected: checksum of the plan, seen: of the rank
-  kLength,   // slot; seen: seq_len, expected: src_offset
-  kDstRank,  // slot, replica; seen: dst_rank
-  kTokens,   // slot; seen: seq_len, expected: src_offset
+  kRank,       // rank: that of the operand, expected: that of the device
+  kBatch,      // slot: 0 rank, 1 segment ids, 2 positions; expected by the plan, seen by the rank
+  kLength,     // slot; seen: seq_len, expected: src_offset
+  kDstRank,    // slot, replica; seen: dst_rank
+  kTokens,     // slot; seen: seq_len, expected: src_offset
   kDstOffset,  // slot, replica; seen: dst_offset
   kCapacity,   // peer; seen: rows needed
   kFetched,    // expected: rows that can be fetched, seen: rows to fetch
   kCounts,     // peer; expected: num_recv, seen: sent
+  kPlan,       // peer; checksums of plans. expected: of this rank, seen: of the peer
   kOverlap,    // expected: rows sent, seen: rows written
   kPeer,       // peer: its plan was rejected
   kGone,       // peer: it has given up
@@ -153,7 +155,10 @@ CPD_HOST_DEVICE inline uint64_t TagInPlace(uint64_t epoch) {
   return (epoch & kEpochOfTag) | kInPlace;
 }
 
-CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) { return 8 * (2 + call.num_parts); }
+// Two words, the rows sent of each part, and the checksum of each part's plan.
+CPD_HOST_DEVICE inline int64_t MessageBytes(const Call& call) {
+  return 8 * (2 + 2 * call.num_parts);
+}
 
 // Appends the staging area to a channel of `at` bytes.
 CPD_HOST_DEVICE inline int64_t LayOutStaging(Call* call, int64_t at) {

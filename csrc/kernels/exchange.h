@@ -40,7 +40,10 @@ CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
     if (!has_given_up) {
       written[0] = state.failed;
       written[1] = call.program;
-      for (int p = 0; p < call.num_parts; ++p) written[2 + p] = rank.sent(p)[to];
+      for (int p = 0; p < call.num_parts; ++p) {
+        written[2 + p] = rank.sent(p)[to];
+        written[2 + call.num_parts + p] = ChecksumOfPlan(call, p);
+      }
     }
     if constexpr (Fabric::kHasNetwork) {
       if (IsRemote<Fabric>(call, to)) {
@@ -102,12 +105,15 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   }
   for (int p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
+    const auto plan = static_cast<int64_t>(ChecksumOfPlan(call, p));
+    const auto sent = static_cast<int64_t>(message[2 + p]);
+    const auto plan_of_peer = static_cast<int64_t>(message[2 + call.num_parts + p]);
     const int64_t announced = rank.Field(part, part.num_recv, call.num_ranks + 1)[from];
-    if (announced == static_cast<int64_t>(message[2 + p])) continue;
-    error.failure = Failure::kCounts;
+    if (plan == plan_of_peer && announced == sent) continue;
+    error.failure = plan == plan_of_peer ? Failure::kCounts : Failure::kPlan;
     error.part = p;
-    error.expected = announced;
-    error.seen = static_cast<int64_t>(message[2 + p]);
+    error.expected = plan == plan_of_peer ? announced : plan;
+    error.seen = plan == plan_of_peer ? sent : plan_of_peer;
     return error;
   }
   return error;

@@ -95,7 +95,13 @@ CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratc
   block.Sync();
 }
 
-// Checks that the plan was made for the batch that this rank sees.
+// The checksum of the plan that a rank follows; 0 without a stamp.
+CPD_DEVICE uint64_t ChecksumOfPlan(const Call& call, int p) {
+  const IntArray& stamp = call.parts[p].stamp;
+  return stamp ? static_cast<uint64_t>(stamp[0]) : 0;
+}
+
+// Checks that the plan was made for this rank, and for the batch that it sees.
 CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
   const IntArray& stamp = rank.call.parts[p].stamp;
   if (!stamp) return true;

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
       buffer: id of a registered buffer; 0 is none.
       limits: what the buffer allows; None without one.
       capacity_name: the argument that sets the capacity, for messages.
-      stamp: this rank's stamp, i32 [5], or None; see csrc/dispatch/dispatch.h.
+      stamp: this rank's stamp, i32 [7], or None; see csrc/dispatch/dispatch.h.
     """
 
     name: str

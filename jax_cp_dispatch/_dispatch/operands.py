@@ -83,7 +83,7 @@ class Operands(NamedTuple):
     """The operands of a call, or other values in the same order."""
 
     metadata: list[MetadataOperands]  # per part
-    stamps: list[Any]  # per part, None where there is none: i32 [5], see csrc/dispatch/dispatch.h
+    stamps: list[Any]  # per part, None where there is none: i32 [7], see csrc/dispatch/dispatch.h
     arrays: list[Any]  # of all parts
     storage: list[Any]
 

@@ -32,7 +32,7 @@ def dispatch_with_xla(
     axis_names: tuple[str, ...],
     num_ranks: int,
     capacity: int,
-    stamp: Int32[Array, " 5"] | None = None,
+    stamp: Int32[Array, " 7"] | None = None,
     ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
@@ -87,7 +87,7 @@ def combine_with_xla(
     num_ranks: int,
     num_tokens: int,
     dtypes: Sequence[str],
-    stamp: Int32[Array, " 5"] | None = None,
+    stamp: Int32[Array, " 7"] | None = None,
     ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.

@@ -50,7 +50,7 @@ def read_plan(
     num_ranks: int,
     num_tokens: int,
     capacity: int,
-    stamp: Int32[Array, " 5"] | None = None,
+    stamp: Int32[Array, " 7"] | None = None,
 ) -> Plan:
     """Gathers the metadata of all ranks and checks it.
 
@@ -107,7 +107,7 @@ def read_plan(
     return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
 
 
-def _are_stamps_right(stamp: Int32[Array, " 5"], axis_names: tuple[str, ...]) -> Bool[Array, ""]:
+def _are_stamps_right(stamp: Int32[Array, " 7"], axis_names: tuple[str, ...]) -> Bool[Array, ""]:
     """Whether all ranks follow the plan of one batch, and see that batch."""
     stamps = lax.all_gather(stamp, axis_names)
     is_right = jnp.all(stamps[:, 1::2] == stamps[:, 2::2])

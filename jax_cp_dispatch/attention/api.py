@@ -97,10 +97,10 @@ def context_parallel_attention(
       window: with `causal`, an int: the maximum tokens of its document to which a token attends,
         the last of which is itself. Without, a pair (left, right), see `ring_attention`.
       plan: for "balanced", a plan for these documents and the window; for "placed", that of
-        `place_tokens`, with the same `causal`. If you also pass segment_ids or positions (for
-        "placed" in placed order), they are compared with the plan's, and a plan of another batch is
-        an error on all ranks; without them, the plan is not checked. If the batch is sharded over D
-        groups, pass `stack_plans` of D plans, one for the rows of each group.
+        `place_tokens`, with the same `causal`. If you also pass segment_ids, or these and positions
+        (for "placed" in placed order), they are compared with the plan's, and a plan of another
+        batch is an error on all ranks; without them, the batch is not compared. If the batch is
+        sharded over D groups, pass `stack_plans` of D plans, one for the rows of each group.
       batch_axis: mesh axis over which B is sharded, or several; groups along them are independent.
         `()`: none. None: inferred from q, k and v. Types show explicit axes. Automatic axes are
         known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays

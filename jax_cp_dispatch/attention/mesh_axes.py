@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
@@ -85,7 +86,7 @@ class MeshAxes:
         devices = self.num_devices(self.heads)
         return math.lcm(num_kv_heads, devices) // num_kv_heads
 
-    def repeat_kv_heads(self, x: Array, num_heads: int) -> Array:
+    def repeat_kv_heads(self, x: Array | np.ndarray, num_heads: int) -> Array | np.ndarray:
         """Repeats each head of K or V `kv_copies` times; gradients of the copies are summed."""
         copies = self.kv_copies(num_heads, x.shape[2])
         if copies == 1:

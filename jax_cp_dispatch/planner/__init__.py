@@ -11,7 +11,8 @@ Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: document
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
   `stages`: the arrays of the plan. `slots`: metadata.
 `segment_ids`: the meaning of segment ids, for all of attention. `stamp`: checksums that tie a plan
-  to its batch. `placement/`: places tokens before the step instead, so that queries do not move.
+  to its batch, its rank and the plans of other ranks; `stamp_of_pieces`: on the host.
+`placement/`: places tokens before the step instead, so that queries do not move.
 """
 
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan

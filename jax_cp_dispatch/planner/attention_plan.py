@@ -12,7 +12,7 @@ from jax_cp_dispatch._text import outline
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
-from jax_cp_dispatch.planner.describe import Rows, describe_plan
+from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
 from jax_cp_dispatch.planner.parts import Home, parts_of_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
@@ -48,8 +48,9 @@ class AttentionPlan:
         of the mean.
       needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows of
         keys, ranges of queries sent, ranges of keys sent, pieces. See `fits`.
-      stamp: i32 `[W, 3]`; for each rank, the checksums of the whole batch, and of its own columns
-        of segment ids and positions. See `validate`.
+      stamp: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask and
+        batch; the rank; the checksums of its own columns of segment ids and positions. See
+        `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
@@ -101,13 +102,6 @@ class AttentionPlan:
         within = reach("AttentionPlan", True, self.window)
         return key_ranges(local_runs(self, rank), size=self.q_capacity, within=within)
 
-    def local_stamp(self, rank: Any) -> Int32[Array, " 3"]:
-        """Returns `stamp` of one rank, from the plan of all ranks or this rank's slice."""
-        stamp = jnp.asarray(self.stamp)
-        if stamp.ndim == 1:
-            return stamp
-        return stamp[0] if stamp.shape[0] == 1 else stamp[rank]
-
     @property
     def fits(self) -> Bool[Array | np.ndarray, ""]:
         """Whether the plan fits its capacities on all ranks; traced for a plan made under `jit`.
@@ -124,12 +118,14 @@ class AttentionPlan:
         """Raises if the plan was made for another batch.
 
         Call on the host, with the plan of all ranks and the arrays from which it was made. A plan
-        made from lengths is one of segment ids 1, 2, ... in each batch row, without positions.
-        Positions are compared if they are given. Inside a program, `balanced_attention` and
-        `context_parallel_attention` compare the same checksums, with 32 bits per rank.
+        made from lengths is one of segment ids 1, 2, ... in each batch row. Positions that were not
+        given count from 0 in each document; padding may have any. Inside a program,
+        `balanced_attention` and `context_parallel_attention` compare the same checksums, with 32
+        bits per rank.
 
         Raises:
-          ValueError: the shape differs, or the ids or positions of some rank differ.
+          ValueError: the shape differs, the ids or positions of some rank differ, or the batch did
+            not fit, so nothing was planned.
         """
         op = "AttentionPlan.validate"
         check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
@@ -146,7 +142,8 @@ class AttentionPlan:
         """
         op = "AttentionPlan.describe"
         if known(op, self.num_rows).min() < 0:
-            return f"AttentionPlan: the batch does not fit {_exceeded(self)}. Nothing was planned."
+            exceeded = exceeded_capacities(CAPACITIES, self.needs, _capacities(self))
+            return f"AttentionPlan: the batch does not fit {exceeded}. Nothing was planned."
         queries, keys = (rows_between_ranks(op, x) for x in (self.q_metadata, self.kv_metadata))
         columns = self.num_tokens // self.batch * self.world_size
         home = Home(self.batch, columns, self.world_size)
@@ -216,10 +213,3 @@ def _capacities(plan: AttentionPlan) -> tuple[int, ...]:
     """Returns the static sizes, in the order of `needs`."""
     slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
     return (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[-1])
-
-
-def _exceeded(plan: AttentionPlan) -> str:
-    needs = np.asarray(plan.needs).max(0).tolist()
-    values = zip(CAPACITIES, needs, _capacities(plan), strict=True)
-    texts = [f"{name} {size}: it needs {need}" for name, need, size in values if need > size]
-    return "; ".join(texts) or "a constraint of its config"

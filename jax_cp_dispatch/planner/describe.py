@@ -1,10 +1,10 @@
 """Describes plans for people: work, tokens, traffic, capacities, and the ranks with most work."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64, Int, Int32
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
 from jax_cp_dispatch._window import Reach
@@ -148,3 +148,12 @@ def _sender(home: Home, rank: int, first: int, start: int, end: int) -> str:
     if one == last:
         return "at home" if one == rank else f"from rank {one}"
     return f"from ranks {one} to {last}"
+
+
+def exceeded_capacities(
+    names: tuple[str, ...], needs: Int32[Any, "W C"], sizes: tuple[int, ...]
+) -> str:
+    """Returns in words which sizes the largest needs exceed."""
+    values = zip(names, np.asarray(needs).max(0).tolist(), sizes, strict=True)
+    texts = [f"{name} {size}: it needs {need}" for name, need, size in values if need > size]
+    return "; ".join(texts) or "a constraint of its config"

@@ -12,6 +12,7 @@ from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.slices import slice_of_rank
+from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 
 def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple[str, ...]) -> None:
@@ -29,16 +30,14 @@ def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple
 
 
 def metadata_of_fallback(
-    world_size: int, num_slots: int, capacity: int, *, num_held: int | None = None
+    world_size: int, num_slots: int, need: int | np.integer, *, num_held: int
 ) -> Metadata:
-    """Returns metadata of `num_held` ranks, or all, that announces more rows than the capacity.
+    """Returns metadata of `num_held` ranks that announces the rows that the batch needs.
 
-    So if attention uses it nevertheless, it fails on all ranks, like with any plan that does not
-    fit.
+    So if attention uses it nevertheless, the error names them.
     """
-    num_held = num_held or world_size
     received = np.zeros((num_held, world_size + 1), np.uint32)
-    received[:, [0, -1]] = capacity + 1
+    received[:, [0, -1]] = need
     by_slot = (num_held, num_slots)
     return Metadata(
         dst_rank=np.full(by_slot, -1, np.int32),
@@ -72,8 +71,8 @@ def plan_of_fallback(
     num_held = len(pairs)
     by_run = (num_held, num_runs)
     return AttentionPlan(
-        q_metadata=metadata_of_fallback(world_size, q_slots, q, num_held=num_held),
-        kv_metadata=metadata_of_fallback(world_size, kv_slots, kv, num_held=num_held),
+        q_metadata=metadata_of_fallback(world_size, q_slots, needs[0], num_held=num_held),
+        kv_metadata=metadata_of_fallback(world_size, kv_slots, needs[1], num_held=num_held),
         run_row=np.full(by_run, q, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
@@ -81,7 +80,7 @@ def plan_of_fallback(
         pairs_before=pairs,
         pairs_after=pairs,
         needs=np.tile(needs, (num_held, 1)),
-        stamp=np.zeros((num_held, 3), np.int32),
+        stamp=stamp_of_fallback(num_held),
         num_tokens=documents.num_tokens // world_size,
         batch=documents.batch,
         q_capacity=q,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._window import reach
@@ -23,6 +23,8 @@ from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
 from jax_cp_dispatch.planner.slices import slice_of_rank
+from jax_cp_dispatch.planner.stamp import digest_of_plan
+from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,
@@ -45,7 +47,7 @@ class _Moves(NamedTuple):
 
 def plan_on_host(
     documents: Documents,
-    stamp: Int32[np.ndarray, "W 3"],
+    positions: Int[np.ndarray, "B T"] | None,
     *,
     world_size: int,
     window: int | None,
@@ -83,6 +85,8 @@ def plan_on_host(
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
     of_ranks = {"world_size": world_size, "rank": rank}
     counted = documents.lengths, within, world_size, config.tile
+    digest = digest_of_plan(config, within, *pieces[:4])
+    stamp = stamp_of_pieces(documents, home, positions, digest, world_size=world_size)
     runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q, rank=rank)
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),

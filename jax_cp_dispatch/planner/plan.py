@@ -1,10 +1,10 @@
 """`plan_attention`: plans attention of packed documents, on the host or inside a program."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
@@ -20,17 +20,16 @@ from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.constraints import check_traced
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
-from jax_cp_dispatch.planner.home import checksums_of_lengths
 from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.slices import check_rank
-from jax_cp_dispatch.planner.stages import assign, build
+from jax_cp_dispatch.planner.stages import Assignment, assign, build
 from jax_cp_dispatch.planner.stamp import (
     ID_STEP,
     POSITION_STEP,
     checksums,
+    digest_of_plan,
     make_stamp,
-    stamp_of_batch,
 )
 
 _OP = "plan_attention"
@@ -76,6 +75,7 @@ def plan_attention(
       segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
         rank order.
       positions: integers of the same shape; None if segment ids alone separate the documents.
+        Attention that is given positions compares them with these, or with those that count from 0.
       world_size: number of ranks W; must divide the columns.
       lengths: instead of segment ids: tokens of the documents, in order; one list per batch row, or
         one list for a single row. The rest of a row is padding.
@@ -87,7 +87,8 @@ def plan_attention(
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
         this batch. Needs all capacities. Inside `jit`, plans that do not fit are like this anyway.
       rank: outside `jit`, returns the part of this rank alone, like `AttentionPlan.slice_of`, but
-        without arrays of all ranks, whose counts of rows grow with W * W. None: all ranks.
+        without arrays of all ranks, whose counts of rows grow with W * W. It is the index on the
+        mesh axis, not that of a process. None: all ranks.
     Returns:
       The plan for all ranks, the same in every process with the same inputs.
     Raises:
@@ -111,9 +112,7 @@ def plan_attention(
     if segment_ids is None or lengths is not None:
         reach(_OP, True, window)
         documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
-        ids = checksums_of_lengths(documents, world_size)
-        stamp = make_stamp(ids, np.zeros_like(ids), window=window)
-        return plan_on_host(documents, stamp, **options)
+        return plan_on_host(documents, None, **options)
     if isinstance(segment_ids, list | tuple):
         raise TypeError(
             f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an array. "
@@ -124,10 +123,9 @@ def plan_attention(
     grid = check_shapes(_OP, segment_ids, positions, world_size, window, config)
     if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)):
         ids, places = read_host_documents(_OP, segment_ids, positions)
-        stamp = _host_stamp(segment_ids, positions, world_size, window)
-        return plan_on_host(
-            documents_of(_OP, None, ids, places, None, world_size), stamp, **options
-        )
+        documents = documents_of(_OP, None, ids, places, None, world_size)
+        given = np.asarray(segment_ids).reshape(-1)[documents.first]
+        return plan_on_host(documents._replace(ids=given), places, **options)
     check_traced(_OP, config)
     if rank is not None:
         raise ValueError(
@@ -141,12 +139,7 @@ def plan_attention(
         **build(assignment, grid=grid, capacities=capacities)._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
-        stamp=stamp_of_batch(
-            words(segment_ids),
-            None if positions is None else words(positions),
-            num_ranks=world_size,
-            window=window,
-        ),
+        stamp=_traced_stamp(assignment, segment_ids, positions, world_size, window, config),
         num_tokens=grid.rows,
         batch=grid.batch,
         q_capacity=capacities.q,
@@ -155,12 +148,21 @@ def plan_attention(
     )
 
 
-def _host_stamp(
-    segment_ids: Ids, positions: Ids | None, world_size: int, window: int | None
-) -> Int32[np.ndarray, "W 3"]:
-    def checksum(x: Ids | None, step: int) -> Any:
-        x = None if x is None else words(np.asarray(x))
-        return checksums(x, world_size, step=step)
-
-    ids, places = checksum(segment_ids, ID_STEP), checksum(positions, POSITION_STEP)
-    return make_stamp(ids, places, window=window)
+def _traced_stamp(
+    assignment: Assignment,
+    segment_ids: Ids,
+    positions: Ids | None,
+    world_size: int,
+    window: int | None,
+    config: PlanConfig,
+) -> Int32[Array, "W 4"]:
+    """Returns the stamp; positions that are not given count from 0 in each document."""
+    starts, received = assignment.starts, assignment.received
+    if positions is None:
+        places = jnp.arange(starts.shape[1], dtype=jnp.int32) - starts
+    else:
+        places = words(positions)
+    digest = digest_of_plan(config, reach(_OP, True, window), received.block, received.rank)
+    ids = checksums(words(segment_ids), world_size, step=ID_STEP)
+    of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
+    return make_stamp(jnp.asarray(ids), jnp.asarray(of_places), digest)

@@ -26,7 +26,7 @@ class LocalRuns(NamedTuple):
       row: the first row of each run, ascending; unused runs have the number of rows, or more.
       position: the place in its document of that row's token; -1 in a run of padding.
       origin: the received row where the document starts, or would start.
-      num_rows: rows in use; all others are padding.
+      num_rows: rows in use; all others are padding. -1: a fallback, see `fallback`.
       length: tokens of the document; None if attention is causal.
     """
 
@@ -93,6 +93,9 @@ def key_ranges(
 ) -> tuple[Int32[Any, " size"], Int32[Any, " size"]]:
     """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
 
+    In a fallback, which nothing may follow, all rows attend to row 0: it is NaN if no error can be
+    raised.
+
     Args:
       runs: of one rank; with their `length` unless attention is causal.
       within: how far a query attends.
@@ -120,4 +123,5 @@ def key_ranges(
     is_query = (index < num_rows) & (first >= 0)
     here = origin[run] + place
     start = xp.where(is_query, here - before, 0).astype(np.int32)
-    return start, xp.where(is_query, here + 1 + after, 0).astype(np.int32)
+    none = (num_rows < 0).astype(np.int32)
+    return start, xp.where(is_query, here + 1 + after, none).astype(np.int32)

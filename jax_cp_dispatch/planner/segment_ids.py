@@ -64,7 +64,7 @@ def is_on_host(x: Array | np.ndarray) -> bool:
 
 
 def words(x: Integer[Array | np.ndarray, "..."]) -> Any:
-    """Maps each integer to one int32: itself if it fits, else a mix of all its bits.
+    """Maps each integer to one int32 of its sign: itself if it fits, else a mix of all its bits.
 
     Returns NumPy for NumPy, so that JAX's default of 32 bits loses nothing.
     """
@@ -75,7 +75,9 @@ def words(x: Integer[Array | np.ndarray, "..."]) -> Any:
     low = x.astype(np.uint32)
     high = (x >> x.dtype.type(31)) >> x.dtype.type(1) if x.dtype.itemsize == 8 else low & ZERO
     sign = ZERO - (low >> np.uint32(31))
-    mixed = low ^ mix(high.astype(np.uint32) + np.uint32(0x9E3779B9))
+    mixed = (low ^ mix(high.astype(np.uint32) + np.uint32(0x9E3779B9))) >> np.uint32(1)
+    mixed = mixed | (x < 0).astype(np.uint32) << np.uint32(31)
+    mixed = mixed + (mixed == ZERO).astype(np.uint32)
     where = np.where if isinstance(x, np.ndarray) else jnp.where
     return where(high.astype(np.uint32) == sign, low, mixed).astype(np.int32)
 

@@ -122,7 +122,7 @@ def test_micro_batches_share_a_program():
     micro_batches = [draw(seed, D * B) for seed in range(3)]
     placements = [Placed(operands[4]) for operands in micro_batches]
     plans = stack_plans([stack_plans(placement.plans) for placement in placements])
-    assert plans.stamp.shape == (3, D, W, 3)
+    assert plans.stamp.shape == (3, D, W, 4)
     options = {"axis_name": AXIS, "batch_axis": "data", "algorithm": "placed"}
     run = function(mesh, **options)
     traced = []
@@ -159,7 +159,7 @@ def test_plans_made_inside_the_program_are_stacked():
     def planned(*operands):
         groups = jnp.split(operands[4], D)
         plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])
-        assert plan.stamp.shape == (D, W, 3) and isinstance(plan.stamp, Tracer)
+        assert plan.stamp.shape == (D, W, 4) and isinstance(plan.stamp, Tracer)
         return run(*operands, plan)
 
     check(planned(*operands), operands)

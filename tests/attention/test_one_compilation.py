@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_a_placement_that_does_not_fit_is_not_computed():
     np.testing.assert_allclose(placement.plan.pairs, [half, half + 32 * 32])
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         _ = placement.needs
-    all_ranks_fail("placed", placement.plan)
+    all_ranks_fail("placed", placement.plan, "64 tokens but PlacementConfig.kv_capacity is 40")
 
 
 def test_a_plan_that_does_not_fit_is_not_computed():
@@ -174,17 +175,50 @@ def test_a_plan_that_does_not_fit_is_not_computed():
     jax.tree.map(np.testing.assert_array_equal, part, plan.slice_of(1))
     with pytest.raises(ValueError, match="kv_capacity>=64"):
         plan_attention(lengths=[64], world_size=2, config=config)
-    all_ranks_fail("balanced", plan)
+    all_ranks_fail("balanced", plan, "64 tokens but PlanConfig.kv_capacity is 40")
 
 
-def all_ranks_fail(algorithm, plan):
+def all_ranks_fail(algorithm, plan, needs):
+    """The error says that the plan is a fallback, and what the batch needs."""
     q = np.zeros((1, 64, 1, 4), np.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_capacity"):
-        jax.block_until_ready(
-            context_parallel_attention(
-                q, q, q, mesh=mesh_of(2), axis_name=AXIS, algorithm=algorithm, plan=plan
-            )
-        )
+    options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}
+    attend = partial(context_parallel_attention, q, q, q, **options)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"the plan is a fallback: .*{needs}"):
+        jax.block_until_ready(attend())
+    assert np.isnan(attend(implementation="xla")).all()
+    with pytest.raises(ValueError, match="this plan is a fallback"):
+        plan.validate(np.ones((1, 64), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("made", "limit"),
+    [
+        (place_tokens, {"kv_capacity": 512, "max_transfers": 1, "max_pieces": 64}),
+        (
+            plan_attention,
+            dict(
+                q_capacity=512,
+                kv_capacity=512,
+                max_q_transfers=1,
+                max_kv_transfers=64,
+                max_pieces=64,
+            ),
+        ),
+    ],
+)
+def test_a_fallback_whose_rows_fit_fails_too(made, limit):
+    """The error refers to `describe`, which names what exceeds a limit."""
+    lengths = [90, 7, 31, 60, 60, 8]
+    is_placed = made is place_tokens
+    config = PlacementConfig(**limit) if is_placed else PlanConfig(**limit)
+    plan = made(lengths=lengths, world_size=2, config=config, fallback="ring")
+    plan = plan.plan if is_placed else plan
+    assert re.search(r"max_(q_)?transfers 1: it needs \d", plan.describe())
+    q = np.zeros((1, 256, 1, 4), np.float32)
+    algorithm = "placed" if is_placed else "balanced"
+    options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"fallback.*`describe` says all"):
+        jax.block_until_ready(context_parallel_attention(q, q, q, **options))
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,10 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
 
     for name, stamp, text in (
         ("a stamp is shorter", int32(1, 1, 1), "stamp of plan 0 has shape [3]"),
-        ("a stamp is of floats", array_of(np.float32, [0] * 5), "stamp of plan 0 has no integers"),
+        ("a stamp is of floats", array_of(np.float32, [0] * 7), "stamp of plan 0 has no integers"),
         ("a stamp is a scalar", np.int32(1), "stamp of plan 0 has shape []"),
-        ("another batch", int32(1, 2, 2, 3, 4), "the plan was made for another batch"),
+        ("another batch", int32(1, 0, 0, 2, 2, 3, 4), "the plan was made for another batch"),
+        ("the part of another rank", int32(1, 3, 0, 2, 2, 3, 3), "the part of rank 3, on rank 0"),
     ):
         stamped = dataclasses.replace(call, metadata=[*call.metadata, stamp])
         wrong[name] = stamped.with_attributes(has_stamp=int64(1)), text

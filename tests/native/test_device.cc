@@ -72,8 +72,9 @@ void BadPlansAreRefusedEverywhere() {
   const Case cases[] = {
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[1] = 3; }},
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[0] = -2; }},
-      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, -3, -2, 5, 5}; }},
-      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, -3, -3, 5, 6}; }},
+      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 2, 1, -3, -3, 5, 5}; }},
+      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 1, 1, -3, -2, 5, 5}; }},
+      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 1, 1, -3, -3, 5, 6}; }},
       {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
       {Failure::kTokens,
        [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},
@@ -108,6 +109,23 @@ void BadPlansAreRefusedEverywhere() {
       is_dispatch ? CheckDispatched(world) : CheckCombined(world);
     }
   }
+}
+
+// A rank follows another plan than the others, with the same counts: all ranks see it.
+void PlansAreCompared() {
+  World world = SmallWorld(3, true);
+  for (int r = 0; r < 3; ++r) world.parts[0].plans[r].stamp = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2};
+  RunRanks(world);
+  for (int r = 0; r < 3; ++r) {
+    const ErrorRecord error = world.Take(r);
+    CHECK(error.failure == Failure::kPlan && error.peer == (r == 1 ? 0 : 1));
+    CHECK(error.expected == (r == 1 ? 8 : -7) && error.seen == (r == 1 ? -7 : 8));
+    CHECK(IsSpoiled(world, r));
+  }
+  world.parts[0].plans[1].stamp[0] = -7;
+  RunRanks(world, 3);
+  CHECK(world.IsFine());
+  CheckDispatched(world);
 }
 
 void ReceiversCheckCountsAndOverlaps() {
@@ -199,6 +217,7 @@ int main(int argc, char** argv) {
   RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
   ManyReplicasAndSources();
   BadPlansAreRefusedEverywhere();
+  PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();
   AnotherProgramIsNamed();
   AnAbsentRankIsNamed();

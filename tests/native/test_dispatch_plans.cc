@@ -113,17 +113,22 @@ void StampsAreCompared() {
     const std::vector<int> processes = {4, 4, 6};
     return PlanDispatch("send", contributions, &work, {"", &processes});
   };
-  const Stamp right = {7, -1, -1, 0, 0};
-  CHECK(plan({right, right, right}).ok());
+  const auto of = [](int rank) { return Stamp{7, rank, rank, -1, -1, 0, 0}; };
+  CHECK(plan({of(0), of(1), of(2)}).ok());
   CHECK(
-      Contains(plan({right, right, {7, -1, 5, 0, 0}}),
+      Contains(plan({of(0), of(1), {7, 2, 2, -1, 5, 0, 0}}),
                "send: the plan was made for another batch: the segment ids of rank 2 of process 6 "
                "have checksum 5 but the plan expects -1"));
-  CHECK(Contains(plan({right, {7, 4, 4, 0, 2}, right}),
+  CHECK(Contains(plan({of(0), {7, 1, 1, 4, 4, 0, 2}, of(2)}),
                  "the positions of rank 1 of process 4 have checksum 2"));
-  CHECK(Contains(plan({right, {8, -1, -1, 0, 0}, right}),
-                 "rank 1 of process 4 follows the plan of a batch with checksum 8, rank 0 of "
-                 "process 4 that of another batch, with checksum 7"));
+  CHECK(
+      Contains(plan({of(0), {8, 1, 1, -1, -1, 0, 0}, of(2)}),
+               "rank 1 of process 4 follows the plan with checksum 8, rank 0 of process 4 another "
+               "one, with checksum 7"));
+  CHECK(Contains(plan({of(0), {7, 2, 1, -1, -1, 0, 0}, of(2)}),
+                 "this is the part of rank 2, on rank 1 of process 4"));
+  const auto fallback = [](int rank) { return Stamp{0, kNoRank, rank, 0, 0, 0, 0}; };
+  CHECK(Contains(plan({fallback(0), fallback(1), fallback(2)}), "the plan is a fallback"));
 }
 
 // Without arrays nothing bounds the slots and nothing moves; the lengths are not summed either.

@@ -232,6 +232,18 @@ def test_apply_and_restore():
     np.testing.assert_array_equal(on_device, arrays["tokens"])
 
 
+def test_the_order_is_read_only():
+    """`apply` and `restore` use these arrays again; also of a part, and after pickling."""
+    whole = place_tokens([30, 9, 25], world_size=4)
+    for placement in (whole, whole.slice_of(1), pickle.loads(pickle.dumps(whole))):
+        with pytest.raises(ValueError, match="read-only"):
+            placement.permutation[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        whole.inverse[:2] = 0
+    copy = whole.inverse.copy()
+    copy[0] = 1  # a copy is the caller's
+
+
 def test_labels_stay_with_their_tokens():
     """Labels are shifted before placement; each is still the next token of its document."""
     lengths = [[20, 40, 4]]

@@ -65,8 +65,55 @@ def test_the_batch_of_the_plan_is_accepted():
     unseen = attend(qkv, make_plan(segment_ids))
     np.testing.assert_array_equal(attend(qkv, make_plan(segment_ids), segment_ids), unseen)
     plan = make_plan(segment_ids, positions)
-    for documents in ((segment_ids, positions), (segment_ids, None), (None, positions)):
+    for documents in ((segment_ids, positions), (segment_ids, None)):
         np.testing.assert_array_equal(attend(qkv, plan, *documents), unseen)
+
+
+def lengths_of(segment_ids):
+    """The documents of rows without padding between them."""
+    return [np.bincount(row)[1:].tolist() for row in segment_ids]
+
+
+@pytest.mark.parametrize("made", ["ids", "lengths", "ids and positions", "traced"])
+def test_positions_count_from_0_and_those_of_padding_do_not_count(made):
+    """Whatever positions the loader gives to padding, in the middle of a rank's columns too."""
+    qkv, (segment_ids, positions) = draw()
+    rng = np.random.default_rng()
+    if made == "lengths":
+        ends = np.array([[T - 9], [T - 30]])
+        segment_ids = np.where(np.arange(T) < ends, np.cumsum(rng.random((2, T)) < 0.1, 1) + 1, 0)
+        first = np.argmax(segment_ids[:, None] == segment_ids[..., None], axis=-1)
+        segment_ids, positions = (x.astype(np.int32) for x in (segment_ids, np.arange(T) - first))
+    is_padding = segment_ids == 0
+    others = [positions + is_padding * rng.integers(-9, 99, positions.shape) for _ in range(3)]
+    # Positions that continue over padding, as those of the document before or after it would.
+    others.append(np.where(is_padding, np.roll(positions, 1, 1) + 1, positions))
+    others.append(np.where(is_padding, np.roll(positions, -1, 1) - 1, positions))
+    if made == "ids":
+        plan = make_plan(segment_ids)
+    elif made == "lengths":
+        plan = plan_attention(
+            lengths=lengths_of(segment_ids), columns=T, world_size=W, config=CONFIG
+        )
+    elif made == "traced":
+        plan = jax.jit(make_plan)(segment_ids)
+    else:
+        plan = make_plan(segment_ids, others[0])
+    unseen = attend(qkv, plan)
+    for places in others:
+        plan.validate(segment_ids, places)
+        np.testing.assert_array_equal(attend(qkv, plan, segment_ids, places), unseen)
+    shifted = positions + (segment_ids == segment_ids.max())
+    with pytest.raises(ValueError, match="the positions of rank"):
+        plan.validate(segment_ids, shifted)
+    all_fail(attend(qkv, plan, segment_ids, shifted), "the positions of rank")
+
+
+def test_positions_need_the_ids():
+    """Only ids say where padding is."""
+    qkv, (segment_ids, positions) = draw()
+    with pytest.raises(ValueError, match="positions without segment_ids, which say where padding"):
+        attend(qkv, make_plan(segment_ids), None, positions)
 
 
 def test_another_batch_fails_on_all_ranks():
@@ -87,7 +134,8 @@ def test_other_positions_fail_on_all_ranks():
     qkv, (segment_ids, positions) = draw()
     plan = make_plan(segment_ids, positions)
     all_fail(attend(qkv, plan, segment_ids, positions + 1), "the positions of rank 0 have checksum")
-    all_fail(attend(qkv, make_plan(segment_ids), segment_ids, positions), "the positions of rank")
+    plan = make_plan(segment_ids)
+    all_fail(attend(qkv, plan, segment_ids, positions + 1), "the positions of rank 0 have checksum")
 
 
 def test_by_xla_another_batch_is_nan():
@@ -146,7 +194,7 @@ def test_ranks_that_follow_plans_of_different_batches(window):
         return mine
 
     out = attend(qkv, jax.tree.map(mixed, ours, others))
-    all_fail(out, "rank 2 follows the plan of a batch with checksum .*rank 0 that of another")
+    all_fail(out, "rank 2 follows the plan with checksum .*, rank 0 another one")
 
 
 def test_validate_on_the_host():

@@ -86,7 +86,8 @@ def local_attention(
     ).resolved(q, k, v)
     check_ranges("local_attention", q, kv_start, kv_end)
     q, k, v = in_reverse_only("local_attention", [q, k, v])
-    return _attend(options, *vary_alike([q, k, v, kv_start, kv_end]))
+    with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
+        return _attend(options, *vary_alike([q, k, v, kv_start, kv_end]))
 
 
 def local_attention_backward(

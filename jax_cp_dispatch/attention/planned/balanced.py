@@ -16,10 +16,9 @@ from jax_cp_dispatch.attention.planned.call import (
     attend_locally_backward,
     attend_rows,
     check_call,
+    stamp_of_call,
 )
 from jax_cp_dispatch.planner import AttentionPlan
-from jax_cp_dispatch.planner.segment_ids import words
-from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 def balanced_attention(
@@ -54,8 +53,9 @@ def balanced_attention(
         rank's slice (`in_specs=P(axis_name)`).
       axis_name: the mesh axis of the ranks, or several, major axis first.
       segment_ids, positions: this rank's columns of the arrays from which the plan was made. Only
-        the plan determines attention; these are compared with it by a checksum. Without them, a
-        plan of another batch is not detected.
+        the plan determines attention; these are compared with it by a checksum. Positions that the
+        plan was made without count from 0, those of padding do not count, and all need the ids.
+        Without ids, a plan of another batch is not detected.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
@@ -66,8 +66,8 @@ def balanced_attention(
     Raises:
       TypeError, ValueError: shapes or dtypes do not match each other, the plan or the axis.
       jax.errors.JaxRuntimeError: at run time, on all ranks: the plan was made for another batch, or
-        its capacities are too small; or as `dispatch`. With `implementation="xla"` the output is
-        NaN instead.
+        its capacities are too small; a rank has the part of another rank, or of another plan; or as
+        `dispatch`. With `implementation="xla"` the output is NaN instead.
     """
     exchange = ExchangeOptions("balanced_attention", axis_name, implementation, deadline)
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
@@ -82,15 +82,8 @@ def attend_balanced(options: AttentionOptions, q, k, v, plan, segment_ids, posit
     check_plan(options.op, plan, AttentionPlan)
     advice = "Plan with the segment ids of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
-    stamp = stamp_of_queries(options, plan, segment_ids, positions)
+    stamp = stamp_of_call(options, plan, segment_ids, positions)
     return attend_rows(_attend, options, q, k, v, plan, stamp)
-
-
-def stamp_of_queries(options: AttentionOptions, plan: AttentionPlan, segment_ids, positions):
-    """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
-    seen = (None if x is None else words(x) for x in (segment_ids, positions))
-    rank = jax.lax.axis_index(options.exchange.axis_name)
-    return rank_stamp(plan.local_stamp(rank), *seen)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Array, Float
+import jax
+from jaxtyping import Array, Float, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.checks import check_rows, is_stack
@@ -14,6 +15,7 @@ from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 def check_call(
@@ -22,11 +24,18 @@ def check_call(
     k: Any,
     v: Any,
     plan: AttentionPlan | PlacedPlan,
-    *documents: Any,
+    segment_ids: Any,
+    positions: Any,
+    *,
     advice: str,
 ) -> None:
     """Requires that the rows match each other and the plan."""
-    check_rows(options.op, q, k, v, *documents)
+    check_rows(options.op, q, k, v, segment_ids, positions)
+    if positions is not None and segment_ids is None:
+        raise ValueError(
+            f"{options.op}: got a plan and positions without segment_ids, which say where padding "
+            "is: its positions do not count. Pass both, or segment_ids alone."
+        )
     if is_stack(plan):
         raise ValueError(
             f"{options.op}: got stacked plans, of {list(plan.stamp.shape[:-2])}. Pass one of them: "
@@ -44,6 +53,14 @@ def check_call(
             f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
             f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice}"
         )
+
+
+def stamp_of_call(
+    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, segment_ids: Any, positions: Any
+) -> Int32[Array, " 7"]:
+    """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
+    rank = jax.lax.axis_index(options.exchange.axis_name)
+    return rank_stamp(plan.stamp, rank, segment_ids, positions)
 
 
 def attend_rows(

@@ -16,10 +16,9 @@ from jax_cp_dispatch.attention.planned.call import (
     attend_locally_backward,
     attend_rows,
     check_call,
+    stamp_of_call,
 )
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import words
-from jax_cp_dispatch.planner.stamp import rank_stamp
 
 
 def placed_attention(
@@ -53,14 +52,15 @@ def placed_attention(
       axis_name: the mesh axis of the ranks, or several, major axis first.
       segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
         determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
-        Without them, a plan of another batch is not detected.
+        Positions need the ids. Without ids, a plan of another batch is not detected.
       scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
       TypeError, ValueError: shapes or dtypes do not match each other, the plan or the axis.
-      jax.errors.JaxRuntimeError: at run time, on all ranks: the plan was made for another batch; or
-        as `dispatch`. With `implementation="xla"` the output is NaN instead.
+      jax.errors.JaxRuntimeError: at run time, on all ranks: the plan was made for another batch, or
+        is a fallback; a rank has the part of another rank, or of another plan; or as `dispatch`.
+        With `implementation="xla"` the output is NaN instead.
     """
     exchange = ExchangeOptions("placed_attention", axis_name, implementation, deadline)
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
@@ -75,15 +75,8 @@ def attend_placed(options: AttentionOptions, q, k, v, plan, segment_ids, positio
     check_plan(options.op, plan, PlacedPlan)
     advice = "Place the tokens of this batch."
     check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
-    stamp = stamp_of_places(options, plan, segment_ids, positions)
+    stamp = stamp_of_call(options, plan, segment_ids, positions)
     return attend_rows(_attend, options, q, k, v, plan, stamp)
-
-
-def stamp_of_places(options: AttentionOptions, plan: PlacedPlan, segment_ids, positions):
-    """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
-    stamp, num_rows = plan.local_stamp(jax.lax.axis_index(options.exchange.axis_name))
-    seen = (None if x is None else words(x) for x in (segment_ids, positions))
-    return rank_stamp(stamp, *seen, num_rows=num_rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

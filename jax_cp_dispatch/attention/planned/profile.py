@@ -13,9 +13,9 @@ from jaxtyping import Float
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.planned import exchanges
-from jax_cp_dispatch.attention.planned.balanced import attend_balanced, stamp_of_queries
-from jax_cp_dispatch.attention.planned.call import attend_locally
-from jax_cp_dispatch.attention.planned.placed import attend_placed, stamp_of_places
+from jax_cp_dispatch.attention.planned.balanced import attend_balanced
+from jax_cp_dispatch.attention.planned.call import attend_locally, stamp_of_call
+from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -57,11 +57,11 @@ def balanced_attention_profile(
     call = _call(op, stopwatch, (q, k, v), plan, **options)
 
     def send(q, k, v, plan, *documents):
-        stamp = stamp_of_queries(call.options, plan, *documents)
+        stamp = stamp_of_call(call.options, plan, *documents)
         return exchanges.send_qkv(call.exchange, plan, _rows(q), (_rows(k), _rows(v)), stamp)
 
     def bring_back(out, plan, *documents):
-        stamp = stamp_of_queries(call.options, plan, *documents)
+        stamp = stamp_of_call(call.options, plan, *documents)
         return exchanges.return_q(call.exchange, plan, out, stamp)
 
     total = call.time_whole(attend_balanced)
@@ -95,7 +95,7 @@ def placed_attention_profile(
     call = _call(op, stopwatch, (q, k, v), plan, **options)
 
     def send(q, k, v, plan, *documents):
-        stamp = stamp_of_places(call.options, plan, *documents)
+        stamp = stamp_of_call(call.options, plan, *documents)
         return _rows(q), exchanges.send_kv(call.exchange, plan, (_rows(k), _rows(v)), stamp)
 
     total = call.time_whole(attend_placed)

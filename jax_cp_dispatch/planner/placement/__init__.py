@@ -2,7 +2,7 @@
 
 `config`: the static choices. `limits`: checks of those that no array size expresses. `fallback`:
   the placement of a batch that does not fit. `build`: the plan of the keys, from the pieces of each
-  rank. `stamp`: its checksums. `plan`: its representation. `placement`: the order of tokens.
+  rank. `plan`: its representation. `placement`: the order of tokens.
   `place`: the public function. `csrc/planner` assigns pieces to ranks. Uses NumPy only, so nothing
   here starts JAX.
 """

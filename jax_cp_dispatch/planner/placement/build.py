@@ -9,7 +9,7 @@ from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans
-from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import static_size
@@ -25,7 +25,7 @@ from jax_cp_dispatch.planner.transfers import (
 def build_plan(
     pieces: Pieces,
     spans: Spans,
-    stamp: Int32[np.ndarray, "W 3"],
+    stamp: Int32[np.ndarray, "W 4"],
     documents: Documents,
     *,
     world_size: int,
@@ -53,6 +53,8 @@ def build_plan(
     num_runs = size("max_pieces", "would hold {} pieces", held, 8)
     received = sums_of_ranks(transfers.target, transfers.tokens, world_size)
     tokens = pieces.end - pieces.start
+    kv_capacity = size("kv_capacity", "would receive {} rows", received, 1024)
+    needs = np.array([max(int(x.max(initial=0)), 1) for x in (received, sent, held)], np.int32)
     within = reach("place_tokens", causal, window)
     pairs = pairs_of_ranks(pieces, lengths, within, world_size, config.tile)
     part, sizes = slice_of_rank(rank), {"num_runs": num_runs, "num_rows": num_tokens}
@@ -62,13 +64,13 @@ def build_plan(
         **runs_of_pieces(pieces, held, **sizes, lengths=lengths, rank=rank),
         num_rows=sums_of_ranks(pieces.rank, tokens, world_size)[part].astype(np.int32),
         pairs=pairs[part].astype(np.float32),
+        needs=np.tile(needs, (len(stamp[part]), 1)),
         stamp=stamp[part].copy(),
         num_tokens=num_tokens,
         batch=documents.batch,
-        kv_capacity=size("kv_capacity", "would receive {} rows", received, 1024),
+        kv_capacity=kv_capacity,
         causal=causal,
         window=window,
     )
-    kv, slots, runs = (max(int(x.max(initial=0)), 1) for x in (received, sent, held))
-    needs = dataclasses.replace(config, kv_capacity=kv, max_transfers=slots, max_pieces=runs)
-    return plan, needs
+    least = dict(zip(CAPACITIES, needs.tolist(), strict=True))
+    return plan, dataclasses.replace(config, **least)

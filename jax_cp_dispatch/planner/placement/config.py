@@ -10,6 +10,7 @@ from jax_cp_dispatch._arguments import check_type
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.planner.constraints import check_domains
 
+# Fields of `PlacementConfig`, in the order of `PlacedPlan.needs`.
 CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces")
 
 

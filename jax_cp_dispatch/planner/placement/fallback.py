@@ -1,6 +1,7 @@
 """A placement for a batch that does not fit: tokens stay where they are."""
 
 import numpy as np
+from jaxtyping import Int32
 
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.planner.documents import Documents
@@ -9,10 +10,12 @@ from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.slices import slice_of_rank
+from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 
 def plan_of_fallback(
     documents: Documents,
+    needs: Int32[np.ndarray, " 3"],
     *,
     world_size: int,
     causal: bool,
@@ -22,7 +25,8 @@ def plan_of_fallback(
 ) -> PlacedPlan:
     """Returns a plan with `fits` false, of the shapes of all plans with this config.
 
-    With `rank`, it is the part of this rank.
+    `needs` are those of the placement with the best balance. With `rank`, it is the part of this
+    rank.
     """
     capacity = config.kv_capacity or 1
     num_tokens = documents.num_tokens // world_size
@@ -31,14 +35,15 @@ def plan_of_fallback(
     num_held, num_slots = len(pairs), config.max_transfers or 1
     by_run = (num_held, config.max_pieces or 1)
     return PlacedPlan(
-        kv_metadata=metadata_of_fallback(world_size, num_slots, capacity, num_held=num_held),
+        kv_metadata=metadata_of_fallback(world_size, num_slots, needs[0], num_held=num_held),
         run_row=np.full(by_run, num_tokens, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
         run_length=np.zeros(by_run, np.int32),
         num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs.astype(np.float32),
-        stamp=np.zeros((num_held, 3), np.int32),
+        needs=np.tile(needs, (num_held, 1)),
+        stamp=stamp_of_fallback(num_held),
         num_tokens=num_tokens,
         batch=documents.batch,
         kv_capacity=capacity,

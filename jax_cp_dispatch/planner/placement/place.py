@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
@@ -25,9 +25,10 @@ from jax_cp_dispatch.planner.placement.limits import (
 )
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
-from jax_cp_dispatch.planner.placement.stamp import stamp_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
+from jax_cp_dispatch.planner.stamp import digest_of_plan
+from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 
 _OP = "place_tokens"
 
@@ -73,7 +74,8 @@ def place_tokens(
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
         `PlacedPlan.fits` is false: use a ring for this batch. Needs all capacities.
       rank: returns the part of this rank alone, like `Placement.slice_of`, but without arrays of
-        all ranks, whose counts of rows grow with W * W. None: all ranks.
+        all ranks, whose counts of rows grow with W * W. It is the index on the mesh axis, not that
+        of a process. None: all ranks.
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
@@ -98,10 +100,11 @@ def place_tokens(
         plan, least, pieces = _place(documents, positions, **options)
         moves = tuple(_moves(documents, pieces, num_tokens, world_size))
     except DoesNotFitError as error:
-        reason = str(error) + _limits_that_suffice(documents, positions, **options)
+        text, needs = _limits_that_suffice(documents, positions, **options)
+        reason = str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
-        plan = plan_of_fallback(documents, **options)
+        plan = plan_of_fallback(documents, needs, **options)
         moves = moves_of_fallback(documents, world_size)
     here = order_by_rank(moves[1] // max(num_tokens, 1), rank)
     return Placement(
@@ -138,7 +141,8 @@ def _place(
     check_pieces(documents, pieces, config)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
-    stamp = stamp_of_pieces(documents, pieces, positions, **sizes, **mask)
+    digest = digest_of_plan(config, within, *pieces[:4])
+    stamp = stamp_of_pieces(documents, pieces, positions, digest, world_size=world_size)
     sizes["rank"] = rank
     plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, **mask, config=config)
     return plan, needs, pieces
@@ -150,19 +154,22 @@ def _limits_that_suffice(
     *,
     config: PlacementConfig,
     **options: Any,
-) -> str:
-    """Returns a sentence with limits that the batch keeps, all at once; empty without limits."""
+) -> tuple[str, Int32[np.ndarray, " 3"]]:
+    """Returns a sentence with limits that the batch keeps, all at once, and `PlacedPlan.needs`.
+
+    Without limits, it is empty.
+    """
     none: dict[str, Any] = dict.fromkeys(CAPACITIES)
     free = dataclasses.replace(config, **none, min_piece=1, max_away=None)
     if free == config:
-        return ""
-    _, needs, pieces = _place(documents, positions, config=free, **options)
+        return "", np.zeros(len(CAPACITIES), np.int32)
+    plan, needs, pieces = _place(documents, positions, config=free, **options)
     has_capacity = any(getattr(config, name) is not None for name in CAPACITIES)
     limited = [*CAPACITIES] if has_capacity else []
     limited += [x for x in ("min_piece", "max_away") if getattr(config, x) != getattr(free, x)]
     kept = {name: getattr(needs, name) for name in CAPACITIES} | limits_kept(documents, pieces)
     sizes = ", ".join(f"{name}={kept[name]}" for name in limited)
-    return f" The placement with the best balance needs {sizes}."
+    return f" The placement with the best balance needs {sizes}.", plan.needs[0]
 
 
 def _assign(

@@ -69,7 +69,10 @@ class Placement:
 
     @functools.cached_property
     def permutation(self) -> Int[np.ndarray, " places"]:
-        """The token at each place, counted over the batch row by row; of one rank, `[T]`."""
+        """The token at each place, counted over the batch row by row; of one rank, `[T]`.
+
+        Read-only, like `inverse`.
+        """
         return self._map(self.place, self.source, (self.rank or 0) * self.plan.num_tokens)
 
     @functools.cached_property
@@ -181,7 +184,9 @@ class Placement:
         dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
         order = np.argsort(start)
         values = np.repeat((value - start)[order].astype(dtype), self.tokens[order])
-        return values + np.arange(first, first + len(values), dtype=dtype)
+        values += np.arange(first, first + len(values), dtype=dtype)
+        values.flags.writeable = False  # `apply` and `restore` use them again
+        return values
 
     def _apply(self, x: Any) -> Any:
         xp, rest = self._check_array("apply", x)

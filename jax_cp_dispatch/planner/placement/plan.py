@@ -4,15 +4,15 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
-from jax_cp_dispatch.planner.describe import Rows, describe_plan
+from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
 from jax_cp_dispatch.planner.parts import parts_of_placed
+from jax_cp_dispatch.planner.placement.config import CAPACITIES
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -40,8 +40,11 @@ class PlacedPlan:
       run_length: i32 `[W, P]`; tokens of the document.
       num_rows: i32 `[W]`; rows of each rank that are not padding; -1 if the batch does not fit.
       pairs: f32 `[W]`; query-key pairs of each rank.
-      stamp: i32 `[W, 3]`; for each rank, the checksums of the whole placed batch, and of its own
-        rows of segment ids and positions in placed order. See `validate`.
+      needs: i32 `[W, 3]`; in every row the largest need of all ranks: rows of keys, ranges of keys
+        sent, pieces. See `PlacementConfig`.
+      stamp: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask and
+        placed batch; the rank; the checksums of its own rows of segment ids and positions in placed
+        order. See `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
@@ -55,6 +58,7 @@ class PlacedPlan:
     run_length: Leaf
     num_rows: Leaf
     pairs: Leaf
+    needs: Leaf
     stamp: Leaf
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
@@ -92,14 +96,6 @@ class PlacedPlan:
         """
         return key_ranges(local_runs(self, rank), size=self.num_tokens, within=self.within)
 
-    def local_stamp(self, rank: Any) -> tuple[Int32[Array, " 3"], Int32[Array, ""]]:
-        """Returns `stamp` and `num_rows` of one rank, from the plan of all ranks or its slice."""
-        stamp, num_rows = self.stamp, self.num_rows
-        if stamp.ndim == 1:
-            return stamp, num_rows
-        rank = 0 if stamp.shape[0] == 1 else rank
-        return jnp.asarray(stamp)[rank], jnp.asarray(num_rows)[rank]
-
     @property
     def fits(self) -> Bool[Array | np.ndarray, ""]:
         """Whether the batch fits its capacities; false only for a fallback of `place_tokens`.
@@ -122,11 +118,11 @@ class PlacedPlan:
         `context_parallel_attention` compare the same checksums, with 32 bits per rank.
 
         Raises:
-          ValueError: the shape differs, or the ids or positions of some rank differ.
+          ValueError: the shape differs, the ids or positions of some rank differ, or the batch did
+            not fit, so nothing was planned.
         """
-        op, num_rows = "PlacedPlan.validate", self.num_rows
-        sizes = {"num_tokens": self.num_tokens, "num_rows": num_rows}
-        check_batch(op, self.stamp, segment_ids, positions, **sizes)
+        op = "PlacedPlan.validate"
+        check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
 
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.
@@ -141,7 +137,8 @@ class PlacedPlan:
         """
         op = "PlacedPlan.describe"
         if known(op, self.num_rows).min() < 0:
-            return "PlacedPlan: the batch does not fit its capacities. See `Placement.reason`."
+            exceeded = exceeded_capacities(CAPACITIES, self.needs, self._capacities)
+            return f"PlacedPlan: the batch does not fit {exceeded}. Nothing was placed."
         keys = Rows(rows_between_ranks(op, self.kv_metadata), self.kv_capacity)
         return describe_plan(
             "PlacedPlan",
@@ -151,6 +148,11 @@ class PlacedPlan:
             within=self.within,
             home=None,
         )
+
+    @property
+    def _capacities(self) -> tuple[int, ...]:
+        """The static sizes, in the order of `needs`."""
+        return self.kv_capacity, self.kv_metadata.dst_rank.shape[-1], self.run_row.shape[-1]
 
     @property
     def imbalance(self) -> float:

@@ -1,0 +1,69 @@
+"""The stamp of a plan that is made on the host, from the pieces of documents that ranks hold."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int32, UInt32
+
+from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.segment_ids import words
+from jax_cp_dispatch.planner.stamp import ID_STEP, POSITION_STEP, checksums_of_runs, make_stamp
+
+
+def stamp_of_pieces(
+    documents: Documents,
+    pieces: Pieces,
+    positions: Int[Any, "B T"] | None,
+    digest: UInt32[np.ndarray, " 1"],
+    *,
+    world_size: int,
+) -> Int32[np.ndarray, "W 4"]:
+    """Returns the stamp of the segment ids and positions in the rows of the ranks.
+
+    Positions that are not given count from 0 in each document. Those of padding do not count.
+    """
+    rank, row, length, document, start = _by_row(pieces)
+    ids = checksums_of_runs(
+        *_with_padding(
+            (rank, row, length, words(documents.ids)[document]),
+            documents.num_tokens // world_size,
+            world_size,
+        ),
+        step=ID_STEP,
+        num_ranks=world_size,
+    )
+    runs = rank, row, length, start
+    if positions is not None:
+        within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+        rank, row, token = (
+            np.repeat(x, length) for x in (rank, row, documents.first[document] + start)
+        )
+        value = words(np.asarray(positions)).reshape(-1)[token + within]
+        runs = rank, row + within, np.ones_like(row), value
+    places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
+    return make_stamp(ids, places, digest)
+
+
+def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
+    """Returns rank, first row, length, document and start of each piece, by rank and row."""
+    order = np.lexsort((pieces.row, pieces.rank))
+    columns = pieces.rank, pieces.row, pieces.end - pieces.start, pieces.document, pieces.start
+    rank, row, length, document, start = (x[order] for x in columns)
+    return rank, row, length, document, start
+
+
+def _with_padding(
+    runs: tuple[Int[np.ndarray, " P"], ...], num_tokens: int, world_size: int
+) -> list[Int[np.ndarray, " N"]]:
+    """Returns rank, first row, length and id of these runs, and of the padding around them."""
+    ends = np.arange(world_size), np.full(world_size, num_tokens), *np.zeros((2, world_size), int)
+    rank, row, length, ids = (np.concatenate(x) for x in zip(runs, ends, strict=True))
+    order = np.lexsort((row, rank))
+    rank, row, length, ids = (x[order] for x in (rank, row, length, ids))
+    before = np.zeros_like(row)
+    before[1:] = np.where(rank[1:] == rank[:-1], (row + length)[:-1], 0)
+    gaps = rank, before, row - before, np.zeros_like(ids)
+    runs = rank, row, length, ids
+    every = [np.stack(x, axis=1).reshape(-1) for x in zip(gaps, runs, strict=True)]
+    return [x[every[2] > 0] for x in every]

@@ -1,0 +1,72 @@
+"""`jax.disable_jit`, for debugging: attention with plans gives what it gives under jit."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import (
+    balanced_attention,
+    context_parallel_attention,
+    place_tokens,
+    placed_attention,
+    plan_attention,
+)
+
+W, LENGTHS = 2, [20, 4, 17, 19, 9, 59]
+IDS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
+PLACEMENT = place_tokens(LENGTHS, world_size=W)
+# The function of one rank, the plan, and the ids in the order of the tokens.
+CALLS = {
+    "balanced": (balanced_attention, plan_attention(lengths=LENGTHS, world_size=W), IDS),
+    "placed": (placed_attention, PLACEMENT.plan, PLACEMENT.apply(IDS)),
+}
+
+
+def on_each_rank(algorithm, q, k, v, ids):
+    attend, plan, _ = CALLS[algorithm]
+    rows = P(None, AXIS)
+
+    def local(q, k, v, plan, ids):
+        return attend(q, k, v, plan, axis_name=AXIS, segment_ids=ids)
+
+    in_specs = rows, rows, rows, P(AXIS), rows
+    mapped = jax.shard_map(local, mesh=mesh_of(W), in_specs=in_specs, out_specs=rows)
+    return mapped(q, k, v, plan, ids)
+
+
+def on_global_arrays(algorithm, q, k, v, ids):
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "plan": CALLS[algorithm][1]}
+    return context_parallel_attention(q, k, v, algorithm=algorithm, segment_ids=ids, **options)
+
+
+@pytest.mark.parametrize("call", [on_each_rank, on_global_arrays])
+@pytest.mark.parametrize("algorithm", CALLS)
+def test_values_gradients_and_errors(algorithm, call):
+    rng = np.random.default_rng()
+    qkv = [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
+    ids = CALLS[algorithm][2]
+
+    def loss(qkv):
+        out = call(algorithm, *qkv, ids)
+        return (out**2).sum(), out
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    wanted = jax.jit(step)(qkv)
+    with jax.disable_jit():
+        found = step(qkv)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="made for another batch"):
+            jax.block_until_ready(call(algorithm, *qkv, ids[:, ::-1]))
+    # The same operations, which XLA fuses otherwise: they round otherwise.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
+
+
+def test_ids_are_planned():
+    """Without a plan, on the host."""
+    q = np.random.default_rng().normal(size=(1, sum(LENGTHS), 1, 8)).astype(np.float32)
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": IDS}
+    wanted = context_parallel_attention(q, q, q, algorithm="balanced", **options)
+    with jax.disable_jit():
+        found = context_parallel_attention(q, q, q, algorithm="balanced", **options)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,129 @@
+"""A plan knows its rank and itself: parts on other ranks, and parts of other plans, are refused."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of
+
+from jax_cp_dispatch import (
+    PlacementConfig,
+    PlanConfig,
+    context_parallel_attention,
+    place_tokens,
+    plan_attention,
+)
+
+W, T = 4, 64
+FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
+FIXED["max_pieces"] = 32
+PLACED = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
+
+
+def balanced(lengths, *, world_size=W, rank=None, **choices):
+    config = PlanConfig(**FIXED, **choices)
+    return plan_attention(lengths=lengths, world_size=world_size, config=config, rank=rank)
+
+
+def placed(lengths, *, world_size=W, rank=None, **choices):
+    config = PlacementConfig(**PLACED, **choices)
+    return place_tokens(lengths, world_size=world_size, config=config, rank=rank).plan
+
+
+def of_parts(parts):
+    """The plan as a program receives it if each device has the part of its process."""
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "world_size", "implementation"))
+def attend(qkv, plan, algorithm, world_size=W, implementation=None):
+    return context_parallel_attention(
+        *qkv,
+        mesh=mesh_of(world_size),
+        axis_name=AXIS,
+        algorithm=algorithm,
+        plan=plan,
+        implementation=implementation,
+    )
+
+
+def rows(num_tokens):
+    rng = np.random.default_rng()
+    return [rng.normal(size=(1, num_tokens, n, 8)).astype(np.float32) for n in (2, 1, 1)]
+
+
+def all_fail(out, match):
+    """Every device has the same error."""
+    errors = set()
+    for shard in out.addressable_shards:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
+            np.asarray(shard.data)
+        errors.add(str(error.value))
+    assert len(errors) == 1
+
+
+ALGORITHMS = [("balanced", balanced), ("placed", placed)]
+
+
+@pytest.mark.parametrize(("algorithm", "plan_of"), ALGORITHMS)
+@pytest.mark.parametrize("made", ["rank=", "slice_of"])
+def test_parts_of_processes_in_another_order(algorithm, plan_of, made):
+    """Documents of equal length: each rank sends what another one expects."""
+    lengths = [T // W] * W
+    whole, order = plan_of(lengths), [3, 1, 2, 0]
+    part = (lambda r: plan_of(lengths, rank=r)) if made == "rank=" else whole.slice_of
+    right, wrong = (of_parts([part(r) for r in ranks]) for ranks in (range(W), order))
+    qkv = rows(T)
+    np.testing.assert_array_equal(attend(qkv, right, algorithm), attend(qkv, whole, algorithm))
+    all_fail(attend(qkv, wrong, algorithm), "this is the part of rank 3, on rank 0")
+    assert np.isnan(attend(qkv, wrong, algorithm, implementation="xla")).all()
+
+
+# Of the first, in attention of two ranks, both plans send the same counts.
+OTHER_CONFIGS = [
+    ("balanced", balanced, {"num_heads": 8, "backward": True}),
+    ("balanced", balanced, {"balance_tolerance": 0.3}),
+    ("placed", placed, {"balance_tolerance": 0.3}),
+    ("placed", placed, {"rank_speeds": (1.0, 1.5)}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "plan_of", "choices"), OTHER_CONFIGS)
+def test_ranks_that_follow_plans_of_different_configs(algorithm, plan_of, choices):
+    lengths = [20, 4, 17, 19, 9, 59]
+    ours, others = plan_of(lengths, world_size=2), plan_of(lengths, world_size=2, **choices)
+    mixed = of_parts([ours.slice_of(0), others.slice_of(1)])
+    qkv = rows(sum(lengths))
+    run = partial(attend, qkv, mixed, algorithm, 2)
+    all_fail(run(), "rank 1 follows the plan with checksum .*, rank 0 another one")
+    assert np.isnan(run(implementation="xla")).all()
+
+
+def test_every_choice_and_the_mask_are_in_the_checksum():
+    """Also inside a program, whose plan has no pieces to compare."""
+    segment_ids = np.repeat(np.arange(1, W + 1, dtype=np.int32), T // W)[None]
+    choices = [{}, {"backward": True}, {"balance_tolerance": 0.2}, {"block": 8}]
+
+    def checksum(ids, **options):
+        stamp = plan_attention(ids, world_size=W, **options).stamp
+        assert stamp.shape == (W, 4)
+        return stamp[0, 0]
+
+    def all_checksums(ids):
+        configs = [checksum(ids, config=PlanConfig(**x)) for x in choices]
+        return [*configs, checksum(ids, window=3), checksum(ids, window=4)]
+
+    for run in (all_checksums, jax.jit(all_checksums)):
+        assert len({int(x) for x in run(segment_ids)}) == 6
+        assert list(map(int, run(segment_ids))) == list(map(int, run(segment_ids)))
+    # The estimate of a sample changes no plan.
+    estimate = PlanConfig(expected_overflow=0.1)
+    assert checksum(segment_ids, config=estimate) == checksum(segment_ids)
+
+
+@pytest.mark.parametrize(("algorithm", "plan_of"), ALGORITHMS)
+def test_equal_numbers_of_a_config_are_equal(algorithm, plan_of):
+    """A process may read its config as NumPy's numbers."""
+    plans = [plan_of([T], balance_tolerance=x) for x in (0.125, np.float64(0.125))]
+    assert len({plan.stamp.tobytes() for plan in plans}) == 1
