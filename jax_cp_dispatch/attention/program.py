@@ -15,6 +15,7 @@ from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Ro
 from jax_cp_dispatch.attention.checks import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
+from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
@@ -49,16 +50,18 @@ def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
     in_specs = (rows, rows, rows, of_plan, sequence)
-    attend = jax.shard_map(
+    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
+    operands = (q, k, v, plan, documents)
+    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
+    if varies_outside(operands, axes.manual):
+        shard_map = shard_map_inside
+    attend = shard_map(
         partial(_local, options),
         mesh=axes.mesh,
         in_specs=in_specs,
         out_specs=rows,
         axis_names=axes.manual,
-        check_vma=can_check_varying(),
     )
-    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    operands = (q, k, v, plan, documents)
     if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
         shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
         operands = (

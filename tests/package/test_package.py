@@ -63,8 +63,10 @@ INSIDE = {
         "moves": set(),
         "choose": {"algorithms", "checks", "moves"},
         "mesh_axes": set(),
+        "nested": set(),
         "program": {
             *("algorithms", "checks", "options", "gather", "planned", "rotating", "mesh_axes"),
+            "nested",
         },
         "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
     },
