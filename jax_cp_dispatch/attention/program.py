@@ -20,7 +20,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
-from jax_cp_dispatch.planner import AttentionPlan, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,12 @@ class GlobalOptions:
     @property
     def num_ranks(self) -> int:
         return self.axes.num_ranks
+
+    def plan(self, segment_ids, positions, config: PlanConfig) -> AttentionPlan:
+        """Plans balanced attention of these documents, on all ranks."""
+        window = cast(int | None, self.attention.window)
+        sizes = {"world_size": self.num_ranks, "window": window}
+        return plan_attention(segment_ids, positions, **sizes, config=config)
 
 
 @partial(jax.jit, static_argnames="options")
@@ -89,10 +95,5 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
-    exchange = options.attention.exchange
-    return plan_attention(
-        *gather_sequence(exchange, documents, options.num_ranks),
-        world_size=options.num_ranks,
-        window=cast(int | None, options.attention.window),
-        config=algorithm.config,
-    )
+    documents = gather_sequence(options.attention.exchange, documents, options.num_ranks)
+    return options.plan(*documents, algorithm.config)
