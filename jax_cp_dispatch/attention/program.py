@@ -95,5 +95,6 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
-    documents = gather_sequence(options.attention.exchange, documents, options.num_ranks)
-    return options.plan(*documents, algorithm.config)
+    exchange = options.attention.exchange
+    segment_ids, positions = gather_sequence(exchange, documents, options.num_ranks)
+    return options.plan(segment_ids, positions, algorithm.config)
