@@ -94,7 +94,9 @@ class Auto:
 
     Attributes:
       hardware: rates and topology for the prediction; None: see `choose_algorithm`.
-      config: as in `Balanced`, if it is chosen.
+      config: of the plan, as in `Balanced`. A batch that is not sharded is planned once; one that
+        does not fit gets another algorithm. The groups of a sharded batch plan in the program, and
+        are predicted with the heads of the call and the nodes of the hardware.
     """
 
     name: ClassVar[str] = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +14,8 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._window import Window
-from jax_cp_dispatch.attention.algorithms import (
-    Algorithm,
-    Auto,
-    Balanced,
-    Placed,
-    read_algorithm,
-)
+from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
+from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.checks import (
     HostOrDevice,
     check_global,
@@ -28,13 +23,11 @@ from jax_cp_dispatch.attention.checks import (
     check_rows,
     is_stack,
 )
-from jax_cp_dispatch.attention.choose import choose_algorithm, document_lengths
 from jax_cp_dispatch.attention.mesh_axes import find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
-from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
-from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
@@ -81,7 +74,7 @@ def context_parallel_attention(
         devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with its
         own options; or its name in lower case, for all defaults. "auto" selects the algorithm of
-        the plan, or that of `choose_algorithm` from concrete segment ids.
+        the plan, or chooses like `choose_algorithm`, from concrete segment ids.
       mesh: the mesh; None selects the mesh of `jax.set_mesh`, or that of the arrays or, with
         explicit axes, of their types.
       causal: if true, each token attends to itself and to earlier tokens of its document; otherwise
@@ -151,71 +144,27 @@ def context_parallel_attention(
         segment_ids, positions = (
             words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
         )
-    if isinstance(algorithm, Auto):
-        algorithm = _choose(options, algorithm, q, k, segment_ids, positions, plan)
-        options = dataclasses.replace(options, algorithm=algorithm)
-        _check_choice(options, plan)
     num_tokens = q.shape[1]
     missing = -num_tokens % options.num_ranks
-    needs_ids = isinstance(algorithm, Balanced) or missing > 0
-    if needs_ids and segment_ids is None and plan is None:
+    has_plan = plan is not None
+    if missing and segment_ids is None and not has_plan:
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
-    if (
-        isinstance(algorithm, Balanced)
-        and plan is None
-        and segment_ids is not None
-        and not (is_traced or axes.batch)
-    ):
-        plan = plan_attention(
-            segment_ids,
-            positions,
-            world_size=options.num_ranks,
-            window=cast(int | None, window),
-            config=algorithm.config,
-        )
+    if isinstance(algorithm, Auto):
+        documents = segment_ids, positions
+        algorithm, plan = choose_for_call(options, algorithm, q, k, documents, plan)
+        options = dataclasses.replace(options, algorithm=algorithm)
+        _check_choice(options, plan)
+    if isinstance(algorithm, Balanced) and plan is None:
+        if segment_ids is None:
+            segment_ids = np.ones(q.shape[:2], np.int32)
+        if not (is_traced or axes.batch):
+            plan = options.plan(segment_ids, positions, algorithm.config)
+    if plan is not None and not has_plan:
         segment_ids = positions = None  # nothing to compare
     out = attend_global(q, k, v, plan, (segment_ids, positions), options=options)
     return out[:, :num_tokens] if missing else out
-
-
-def _choose(options: GlobalOptions, auto: Auto, q, k, segment_ids, positions, plan) -> Algorithm:
-    """Returns the algorithm for "auto"."""
-    if plan is not None:
-        return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config)
-    if any(isinstance(x, Tracer) for x in (segment_ids, positions)):
-        raise ValueError(
-            f"{_OP}: algorithm='auto' reads segment_ids on the host, but they are traced. Call "
-            "choose_algorithm outside of jit, once for batches that are alike, and pass the "
-            "algorithm of its result."
-        )
-    # The rows of the first group represent all.
-    rows = max(q.shape[0] // options.axes.num_groups, 1)
-    lengths = ((q.shape[1],),) * rows
-    if segment_ids is not None or positions is not None:
-        ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
-        order = slice(None)
-        if options.attention.layout == "zigzag":
-            order = zigzag_permutation(q.shape[1], options.num_ranks, inverse=True)
-        places = None if positions is None else np.asarray(positions)[:rows, order]
-        lengths = document_lengths(np.asarray(ids)[:rows, order], places)
-    head_devices = options.axes.num_devices(options.axes.heads)
-    num_kv_heads = k.shape[2] * options.axes.kv_copies(q.shape[2], k.shape[2])
-    choice = choose_algorithm(
-        lengths,
-        num_ranks=options.num_ranks,
-        tokens_per_rank=-(-q.shape[1] // options.num_ranks),
-        num_heads=q.shape[2] // head_devices,
-        num_kv_heads=num_kv_heads // head_devices,
-        head_size=q.shape[3],
-        itemsize=q.dtype.itemsize,
-        causal=options.attention.causal,
-        window=options.attention.window,
-        layout=options.attention.layout,
-        hardware=auto.hardware,
-    )
-    return Balanced(auto.config) if isinstance(choice.algorithm, Balanced) else choice.algorithm
 
 
 def _pad(x: Any, missing: int) -> Any:

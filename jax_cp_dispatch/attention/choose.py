@@ -124,12 +124,12 @@ def choose_for(
 ) -> tuple[Choice, dict[str, float]]:
     """Returns the choice for a workload, and the predicted seconds with the rearrangement.
 
-    `moves` are those of `moves_of_plans`.
+    `moves` are those of `moves_of_plans`; "balanced" is available if they are known.
     """
     is_planned = workload.causal and layout == "contiguous"
     predictions = predict(workload, hardware=hardware, with_backward=with_backward, **moves)
     del predictions["all_gather"]
-    if not is_planned:
+    if "moved_tokens" not in moves:
         del predictions["balanced"]
     if layout == "zigzag":
         del predictions["ring"]  # in this layout it is "zigzag"

@@ -15,11 +15,12 @@ from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Ro
 from jax_cp_dispatch.attention.checks import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
+from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
-from jax_cp_dispatch.planner import AttentionPlan, plan_attention
+from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,12 @@ class GlobalOptions:
     def num_ranks(self) -> int:
         return self.axes.num_ranks
 
+    def plan(self, segment_ids, positions, config: PlanConfig) -> AttentionPlan:
+        """Plans balanced attention of these documents, on all ranks."""
+        window = cast(int | None, self.attention.window)
+        sizes = {"world_size": self.num_ranks, "window": window}
+        return plan_attention(segment_ids, positions, **sizes, config=config)
+
 
 @partial(jax.jit, static_argnames="options")
 def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
@@ -49,16 +56,18 @@ def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
     in_specs = (rows, rows, rows, of_plan, sequence)
-    attend = jax.shard_map(
+    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
+    operands = (q, k, v, plan, documents)
+    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
+    if varies_outside(operands, axes.manual):
+        shard_map = shard_map_inside
+    attend = shard_map(
         partial(_local, options),
         mesh=axes.mesh,
         in_specs=in_specs,
         out_specs=rows,
         axis_names=axes.manual,
-        check_vma=can_check_varying(),
     )
-    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    operands = (q, k, v, plan, documents)
     if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
         shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
         operands = (
@@ -87,9 +96,5 @@ def _local(options: GlobalOptions, q, k, v, plan, documents):
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
     exchange = options.attention.exchange
-    return plan_attention(
-        *gather_sequence(exchange, documents, options.num_ranks),
-        world_size=options.num_ranks,
-        window=cast(int | None, options.attention.window),
-        config=algorithm.config,
-    )
+    segment_ids, positions = gather_sequence(exchange, documents, options.num_ranks)
+    return options.plan(segment_ids, positions, algorithm.config)

@@ -8,6 +8,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from on_mesh import AXIS, mesh_of, permuted_mesh
@@ -25,8 +26,10 @@ from jax_cp_dispatch import (
     plan_attention,
     zigzag_permutation,
 )
-from jax_cp_dispatch.attention import api, program as call_program
+from jax_cp_dispatch.attention import api, auto, program as call_program
+from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.cost import HARDWARE
+from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.profiling import Choice
 
 T = 14
@@ -97,12 +100,11 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
     }
     seen = {}
 
-    def choose(lengths, **options):
-        seen.update(options, lengths=lengths)
-        return original(lengths, **options)
+    def choose(workload, **options):
+        seen.update(options, **vars(workload))
+        return choose_for(workload, **options)
 
-    original = api.choose_algorithm
-    monkeypatch.setattr(api, "choose_algorithm", choose)
+    monkeypatch.setattr(auto, "choose_for", choose)
     x = np.ones((4, 12, 2, 8), np.float32)
     documents = {key: None if y is None else np.tile(y, (2, 1)) for key, y in documents.items()}
     mesh = permuted_mesh((2, 2), ("data", AXIS))
@@ -167,24 +169,75 @@ def test_a_choice_can_be_passed_on():
     check(case, draw(case), program(mesh_of(4), algorithm=choice.algorithm))
 
 
-def test_auto_takes_its_options(monkeypatch):
-    """The hardware for the choice, and the config for the resulting plan."""
+@pytest.fixture
+def plans(monkeypatch):
+    """The configs of plans that are made on the host."""
+    configs = []
+
+    def plan(*operands, **options):
+        configs.append(options["config"])
+        return plan_on_host(*operands, **options)
+
+    monkeypatch.setattr("jax_cp_dispatch.planner.plan.plan_on_host", plan)
+    return configs
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The algorithm of each program, and whether it follows a plan; they are not run."""
+    seen = []
+
+    def attend(q, k, v, plan, *documents, options):
+        seen.append((options.algorithm, plan is not None))
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+    monkeypatch.setattr(api, "attend_global", attend)
+    return seen
+
+
+def attend_auto(config):
+    """Short documents on 8 GPUs, for which balanced attention is predicted to be the fastest."""
+    shapes = (32, 128), (8, 128), (8, 1)
+    q, k, v = (np.broadcast_to(np.float16(0), (1, 2**16, *shape)) for shape in shapes)
+    segment_ids = np.arange(2**16, dtype=np.int32)[None] // 512 + 1
+    context_parallel_attention(
+        *(q, k, v),
+        mesh=mesh_of(8),
+        axis_name=AXIS,
+        algorithm=Auto(hardware=HARDWARE["h100"], config=config),
+        segment_ids=segment_ids,
+    )
+
+
+def test_auto_plans_once(plans, programs):
+    """With its config; the call follows the plan of the prediction."""
+    config = PlanConfig(block=2)
+    attend_auto(config)
+    assert plans == [config]
+    assert programs == [(Balanced(config), True)]
+
+
+def test_auto_plans_once_for_another_choice(plans, programs, monkeypatch):
     seen = {}
 
-    def choose(lengths, **options):
+    def choose(workload, **options):
         seen.update(options)
-        return Choice(Balanced(), {}, "")
+        return Choice(Ring(), {}, ""), {}
 
-    def plan(*documents, **options):
-        seen.update(options)
-        return plan_attention(*documents, **options)
+    monkeypatch.setattr(auto, "choose_for", choose)
+    attend_auto(PlanConfig())
+    assert seen["hardware"] == HARDWARE["h100"] and "moved_tokens" in seen
+    assert len(plans) == 1
+    assert programs == [(Ring(), False)]
 
-    monkeypatch.setattr(api, "choose_algorithm", choose)
-    monkeypatch.setattr(api, "plan_attention", plan)
-    x = np.ones((1, 8, 1, 4), np.float32)
-    auto = Auto(hardware=HARDWARE["h100"], config=PlanConfig(block=2))
-    context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, algorithm=auto)
-    assert (seen["hardware"], seen["config"]) == (auto.hardware, auto.config)
+
+def test_auto_without_a_plan_that_fits(plans, programs):
+    """A batch that does not fit the capacities of balanced attention gets another algorithm."""
+    config = PlanConfig(max_pieces=1)
+    attend_auto(config)
+    assert plans == [config]
+    [(algorithm, has_plan)] = programs
+    assert not isinstance(algorithm, Balanced) and not has_plan
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ import pytest
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 
 
-def dense(segment_ids):
+def dense(segment_ids, window=None):
     """Causal attention inside documents, by a [T, T] mask."""
     same = segment_ids[:, :, None] == segment_ids[:, None]
-    mask = (same & np.tri(same.shape[1], dtype=bool))[:, None]
+    seen = np.tri(same.shape[1], dtype=bool)
+    if window:
+        seen &= ~np.tri(same.shape[1], k=-window, dtype=bool)
+    mask = (same & seen)[:, None]
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
@@ -30,12 +33,18 @@ def test_code_blocks_run():
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (14, 6)
+    assert (len(blocks), len(values)) == (16, 7)
     assert 1 <= names["after"] <= names["before"][0]
     batch = {name: np.asarray(x) for name, x in names["batch"].items()}
     attend = dense(batch["segment_ids"])
     want = names["loss"](names["params"], batch, attend)
     np.testing.assert_allclose(values, want, rtol=1e-6)
+    x = names["params"]["embedding"][batch["tokens"]]
+    for i, window in enumerate(names["WINDOWS"]):
+        weights = {name: w[i] for name, w in names["params"]["layers"].items()}
+        x = names["layer"](dense(batch["segment_ids"], window), batch["positions"], x, weights)
+    want = names["mean_loss"](names["params"], batch, x)
+    np.testing.assert_allclose(names["windowed"], want, rtol=1e-6)
     short = {name: np.asarray(x) for name, x in names["short"].items()}
     want = names["loss"](names["params"], short, dense(short["segment_ids"]))
     np.testing.assert_allclose(names["short_value"], want, rtol=1e-6)

@@ -54,10 +54,13 @@ INSIDE = {
         "moves": set(),
         "choose": {"algorithms", "checks", "moves"},
         "mesh_axes": set(),
+        "nested": set(),
         "program": {
             *("algorithms", "checks", "options", "gather", "planned", "rotating", "mesh_axes"),
+            "nested",
         },
-        "api": {"algorithms", "checks", "options", "rotating", "choose", "mesh_axes", "program"},
+        "auto": {"algorithms", "rotating", "moves", "choose", "program"},
+        "api": {"algorithms", "auto", "checks", "options", "rotating", "mesh_axes", "program"},
     },
     "comm_gemm": {
         "types": set(),

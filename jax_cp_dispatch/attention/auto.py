@@ -1,0 +1,82 @@
+"""The algorithm of a call with "auto", and the plan by which it was predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed
+from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
+from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans
+from jax_cp_dispatch.attention.program import GlobalOptions
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.cost import Workload
+from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner.sizes import DoesNotFitError
+
+
+def choose_for_call(
+    options: GlobalOptions, auto: Auto, q: Any, k: Any, documents: tuple[Any, Any], plan: Any
+) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
+    """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
+
+    All operands are padded to a multiple of the ranks; `documents`: segment ids and positions.
+    """
+    if plan is not None:
+        return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config), plan
+    if any(isinstance(x, Tracer) for x in documents):
+        raise ValueError(
+            f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "
+            "traced. Call choose_algorithm outside of jit, once for batches that are alike, and "
+            "pass the algorithm of its result."
+        )
+    hardware = auto.hardware or default_hardware()
+    workload = _workload(options, q, k, documents)
+    layout = options.attention.layout
+    if workload.causal and layout == "contiguous":
+        if options.axes.batch:  # each group makes its own plan in the program
+            estimate = balanced_plan(workload, hardware)
+        else:
+            ids, positions = documents
+            ids = np.ones(q.shape[:2], np.int32) if ids is None else ids
+            try:
+                estimate = plan = options.plan(ids, positions, auto.config)
+            except DoesNotFitError:
+                estimate = None
+    else:
+        estimate = None
+    moves = moves_of_plans(hardware, estimate, None)
+    choice, _ = choose_for(workload, hardware=hardware, layout=layout, with_backward=True, **moves)
+    if isinstance(choice.algorithm, Balanced):
+        return Balanced(auto.config), plan
+    return choice.algorithm, None
+
+
+def _workload(options: GlobalOptions, q: Any, k: Any, documents: tuple[Any, Any]) -> Workload:
+    """Returns the work of one group; the rows of the first represent all."""
+    axes, attention, num_ranks = options.axes, options.attention, options.num_ranks
+    rows = max(q.shape[0] // axes.num_groups, 1)
+    lengths = ((q.shape[1],),) * rows
+    segment_ids, positions = documents
+    if segment_ids is not None or positions is not None:
+        ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
+        order = slice(None)
+        if attention.layout == "zigzag":
+            order = zigzag_permutation(q.shape[1], num_ranks, inverse=True)
+        places = None if positions is None else np.asarray(positions)[:rows, order]
+        lengths = document_lengths(np.asarray(ids)[:rows, order], places)
+    head_devices = axes.num_devices(axes.heads)
+    num_kv_heads = k.shape[2] * axes.kv_copies(q.shape[2], k.shape[2])
+    return Workload(
+        num_ranks=num_ranks,
+        tokens_per_rank=q.shape[1] // num_ranks,
+        num_heads=q.shape[2] // head_devices,
+        num_kv_heads=num_kv_heads // head_devices,
+        head_size=q.shape[3],
+        itemsize=q.dtype.itemsize,
+        causal=attention.causal,
+        window=attention.window,
+        lengths=lengths,
+    )

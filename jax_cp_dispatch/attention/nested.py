@@ -1,0 +1,102 @@
+"""The derivative of a `shard_map` inside another one.
+
+JAX 0.10.2 splits a `shard_map` into two, one for values needed first and one for the rest, in a
+derivative, in a loop with constant operands, and for a checkpoint policy. What the first hands to
+the second it shards over every axis over which it varies, also over those that the surrounding
+`shard_map` has made manual (`nospec` in `core.py`). XLA's partitioner rejects that.
+
+So here the forward pass hands its residuals to the backward pass as outputs that are sharded over
+the inner axes only, and no pass is split: JAX does not look into a `custom_vmap`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from jax_cp_dispatch._ranks.varying import varying_axes
+
+
+def varies_outside(operands: Any, manual: set[str]) -> bool:
+    """Whether an operand varies over an axis that a surrounding `shard_map` has made manual."""
+    return any(varying_axes(x) - manual for x in jax.tree.leaves(operands))
+
+
+def shard_map_inside(
+    attend: Callable[..., Any],
+    *,
+    mesh: Mesh | AbstractMesh,
+    in_specs: tuple[P, ...],
+    out_specs: P,
+    axis_names: set[str],
+) -> Callable[..., Any]:
+    """Returns `jax.shard_map(attend, ...)` of q, k, v and other operands, for use inside another.
+
+    Differentiable in q, k and v, in reverse mode.
+    """
+    shard_map = partial(_whole_shard_map, mesh=mesh, axis_names=axis_names)
+    inner = [name for name in mesh.axis_names if name in axis_names]
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(inner, size) for size in range(len(inner) + 1)
+    )
+    residual_specs = {axes: P(axes) for axes in subsets}
+
+    def with_residuals(pulls, *operands):
+        """Returns the output, and residuals by the axes over which they vary; adds their use."""
+        q, k, v, *others = operands
+        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
+        leaves, treedef = jax.tree.flatten(pull_back)
+        axes = [tuple(name for name in inner if name in varying_axes(x)) for x in leaves]
+        residuals = {
+            subset: [x[None] for x, own in zip(leaves, axes, strict=True) if own == subset]
+            for subset in residual_specs
+        }
+        pulls.append(partial(_pull, treedef, axes))
+        return out, residuals
+
+    @jax.custom_vjp
+    def call(*operands):
+        return shard_map(attend, in_specs=in_specs, out_specs=out_specs)(*operands)
+
+    def forward(*operands):
+        pulls, specs = [], (out_specs, residual_specs)
+        fn = partial(with_residuals, pulls)
+        out, residuals = shard_map(fn, in_specs=in_specs, out_specs=specs)(*operands)
+        # `jax.vmap` calls `fn` again, for the same residuals.
+        return out, (residuals, jax.tree_util.Partial(pulls[0]), len(operands))
+
+    def backward(kept, dout):
+        residuals, pull, num_operands = kept
+        specs = (residual_specs, out_specs)
+        gradients = shard_map(pull, in_specs=specs, out_specs=in_specs[:3])(residuals, dout)
+        return *gradients, *(None,) * (num_operands - 3)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _whole_shard_map(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns a `jax.shard_map` that JAX does not split."""
+    mapped = jax.shard_map(fn, **options)
+    whole = custom_vmap(mapped)
+
+    @whole.def_vmap
+    def _(axis_size, is_batched, *operands):
+        in_axes = jax.tree.map(lambda x: 0 if x else None, is_batched)
+        out = jax.vmap(mapped, in_axes=tuple(in_axes), axis_size=axis_size)(*operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return whole
+
+
+def _pull(treedef: Any, axes: list[tuple[str, ...]], residuals: dict[Any, list[Any]], dout: Any):
+    """Returns the gradients of one rank from its residuals."""
+    left = {subset: iter(arrays) for subset, arrays in residuals.items()}
+    leaves = [next(left[own])[0] for own in axes]
+    return jax.tree.unflatten(treedef, leaves)(dout)

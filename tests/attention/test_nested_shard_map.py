@@ -1,0 +1,128 @@
+"""`context_parallel_attention` inside a `jax.shard_map` over another axis, and its derivative."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, permuted_mesh
+from sequences import TOLERANCE, Case, check, dense, draw, relative_errors
+
+from jax_cp_dispatch import context_parallel_attention, place_tokens, stack_plans
+
+CASE = Case("ring", 2, 8, documents="segments", batch=2, heads=(4, 2))
+DATA = P("data")
+
+
+def attend(q, k, v, segment_ids, **options):
+    axes: dict[str, Any] = {"axis_name": AXIS, "batch_axis": (), "head_axis": ()}
+    return context_parallel_attention(q, k, v, segment_ids=segment_ids, **axes, **options)
+
+
+def gradients(fn):
+    def run(q, k, v, g, segment_ids):
+        out, pull_back = jax.vjp(lambda *qkv: fn(*qkv, segment_ids), q, k, v)
+        return out, *pull_back(g)
+
+    return run
+
+
+def over_data(fn, num_results=None, **options):
+    out_specs = DATA if num_results is None else (DATA,) * num_results
+    return jax.shard_map(fn, in_specs=DATA, out_specs=out_specs, axis_names={"data"}, **options)
+
+
+def mesh_of_kind(kind=AxisType.Auto):
+    return permuted_mesh((2, 2), ("data", AXIS), kind)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("differentiated", ["inside", "outside"])
+@pytest.mark.parametrize("algorithm", ["balanced", "ring", "zigzag", "hamilton"])
+def test_derivative(algorithm, differentiated, kind):
+    operands = draw(CASE)
+    fn = partial(attend, algorithm=algorithm)
+    inside = differentiated == "inside"
+    run = over_data(gradients(fn), 4) if inside else gradients(over_data(fn))
+    mesh = mesh_of_kind(kind)
+
+    def program(*operands):
+        arrays = jax.device_put(operands[:5], NamedSharding(mesh, P("data", AXIS)))
+        return jax.jit(run)(*arrays)
+
+    with jax.set_mesh(mesh):
+        check(CASE, operands, program)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "ring"])
+def test_without_jit(algorithm):
+    with jax.set_mesh(mesh_of_kind()):
+        run = over_data(gradients(partial(attend, algorithm=algorithm)), 4)
+        check(CASE, draw(CASE), lambda *x: run(*x[:5]))
+
+
+def test_unchecked():
+    """A surrounding `shard_map` that does not track the axes over which arrays vary."""
+    with jax.set_mesh(mesh_of_kind()):
+        run = over_data(gradients(partial(attend, algorithm="ring")), 4, check_vma=False)
+        check(CASE, draw(CASE), lambda *x: jax.jit(run)(*x[:5]))
+
+
+def test_placed():
+    *arrays, segment_ids, _ = operands = draw(CASE)
+    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in segment_ids]
+    each = lambda fn, x: np.concatenate([fn(p)(x[i : i + 1]) for i, p in enumerate(placements)])
+
+    def of_plan(q, k, v, plan):
+        plan = jax.tree.map(lambda x: x[0], plan)
+        return attend(q, k, v, None, algorithm="placed", plan=plan)
+
+    plans = stack_plans([p.plan for p in placements])
+    with jax.set_mesh(mesh_of_kind()):
+        run = jax.jit(over_data(gradients(of_plan), 4))
+        results = run(*(each(lambda p: p.apply, x) for x in arrays), plans)
+    results = [each(lambda p: p.restore, np.asarray(x)) for x in results]
+    errors = relative_errors(results, dense(CASE, operands))
+    assert max(errors.values()) <= TOLERANCE["float32"], errors
+
+
+@pytest.mark.parametrize("policy", [None, "context"])
+@pytest.mark.parametrize("algorithm", ["balanced", "zigzag"])
+def test_checkpointed_layers_of_a_scan(algorithm, policy):
+    """Keys that all layers share, so that JAX would hoist a part of them out of the loop."""
+    if policy:
+        policy = jax.checkpoint_policies.save_only_these_names(policy)
+
+    def layers(q, k, v, segment_ids):
+        fn = jax.checkpoint(partial(attend, algorithm=algorithm), policy=policy)
+        return jax.lax.scan(lambda _, q: (None, fn(q, k, v, segment_ids)), None, q[None])[1][0]
+
+    with jax.set_mesh(mesh_of_kind()):
+        check(CASE, draw(CASE), lambda *x: jax.jit(over_data(gradients(layers), 4))(*x[:5]))
+
+
+def test_vmap():
+    operands = draw(CASE)
+    run = jax.vmap(over_data(gradients(partial(attend, algorithm="ring")), 4))
+    with jax.set_mesh(mesh_of_kind()):
+        twice = jax.jit(run)(*(np.stack([x, x]) for x in operands[:5]))
+    for i in range(2):
+        errors = relative_errors([np.asarray(x[i]) for x in twice], dense(CASE, operands))
+        assert max(errors.values()) <= TOLERANCE["float32"], errors
+
+
+def test_operands_that_are_alike_on_all_groups():
+    """Their gradients are summed over the groups, in which only the documents differ."""
+    q, k, v, g, segment_ids, _ = draw(CASE)
+    shared = [x[:1] for x in (q, k, v)]
+    fn = partial(attend, algorithm="ring")
+    specs = {"in_specs": (P(), P(), P(), DATA), "out_specs": DATA, "axis_names": {"data"}}
+    with jax.set_mesh(mesh_of_kind()):
+        run = gradients(jax.shard_map(fn, **specs))
+        _, *got = jax.jit(run)(*shared, g, segment_ids)
+    both = [np.concatenate([x, x]) for x in shared]
+    _, *want = dense(CASE, (*both, g, segment_ids, None))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, np.asarray(y).sum(0, keepdims=True), atol=1e-5, rtol=1e-5)
