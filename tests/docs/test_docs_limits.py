@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def test_gradients_flow_into_the_sinks(names):
 
 def test_sharded_queries_and_keys_have_the_same_length(names, unchecked_types):
     q, k, v = (names[x] for x in "qkv")
-    with pytest.raises(ValueError, match="they need .* with equal B and T"):
+    with pytest.raises(ValueError, match=r"they need .* with equal B and T"):
         cpd.context_parallel_attention(
             q[:, :16], k, v, axis_name=AXIS, mesh=mesh_of(4), algorithm="ring"
         )
@@ -81,8 +82,7 @@ def test_sharded_queries_and_keys_have_the_same_length(names, unchecked_types):
 
 def test_chunks_are_segments(names):
     q, k, v = (names[x] for x in "qkv")
-    out = cpd.context_parallel_attention(
-        q, k, v, axis_name=AXIS, mesh=mesh_of(4), algorithm="ring", segment_ids=COLUMN[None] // 8 + 1
-    )
+    attend = partial(cpd.context_parallel_attention, axis_name=AXIS, mesh=mesh_of(4))
+    out = attend(q, k, v, algorithm="ring", segment_ids=COLUMN[None] // 8 + 1)
     expected = dense(names, CAUSAL & (ROW // 8 == COLUMN // 8))
     np.testing.assert_allclose(out, expected, atol=1e-5)  # float32 sums of 8 keys
