@@ -95,7 +95,8 @@ std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speed
 }
 
 void SetLimits(PlacementProblem* problem) {
-  const int64_t total = TotalWork(problem->pairs, problem->lengths, problem->tokens_per_rank, problem->num_ranks);
+  const int64_t total =
+      TotalWork(problem->pairs, problem->lengths, problem->tokens_per_rank, problem->num_ranks);
   if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
   problem->limits = WorkLimits(total, problem->speeds, problem->tolerance_ppm);
 }

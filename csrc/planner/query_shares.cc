@@ -36,7 +36,8 @@ QueryShares::QueryShares(const QueryProblem& problem)
   }
   std::vector<int64_t> speeds = problem.speeds;
   if (speeds.empty()) speeds.assign(problem.num_ranks, 1);
-  const int64_t total_work = TotalWork(problem.pairs, problem.lengths, problem.columns_per_rank, problem.num_ranks);
+  const int64_t total_work =
+      TotalWork(problem.pairs, problem.lengths, problem.columns_per_rank, problem.num_ranks);
   fair_work_ = WorkLimits(total_work, speeds, 0);
   limits_ = WorkLimits(total_work, speeds, problem.tolerance_ppm);
 }

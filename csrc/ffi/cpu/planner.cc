@@ -40,8 +40,8 @@ std::vector<int64_t> VectorOf(const Numbers& numbers) {
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
                         int64_t tokens_per_rank, int32_t ranks_per_node, int64_t left,
                         int64_t right, int64_t tolerance_ppm, int64_t max_received,
-                        int64_t max_away, int64_t min_piece, int64_t block,
-                        int64_t tile_queries, int64_t tile_keys) {
+                        int64_t max_away, int64_t min_piece, int64_t block, int64_t tile_queries,
+                        int64_t tile_keys) {
   PlacementProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.speeds = VectorOf(speeds);
@@ -69,8 +69,7 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
                      int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
                      int64_t window, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
                      int64_t max_queries, int64_t max_keys, int64_t max_away, int64_t min_piece,
-                     int64_t block, int64_t wanted_piece, int64_t tile_queries,
-                     int64_t tile_keys) {
+                     int64_t block, int64_t wanted_piece, int64_t tile_queries, int64_t tile_keys) {
   QueryProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.columns = VectorOf(columns);
