@@ -86,9 +86,7 @@ class Rotation:
         """Output and logarithm of the sum of exponentials."""
         return seen.result(self.q_shape, self.num_groups)
 
-    def gradients(
-        self, q, start, end, held, cotangents: OutputCotangents, dq, order: KeyOrder
-    ):
+    def gradients(self, q, start, end, held, cotangents: OutputCotangents, dq, order: KeyOrder):
         """Adds to dq, and returns what is added to the gradients of the held chunks."""
         ranges, k, v = self._operands(start, end, held, order)
         dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, ranges, k, v, dq)
@@ -124,13 +122,14 @@ def _forward(rotation, q, k, v, start, end):
     def one_step(carry, step):
         held, seen = carry
         following = rotation.bring(own, held, step)
-        return (following, rotation.attend(queries, start, end, held, seen, rotation.key_order(step))), None
+        order = rotation.key_order(step)
+        return (following, rotation.attend(queries, start, end, held, seen, order)), None
 
     held, seen = own, OnlineSoftmax.of_nothing(queries, v.shape[3])
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
-    result = rotation.result(rotation.attend(queries, start, end, held, seen, rotation.key_order(last)))
-    out, lse = named_context(result)
+    seen = rotation.attend(queries, start, end, held, seen, rotation.key_order(last))
+    out, lse = named_context(rotation.result(seen))
     return out.astype(q.dtype), (q, k, v, start, end, out, lse)
 
 
