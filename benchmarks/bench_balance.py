@@ -3,12 +3,14 @@
 Packed documents of published lengths, forward and backward. A step of all ranks takes at least as
 long as its busiest rank, so the busiest ranks of two algorithms compare their steps without
 exchanges. The ratio to the mean is the balance, in seconds and as the query-key pairs predict it.
+Draws balance.svg from the results.
 """
 
 import json
 import statistics
 from collections.abc import Iterator
 
+import balance_picture
 import common
 import numpy as np
 import packing
@@ -73,6 +75,7 @@ def main() -> None:
                 rows.append(batch | row(algorithm, profile))
                 print(json.dumps(rows[-1]), flush=True)
     common.write(arguments.output, "balance of attention in seconds, each rank alone", rows)
+    balance_picture.draw(rows, arguments.pictures / "balance.svg")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,11 @@ def and_join(values: Iterable[object]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def span(numbers: Iterable[float]) -> str:
+    numbers = sorted(numbers)
+    return " to ".join(dict.fromkeys(f"{x:.2f}" for x in (numbers[0], numbers[-1])))
+
+
 def attention(result: Result) -> list[str]:
     rows = result["rows"]
     columns = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))

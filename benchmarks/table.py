@@ -7,26 +7,23 @@ import json
 import pathlib
 from collections.abc import Iterable, Iterator
 
+import balance_sections
 import planning_sections
 import prediction_sections
 import published_sections
 import sections
-from sections import Result, and_join, cells
+from sections import Result, and_join, cells, span
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SECTIONS = (
+    *balance_sections.ALL,
     *sections.ALL,
     *planning_sections.ALL,
     *published_sections.ALL,
     *prediction_sections.ALL,
 )
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
-
-
-def span(numbers: Iterable[float]) -> str:
-    low, *_, high = sorted([*numbers] * 2)
-    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
 
 
 def rows_of(result: Result, **wanted: object) -> list[dict]:
@@ -153,8 +150,8 @@ def summary(found: dict[str, Result]) -> list[str]:
 
 
 def highlights(found: dict[str, Result]) -> list[str]:
-    """Returns three results as sentences: attention, movement, balance."""
-    lines = []
+    """Returns three results as sentences: balance, attention, movement."""
+    lines = balance_sections.highlight(found["balance"]) if "balance" in found else []
     if "attention" in found:
         rows = rows_of(found["attention"], case="causal", dtype="float32")
         ms = {row["method"]: row["ms"] for row in rows if "ms" in row}
@@ -164,9 +161,8 @@ def highlights(found: dict[str, Result]) -> list[str]:
                 f"{ms['jax.nn, sharded by XLA'] / ms['zigzag']:.1f} times as fast as "
                 "`jax.nn.dot_product_attention` sharded by XLA."
             )
-    for what, of in (("Movement", dispatch), ("Balance", planner)):
-        for name, measured, baseline in of(found[of.__name__]) if of.__name__ in found else ():
-            lines.append(f"**{what}**: {name}: {measured}; {baseline}.")
+    for name, measured, baseline in dispatch(found["dispatch"]) if "dispatch" in found else ():
+        lines.append(f"**Movement**: {name}: {measured}; {baseline}.")
     return [f"- {line}" for line in lines]
 
 
@@ -193,9 +189,11 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    first = [sections.attention(found[name]) for name in ("attention",) if name in found]
+    images = "docs/images"
+    first = [balance_sections.balance(found[x], images) for x in ("balance",) if x in found]
+    first += [sections.attention(found[name]) for name in ("attention",) if name in found]
     if "attention_growth" in found:
-        first.append(sections.attention_growth(found["attention_growth"], "docs/images"))
+        first.append(sections.attention_growth(found["attention_growth"], images))
     shown = text_of([highlights(found), *first, summary(found)])
     tables = [of(found[of.__name__]) for of in SECTIONS if of.__name__ in found]
     every = text_of([introduction(found), *tables])

@@ -6,15 +6,22 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import DTypeLike
+from jaxtyping import DTypeLike, Int
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._text import table
-from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, read_algorithm
+from jax_cp_dispatch.attention.algorithms import (
+    Algorithm,
+    Auto,
+    Balanced,
+    Placed,
+    Rotating,
+    read_algorithm,
+)
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.rank_programs import (
     RankProgram,
@@ -23,10 +30,11 @@ from jax_cp_dispatch.attention.rank_programs import (
     rotating_program,
 )
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
-from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
+from jax_cp_dispatch.planner.documents import Row, documents_of
 
 _OP = "balance_profile"
 _DEFAULT = "ring", "zigzag", "hamilton", "balanced", "placed"
+Chosen: TypeAlias = Rotating | Balanced | Placed | AttentionPlan | PlacedPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,23 +114,21 @@ def balance_profile(
     Returns:
       One profile per algorithm.
     Raises:
-      TypeError, ValueError: as `plan_attention`; or an algorithm is "auto".
+      TypeError, ValueError: as `plan_attention`; or the heads do not match, an algorithm is "auto",
+        or a plan is for other sizes.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
-    chosen = [
-        x if isinstance(x, AttentionPlan | PlacedPlan) else read_algorithm(_OP, x)
-        for x in algorithms
-    ]
-    if any(isinstance(x, Auto) for x in chosen):
-        raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
     documents = documents_of(_OP, lengths, None, None, columns, world_size)
     rows = documents.batch, documents.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads
-    qkv = [Shape((*rows, n, head_size), np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for n in heads]
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
     options = AttentionOptions(ExchangeOptions(_OP, "ranks"), window=window)
-    make = lambda x: _program(options, x, documents, lengths, qkv, world_size, backward)
-    programs = [make(x) for x in chosen]
+    options.check()
+    chosen = [_read(x, world_size, rows) for x in algorithms]
+    ids = documents.numbers()
+    programs = [_program(options, x, ids, qkv, world_size, backward) for x in chosen]
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     seconds = _time(programs, repeats, now)
     return tuple(
@@ -131,7 +137,25 @@ def balance_profile(
     )
 
 
-def _name(algorithm: Algorithm | AttentionPlan | PlacedPlan) -> str:
+def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
+    """Returns an algorithm, or a plan of all ranks that hold `rows`, batch rows and columns."""
+    if not isinstance(given, AttentionPlan | PlacedPlan):
+        algorithm = read_algorithm(_OP, given)
+        if isinstance(algorithm, Auto):
+            raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
+        return algorithm
+    held = given.batch, given.num_tokens // given.batch
+    if given.stamp.shape[:-1] != (world_size,) or held != rows:
+        ranks = list(given.stamp.shape[:-1])
+        raise ValueError(
+            f"{_OP}: got a plan of {ranks} ranks with {held[0]} x {held[1]} rows, but the "
+            f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "
+            "plan of all ranks for these documents."
+        )
+    return given
+
+
+def _name(algorithm: Chosen) -> str:
     if isinstance(algorithm, AttentionPlan):
         return Balanced.name
     return Placed.name if isinstance(algorithm, PlacedPlan) else algorithm.name
@@ -139,36 +163,21 @@ def _name(algorithm: Algorithm | AttentionPlan | PlacedPlan) -> str:
 
 def _program(
     options: AttentionOptions,
-    algorithm: Algorithm | AttentionPlan | PlacedPlan,
-    documents: Documents,
-    lengths: Any,
+    algorithm: Chosen,
+    segment_ids: Int[np.ndarray, "B T"],
     qkv: list[Shape],
     world_size: int,
     backward: bool,
 ) -> RankProgram:
-    given = {"lengths": lengths, "columns": documents.columns, "world_size": world_size}
-    given["window"] = options.window
-    if isinstance(algorithm, AttentionPlan | PlacedPlan):
-        return planned_program(options, algorithm, qkv, backward=backward)
+    batch: Any = {"world_size": world_size, "window": options.window}
+    if isinstance(algorithm, Rotating):
+        sizes = qkv, segment_ids, world_size
+        return rotating_program(options, algorithm, *sizes, backward=backward)
     if isinstance(algorithm, Placed):
-        plan = place_tokens(**given).plan
-        return planned_program(options, plan, qkv, backward=backward)
-    if isinstance(algorithm, Balanced):
-        plan = plan_attention(**given, config=algorithm.config)
-        return planned_program(options, plan, qkv, backward=backward)
-    ids = segment_ids_of(documents)
-    return rotating_program(options, algorithm, qkv, ids, world_size, backward=backward)
-
-
-def segment_ids_of(documents: Documents) -> np.ndarray:
-    ids = np.zeros(documents.num_tokens, np.int32)
-    token = np.arange(documents.lengths.sum()) - np.repeat(
-        np.cumsum(documents.lengths) - documents.lengths, documents.lengths
-    )
-    number = np.arange(1, len(documents.lengths) + 1, dtype=np.int32)
-    place = np.repeat(documents.first, documents.lengths) + token
-    ids[place] = np.repeat(number, documents.lengths)
-    return ids.reshape(documents.batch, documents.columns)
+        algorithm = place_tokens(segment_ids=segment_ids, **batch).plan
+    elif isinstance(algorithm, Balanced):
+        algorithm = plan_attention(segment_ids, **batch, config=algorithm.config)
+    return planned_program(options, algorithm, qkv, backward=backward)
 
 
 def _time(

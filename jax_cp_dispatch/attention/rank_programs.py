@@ -6,7 +6,7 @@ rank would receive may have any values: only their number and the ranges determi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
 from jax_cp_dispatch.attention.local.backward import begin_dq
+from jax_cp_dispatch.attention.local.checks import check_operands
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
@@ -33,37 +34,40 @@ class RankProgram(NamedTuple):
     """A program of one rank, and what differs between the ranks.
 
     Attributes:
-      run: takes a rank, q, k and v, and the range of keys of each query; returns the output and its
-        lse and, with the backward pass, the gradients.
+      run: takes a rank, q, k and v, and the range of keys of each query. Returns the output and its
+        lse; with the backward pass, the output and the gradients of q, k and v, where the gradient
+        of the output is the output itself.
       shapes: of q, k and v.
       ranges: of each rank, the first and last + 1 key of each query; int32 [B, rows].
     """
 
     run: Callable[..., Any]
-    shapes: tuple[Shape, Shape, Shape]
-    ranges: list[tuple[Array, Array]]
+    shapes: Sequence[Shape]
+    ranges: Sequence[tuple[Array | np.ndarray, Array | np.ndarray]]
 
     def num_pairs(self) -> Int[np.ndarray, " W"]:
         """Returns the query-key pairs of each rank."""
-        return np.array([np.sum(np.asarray(b) - np.asarray(a), dtype=np.int64) for a, b in self.ranges])
+        keys = (np.asarray(end) - np.asarray(start) for start, end in self.ranges)
+        return np.array([x.sum(dtype=np.int64) for x in keys])
 
 
 def planned_program(
     options: AttentionOptions, plan: AttentionPlan | PlacedPlan, qkv: list[Shape], *, backward: bool
 ) -> RankProgram:
     """Returns the program of balanced or placed attention, for rows like those of `qkv`."""
+    check_operands(options.op, *qkv)
 
     def run(rank, q, k, v, start, end):
         out, lse = attend_locally(options, q, k, v, start, end)
         if not backward:
             return out, lse
         dout = out.astype(q.dtype)
-        return out, attend_locally_backward(options, q, k, v, start, end, out, lse, dout)
+        return out, *attend_locally_backward(options, q, k, v, start, end, out, lse, dout)
 
     ranges = [plan.local_ranges(rank) for rank in range(plan.world_size)]
     rows = len(ranges[0][0]), plan.kv_capacity, plan.kv_capacity
     shapes = [Shape((1, n, *x.shape[2:]), x.dtype) for n, x in zip(rows, qkv, strict=True)]
-    return RankProgram(run, tuple(shapes), [(a[None], b[None]) for a, b in ranges])
+    return RankProgram(run, shapes, [(a[None], b[None]) for a, b in ranges])
 
 
 def rotating_program(
@@ -95,30 +99,29 @@ def rotating_program(
         if not backward:
             return out, lse
         dout = out.astype(q.dtype)
-        return out, _gradients(rotation, rank, queries, held, (start, end), (out, lse, dout))
+        return out, *_gradients(rotation, rank, queries, held, (start, end), (out, lse, dout))
 
-    start, end = attended_tokens(
-        segment_ids, None, shape=segment_ids.shape, reach=options.reach
-    )
+    ids, reach = jnp.asarray(segment_ids), options.reach
+    start, end = attended_tokens(ids, None, shape=(ids.shape[0], ids.shape[1]), reach=reach)
     tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
-    ranges = [
-        tuple(jnp.where(token >= 0, x[:, token], 0) for x in (start, end)) for token in tokens
-    ]
+    held = lambda x, token: jnp.where(token >= 0, x[:, token], 0)
+    ranges = [(held(start, token), held(end, token)) for token in tokens]
     missing = rotation.layout.num_rows - qkv[0].shape[1]
     shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
-    return RankProgram(run, tuple(shapes), ranges)
+    return RankProgram(run, shapes, ranges)
 
 
 def _gradients(rotation: Rotation, rank, queries, held, ranges, outputs):
-    cotangents = rotation.cut_cotangents(*ranges, *outputs)
+    start, end = ranges
+    cotangents = rotation.cut_cotangents(start, end, *outputs)
 
     def add_step(step, carry):
         dq, travelling = carry
         order = rotation.key_order(step, rank)
-        dq, dkv = rotation.gradients(queries, *ranges, held, cotangents, dq, order)
+        dq, dkv = rotation.gradients(queries, start, end, held, cotangents, dq, order)
         return dq, jax.tree.map(jnp.add, travelling, dkv)
 
     zeros = tuple(jnp.zeros(x.shape, cotangents.dout.dtype) for x in held)
     carry = begin_dq(queries), zeros
     dq, dkv = lax.fori_loop(0, rotation.schedule.num_ranks, add_step, carry)
-    return rotation.finish_dq(dq), rotation.uncut_gradients(dkv)
+    return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.core
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.segment_ids import read_documents
@@ -39,6 +39,14 @@ class Documents(NamedTuple):
         """Returns the name of a document for an error message."""
         row = self.first[document] // self.columns
         return f"document {document} (segment id {self.ids[document]} of batch row {row})"
+
+    def numbers(self) -> Int32[np.ndarray, "B T"]:
+        """Returns the number of the document of each token, counted from 1; 0 for padding."""
+        ids = np.zeros(self.num_tokens, np.int32)
+        shift = self.first - (np.cumsum(self.lengths) - self.lengths)
+        place = np.arange(self.lengths.sum()) + np.repeat(shift, self.lengths)
+        ids[place] = np.repeat(np.arange(1, 1 + len(shift), dtype=np.int32), self.lengths)
+        return ids.reshape(self.batch, self.columns)
 
     def padding(self) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]]:
         """Returns the first token and the length of each gap between documents."""

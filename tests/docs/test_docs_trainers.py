@@ -33,8 +33,11 @@ def test_code_blocks_run():
             continue
         exec(code, names)
         values += [names.pop("value")] if "value" in names else []
-    assert (len(blocks), len(values)) == (16, 7)
+    assert (len(blocks), len(values)) == (17, 7)
     assert 1 <= names["after"] <= names["before"][0]
+    ring, placed = names["profiles"]
+    assert sum(ring.pairs) == sum(placed.pairs) and names["speed_up"] > 0
+    assert placed.imbalance_of_pairs <= ring.imbalance_of_pairs
     batch = {name: np.asarray(x) for name, x in names["batch"].items()}
     attend = dense(batch["segment_ids"])
     want = names["loss"](names["params"], batch, attend)

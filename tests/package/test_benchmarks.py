@@ -18,6 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("results/*.json")}
 sys.path.insert(0, str(BENCHMARKS))
 
+import balance_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import planning_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import prediction_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
 import published_sections  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -48,7 +49,7 @@ def test_each_program_writes_one_result_file_of_its_name():
 
 @pytest.mark.parametrize(
     "module",
-    [sections, planning_sections, published_sections, prediction_sections, table],
+    [sections, balance_sections, planning_sections, published_sections, prediction_sections, table],
     ids=lambda module: module.__name__,
 )
 def test_texts_contain_no_literal_numbers(module):

@@ -24,6 +24,11 @@ def profile(**options: Any):
     return cp.profiling.hamilton_attention_profile(Q, Q, Q, **options)
 
 
+def balance(**options: Any):
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "columns": 4 * W, "world_size": W}
+    return cp.profiling.balance_profile([3, 5], **{**sizes, **options})
+
+
 def choose(lengths: Any = None, **options: Any):
     sizes = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "itemsize": 4}
     options = {"num_ranks": W, "tokens_per_rank": 8, **sizes, **options}
@@ -152,6 +157,25 @@ CASES = [
     ("hamilton_attention_profile", lambda: profile(mesh=None), "mesh is None; it needs to be"),
     ("hamilton_attention_profile", lambda: profile(axis_name=3), "axis_name is 3; it needs"),
     ("hamilton_attention_profile", lambda: profile(repeats=1.5), "repeats is 1.5; it needs to be"),
+    *(
+        ("balance_profile", lambda options=options: balance(**options), says)
+        for options, says in (
+            ({"algorithms": ["auto"]}, "got algorithm 'auto'. Name the algorithms"),
+            ({"algorithms": ["no"]}, "algorithm is 'no'; it needs to be one of"),
+            ({"algorithms": [PLACEMENT.plan.slice_of(0)]}, r"\[1\] ranks.*Pass the plan of all"),
+            (
+                {"algorithms": [cp.plan_attention(lengths=[3, 5], columns=8, world_size=W)]},
+                rf"\[{W}\] ranks with 1 x 2 rows.*need one of \[{W}\] with 1 x 4",
+            ),
+            ({"num_heads": 3}, "3 query heads cannot share 2 KV heads"),
+            ({"head_size": 0}, "head_size is 0; it needs to be at least 1"),
+            ({"repeats": 0}, "repeats is 0; it needs to be at least 1"),
+            ({"dtype": "int32"}, "have dtypes int32.*Cast"),
+            ({"window": 0}, "window is 0"),
+            ({"columns": 6}, "the lengths of batch row 0 sum to 8"),
+            ({"world_size": 3}, "columns cannot be split over world_size=3"),
+        )
+    ),
     ("choose_algorithm", lambda: choose([3]), r"lengths is \[3\]; it needs.*See document_lengths"),
     ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
     ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
