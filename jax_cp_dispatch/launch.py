@@ -10,6 +10,7 @@ killed. The exit code is that of the first process that failed, or 128 + n after
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -84,6 +85,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("processes", "devices"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it needs to be at least 1")
+    if not 0 <= options.grace < math.inf:
+        parser.error(f"--grace is {options.grace:g}; it needs to be a number of seconds from 0")
     return options
 
 

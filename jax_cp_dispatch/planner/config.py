@@ -119,8 +119,8 @@ class PlanConfig:
         Call on the host. Takes the time of `plan_attention` for each batch.
 
         Args:
-          batches: for each batch its lengths, or its segment ids [B, columns]; see
-            `plan_attention`.
+          batches: for each batch its lengths as for `plan_attention`, or its segment ids. A
+            two-dimensional array is segment ids [B, columns], whatever its values are.
           world_size, columns, window: as for `plan_attention`.
           overflow: wanted share of batches that do not fit, between 0 and 1.
           config: other choices of the plans, such as the numbers of heads. Capacities that it has
@@ -132,11 +132,14 @@ class PlanConfig:
             `plan_attention`.
         """
         from jax_cp_dispatch.planner.plan import plan_attention
-        from jax_cp_dispatch.planner.sample import config_of_sample
+        from jax_cp_dispatch.planner.sample import Needs, config_of_sample
 
-        def needs(**given: Any) -> tuple[int, list[int]]:
+        def needs(**given: Any) -> Needs:
             plan = plan_attention(world_size=world_size, window=window, **given)
-            return plan.num_tokens, plan.needs[0].tolist()
+            own, all_ranks = plan.num_tokens, plan.num_tokens * world_size
+            # A rank sends each of its queries once.
+            most = all_ranks, all_ranks, own, all_ranks, all_ranks
+            return Needs(own, plan.needs[0].tolist(), [max(x, 1) for x in most])
 
         op, config = "PlanConfig.from_sample", config or cls()
         check_config(op, config)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -13,6 +13,20 @@ from jax_cp_dispatch._warning import warn_caller
 Config = TypeVar("Config")
 
 
+class Needs(NamedTuple):
+    """What the plan of a batch needs; `values` and `most` are in the order of the capacities.
+
+    Attributes:
+      num_tokens: of a rank.
+      values: rows, ranges and pieces.
+      most: what no batch of this shape exceeds.
+    """
+
+    num_tokens: int
+    values: Sequence[int]
+    most: Sequence[int]
+
+
 def config_of_sample(
     op: str,
     batches: Iterable[Any],
@@ -20,7 +34,7 @@ def config_of_sample(
     columns: int | None,
     config: Config,
     capacities: Sequence[str],
-    needs: Callable[..., tuple[int, Sequence[int]]],
+    needs: Callable[..., Needs],
 ) -> Config:
     """Returns the config with all capacities, and `expected_overflow`.
 
@@ -28,15 +42,15 @@ def config_of_sample(
 
     Args:
       op: the public function, for error messages.
-      batches: lengths, or segment ids [B, columns].
+      batches: lengths; or arrays of segment ids [B, columns].
       overflow: wanted share of batches that do not fit.
       columns: of batches given by their lengths.
       config: dataclass with the capacities; those that are None are found.
-      capacities: their names. Rows are rounded up to multiples of 1024, ranges and pieces of 8.
-      needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`, and returns
-        the tokens of a rank, and the needs in the order of `capacities`.
+      capacities: their names. Rows are rounded up to multiples of 1024, ranges and pieces of 8, as
+        far as a batch can need them.
+      needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`.
     Raises:
-      TypeError: `batches` is one array of ids.
+      TypeError: `batches` is one array of ids, or `columns` is given for an array of ids.
       ValueError: there is no batch, or `overflow` is not between 0 and 1.
     """
     shape = getattr(batches, "shape", None)
@@ -51,15 +65,20 @@ def config_of_sample(
     free = [name for name, x in zip(capacities, is_free, strict=True) if x]
     none: dict[str, Any] = dict.fromkeys(free)
     open_config = _replaced(config, none)
-    sizes_of_ranks, seen = set(), []
-    for batch in batches:
+    seen: list[Needs] = []
+    for number, batch in enumerate(batches):
         is_ids = not isinstance(batch, list | tuple) and np.ndim(batch) == 2
+        if is_ids and columns is not None:
+            raise TypeError(
+                f"{op}: batch {number} is an array of shape {np.shape(batch)}, which means segment "
+                "ids, but columns goes with lengths. Pass lengths as lists, batch.tolist(); for "
+                "segment ids omit columns."
+            )
         given = {"segment_ids": batch} if is_ids else {"lengths": batch, "columns": columns}
-        num_tokens, need = needs(config=open_config, **given)
-        sizes_of_ranks.add(num_tokens)
-        seen.append(need)
+        seen.append(needs(config=open_config, **given))
     if not seen:
         raise ValueError(f"{op}: there are no batches. Pass at least one, better a few hundred.")
+    sizes_of_ranks = {need.num_tokens for need in seen}
     if len(sizes_of_ranks) > 1:
         warn_caller(
             f"{op}: a rank holds {min(sizes_of_ranks)} to {max(sizes_of_ranks)} tokens, so plans "
@@ -67,11 +86,13 @@ def config_of_sample(
         )
     sizes: dict[str, Any] = {}
     rates = []
-    for name, values in zip(free, np.array(seen, np.int64).T[is_free], strict=True):
+    of_batches = np.array([need.values for need in seen], np.int64).T[is_free]
+    most = np.array([need.most for need in seen], np.int64).max(0)[is_free]
+    for name, values, enough in zip(free, of_batches, most.tolist(), strict=True):
         rate = overflow / len(free)  # so that all together exceed it rarely enough
         step = 1024 if name.endswith("_capacity") else 8
-        sizes[name] = math.ceil(quantile(values, rate) / step) * step
-        rates.append(tail(values, sizes[name]))
+        sizes[name] = min(math.ceil(quantile(values, rate) / step) * step, enough)
+        rates.append(tail(values, sizes[name]) if sizes[name] < enough else 0.0)
     return _replaced(config, sizes | {"expected_overflow": float(sum(rates))})
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,6 +116,37 @@ def test_other_arguments_are_rejected(kind, unchecked_types):
         kind.from_sample(np.ones((1, 4), int), world_size=2)
     ids = np.ones((3, 1, 4), int)
     assert kind.from_sample(ids, world_size=2) == kind.from_sample([[4]] * 3, world_size=2)
+
+
+@KINDS
+def test_an_array_of_lengths_is_not_taken_for_ids(kind, unchecked_types):
+    """`columns` goes with lengths, and a two-dimensional array is segment ids."""
+    lengths = np.array([[700, 324], [500, 400]])
+    options = {"world_size": 2, "columns": 1024}
+    refused = r"batch 1 is an array of shape \(2, 2\), which means segment ids.*batch.tolist\(\)"
+    for batches in ([[[1024], [1024]], lengths], [[[1024], [1024]], jnp.array(lengths)]):
+        with pytest.raises(TypeError, match=f"{kind.__name__}.from_sample: {refused}"):
+            kind.from_sample(batches, **options)
+    of_lists = kind.from_sample([lengths.tolist()], **options)
+    assert kind.from_sample([list(lengths)], **options) == of_lists
+    assert of_lists.kv_capacity > 700
+
+
+@KINDS
+def test_capacities_are_no_larger_than_any_batch_needs(kind):
+    """A rank receives each row of the batch once at most; no range and no piece is empty."""
+    world_size, columns = 4, 64
+    sample = [[[64], [7, 50]], [[1] * 64, [1] * 64]]
+    options = {"world_size": world_size, "columns": columns, "overflow": 1e-9}
+    config = kind.from_sample(sample, **options)
+    num_tokens = len(sample[0]) * columns
+    most = dict.fromkeys(CAPACITIES[kind], num_tokens)
+    most["max_q_transfers" if kind is PlanConfig else "max_pieces"] = num_tokens // world_size
+    assert all(getattr(config, name) <= most[name] for name in most)
+    assert config.kv_capacity == num_tokens
+    del most["kv_capacity"]
+    alone = kind.from_sample(sample, **options, config=kind(**most))
+    assert (alone.kv_capacity, alone.expected_overflow) == (num_tokens, 0)  # every batch fits
 
 
 @KINDS

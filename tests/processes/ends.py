@@ -1,8 +1,10 @@
 """A process of a job without the launcher; it still has work when process 0 is done.
 
-python ends.py ADDRESS NUM_PROCESSES PROCESS FOLDER [explicitly | raises]
+python ends.py ADDRESS NUM_PROCESSES PROCESS FOLDER [explicitly | raises | exits | goes_on]
 """
 
+import argparse
+import contextlib
 import pathlib
 import sys
 import time
@@ -23,6 +25,11 @@ if process == 0:
         jax.distributed.shutdown()
     if how == ["raises"]:
         raise RuntimeError("process 0 fails")
+    if how == ["exits"]:
+        sys.exit(3)
+    if how == ["goes_on"]:
+        with contextlib.suppress(SystemExit):
+            argparse.ArgumentParser().parse_args(["--unknown"])
 else:
     while not last_line.exists():
         time.sleep(0.01)

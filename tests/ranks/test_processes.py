@@ -126,9 +126,26 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("how", [[], ["explicitly"]])
+@pytest.mark.parametrize("how", [[], ["explicitly"], ["goes_on"]])
 def test_process_0_leaves_last(tmp_path, how):
     """Without the launcher, whatever work the others have: it hosts JAX's service."""
+    codes, said = run_job(tmp_path, how)
+    assert codes == [0, 0], said
+    assert said[1][0] == "done\n"
+
+
+@pytest.mark.parametrize("how, code", [("raises", 1), ("exits", 3)])
+def test_a_failure_of_process_0_ends_the_others(tmp_path, how, code):
+    """They would wait for it without end in an XLA collective."""
+    codes, said = run_job(tmp_path, [how])
+    assert codes == [code, -signal.SIGABRT], said
+    assert said[1][0] == ""
+    named = {"raises": "RuntimeError: process 0 fails", "exits": "process 0 ends with exit status 3"}
+    assert named[how] in said[0][1]
+
+
+def run_job(tmp_path, how):
+    """Runs ends.py in two processes without the launcher; returns exit codes and outputs."""
     address = free_address()
     job = [
         subprocess.Popen(
@@ -141,8 +158,7 @@ def test_process_0_leaves_last(tmp_path, how):
         for process in range(2)
     ]
     said = [process.communicate(timeout=1200) for process in job]
-    assert [process.returncode for process in job] == [0, 0], said
-    assert said[1][0] == "done\n"
+    return [process.returncode for process in job], said
 
 
 def meet_all(places, timeout):
@@ -225,6 +241,14 @@ def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
     assert done.returncode == 7
     assert "[0] 0 ['--an', 'argument'] 3\n" in done.stdout
     assert "[1] 1 ['--an', 'argument'] 3\n" in done.stdout
+
+
+@pytest.mark.parametrize("grace", ["nan", "inf", "-inf", "-1"])
+def test_a_grace_that_is_no_time_is_refused(tmp_path, grace):
+    done = launch(tmp_path / "missing.py", grace=grace)
+    assert (done.returncode, done.stdout) == (2, "")
+    said = f"error: --grace is {grace}; it needs to be a number of seconds from 0"
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_the_launcher_forwards_signals(tmp_path):

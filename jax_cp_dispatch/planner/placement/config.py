@@ -82,7 +82,8 @@ class PlacementConfig:
         Call on the host. Takes the time of `place_tokens` for each batch.
 
         Args:
-          batches: for each batch its lengths, or its segment ids [B, columns]; see `place_tokens`.
+          batches: for each batch its lengths as for `place_tokens`, or its segment ids. A
+            two-dimensional array is segment ids [B, columns], whatever its values are.
           world_size, columns, causal, window: as for `place_tokens`.
           overflow: wanted share of batches that do not fit, between 0 and 1.
           config: balance and constraints of the placements. Capacities that it has are kept.
@@ -93,13 +94,15 @@ class PlacementConfig:
             `place_tokens`.
         """
         from jax_cp_dispatch.planner.placement.place import place_tokens
-        from jax_cp_dispatch.planner.sample import config_of_sample
+        from jax_cp_dispatch.planner.sample import Needs, config_of_sample
 
-        def needs(**given: Any) -> tuple[int, list[int]]:
+        def needs(**given: Any) -> Needs:
             mask: Any = {"causal": causal, "window": window}
             placement = place_tokens(world_size=world_size, **mask, **given)
-            needs = placement.needs
-            return placement.plan.num_tokens, [getattr(needs, name) for name in CAPACITIES]
+            values = [getattr(placement.needs, name) for name in CAPACITIES]
+            own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
+            most = all_ranks, all_ranks, own
+            return Needs(own, values, [max(x, 1) for x in most])
 
         op, config = "PlacementConfig.from_sample", config or cls()
         check_type(op, "config", config, cls, "Omit it for the default.")
