@@ -13,8 +13,10 @@ from jax_cp_dispatch._ranks import runtime
 SOURCE = pathlib.Path(inspect.getfile(jax_cp_dispatch)).parent
 
 # Every part may import these; they import no part.
-SHARED = {"_arguments", "_dtypes", "_measuring", "_progress", "_residuals", "_text", "_window"}
-SHARED |= {"_warning"}
+SHARED = {
+    *("_arguments", "_command", "_dtypes", "_measuring", "_progress", "_residuals", "_text"),
+    *("_warning", "_window"),
+}
 
 # Parts of the package, bottom up, and the parts that each may also import.
 ALLOWED = {
