@@ -18,7 +18,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main() -> int:
-    parser = _Parser(prog="python -m jax_cp_dispatch", description=__doc__)
+    parser = _Parser(
+        prog="python -m jax_cp_dispatch",
+        description=__doc__,
+        epilog="python -m jax_cp_dispatch.launch runs a program in several processes of this host.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo_parser = commands.add_parser(
         "demo",

@@ -169,6 +169,9 @@ def make_loader(config: DataConfig) -> grain.DatasetIterator:
     batches = packed.batch(config.batch, drop_remainder=True).map(Arrange(config))
     if config.workers:
         absl.flags.FLAGS.mark_as_parsed()  # Grain reads its flags when it starts workers
+        # Grain's shared memory would outlive the run: it is freed by a thread, after its last use.
+        copied = grain.experimental.DatasetOptions(min_shm_size=1 << 30)
+        batches = grain.experimental.WithOptionsIterDataset(batches, copied)
         options = grain.MultiprocessingOptions(config.workers, per_worker_buffer_size=2)
         batches = batches.mp_prefetch(options, worker_init_fn=set_up_worker)
     return iter(batches)

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jax_cp_dispatch._command import InputError
 from jax_cp_dispatch.bench_command.ranks import Row
 
 NOTICEABLE = 0.8  # of the earlier ratio; less is reported
@@ -21,10 +22,6 @@ class Earlier(NamedTuple):
     of_limit: float | None
     speedup: float | None
     origin: str
-
-
-class InputError(ValueError):
-    """A file or an argument is not usable; the message says what to do."""
 
 
 def committed() -> list[Earlier]:
@@ -48,7 +45,7 @@ def earlier_run(path: pathlib.Path) -> list[Earlier]:
         raise InputError(
             f"cannot read {path}: {error.strerror}. Pass an output of --json."
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path} is no output of `bench --json`. Pass one.") from None
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 
+from jax_cp_dispatch._command import MOST_DEVICES, InputError, check_number, end_command
 from jax_cp_dispatch._measuring import machine, versions
 from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch._ranks.processes import initialize
+from jax_cp_dispatch._text import paragraph
 from jax_cp_dispatch.bench_command import (
     attention,
     gemm,
@@ -26,7 +28,6 @@ from jax_cp_dispatch.bench_command import (
 )
 from jax_cp_dispatch.bench_command.compare import (
     Earlier,
-    InputError,
     committed,
     earlier_run,
     matching,
@@ -37,6 +38,11 @@ from jax_cp_dispatch.bench_command.sizes import Sizes, sizes_for
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 SECTIONS = ("planning", "movement", "attention", "gemm", "step", "processes")
+_MOST_PROCESSES = 64  # each imports JAX
+QUICK_SAYS = (
+    "--quick: these sizes are too small to show the gain of context parallelism. Fixed costs of "
+    "each call dominate. Run without --quick to compare speeds."
+)
 INTERRUPTED = "interrupted; the rows measured before are kept"
 
 
@@ -44,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"some of {', '.join(SECTIONS)}; all if none"
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round: below 1 min")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes, one round: below 1 min; too small to show the gain of context "
+        "parallelism",
+    )
     parser.add_argument(
         "--devices", type=int, help="virtual CPU devices (default 8), or GPUs (default all)"
     )
@@ -66,11 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the exit status: 0, 1 if a section failed, 2 if an argument is not usable, 130 after
     Ctrl-C."""
-    try:
-        return _run(options)
-    except InputError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    return end_command("bench", _run, options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -106,6 +113,8 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(conclusion(rows, found))
         print(f"{about['devices']}, {about['machine']['cpu']}: {about['took_s']} s in all")
+        if options.quick:
+            print(paragraph(QUICK_SAYS, indent=0))
     if options.pictures is not None:
         for path in pictures.draw(rows, options.pictures):
             print(path, file=sys.stderr)
@@ -169,10 +178,8 @@ def _check(options: argparse.Namespace) -> None:
     unknown = sorted(set(options.sections) - set(SECTIONS))
     if unknown:
         raise InputError(f"no section is called {unknown[0]}. Pass some of {', '.join(SECTIONS)}.")
-    if options.devices is not None and options.devices < 1:
-        raise InputError(f"--devices is {options.devices}; pass at least 1.")
-    if options.processes < 2:
-        raise InputError(f"--processes is {options.processes}; pass at least 2.")
+    check_number("--devices", options.devices, least=1, most=MOST_DEVICES)
+    check_number("--processes", options.processes, least=2, most=_MOST_PROCESSES)
     if options.pictures is not None:
         try:
             pictures.check_folder(options.pictures)

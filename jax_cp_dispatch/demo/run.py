@@ -3,7 +3,6 @@
 import argparse
 import pathlib
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -13,8 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_cp_dispatch._command import InputError, end_command
 from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.demo.arguments import check_arguments
 from jax_cp_dispatch.demo.dense import dense_attention
 from jax_cp_dispatch.demo.documents import PackedDocuments, pack_documents, read_documents
 from jax_cp_dispatch.demo.programs import (
@@ -30,42 +31,6 @@ from jax_cp_dispatch.planner import AttentionPlan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
 
 TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=pathlib.Path,
-        default=pathlib.Path(sysconfig.get_path("stdlib")),
-        help="folder of text files (default: the sources of the Python standard library)",
-    )
-    parser.add_argument(
-        "--pattern",
-        default=None,
-        help="which files (default: *.py; if a folder is given, all of its files)",
-    )
-    parser.add_argument(
-        "--long-documents",
-        choices=("span", "cut"),
-        default="span",
-        help="let documents longer than a rank span ranks (default), or cut them",
-    )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        default=None,
-        help="maximum tokens of a document; longer ones are cut (default: a quarter of all)",
-    )
-    parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
-    parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
-    parser.add_argument("--seed", type=int, default=0, help="determines the order of documents")
-    parser.add_argument(
-        "--picture",
-        type=pathlib.Path,
-        default=pathlib.Path("plan.png"),
-        help="file for the picture of the plan (default plan.png)",
-    )
 
 
 def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
@@ -99,20 +64,21 @@ def largest_difference(
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the demonstration; returns the exit status: 0, or 1 if a result is wrong."""
+    """Runs the demonstration; returns the exit status: 0, 1 if a result is wrong, 2 if an argument
+    is not usable."""
+    return end_command("demo", _run, arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     progress = Progress(7)
     folder = arguments.folder
     is_default = folder == pathlib.Path(sysconfig.get_path("stdlib"))
     pattern = arguments.pattern or ("*.py" if is_default else "*")
 
-    if not folder.is_dir():
-        return _refuse(f"{folder} is not a folder. Name one that holds text files.")
+    check_arguments(arguments, pattern)
     num_tokens = arguments.ranks * arguments.tokens_per_rank
     longest = max(1, num_tokens // 4) if arguments.longest is None else arguments.longest
-    if min(arguments.ranks, arguments.tokens_per_rank, longest) < 1:
-        return _refuse("--ranks, --tokens-per-rank and --longest need to be at least 1.")
-
     start_cpu_devices(arguments.ranks)
     with progress.step(f"reading {folder}"):
         packed = pack_documents(
@@ -123,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
             longest=longest,
         )
     if not packed.spans:
-        return _refuse(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
+        raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
 
     def make_plan() -> AttentionPlan:
         return plan_attention(packed.segment_ids, packed.positions, world_size=arguments.ranks)
@@ -168,8 +134,3 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"picture               {picture}")
     print(f"whole demonstration   {time.perf_counter() - begin:.1f} s")
     return 0 if is_right else 1
-
-
-def _refuse(message: str) -> int:
-    print(f"demo: {message}", file=sys.stderr)
-    return 2

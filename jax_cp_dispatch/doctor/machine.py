@@ -130,7 +130,8 @@ def _open_files() -> Finding:
     found = f"{soft}, at most {hard}"
     if soft == resource.RLIM_INFINITY or soft >= 1024:
         return Finding("open files", found)
-    return Finding("open files", found, "missing", "Raise the limit: ulimit -n 1024.")
+    remedy = "Only for jobs of several processes: raise the limit, ulimit -n 1024."
+    return Finding("open files", found, "missing", remedy)
 
 
 def _pictures() -> Finding:

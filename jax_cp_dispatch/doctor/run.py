@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 
+from jax_cp_dispatch._command import MOST_DEVICES, check_number, end_command
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.doctor.finding import Finding
 from jax_cp_dispatch.doctor.in_processes import try_processes
@@ -27,9 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Returns 1 if anything is wrong; missing parts do not count."""
-    if options.devices < 1:
-        raise SystemExit(f"doctor: --devices is {options.devices}; it needs to be at least 1.")
+    """Returns 1 if anything is wrong, 2 for an unusable argument; missing parts do not count."""
+    return end_command("doctor", _run, options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_number("--devices", options.devices, least=1, most=MOST_DEVICES)
     if os.environ.get("JAX_PLATFORMS", "" if has_gpu() else "cpu") == "cpu":
         start_cpu_devices(options.devices)
     findings = []

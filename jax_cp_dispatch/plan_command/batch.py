@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_cp_dispatch.plan_command.lengths import InputError, Lengths
+from jax_cp_dispatch._command import InputError
+from jax_cp_dispatch.plan_command.lengths import Lengths
 
 _MOST_ROWS = 2**31 - 1
 

@@ -3,16 +3,14 @@
 import csv
 import json
 import pathlib
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax_cp_dispatch._command import InputError
 from jax_cp_dispatch.demo.documents import read_documents
 
 _COLUMNS = ("length", "lengths", "tokens", "num_tokens")
-
-
-class InputError(ValueError):
-    """The command's arguments or files are not usable; the message says what to do."""
 
 
 class Lengths(NamedTuple):
@@ -158,11 +156,17 @@ def _sizes_of_texts(folder: pathlib.Path, limit: int | None) -> Lengths:
 def _from_json(path: pathlib.Path, text: str) -> list[Lengths]:
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise InputError(
+            f"{path} has lists inside lists that are too deep to read. Pass a list of lengths, or "
+            "a list of such lists."
+        ) from None
+    except ValueError as error:  # no JSON, or a number of thousands of digits
         try:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except json.JSONDecodeError:
-            raise InputError(f"{path} is not JSON: {error}. Pass a list of lengths.") from None
+        except (ValueError, RecursionError):
+            why = str(error).partition(";")[0]
+            raise InputError(f"{path} is not JSON: {why}. Pass a list of lengths.") from None
     found = _lengths_in(found)
     if isinstance(found, list):
         found = [_lengths_in(x) for x in found]
@@ -179,6 +183,12 @@ def _from_json(path: pathlib.Path, text: str) -> list[Lengths]:
 
 def _items(where: str, values: Sequence[Any]) -> Lengths:
     name = lambda i: f"{where} {i}"
+    for i, x in enumerate(values):
+        if isinstance(x, str):
+            raise InputError(
+                f"{name(i)} is the text {reprlib.repr(x)}; it needs a whole number of tokens, "
+                "without quotation marks."
+            )
     return Lengths([_length(lambda i=i: name(i), x) for i, x in enumerate(values)], name)
 
 
@@ -228,5 +238,5 @@ def _length(where: Callable[[], str], value: Any) -> int:
     except (ValueError, OverflowError):
         number = -1.0
     if isinstance(value, bool) or number < 0 or not number.is_integer():
-        raise InputError(f"{where()} is {value!r}; it needs a whole number of tokens.")
+        raise InputError(f"{where()} is {reprlib.repr(value)}; it needs a whole number of tokens.")
     return int(number)

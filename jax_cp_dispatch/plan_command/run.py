@@ -3,22 +3,28 @@
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import sys
 
+from jax_cp_dispatch._command import InputError, check_number, end_command
 from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch._text import paragraph
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Workload
 from jax_cp_dispatch.plan_command.as_json import as_json
 from jax_cp_dispatch.plan_command.batch import Batch, fill_ranks
 from jax_cp_dispatch.plan_command.compare import Comparison, compare
-from jax_cp_dispatch.plan_command.lengths import InputError, read_lengths
+from jax_cp_dispatch.plan_command.lengths import read_lengths
 from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
 from jax_cp_dispatch.plots.plan import figure_class
 
 _MOST_RANKS = 2**14  # these counts then take some gigabytes
+# With these, costs and counts stay below 2**63.
+_LARGEST = {
+    2**31 - 1: ("tokens_per_rank", "window"),
+    2**16: ("heads", "kv_heads", "head_size"),
+    _MOST_RANKS: ("nodes",),
+    16: ("itemsize",),
+}
 _STEPS = 3  # of one comparison; see `compare`
 
 
@@ -76,14 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit status: 0, or 2 if the input is not usable."""
-    try:
-        return _run(options)
-    except InputError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return end_command("plan", _run, options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -163,18 +162,10 @@ def _numbers_of_ranks(text: str) -> list[int]:
 def _check_sizes(options: argparse.Namespace) -> None:
     if options.join and options.row is not None:
         raise InputError("got --join and --row. Pass one of them.")
-    for name in (
-        "tokens_per_rank",
-        "heads",
-        "kv_heads",
-        "head_size",
-        "itemsize",
-        "window",
-        "nodes",
-    ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; pass at least 1.")
+    for most, names in _LARGEST.items():
+        for name in names:
+            option = f"--{name.replace('_', '-')}"
+            check_number(option, getattr(options, name), least=1, most=most)
     if options.heads % options.kv_heads:
         raise InputError(
             f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}. Pass a "

@@ -41,10 +41,13 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
         check_positive(op, tile=x)
     object.__setattr__(config, "tile", tuple(map(int, tile)))
     if config.rank_speeds is not None:
-        speeds = tuple(map(float, config.rank_speeds))
+        try:
+            speeds = tuple(map(float, config.rank_speeds))
+        except (TypeError, ValueError, OverflowError):
+            speeds = ()
         if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
             raise ValueError(
-                f"{op}: rank_speeds is {config.rank_speeds}; it needs one positive number per "
+                f"{op}: rank_speeds is {config.rank_speeds!r}; it needs one positive number per "
                 "rank, or None for equal speeds."
             )
         object.__setattr__(config, "rank_speeds", speeds)

@@ -33,6 +33,8 @@ MXFP8 = ScalingMode.MXFP8_1D_SCALING
         ({"mode": "FP8"}, "quantize: mode is 'FP8'; it needs to be one of"),
         ({"dtype": jnp.int8}, "quantize: dtype is int8; it needs to be float8_e4m3fn or"),
         ({"dtype": "float7"}, "quantize: dtype is 'float7'"),
+        ({"mode": CURRENT, "axis_name": "cp"}, "quantize: axis_name 'cp' is not manual here"),
+        ({"axis_name": ()}, r"quantize: axis_name is \(\); it needs one mesh axis"),
         ({"layout": "diagonal"}, "quantize: layout is 'diagonal'; it needs to be 'row'"),
         ({"mode": DELAYED}, r"quantize: got no state with .* state=DelayedScaling.init\(\)"),
         ({"state": "any"}, "quantize: got a state with .* Omit it"),
@@ -46,6 +48,24 @@ def test_errors_of_quantize(arguments, message):
     arguments = {"x": np.zeros((2, 32), "f"), "mode": MXFP8, **arguments}
     with pytest.raises(ValueError, match=message):
         quantize(**arguments)
+
+
+@pytest.mark.parametrize("mode", [CURRENT, MXFP8])
+def test_axis_names_are_text(mode):
+    x = jnp.zeros((2, 32))
+    name: Any = 5
+    with pytest.raises(TypeError, match="quantize: axis_name is 5; it needs"):
+        quantize(x, mode, axis_name=name)
+    with pytest.raises(TypeError, match="DelayedScaling.update: axis_name is 5; it needs"):
+        DelayedScaling.init().update(x, axis_name=name)
+
+
+@pytest.mark.parametrize("dtype", ["nonsense", "int8", 5])
+def test_values_are_floats(dtype):
+    q = quantize(jnp.ones((2, 32)), MXFP8)
+    needs = "it needs to be a type of real floats. Pass jnp.float32 or jnp.bfloat16"
+    with pytest.raises(ValueError, match=f"dequantize: dtype is {dtype!r}; {needs}"):
+        dequantize(q, dtype)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +94,10 @@ def test_errors_of_scale_bytes():
         swizzle_scales(scales)
     with pytest.raises(ValueError, match=r"multiples of \(4, 128\)"):
         swizzle_scales(scales, layout="column")
-    with pytest.raises(ValueError, match="unpad_scales: scales have shape"):
-        unpad_scales(scales, shape=(131, 4))
+    for shape in (131, 4), (-1, 4):
+        needs = rf"unpad_scales: shape is \({shape[0]}, 4\); it needs sizes from 0 to .*\(130, 4\)"
+        with pytest.raises(ValueError, match=needs):
+            unpad_scales(scales, shape=shape)
     functions: list[Any] = [pad_scales, swizzle_scales, unswizzle_scales]
     for function in functions:
         with pytest.raises(ValueError, match=f"{function.__name__}: layout is 'both'"):

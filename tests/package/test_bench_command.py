@@ -183,9 +183,10 @@ def test_committed_results_have_the_default_sizes():
     "arguments, message",
     [
         (["attenton"], "no section is called attenton. Pass some of planning, movement"),
-        (["--devices", "0"], "--devices is 0; pass at least 1"),
+        (["--devices", "0"], "--devices is 0; pass 1 to 1024"),
+        (["--devices", "99999999"], "--devices is 99999999; pass 1 to 1024"),
         (["--devices", "9"], "--devices is 9 but JAX has 8 devices"),
-        (["--processes", "1"], "--processes is 1; pass at least 2"),
+        (["--processes", "1"], "--processes is 1; pass 2 to 64"),
         (["--compare", "nowhere"], "cannot read nowhere: No such file"),
         (["--compare", __file__], "is no output of `bench --json`"),
         (["--pictures", __file__], "cannot create the folder"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
 
+from jax_cp_dispatch.__main__ import main as command
 from jax_cp_dispatch.demo.dense import dense_attention
 from jax_cp_dispatch.demo.documents import Document, pack_documents, read_documents
 
@@ -65,11 +66,26 @@ def test_missing_folder(tmp_path):
     assert "demo: nowhere is not a folder. Name one that holds text files." in done.stderr
 
 
-def test_invalid_sizes(tmp_path):
-    for option in ("--ranks", "--tokens-per-rank", "--longest"):
-        done = run_demo(tmp_path, option, 0, cwd=tmp_path)
-        assert done.returncode == 2
-        assert "need to be at least 1" in done.stderr
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        *((option, 0, f"{option} is 0; pass 1 to ") for option in ("--ranks", "--longest")),
+        ("--ranks", 10**23, "--ranks is 100000000000000000000000; pass 1 to 1024."),
+        ("--tokens-per-rank", 10**15, "--tokens-per-rank is 1000000000000000; pass 1 to 2097152."),
+        ("--seed", -1, "--seed is -1; pass 0 to "),
+        ("--pattern", "/a", "--pattern is '/a': Non-relative patterns are unsupported. Pass one"),
+        ("--pattern", "a**", "--pattern is 'a**'"),
+        ("--picture", "nowhere/a.png", "--picture is nowhere/a.png; it needs to be a file in an e"),
+        ("--picture", ".", "--picture is .; it needs to be a file in an existing folder."),
+        ("--picture", "a.b", "--picture is a.b; it needs a suffix such as .png"),
+    ],
+)
+def test_bad_arguments_give_one_line(capsys, monkeypatch, tmp_path, option, value, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "demo", ".", option, str(value)])
+    assert command() == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"demo: {message}") and said.err.count("\n") == 1 and not said.out
 
 
 def test_folder_without_text(tmp_path):

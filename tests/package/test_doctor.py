@@ -76,6 +76,7 @@ def test_a_missing_gpu_library_or_memory_names_its_remedy(monkeypatch):
         assert found[name].verdict == "missing" and remedy in found[name].remedy
 
 
-def test_number_of_devices_is_checked():
-    with pytest.raises(SystemExit, match="doctor: --devices is 0; it needs to be at least 1"):
-        run.main(argparse.Namespace(json=True, devices=0))
+@pytest.mark.parametrize("devices", [0, 99999999])
+def test_number_of_devices_is_checked(capsys, devices):
+    assert run.main(argparse.Namespace(json=True, devices=devices)) == 2
+    assert capsys.readouterr().err == f"doctor: --devices is {devices}; pass 1 to 1024.\n"

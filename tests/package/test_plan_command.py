@@ -19,9 +19,10 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 from jax_cp_dispatch.__main__ import main as command
+from jax_cp_dispatch._command import InputError
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.plan_command.batch import fill_ranks
-from jax_cp_dispatch.plan_command.lengths import InputError, Lengths, read_lengths
+from jax_cp_dispatch.plan_command.lengths import Lengths, read_lengths
 from jax_cp_dispatch.plan_command.run import add_arguments, main
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,6 +57,10 @@ def folder(tmp_path, monkeypatch):
         "fraction.json": "[5, 1.5]",
         "mixed.json": "[5, [6]]",
         "broken.json": "[5,",
+        "deep.json": "[" * 100_000,
+        "text.json": '["100"]',
+        "digits.json": f"[{'9' * 5000}]",
+        "digits.txt": "9" * 5000,
         "wide.csv": "a,b\n1,2\n",
         "empty.txt": "",
     }
@@ -176,7 +181,18 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["list.json", "--ranks", "12"], "12 ranks do not fill h100 nodes of 8. Pass --nodes"),
         (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
         (["list.json", "--nodes", "2", "--hardware", "cpu"], "has no links between nodes"),
-        (["list.json", "--window", "0"], "--window is 0; pass at least 1"),
+        (["list.json", "--window", "0"], "--window is 0; pass 1 to 2147483647"),
+        (["list.json", "--window", "1" + "0" * 23], "--window is 1000000000"),
+        (["list.json", "--head-size", "1" + "0" * 23], "--head-size is 1000000000"),
+        (["list.json", "--heads", "1" + "0" * 23], "pass 1 to 65536"),
+        (["list.json", "--itemsize", "32"], "--itemsize is 32; pass 1 to 16"),
+        (["deep.json"], "deep.json has lists inside lists that are too deep to read"),
+        (
+            ["text.json"],
+            "text.json item 0 is the text '100'; it needs a whole number of tokens",
+        ),
+        (["digits.json"], "digits.json is not JSON: Exceeds the limit (4300 digits)"),
+        (["digits.txt"], "digits.txt line 1 is '999999999999...9999999999999'; it needs a whole"),
         (["list.json", "--kv-heads", "3"], "--heads 32 is not a multiple of --kv-heads 3"),
         (["list.json", "--pictures", "empty.txt"], "cannot create the folder empty.txt"),
         (["rows.json", "--row", "2"], "--row is 2, but the files have rows 0 to 1. Pass one"),
@@ -199,6 +215,7 @@ def test_bad_input_gives_one_line(folder, capsys, arguments, message):
     [
         ([], "the following arguments are required: FILE. See"),
         (["list.json", "--hardware", "abacus"], "argument --hardware: invalid choice: 'abacus'"),
+        (["list.json", "--head-size", "1e23"], "argument --head-size: invalid int value: '1e23'"),
     ],
 )
 def test_a_wrong_argument_gives_one_line(capsys, monkeypatch, arguments, message):

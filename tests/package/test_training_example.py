@@ -2,6 +2,9 @@
 
 import argparse
 import dataclasses
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,6 +17,8 @@ from training import check  # noqa: E402
 from training.data import DataConfig, make_loader  # noqa: E402
 from training.model import ModelConfig  # noqa: E402
 from training.state import Checkpoints  # noqa: E402
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -58,6 +63,26 @@ def test_loader_continues_where_it_was_saved(data):
     again.set_state(loader.get_state())
     for _ in range(2):
         jax.tree.map(np.testing.assert_array_equal, next(loader), next(again))
+
+
+def test_loaders_in_processes_end_clean(tmp_path):
+    """The last batch is in use until the end; its shared memory was then reported as leaked."""
+    (tmp_path / "documents.txt").write_text("a few words\n" * 500)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "from training.data import DataConfig, make_loader\n\n"
+        "def main():\n"
+        f"    config = DataConfig(folder={str(tmp_path)!r}, pattern='*.txt', columns=64, workers=1)\n"
+        "    loader = make_loader(config)\n"
+        "    batches = [next(loader) for _ in range(3)]\n"
+        "    print(len(batches), 'batches')\n\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=1200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3 batches\n", "")
 
 
 def test_folder_without_documents(data):

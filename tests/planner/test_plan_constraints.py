@@ -208,6 +208,16 @@ def test_the_backward_pass_weighs_keys_more():
 LENGTHS = [[600, 300, 100, 24]]
 
 
+@pytest.mark.parametrize("kind", [PlanConfig, PlacementConfig])
+@pytest.mark.parametrize("speeds", [("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,)])
+def test_speeds_are_positive_numbers(kind, speeds, unchecked_types):
+    said = re.escape(
+        f"{kind.__name__}: rank_speeds is {speeds!r}; it needs one positive number per"
+    )
+    with pytest.raises(ValueError, match=said):
+        kind(rank_speeds=speeds)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

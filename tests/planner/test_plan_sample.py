@@ -140,7 +140,7 @@ def test_capacities_are_no_larger_than_any_batch_needs(kind):
     options = {"world_size": world_size, "columns": columns, "overflow": 1e-9}
     config = kind.from_sample(sample, **options)
     num_tokens = len(sample[0]) * columns
-    most = dict.fromkeys(CAPACITIES[kind], num_tokens)
+    most: dict[str, Any] = dict.fromkeys(CAPACITIES[kind], num_tokens)
     most["max_q_transfers" if kind is PlanConfig else "max_pieces"] = num_tokens // world_size
     assert all(getattr(config, name) <= most[name] for name in most)
     assert config.kv_capacity == num_tokens

@@ -5,6 +5,7 @@ import fcntl
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import stat
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from on_mesh import mesh_of
 
-from jax_cp_dispatch._ranks.processes import segment
+from jax_cp_dispatch._ranks.processes import open_files, segment
 from jax_cp_dispatch._ranks.processes.connect import Card, connect_all, new_token
 from jax_cp_dispatch._ranks.processes.meeting import Place, meet
 
@@ -140,7 +141,10 @@ def test_a_failure_of_process_0_ends_the_others(tmp_path, how, code):
     codes, said = run_job(tmp_path, [how])
     assert codes == [code, -signal.SIGABRT], said
     assert said[1][0] == ""
-    named = {"raises": "RuntimeError: process 0 fails", "exits": "process 0 ends with exit status 3"}
+    named = {
+        "raises": "RuntimeError: process 0 fails",
+        "exits": "process 0 ends with exit status 3",
+    }
     assert named[how] in said[0][1]
 
 
@@ -264,6 +268,34 @@ def test_the_launcher_forwards_signals(tmp_path):
     job.send_signal(signal.SIGTERM)
     assert sorted(job.communicate(timeout=1200)[0].splitlines()) == ["[0] told", "[1] told"]
     assert job.returncode == 128 + signal.SIGTERM
+
+
+def test_too_few_open_files_are_refused_before_gloo_fails(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import jax, jax_cp_dispatch\njax_cp_dispatch.initialize()\njax.devices()\n")
+    limit = resource.RLIMIT_NOFILE, (24, 24)
+    done = subprocess.run(
+        command(program, processes=4, grace=5),
+        preexec_fn=lambda: resource.setrlimit(*limit),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    said = "RuntimeError: initialize: this process may open 24 files; with 4 processes it needs"
+    assert done.returncode == 1 and said in done.stderr and "epoll" not in done.stderr
+
+
+def test_open_files_of_collectives_are_counted(monkeypatch):
+    """Between all devices: 8 devices connect to 15 others each."""
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (100, 4096))
+    warned = "may open 100 files. XLA's collectives over all devices of 2 processes need about"
+    with pytest.warns(RuntimeWarning, match=warned):
+        open_files.check_open_files(2, 8)
+    with pytest.raises(RuntimeError, match=r"with 64 processes it needs \d+ or more. Raise the"):
+        open_files.check_open_files(64, 1)
+    unlimited = open_files.resource.RLIM_INFINITY
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (unlimited, unlimited))
+    open_files.check_open_files(64, 64)
 
 
 def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):

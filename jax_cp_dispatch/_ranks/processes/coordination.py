@@ -11,6 +11,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax_cp_dispatch._ranks.job import is_in_job
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
 from jax_cp_dispatch._ranks.processes.meeting import Place, meet
+from jax_cp_dispatch._ranks.processes.open_files import check_open_files
 
 # Set by the launcher, which hosts the coordination service itself. If process 0 hosted it, its end
 # would end all others, because JAX ends a process whose service is gone. The value is the address
@@ -55,7 +56,8 @@ def start(
       host: an id of the host; equal for all processes of one host.
       timeout: seconds to wait for the other processes.
     Raises:
-      RuntimeError: a process did not join; raised in all that did. Or JAX has already started here.
+      RuntimeError: a process did not join; raised in all that did. Or JAX has already started here,
+        or this process may open too few files.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if num_processes is None and _NUM_PROCESSES in os.environ:
@@ -75,6 +77,8 @@ def start(
     if address is not None and num_processes is not None and process_id is not None:
         own = Place(process_id, num_processes, host, socket.gethostname())
         is_one_host = meet(meeting or address, own, timeout)
+        if is_one_host:
+            check_open_files(num_processes, max(jax.config.values["jax_num_cpu_devices"], 1))
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if meeting and address is not None and process_id is not None:

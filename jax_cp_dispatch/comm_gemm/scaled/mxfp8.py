@@ -133,18 +133,18 @@ def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UI
     Returns:
       The scales before padding.
     Raises:
-      TypeError, ValueError: an argument has another type or shape; `shape` is larger than that of
-        `scales`.
+      TypeError, ValueError: an argument has another type or shape; `shape` is negative or larger
+        than that of `scales`.
     """
     _check_dims("unpad_scales", "scales", scales, "[r, c]")
     if not isinstance(shape, tuple) or len(shape) != 2:
         raise TypeError(f"unpad_scales: shape is {shape!r}; it needs to be a tuple of two sizes.")
     for size in shape:
         check_integer("unpad_scales", "an entry of shape", size)
-    if any(need > got for need, got in zip(shape, scales.shape, strict=True)):
+    if not all(0 <= size <= most for size, most in zip(shape, scales.shape, strict=True)):
         raise ValueError(
-            f"unpad_scales: scales have shape {scales.shape}, smaller than shape={shape}. Pass the "
-            "shape that they had before pad_scales."
+            f"unpad_scales: shape is {shape}; it needs sizes from 0 to those of the scales, "
+            f"{scales.shape}. Pass the shape that they had before pad_scales."
         )
     return scales[: shape[0], : shape[1]]
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jax_cp_dispatch._arguments import check_array, check_type
+from jax_cp_dispatch._ranks.axis import check_axis_name, num_ranks_here
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     Layout,
     block_scales,
@@ -92,6 +93,8 @@ class DelayedScaling:
         Raises:
           ValueError: `dtype` is neither of the two 8-bit types.
         """
+        if axis_name is not None:
+            num_ranks_here("DelayedScaling.update", axis_name, instead="axis_name=None")
         amax = largest_magnitude(x, axis_name=axis_name)
         return self.record(amax, dtype=dtype, margin=margin)
 
@@ -159,6 +162,8 @@ def quantize(
     mode = ScalingMode.read("quantize", "mode", mode)
     dtype = _check_dtype("quantize", dtype)
     check_layout("quantize", layout)
+    if axis_name is not None:
+        check_axis_name("quantize", axis_name)
     check_array("quantize", "x", x)
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
     if mode == ScalingMode.NO_SCALING:
@@ -180,6 +185,8 @@ def quantize(
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
     if is_blocks:
         check_blocks("quantize", "x", x.shape, layout)
+    elif state is None and axis_name is not None:
+        num_ranks_here("quantize", axis_name, instead="axis_name=None")
     wide = _float32(x)
     if is_blocks:
         scale_inv = block_scales(wide, dtype, layout=layout)
@@ -206,9 +213,10 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     Returns:
       An array in the shape of `q.data`.
     Raises:
-      TypeError, ValueError: `q` is no `Quantized`, or its parts do not match.
+      TypeError, ValueError: `q` is no `Quantized`, its parts do not match, or `dtype` is no float.
     """
     check_type("dequantize", "q", q, Quantized, "Pass the result of quantize.")
+    _check_result("dequantize", dtype)
     mode = ScalingMode.read("dequantize", "q.mode", q.mode)
     _check_dtype("dequantize", q.data.dtype, "q.data")
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
@@ -233,6 +241,18 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     else:
         value = q.data.astype(jnp.float32) * q.scale_inv[0]
     return value.astype(dtype)
+
+
+def _check_result(op: str, dtype: Any) -> None:
+    try:
+        is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise ValueError(
+            f"{op}: dtype is {dtype!r}; it needs to be a type of real floats. Pass jnp.float32 or "
+            "jnp.bfloat16."
+        )
 
 
 def _float32(x: Float[Array, "..."]) -> Float32[Array, "..."]:
