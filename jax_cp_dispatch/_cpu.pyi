@@ -80,6 +80,8 @@ def place_documents(
     max_away: int,
     min_piece: int,
     block: int,
+    tile_queries: int,
+    tile_keys: int,
 ) -> np.ndarray: ...
 def move_queries(
     lengths: np.ndarray,
@@ -99,4 +101,6 @@ def move_queries(
     min_piece: int,
     block: int,
     wanted_piece: int,
+    tile_queries: int,
+    tile_keys: int,
 ) -> np.ndarray: ...

@@ -34,8 +34,8 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
     tile = config.tile
     if not isinstance(tile, tuple | list) or len(tile) != 2:
         raise TypeError(
-            f"{op}: tile is {tile!r}; it needs to be (queries, keys), such as (128, 128). Omit it to "
-            "count the pairs of the mask alone."
+            f"{op}: tile is {tile!r}; it needs to be (queries, keys), such as (128, 128). Omit it "
+            "to count the pairs of the mask alone."
         )
     for x in tile:
         check_positive(op, tile=x)
