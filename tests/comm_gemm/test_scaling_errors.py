@@ -56,7 +56,7 @@ def test_axis_names_are_text(mode):
     name: Any = 5
     with pytest.raises(TypeError, match="quantize: axis_name is 5; it needs"):
         quantize(x, mode, axis_name=name)
-    with pytest.raises(TypeError, match="DelayedScaling.update: axis_name is 5; it needs"):
+    with pytest.raises(TypeError, match=r"DelayedScaling\.update: axis_name is 5; it needs"):
         DelayedScaling.init().update(x, axis_name=name)
 
 
