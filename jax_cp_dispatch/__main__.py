@@ -5,7 +5,8 @@ import sys
 from typing import NoReturn
 
 from jax_cp_dispatch.bench_command import run as bench
-from jax_cp_dispatch.demo import arguments as demo_arguments, run as demo
+from jax_cp_dispatch.demo import run as demo
+from jax_cp_dispatch.demo.arguments import add_arguments as add_demo_arguments
 from jax_cp_dispatch.doctor import run as doctor
 from jax_cp_dispatch.plan_command import run as plan
 
@@ -30,7 +31,7 @@ def main() -> int:
         description="Packs real documents, plans balanced causal attention, runs it forward and "
         "backward over virtual CPU devices and checks everything against dense attention.",
     )
-    demo_arguments.add_arguments(demo_parser)
+    add_demo_arguments(demo_parser)
     doctor_parser = commands.add_parser(
         "doctor",
         help="report what this machine offers and lacks, and test each transport",

@@ -54,7 +54,7 @@ def test_errors_of_quantize(arguments, message):
 def test_axis_names_are_text(mode):
     x = jnp.zeros((2, 32))
     name: Any = 5
-    with pytest.raises(TypeError, match="quantize: axis_name is 5; it needs"):
+    with pytest.raises(TypeError, match="quantize: axis_name is 5; it needs the name"):
         quantize(x, mode, axis_name=name)
     with pytest.raises(TypeError, match=r"DelayedScaling\.update: axis_name is 5; it needs"):
         DelayedScaling.init().update(x, axis_name=name)

@@ -55,7 +55,8 @@ def initialize(
       The implementation for programs with ranks on all devices, and the reason.
     Raises:
       RuntimeError: another process did not join or runs another version, or a host's name resolves
-        to no address that other hosts reach. Raised in all processes.
+        to no address that other hosts reach. Raised in all processes. Or this process may open too
+        few files.
       ValueError: the environment variable `JAX_CP_DISPATCH_SEGMENT_BYTES` is not a number of bytes.
     """
     known = transport_choice()
