@@ -17,9 +17,12 @@ from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Rin
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans, placement
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
+from jax_cp_dispatch.cost.pairs import pairs_before, wasted_pairs
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
+_TILE = 128  # queries, and keys, of usual kernels
+_MUCH = 0.2  # of the computed pairs
 
 
 class Choice(NamedTuple):
@@ -82,7 +85,7 @@ def choose_algorithm(
     Returns:
       The choice. Times within 3 % of the shortest count as equal; among these, the best balanced
       algorithm is chosen, then the simplest. `predictions` exclude the rearrangement; `reason`
-      includes it.
+      includes it, and says if documents are so short that balance gains less than pairs promise.
     Raises:
       TypeError: `hardware` is not a `Hardware`.
       ValueError: sizes do not match, or there is no entry for the default backend.
@@ -145,7 +148,7 @@ def choose_for(
         algorithm = Hamilton(nodes=workload.num_ranks // hardware.node_size(workload.num_ranks))
     else:
         algorithm = {kind.name: kind for kind in (Balanced, Placed, Ring, Zigzag, Hamilton)}[best]()
-    reason = _reason(best, seconds, predictions, with_backward, hardware)
+    reason = _reason(best, seconds, predictions, with_backward, hardware) + _about_tiles(workload)
     if isinstance(algorithm, Placed):
         reason += " Place the tokens of every batch with place_tokens, and pass its plan."
     return Choice(algorithm, predictions, reason), seconds
@@ -248,6 +251,20 @@ def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> st
             "balance hardly shortens it."
         )
     return reason
+
+
+def _about_tiles(workload: Workload) -> str:
+    """Returns a sentence if documents are so short that tiles compute much outside the mask."""
+    lengths = np.array([x for row in workload.rows for x in row], np.int64)
+    pairs = pairs_before(lengths, lengths, workload.reach).sum()
+    wasted = wasted_pairs(0, lengths, lengths, workload.reach, (_TILE, _TILE)).sum()
+    share = wasted / max(1, pairs + wasted)
+    if share <= _MUCH:
+        return ""
+    return (
+        f" Tiles of {_TILE} x {_TILE} compute {share:.0%} of their pairs outside the mask, because "
+        "documents or windows are short: balance gains less time than pairs promise."
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -54,6 +54,21 @@ def test_choices(lengths, options, expected):
     assert choice.reason.startswith(f"{choice.algorithm.name}: predicted forward and backward: ")
 
 
+@pytest.mark.parametrize(
+    "lengths, options, share",
+    [
+        ([[512] * 128], {}, "50%"),  # (127 * 513 + 512 * 381) / 2 wasted, 512 * 513 / 2 not
+        ([[65536]], {"window": 256}, "50%"),
+        ([[65536]], {}, None),
+        ([[4096] * 16], {}, None),
+    ],
+)
+def test_short_documents_are_not_promised_the_gain_of_pairs(lengths, options, share):
+    reason = choose(lengths, **options).reason
+    assert ("balance gains less time than pairs promise" in reason) == (share is not None)
+    assert share is None or f"compute {share} of their pairs outside the mask" in reason
+
+
 def test_a_two_sided_window_is_counted():
     """A causal window w equals (w - 1, 0): the same pairs, and so the same prediction."""
     one_sided = choose(None, window=256)
