@@ -159,7 +159,7 @@ def _traced_stamp(
     """Returns the stamp; positions that are not given count from 0 in each document."""
     starts, received = assignment.starts, assignment.received
     if positions is None:
-        places = jnp.arange(starts.shape[1], dtype=jnp.int32) - starts
+        places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
         places = words(positions)
     digest = digest_of_plan(config, reach(_OP, True, window), received.block, received.rank)
