@@ -96,7 +96,7 @@ def make_stamp(
     own = xp.stack([ids, positions], axis=1)
     place = np.arange(1, 1 + own.size, dtype=np.uint32).reshape(own.shape)
     each = mix(_bits(own) + place * np.uint32(0x165667B1))
-    whole = _signed(mix(each.sum(keepdims=True, dtype=np.uint32) + digest))
+    whole = _signed(mix(each.sum(keepdims=True, dtype=np.uint32) + digest[None]))
     rank = np.arange(len(own), dtype=np.int32)[:, None]
     return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own], axis=1)
 
