@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
 
 from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
@@ -43,16 +43,6 @@ def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
         positions=positions,
         implementation=implementation,
     )
-
-
-def all_fail(out, match):
-    """Every device has the same error."""
-    errors = set()
-    for shard in out.addressable_shards:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
-            np.asarray(shard.data)
-        errors.add(str(error.value))
-    assert len(out.addressable_shards) == W and len(errors) == 1
 
 
 @given(data=st.data())

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from on_mesh import AXIS, mesh_of
+from on_mesh import AXIS, all_fail, mesh_of
 
 from jax_cp_dispatch import (
     PlacementConfig,
@@ -51,16 +51,6 @@ def attend(qkv, plan, algorithm, world_size=W, implementation=None):
 def rows(num_tokens):
     rng = np.random.default_rng()
     return [rng.normal(size=(1, num_tokens, n, 8)).astype(np.float32) for n in (2, 1, 1)]
-
-
-def all_fail(out, match):
-    """Every device has the same error."""
-    errors = set()
-    for shard in out.addressable_shards:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
-            np.asarray(shard.data)
-        errors.add(str(error.value))
-    assert len(errors) == 1
 
 
 ALGORITHMS = [("balanced", balanced), ("placed", placed)]

@@ -1,4 +1,4 @@
-"""Meshes of one or more axes, functions of one rank run on all ranks, and a gate for one rank."""
+"""Meshes of one or more axes, functions of one rank run on all ranks, their errors, a gate."""
 
 import re
 import threading
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 AXIS = "cp"
@@ -23,6 +24,16 @@ def permuted_mesh(shape, names, kinds=AxisType.Auto):
     devices = np.array(jax.devices())[order].reshape(shape)
     kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(shape)
     return Mesh(devices, names, axis_types=kinds)
+
+
+def all_fail(out, match):
+    """Requires the same error of every device."""
+    errors = set()
+    for shard in out.addressable_shards:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match) as error:
+            np.asarray(shard.data)
+        errors.add(str(error.value))
+    assert len(out.addressable_shards) == out.sharding.num_devices and len(errors) == 1
 
 
 def on_ranks(fn, mesh, *, jit=True, check_vma=True) -> Any:
