@@ -26,19 +26,13 @@ def balance(result: Result, images: str = "images") -> list[str]:
 
     fields = ("tokens_per_rank", "num_heads", "num_kv_heads", "head_size")
     tokens, heads, groups, size = (and_join(x[name] for x in result["rows"]) for name in fields)
-    with_tiles = [name for name in algorithms if name.endswith("tiles")]
-    tile = " × ".join(map(str, result["rows"][0].get("tile", ())))
-    about_tiles = (
-        f' "Tiles" balances what tiles of {tile} compute, by `tile=`.' if with_tiles else ""
-    )
     table = section(
         "**Balance of attention in time.** A step takes as long as its busiest rank. Here the "
         "attention of each rank runs alone on one device, forward and backward, one rank after the "
         f"other, interleaved over rounds; exchanges are not run. {tokens} tokens per rank, {heads} "
         f"query heads and {groups} KV head of {size}, one batch of packed documents of published "
         "lengths (`tests/data/lengths`). Each cell gives the processor time of the busiest rank in "
-        "ms, and in parentheses its ratio to the mean: of time, then of query-key pairs."
-        f"{about_tiles}",
+        "ms, and in parentheses its ratio to the mean: of time, then of query-key pairs.",
         " | ".join(["<>", *(f"{lengths}, {ranks} ranks" for lengths, ranks in cases)]),
         ([name, *(cell(rows.get(name)) for rows in cases.values())] for name in algorithms),
         result,

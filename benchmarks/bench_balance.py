@@ -15,12 +15,9 @@ import common
 import numpy as np
 import packing
 
-from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.profiling import BalanceProfile, balance_profile
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64}
-TILE = (64, 128)  # of attention with these heads on CPU
-ALGORITHMS = "ring", "zigzag", "hamilton", "balanced", "placed"
 
 
 def batches(num_tokens: int) -> Iterator[tuple[str, list[int]]]:
@@ -30,22 +27,9 @@ def batches(num_tokens: int) -> Iterator[tuple[str, list[int]]]:
         yield path.stem.removeprefix("dist_"), np.bincount(ids[0])[1:].tolist()
 
 
-def profiles(lengths: list[int], world_size: int, repeats: int) -> dict[str, BalanceProfile]:
-    """Returns the profiles of all algorithms, and of plans that balance tiles."""
-    given = {"lengths": lengths, "world_size": world_size}
-    plans = {
-        "balanced, tiles": plan_attention(**given, config=PlanConfig(tile=TILE)),
-        "placed, tiles": place_tokens(**given, config=PlacementConfig(tile=TILE)).plan,
-    }
-    algorithms = [*ALGORITHMS, *plans.values()]
-    options = {"dtype": "float32", "repeats": repeats, "algorithms": algorithms, **HEADS}
-    found = balance_profile(**given, **options)
-    return dict(zip([*ALGORITHMS, *plans], found, strict=True))
-
-
-def row(name: str, profile: BalanceProfile) -> dict[str, object]:
+def row(profile: BalanceProfile) -> dict[str, object]:
     return {
-        "algorithm": name,
+        "algorithm": profile.algorithm,
         "busiest_ms": round(1e3 * profile.busiest, 1),
         "mean_ms": round(1e3 * statistics.mean(profile.seconds), 1),
         "imbalance": round(profile.imbalance, 4),
@@ -68,11 +52,10 @@ def main() -> None:
                 "documents": len(lengths),
                 "longest": max(lengths),
                 **HEADS,
-                "tile": TILE,
             }
-            measured = profiles(lengths, world_size, arguments.repeats)
-            for algorithm, profile in measured.items():
-                rows.append(batch | row(algorithm, profile))
+            options = {"dtype": "float32", "repeats": arguments.repeats, **HEADS}
+            for profile in balance_profile(lengths, world_size=world_size, **options):
+                rows.append(batch | row(profile))
                 print(json.dumps(rows[-1]), flush=True)
     common.write(arguments.output, "balance of attention in seconds, each rank alone", rows)
     balance_picture.draw(rows, arguments.pictures / "balance.svg")

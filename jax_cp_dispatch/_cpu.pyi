@@ -80,8 +80,6 @@ def place_documents(
     max_away: int,
     min_piece: int,
     block: int,
-    tile_queries: int,
-    tile_keys: int,
 ) -> np.ndarray: ...
 def move_queries(
     lengths: np.ndarray,
@@ -101,6 +99,4 @@ def move_queries(
     min_piece: int,
     block: int,
     wanted_piece: int,
-    tile_queries: int,
-    tile_keys: int,
 ) -> np.ndarray: ...

@@ -170,7 +170,7 @@ bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
   return true;
 }
 
-RankPieces PlanOf(const QueryProblem& problem, int64_t* excess) {
+RankPieces Plan(const QueryProblem& problem) {
   if (problem.num_ranks == 1) return PiecesOf(QueryShares(problem));
   // Candidates to consider, in all.
   const int64_t num_steps = std::min<int64_t>(10'000 + 1000 * problem.num_ranks, 400'000);
@@ -182,28 +182,7 @@ RankPieces PlanOf(const QueryProblem& problem, int64_t* excess) {
   if (problem.HasCapacities()) {
     for (int more = 8; more > 0 && !best.IsGood(); --more) best.Run(num_steps);
   }
-  *excess = best.shares().Excess();
   return PiecesOf(best.shares());
-}
-
-int64_t MostWork(const QueryProblem& problem, const RankPieces& ranks) {
-  int64_t most = 0;
-  for (const std::vector<Piece>& pieces : ranks) {
-    int64_t work = 0;
-    for (const Piece& piece : pieces) work += problem.pairs(piece.start, piece.end);
-    most = std::max(most, work);
-  }
-  return most;
-}
-
-RankPieces Plan(const QueryProblem& problem) {
-  int64_t excess = 0;
-  RankPieces ranks = PlanOf(problem, &excess);
-  if (excess == 0 || !problem.pairs.HasTiles()) return ranks;
-  QueryProblem pairs = problem;  // as in `PlaceDocuments`
-  pairs.pairs = problem.pairs.WithoutTiles();
-  RankPieces by_pairs = PlanOf(pairs, &excess);
-  return MostWork(problem, by_pairs) < MostWork(problem, ranks) ? by_pairs : ranks;
 }
 
 }  // namespace

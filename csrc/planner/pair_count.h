@@ -1,4 +1,4 @@
-// The work of queries of one document, in query-key pairs, and the keys that they need.
+// The query-key pairs of attention in one document, and the keys that a range of queries needs.
 #pragma once
 
 #include <algorithm>
@@ -13,23 +13,11 @@ struct PairCount {
 
   int64_t left = kNoLimit;
   int64_t right = 0;
-  // Queries and keys that attention computes together; 1 and 1 count the pairs of the mask alone.
-  int64_t tile_queries = 1;
-  int64_t tile_keys = 1;
 
   // Attention to the last `window` tokens up to the query, its own included; 0: to all of them.
   static PairCount Causal(int64_t window) {
     PairCount pairs;
     if (window > 0) pairs.left = window - 1;
-    return pairs;
-  }
-
-  bool HasTiles() const { return tile_queries > 1 || tile_keys > 1; }
-
-  // The pairs of the mask alone.
-  PairCount WithoutTiles() const {
-    PairCount pairs = *this;
-    pairs.tile_queries = pairs.tile_keys = 1;
     return pairs;
   }
 
@@ -39,20 +27,10 @@ struct PairCount {
   // Pairs of the queries [start, end), if no query attends to later tokens.
   int64_t operator()(int64_t start, int64_t end) const { return (*this)(start, end, end); }
 
-  // Pairs of the queries [start, end) of a document of `length` tokens, with those that their tiles
-  // compute in vain. `wasted_pairs` in cost/pairs.py counts the same.
+  // Pairs of the queries [start, end) of a document of `length` tokens.
   int64_t operator()(int64_t start, int64_t end, int64_t length) const {
-    const int64_t pairs = IsUnlimited() ? (end * (end + 1) - start * (start + 1)) / 2
-                                        : Before(end, length) - Before(start, length);
-    return HasTiles() ? pairs + Waste(start, end, length) : pairs;
-  }
-
-  // The work of a document of `length` tokens in `num` pieces of about equal work.
-  int64_t InPieces(int64_t num, int64_t length) const {
-    const int64_t of_cut = (tile_queries - 1) * (LastKey(length, length) - FirstKey(length - 1));
-    // The keys of cuts of causal attention are two thirds of those of the last query on average.
-    const int64_t of_cuts = (num - 1) * of_cut;
-    return (*this)(0, length) + (IsUnlimited() ? of_cuts / 3 * 2 : of_cuts);
+    if (IsUnlimited()) return (end * (end + 1) - start * (start + 1)) / 2;
+    return Before(end, length) - Before(start, length);
   }
 
   // Where the pairs of a query stop to grow with its position, and where they begin to fall.
@@ -65,7 +43,7 @@ struct PairCount {
 
   // The same attention if documents are read from their ends.
   PairCount Mirrored() const {
-    PairCount mirrored = *this;
+    PairCount mirrored;
     mirrored.left = right, mirrored.right = left;
     return mirrored;
   }
@@ -82,18 +60,6 @@ struct PairCount {
   }
 
  private:
-  // Pairs outside the mask that the tiles of the queries [start, end) compute, on average over
-  // their places: half a tile of queries at the first and at the last query, half a tile of keys at
-  // both ends of a query's keys, and half a tile of queries along each diagonal edge.
-  int64_t Waste(int64_t start, int64_t end, int64_t length) const {
-    if (start >= end) return 0;
-    const int64_t keys =
-        LastKey(start + 1, length) - FirstKey(start) + LastKey(end, length) - FirstKey(end - 1);
-    const int64_t diagonals = (left != kNoLimit) + (right != kNoLimit);
-    const int64_t of_query = 2 * (tile_keys - 1) + diagonals * (tile_queries - 1);
-    return ((tile_queries - 1) * keys + (end - start) * of_query) / 2;
-  }
-
   int64_t Before(int64_t end, int64_t length) const {
     const int64_t seen = right == kNoLimit ? end * length : UpTo(right, end, length);
     return left == kNoLimit ? seen : seen - UpTo(-left - 1, end, length);

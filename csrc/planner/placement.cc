@@ -121,10 +121,12 @@ PlacementProblem WithoutLimits(PlacementProblem problem) {
   return problem;
 }
 
-RankPieces Place(PlacementProblem problem) {
+}  // namespace
+
+RankPieces PlaceDocuments(PlacementProblem problem) {
   if (problem.pairs.IsForward()) {
     problem.pairs = problem.pairs.Mirrored();
-    RankPieces ranks = Place(problem);
+    RankPieces ranks = PlaceDocuments(problem);
     for (std::vector<Piece>& pieces : ranks) {
       for (Piece& piece : pieces) {
         const int64_t length = problem.lengths[piece.document];
@@ -136,7 +138,7 @@ RankPieces Place(PlacementProblem problem) {
   }
   SetLimits(&problem);
   if (problem.IsLimited()) {  // a search under limits may find less
-    RankPieces free = Place(WithoutLimits(problem));
+    RankPieces free = PlaceDocuments(WithoutLimits(problem));
     if (CostOf(problem, free).broken == 0) return free;
   }
   std::vector<Piece> items;
@@ -171,22 +173,6 @@ RankPieces Place(PlacementProblem problem) {
   }
   for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);
   return std::move(best.ranks);
-}
-
-}  // namespace
-
-RankPieces PlaceDocuments(PlacementProblem problem) {
-  RankPieces ranks = Place(problem);
-  if (!problem.pairs.HasTiles()) return ranks;
-  SetLimits(&problem);
-  const PlacementCost cost = CostOf(problem, ranks);
-  if (cost.excess == 0) return ranks;
-  // Cuts waste tiles. Where there are so many that no placement keeps the limits, one that balances
-  // pairs may be closer to them.
-  PlacementProblem pairs = problem;
-  pairs.pairs = problem.pairs.WithoutTiles();
-  RankPieces by_pairs = Place(pairs);
-  return CostOf(problem, by_pairs) < cost ? by_pairs : ranks;
 }
 
 }  // namespace cpd

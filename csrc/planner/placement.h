@@ -43,10 +43,6 @@ struct PlacementProblem {
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
 
-// The work of all documents, cut as often as equal shares of tokens and of work need at least.
-int64_t TotalWork(const PairCount& pairs, const std::vector<int64_t>& lengths,
-                  int64_t tokens_per_rank, int32_t num_ranks);
-
 // The largest work of each rank: its share of all work, plus the tolerance; rounded down.
 std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
                                 int64_t tolerance_ppm);

@@ -66,21 +66,6 @@ std::vector<Breach> ListBreaches(const PlacementProblem& problem, const RankPiec
   return breaches;
 }
 
-int64_t TotalWork(const PairCount& pairs, const std::vector<int64_t>& lengths,
-                  int64_t tokens_per_rank, int32_t num_ranks) {
-  const auto parts = [](int64_t whole, int64_t part) {
-    return 1 + std::max<int64_t>(0, whole - 1) / std::max<int64_t>(1, part);
-  };
-  int64_t whole = 0, total = 0;
-  for (int64_t length : lengths) whole += pairs(0, length);
-  for (int64_t length : lengths) {
-    if (length == 0) continue;
-    const int64_t by_work = parts(pairs(0, length), whole / num_ranks);
-    total += pairs.InPieces(std::max(by_work, parts(length, tokens_per_rank)), length);
-  }
-  return total;
-}
-
 std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
                                 int64_t tolerance_ppm) {
   const Wide speed = std::accumulate(speeds.begin(), speeds.end(), static_cast<int64_t>(0));
@@ -95,8 +80,8 @@ std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speed
 }
 
 void SetLimits(PlacementProblem* problem) {
-  const int64_t total =
-      TotalWork(problem->pairs, problem->lengths, problem->tokens_per_rank, problem->num_ranks);
+  int64_t total = 0;
+  for (int64_t length : problem->lengths) total += problem->pairs(0, length, length);
   if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
   problem->limits = WorkLimits(total, problem->speeds, problem->tolerance_ppm);
 }

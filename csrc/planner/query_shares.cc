@@ -17,8 +17,10 @@ QueryShares::QueryShares(const QueryProblem& problem)
       guests_(problem.num_ranks),
       between_nodes_(problem.HasNodes() ? kBetweenNodes : 0),
       seen_(problem.num_ranks) {
+  int64_t total_work = 0;
   for (int32_t document = 0; document < num_documents(); ++document) {
     const int64_t length = problem.lengths[document], column = problem.columns[document];
+    total_work += Work(0, length);
     for (int64_t start = 0, end; start < length; start = end) {
       const auto rank = static_cast<int32_t>((column + start) / problem.columns_per_rank);
       end = std::min(length, (rank + 1) * problem.columns_per_rank - column);
@@ -36,8 +38,6 @@ QueryShares::QueryShares(const QueryProblem& problem)
   }
   std::vector<int64_t> speeds = problem.speeds;
   if (speeds.empty()) speeds.assign(problem.num_ranks, 1);
-  const int64_t total_work =
-      TotalWork(problem.pairs, problem.lengths, problem.columns_per_rank, problem.num_ranks);
   fair_work_ = WorkLimits(total_work, speeds, 0);
   limits_ = WorkLimits(total_work, speeds, problem.tolerance_ppm);
 }
@@ -179,11 +179,8 @@ void QueryShares::Replace(int32_t document, std::vector<Share> shares) {
 
 void QueryShares::AddLoads(int32_t document, int64_t sign) {
   const std::vector<Share>& shares = shares_[document];
-  for (size_t i = 0, next; i < shares.size(); i = next) {  // consecutive shares are one piece
-    for (next = i + 1; next < shares.size() && shares[next].rank == shares[i].rank;) ++next;
-    work_[shares[i].rank] += sign * Work(shares[i].start, shares[next - 1].end);
-  }
   for (const Share& share : shares) {
+    work_[share.rank] += sign * Work(share.start, share.end);
     queries_[share.rank] += sign * share.num_queries();
     if (share.rank != share.home) away_[document] += sign * share.num_queries();
   }

@@ -36,11 +36,6 @@ class PlanConfig:
         mean if all ranks are equally fast. A larger tolerance moves fewer bytes.
       max_away: queries of a document that may be computed away from home, the rank that holds them.
       min_piece: queries of the shortest piece into which the part of a document on its home is cut.
-      tile: queries and keys that attention computes together. The work of a rank then counts the
-        pairs outside the mask that these tiles compute, on average, so ranks are balanced in time
-        where documents or their pieces are short. On CPU use (max(64, 128 * K // N), 128) for N
-        query heads and K key heads; for kernels of GPUs, their blocks, usually (128, 128). (1, 1):
-        the query-key pairs of the mask alone.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
         it. None: all are equally fast.
       ranks_per_node: consecutive ranks of one node. Fewer bytes between nodes are preferred to
@@ -62,7 +57,6 @@ class PlanConfig:
     balance_tolerance: float = 0.01
     max_away: int | None = None
     min_piece: int = 1
-    tile: tuple[int, int] = (1, 1)
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None
     backward: bool = False

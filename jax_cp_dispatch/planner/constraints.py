@@ -31,15 +31,6 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
                 f"{op}: max_away is {config.max_away}; it needs to be at least 0, or None for no "
                 "limit."
             )
-    tile = config.tile
-    if not isinstance(tile, tuple | list) or len(tile) != 2:
-        raise TypeError(
-            f"{op}: tile is {tile!r}; it needs to be (queries, keys), such as (128, 128). Omit it "
-            "to count the pairs of the mask alone."
-        )
-    for x in tile:
-        check_positive(op, tile=x)
-    object.__setattr__(config, "tile", tuple(map(int, tile)))
     if config.rank_speeds is not None:
         try:
             speeds = tuple(map(float, config.rank_speeds))
@@ -71,7 +62,7 @@ def check_ranks(op: str, config: Any, world_size: int) -> None:
 def check_traced(op: str, config: Any) -> None:
     """Refuses constraints that plans inside `jit` do not keep."""
     defaults = type(config)()
-    names = ("max_away", "min_piece", "rank_speeds", "ranks_per_node", "tile")
+    names = ("max_away", "min_piece", "rank_speeds", "ranks_per_node")
     given = [name for name in names if getattr(config, name) != getattr(defaults, name)]
     if given:
         raise ValueError(

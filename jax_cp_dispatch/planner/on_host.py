@@ -84,7 +84,7 @@ def plan_on_host(
         return plan_of_fallback(documents, needs, **options)
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
     of_ranks = {"world_size": world_size, "rank": rank}
-    counted = documents.lengths, within, world_size, config.tile
+    counted = documents.lengths, within, world_size
     digest = digest_of_plan(config, within, *pieces[:4])
     stamp = stamp_of_pieces(documents, home, positions, digest, world_size=world_size)
     runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q, rank=rank)
@@ -125,8 +125,6 @@ def _moves(
         min_piece=config.min_piece,
         block=config.block or 1,
         wanted_piece=config.rows_per_block,
-        tile_queries=config.tile[0],
-        tile_keys=config.tile[1],
     )
     pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, reach(_OP, True, window))
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)

@@ -30,7 +30,6 @@ QueryProblem AnyProblem(Random* random) {
     }
   }
   problem.pairs = PairCount::Causal(Draw(random, 2) == 0 ? 1 + Draw(random, 60) : 0);
-  if (Draw(random, 2) == 0) problem.pairs.tile_queries = problem.pairs.tile_keys = 16;
   problem.query_cost = 1 + Draw(random, 8);
   problem.key_cost = 1 + Draw(random, 8);
   if (Draw(random, 2) == 0) problem.max_queries = Draw(random, 2 * problem.columns_per_rank);

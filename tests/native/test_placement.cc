@@ -37,10 +37,6 @@ void PairsAreThoseOfTheMask(int seed) {
     }
   }
   Require(pairs(start, end, length) == count, "pairs", seed);
-  PairCount tiles = pairs;
-  tiles.tile_queries = 1 + Draw(&random, 7), tiles.tile_keys = 1 + Draw(&random, 7);
-  Require(tiles(start, end, length) >= count, "tiles compute the mask", seed);
-  Require(tiles.WithoutTiles()(start, end, length) == count, "without tiles", seed);
 }
 
 void EveryTokenIsPlacedOnce(int seed) {
@@ -49,7 +45,6 @@ void EveryTokenIsPlacedOnce(int seed) {
   problem.num_ranks = 1 << Draw(&random, 3);
   problem.tokens_per_rank = 1 + Draw(&random, 300);
   problem.pairs = AnyMask(&random);
-  if (Draw(&random, 2) == 0) problem.pairs.tile_queries = problem.pairs.tile_keys = 16;
   int64_t left = problem.num_ranks * problem.tokens_per_rank;
   if (Draw(&random, 1) == 0) left -= left / 8;
   const int64_t longest = 1 + Draw(&random, left);

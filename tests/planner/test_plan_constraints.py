@@ -246,7 +246,6 @@ def test_constraints_that_no_plan_keeps(options, message):
         {"rank_speeds": ()},
         {"rank_speeds": (1.0, 0.0)},
         {"ranks_per_node": 0},
-        {"tile": (0, 128)},
     ],
 )
 def test_constraints_out_of_their_domain_are_refused(kind, options):

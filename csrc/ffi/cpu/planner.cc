@@ -40,8 +40,7 @@ std::vector<int64_t> VectorOf(const Numbers& numbers) {
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
                         int64_t tokens_per_rank, int32_t ranks_per_node, int64_t left,
                         int64_t right, int64_t tolerance_ppm, int64_t max_received,
-                        int64_t max_away, int64_t min_piece, int64_t block, int64_t tile_queries,
-                        int64_t tile_keys) {
+                        int64_t max_away, int64_t min_piece, int64_t block) {
   PlacementProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.speeds = VectorOf(speeds);
@@ -50,7 +49,6 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
   problem.ranks_per_node = ranks_per_node;
   problem.pairs.left = left < 0 ? PairCount::kNoLimit : left;
   problem.pairs.right = right < 0 ? PairCount::kNoLimit : right;
-  problem.pairs.tile_queries = tile_queries, problem.pairs.tile_keys = tile_keys;
   problem.tolerance_ppm = tolerance_ppm;
   if (max_received >= 0) problem.max_received = max_received;
   if (max_away >= 0) problem.max_away = max_away;
@@ -69,7 +67,7 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
                      int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
                      int64_t window, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
                      int64_t max_queries, int64_t max_keys, int64_t max_away, int64_t min_piece,
-                     int64_t block, int64_t wanted_piece, int64_t tile_queries, int64_t tile_keys) {
+                     int64_t block, int64_t wanted_piece) {
   QueryProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.columns = VectorOf(columns);
@@ -78,7 +76,6 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
   problem.columns_per_rank = columns_per_rank;
   problem.ranks_per_node = ranks_per_node;
   problem.pairs = PairCount::Causal(window);
-  problem.pairs.tile_queries = tile_queries, problem.pairs.tile_keys = tile_keys;
   problem.tolerance_ppm = tolerance_ppm;
   problem.query_cost = query_cost;
   problem.key_cost = key_cost;
@@ -102,14 +99,13 @@ void BindPlanner(nb::module_& m) {
   m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
         nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
         nb::arg("left"), nb::arg("right"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
-        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"), nb::arg("tile_queries"),
-        nb::arg("tile_keys"), "Pieces of documents by rank: rows (rank, document, start, end).");
+        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"),
+        "Pieces of documents by rank: rows (rank, document, start, end).");
   m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
         nb::arg("speeds"), nb::arg("num_ranks"), nb::arg("columns_per_rank"),
         nb::arg("ranks_per_node"), nb::arg("window"), nb::arg("tolerance_ppm"),
         nb::arg("query_cost"), nb::arg("key_cost"), nb::arg("max_queries"), nb::arg("max_keys"),
         nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"), nb::arg("wanted_piece"),
-        nb::arg("tile_queries"), nb::arg("tile_keys"),
         "The pieces that each rank computes, in the same form.");
 }
 

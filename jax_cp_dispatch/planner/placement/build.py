@@ -56,7 +56,7 @@ def build_plan(
     kv_capacity = size("kv_capacity", "would receive {} rows", received, 1024)
     needs = np.array([max(int(x.max(initial=0)), 1) for x in (received, sent, held)], np.int32)
     within = reach("place_tokens", causal, window)
-    pairs = pairs_of_ranks(pieces, lengths, within, world_size, config.tile)
+    pairs = pairs_of_ranks(pieces, lengths, within, world_size)
     part, sizes = slice_of_rank(rank), {"num_runs": num_runs, "num_rows": num_tokens}
     metadata = metadata_of(transfers, world_size=world_size, num_slots=num_slots, rank=rank)
     plan = PlacedPlan(

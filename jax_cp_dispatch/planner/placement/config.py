@@ -28,11 +28,6 @@ class PlacementConfig:
       min_piece: tokens of the shortest piece, except for whole documents that are shorter.
       block: tokens; documents are cut at multiples of it, counted from their start, where the
         planner finds such cuts.
-      tile: queries and keys that attention computes together. The work of a rank then counts the
-        pairs outside the mask that these tiles compute, on average, so ranks are balanced in time
-        where documents or their pieces are short. On CPU use (max(64, 128 * K // N), 128) for N
-        query heads and K key heads; for kernels of GPUs, their blocks, usually (128, 128). (1, 1):
-        the query-key pairs of the mask alone.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
         it; all ranks hold the same number of tokens. None: all are equally fast.
       ranks_per_node: consecutive ranks of one node. Fewer keys between nodes are preferred to fewer
@@ -48,7 +43,6 @@ class PlacementConfig:
     max_away: int | None = None
     min_piece: int = 1
     block: int = 1
-    tile: tuple[int, int] = (1, 1)
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None
     expected_overflow: float | None = dataclasses.field(default=None, compare=False)

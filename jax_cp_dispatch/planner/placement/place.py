@@ -191,8 +191,6 @@ def _assign(
         max_away=none if config.max_away is None else config.max_away,
         min_piece=config.min_piece,
         block=config.block,
-        tile_queries=config.tile[0],
-        tile_keys=config.tile[1],
     )
     return assigned.astype(np.int64)  # nanobind says "long long"
 
