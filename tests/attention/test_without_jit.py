@@ -1,4 +1,4 @@
-"""`jax.disable_jit`, for debugging: attention with plans gives what it gives under jit."""
+"""`jax.disable_jit`, for debugging: attention gives what it gives under jit."""
 
 import jax
 import numpy as np
@@ -60,6 +60,17 @@ def test_values_gradients_and_errors(algorithm, call):
             jax.block_until_ready(call(algorithm, *qkv, ids[:, ::-1]))
     # The same operations, which XLA fuses otherwise: they round otherwise.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, wanted)
+
+
+def test_gradients_of_rings():
+    """Of two ranks: between the first and the last step of a ring there is none."""
+    q = np.random.default_rng().normal(size=(1, 16, 1, 8)).astype(np.float32)
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "algorithm": "ring"}
+    step = jax.grad(lambda x: (context_parallel_attention(x, x, x, **options) ** 2).sum())
+    wanted = jax.jit(step)(q)
+    with jax.disable_jit():
+        found = step(q)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_ids_are_planned():

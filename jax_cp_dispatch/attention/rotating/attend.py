@@ -162,9 +162,9 @@ def _backward(rotation, residuals, dout):
     if last:
         travelling, home = rotation.schedule.begin(dkv)
         carry = held, dq, travelling, home
-        (held, dq, travelling, home), _ = lax.scan(
-            one_step, carry, jnp.arange(1, last, dtype=jnp.int32)
-        )
+        if last > 1:  # `jax.disable_jit` rejects a scan without steps
+            carry, _ = lax.scan(one_step, carry, jnp.arange(1, last, dtype=jnp.int32))
+        held, dq, travelling, home = carry
         dq, travelling, home = add_step(held, dq, travelling, home, last)
         arrived, home = rotation.settle(travelling, home, last + 1)
         dkv = home if arrived is None else arrived
