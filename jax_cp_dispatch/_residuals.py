@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def named_context(kept: T) -> T:
-    """Names the results of attention, and what else saves exchanges if it is kept."""
+    """Names values for checkpoint policies: keeping them saves attention or exchanges."""
     return checkpoint_name(kept, "context")
 
 

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
     @property
     def num_fields(self) -> int:
-        """Of the metadata."""
+        """The number of arrays of the metadata that are operands."""
         return 4 + self.has_src_offset
 
 

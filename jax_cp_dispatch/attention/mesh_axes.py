@@ -246,7 +246,7 @@ def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
 
 
 def _warn_of_unset_mesh(mesh, arrays) -> None:
-    """Warns if JAX cannot transpose what a model does with the result, for want of a mesh."""
+    """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
     is_set = not jax.sharding.get_abstract_mesh().empty
     if is_set or AxisType.Explicit not in mesh.axis_types or not is_traced(arrays):
         return

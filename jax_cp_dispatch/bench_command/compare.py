@@ -46,7 +46,9 @@ def earlier_run(path: pathlib.Path) -> list[Earlier]:
             f"cannot read {path}: {error.strerror}. Pass an output of --json."
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise InputError(f"{path} is no output of `bench --json`. Pass one.") from None
+        raise InputError(
+            f"{path} is not an output of `bench --json`. Pass a file that it wrote."
+        ) from None
 
 
 def _rows(report: dict[str, Any]) -> list[Earlier]:

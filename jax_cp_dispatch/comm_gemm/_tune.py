@@ -41,7 +41,7 @@ def tune(
       The table, for `use_tuning` and `TuningTable.save`.
     Raises:
       TypeError: `mesh` is not a mesh, or `dtype` is not a type.
-      ValueError: a shape does not divide among the ranks, or names another function.
+      ValueError: a shape is not divisible by the ranks, or names another function.
     """
     if repeats < 1:
         raise ValueError(f"tune: repeats is {repeats}; it needs to be at least 1.")
@@ -66,7 +66,8 @@ def tune(
         gathers = op == "all_gather_matmul"
         if m % p or (n if gathers else k) % p:
             raise ValueError(
-                f"tune: {op} of M={m}, K={k}, N={n} does not divide among {p} ranks. Round it."
+                f"tune: {op} of M={m}, K={k}, N={n} is not divisible by {p} ranks. "
+                "Round it to a multiple."
             )
         shape = CommGemmShape(
             op, m, k if gathers else k // p, n // p if gathers else n, p, dtype.itemsize

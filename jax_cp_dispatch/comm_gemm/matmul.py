@@ -37,7 +37,7 @@ Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
 
 _Arrays = TypeVar("_Arrays", Float[Array, "..."], tuple[Float[Array, "..."], ...])
-"""One array, or several of which each may have another shape."""
+"""One array, or several, whose shapes may differ."""
 
 
 def all_gather_matmul(
@@ -334,7 +334,7 @@ def _rows_of_group(
     """Returns the rows of one group: their number, and that with equal slots on all ranks."""
     batches = math.prod(operands.tokens_shape[:-1])
     rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
-    if place.is_global:  # of which each group has a part: as examples or tokens are split
+    if place.is_global:  # split over groups, by examples or by tokens
         mesh = place.mesh
         groups = math.prod(mesh.shape[a] for a in other_axes(mesh, comm.axis_names))
         if rows % groups == room % groups == 0:

@@ -76,7 +76,7 @@ class Hardware:
         return AttentionRate(self.matmul_flops) if self.attention is None else self.attention
 
     def shared_latency(self, num_ranks: int) -> float:
-        """Returns the seconds of an exchange of nothing between ranks of "shared_memory"."""
+        """Returns the seconds of an empty exchange between ranks of "shared_memory"."""
         return self.link_latency + max(0.0, num_ranks / self.cores - 1) * self.rank_latency
 
     def node_size(self, num_ranks: int) -> int:

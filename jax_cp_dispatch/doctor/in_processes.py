@@ -30,7 +30,7 @@ def try_processes() -> Finding:
         seconds = time.perf_counter() - start
         return Finding(
             "transport shared_memory",
-            f"dispatch and combine right between {_PROCESSES} processes, {seconds:.1f} s",
+            f"dispatch and combine are correct between {_PROCESSES} processes, {seconds:.1f} s",
         )
     last = (done.stderr or done.stdout or "nothing").strip().splitlines()[-1]
     return _finding(f"{_PROCESSES} processes ended with {done.returncode}: {last}")

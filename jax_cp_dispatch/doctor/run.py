@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"ok": is_well, "findings": [f._asdict() for f in findings]}, indent=2))
     else:
-        print("\nok: works.  --: missing, needed only for what it names.  XX: must be repaired.")
+        print("\nok: works.  --: missing, but optional.  XX: broken.")
         print("Everything works." if is_well else "Something is wrong: see XX.")
     return 0 if is_well else 1
 

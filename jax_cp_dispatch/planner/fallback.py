@@ -1,4 +1,4 @@
-"""A way out for a batch that does not fit: nothing moves, and a plan of the same shapes says so."""
+"""The plan of a batch that does not fit: it has the same shapes, and nothing may follow it."""
 
 from typing import Any
 

@@ -141,7 +141,8 @@ def test_atomic_ring_without_its_pair():
             *(ones(T, K), ones(K, N)),
             match=rf"the atomic ring of buffer {ring} leaves chunks in the order r-1, r-2, \.\.\., "
             rf"r, and is paired with {re.escape(text)}.*; only an atomic RING_EXCHANGE of CommOverl"
-            r"apType\.RS with tp_size=4 takes that order back\. Pass its id: paired_comm_overlap",
+            r"apType\.RS with tp_size=4 consumes chunks in that order\. Pass its id: "
+            "paired_comm_overlap",
         )
     refused(
         lambda x, w: ENGINE(x, w, comm_overlap=ring, paired_comm_overlap=77),

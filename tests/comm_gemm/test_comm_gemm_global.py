@@ -124,9 +124,7 @@ def test_mesh_from_the_context_and_from_the_arrays():
 def test_invalid_calls_are_rejected():
     mesh = Mesh(devices(2, 4), ("dp", "tp"))
     x, w = jnp.ones((S, K)), jnp.ones((K, 6))
-    with pytest.raises(
-        ValueError, match="whose dimension of 6 does not divide among the 4 devices"
-    ):
+    with pytest.raises(ValueError, match="whose dimension of 6 is not divisible by the 4 devices"):
         all_gather_matmul(x, w, axis_name="tp", mesh=mesh)
     with pytest.raises(ValueError, match="got row_counts with global arrays"):
         all_gather_matmul(x, jnp.ones((K, N)), axis_name="tp", mesh=mesh, row_counts=(2,) * 4)

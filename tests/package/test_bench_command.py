@@ -188,7 +188,7 @@ def test_committed_results_have_the_default_sizes():
         (["--devices", "9"], "--devices is 9 but JAX has 8 devices"),
         (["--processes", "1"], "--processes is 1; pass 2 to 64"),
         (["--compare", "nowhere"], "cannot read nowhere: No such file"),
-        (["--compare", __file__], "is no output of `bench --json`"),
+        (["--compare", __file__], "is not an output of `bench --json`"),
         (["--pictures", __file__], "cannot create the folder"),
     ],
 )

@@ -30,7 +30,7 @@ def test_reports_what_is_available_and_tests_every_transport(capsys):
     for name, implementation in available_implementations().items():
         found = findings[f"transport {name}"]["found"]
         if name == "shared_memory":  # starts its own processes
-            assert "right between 2 processes" in found
+            assert "are correct between 2 processes" in found
         else:
             assert ("right on 8 ranks" if implementation.available else "the platform") in found
     for finding in findings.values():

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays; their tangents can be transposed, but not computed."""
+    """Returns the arrays, differentiable in reverse mode only; forward mode is an error."""
     return reverse_only_p.bind(*arrays, op=op)
 
 

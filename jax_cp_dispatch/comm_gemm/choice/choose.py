@@ -99,9 +99,12 @@ def choose_comm_gemm(
     gain = seconds["none"] / seconds[label] if "none" in seconds else math.nan
     text = (
         f"{shape.op} of M={shape.m}, K={shape.k}, N={shape.n} on {shape.num_ranks} ranks: {label} "
-        f"is {source} to take {1e3 * seconds[label]:.3g} ms, "
+        f"is {source} to take {1e3 * seconds[label]:.3g} ms; "
     )
-    text += "no other less." if label == "none" else f"{gain:.2f} times faster than none."
+    if label == "none":
+        text += "no method with overlap is faster."
+    else:
+        text += f"it is {gain:.2f} times as fast as none."
     return CommGemmChoice(label, method_options(label, methods[label]), seconds, text)
 
 

@@ -100,6 +100,6 @@ def _check_pair(op: str, buffer: int, paired: int | None, num_ranks: int) -> Non
         raise ValueError(
             f"{op}: the atomic ring of buffer {buffer} leaves chunks in the order r-1, r-2, "
             f"..., r, and is paired with {other.text if other else 'nothing'}; only an atomic "
-            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} takes that order back. "
-            "Pass its id: paired_comm_overlap=..."
+            f"RING_EXCHANGE of CommOverlapType.RS with tp_size={num_ranks} consumes chunks in that "
+            "order. Pass its id: paired_comm_overlap=..."
         )

@@ -31,7 +31,7 @@ def matmul_of_all_ranks(s: Matmul, place: Place, operands: Operands, state) -> t
         split = w.shape[1 if gathers else 0]
         if split % p:
             raise ValueError(
-                f"{s.op}: w has shape {w.shape}, whose dimension of {split} does not divide among "
+                f"{s.op}: w has shape {w.shape}, whose dimension of {split} is not divisible by "
                 f"the {p} devices of {s.comm.axis_names}. Pad it."
             )
     rows, room = operands.tokens_shape[-1], p * max(s.row_counts)
