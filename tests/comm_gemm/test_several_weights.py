@@ -240,5 +240,5 @@ def test_invalid_weights(call, error, message):
 def test_every_weight_divides_among_the_devices():
     mesh = permuted_mesh((2, 4), ("dp", "tp"))
     x, wide, narrow = jnp.ones((8, 12)), jnp.ones((12, 8)), jnp.ones((12, 2, 4))
-    with pytest.raises(ValueError, match=r"\(12, 2, 4\), whose dimension of 2 does not divide amo"):
+    with pytest.raises(ValueError, match=r"\(12, 2, 4\), whose dimension of 2 is not divisible by"):
         all_gather_matmul(x, (wide, narrow), axis_name="tp", mesh=mesh)
