@@ -1,23 +1,119 @@
-"""The sources can raise every message that docs/errors.md quotes."""
+"""Every kind of error in docs/errors.md is raised, with the message that the page shows."""
 
-import pathlib
+import dataclasses
 import re
+from functools import partial
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).parents[2]
-GAP = ".{0,200}?"  # names and numbers, and the code that inserts them
+import jax
+import numpy as np
+import pytest
+from on_mesh import AXIS, mesh_of, on_ranks
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import buffers
+from jax_cp_dispatch.cpu_devices import start_cpu_devices
+
+PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+EXAMPLES = dict(re.findall(r"^\| ([a-z ]+) \| `([^`]+)` \|", PAGE, flags=re.M))
+
+W, T = 4, 8
+X = np.ones((W * T, 2), np.float32)
+Q = np.ones((1, W * T, 2, 8), np.float32)
+TO_RANK_0, _ = cpd.compute_metadata(np.full((W, 1), T), np.zeros((W, 1), np.int32))
+TO_RANK_7 = dataclasses.replace(TO_RANK_0, dst_rank=np.full_like(TO_RANK_0.dst_rank, 7))
+TWO_DOCUMENTS = np.repeat([[1, 2]], W * T // 2, axis=1)
+ONE_DOCUMENT = np.ones_like(TWO_DOCUMENTS)
+TOO_SMALL = cpd.PlanConfig(
+    q_capacity=W * T, kv_capacity=10, max_q_transfers=8, max_kv_transfers=8, max_pieces=8
+)
+
+plan_for = partial(cpd.plan_attention, world_size=W)
 
 
-def sources():
-    """Returns all sources as one text, with adjacent string literals joined."""
-    files = [*(ROOT / "jax_cp_dispatch").rglob("*.py"), *(ROOT / "csrc").rglob("*.cc")]
-    return re.sub(r'"\s*f?"', "", "\n".join(path.read_text() for path in files))
+def send(x=X, plan=TO_RANK_0, **options):
+    return cpd.dispatch(x, plan, axis_name=AXIS, **{"mesh": mesh_of(W), **options})
 
 
-def test_quoted_messages_are_raised():
-    page = (ROOT / "docs" / "errors.md").read_text()
-    messages = re.findall(r"^\| `([^`]*)` \|", page, flags=re.M)
-    assert len(messages) > 40
-    text = sources()
-    for message in messages:
-        parts = [re.escape(part.strip()) for part in message.strip("… ").split("…")]
-        assert re.search(GAP.join(parts), text, flags=re.S), message
+def attend(q=Q, k=Q, v=Q, **options):
+    options = {"algorithm": "ring", **options}
+    return cpd.context_parallel_attention(q, k, v, mesh=mesh_of(W), axis_name=AXIS, **options)
+
+
+def attend_with(plan, segment_ids: np.ndarray | None = TWO_DOCUMENTS):
+    return jax.jit(partial(attend, algorithm="balanced", plan=plan, segment_ids=segment_ids))(Q)
+
+
+def destroyed_buffer():
+    buffer = buffers.create_dispatch_buffer(capacity=W * T, row_bytes=8)
+    buffers.destroy_dispatch_buffer(buffer)
+    return send(buffer=buffer)
+
+
+def plans_of_two_batches():
+    of_each = plan_for(TWO_DOCUMENTS), plan_for(ONE_DOCUMENT)
+    mixed = jax.tree.map(lambda a, b: np.concatenate([a[:2], b[2:]]), *of_each)
+    return attend_with(mixed, segment_ids=None)
+
+
+def rank_1_does_not_call():
+    def step(x, plan):
+        call = partial(cpd.dispatch, metadata=plan, axis_name=AXIS, capacity=W * T, deadline=0.2)
+        leave = lambda x: jax.numpy.tile(2 * x, (W, 1))
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 1, leave, call, x)
+
+    return on_ranks(step, mesh_of(W))(X.reshape(W, T, 2), TO_RANK_0)
+
+
+def too_large_a_buffer():
+    buffer = buffers.create_comm_overlap_buffer(
+        "RS", "RING_EXCHANGE", buffer_shape=(1 << 20, 1 << 22), buffer_dtype="float32", tp_size=W
+    )
+    w = np.ones((W, 2, 4), np.float32)
+    multiply = partial(cpd.matmul_reduce_scatter, axis_name=AXIS, buffer=buffer)
+    try:
+        return jax.block_until_ready(on_ranks(multiply, mesh_of(W))(X.reshape(W, T, 2), w))
+    finally:
+        buffers.destroy_comm_overlap_buffer(buffer)
+
+
+RAISED_BY = {
+    "wrong type": lambda: send(mesh=AXIS, capacity=4),
+    "invalid value": lambda: send(capacity=4, deadline=-1.0),
+    "wrong shape": lambda: attend(k=Q[:, :, [0, 1, 1]], v=Q[:, :, [0, 1, 1]]),
+    "not divisible": lambda: send(X[:30], capacity=4),
+    "options that exclude each other": send,
+    "no mesh or axis": lambda: send(mesh=None, capacity=4),
+    "plan of another size": lambda: attend_with(plan_for(TWO_DOCUMENTS, world_size=2)),
+    "destroyed storage": destroyed_buffer,
+    "no such derivative": lambda: jax.hessian(lambda q: attend(q).sum())(Q),
+    "not available here": lambda: attend(implementation="cuda_peer"),
+    "invalid documents": lambda: plan_for(np.array([[1, 1, 2, 2, 1, 1, 1, 1]])),
+    "batch does not fit": lambda: plan_for(TWO_DOCUMENTS, config=cpd.PlanConfig(kv_capacity=4)),
+    "invalid plan": lambda: TO_RANK_7.validate(),
+    "part instead of the whole": lambda: TO_RANK_0.get_slice(0).get_slice(1),
+    "started too late": lambda: start_cpu_devices(64),
+    "receive buffer too small": lambda: send(capacity=4),
+    "invalid plan at run time": lambda: send(plan=TO_RANK_7, capacity=W * T),
+    "plan of another batch": lambda: attend_with(plan_for(TWO_DOCUMENTS), ONE_DOCUMENT),
+    "ranks with different plans": plans_of_two_batches,
+    "fallback instead of a plan": lambda: attend_with(
+        plan_for(TWO_DOCUMENTS, config=TOO_SMALL, fallback="ring")
+    ),
+    "missing rank": rank_1_does_not_call,
+    "no memory": too_large_a_buffer,
+}
+
+
+def test_the_page_and_this_test_have_the_same_kinds():
+    assert list(EXAMPLES) == list(RAISED_BY)
+
+
+@pytest.mark.parametrize("kind", RAISED_BY)
+def test_example(kind):
+    parts = [re.escape(part.strip()) for part in EXAMPLES[kind].split("…")]
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        jax.block_until_ready(RAISED_BY[kind]())
+    of_program = raised.type is jax.errors.JaxRuntimeError
+    text = str(raised.value) if of_program else f"{raised.typename}: {raised.value}"
+    assert re.fullmatch(r"\s*.+\s*".join(parts), text, flags=re.S), text
