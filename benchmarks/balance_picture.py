@@ -7,7 +7,14 @@ import json
 from pathlib import Path
 
 import common
-from balance_sections import of_cases
+
+
+def of_cases(rows: list[dict]) -> dict[tuple[str, int], dict[str, dict]]:
+    """Returns the rows of each distribution and number of ranks, by algorithm."""
+    cases: dict[tuple[str, int], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["lengths"], row["world_size"]), {})[row["algorithm"]] = row
+    return cases
 
 
 def draw(rows: list[dict], picture: Path) -> None:
@@ -17,7 +24,7 @@ def draw(rows: list[dict], picture: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    cases = of_cases({"rows": rows})
+    cases = of_cases(rows)
     with plt.rc_context({"svg.hashsalt": "balance"}):
         size = {"figsize": (2.3 * len(cases), 3.3), "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(1, len(cases), **size)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-import table
+import pages
 from common import ROOT
 
 HERE = ROOT / "benchmarks"
@@ -47,7 +47,7 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     names = arguments.names or NAMES
-    results, options = table.RESULTS, []
+    results, options = pages.RESULTS, []
     if arguments.quick:
         results = arguments.folder / "results"
         options = ["--quick", "--pictures", arguments.folder]
@@ -61,7 +61,7 @@ def main() -> int:
         if not run(name, results, *map(str, options)):
             print(f"== {name} has failed", flush=True)
             failed.append(name)
-    for path, text in table.pages(results).items():
+    for path, text in pages.pages(results).items():
         path = arguments.folder / path.name if arguments.quick else path
         path.write_text(text)
         print(f"== wrote {path}")

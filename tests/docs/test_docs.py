@@ -59,7 +59,7 @@ def test_readme_reaches_its_results_within_700_words():
 
 def test_benchmark_tables_match_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    pages = importlib.import_module("table").pages()
+    pages = importlib.import_module("pages").pages()
     assert [path.name for path in pages] == ["README.md", "benchmarks.md"]
     for path, text in pages.items():
-        assert path.read_text() == text, f"{path.name}: run python benchmarks/table.py"
+        assert path.read_text() == text, f"{path.name}: run python benchmarks/pages.py"

@@ -1,0 +1,59 @@
+"""Writes docs/benchmarks.md and the results in the README from the result files.
+
+Run `python benchmarks/pages.py`; `./run bench` runs it at its end.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable
+
+from summary import highlights, other_results
+from tables import VIEWS, reported_gains
+from view import Result
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
+
+
+def load(results: pathlib.Path) -> dict[str, Result]:
+    """Returns results by name, except those without rows."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    return {name: result for name, result in found.items() if result.get("rows")}
+
+
+def introduction(found: dict[str, Result]) -> list[str]:
+    took = [result.get("took_s") for result in found.values()]
+    time = f" All take {sum(filter(None, took)) / 60:.0f} minutes." if None not in took else ""
+    return [
+        "# Benchmarks",
+        "",
+        "`benchmarks/pages.py` generates this page from `benchmarks/results`; `./run bench` "
+        "regenerates both. Each benchmark is one run. Times are medians, interleaved with the "
+        "alternative that a user would take." + time,
+    ]
+
+
+def text_of(parts: Iterable[list[str]]) -> str:
+    return "\n".join(line for part in parts for line in (*part, ""))
+
+
+def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
+    """Returns the text of each generated file."""
+    found = load(results)
+    readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+    before, rest = readme.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    first = [VIEWS[x].lines(found[x], "docs/images") for x in ("balance",) if x in found]
+    shown = text_of([highlights(found), *first, other_results(found)])
+    sections = [view.lines(found[name]) for name, view in VIEWS.items() if name in found]
+    if "published" in found:
+        place = [name for name in VIEWS if name in found].index("published")
+        sections.insert(place + 1, reported_gains(found["published"]))
+    every = text_of([introduction(found), *sections])
+    return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)

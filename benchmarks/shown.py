@@ -1,0 +1,89 @@
+"""Which rows of a result file docs/benchmarks.md shows, named after the files."""
+
+from collections.abc import Callable, Iterator
+
+from view import Result, Row
+
+RULES = {
+    "placed": "`place_tokens`",
+    "hybrid": "hybrid",
+    "zigzag": "zigzag, all ranks",
+    "groups": "zigzag, fixed groups",
+    "whole": "whole documents",
+}
+VARIANTS = ("hamilton, direct", "hamilton, XLA's all-to-all")
+STEPS = {"generous": 0, "middle": 3, "tight": 5}  # of the limits
+
+
+def with_most(field: str) -> Callable[[Result], Iterator[Row]]:
+    """Returns a function to the rows with the largest value of a field."""
+
+    def rows(result: Result) -> Iterator[Row]:
+        most = max(row[field] for row in result["rows"])
+        return (row for row in result["rows"] if row[field] == most)
+
+    return rows
+
+
+def attention(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if row["dtype"] == "float32" and row["method"] not in VARIANTS:
+            yield row | {"mark": "**" if row["chosen"] else ""}
+
+
+def local_attention(result: Result) -> Iterator[Row]:
+    rows = result["rows"]
+    return (x for x in rows if x["dtype"] == "float32" and x["pass"] == "forward_backward")
+
+
+def scaling(result: Result) -> Iterator[Row]:
+    layer = result["rows"][0]["layer"]
+    return (x for x in result["rows"] if x["layer"] == layer and "backward" in x["pass"])
+
+
+def comm_gemm(result: Result) -> Iterator[Row]:
+    return (row for row in result["rows"] if row["what"] == "auto")
+
+
+def exchange(result: Result) -> Iterator[Row]:
+    for row in with_most("devices")(result):
+        yield row | {"KiB": row["bytes_per_rank"] // 1024}
+
+
+def planner(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if row["num_kv_heads"] < row["num_heads"]:
+            yield row | {"plan_MB": row["plan_bytes"] / 1e6}
+
+
+def placement_limits(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if row["limit"] == "kv_capacity":
+            for name, step in STEPS.items():
+                yield row | {"step": name, **row["steps"][step]}
+
+
+def published(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
+
+
+def cost_model(result: Result) -> Iterator[Row]:
+    rows = result["rows"]
+    return (x for x in rows if x["use"] == "check" and "backward" in x.get("passes", ""))
+
+
+def predicted_nodes(result: Result) -> Iterator[Row]:
+    """Yields packed documents of fewest tokens per rank, and one document of most tokens."""
+    rows = [row for row in result["rows"] if row["hardware"] == "h100"]
+    total = lambda row: row["ranks"] * row["tokens_per_rank"]
+    packed = [row for row in rows if row["documents"].startswith("packed")]
+    single = [row for row in rows if row not in packed]
+    least = min((row["tokens_per_rank"] for row in packed), default=0)
+    longest = max(map(total, single), default=0)
+    chosen = [row for row in packed if row["tokens_per_rank"] == least]
+    for row in chosen + [row for row in single if total(row) == longest]:
+        for name, numbers in row["algorithms"].items():
+            if name != "all_gather":  # no algorithm of this package
+                three_digits = float(f"{numbers['ms']:.3g}")
+                yield row | {"algorithm": name, "ms": f"{three_digits:,g}"}

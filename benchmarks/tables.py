@@ -1,0 +1,219 @@
+"""What docs/benchmarks.md shows of each result file: a table and one line, in order of the page."""
+
+import shown
+from view import NONE, Result, View, cells
+
+# Of each system that reports a gain: the nearest pair of rules, and why the counts differ.
+NEAREST = {
+    "DistCA": ("groups", "placed", "its baseline is balanced in part; a fixed group is not"),
+    "Megatron": (
+        "groups",
+        "hybrid",
+        "it estimates work by the squared length alone, and a round can end early",
+    ),
+    "TASP": ("zigzag", "placed", "its gain is one of links, which packed documents need less"),
+}
+
+VIEWS = {
+    "balance": View(
+        "**Balance of attention in time.** The attention of each rank alone on one device, forward "
+        "and backward, without exchanges; {tokens_per_rank} tokens per rank, {num_heads} query and "
+        "{num_kv_heads} KV heads of {head_size}, documents of published lengths. Cells: processor "
+        "time of the busiest rank in ms, and its ratio to the mean rank, in time and in "
+        "query-key pairs.",
+        {"": "{algorithm}"},
+        {
+            "{lengths}, {world_size} ranks": "{busiest_ms:.0f} ({imbalance:.2f}; "
+            "{imbalance_of_pairs:.2f})"
+        },
+        picture="balance.svg",
+    ),
+    "attention": View(
+        "**Attention**: {title}, {tokens} tokens, float32. Cells: ms, and FLOP/s of unmasked pairs "
+        "over those of a matrix product. **Bold** marks the choice of `choose_algorithm`.",
+        {"": "{method}"},
+        {"{case}": "{mark}{ms:.0f} ({of_matmul:.2f}){mark}"},
+        shown.attention,
+    ),
+    "attention_growth": View(
+        "**Growth of attention**: {title}.", {}, {}, lambda _: [], "attention_growth.svg"
+    ),
+    "local_attention": View(
+        "**Local attention**: {title}, forward and backward, float32. Rate: as above. Speedup: "
+        "over `jax.nn.dot_product_attention` with a mask.",
+        {"": "{case}"},
+        {
+            "s": "{seconds}",
+            "rate": "{share_of_float32_matmul:.2f}",
+            "speedup": "{times_faster}",
+        },
+        shown.local_attention,
+    ),
+    "training": View(
+        "**Training step**: {title}. Speedup: over dense attention sharded by XLA. Memory: "
+        "temporary, of one device, by XLA's analysis. The picture shows the time by named scope.",
+        {"attention": "{method}"},
+        {
+            "ms": "{ms}",
+            "tokens/s": "{tokens_per_s}",
+            "speedup": "{of_dense}",
+            "MB": "{temp_MB}",
+        },
+        picture="training.svg",
+    ),
+    "dispatch": View(
+        "**Movement**: {title}.",
+        {"": "{what}"},
+        {"ms": "{ms}", "GB/s": "{GB_per_s}", "of memcpy": "{of_memcpy:.2f}"},
+    ),
+    "latency": View(
+        "**Latency**: {title}, µs of one operation inside `lax.scan`.",
+        {"": "{what}"},
+        {"{devices} devices": "{loop_us}"},
+    ),
+    "exchange": View(
+        "**Exchanges of ring and Hamilton attention**: {title}, µs of this package's transport "
+        "(`in_process`) and of XLA's collectives.",
+        {"KiB per rank": "{KiB}", "": "{what}"},
+        {"{implementation}, {devices} devices": "{us}"},
+        shown.exchange,
+    ),
+    "growth": View(
+        "**Growth**: {title}, in equal parts to all ranks; memcpy of all bytes by one thread.",
+        {"devices": "{devices}"},
+        {
+            "dispatch ms": "{donated_ms:.2f}",
+            "ppermute ms": "{ppermute_ms:.2f}",
+            "memcpy ms": "{memcpy_ms:.2f}",
+        },
+        shown.with_most("bytes_per_rank"),
+    ),
+    "processes": View(
+        "**Between processes of one host**: {title}, one device per process. Cells: ms, and the "
+        "speedup over the faster gloo collective.",
+        {"": "{what}"},
+        {"{processes} processes, {MB} MB": "{ms:.1f} ({times_gloo:.2f})"},
+    ),
+    "comm_gemm": View(
+        '**Overlapped GEMMs**: {title} of a Llama-like layer, M × K × N, `method="auto"`. Cells: '
+        "the speedup over XLA's collective and GEMM, and the method that `tune` chose.",
+        {"": "{layer}, {M} × {K} × {N}"},
+        {"{devices} devices, {dtype}": "{of_xla:.2f} ({chosen})"},
+        shown.comm_gemm,
+    ),
+    "comm_gemm_tokens": View(
+        "**Overlapped GEMMs, {title}**: ms.", {"": "{way}"}, {"{what}": "{ms}"}
+    ),
+    "gemm_processes": View(
+        "**Overlapped GEMMs between processes**: {title}. Cells: ms, and the speedup over gloo and "
+        "XLA's GEMM.",
+        {"": "{op}", "method": "{what}"},
+        {"{processes} processes": "{ms:.0f} ({times_gloo:.2f})"},
+    ),
+    "scaling": View(
+        "**Scaling modes**: {title}, on {devices} virtual devices, forward and backward. A CPU "
+        "widens narrow operands before it multiplies. Errors: relative to float64, per token; then "
+        "of tokens of different magnitudes.",
+        {"{layer}": "{mode}"},
+        {
+            "speedup over bfloat16": "{of_bfloat16:.2f}",
+            "of bfloat16's bytes": "{of_bfloat16_bytes:.3f}",
+            "error": "{error:.1e}",
+            "spread tokens": "{error_of_spread_tokens:.1e}",
+        },
+        shown.scaling,
+    ),
+    "metadata": View(
+        "**Planning metadata**: {title}, with {num_replicas} replicas, beside vectorised NumPy.",
+        {"ranks × slots": "{world_size} × {num_shards}"},
+        {"ms": "{ms:.2f}", "NumPy ms": "{numpy_ms:.2f}"},
+        shown.with_most("num_shards"),
+    ),
+    "planner": View(
+        "**Balanced plans**: {tokens_per_rank} tokens per rank, {num_heads} query heads of "
+        "{head_size} and fewer KV heads, bfloat16. Work: most pairs of a rank over "
+        "the mean. Bytes: per token and layer, forward; also of plans made inside `jit`, and of a "
+        "published planner (`benchmarks/peer_placements.py`).",
+        {"lengths, ranks": "{lengths}, {world_size}"},
+        {
+            "ms": "{plan_ms}",
+            "MB": "{plan_MB:.2f}",
+            "before": "{imbalance_before:.2f}",
+            "after": "{imbalance:.3f}",
+            "bytes": "{bytes_per_token:,}",
+            "inside jit": "{inside_jit[bytes_per_token]:,}",
+            "greedy": "{greedy[bytes_per_token]:,}",
+        },
+        shown.planner,
+    ),
+    "placement": View(
+        "**Placement**: {tokens_per_rank} tokens per rank, {num_heads} query and {num_kv_heads} KV "
+        "heads of {head_size} in bfloat16. ms: on the host, also for nodes of GPUs and in blocks. "
+        "Keys: moved per token, and a [lower bound](placement.md#a-lower-bound). Bytes: as above, "
+        "also of two published planners.",
+        {"lengths, ranks": "{lengths}, {world_size}"},
+        {
+            "ms": "{plan_ms}",
+            "nodes": "{nodes_plan_ms}",
+            "blocks": "{block_plan_ms}",
+            "work": "{imbalance:.3f}",
+            "keys": "{kv_moved_share:.3f}",
+            "bound": "{least_kv_moved_share:.3f}",
+            "bytes": "{bytes_per_token:,}",
+            "greedy": "{greedy[bytes_per_token]:,}",
+            "min-heap": "{min_heap[bytes_per_token]:,}",
+        },
+    ),
+    "placement_limits": View(
+        "**Placement under limits of memory**: {tokens_per_rank} tokens per rank. Cells: "
+        "`kv_capacity` per token of a rank, and work, with a lower bound in parentheses.",
+        {"lengths, ranks": "{lengths}, {world_size}"},
+        {"{step}": "{limit_per_token:.2f}: {imbalance:.2f} ({least_imbalance:.2f})"},
+        shown.placement_limits,
+    ),
+    "published": View(
+        "**Published rules beside placement, counted.** The step of {model[name]} by a rule, "
+        "divided by that of `place_tokens`, with the links of an H100 node; in parentheses, most "
+        "pairs of a rank over the mean, and bytes per token and layer. {model[tokens_per_rank]} "
+        "tokens per rank, medians of {batches} batches of published lengths. "
+        "`benchmarks/published_rules.py` has the rules and their sources; `bench_published.py` "
+        "states the model of the step.",
+        {"lengths, ranks, attention's share of FLOPs": "{lengths}, {world_size}, {share}"},
+        {"{rule}": "{step_with_links:.2f} ({work:.2f}; {bytes_per_token:,.0f})"},
+        shown.published,
+    ),
+    "cost_model": View(
+        "**Cost model**: {title}. Cells: predicted and measured ms of attention that was not "
+        "fitted, forward and backward.",
+        {"ranks × tokens, heads, seed": "{ranks} × {tokens_per_rank}, {heads}, {documents}"},
+        {"{what}": "{predicted_ms} / {measured_ms}"},
+        shown.cost_model,
+    ),
+    "predicted_nodes": View(
+        "**Predicted, not measured**: ms of one layer, forward and backward, on nodes of H100, "
+        "{heads[0]} query and {heads[1]} KV heads of {heads[2]} in bfloat16.",
+        {"documents, tokens per rank × ranks": "{documents}, {tokens_per_rank} × {ranks}"},
+        {"{algorithm}": "{ms}"},
+        shown.predicted_nodes,
+    ),
+}  # by the name of the result file
+
+
+def reported_gains(result: Result) -> list[str]:
+    """Returns a table: gains that others report, what the counts predict, and why they differ."""
+    rows = {(row["lengths"], row["world_size"], row["method"]): row for row in result["rows"]}
+    lines = [
+        cells("", "reported", "predicted", "of", "over", "why they differ"),
+        "|" + "---|" * len(("system", "reported", "predicted", "of", "over", "why")),
+    ]
+    for x in result["reported"]:
+        method, other, why = NEAREST[x["system"].split("'")[0]]
+        ratios = [
+            row["step_with_links"] / rows[*where, other]["step_with_links"]
+            for (*where, name), row in rows.items()
+            if name == method and (*where, other) in rows
+        ]
+        predicted = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else NONE
+        system = f"{x['system']} ({x['source']})"
+        lines.append(cells(system, x["factor"], predicted, x["what"], x["baseline"], why))
+    return lines
