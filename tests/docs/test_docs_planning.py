@@ -1,4 +1,4 @@
-"""docs/placement.md and docs/balanced_attention.md: the code blocks run; they contain assertions."""
+"""The programs of docs/placement.md and docs/balanced_attention.md run, with their assertions."""
 
 import pathlib
 import re
