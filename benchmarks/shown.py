@@ -58,9 +58,8 @@ def planner(result: Result) -> Iterator[Row]:
 
 def placement_limits(result: Result) -> Iterator[Row]:
     for row in result["rows"]:
-        if row["limit"] == "kv_capacity":
-            for name, step in STEPS.items():
-                yield row | {"step": name, **row["steps"][step]}
+        for name, step in STEPS.items():
+            yield row | {"step": name, **row["steps"][step]}
 
 
 def published(result: Result) -> Iterator[Row]:

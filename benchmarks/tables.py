@@ -168,7 +168,7 @@ VIEWS = {
         "**Placement under limits of memory**: {tokens_per_rank} tokens per rank. Cells: "
         "`kv_capacity` per token of a rank, and work, with a lower bound in parentheses.",
         {"lengths, ranks": "{lengths}, {world_size}"},
-        {"{step}": "{limit_per_token:.2f}: {imbalance:.2f} ({least_imbalance:.2f})"},
+        {"{step}": "{capacity_per_token:.2f}: {imbalance:.2f} ({least_imbalance:.2f})"},
         shown.placement_limits,
     ),
     "published": View(

@@ -77,8 +77,6 @@ def place_documents(
     right: int,
     tolerance_ppm: int,
     max_received: int,
-    max_away: int,
-    min_piece: int,
     block: int,
 ) -> np.ndarray: ...
 def move_queries(
@@ -95,8 +93,6 @@ def move_queries(
     key_cost: int,
     max_queries: int,
     max_keys: int,
-    max_away: int,
-    min_piece: int,
     block: int,
     wanted_piece: int,
 ) -> np.ndarray: ...

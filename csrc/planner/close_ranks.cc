@@ -33,7 +33,7 @@ class Closer : WholeCloser {
       Vary();
       if (pool_.size() == 0) Release();
       if (pool_.size() == 0) break;
-      if (CloseWithHome() || CloseWithDense()) {
+      if (CloseWithDense()) {
       } else if (!FitsWhole(pool_.back())) {
         if (!CloseWithTail(pool_.size() - 1)) {
           Release();
@@ -57,14 +57,6 @@ class Closer : WholeCloser {
   }
 
  private:
-  // The head of a document that stays together, beside the shortest documents.
-  bool CloseWithHome() {
-    const Piece home = pool_.back();
-    if (Home(home) == 0 || Home(home) < home.num_tokens()) return false;
-    Release();
-    return CloseWithPiece(pool_.size() - 1);
-  }
-
   // A tail with as little work above the limit as possible.
   bool CloseWithMoreWork() {
     if (concessions_ == nullptr) return false;
@@ -118,7 +110,7 @@ class Closer : WholeCloser {
     for (int64_t i = pool_.size() - 1; i >= 0; --i) {
       const int64_t work = Work(pool_[i]);
       if (work <= limit_ / 100 * closing_.dense_percent) break;
-      if (work > limit_ || pool_[i].start > 0 || Home(pool_[i]) > 0) continue;
+      if (work > limit_ || pool_[i].start > 0) continue;
       if (!FitsWhole(pool_[i])) return CloseWithTail(i);
       const Piece item = pool_.Take(i);
       Give(item);

@@ -14,11 +14,10 @@ inline int64_t Scaled(int64_t work, int64_t permille) {
   return static_cast<int64_t>(static_cast<Wide>(work) * permille / 1000);
 }
 
-// What a document may cost its ranks where other limits conflict with balance.
+// What a document may cost its ranks where the capacity conflicts with balance.
 struct Concession {
   int64_t work_permille = 1000;    // of the work limit, for a rank that closes with a part of it
   int64_t needed_permille = 1000;  // the most that a rank got
-  int64_t home = 0;                // tokens of its head that stay together
 };
 
 // The parameters of a construction.
@@ -36,7 +35,7 @@ struct Closing {
 // documents in the order of `ItemPool`.
 //
 // With `concessions`, one for each document of the problem, a rank for which no part of the longest
-// document keeps the limits gets as little more work as possible; `needed_permille` becomes that.
+// document keeps its limits gets as little more work as possible; `needed_permille` becomes that.
 RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>& items,
                       const Closing& closing, std::vector<Concession>* concessions = nullptr);
 

@@ -73,12 +73,6 @@ class ClosingState {
     return Scaled(limit_, (*concessions_)[item.document].work_permille);
   }
 
-  // Tokens at the head of this piece that stay together on one rank.
-  int64_t Home(const Piece& item) const {
-    if (concessions_ == nullptr) return 0;
-    return std::max<int64_t>(0, (*concessions_)[item.document].home - item.start);
-  }
-
   // Rows that a rank receives for this piece alone, its own included.
   int64_t Rows(const Piece& piece) const {
     return problem_.pairs.LastKey(piece.end, problem_.lengths[piece.document]) -
@@ -117,13 +111,13 @@ class ClosingState {
   // One or two of the items [begin, end), ascending.
   void ListSums(int64_t begin, int64_t end, std::vector<Sum>* sums) const {
     sums->clear();
-    const bool is_limited = problem_.IsLimited();
+    const bool has_capacity = problem_.HasCapacity();
     for (int64_t i = begin; i < end; ++i) {
-      if (is_limited && pool_[i].start > 0) continue;  // has more rows than tokens
+      if (has_capacity && pool_[i].start > 0) continue;  // has more rows than tokens
       const Sum one{pool_[i].num_tokens(), Work(pool_[i]), i, -1};
       sums->push_back(one);
       for (int64_t j = i + 1; j < end; ++j) {
-        if (is_limited && pool_[j].start > 0) continue;
+        if (has_capacity && pool_[j].start > 0) continue;
         sums->push_back({one.tokens + pool_[j].num_tokens(), one.work + Work(pool_[j]), i, j});
       }
     }
@@ -159,7 +153,7 @@ class ClosingState {
           FirstThat(0, pool_.size(), [&](int64_t i) { return pool_.Reach(pool_[i]) > num; });
       i = std::min(i, pool_.size() - 1);
       const auto is_unfit = [&](const Piece& item) {
-        return item.start > 0 || Home(item) > 0 || item.num_tokens() - num < problem_.min_piece;
+        return item.start > 0 || item.num_tokens() <= num;
       };
       while (i + 1 < pool_.size() && is_unfit(pool_[i])) ++i;
       while (i > 0 && pool_[i].num_tokens() <= num) --i;

@@ -1,4 +1,4 @@
-// Searches the least work above the limit with which documents keep the other limits.
+// Searches the least work above the limit with which ranks keep their capacity.
 #include "planner/concede_work.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct Attempt {
   RankPieces ranks;
   PlacementCost cost, hoped;     // as it is; if ranks that need not have more work are repaired
   std::vector<char> may_exceed;  // of each rank: the work limit
-  std::vector<int32_t> others;   // documents that need more work, but not for a limit of their own
+  std::vector<int32_t> others;   // documents that need more work, but not for the capacity
   bool is_repaired = false;
 };
 
@@ -41,14 +41,13 @@ class WorkSearch {
       : problem_(problem), items_(items), is_tight_(problem.lengths.size()) {
     const int64_t limit = *std::min_element(problem.limits.begin(), problem.limits.end());
     for (size_t d = 0; d < is_tight_.size(); ++d) {
-      const int64_t length = problem.lengths[d], tail = std::min(problem.min_piece, length);
+      const int64_t length = problem.lengths[d], last = std::max<int64_t>(0, length - 1);
       is_tight_[d] = length + problem.tokens_per_rank > problem.max_received ||
-                     problem.Work({length - tail, length, static_cast<int32_t>(d)}) > limit / 2;
+                     problem.Work({last, length, static_cast<int32_t>(d)}) > limit / 2;
     }
   }
 
-  // Documents for which a limit can need more work get the same, by bisection. A document that has
-  // to stay together on its home gets there what that takes.
+  // Documents for which the capacity can need more work get the same, by bisection.
   void Run(const Closing& closing) {
     std::vector<Concession> concessions(problem_.lengths.size());
     int64_t low = kPermille, given = kPermille, high = 0;  // 0: not known
@@ -60,17 +59,10 @@ class WorkSearch {
         if (is_tight_[d]) needed = std::max(needed, concessions[d].needed_permille);
       }
       bool is_new = false;
-      for (const Breach& breach : ListBreaches(problem_, ranks)) {
-        if (breach.limit == Breach::kMaxReceived) {
-          needed = std::max(needed, MostWork(breach.document));
-          is_new |= !is_tight_[breach.document];
-          is_tight_[breach.document] = 1;
-        } else if (breach.limit == Breach::kMaxAway) {
-          Concession& concession = concessions[breach.document];
-          is_new |= concession.home == 0;
-          concession.home = std::min(problem_.tokens_per_rank,
-                                     problem_.lengths[breach.document] - problem_.max_away);
-        }
+      for (const Overflow& overflow : ListOverflows(problem_, ranks)) {
+        needed = std::max(needed, MostWork(overflow.document));
+        is_new |= !is_tight_[overflow.document];
+        is_tight_[overflow.document] = 1;
       }
       Keep(std::move(ranks), concessions);
       if (needed > given) {
@@ -141,11 +133,7 @@ class WorkSearch {
     attempt.may_exceed.resize(ranks.size());
     PlacementProblem hoped = problem_;
     for (size_t r = 0; r < ranks.size(); ++r) {
-      for (const Piece& piece : ranks[r]) {
-        const int64_t home = concessions[piece.document].home;
-        attempt.may_exceed[r] |=
-            is_tight_[piece.document] || (home > 0 && piece.num_tokens() >= home);
-      }
+      for (const Piece& piece : ranks[r]) attempt.may_exceed[r] |= is_tight_[piece.document];
       if (!attempt.may_exceed[r]) hoped.limits[r] = PlacementProblem::kNoLimit;
     }
     for (size_t d = 0; d < concessions.size(); ++d) {
@@ -196,7 +184,8 @@ class WorkSearch {
 
   const PlacementProblem& problem_;
   const std::vector<Piece>& items_;
-  std::vector<char> is_tight_;  // of each document: a limit can need more work than balance allows
+  std::vector<char>
+      is_tight_;  // of each document: the capacity can need more work than balance allows
   std::vector<Attempt> attempts_;
   Attempt best_;
 };

@@ -21,10 +21,7 @@ int64_t SquareRoot(int64_t value) {
 class Filler {
  public:
   Filler(const Filling& filling, Random* random, QueryShares* shares)
-      : filling_(filling), random_(*random), shares_(*shares), problem_(shares->problem()) {
-    is_constrained_ = problem_.HasCapacities() || problem_.max_away < QueryProblem::kNoLimit ||
-                      problem_.min_piece > 1;
-  }
+      : filling_(filling), random_(*random), shares_(*shares), problem_(shares->problem()) {}
 
   int64_t Run() {
     std::vector<bool> is_full(shares_.num_ranks());
@@ -166,7 +163,7 @@ class Filler {
     const int64_t work = shares_.Work(start, end);
     if (work > room_ || work <= 0) return;
     ++num_considered_;
-    if (is_constrained_ && !shares_.IsAllowed(document, share, start, end, taker_)) return;
+    if (!shares_.IsAllowed(document, share, start, end, taker_)) return;
     const int64_t cost = problem_.pairs.IsUnlimited()
                              ? CostChange(document, share, held, start, end)
                              : shares_.CostChange(document, share, start, end, taker_);
@@ -200,7 +197,6 @@ class Filler {
   Random& random_;
   QueryShares& shares_;
   const QueryProblem& problem_;
-  bool is_constrained_ = false;
   int32_t taker_ = -1;
   int64_t room_ = 0, surplus_ = 0;
   Candidate best_;

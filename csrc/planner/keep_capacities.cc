@@ -59,13 +59,12 @@ class Relief {
   };
 
   void ConsiderDocument(int32_t document) {
-    const int64_t rows = std::max(overflow_, problem_.min_piece);
     for (const Share& share : shares_.Of(document)) {
       if (share.rank != giver_) continue;
       Consider(document, share, share.start, share.end);
-      if (share.num_queries() <= rows) continue;
-      Consider(document, share, share.end - rows, share.end);
-      Consider(document, share, share.start, share.start + rows);
+      if (share.num_queries() <= overflow_) continue;
+      Consider(document, share, share.end - overflow_, share.end);
+      Consider(document, share, share.start, share.start + overflow_);
     }
   }
 

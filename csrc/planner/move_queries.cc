@@ -81,8 +81,7 @@ class Search {
   static constexpr int64_t kNoisePerMille = 200;
 
   int64_t Fill(int64_t block, int64_t wanted_piece, int64_t noise_per_mille, bool longest_first) {
-    const int64_t least = std::max(problem_.min_piece, wanted_piece);
-    Filling filling{least, block, noise_per_mille, longest_first, false};
+    Filling filling{wanted_piece, block, noise_per_mille, longest_first, false};
     int64_t num_considered = 0;
     if (problem_.HasNodes() && (longest_first || is_searching_)) {
       filling.inside_nodes = true;

@@ -25,8 +25,6 @@ struct QueryProblem {
   int64_t key_cost = 1;
   int64_t max_queries = kNoLimit;  // that a rank computes
   int64_t max_keys = kNoLimit;     // that a rank receives, its own included
-  int64_t max_away = kNoLimit;     // queries of a document that are computed away from home
-  int64_t min_piece = 1;           // queries that are split from the part of a document at home
   // If possible, documents are cut at multiples of this, and into pieces of so many queries.
   int64_t block = 1;
   int64_t wanted_piece = 1;

@@ -185,7 +185,6 @@ PlacementProblem RanksOf(const PlacementProblem& problem, int32_t node) {
   const int32_t m = problem.ranks_per_node;
   inside.num_ranks = m;
   inside.ranks_per_node = 1;
-  inside.max_away = PlacementProblem::kNoLimit;
   inside.limits.assign(problem.limits.begin() + node * m, problem.limits.begin() + (node + 1) * m);
   inside.speeds.assign(problem.speeds.begin() + node * m, problem.speeds.begin() + (node + 1) * m);
   return inside;

@@ -115,9 +115,8 @@ RankPieces ConstructByNodes(const PlacementProblem& problem, const std::vector<P
   return ranks;
 }
 
-PlacementProblem WithoutLimits(PlacementProblem problem) {
-  problem.max_received = problem.max_away = PlacementProblem::kNoLimit;
-  problem.min_piece = 1;
+PlacementProblem WithoutCapacity(PlacementProblem problem) {
+  problem.max_received = PlacementProblem::kNoLimit;
   return problem;
 }
 
@@ -137,9 +136,9 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     return ranks;
   }
   SetLimits(&problem);
-  if (problem.IsLimited()) {  // a search under limits may find less
-    RankPieces free = PlaceDocuments(WithoutLimits(problem));
-    if (CostOf(problem, free).broken == 0) return free;
+  if (problem.HasCapacity()) {  // a search with a capacity may find less
+    RankPieces free = PlaceDocuments(WithoutCapacity(problem));
+    if (CostOf(problem, free).overflow == 0) return free;
   }
   std::vector<Piece> items;
   for (size_t i = 0; i < problem.lengths.size(); ++i) {
@@ -159,7 +158,7 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (is_unbalanced && hoped < best.cost) RepairBalance(problem, &by_nodes);
     consider(std::move(by_nodes));
   }
-  while (problem.block > 1 && (best.cost.broken > 0 || best.cost.excess > 0)) {
+  while (problem.block > 1 && (best.cost.overflow > 0 || best.cost.excess > 0)) {
     problem.block /= 2;  // everything else is worth more than aligned cuts
     consider(Construct(problem, items).ranks);
   }
@@ -168,7 +167,7 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (problem.HasNodes()) ArrangeInNodes(problem, &mixed);
     consider(std::move(mixed));
   }
-  if (problem.IsLimited() && (best.cost.broken > 0 || best.cost.excess > 0)) {
+  if (problem.HasCapacity() && (best.cost.overflow > 0 || best.cost.excess > 0)) {
     consider(ConcedeWork(problem, items));
   }
   for (std::vector<Piece>& pieces : best.ranks) SortAndJoin(&pieces);

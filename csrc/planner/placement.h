@@ -30,8 +30,6 @@ struct PlacementProblem {
   std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
   int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
   int64_t max_received = kNoLimit;  // rows that a rank receives, its own included
-  int64_t max_away = kNoLimit;      // tokens of a document outside the rank that holds most of it
-  int64_t min_piece = 1;            // tokens of a piece that is not a whole document
   int64_t block = 1;                // documents are cut at multiples of this, if possible
 
   std::vector<int64_t> limits;  // work of each rank; see `SetLimits`
@@ -39,7 +37,7 @@ struct PlacementProblem {
   int64_t Work(const Piece& piece) const {
     return pairs(piece.start, piece.end, lengths[piece.document]);
   }
-  bool IsLimited() const { return max_received < kNoLimit || max_away < kNoLimit || min_piece > 1; }
+  bool HasCapacity() const { return max_received < kNoLimit; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
 
@@ -70,27 +68,24 @@ struct Traffic {
 };
 std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPieces& ranks);
 
-// A hard limit that is exceeded by this many tokens, and the document that exceeds it.
-struct Breach {
-  enum Limit { kMaxReceived, kMaxAway, kMinPiece };
-
-  Limit limit = kMaxReceived;
-  int32_t document = 0;  // of a rank that receives too many rows: the one with the most of them
-  int64_t tokens = 0;
+// A rank receives this many rows more than it may, most of them of this document.
+struct Overflow {
+  int32_t document = 0;
+  int64_t rows = 0;
 };
 
 // The pieces of each rank are sorted and joined.
-std::vector<Breach> ListBreaches(const PlacementProblem& problem, const RankPieces& ranks);
+std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks);
 
 // The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {
-  int64_t broken = 0;         // tokens by which hard limits are exceeded, over all ranks
+  int64_t overflow = 0;       // rows by which ranks exceed their capacity, over all ranks
   int64_t excess = 0;         // excess of work of the most loaded rank over its limit
   int64_t between_nodes = 0;  // keys that move to another node
   int64_t received_keys = 0;  // over all ranks
 
   bool operator<(const PlacementCost& other) const {
-    if (broken != other.broken) return broken < other.broken;
+    if (overflow != other.overflow) return overflow < other.overflow;
     if (excess != other.excess) return excess < other.excess;
     if (between_nodes != other.between_nodes) return between_nodes < other.between_nodes;
     return received_keys < other.received_keys;
@@ -100,8 +95,8 @@ struct PlacementCost {
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks);
 
 // The best of several constructions, after repair. Uses integers only and a fixed number of steps:
-// equal problems give equal results on every machine. If a limit cannot be kept, the result exceeds
-// it by as little as was found.
+// equal problems give equal results on every machine. If the capacity or a limit of work cannot be
+// kept, the result exceeds it by as little as was found.
 RankPieces PlaceDocuments(PlacementProblem problem);
 
 }  // namespace cpd

@@ -1,4 +1,4 @@
-// What a placement costs: work above the limits, keys that move, limits that it exceeds.
+// What a placement costs: rows above the capacity, work above the limits, keys that move.
 #include <algorithm>
 #include <numeric>
 
@@ -32,38 +32,19 @@ void ForEachNeed(const PlacementProblem& problem, const std::vector<Piece>& piec
 
 }  // namespace
 
-std::vector<Breach> ListBreaches(const PlacementProblem& problem, const RankPieces& ranks) {
-  std::vector<Breach> breaches;
-  std::vector<int64_t> most(problem.lengths.size(), 0);  // tokens of a document on one rank
+std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks) {
+  std::vector<Overflow> overflows;
   for (const std::vector<Piece>& pieces : ranks) {
-    int64_t rows = 0, tokens = 0;
-    Breach received;
+    int64_t rows = 0, most = 0;
+    int32_t document = 0;
     ForEachNeed(problem, pieces, [&](const Need& need) {
-      rows += need.end - need.start;
-      if (need.end - need.start <= received.tokens) return;
-      received.tokens = need.end - need.start, received.document = need.document;
+      const int64_t needed = need.end - need.start;
+      rows += needed;
+      if (needed > most) most = needed, document = need.document;
     });
-    if (problem.max_received < rows) {
-      received.tokens = rows - problem.max_received;
-      breaches.push_back(received);
-    }
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const Piece& piece = pieces[i];
-      const int64_t least = std::min(problem.min_piece, problem.lengths[piece.document]);
-      const int64_t missing = least - piece.num_tokens();
-      if (missing > 0) breaches.push_back({Breach::kMinPiece, piece.document, missing});
-      tokens = i > 0 && pieces[i - 1].document == piece.document ? tokens : 0;
-      tokens += piece.num_tokens();
-      most[piece.document] = std::max(most[piece.document], tokens);
-    }
+    if (rows > problem.max_received) overflows.push_back({document, rows - problem.max_received});
   }
-  if (problem.max_away == PlacementProblem::kNoLimit) return breaches;
-  for (size_t d = 0; d < most.size(); ++d) {
-    if (most[d] == 0) continue;  // not part of this problem
-    const int64_t away = problem.lengths[d] - most[d] - problem.max_away;
-    if (away > 0) breaches.push_back({Breach::kMaxAway, static_cast<int32_t>(d), away});
-  }
-  return breaches;
+  return overflows;
 }
 
 std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
@@ -170,8 +151,8 @@ PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
     cost.excess = std::max(cost.excess, excess);
     cost.received_keys += ReceivedKeys(problem, &sorted[r]);
   }
-  if (problem.IsLimited()) {
-    for (const Breach& breach : ListBreaches(problem, sorted)) cost.broken += breach.tokens;
+  if (problem.HasCapacity()) {
+    for (const Overflow& x : ListOverflows(problem, sorted)) cost.overflow += x.rows;
   }
   if (problem.HasNodes()) {
     for (const Traffic& x : ListTraffic(problem, ranks)) {

@@ -9,7 +9,6 @@ QueryShares::QueryShares(const QueryProblem& problem)
     : problem_(problem),
       shares_(problem.lengths.size()),
       costs_(problem.lengths.size()),
-      away_(problem.lengths.size()),
       work_(problem.num_ranks),
       queries_(problem.num_ranks),
       keys_(problem.num_ranks),
@@ -109,14 +108,6 @@ int64_t QueryShares::OverflowIf(int32_t document, const Share& share, int64_t st
 
 bool QueryShares::IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
                             int32_t rank) const {
-  if (rank != share.home &&
-      away_[document] + (share.rank == share.home ? end - start : 0) > problem_.max_away) {
-    return false;
-  }
-  const int64_t least = problem_.min_piece;
-  const auto is_short = [&](int64_t queries) { return queries > 0 && queries < least; };
-  if (is_short(start - share.start) || is_short(share.end - end)) return false;
-  if (is_short(end - start) && (start > share.start || end < share.end)) return false;
   return !problem_.HasCapacities() || OverflowIf(document, share, start, end, rank, rank) == 0;
 }
 
@@ -182,7 +173,6 @@ void QueryShares::AddLoads(int32_t document, int64_t sign) {
   for (const Share& share : shares) {
     work_[share.rank] += sign * Work(share.start, share.end);
     queries_[share.rank] += sign * share.num_queries();
-    if (share.rank != share.home) away_[document] += sign * share.num_queries();
   }
   if (problem_.max_keys == QueryProblem::kNoLimit) return;
   for (const Share& share : shares) {

@@ -48,8 +48,7 @@ class QueryShares {
   int64_t OverflowIf(int32_t document, const Share& share, int64_t start, int64_t end, int32_t rank,
                      int32_t other, int64_t reserve = 0) const;
 
-  // Whether `rank` may compute a part of a share: within its capacities, with not too many queries
-  // of the document away from home, and without too short pieces.
+  // Whether `rank` may compute a part of a share: within its capacities.
   bool IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
                  int32_t rank) const;
 
@@ -120,7 +119,7 @@ class QueryShares {
 
   const QueryProblem& problem_;
   std::vector<std::vector<Share>> shares_;  // of each document, by start
-  std::vector<int64_t> costs_, away_;       // of each document; queries away from home
+  std::vector<int64_t> costs_;              // of each document
   // Of each rank. Keys include its own, and are only counted if they are limited.
   std::vector<int64_t> work_, fair_work_, limits_, queries_, keys_;
   std::vector<std::vector<int32_t>> home_documents_, guests_;

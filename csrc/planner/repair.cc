@@ -199,17 +199,11 @@ class Repair {
     others->insert(others->end(), to_others.begin(), to_others.end());
   }
 
-  // Whether an exchange exceeds no limit that was kept before, and cuts at multiples of a block.
+  // Whether an exchange exceeds no capacity that was kept before, and cuts at multiples of a block.
   bool KeepsLimits(int64_t heavy, const Exchange& exchange) const {
     const int64_t head = exchange.in.tokens - exchange.out.tokens;
-    if (head != 0) {
-      const Piece& cut =
-          head > 0 ? ranks_[heavy][exchange.out.cut] : ranks_[exchange.other][exchange.in.cut];
-      const int64_t tokens = std::abs(head);
-      const int64_t least = problem_.min_piece;
-      if (tokens % problem_.block != 0 || tokens < least || cut.end - tokens < least) return false;
-    }
-    if (problem_.max_received == PlacementProblem::kNoLimit) return true;
+    if (head % problem_.block != 0) return false;
+    if (!problem_.HasCapacity()) return true;
     // The giver of a head still receives its keys.
     const int64_t more = exchange.in.rows - exchange.out.rows;
     const auto grows = [&](int64_t rank, int64_t rows) {
@@ -224,14 +218,11 @@ class Repair {
            problem_.pairs.FirstKey(piece.start);
   }
 
-  // Tokens by which a rank with these pieces exceeds limits.
-  int64_t Broken(std::vector<Piece> pieces) const {
-    int64_t broken = std::max<int64_t>(0, ReceivedRows(problem_, &pieces) - problem_.max_received);
-    for (const Piece& piece : pieces) {
-      const int64_t least = std::min(problem_.min_piece, problem_.lengths[piece.document]);
-      broken += std::max<int64_t>(0, least - piece.num_tokens());
-    }
-    return broken;
+  // Rows by which one of two ranks exceeds its capacity.
+  int64_t MostOverflow(std::vector<Piece> mine, std::vector<Piece> others) const {
+    if (!problem_.HasCapacity()) return 0;
+    const int64_t rows = std::max(ReceivedRows(problem_, &mine), ReceivedRows(problem_, &others));
+    return std::max<int64_t>(0, rows - problem_.max_received);
   }
 
   void Count(int64_t rank) {
@@ -252,8 +243,7 @@ class Repair {
       const int64_t room = Room(other);
       if (other == heavy || room <= 0) continue;
       const int64_t before = Keys(ranks_[heavy]) + Keys(ranks_[other]);
-      const int64_t broken =
-          problem_.IsLimited() ? std::max(Broken(ranks_[heavy]), Broken(ranks_[other])) : 0;
+      const int64_t overflow = MostOverflow(ranks_[heavy], ranks_[other]);
       int64_t free = problem_.tokens_per_rank;
       for (const Piece& piece : ranks_[other]) free -= piece.num_tokens();
       for (size_t p : Largest(ranks_[heavy])) {
@@ -290,7 +280,7 @@ class Repair {
           const int64_t cost = std::max<int64_t>(0, Keys(mine) + Keys(others) - before) + kCut;
           const Exchange found{cost, std::min(change, need), other, {}, {}};
           if (!(found < best)) return;
-          if (problem_.IsLimited() && std::max(Broken(mine), Broken(others)) > broken) return;
+          if (MostOverflow(mine, others) > overflow) return;
           best = found;
           best_mine = std::move(mine), best_others = std::move(others);
         };

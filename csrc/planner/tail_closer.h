@@ -46,11 +46,8 @@ class TailCloser : protected ClosingState {
   }
 
   bool CloseWithTailOf(Piece longest) {
-    const int64_t least = problem_.min_piece;
-    const int64_t home = Home(longest);
-    const int64_t head = std::max(home, least > 1 ? least : 0);  // that stays
     const int64_t limit = Limit(longest);
-    const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens() + head);
+    const int64_t first_fill = std::max<int64_t>(0, tokens_per_rank_ - longest.num_tokens());
     // The start of the tail that leaves room for this many other tokens.
     const auto start = [&](int64_t fill) { return longest.end - (tokens_per_rank_ - fill); };
     const auto fits = [&](int64_t fill, int64_t work) {
@@ -61,16 +58,15 @@ class TailCloser : protected ClosingState {
     const auto is_aligned = [&](int64_t fill) {
       return !is_aligned_ || start(fill) % problem_.block == 0;
     };
-    const int64_t most = tokens_per_rank_ + 1 - least;  // the tail has at least this many tokens
-    int64_t pad =
-        FirstThat(0, std::min(padding_, most - 1) + 1, [&](int64_t x) { return fits(x, 0); });
-    while (pad <= std::min(padding_, most - 1) && !is_aligned(pad)) ++pad;
-    if (pad <= std::min(padding_, most - 1)) {
+    const int64_t most = tokens_per_rank_;
+    const int64_t used_padding = std::min(padding_, most - 1);  // the tail has at least one token
+    int64_t pad = FirstThat(0, used_padding + 1, [&](int64_t x) { return fits(x, 0); });
+    while (pad <= used_padding && !is_aligned(pad)) ++pad;
+    if (pad <= used_padding) {
       TakeTail(longest, start(pad));
       padding_ -= pad;
       return true;
     }
-    const int64_t used_padding = std::min(padding_, most - 1);
 
     // Tokens of other documents are received rows, too.
     const int64_t most_others = std::min(
@@ -108,7 +104,7 @@ class TailCloser : protected ClosingState {
     }
 
     // Or a slice from the head of the same document, whose keys this rank receives anyway.
-    const int64_t most_slice = home > 0 ? 0 : MostSlice(longest);
+    const int64_t most_slice = MostSlice(longest);
     int64_t slice = 0, dropped = 0, kept = -1;
     {
       int64_t fill = tokens, fill_work = work;
@@ -139,12 +135,12 @@ class TailCloser : protected ClosingState {
         }
         const int64_t wanted = best - (slice > 0 ? 0 : SliceGain());
         const int64_t longest_slice = std::max<int64_t>(0, std::min(wanted, most) - 1 - fill);
-        int64_t x = FirstThat(least, longest_slice + 1, [&](int64_t x) {
+        int64_t x = FirstThat(1, longest_slice + 1, [&](int64_t x) {
           return fits(fill + x,
                       fill_work + Work({longest.start, longest.start + x, longest.document}));
         });
         if (is_aligned_) x += problem_.block - 1 - (longest.start + x - 1) % problem_.block;
-        if (x <= longest_slice && x <= most_slice && longest.start + x + head <= start(fill + x) &&
+        if (x <= longest_slice && x <= most_slice && longest.start + x <= start(fill + x) &&
             is_aligned(fill + x)) {
           best = fill + x;
           slice = x, kept = -1, dropped = drop;
@@ -188,13 +184,12 @@ class TailCloser : protected ClosingState {
                    const Fits& fits) const {
     if (problem_.pairs.right == 0 || k >= pool_.size()) return 0;
     const Piece& filler = pool_[k];
-    const int64_t least = problem_.min_piece;
-    const int64_t last = std::min(best - tokens, filler.num_tokens() - least + 1);
+    const int64_t last = std::min(best - tokens, filler.num_tokens());
     const auto head = [&](int64_t x) {
       return Piece{filler.start, filler.start + x, filler.document};
     };
     const int64_t x =
-        FirstThat(least, last, [&](int64_t x) { return fits(tokens + x, work + Work(head(x))); });
+        FirstThat(1, last, [&](int64_t x) { return fits(tokens + x, work + Work(head(x))); });
     if (x >= last) return 0;
     const Piece rest{filler.start + x, filler.end, filler.document};
     const int64_t cost = Rows(head(x)) + Rows(rest) - Rows(filler);

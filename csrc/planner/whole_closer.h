@@ -114,11 +114,6 @@ class WholeCloser : protected TailCloser {
       if (p < 0) consider(out, -1, -1);
       const int64_t num = last_within(gap) + 1;
       for (int64_t i = num - 1; i >= std::max<int64_t>(0, num - 2); --i) consider(out, i, -1);
-      if (problem_.min_piece > 1 && gap >= problem_.min_piece) {  // or a head that is long enough
-        consider(out, -1, -1);
-        const int64_t last = last_within(gap - problem_.min_piece);
-        for (int64_t i = last; i >= std::max<int64_t>(0, last - 1); --i) consider(out, i, -1);
-      }
       const int64_t stride = std::max<int64_t>(1, num / kTried);
       for (int64_t i = 0, j = num - 1; i < j; i += stride) {
         // Of the others, none is shorter than those before it. If queries also attend to later
@@ -182,8 +177,7 @@ class WholeCloser : protected TailCloser {
   // Whether this many tokens may be cut off another document.
   bool CanTakeHead(int64_t num) const {
     if (num == 0) return true;
-    return num >= problem_.min_piece && num % problem_.block == 0 && num <= problem_.max_away &&
-           num <= problem_.max_received - problem_.tokens_per_rank;
+    return num % problem_.block == 0 && num <= problem_.max_received - problem_.tokens_per_rank;
   }
 
   void Apply(const Exchange& exchange) {

@@ -34,8 +34,6 @@ class PlanConfig:
         suit models with 4 query heads per key head; pass those of yours.
       balance_tolerance: fraction by which the work of a rank may exceed its share, which is the
         mean if all ranks are equally fast. A larger tolerance moves fewer bytes.
-      max_away: queries of a document that may be computed away from home, the rank that holds them.
-      min_piece: queries of the shortest piece into which the part of a document on its home is cut.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
         it. None: all are equally fast.
       ranks_per_node: consecutive ranks of one node. Fewer bytes between nodes are preferred to
@@ -55,8 +53,6 @@ class PlanConfig:
     num_heads: int = 32
     num_kv_heads: int = 8
     balance_tolerance: float = 0.01
-    max_away: int | None = None
-    min_piece: int = 1
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None
     backward: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch._arguments import check_integer, check_positive
+from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
@@ -23,14 +23,7 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
     optional = (*capacities, "ranks_per_node", "block")
     values = {name: getattr(config, name) for name in optional}
     values = {name: x for name, x in values.items() if x is not None}
-    check_positive(op, min_piece=config.min_piece, **values)
-    if config.max_away is not None:
-        check_integer(op, "max_away", config.max_away)
-        if config.max_away < 0:
-            raise ValueError(
-                f"{op}: max_away is {config.max_away}; it needs to be at least 0, or None for no "
-                "limit."
-            )
+    check_positive(op, **values)
     if config.rank_speeds is not None:
         try:
             speeds = tuple(map(float, config.rank_speeds))
@@ -62,7 +55,7 @@ def check_ranks(op: str, config: Any, world_size: int) -> None:
 def check_traced(op: str, config: Any) -> None:
     """Refuses constraints that plans inside `jit` do not keep."""
     defaults = type(config)()
-    names = ("max_away", "min_piece", "rank_speeds", "ranks_per_node")
+    names = ("rank_speeds", "ranks_per_node")
     given = [name for name in names if getattr(config, name) != getattr(defaults, name)]
     if given:
         raise ValueError(

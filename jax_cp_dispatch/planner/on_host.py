@@ -121,8 +121,6 @@ def _moves(
         key_cost=config.key_cost,
         max_queries=_none_is_negative(config.q_capacity),
         max_keys=_none_is_negative(config.kv_capacity),
-        max_away=_none_is_negative(config.max_away),
-        min_piece=config.min_piece,
         block=config.block or 1,
         wanted_piece=config.rows_per_block,
     )

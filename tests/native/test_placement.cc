@@ -54,8 +54,6 @@ void EveryTokenIsPlacedOnce(int seed) {
     left -= length;
   }
   if (Draw(&random, 2) == 0) problem.max_received = Draw(&random, 4 * problem.tokens_per_rank);
-  if (Draw(&random, 2) == 0) problem.max_away = Draw(&random, problem.tokens_per_rank);
-  if (Draw(&random, 2) == 0) problem.min_piece = 1 + Draw(&random, 20) % problem.tokens_per_rank;
   if (Draw(&random, 2) == 0) problem.block = 1 + Draw(&random, 16) % problem.tokens_per_rank;
   if (problem.num_ranks > 2 && Draw(&random, 1) == 0) problem.ranks_per_node = 2;
   if (Draw(&random, 2) == 0) {

@@ -1,4 +1,4 @@
-"""Lower bounds of what a placement moves, and of its work under limits, with causal attention."""
+"""Lower bounds of what a placement moves, and of its work with a capacity; causal attention."""
 
 import math
 
@@ -72,26 +72,6 @@ def keys_of_the_longest_document(lengths, world_size, tokens, tolerance):
     most = float(sum_of_starts(0))
     moved = np.append(0, np.geomspace(1, most + 1, 512))  # from each to the next
     return float((moved[:-1] + sum_of_starts(moved[1:])).min())
-
-
-def least_imbalance_at_home(lengths, world_size, tokens, max_away):
-    """Max/mean of the work if at most this many tokens of a document are outside one rank.
-
-    That rank holds at least the head of the document, whose tokens have the least work, and beside
-    it at least the tokens with the least work of all other documents: the shortest, and the head of
-    one.
-    """
-    lengths = np.asarray(lengths, np.int64)
-    pairs_of = lambda tokens: tokens * (tokens + 1) / 2
-    mean = pairs_of(lengths).sum() / world_size
-    least = 1.0
-    for document in np.flatnonzero(lengths > max_away):
-        home = lengths[document] - max_away
-        others = np.sort(np.delete(lengths, document))
-        whole = others[np.cumsum(others) <= tokens - home]
-        rest = max(tokens - home - whole.sum(), 0) if len(whole) < len(others) else 0
-        least = max(least, (pairs_of(home) + pairs_of(whole).sum() + pairs_of(rest)) / mean)
-    return least
 
 
 def least_imbalance_of_capacity(lengths, world_size, tokens, kv_capacity):

@@ -39,8 +39,7 @@ std::vector<int64_t> VectorOf(const Numbers& numbers) {
 // A negative limit is none.
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
                         int64_t tokens_per_rank, int32_t ranks_per_node, int64_t left,
-                        int64_t right, int64_t tolerance_ppm, int64_t max_received,
-                        int64_t max_away, int64_t min_piece, int64_t block) {
+                        int64_t right, int64_t tolerance_ppm, int64_t max_received, int64_t block) {
   PlacementProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.speeds = VectorOf(speeds);
@@ -51,8 +50,6 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
   problem.pairs.right = right < 0 ? PairCount::kNoLimit : right;
   problem.tolerance_ppm = tolerance_ppm;
   if (max_received >= 0) problem.max_received = max_received;
-  if (max_away >= 0) problem.max_away = max_away;
-  problem.min_piece = min_piece;
   problem.block = block;
   RankPieces ranks;
   {
@@ -66,8 +63,7 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
 Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbers& speeds,
                      int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
                      int64_t window, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
-                     int64_t max_queries, int64_t max_keys, int64_t max_away, int64_t min_piece,
-                     int64_t block, int64_t wanted_piece) {
+                     int64_t max_queries, int64_t max_keys, int64_t block, int64_t wanted_piece) {
   QueryProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.columns = VectorOf(columns);
@@ -81,8 +77,6 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
   problem.key_cost = key_cost;
   if (max_queries >= 0) problem.max_queries = max_queries;
   if (max_keys >= 0) problem.max_keys = max_keys;
-  if (max_away >= 0) problem.max_away = max_away;
-  problem.min_piece = min_piece;
   problem.block = block;
   problem.wanted_piece = wanted_piece;
   RankPieces ranks;
@@ -99,13 +93,12 @@ void BindPlanner(nb::module_& m) {
   m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
         nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
         nb::arg("left"), nb::arg("right"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
-        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"),
-        "Pieces of documents by rank: rows (rank, document, start, end).");
+        nb::arg("block"), "Pieces of documents by rank: rows (rank, document, start, end).");
   m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
         nb::arg("speeds"), nb::arg("num_ranks"), nb::arg("columns_per_rank"),
         nb::arg("ranks_per_node"), nb::arg("window"), nb::arg("tolerance_ppm"),
         nb::arg("query_cost"), nb::arg("key_cost"), nb::arg("max_queries"), nb::arg("max_keys"),
-        nb::arg("max_away"), nb::arg("min_piece"), nb::arg("block"), nb::arg("wanted_piece"),
+        nb::arg("block"), nb::arg("wanted_piece"),
         "The pieces that each rank computes, in the same form.");
 }
 

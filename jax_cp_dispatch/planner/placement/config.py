@@ -24,8 +24,6 @@ class PlacementConfig:
       kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_transfers: ranges of keys that one rank may send.
       max_pieces: pieces of documents that one rank may hold.
-      max_away: tokens of a document that may be outside its home, the rank that holds most of it.
-      min_piece: tokens of the shortest piece, except for whole documents that are shorter.
       block: tokens; documents are cut at multiples of it, counted from their start, where the
         planner finds such cuts.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
@@ -40,8 +38,6 @@ class PlacementConfig:
     kv_capacity: int | None = None
     max_transfers: int | None = None
     max_pieces: int | None = None
-    max_away: int | None = None
-    min_piece: int = 1
     block: int = 1
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None

@@ -10,19 +10,13 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.planner.constraints import speeds_in_ppm
+from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks, speeds_in_ppm
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
-from jax_cp_dispatch.planner.placement.limits import (
-    check_config,
-    check_lengths,
-    check_pieces,
-    limits_kept,
-)
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
@@ -81,8 +75,7 @@ def place_tokens(
     Raises:
       TypeError: lengths, ids or the window are not integers.
       ValueError: sizes do not match, the window does not match `causal`, a document is not
-        contiguous, or the placement exceeds a capacity or constraint of the config and there is no
-        fallback.
+        contiguous, or the placement exceeds a capacity of the config and there is no fallback.
     """
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
     check_positive(_OP, world_size=world_size)
@@ -90,7 +83,12 @@ def place_tokens(
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
     reach(_OP, causal, window)
     num_tokens = documents.num_tokens // world_size
-    check_config(config, world_size=world_size, num_tokens=num_tokens)
+    check_ranks(_OP, config, world_size)
+    if config.block > max(num_tokens, 1):
+        raise ValueError(
+            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
+            f"block<={num_tokens}."
+        )
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
     options: dict[str, Any] = {"world_size": world_size, "causal": causal, "window": window}
@@ -100,7 +98,7 @@ def place_tokens(
         plan, least, pieces = _place(documents, positions, **options)
         moves = tuple(_moves(documents, pieces, num_tokens, world_size))
     except DoesNotFitError as error:
-        text, needs = _limits_that_suffice(documents, positions, **options)
+        text, needs = _capacities_that_suffice(documents, positions, **options)
         reason = str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
@@ -135,10 +133,9 @@ def _place(
     """Returns the plan, the capacities that it needs, and the pieces of documents."""
     num_tokens = documents.num_tokens // world_size
     within = reach(_OP, causal, window)
-    check_lengths(documents, config, num_tokens=num_tokens, within=within)
+    check_longest_keys(_OP, config, documents, within)
     assigned = _assign(documents, config, world_size, within)
     pieces, spans = lay_out(assigned, documents.lengths, within)
-    check_pieces(documents, pieces, config)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
     mask: dict[str, Any] = {"causal": causal, "window": window}
     digest = digest_of_plan(config, within, *pieces[:4])
@@ -148,27 +145,23 @@ def _place(
     return plan, needs, pieces
 
 
-def _limits_that_suffice(
+def _capacities_that_suffice(
     documents: Documents,
     positions: Int[Any, "B T"] | None,
     *,
     config: PlacementConfig,
     **options: Any,
 ) -> tuple[str, Int32[np.ndarray, " 3"]]:
-    """Returns a sentence with limits that the batch keeps, all at once, and `PlacedPlan.needs`.
+    """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
 
-    Without limits, it is empty.
+    Without capacities, it is empty.
     """
     none: dict[str, Any] = dict.fromkeys(CAPACITIES)
-    free = dataclasses.replace(config, **none, min_piece=1, max_away=None)
+    free = dataclasses.replace(config, **none)
     if free == config:
         return "", np.zeros(len(CAPACITIES), np.int32)
-    plan, needs, pieces = _place(documents, positions, config=free, **options)
-    has_capacity = any(getattr(config, name) is not None for name in CAPACITIES)
-    limited = [*CAPACITIES] if has_capacity else []
-    limited += [x for x in ("min_piece", "max_away") if getattr(config, x) != getattr(free, x)]
-    kept = {name: getattr(needs, name) for name in CAPACITIES} | limits_kept(documents, pieces)
-    sizes = ", ".join(f"{name}={kept[name]}" for name in limited)
+    plan, needs, _ = _place(documents, positions, config=free, **options)
+    sizes = ", ".join(f"{name}={getattr(needs, name)}" for name in CAPACITIES)
     return f" The placement with the best balance needs {sizes}.", plan.needs[0]
 
 
@@ -188,8 +181,6 @@ def _assign(
         right=none if right is None else right,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
         max_received=none if config.kv_capacity is None else config.kv_capacity,
-        max_away=none if config.max_away is None else config.max_away,
-        min_piece=config.min_piece,
         block=config.block,
     )
     return assigned.astype(np.int64)  # nanobind says "long long"
