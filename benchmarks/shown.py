@@ -67,9 +67,13 @@ def published(result: Result) -> Iterator[Row]:
         yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
 
 
-def cost_model(result: Result) -> Iterator[Row]:
-    rows = result["rows"]
-    return (x for x in rows if x["use"] == "check" and "backward" in x.get("passes", ""))
+def choice(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if "backward" in row["passes"]:
+            for name, ms in row["ms"].items():
+                mark = "**" if name == row["chosen"] else ""
+                documents = len(row["lengths"])
+                yield row | {"algorithm": name, "ms": ms, "mark": mark, "documents": documents}
 
 
 def predicted_nodes(result: Result) -> Iterator[Row]:

@@ -182,12 +182,16 @@ VIEWS = {
         {"{rule}": "{step_with_links:.2f} ({work:.2f}; {bytes_per_token:,.0f})"},
         shown.published,
     ),
-    "cost_model": View(
-        "**Cost model**: {title}. Cells: predicted and measured ms of attention that was not "
-        "fitted, forward and backward.",
-        {"ranks × tokens, heads, seed": "{ranks} × {tokens_per_rank}, {heads}, {documents}"},
-        {"{what}": "{predicted_ms} / {measured_ms}"},
-        shown.cost_model,
+    "choice": View(
+        "**Choice of an algorithm**: ms of attention, forward and backward, float32, virtual "
+        "devices. **Bold** marks the choice of `choose_algorithm`.",
+        {
+            "ranks × tokens": "{num_ranks} × {tokens_per_rank}",
+            "heads of q, k": "{num_heads}, {num_kv_heads} of {head_size}",
+            "documents": "{documents}",
+        },
+        {"{algorithm}": "{mark}{ms}{mark}"},
+        shown.choice,
     ),
     "predicted_nodes": View(
         "**Predicted, not measured**: ms of one layer, forward and backward, on nodes of H100, "

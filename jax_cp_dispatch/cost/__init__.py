@@ -1,7 +1,5 @@
 """Predicts the cost of attention and overlapped GEMMs, and their times on given hardware."""
 
-from jax_cp_dispatch.cost.attention import AttentionRate
-from jax_cp_dispatch.cost.calibrate import Measurement, calibrate
 from jax_cp_dispatch.cost.comm_gemm import (
     CommGemmMethod,
     CommGemmShape,
@@ -11,29 +9,22 @@ from jax_cp_dispatch.cost.comm_gemm import (
 from jax_cp_dispatch.cost.hardware import HARDWARE, Hardware
 from jax_cp_dispatch.cost.pairs import count_pairs
 from jax_cp_dispatch.cost.predict import Prediction, predict
+from jax_cp_dispatch.cost.rank_pairs import rank_pairs
 from jax_cp_dispatch.cost.steps import ALGORITHMS, StepCost, step_costs
 from jax_cp_dispatch.cost.traffic import Traffic, rows_by_link
-from jax_cp_dispatch.cost.work import (
-    Workload,
-    attention_flops,
-    rank_pairs,
-    rows_bytes,
-)
+from jax_cp_dispatch.cost.work import Workload, attention_flops, rows_bytes
 
 __all__ = [
     "ALGORITHMS",
     "HARDWARE",
-    "AttentionRate",
     "CommGemmMethod",
     "CommGemmShape",
     "Hardware",
-    "Measurement",
     "Prediction",
     "StepCost",
     "Traffic",
     "Workload",
     "attention_flops",
-    "calibrate",
     "comm_gemm_methods",
     "count_pairs",
     "predict",

@@ -126,5 +126,5 @@ def _predict_shared(shape: CommGemmShape, method: CommGemmMethod, hardware: Hard
     return (
         p * shape.flops / hardware.matmul_flops
         + (packed + moved) / hardware.link_bandwidth
-        + hardware.shared_latency(p) * chunks
+        + hardware.link_latency * chunks
     )

@@ -4,8 +4,6 @@ import dataclasses
 import typing
 from typing import Literal
 
-from jax_cp_dispatch.cost.attention import AttentionRate
-
 Topology = Literal["full_mesh", "nvswitch", "shared_memory"]
 
 
@@ -21,26 +19,18 @@ class Hardware:
       topology: how the ranks of a node are linked. "full_mesh": a link of `link_bandwidth` between
         any two; a rank that sends to one other uses one link. "nvswitch": one port of
         `link_bandwidth` per rank, which one receiver can saturate. "shared_memory": virtual devices
-        of one machine. They share its cores, so idle ranks leave their share to the others. Copies
-        run at `link_bandwidth` for all ranks together and cannot be hidden.
+        of one machine. They share its cores, so idle ranks leave their share to the others. Rows
+        are copied at `link_bandwidth` by all ranks together: in exchanges, also those that stay on
+        their rank, and into the layout of attention. None of this can be hidden.
       ranks_per_node: ranks of a node; None if all ranks are in one node.
       rails: NICs of a node; its ranks share them.
       rail_bandwidth: bytes/s of one NIC.
       rail_latency: seconds until the first byte from another node arrives.
       cores: cores that the ranks of "shared_memory" share.
-      copies: for "shared_memory", how often a row for another rank is copied: once between virtual
-        devices; twice between processes, into memory that both read, and out of it. Rows that stay
-        on their rank are copied once.
-      attention: how fast a rank computes attention; None: its products run at `matmul_flops`.
-      memory_bandwidth: bytes/s at which a rank rewrites rows in its memory; for "shared_memory",
-        all ranks together.
-      rank_latency: for "shared_memory", the seconds that each further `cores` ranks add to an
-        exchange, if there are more ranks than cores: they take turns.
-      cache_bytes, cache_bandwidth: for "shared_memory", the size of the caches, and the rate of
-        copies within them. Of a larger exchange, the part that fits is copied at this rate.
-      near_cache_bytes, near_cache_bandwidth: the same for the caches nearest to the cores, which
-        hold the first part of an exchange. Fitted values describe the times of small exchanges, and
-        can differ from those of the caches.
+      attention_flops: FLOP/s of attention on one rank, as `matmul_flops`, of the pairs that the
+        mask admits; None: as `matmul_flops`.
+      planned_attention_flops: the same in algorithms that follow a plan, which attend to shorter
+        blocks; None: as `attention_flops`.
     Raises:
       ValueError: the topology is unknown.
     """
@@ -54,14 +44,8 @@ class Hardware:
     rail_bandwidth: int | float = 0.0
     rail_latency: int | float = 0.0
     cores: int = 1
-    copies: int = 1
-    attention: AttentionRate | None = None
-    memory_bandwidth: int | float = float("inf")
-    rank_latency: int | float = 0.0
-    cache_bytes: int | float = 0.0
-    cache_bandwidth: int | float = float("inf")
-    near_cache_bytes: int | float = 0.0
-    near_cache_bandwidth: int | float = float("inf")
+    attention_flops: int | float | None = None
+    planned_attention_flops: int | float | None = None
 
     def __post_init__(self) -> None:
         if self.topology not in typing.get_args(Topology):
@@ -70,14 +54,10 @@ class Hardware:
                 f"{', '.join(map(repr, typing.get_args(Topology)))}."
             )
 
-    @property
-    def attention_rate(self) -> AttentionRate:
-        """`attention`, or its default."""
-        return AttentionRate(self.matmul_flops) if self.attention is None else self.attention
-
-    def shared_latency(self, num_ranks: int) -> float:
-        """Returns the seconds of an empty exchange between ranks of "shared_memory"."""
-        return self.link_latency + max(0.0, num_ranks / self.cores - 1) * self.rank_latency
+    def attention_rate(self, *, is_planned: bool) -> int | float:
+        """Returns the FLOP/s of attention, if it follows a plan or not."""
+        planned = self.planned_attention_flops if is_planned else None
+        return planned or self.attention_flops or self.matmul_flops
 
     def node_size(self, num_ranks: int) -> int:
         """Returns the ranks of each node if `num_ranks` ranks fill nodes evenly.
@@ -101,7 +81,6 @@ class Hardware:
         inside: int = 0,
         outside: int = 0,
         senders: int = 1,
-        own_bytes: int | float = 0,
     ) -> float:
         """Predicts the seconds in which a rank sends one message to each receiver.
 
@@ -111,18 +90,10 @@ class Hardware:
           inside: receivers in its own node.
           outside: receivers in other nodes.
           senders: ranks of its node that send to other nodes at the same time.
-          own_bytes: bytes that stay on the rank. Only "shared_memory" counts them.
         """
         if self.topology == "shared_memory" and inside + outside:
-            num_bytes = num_ranks * (self.copies * (inside + outside) * message_bytes + own_bytes)
-            near = min(num_bytes, self.near_cache_bytes / 2)  # read and written
-            cached = max(near, min(num_bytes, self.cache_bytes / 2))
-            return (
-                self.shared_latency(num_ranks)
-                + near / self.near_cache_bandwidth
-                + (cached - near) / self.cache_bandwidth
-                + (num_bytes - cached) / self.link_bandwidth
-            )
+            num_bytes = num_ranks * (inside + outside) * message_bytes
+            return self.link_latency + num_bytes / self.link_bandwidth
         seconds = 0.0
         if inside:
             per_link = 1 if self.topology == "full_mesh" else inside
@@ -152,29 +123,15 @@ HARDWARE = {
     ),
     "cpu": Hardware(
         matmul_flops=90e9,
-        link_bandwidth=15.3e9,
-        link_latency=51.9e-6,
+        link_bandwidth=15e9,
+        link_latency=80e-6,
         topology="shared_memory",
         cores=2,
-        rank_latency=38.8e-6,
-        cache_bytes=6.77e6,
-        cache_bandwidth=27.5e9,
-        near_cache_bytes=2.1e6,
-        near_cache_bandwidth=19.2e9,
-        memory_bandwidth=10e9,
-        attention=AttentionRate(
-            flops=228e9,
-            backward_flops=178e9,
-            exponentials=970e6,
-            half_rate_rows=35.5,
-            tile_rows=256,
-            planned_tile_rows=128,
-            least_tile_queries=64,
-            tile_keys=128,
-        ),
+        attention_flops=160e9,
+        planned_attention_flops=125e9,
     ),
 }
-"""Machines to start from; change them with `dataclasses.replace`, or fit them with `calibrate`.
+"""Machines to start from; change them with `dataclasses.replace`.
 
 ==================  =========  ==================================  =======  ===============
 machine             attention  link                                latency  between nodes
@@ -183,7 +140,7 @@ h100, nodes of 8    [1]        port of 450 GB/s, 376 measured [2]  [3]      [4]
 h200, nodes of 8    as h100    as h100                             as h100  as h100 [4]
 b200, nodes of 8    [5]        port of 900 GB/s, 770 measured [6]  as h100  as h100 [4]
 mi300x, nodes of 8  assumed    7 links of 64 GB/s, 48 usable [7]   as h100  as h100
-cpu, 2 cores        [8]        [8]                                 [8]
+cpu, 2 cores        [8]        [9]                                 [9]
 ==================  =========  ==================================  =======  ===============
 
 For GPUs, only the pairs that the mask admits count, at one rate for both passes. H200 differs from
@@ -206,5 +163,9 @@ Dao-AILab/flash-attention, assets/fa4_paper.pdf).
 
 [7] rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
 
-[8] 8 virtual devices, float32: `benchmarks/results/cost_model.json`.
+[8] 8 virtual devices, float32, one document of 16K to 64K tokens, forward and backward: the mean
+rates of the zigzag ring, and of balanced attention (`benchmarks/results/attention_growth.json`).
+
+[9] Exchanges between 8 virtual devices: of 16 KB per rank; and between the rates of 1 MB and of
+8 MB per rank (`benchmarks/results/exchange.json`).
 """

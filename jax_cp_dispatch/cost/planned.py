@@ -1,12 +1,11 @@
-"""What the algorithms that follow a plan send in each pass, and the pairs that they compute."""
+"""What the algorithms that follow a plan send in each pass, and the rows that a rank holds."""
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
 
-from jax_cp_dispatch.cost.attention import Tile
 from jax_cp_dispatch.cost.hardware import Hardware
+from jax_cp_dispatch.cost.rank_pairs import pairs_of_contiguous_ranks
 from jax_cp_dispatch.cost.traffic import Rows, Traffic, spread
 from jax_cp_dispatch.cost.work import Workload
 
@@ -22,14 +21,13 @@ def moves_of(
     algorithm: str,
     workload: Workload,
     hardware: Hardware,
-    work: Float64[np.ndarray, " num_ranks"],
     moved_tokens: tuple[Rows, Rows] | None,
     placed_tokens: Rows | None,
 ) -> Moves:
-    """Returns the moves of "balanced" or "placed"; `work` is that of contiguous ranks."""
+    """Returns the moves of "balanced" or "placed"."""
     n = workload.num_ranks
     if algorithm == "balanced":
-        q, kv = moved_tokens or _estimated(workload, work)
+        q, kv = moved_tokens or _estimated(workload)
         return Moves(spread(q, n, hardware), spread(kv, n, hardware))
     if placed_tokens is None:
         raise ValueError(
@@ -58,23 +56,7 @@ def held_rows(moves: Moves, workload: Workload) -> tuple[float, float]:
     return float(queries or own), float(keys or own + moves.keys.total)
 
 
-def wasted_pairs(moves: Moves, workload: Workload, tile: Tile) -> float:
-    """Estimates the pairs of a rank that are computed only because tiles are computed as a whole.
-
-    The queries [a, b) of a piece of a document attend to the keys [0, b). Its diagonal crosses
-    tiles along b - a queries and as many keys; its first and last query along a and b keys; and its
-    first key along b - a queries. At the ends of a rank's buffers, tiles begin or end. Queries from
-    other ranks are a further piece.
-    """
-    own, moved = workload.rows_per_rank, moves.keys.total
-    queries, keys = (tile.queries - 1) / 2, (tile.keys - 1) / 2
-    pieces = 1 + sum(map(len, workload.rows)) / workload.num_ranks + (moves.queries.total > 0)
-    pieces = max(2.0, pieces)
-    ends = own * keys + (own + 2 * moved) * queries
-    return own * (queries + keys) + (1 - 1 / pieces) * ends
-
-
-def _estimated(workload: Workload, work: Float64[np.ndarray, " num_ranks"]) -> tuple[float, float]:
+def _estimated(workload: Workload) -> tuple[float, float]:
     """Estimates the rows of queries and of keys per rank that a balanced plan moves.
 
     (For six packed batches on "h100", the predicted times were within 9 % of those from the plan's
@@ -85,6 +67,7 @@ def _estimated(workload: Workload, work: Float64[np.ndarray, " num_ranks"]) -> t
     goes to s ranks.
     """
     n, tokens = workload.num_ranks, workload.tokens_per_rank
+    work = pairs_of_contiguous_ranks(workload)
     q = np.maximum(0, 1 - work.mean() / np.maximum(work, 1)).mean() * workload.rows_per_rank
     kv = 0.0
     for row in workload.rows:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from jax_cp_dispatch.cost.hardware import Hardware
+from jax_cp_dispatch.cost.rank_pairs import decisive_pairs
 from jax_cp_dispatch.cost.steps import ALGORITHMS, step_costs
 from jax_cp_dispatch.cost.traffic import Rows
 from jax_cp_dispatch.cost.work import Workload
@@ -18,8 +19,8 @@ class Prediction:
       compute: Σ compute, of the slowest rank of each step.
       communication: Σ communication, hidden or not.
       exposed_communication: Σ max(0, communication - compute) = total - compute.
-      imbalance: time of the slowest ranks over that for equal work on all ranks in all steps, if
-        only the pairs that the mask admits took time.
+      imbalance: query-key pairs of the slowest ranks of all steps, divided by those of a rank if
+        the work were equal.
       bytes_per_rank: bytes that a rank sends, on average.
       bytes_between_nodes: those of them that go to other nodes.
     """
@@ -70,7 +71,7 @@ def predict(
             sum(max(x.compute, x.communication) for x in steps),
             *map(sum, zip(*(x[:4] for x in steps), strict=True)),
         )
-    work = _work(workload, hardware, passes, tuple(sums))
+    pairs = {name: float(decisive_pairs(name, workload, hardware).sum()) for name in sums}
     if hardware.node_size(workload.num_ranks) == workload.num_ranks:
         del sums["hamilton_nodes"]
     return {
@@ -79,25 +80,9 @@ def predict(
             compute=compute,
             communication=communication,
             exposed_communication=total - compute,
-            imbalance=work[algorithm] / work["balanced"] if work["balanced"] else 1.0,
+            imbalance=pairs[algorithm] / pairs["balanced"] if pairs["balanced"] else 1.0,
             bytes_per_rank=sent_bytes,
             bytes_between_nodes=between,
         )
         for algorithm, (total, compute, communication, sent_bytes, between) in sums.items()
-    }
-
-
-def _work(
-    workload: Workload, hardware: Hardware, passes: tuple[bool, ...], algorithms: tuple[str, ...]
-) -> dict[str, float]:
-    """Returns the seconds of computation if only the pairs that the mask admits took time."""
-    plain = dataclasses.replace(hardware, attention=None, memory_bandwidth=float("inf"))
-    moves = {"moved_tokens": (0, 0), "placed_tokens": 0}
-    return {
-        algorithm: sum(
-            step.compute
-            for backward in passes
-            for step in step_costs(algorithm, workload, hardware=plain, backward=backward, **moves)
-        )
-        for algorithm in algorithms
     }

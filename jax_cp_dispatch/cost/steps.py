@@ -1,22 +1,15 @@
 """Predicts the steps of each algorithm: what is computed, and what is sent meanwhile."""
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
-from jax_cp_dispatch.cost.attention import Tile
 from jax_cp_dispatch.cost.hardware import Hardware
-from jax_cp_dispatch.cost.planned import (
-    Moves,
-    bytes_sent,
-    held_rows,
-    moves_of,
-    wasted_pairs,
-)
+from jax_cp_dispatch.cost.planned import Moves, bytes_sent, held_rows, moves_of
+from jax_cp_dispatch.cost.rank_pairs import decisive_pairs
 from jax_cp_dispatch.cost.traffic import Rows, exchange_seconds, rotating_traffic
-from jax_cp_dispatch.cost.work import Workload, rank_pairs
+from jax_cp_dispatch.cost.work import Workload, attention_flops
 
 ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "placed", "all_gather")
 """Algorithms that `predict` covers, simplest first, so that `min` prefers the simplest on a tie."""
@@ -58,9 +51,8 @@ def step_costs(
     - "placed": keys and values are sent, and all ranks do equal work.
     - "all_gather": all keys and values are gathered first; if causal, placed as in "zigzag".
 
-    A computation is that of attention, and the rewriting of rows into its layout at
-    `Hardware.memory_bandwidth`: queries and outputs once; in each step, keys, values and
-    blocks of queries.
+    A computation takes its FLOPs divided by the rate of attention. On "shared_memory", the time to
+    copy its operands and results at `link_bandwidth` is added.
 
     Args:
       algorithm: one of `ALGORITHMS`.
@@ -89,9 +81,8 @@ def step_costs(
             f"{', '.join(map(repr, ALGORITHMS))}."
         )
     if algorithm in ("balanced", "placed"):
-        work = _pairs(workload, False, (1, 1), _cores(hardware)).of_ranks
-        moves = moves_of(algorithm, workload, hardware, work, moved_tokens, placed_tokens)
-        steps = _planned(workload, hardware, moves, float(work.mean()), backward)
+        moves = moves_of(algorithm, workload, hardware, moved_tokens, placed_tokens)
+        steps = _planned(algorithm, workload, hardware, moves, backward)
         if algorithm == "placed":  # keys arrive before attention; their gradients return after it
             steps = steps[1:] if backward else steps[:-1]
     else:
@@ -103,24 +94,19 @@ def step_costs(
 
 
 def _planned(
-    workload: Workload, hardware: Hardware, moves: Moves, pairs: float, backward: bool
+    algorithm: str, workload: Workload, hardware: Hardware, moves: Moves, backward: bool
 ) -> list[StepCost]:
     n = workload.num_ranks
     before, after = bytes_sent(moves, workload, backward=backward)
-    tile = _tile(workload, hardware, is_planned=True)
-    pairs = pairs + (wasted_pairs(moves, workload, tile) if pairs else 0.0)
-    shared = hardware.topology == "shared_memory"
-    compute = pairs * (n if shared else 1) * _pair_seconds(workload, hardware, tile, backward)
-    queries, keys = held_rows(moves, workload)
-    compute += _copy_once_seconds(workload, hardware, queries, backward)
-    compute += _copy_seconds(workload, hardware, keys, backward)
+    (compute,) = _attention_seconds(algorithm, workload, hardware, backward)
+    compute += _copy_seconds(workload, hardware, *held_rows(moves, workload), backward)
     step = lambda x, sent, own: StepCost(
         x,
         exchange_seconds("balanced", sent, n, hardware, own),
         *(sent.total, sent.between, sent.most_inside, sent.most_between),
     )
     own_before = own_after = 0.0
-    if shared:  # rows that stay are copied, too; keys stay even if they are also sent
+    if hardware.topology == "shared_memory":  # rows that stay are copied, too; all keys stay
         own, moved = workload.rows_per_rank, moves.queries.total
         q = workload.q_bytes(max(0.0, own - moved)) if moved else 0.0
         kv = workload.kv_bytes(own, itemsize=4 if backward else None)
@@ -138,7 +124,10 @@ def _rotating(
     n, others = workload.num_ranks, workload.num_ranks - 1
     kv = workload.kv_bytes(workload.rows_per_rank)
     dkv = workload.kv_bytes(workload.rows_per_rank, itemsize=4)
-    compute = _compute_seconds(algorithm, workload, hardware, backward)
+    compute = _attention_seconds(algorithm, workload, hardware, backward)
+    rows = workload.rows_per_rank
+    keys = rows * n // len(compute)  # of a computation
+    compute += _copy_seconds(workload, hardware, rows, keys, backward)
     if algorithm == "all_gather":
         sent = [others * kv, 0, others * dkv * backward]
         compute = np.array([0.0, *compute, 0.0])
@@ -158,98 +147,31 @@ def _rotating(
     ]
 
 
-def _compute_seconds(
+def _attention_seconds(
     algorithm: str, workload: Workload, hardware: Hardware, backward: bool
-) -> Float64[np.ndarray, " num_computes"]:
-    """Returns the seconds of each computation, of the slowest rank unless ranks share cores."""
-    n = workload.num_ranks
-    zigzag = workload.causal and algorithm != "ring"
-    tile = _tile(workload, hardware, is_planned=False)
-    pairs = _pairs(workload, zigzag, (tile.queries, tile.keys), _cores(hardware))
-    decisive = pairs.in_one_step if algorithm == "all_gather" else pairs.in_steps
-    seconds = decisive * _pair_seconds(workload, hardware, tile, backward)
-    keys = workload.rows_per_rank * n // len(seconds)  # of a step
-    seconds += _copy_seconds(workload, hardware, keys, backward)
-    seconds[0] += _copy_once_seconds(workload, hardware, workload.rows_per_rank, backward)
-    return seconds
-
-
-class _Pairs(NamedTuple):
-    """Query-key pairs: those that decide the time of steps are of the slowest rank, or if ranks
-    share cores, of all cores."""
-
-    of_ranks: Float64[np.ndarray, " num_ranks"]
-    in_steps: Float64[np.ndarray, " num_ranks"]  # of a ring
-    in_one_step: Float64[np.ndarray, " 1"]
-
-
-@functools.lru_cache(maxsize=8)
-def _pairs(workload: Workload, zigzag: bool, tile: tuple[int, int], cores: int | None) -> _Pairs:
-    """Counts the pairs of all batch rows; `cores` is the number that ranks share, or None."""
-    n, rank = workload.num_ranks, np.arange(workload.num_ranks)
-    placed = {"causal": workload.causal, "window": workload.window, "zigzag": zigzag}
-    sizes = {"num_ranks": n, "tokens_per_rank": workload.tokens_per_rank}
-    pairs = np.zeros((n, n))
-    for row in workload.rows:
-        pairs += rank_pairs(row, **sizes, **placed, tile=tile)
-    of_ranks = pairs.sum(1)
-    in_steps = np.array([_decisive(pairs[rank, rank - step], cores) for step in range(n)])
-    return _Pairs(of_ranks, in_steps, np.array([_decisive(of_ranks, cores)]))
-
-
-def _decisive(work: Float64[np.ndarray, " num_ranks"], cores: int | None) -> float:
-    if cores is None:
-        return work.max()
-    # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
-    left = np.maximum(np.arange(len(work), 0, -1), cores)
-    return (np.diff(np.sort(work), prepend=0) * left).sum()
-
-
-def _cores(hardware: Hardware) -> int | None:
-    return hardware.cores if hardware.topology == "shared_memory" else None
-
-
-def _tile(workload: Workload, hardware: Hardware, *, is_planned: bool) -> Tile:
-    heads = workload.num_heads // workload.num_kv_heads or 1
-    return hardware.attention_rate.tile(heads_per_group=heads, is_planned=is_planned)
-
-
-def _pair_seconds(workload: Workload, hardware: Hardware, tile: Tile, backward: bool) -> float:
+) -> Float64[np.ndarray, " num_computations"]:
+    """Returns the seconds of the FLOPs of each computation."""
     sizes = {"num_heads": workload.num_heads, "head_size": workload.head_size}
-    return hardware.attention_rate.pair_seconds(tile, **sizes, backward=backward)
-
-
-# How often rows are rewritten: once in a call, of queries, outputs and their gradients; and in each
-# computation, of blocks of them, of keys and values, and of the gradients of these. The programs
-# for CPU have more copies, but those of blocks stay in the caches.
-_Q_ONCE, _Q_ONCE_BACKWARD = 6, 3
-_Q_COPIES, _Q_COPIES_BACKWARD = 1, 4
-_KV_COPIES, _DKV_COPIES = 1, 2
-
-
-def _copy_once_seconds(
-    workload: Workload, hardware: Hardware, q_rows: int | float, backward: bool
-) -> float:
-    """Returns the seconds to rewrite rows into the layout of attention, and results back."""
-    copies = _Q_ONCE_BACKWARD if backward else _Q_ONCE
-    return _rewrite_seconds(copies * workload.q_bytes(q_rows), workload, hardware)
+    rate = hardware.attention_rate(is_planned=algorithm in ("balanced", "placed"))
+    pair_seconds = attention_flops(1, **sizes, backward=backward) / rate
+    return decisive_pairs(algorithm, workload, hardware) * pair_seconds
 
 
 def _copy_seconds(
-    workload: Workload, hardware: Hardware, kv_rows: int | float, backward: bool
+    workload: Workload,
+    hardware: Hardware,
+    q_rows: int | float,
+    kv_rows: int | float,
+    backward: bool,
 ) -> float:
-    """Returns the seconds to rewrite rows in a computation with `kv_rows` keys on each rank.
+    """Returns the seconds to copy the operands and results of one computation, on all ranks.
 
-    Gradients of keys and values are in float32.
+    Forward, q and the output, k and v. Backward, q, dout, the output and dq; k, v, and their
+    gradients in float32. Elsewhere than on "shared_memory", attention hides this.
     """
-    q_copies = _Q_COPIES_BACKWARD if backward else _Q_COPIES
-    num_bytes = q_copies * workload.q_bytes(workload.rows_per_rank)
-    num_bytes += _KV_COPIES * workload.kv_bytes(kv_rows)
+    if hardware.topology != "shared_memory":
+        return 0.0
+    num_bytes = (4 if backward else 2) * workload.q_bytes(q_rows) + workload.kv_bytes(kv_rows)
     if backward:
-        num_bytes += _DKV_COPIES * workload.kv_bytes(kv_rows, itemsize=4)
-    return _rewrite_seconds(num_bytes, workload, hardware)
-
-
-def _rewrite_seconds(num_bytes: int | float, workload: Workload, hardware: Hardware) -> float:
-    shared = hardware.topology == "shared_memory"
-    return num_bytes * (workload.num_ranks if shared else 1) / hardware.memory_bandwidth
+        num_bytes += workload.kv_bytes(kv_rows, itemsize=4)
+    return workload.num_ranks * num_bytes / hardware.link_bandwidth

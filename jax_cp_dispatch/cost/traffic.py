@@ -123,12 +123,15 @@ def exchange_seconds(
     hardware: Hardware,
     own_bytes: int | float = 0,
 ) -> float:
-    """Returns the seconds of one exchange of an algorithm; both kinds of links work at once."""
+    """Returns the seconds of one exchange of an algorithm; both kinds of links work at once.
+
+    `own_bytes` stay on their rank; only "shared_memory" copies them.
+    """
     if num_ranks == 1 or not traffic.total:
         return 0.0
     n, m = num_ranks, hardware.node_size(num_ranks)
     if hardware.topology == "shared_memory":
-        return hardware.exchange_seconds(traffic.total, num_ranks=n, inside=1, own_bytes=own_bytes)
+        return hardware.exchange_seconds(traffic.total + own_bytes, num_ranks=n, inside=1)
     if algorithm in ("ring", "zigzag"):
         receivers, nodes_at_once = (1, 1), 1
     elif algorithm == "hamilton_nodes" and m < n:

@@ -1,14 +1,9 @@
-"""The work of attention: query-key pairs per rank, floating-point operations, bytes of rows."""
+"""The work of attention: its shapes and documents, floating-point operations, bytes of rows."""
 
 import dataclasses
-from collections.abc import Sequence
-
-import numpy as np
-from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._window import Reach, Window, reach
-from jax_cp_dispatch.cost.tiles import pairs_of_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,41 +75,6 @@ class Workload:
     def kv_bytes(self, num_tokens: int | float, *, itemsize: int | None = None) -> int | float:
         """Bytes of `num_tokens` rows of keys and of values; for dK and dV pass itemsize 4."""
         return 2 * num_tokens * self.num_kv_heads * self.head_size * (itemsize or self.itemsize)
-
-
-def rank_pairs(
-    lengths: Sequence[int],
-    *,
-    num_ranks: int,
-    tokens_per_rank: int,
-    causal: bool,
-    zigzag: bool,
-    window: Window | None = None,
-    tile: tuple[int, int] = (1, 1),
-) -> Float64[np.ndarray, "num_ranks num_ranks"]:
-    """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
-
-    The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
-    directions, of the pairs (q, k) with q < Q and k < K of a document, which have a closed form.
-
-    Args:
-      lengths: tokens of consecutive documents, from the start of the sequence.
-      num_ranks: ranks over which the sequence is sharded.
-      tokens_per_rank: tokens of one rank.
-      causal: count the pairs with k <= q, else all pairs of a document.
-      zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
-      window: with `causal`, count only pairs with q - k < window. Without, for a pair (left,
-        right), count only pairs with q - left <= k <= q + right.
-      tile: (queries, keys) that are computed as a whole; the pairs of a tile that the mask does not
-        admit are estimated and included. (1, 1): the pairs that the mask admits, exactly.
-    Returns:
-      Pairs, as float64.
-    """
-    cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
-    block = np.arange(2 * num_ranks)
-    owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-    within = reach("rank_pairs", causal, window)
-    return pairs_of_blocks(lengths, cuts, owner, within, tile)
 
 
 def attention_flops(

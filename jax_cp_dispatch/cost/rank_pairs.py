@@ -1,0 +1,121 @@
+"""Counts the query-key pairs between the ranks of a layout, and those that decide its time."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.cost.hardware import Hardware
+from jax_cp_dispatch.cost.pairs import pairs_before
+from jax_cp_dispatch.cost.work import Workload
+
+_ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
+
+
+def rank_pairs(
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    causal: bool,
+    zigzag: bool,
+    window: Window | None = None,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
+
+    The sequence is cut into 2 * num_ranks blocks. Pairs of two blocks are differences, in both
+    directions, of the pairs (q, k) with q < Q and k < K of a document, which have a closed form.
+
+    Args:
+      lengths: tokens of consecutive documents, from the start of the sequence.
+      num_ranks: ranks over which the sequence is sharded.
+      tokens_per_rank: tokens of one rank.
+      causal: count the pairs with k <= q, else all pairs of a document.
+      zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
+      window: with `causal`, count only pairs with q - k < window. Without, for a pair (left,
+        right), count only pairs with q - left <= k <= q + right.
+    Returns:
+      Pairs, as float64.
+    """
+    cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
+    block = np.arange(2 * num_ranks)
+    owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
+    return _pairs_of_blocks(lengths, cuts, owner, reach("rank_pairs", causal, window))
+
+
+def decisive_pairs(
+    algorithm: str, workload: Workload, hardware: Hardware
+) -> Float64[np.ndarray, " num_computations"]:
+    """Returns the pairs that decide the time of each computation of an algorithm.
+
+    Those of the slowest rank; if ranks share cores, those of all cores, idle ones included.
+    """
+    cores = hardware.cores if hardware.topology == "shared_memory" else None
+    if algorithm in ("balanced", "placed"):  # equal work on all ranks
+        of_ranks = _pairs(workload, False).sum(1)
+        return np.array([of_ranks.mean() if cores is None else of_ranks.sum()])
+    pairs = _pairs(workload, workload.causal and algorithm != "ring")
+    if algorithm == "all_gather":
+        return np.array([_decisive(pairs.sum(1), cores)])
+    rank = np.arange(workload.num_ranks)
+    return np.array([_decisive(pairs[rank, rank - step], cores) for step in rank])
+
+
+def pairs_of_contiguous_ranks(workload: Workload) -> Float64[np.ndarray, " num_ranks"]:
+    """Returns the pairs of each rank's queries, if ranks hold tokens in order."""
+    return _pairs(workload, False).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _pairs(workload: Workload, zigzag: bool) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts the pairs of all batch rows."""
+    sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
+    mask = {"causal": workload.causal, "window": workload.window}
+    pairs = np.zeros((workload.num_ranks, workload.num_ranks))
+    for row in workload.rows:
+        pairs += rank_pairs(row, **sizes, **mask, zigzag=zigzag)
+    return pairs
+
+
+def _decisive(work: Float64[np.ndarray, " num_ranks"], cores: int | None) -> float:
+    if cores is None:
+        return work.max()
+    # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
+    left = np.maximum(np.arange(len(work), 0, -1), cores)
+    return (np.diff(np.sort(work), prepend=0) * left).sum()
+
+
+def _pairs_of_blocks(
+    lengths: Sequence[int],
+    cuts: Int64[np.ndarray, " num_cuts"],
+    owner: Int64[np.ndarray, " num_blocks"],
+    within: Reach,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
+
+    Args:
+      lengths: tokens of consecutive documents, from the start of the sequence.
+      cuts: the first token of each block, and the end.
+      owner: the rank that holds each block.
+      within: the reach of a query.
+    """
+    num_ranks = int(owner.max()) + 1
+    pairs = np.zeros((num_ranks, num_ranks))
+    sizes = np.array(lengths, np.int64)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
+    inside = last == first + 1  # documents in one block, usually most of them
+    where = owner[first[inside]]
+    np.add.at(pairs, (where, where), pairs_before(sizes[inside], sizes[inside], within))
+    for i in np.flatnonzero((sizes > 0) & ~inside):
+        ranks = owner[first[i] : last[i]]
+        cut = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i]) - starts[i]
+        for part in range(0, len(ranks), _ROWS_AT_ONCE):
+            rows = slice(part, min(part + _ROWS_AT_ONCE, len(ranks)))
+            q = cut[rows.start : rows.stop + 1, None]
+            counted = np.diff(np.diff(pairs_before(q, cut[None], within), axis=0), axis=1)
+            np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
+    return pairs
