@@ -4,8 +4,9 @@
 `stack`: plans of several batches as one.
 On the host: `documents`: their positions in a batch. `home`: what ranks hold of them. `on_host`:
   the plan, assigned by `csrc/planner`. `pieces`: their rows on ranks. `transfers`: what moves, and
-  its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: sizes from a
-  sample of batches. `fallback`: a way out for a batch that does not fit. `parts`: what ranks
+  its metadata. `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: the tail of the
+  needs of a sample of batches. `fit`: capacities from it. `fallback`: the plan of a batch that does
+  not fit. `parts`: what ranks
   compute, read back from a plan. `describe`: a text for people.
 Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
@@ -16,11 +17,14 @@ Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: document
 """
 
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
+from jax_cp_dispatch.planner.capacities import needs_inside_jit
 from jax_cp_dispatch.planner.config import PlanConfig
+from jax_cp_dispatch.planner.fit import fit_plan_config
 from jax_cp_dispatch.planner.placement import (
     PlacedPlan,
     Placement,
     PlacementConfig,
+    fit_placement_config,
     place_tokens,
 )
 from jax_cp_dispatch.planner.plan import plan_attention
@@ -32,6 +36,9 @@ __all__ = [
     "Placement",
     "PlacementConfig",
     "PlanConfig",
+    "fit_placement_config",
+    "fit_plan_config",
+    "needs_inside_jit",
     "place_tokens",
     "plan_attention",
     "stack_plans",

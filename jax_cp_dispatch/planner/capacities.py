@@ -1,14 +1,18 @@
 """Capacities of a plan inside `jit`, and checks of the arrays from which a plan is made."""
 
+import dataclasses
+
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_array, check_integer
 from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.planner.blocks import BlockGrid
-from jax_cp_dispatch.planner.config import PlanConfig, check_config
+from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
-from jax_cp_dispatch.planner.stages import Capacities, kv_transfers_bound, q_bound
+from jax_cp_dispatch.planner.stages import Capacities, assign, kv_transfers_bound, q_bound
 
 
 def static_capacities(grid: BlockGrid, config: PlanConfig) -> Capacities:
@@ -21,6 +25,39 @@ def static_capacities(grid: BlockGrid, config: PlanConfig) -> Capacities:
         kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid),
         pieces=config.max_pieces or q,
     )
+
+
+def needs_inside_jit(
+    segment_ids: Ids,
+    positions: Ids | None = None,
+    *,
+    world_size: int,
+    window: int | None = None,
+    config: PlanConfig = PlanConfig(),
+) -> PlanConfig:
+    """Returns the smallest capacities for the plan of one batch that is made inside `jit`.
+
+    Call on the host with concrete arrays, for example in a data loader before a step that plans
+    under `jit`: `config.fits(needs_inside_jit(segment_ids, ...))`. Balances the work, but creates
+    no plan. For several batches, use the maximum of each capacity. A plan made outside `jit`
+    assigns queries differently; its own needs are in `AttentionPlan.needs`.
+
+    Args:
+      segment_ids, positions, world_size, window: see `plan_attention`.
+      config: block size and balance tolerance.
+    Returns:
+      The config with its capacities replaced.
+    Raises:
+      TypeError, ValueError: as `plan_attention`, except for capacities.
+    """
+    op = "needs_inside_jit"
+    grid = check_shapes(op, segment_ids, positions, world_size, window, config)
+    segment_ids, positions = read_host_documents(op, segment_ids, positions)
+    options = {"window": window, "tolerance": config.balance_tolerance}
+    with jax.core.eval_context():
+        needs = assign(segment_ids, positions, grid=grid, **options).needs
+        values = [max(int(x), 1) for x in jax.device_get(needs)]
+    return dataclasses.replace(config, **dict(zip(CAPACITIES, values, strict=True)))
 
 
 def check_shapes(

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
-
-import jax
-import jax.core
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.planner.constraints import check_domains
-from jax_cp_dispatch.planner.segment_ids import Ids
 
 # Fields of `PlanConfig`, in the order of `AttentionPlan.needs`.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
@@ -40,8 +34,8 @@ class PlanConfig:
         fewer bytes in total. None: no nodes.
       backward: count the bytes of a training step, the backward pass included. False: those of the
         forward pass.
-      expected_overflow: set by `from_sample`; the estimated share of batches that do not fit the
-        capacities that it found.
+      expected_overflow: set by `fit_plan_config`; the estimated share of batches that do not
+        fit the capacities that it found.
     """
 
     block: int | None = None
@@ -84,106 +78,14 @@ class PlanConfig:
         """
         return (6 if self.backward else 2) * self.num_kv_heads
 
-    @classmethod
-    def from_sample(
-        cls,
-        batches: Iterable[Any],
-        *,
-        world_size: int,
-        overflow: float = 1e-4,
-        columns: int | None = None,
-        window: int | None = None,
-        config: PlanConfig | None = None,
-    ) -> PlanConfig:
-        """Finds capacities for a run from a sample of its batches, for plans made outside `jit`.
-
-        With the result, the plans of all batches have the same shapes, so a training step is
-        compiled once. Each capacity is the larger of the sample's maximum and the quantile of an
-        exponential tail, fitted to the largest tenth of the sample (at least ten batches). So a
-        batch exceeds any of them with a probability of about `overflow`, if batches are drawn like
-        the sample and their needs do not have a heavier tail. The sample itself can only show
-        rates of about 1 / len(batches); take at least a few hundred batches. `expected_overflow` is
-        the estimate for the result. For a batch that does not fit, see `fallback` of
-        `plan_attention`.
-
-        Call on the host. Takes the time of `plan_attention` for each batch.
+    def fits(self, needs: PlanConfig) -> bool:
+        """Whether these capacities are at least those of `needs`; None is always enough.
 
         Args:
-          batches: for each batch its lengths as for `plan_attention`, or its segment ids. A
-            two-dimensional array is segment ids [B, columns], whatever its values are.
-          world_size, columns, window: as for `plan_attention`.
-          overflow: wanted share of batches that do not fit, between 0 and 1.
-          config: other choices of the plans, such as the numbers of heads. Capacities that it has
-            are kept.
-        Returns:
-          The config with all capacities, and `expected_overflow` of those that were found.
-        Raises:
-          TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
-            `plan_attention`.
+          needs: of one batch; see `needs_inside_jit`.
         """
-        from jax_cp_dispatch.planner.plan import plan_attention
-        from jax_cp_dispatch.planner.sample import Needs, config_of_sample
-
-        def needs(**given: Any) -> Needs:
-            plan = plan_attention(world_size=world_size, window=window, **given)
-            own, all_ranks = plan.num_tokens, plan.num_tokens * world_size
-            # A rank sends each of its queries once.
-            most = all_ranks, all_ranks, own, all_ranks, all_ranks
-            return Needs(own, plan.needs[0].tolist(), [max(x, 1) for x in most])
-
-        op, config = "PlanConfig.from_sample", config or cls()
-        check_config(op, config)
-        return config_of_sample(op, batches, overflow, columns, config, CAPACITIES, needs)
-
-    def needs(
-        self,
-        segment_ids: Ids,
-        positions: Ids | None = None,
-        *,
-        world_size: int,
-        window: int | None = None,
-    ) -> PlanConfig:
-        """Returns the smallest capacities for the plan of one batch that is made inside `jit`.
-
-        Call on the host with concrete arrays, for example in a data loader before a step that plans
-        under `jit`. Balances the work, but creates no plan. For several batches, use the maximum of
-        each capacity. A plan made outside `jit` assigns queries differently; its own needs are in
-        `AttentionPlan.needs`.
-
-        Args:
-          segment_ids, positions, world_size, window: see `plan_attention`.
-        Returns:
-          This config with its capacities replaced.
-        Raises:
-          TypeError, ValueError: as `plan_attention`, except for capacities.
-        """
-        from jax_cp_dispatch.planner.capacities import check_shapes, read_host_documents
-        from jax_cp_dispatch.planner.stages import assign
-
-        op = "PlanConfig.needs"
-        grid = check_shapes(op, segment_ids, positions, world_size, window, self)
-        segment_ids, positions = read_host_documents(op, segment_ids, positions)
-        options = {"window": window, "tolerance": self.balance_tolerance}
-        with jax.core.eval_context():
-            needs = assign(segment_ids, positions, grid=grid, **options).needs
-            values = [max(int(x), 1) for x in jax.device_get(needs)]
-        return dataclasses.replace(self, **dict(zip(CAPACITIES, values, strict=True)))
-
-    def fits(
-        self,
-        segment_ids: Ids,
-        positions: Ids | None = None,
-        *,
-        world_size: int,
-        window: int | None = None,
-    ) -> bool:
-        """Whether the plan of one batch fits these capacities inside `jit`; None always fits.
-
-        See `needs`.
-        """
-        need = self.needs(segment_ids, positions, world_size=world_size, window=window)
-        given = [(getattr(self, name), getattr(need, name)) for name in CAPACITIES]
-        return all(capacity is None or capacity >= least for capacity, least in given)
+        pairs = [(getattr(self, name), getattr(needs, name)) for name in CAPACITIES]
+        return all(capacity is None or capacity >= (need or 0) for capacity, need in pairs)
 
 
 def check_config(op: str, config: PlanConfig) -> None:

@@ -14,6 +14,9 @@ from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.slices import slice_of_rank
 from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
+# Functions that find all capacities, by the function that takes the config.
+_FIT = {"plan_attention": "fit_plan_config", "place_tokens": "fit_placement_config"}
+
 
 def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple[str, ...]) -> None:
     """Requires a known fallback, and capacities that say which shapes its plan has."""
@@ -25,7 +28,7 @@ def check_fallback(op: str, fallback: str | None, config: Any, capacities: tuple
     if missing:
         raise ValueError(
             f"{op}: fallback='ring' needs plans of equal shapes but {', '.join(missing)} is None. "
-            f"Set all capacities in the config, for example by {type(config).__name__}.from_sample."
+            f"Pass a config with all capacities, for example from {_FIT[op]}."
         )
 
 

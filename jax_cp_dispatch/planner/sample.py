@@ -27,32 +27,42 @@ class Needs(NamedTuple):
     most: Sequence[int]
 
 
+class SampledPlanner(NamedTuple):
+    """What plans the batches of a sample.
+
+    Attributes:
+      op: the public function, for error messages.
+      capacities: the fields of its config. Rows are rounded up to multiples of 1024, ranges and
+        pieces of 8, as far as a batch can need them.
+      needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`.
+    """
+
+    op: str
+    capacities: Sequence[str]
+    needs: Callable[..., Needs]
+
+
 def config_of_sample(
-    op: str,
+    planner: SampledPlanner,
     batches: Iterable[Any],
+    config: Config,
+    *,
     overflow: float,
     columns: int | None,
-    config: Config,
-    capacities: Sequence[str],
-    needs: Callable[..., Needs],
 ) -> Config:
     """Returns the config with all capacities, and `expected_overflow`.
 
-    See `PlanConfig.from_sample` and `PlacementConfig.from_sample`.
-
     Args:
-      op: the public function, for error messages.
+      planner: plans the batches.
       batches: lengths; or arrays of segment ids [B, columns].
+      config: dataclass with the capacities; those that are None are found.
       overflow: wanted share of batches that do not fit.
       columns: of batches given by their lengths.
-      config: dataclass with the capacities; those that are None are found.
-      capacities: their names. Rows are rounded up to multiples of 1024, ranges and pieces of 8, as
-        far as a batch can need them.
-      needs: plans a batch, `lengths` and `columns` or `segment_ids`, with `config`.
     Raises:
       TypeError: `batches` is one array of ids, or `columns` is given for an array of ids.
       ValueError: there is no batch, or `overflow` is not between 0 and 1.
     """
+    op, capacities, needs = planner
     shape = getattr(batches, "shape", None)
     if shape is not None and len(shape) < 3:
         raise TypeError(

@@ -19,6 +19,8 @@ from jax_cp_dispatch import (
     PlacementConfig,
     PlanConfig,
     context_parallel_attention,
+    fit_placement_config,
+    fit_plan_config,
     place_tokens,
     plan_attention,
 )
@@ -47,7 +49,7 @@ def batches(num):
 class Placed:
     """Plans of placements, and the arrays of a batch in their order."""
 
-    config = PlacementConfig
+    fit = staticmethod(fit_placement_config)
     limit = "max_transfers"
 
     def __init__(self, lengths, **options):
@@ -59,7 +61,7 @@ class Placed:
 class Balanced:
     """Plans that move queries; arrays stay as they are."""
 
-    config = PlanConfig
+    fit = staticmethod(fit_plan_config)
     limit = "max_kv_transfers"
 
     def __init__(self, lengths, **options):
@@ -77,7 +79,7 @@ def test_two_hundred_batches_compile_once(kind):
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
     sample = list(batches(200))
-    config = kind.config.from_sample(sample[:50], **sizes, overflow=0.2)
+    config = kind.fit(sample[:50], **sizes, overflow=0.2)
     # Less than the sample needs, so that some batches do not fit.
     needs = [sent(kind(x, **sizes)) for x in sample[:50]]
     config = dataclasses.replace(config, **{kind.limit: int(np.quantile(needs, 0.8))})
@@ -225,7 +227,7 @@ def test_a_fallback_whose_rows_fit_fails_too(made, limit):
     "fallback, message",
     [
         ("dense", "fallback is 'dense'; it needs to be 'ring' or None"),
-        ("ring", r"kv_capacity, max_.* is None. Set all .*Config.from_sample"),
+        ("ring", r"kv_capacity, max_.* is None. Pass a config .* from fit_"),
     ],
 )
 def test_refusals(fallback, message):

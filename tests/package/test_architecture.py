@@ -142,3 +142,20 @@ def test_no_import_cycle(table):
     for part, allowed in TABLES[table].items():
         assert allowed <= below, part
         below.add(part)
+
+
+def test_no_cycle_of_files():
+    """Late imports inside functions count, too; those of the package itself do not."""
+    files = {}
+    for path in SOURCE.rglob("*.py"):
+        name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        files[name.removesuffix(".__init__")] = path
+    imports = {}
+    for name, path in files.items():
+        named = set(imported_modules(path))
+        imports[name] = {x if x in files else x.rpartition(".")[0] for x in named}
+        imports[name] &= files.keys() - {name, "jax_cp_dispatch"}
+    while ready := [name for name in imports if not imports[name] & imports.keys()]:
+        for name in ready:
+            del imports[name]
+    assert not imports

@@ -12,7 +12,13 @@ import pytest
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
-from jax_cp_dispatch import Balanced, PlanConfig, context_parallel_attention, plan_attention
+from jax_cp_dispatch import (
+    Balanced,
+    PlanConfig,
+    context_parallel_attention,
+    needs_inside_jit,
+    plan_attention,
+)
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balanced_attention.md"
 W, T, BLOCK = 8, 128, 4
@@ -42,21 +48,22 @@ def test_needs_are_those_of_the_plan_inside_jit():
         segment_ids, positions = pack(rng, 2, T, max_length=int(rng.integers(2, T)))
         config = PlanConfig(BLOCK)
         plan = plan_inside(segment_ids, positions)
-        needs = config.needs(segment_ids, positions, world_size=W)
+        needs = needs_inside_jit(segment_ids, positions, world_size=W, config=config)
         assert tuple(getattr(needs, name) for name in NAMES) == needs_of(plan)
         assert tuple(plan.needs[0]) == needs_of(plan) and plan.fits
-        assert needs.fits(segment_ids, positions, world_size=W)
-        assert config.fits(segment_ids, positions, world_size=W)
+        assert needs.fits(needs)
+        assert config.fits(needs)
         for name in NAMES:
             if getattr(needs, name) > 1:
                 less = dataclasses.replace(needs, **{name: getattr(needs, name) - 1})
-                assert not less.fits(segment_ids, positions, world_size=W)
+                assert not less.fits(needs)
 
 
 def test_fits_is_known_inside_a_program():
     fits = jax.jit(lambda ids: plan_attention(ids, world_size=W, config=SMALL).fits)
     assert fits(SHORT) and not fits(LONG)
-    assert SMALL.fits(SHORT, world_size=W) and not SMALL.fits(LONG, world_size=W)
+    needs = [needs_inside_jit(x, world_size=W, config=SMALL) for x in (SHORT, LONG)]
+    assert [SMALL.fits(x) for x in needs] == [True, False]
     assert plan_attention(LONG, world_size=W).fits
 
 
@@ -100,7 +107,7 @@ def test_the_error_names_sufficient_capacities():
         jax.block_until_ready(run(segment_ids, config))
     assert "plan 1" not in str(error.value)
     asked = re.findall(r"Pass PlanConfig\.(\w+)>=(\d+)", str(error.value))
-    needs = config.needs(segment_ids, world_size=W)
+    needs = needs_inside_jit(segment_ids, world_size=W, config=config)
     asked = {name: int(value) for name, value in asked}
     needed = {name: getattr(needs, name) for name in NAMES[:2]}
     assert asked == {name: need for name, need in needed.items() if need > getattr(config, name)}
@@ -115,7 +122,7 @@ def test_a_list_that_is_cut_off_fails_on_all_ranks(name):
     sizes: dict[str, Any] = {name: 1}
     config = PlanConfig(BLOCK, **sizes)
     segment_ids = np.concatenate([SHORT[:, : T // 2], np.full((1, T // 2), 99, np.int32)], axis=1)
-    assert not config.fits(segment_ids, world_size=W)
+    assert not config.fits(needs_inside_jit(segment_ids, world_size=W, config=config))
     out = jax.jit(lambda ids: attend(x, ids, config))(segment_ids)
     for shard in out.addressable_shards:
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"a static bound .*{name}"):

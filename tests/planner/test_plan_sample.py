@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import PlacementConfig, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch import (
+    PlacementConfig,
+    PlanConfig,
+    fit_placement_config,
+    fit_plan_config,
+    place_tokens,
+    plan_attention,
+)
 
 WORLD_SIZE, COLUMNS = 4, 2048
 CAPACITIES = {
@@ -20,6 +27,7 @@ CAPACITIES = {
         "max_pieces",
     ),
 }
+FIT = {PlacementConfig: fit_placement_config, PlanConfig: fit_plan_config}
 KINDS = pytest.mark.parametrize("kind", CAPACITIES)
 
 
@@ -70,7 +78,7 @@ def test_the_expected_rate_does_not_fit(kind):
     sample = [draw(rng) for _ in range(100)]
 
     def config_for(overflow):
-        config = kind.from_sample(sample, world_size=WORLD_SIZE, columns=COLUMNS, overflow=overflow)
+        config = FIT[kind](sample, world_size=WORLD_SIZE, columns=COLUMNS, overflow=overflow)
         assert config.expected_overflow is not None and config.kv_capacity is not None
         return config, config.expected_overflow
 
@@ -90,7 +98,7 @@ def test_other_choices_and_given_capacities_are_kept(kind):
     rng = np.random.default_rng(2)
     ids = [np.repeat(np.arange(1, len(x) + 1), x)[None] for x in (draw(rng) for _ in range(5))]
     given = kind(balance_tolerance=0.2, max_pieces=99)
-    config = kind.from_sample(ids, world_size=WORLD_SIZE, config=given)
+    config = FIT[kind](ids, world_size=WORLD_SIZE, config=given)
     assert (config.balance_tolerance, config.max_pieces) == (0.2, 99)
     assert all(getattr(config, name) is not None for name in CAPACITIES[kind])
     assert config == dataclasses.replace(config, expected_overflow=None)
@@ -102,8 +110,8 @@ def test_other_choices_and_given_capacities_are_kept(kind):
     [([], 0.1, "there are no batches"), ([[4]], 0.0, "overflow is 0.0 but must be between")],
 )
 def test_refusals(kind, batches, overflow, message):
-    with pytest.raises(ValueError, match=f"{kind.__name__}.from_sample: {message}"):
-        kind.from_sample(batches, world_size=2, overflow=overflow)
+    with pytest.raises(ValueError, match=f"{FIT[kind].__name__}: {message}"):
+        FIT[kind](batches, world_size=2, overflow=overflow)
 
 
 @KINDS
@@ -111,11 +119,11 @@ def test_other_arguments_are_rejected(kind, unchecked_types):
     """An array of ids is one batch; its rows, taken as lengths, would give other capacities."""
     other: Any = PlanConfig if kind is PlacementConfig else PlacementConfig
     with pytest.raises(TypeError, match=rf"config is .*; it needs to be .*{kind.__name__}"):
-        kind.from_sample([[4]], world_size=2, config=other())
+        FIT[kind]([[4]], world_size=2, config=other())
     with pytest.raises(TypeError, match=r"array of shape \(1, 4\).*Pass \[segment_ids\]"):
-        kind.from_sample(np.ones((1, 4), int), world_size=2)
+        FIT[kind](np.ones((1, 4), int), world_size=2)
     ids = np.ones((3, 1, 4), int)
-    assert kind.from_sample(ids, world_size=2) == kind.from_sample([[4]] * 3, world_size=2)
+    assert FIT[kind](ids, world_size=2) == FIT[kind]([[4]] * 3, world_size=2)
 
 
 @KINDS
@@ -125,10 +133,10 @@ def test_an_array_of_lengths_is_not_taken_for_ids(kind, unchecked_types):
     options = {"world_size": 2, "columns": 1024}
     refused = r"batch 1 is an array of shape \(2, 2\), which means segment ids.*batch.tolist\(\)"
     for batches in ([[[1024], [1024]], lengths], [[[1024], [1024]], jnp.array(lengths)]):
-        with pytest.raises(TypeError, match=f"{kind.__name__}.from_sample: {refused}"):
-            kind.from_sample(batches, **options)
-    of_lists = kind.from_sample([lengths.tolist()], **options)
-    assert kind.from_sample([list(lengths)], **options) == of_lists
+        with pytest.raises(TypeError, match=f"{FIT[kind].__name__}: {refused}"):
+            FIT[kind](batches, **options)
+    of_lists = FIT[kind]([lengths.tolist()], **options)
+    assert FIT[kind]([list(lengths)], **options) == of_lists
     assert of_lists.kv_capacity > 700
 
 
@@ -138,18 +146,18 @@ def test_capacities_are_no_larger_than_any_batch_needs(kind):
     world_size, columns = 4, 64
     sample = [[[64], [7, 50]], [[1] * 64, [1] * 64]]
     options = {"world_size": world_size, "columns": columns, "overflow": 1e-9}
-    config = kind.from_sample(sample, **options)
+    config = FIT[kind](sample, **options)
     num_tokens = len(sample[0]) * columns
     most: dict[str, Any] = dict.fromkeys(CAPACITIES[kind], num_tokens)
     most["max_q_transfers" if kind is PlanConfig else "max_pieces"] = num_tokens // world_size
     assert all(getattr(config, name) <= most[name] for name in most)
     assert config.kv_capacity == num_tokens
     del most["kv_capacity"]
-    alone = kind.from_sample(sample, **options, config=kind(**most))
+    alone = FIT[kind](sample, **options, config=kind(**most))
     assert (alone.kv_capacity, alone.expected_overflow) == (num_tokens, 0)  # every batch fits
 
 
 @KINDS
 def test_batches_of_different_shapes_warn(kind):
     with pytest.warns(UserWarning, match=r"a rank holds 2 to 5 tokens.*with lengths, columns="):
-        kind.from_sample([[4], [10]], world_size=2)
+        FIT[kind]([[4], [10]], world_size=2)

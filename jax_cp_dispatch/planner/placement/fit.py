@@ -1,0 +1,56 @@
+"""`fit_placement_config`: capacities of placements for a run, from a sample of its batches."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax_cp_dispatch._arguments import check_type
+from jax_cp_dispatch._window import Window
+from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
+from jax_cp_dispatch.planner.placement.place import place_tokens
+from jax_cp_dispatch.planner.sample import Needs, SampledPlanner, config_of_sample
+
+_OP = "fit_placement_config"
+
+
+def fit_placement_config(
+    batches: Iterable[Any],
+    *,
+    world_size: int,
+    overflow: float = 1e-4,
+    columns: int | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    config: PlacementConfig = PlacementConfig(),
+) -> PlacementConfig:
+    """Finds capacities for a run from a sample of its batches.
+
+    With the result, the plans of all batches have the same shapes, so a training step is compiled
+    once. `fit_plan_config` describes the method. `expected_overflow` is the estimated share of
+    batches that do not fit. For a batch that does not fit, see `fallback` of `place_tokens`.
+
+    Call on the host. Takes the time of `place_tokens` for each batch.
+
+    Args:
+      batches: for each batch its lengths as for `place_tokens`, or its segment ids. A
+        two-dimensional array is segment ids [B, columns], whatever its values are.
+      world_size, columns, causal, window: as for `place_tokens`.
+      overflow: wanted share of batches that do not fit, between 0 and 1.
+      config: balance and constraints of the placements. Capacities that it has are kept.
+    Returns:
+      The config with all capacities, and `expected_overflow` of those that were found.
+    Raises:
+      TypeError, ValueError: there is no batch, `overflow` is not between 0 and 1, or as
+        `place_tokens`.
+    """
+    check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
+    mask: Any = {"causal": causal, "window": window}
+
+    def needs(**given: Any) -> Needs:
+        placement = place_tokens(world_size=world_size, **mask, **given)
+        values = [getattr(placement.needs, name) for name in CAPACITIES]
+        own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
+        most = all_ranks, all_ranks, own
+        return Needs(own, values, [max(x, 1) for x in most])
+
+    planner = SampledPlanner(_OP, CAPACITIES, needs)
+    return config_of_sample(planner, batches, config, overflow=overflow, columns=columns)
