@@ -6,8 +6,8 @@ your own steps. In `planned`, rows move by a plan: queries and keys in `balanced
 steps, `schedules`, `layout` and `chunks` define which rank holds what, and `communication`
 moves it. Both folders have a `profile`, with its common parts in the folder `profile`;
 `balance_profile` runs `rank_programs`, the part of each rank alone, on one device. `choose`, by the
-plans of `moves`, and `api` use all of them. A call's `options` are made once and passed on as a
-whole; `algorithms` hold the options of a single algorithm.
+plans of `planned_traffic`, and `api` use all of them. A call's `options` are made once and passed
+on as a whole; `algorithms` hold the options of a single algorithm.
 """
 
 from jax_cp_dispatch.attention.algorithms import (

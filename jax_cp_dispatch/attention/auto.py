@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
-from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans
+from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.attention.program import GlobalOptions
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.cost import Workload
@@ -47,7 +47,7 @@ def choose_for_call(
                 estimate = None
     else:
         estimate = None
-    moves = moves_of_plans(hardware, estimate, None)
+    moves = traffic_of_plans(hardware, estimate, None)
     choice, _ = choose_for(workload, hardware=hardware, layout=layout, with_backward=True, **moves)
     if isinstance(choice.algorithm, Balanced):
         return Balanced(auto.config), plan

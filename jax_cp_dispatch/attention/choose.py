@@ -15,7 +15,7 @@ from jax_cp_dispatch._text import duration
 from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
-from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans, placement
+from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import pairs_before, wasted_pairs
 from jax_cp_dispatch.planner.capacities import read_host_documents
@@ -112,7 +112,7 @@ def choose_algorithm(
     in_order = layout == "contiguous"
     plan = balanced_plan(workload, hardware) if causal and in_order else None
     placed = placement(workload, hardware).plan if can_place and in_order else None
-    moves = moves_of_plans(hardware, plan, placed)
+    moves = traffic_of_plans(hardware, plan, placed)
     options = {"layout": layout, "with_backward": with_backward}
     return choose_for(workload, hardware=hardware, **options, **moves)[0]
 
@@ -127,7 +127,7 @@ def choose_for(
 ) -> tuple[Choice, dict[str, float]]:
     """Returns the choice for a workload, and the predicted seconds with the rearrangement.
 
-    `moves` are those of `moves_of_plans`; "balanced" is available if they are known.
+    `moves` is the result of `traffic_of_plans`; "balanced" is available if they are known.
     """
     is_planned = workload.causal and layout == "contiguous"
     predictions = predict(workload, hardware=hardware, with_backward=with_backward, **moves)

@@ -10,7 +10,7 @@ from jaxtyping import Float64
 
 from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice, choose_for
-from jax_cp_dispatch.attention.moves import balanced_plan, moves_of_plans, placement
+from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import Hardware, StepCost, Workload, rank_pairs, step_costs
 from jax_cp_dispatch.plan_command.slowest import Slowest, slowest_rank
 from jax_cp_dispatch.planner import AttentionPlan, Placement
@@ -105,7 +105,7 @@ def compare(
     with step("placing tokens"):
         placed = placement(workload, hardware)
     with step("predicting times"):
-        moves = moves_of_plans(hardware, balanced, placed.plan)
+        moves = traffic_of_plans(hardware, balanced, placed.plan)
         choice, seconds = choose_for(
             workload, hardware=hardware, with_backward=with_backward, **moves
         )

@@ -30,12 +30,11 @@ _STEPS = 3  # of one comparison; see `compare`
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files",
-        nargs="+",
+        "file",
         type=pathlib.Path,
         metavar="FILE",
-        help="document lengths as JSON (a list, or a list of lists: one per batch row), as CSV, or "
-        "one per line; or a folder of text, whose bytes count as tokens",
+        help="document lengths as JSON (a list, or a list of lists: one per batch row), or segment "
+        "ids as .npy or .npz",
     )
     parser.add_argument("--ranks", default="8", help="one number, or several: 8,32,128 (default 8)")
     parser.add_argument(
@@ -58,13 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes among which the ranks are divided (default: as the hardware)",
     )
     parser.add_argument("--forward", action="store_true", help="predict the forward pass only")
-    parser.add_argument("--column", help="the column of CSV files that holds lengths")
-    parser.add_argument("--join", action="store_true", help="put lists of lists into one batch row")
+    parser.add_argument("--join", action="store_true", help="put all documents into one batch row")
     parser.add_argument(
         "--row",
         type=int,
         metavar="N",
-        help="plan only the N-th list of a list of lists, from 0: for files of separate batches",
+        help="plan only the N-th batch row, from 0: for files of separate batches",
     )
     parser.add_argument(
         "--describe", action="store_true", help="also describe both plans: traffic, heaviest ranks"
@@ -92,13 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.pictures is not None:
         _check_pictures(options.pictures)
     per_rank = options.tokens_per_rank
-    found = read_lengths(
-        options.files,
-        column=options.column,
-        join=options.join,
-        row=options.row,
-        limit=None if per_rank is None else per_rank * max(all_ranks),
-    )
+    found = read_lengths(options.file, join=options.join, row=options.row)
     batches = [
         fill_ranks(found.rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
         for num_ranks in all_ranks

@@ -51,15 +51,15 @@ INSIDE = {
         },
         "rank_programs": {"algorithms", "local", "options", "planned", "rotating"},
         "balance_profile": {"algorithms", "options", "rank_programs"},
-        "moves": set(),
-        "choose": {"algorithms", "checks", "moves"},
+        "planned_traffic": set(),
+        "choose": {"algorithms", "checks", "planned_traffic"},
         "mesh_axes": set(),
         "nested": set(),
         "program": {
             *("algorithms", "checks", "options", "gather", "planned", "rotating", "mesh_axes"),
             "nested",
         },
-        "auto": {"algorithms", "rotating", "moves", "choose", "program"},
+        "auto": {"algorithms", "rotating", "planned_traffic", "choose", "program"},
         "api": {"algorithms", "auto", "checks", "options", "rotating", "mesh_axes", "program"},
     },
     "comm_gemm": {

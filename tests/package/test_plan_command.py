@@ -19,7 +19,6 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 from jax_cp_dispatch.__main__ import main as command
-from jax_cp_dispatch._command import InputError
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.plan_command.batch import fill_ranks
 from jax_cp_dispatch.plan_command.lengths import Lengths, read_lengths
@@ -41,18 +40,9 @@ def folder(tmp_path, monkeypatch):
     files = {
         "list.json": "[700, 200, 50]",
         "rows.json": json.dumps(ROWS),
-        "lines.jsonl": '{"length": 700}\n{"length": 200}\n50.0\n',
-        "object.json": '[{"lengths": [700, 200]}, {"lengths": [50]}]',
-        "one.csv": "700\n200\n50\n",
-        "named.tsv": "name\ttokens\na\t700\nb\t200\nc\t50\n",
-        "semicolons.csv": "id;tokens\n1;700\n2;200\n3;50\n",
-        "named.csv": "name,tokens\na,700\nb,200\n\nc,50\n",
-        "lines.txt": "# documents\n700\n\n200  # the second\n50\n",
-        "marked.csv": "\ufefflength,name\n700,a\n200,b\n50,c\n",
-        "marked.json": "\ufeff[700, 200, 50]",
+        "marked.json": "\ufeff[700, 200, 50.0]",
         "huge.json": "[1e10]",
         "long.json": "[3e9, 5]",
-        "bad_lines.txt": "700\nmany\n",
         "negative.json": "[5, -1]",
         "fraction.json": "[5, 1.5]",
         "mixed.json": "[5, [6]]",
@@ -60,51 +50,51 @@ def folder(tmp_path, monkeypatch):
         "deep.json": "[" * 100_000,
         "text.json": '["100"]',
         "digits.json": f"[{'9' * 5000}]",
-        "digits.txt": "9" * 5000,
-        "wide.csv": "a,b\n1,2\n",
-        "empty.txt": "",
+        "object.json": '{"lengths": [700]}',
+        "empty.json": "[0, 0]",
+        "lengths.csv": "700,200",
+        "text.npy": "[700]",
+        "text.npz": "[700]",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "binary").write_bytes(b"\xff\x00")
-    (tmp_path / "texts").mkdir()
-    for name, length in (("a", 30), ("b", 12)):
-        (tmp_path / "texts" / name).write_text("x" * length)
+    (tmp_path / "binary.json").write_bytes(b"\xff\x00")
+    ids = ids_of(ROWS)
+    np.save(tmp_path / "one.npy", ids[0])
+    np.save(tmp_path / "ids.npy", ids)
+    np.savez(tmp_path / "ids.npz", segment_ids=ids)
+    positions = np.concatenate([np.arange(x) for x in (700, 200)])[None]
+    np.savez(tmp_path / "positions.npz", segment_ids=positions * 0 + 1, positions=positions)
+    np.savez(tmp_path / "other.npz", ids=ids, tokens=ids)
+    np.save(tmp_path / "floats.npy", ids / 2)
+    np.save(tmp_path / "cube.npy", ids[None])
+    np.save(tmp_path / "twice.npy", np.array([1, 2, 1]))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     return tmp_path
+
+
+def ids_of(rows):
+    """Segment ids of documents that follow each other; the rest of a row is padding."""
+    ids = np.zeros((len(rows), max(map(sum, rows))), np.int32)
+    for row, lengths in enumerate(rows):
+        ids[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return ids
 
 
 @pytest.mark.parametrize(
     "name, expected",
     [
-        *(
-            (name, [[700, 200, 50]])
-            for name in (
-                *("list.json", "lines.jsonl", "lines.txt"),
-                *("one.csv", "named.csv", "named.tsv", "semicolons.csv"),
-                *("marked.csv", "marked.json"),
-            )
-        ),
+        ("list.json", [[700, 200, 50]]),
+        ("marked.json", [[700, 200, 50]]),
         ("rows.json", ROWS),
-        ("object.json", [[700, 200], [50]]),
+        ("one.npy", ROWS[:1]),
+        ("ids.npy", ROWS),
+        ("ids.npz", ROWS),
+        ("positions.npz", ROWS[:1]),
     ],
 )
 def test_every_form_of_input(folder, name, expected):
-    assert rows_of([folder / name]) == expected
-
-
-def rows_of(paths, **options):
-    return [row.lengths for row in read_lengths(paths, **options).rows]
-
-
-def test_folders_several_files_and_joined_rows(folder):
-    (texts,) = rows_of([folder / "texts"])
-    assert sorted(texts) == [12, 30]
-    files = [folder / "list.json", folder / "lines.txt"]
-    assert rows_of(files) == [[700, 200, 50] * 2]
-    files = [folder / "list.json", folder / "rows.json"]
-    assert rows_of(files, join=True) == [[700, 200, 50, *ROWS[0], *ROWS[1]]]
-    with pytest.raises(InputError, match="--join"):
-        read_lengths(files)
+    assert [row.lengths for row in read_lengths(folder / name).rows] == expected
 
 
 @pytest.mark.parametrize(
@@ -114,33 +104,29 @@ def test_folders_several_files_and_joined_rows(folder):
         ("rows.json", {"row": 1}, "rows.json: 2 lists of lengths. Taken as row 1 of 2, alone."),
         ("rows.json", {"join": True}, "2 lists of lengths. Taken as one batch row."),
         ("rows.json", {}, "Taken as 2 rows of one batch, planned together. If they are separate"),
-        ("named.csv", {}, "named.csv: 3 lengths of the column 'tokens'."),
-        ("one.csv", {}, "one.csv: 3 lengths. Taken"),
-        ("lines.txt", {}, "lines.txt: 3 lengths, one per line."),
-        ("texts", {}, "texts: 2 text files, in a random order, one token per byte."),
+        ("ids.npy", {}, "ids.npy: segment ids of 20 documents. Taken as 2 rows of one batch"),
+        ("one.npy", {}, "one.npy: segment ids of 2 documents. Taken as one batch row."),
     ],
 )
 def test_what_was_understood(folder, name, options, understood):
     """A list of separate batches looks like the rows of one batch; only the user knows."""
-    found = read_lengths([folder / name], **options)
+    found = read_lengths(folder / name, **options)
     assert understood in found.understood
     if "row" in options:
         assert [row.lengths for row in found.rows] == [ROWS[1]]
 
 
 def test_documents_are_named_by_their_place_in_a_file(folder):
-    for file, index, name in (
-        ("lines.txt", 2, "lines.txt line 5"),
-        ("named.csv", 2, "named.csv line 5"),
-        ("list.json", 1, "list.json item 1"),
+    for name, row, index, place in (
+        ("list.json", 0, 1, "item 1"),
+        ("rows.json", 1, 3, "list 1 item 3"),
+        ("ids.npz", 1, 3, "row 1 document 3"),
     ):
-        (row,) = read_lengths([folder / file]).rows
-        assert row.name(index) == str(folder / name)
-    assert read_lengths([folder / "rows.json"]).rows[1].name(3).endswith("rows.json list 1 item 3")
-    (texts,) = read_lengths([folder / "texts"]).rows
-    assert texts.name(texts.lengths.index(30)) == str(folder / "texts" / "a")
-    files = [folder / "list.json", folder / "lines.txt"]
-    assert read_lengths(files).rows[0].name(3).endswith("lines.txt line 2")
+        rows = read_lengths(folder / name).rows
+        assert rows[row].name(index) == f"{folder / name} {place}"
+    (joined,) = read_lengths(folder / "rows.json", join=True).rows
+    assert joined.lengths == [*ROWS[0], *ROWS[1]]
+    assert joined.name(5) == f"{folder / 'rows.json'} list 1 item 3"
 
 
 def test_a_reader_that_stops_early_is_no_error(folder):
@@ -164,19 +150,24 @@ def test_filling_ranks_cuts_one_document_per_row():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nowhere"], "cannot read nowhere: No such file or directory. Pass a file of lengths"),
-        (["bad_lines.txt"], "bad_lines.txt line 2 is 'many'; it needs a whole number of tokens"),
+        (["nowhere"], "cannot read nowhere: its suffix is ''. Pass lengths in a .json file, or"),
+        (["no.json"], "cannot read no.json: No such file or directory. Pass a .json, .npy or .npz"),
+        (["no.npz"], "cannot read no.npz: No such file or directory"),
+        (["lengths.csv"], "cannot read lengths.csv: its suffix is '.csv'. Pass lengths in"),
+        (["text.npy"], "text.npy holds no arrays of NumPy: "),
+        (["text.npz"], "text.npz holds no arrays of NumPy: "),
+        (["objects.npy"], "objects.npy holds no arrays of NumPy: Object arrays cannot be loaded"),
+        (["other.npz"], "has no array 'segment_ids'; it has ids, tokens. Save the segment ids as"),
+        (["floats.npy"], "floats.npy holds float64 of shape (2, 900); it needs integer segment"),
+        (["cube.npy"], "cube.npy holds int32 of shape (1, 2, 900); it needs integer segment ids"),
+        (["twice.npy"], "twice.npy: document_lengths: "),
         (["negative.json"], "negative.json item 1 is -1; it needs a whole number"),
         (["fraction.json"], "fraction.json item 1 is 1.5; it needs a whole number"),
         (["mixed.json"], "needs a list of lengths, such as"),
         (["broken.json"], "broken.json is not JSON: Expecting value"),
-        (["wide.csv"], "its columns are a, b. Pass --column NAME"),
-        (
-            ["named.csv", "--column", "size"],
-            "its columns are name, tokens. Pass --column",
-        ),
-        (["binary"], "is not text. Pass lengths as JSON"),
-        (["empty.txt"], "no documents with tokens"),
+        (["object.json"], "object.json needs a list of lengths, such as"),
+        (["binary.json"], "binary.json is not JSON: 'utf-8' codec can't decode"),
+        (["empty.json"], "empty.json has no documents with tokens"),
         (["list.json", "--ranks", "8,x"], "--ranks is '8,x'; pass one number, or several"),
         (["list.json", "--ranks", "12"], "12 ranks do not fill h100 nodes of 8. Pass --nodes"),
         (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
@@ -189,14 +180,13 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["deep.json"], "deep.json has lists inside lists that are too deep to read"),
         (
             ["text.json"],
-            "text.json item 0 is the text '100'; it needs a whole number of tokens",
+            "text.json item 0 is '100'; it needs a whole number of tokens",
         ),
         (["digits.json"], "digits.json is not JSON: Exceeds the limit (4300 digits)"),
-        (["digits.txt"], "digits.txt line 1 is '999999999999...9999999999999'; it needs a whole"),
         (["list.json", "--kv-heads", "3"], "--heads 32 is not a multiple of --kv-heads 3"),
-        (["list.json", "--pictures", "empty.txt"], "cannot create the folder empty.txt"),
-        (["rows.json", "--row", "2"], "--row is 2, but the files have rows 0 to 1. Pass one"),
-        (["list.json", "--row", "-1"], "--row is -1, but the files have only row 0"),
+        (["list.json", "--pictures", "list.json"], "cannot create the folder list.json"),
+        (["rows.json", "--row", "2"], "--row is 2, but the file has rows 0 to 1. Pass one"),
+        (["list.json", "--row", "-1"], "--row is -1, but the file has only row 0"),
         (["list.json", "--ranks", "99999"], "so pass at most 16384"),
         (["huge.json", "--ranks", "2", "--hardware", "cpu"], "rank would hold 5000000000 tokens"),
         (["long.json"], "more query-key pairs than plans count"),

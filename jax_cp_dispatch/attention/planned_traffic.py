@@ -1,4 +1,4 @@
-"""What balanced and placed attention of given documents would move: by their plans."""
+"""What balanced and placed attention of given documents would send: by their plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def placement(workload: Workload, hardware: Hardware) -> Placement:
     return place_tokens(workload.rows, **_sizes(workload), **mask, config=config)
 
 
-def moves_of_plans(
+def traffic_of_plans(
     hardware: Hardware, balanced: AttentionPlan | None, placed: PlacedPlan | None
 ) -> dict[str, Any]:
     """Returns `moved_tokens` and `placed_tokens` of `cost.predict`, of the plans that there are."""
