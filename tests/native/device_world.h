@@ -9,15 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "kernels/call.h"
-
-#define CHECK(condition)                                                    \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      std::fprintf(stderr, "line %d: %s is false\n", __LINE__, #condition); \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 namespace cpd::kernels {
 

@@ -13,14 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "transport/in_process.h"
-
-#define CHECK(condition)                                                 \
-  if (!(condition)) {                                                    \
-    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-    std::fflush(stderr);                                                 \
-    std::_Exit(1);                                                       \
-  }
 
 namespace cpd {
 

@@ -2,154 +2,17 @@
 // and nothing may hang. `stress [programs] [seed]` prints counts.
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <string>
 
 #include "dispatch/dispatch.h"
+#include "native_test.h"
 #include "ranks.h"
+#include "stress_call.h"
 
-namespace cpd {
-namespace {
+namespace cpd::stress {
 
-using Rng = std::mt19937;
 using std::chrono::milliseconds;
 
 constexpr int32_t kPoison = 0x5a5a5a5a;
-
-int64_t Draw(Rng& rng, int64_t low, int64_t high) {  // both included
-  return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
-}
-
-// One row of metadata, in one of the types that a program may use.
-struct Integers {
-  std::vector<int64_t> values;
-  std::vector<char> bytes;
-  IntType type = IntType::kI32;
-
-  IntArray View(Rng& rng, bool is_signed) {
-    constexpr IntType kTypes[] = {IntType::kI32, IntType::kI64, IntType::kU32, IntType::kU64};
-    type = kTypes[Draw(rng, 0, is_signed ? 1 : 3)];
-    const bool is_wide = type == IntType::kI64 || type == IntType::kU64;
-    const size_t width = is_wide ? 8 : 4;
-    bytes.resize(std::max<size_t>(1, values.size()) * width);
-    for (size_t i = 0; i < values.size(); ++i) {  // little endian
-      std::memcpy(&bytes[i * width], &values[i], width);
-    }
-    return {bytes.data(), type};
-  }
-};
-
-// One rank's share of one part, with the expected contents after the exchange.
-struct RankPart {
-  Integers dst_rank, dst_offset, seq_len, src_offset, num_recv;
-  IntArray dst_rank_view, dst_offset_view, seq_len_view, src_offset_view, num_recv_view;
-  std::vector<std::vector<int32_t>> tokens, buffers, expected;  // per array
-};
-
-struct Part {
-  int64_t num_slots, num_replicas, num_tokens, capacity;
-  std::vector<int64_t> row_elements;  // per array
-  std::vector<RankPart> ranks;
-};
-
-// One call of one group.
-struct Call {
-  bool is_dispatch;
-  std::vector<Part> parts;
-};
-
-void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
-  part->num_slots = Draw(rng, 0, 5);
-  part->num_replicas = Draw(rng, 1, 3);
-  part->num_tokens = Draw(rng, 1, 40);
-  part->ranks.resize(num_ranks);
-  const bool has_src_offset = Draw(rng, 0, 1);
-  std::vector<int64_t> filled(num_ranks);
-  for (int r = 0; r < num_ranks; ++r) part->ranks[r].num_recv.values.assign(num_ranks + 1, 0);
-  for (int r = 0; r < num_ranks; ++r) {
-    RankPart& mine = part->ranks[r];
-    int64_t next = 0;
-    for (int64_t slot = 0; slot < part->num_slots; ++slot) {
-      const int64_t start = has_src_offset ? Draw(rng, 0, part->num_tokens) : next;
-      const int64_t length = Draw(rng, 0, part->num_tokens - start);
-      next += length;
-      mine.seq_len.values.push_back(length);
-      mine.src_offset.values.push_back(start);
-      for (int64_t c = 0; c < part->num_replicas; ++c) {
-        const int64_t dst = Draw(rng, -1, num_ranks - 1);
-        mine.dst_rank.values.push_back(dst);
-        if (dst < 0) {
-          mine.dst_offset.values.push_back(0);
-          continue;
-        }
-        filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows without a source
-        mine.dst_offset.values.push_back(filled[dst]);
-        filled[dst] += length;
-        part->ranks[dst].num_recv.values[r] += length;
-        part->ranks[dst].num_recv.values[num_ranks] += length;
-      }
-    }
-  }
-  part->capacity = *std::max_element(filled.begin(), filled.end()) + Draw(rng, 0, 8);
-  for (RankPart& mine : part->ranks) {
-    mine.dst_rank_view = mine.dst_rank.View(rng, true);
-    mine.dst_offset_view = mine.dst_offset.View(rng, false);
-    mine.seq_len_view = mine.seq_len.View(rng, false);
-    if (has_src_offset) mine.src_offset_view = mine.src_offset.View(rng, false);
-    mine.num_recv_view = mine.num_recv.View(rng, false);
-  }
-}
-
-// The definition of both operations, one element at a time.
-void Expect(bool is_dispatch, Part* part) {
-  for (size_t a = 0; a < part->row_elements.size(); ++a) {
-    const int64_t width = part->row_elements[a];
-    for (size_t src = 0; src < part->ranks.size(); ++src) {
-      RankPart& mine = part->ranks[src];
-      for (int64_t slot = 0; slot < part->num_slots; ++slot) {
-        for (int64_t c = 0; c < part->num_replicas; ++c) {
-          const int64_t at = slot * part->num_replicas + c;
-          if (mine.dst_rank.values[at] < 0) continue;
-          RankPart& theirs = part->ranks[mine.dst_rank.values[at]];
-          const int64_t home = mine.src_offset.values[slot] * width;
-          const int64_t away = mine.dst_offset.values[at] * width;
-          for (int64_t i = 0; i < mine.seq_len.values[slot] * width; ++i) {
-            if (is_dispatch) {
-              theirs.expected[a][away + i] = mine.tokens[a][home + i];
-            } else {
-              mine.expected[a][home + i] += theirs.buffers[a][away + i];
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-Call DrawCall(Rng& rng, int num_ranks) {
-  Call call;
-  call.is_dispatch = Draw(rng, 0, 1);
-  call.parts.resize(Draw(rng, 1, 2));
-  for (Part& part : call.parts) {
-    DrawMetadata(rng, num_ranks, &part);
-    const int64_t num_arrays = Draw(rng, 1, 2);
-    for (int64_t a = 0; a < num_arrays; ++a) {
-      part.row_elements.push_back(Draw(rng, 0, 20) == 0 ? 2048 : Draw(rng, 1, 50));
-    }
-    for (RankPart& mine : part.ranks) {
-      for (const int64_t width : part.row_elements) {
-        mine.tokens.emplace_back(part.num_tokens * width);
-        mine.buffers.emplace_back(part.capacity * width);
-        auto& in = call.is_dispatch ? mine.tokens.back() : mine.buffers.back();
-        auto& out = call.is_dispatch ? mine.buffers.back() : mine.tokens.back();
-        for (int32_t& element : in) element = static_cast<int32_t>(Draw(rng, -1000000, 1000000));
-        mine.expected.emplace_back(out.size());
-      }
-    }
-    Expect(call.is_dispatch, &part);
-  }
-  return call;
-}
 
 enum class Fault { kNone, kBadPlan, kMissing, kRefused };
 
@@ -354,19 +217,16 @@ void Run(Program& program, uint32_t seed, Counts& counts) {
   }
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main(int num_arguments, char** arguments) {
-  const int num_programs = num_arguments > 1 ? std::atoi(arguments[1]) : 2000;
-  const int seed = num_arguments > 2 ? std::atoi(arguments[2]) : 0;
-  cpd::Counts counts;
+const Register kTests("stress", [](const Numbers& numbers) {
+  const int num_programs = numbers.Get(0, 2000);
+  const int seed = numbers.Get(1, 0);
+  Counts counts;
   int num_with_fault[4] = {};
   for (int i = 0; i < num_programs; ++i) {
-    cpd::Rng rng(static_cast<uint32_t>(seed + i));
-    cpd::Program program = cpd::DrawProgram(rng, i + 1);
+    Rng rng(static_cast<uint32_t>(seed + i));
+    Program program = DrawProgram(rng, i + 1);
     ++num_with_fault[static_cast<int>(program.fault)];
-    cpd::Run(program, rng(), counts);
+    Run(program, rng(), counts);
   }
   std::printf(
       "%d programs: %d without a fault, %d with a bad plan, %d with a missing rank, %d refused; "
@@ -374,4 +234,6 @@ int main(int num_arguments, char** arguments) {
       num_programs, num_with_fault[0], num_with_fault[1], num_with_fault[2], num_with_fault[3],
       static_cast<long long>(counts.num_ok), static_cast<long long>(counts.num_failed),
       static_cast<long long>(counts.num_bytes));
-}
+});
+
+}  // namespace cpd::stress

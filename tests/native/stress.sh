@@ -10,7 +10,7 @@ for sanitizer in none thread address,undefined; do
   [ $sanitizer = none ] && options=
   # shellcheck disable=SC2086
   "${CXX:-c++}" -std=c++17 -O1 -g1 $options -I"$root/csrc" "$root"/csrc/transport/*.cc \
-    "$root"/csrc/dispatch/*.cc "$root"/csrc/numerics/*.cc "$root/tests/native/stress.cc" \
-    -pthread -ldl -o "$build/stress"
-  echo "sanitizer $sanitizer: $("$build/stress" "${1:-2000}" "${2:-0}")"
+    "$root"/csrc/dispatch/*.cc "$root"/csrc/numerics/*.cc "$root/tests/native/main.cc" \
+    "$root/tests/native/stress.cc" -pthread -ldl -o "$build/stress"
+  echo "sanitizer $sanitizer: $("$build/stress" stress "${1:-2000}" "${2:-0}")"
 done

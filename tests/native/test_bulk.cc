@@ -6,12 +6,10 @@
 #include "adverse_engine.h"
 #include "device.h"
 #include "device_world.h"
+#include "native_test.h"
 #include "one_launch.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_bulk {
 
 using Mover = InBulk<AdverseEngine>;
 
@@ -122,13 +120,12 @@ void RandomPlansInOneLaunch(int num_worlds) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const int num_worlds = argc > 1 ? std::atoi(argv[1]) : 4;
+const Register kTests("test_bulk", [](const Numbers& numbers) {
+  const int num_worlds = numbers.Get(0, 4);
   CopiesMoveEveryByteOnce();
   WhatDoesNotFitGoesThroughRegisters();
   RandomPlans(num_worlds);
   RandomPlansInOneLaunch(num_worlds);
-  std::printf("ok\n");
-}
+});
+
+}  // namespace cpd::kernels::test_bulk

@@ -1,10 +1,10 @@
 // Values of overlapped GEMMs: each schedule against a plain computation, the order in which ranks
-// are summed, and the rounding of sums. Prints what failed and exits with 1.
+// are summed, and the rounding of sums.
+#include "native_test.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_comm_overlap {
 
 void ResultsAreThoseOfAPlainComputation(int num_ranks, int64_t num_batches, int64_t empty_room) {
   std::vector<int64_t> counts;
@@ -65,16 +65,14 @@ void PartsAreRoundedAndSumsAreWide() {
   }
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
+const Register kTests("test_comm_overlap", [](const Numbers&) {
   for (const int num_ranks : {1, 2, 3, 4, 5, 8}) {
-    cpd::ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/1, /*empty_room=*/0);
-    cpd::ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/1, /*empty_room=*/2);
-    cpd::ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/3, /*empty_room=*/2);
+    ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/1, /*empty_room=*/0);
+    ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/1, /*empty_room=*/2);
+    ResultsAreThoseOfAPlainComputation(num_ranks, /*num_batches=*/3, /*empty_room=*/2);
   }
-  cpd::RanksAreSummedInTheirOrder();
-  cpd::PartsAreRoundedAndSumsAreWide();
-  std::puts("ok");
-}
+  RanksAreSummedInTheirOrder();
+  PartsAreRoundedAndSumsAreWide();
+});
+
+}  // namespace cpd::test_comm_overlap

@@ -1,17 +1,18 @@
 // The descriptions of products for cuBLASLt, against plain sums in float64: each type, layout,
 // epilogue and scaling mode, with a library of plain loops that is opened and called like the real
-// one. Prints what failed and exits with 1.
+// one.
 #include <dlfcn.h>
 
+#include <filesystem>
 #include <string>
 #include <utility>
 
 #include "gpu_schedule/lt_gemm.h"
 #include "lt_case.h"
+#include "native_test.h"
 #include "ranks.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_cublaslt {
 
 void WideOperands() {
   for (const DataType type : {DataType::kF32, DataType::kBF16, DataType::kF16}) {
@@ -201,24 +202,20 @@ void AnAlgorithmIsChosenOnceForAShape() {
   CHECK(multiply(moved) == first + 2);
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main(int, char** arguments) {
-  using cpd::CublasLt;
-  CHECK(cpd::Contains(CublasLt::Get().Open("gemm", "/nowhere.so"),
-                      "gemm: cuBLASLt cannot be opened (/nowhere.so"));
-  CHECK(cpd::Contains(CublasLt::Get().Open("gemm", "libm.so.6"), "has no cublasLtMatmul"));
-  const std::string program = arguments[0];
-  const std::string fake = program.substr(0, program.find_last_of('/') + 1) + "libfake_cublaslt.so";
+const Register kTests("test_cublaslt", [](const Numbers&) {
+  CHECK(Contains(CublasLt::Get().Open("gemm", "/nowhere.so"),
+                 "gemm: cuBLASLt cannot be opened (/nowhere.so"));
+  CHECK(Contains(CublasLt::Get().Open("gemm", "libm.so.6"), "has no cublasLtMatmul"));
+  const std::string fake =
+      std::filesystem::read_symlink("/proc/self/exe").replace_filename("libfake_cublaslt.so");
   CHECK(CublasLt::Get().Open("gemm", fake.c_str()).ok());
   CHECK(CublasLt::Get().Prepare("gemm", 0).ok());
-  cpd::WideOperands();
-  cpd::ScaledOperands();
-  cpd::WhatTheLibraryCannotDo();
-  cpd::WhatIsAskedFor();
-  cpd::AnAlgorithmIsChosenOnceForAShape();
-  cpd::WithoutAnAlgorithm(dlopen(fake.c_str(), RTLD_NOW | RTLD_NOLOAD));
-  std::puts("ok");
-  return 0;
-}
+  WideOperands();
+  ScaledOperands();
+  WhatTheLibraryCannotDo();
+  WhatIsAskedFor();
+  AnAlgorithmIsChosenOnceForAShape();
+  WithoutAnAlgorithm(dlopen(fake.c_str(), RTLD_NOW | RTLD_NOLOAD));
+});
+
+}  // namespace cpd::test_cublaslt

@@ -1,15 +1,13 @@
 // The GPU kernels, run block by block on the host, against plain loops: values, rejected plans,
-// errors. Prints what failed and exits with 1.
+// errors.
 #include <cstdio>
 #include <cstdlib>
 
 #include "device.h"
 #include "device_world.h"
+#include "native_test.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_device {
 
 void RandomPlans(int num_worlds) {
   Rng rng(1);
@@ -210,16 +208,15 @@ void CopiesAreCutAtTheWidestVector() {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+const Register kTests("test_device", [](const Numbers& numbers) {
   CopiesAreCutAtTheWidestVector();
-  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
+  RandomPlans(numbers.Get(0, 10));
   ManyReplicasAndSources();
   BadPlansAreRefusedEverywhere();
   PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();
   AnotherProgramIsNamed();
   AnAbsentRankIsNamed();
-  std::printf("ok\n");
-}
+});
+
+}  // namespace cpd::kernels::test_device

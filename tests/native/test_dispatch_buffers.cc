@@ -1,22 +1,17 @@
 // The registry of dispatch buffers without Python: admission, uses in flight and destroyed buffers,
-// also from several threads at once. Prints what failed and exits with 1.
+// also from several threads at once.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 
+#include "check.h"
 #include "dispatch/dispatch_buffers.h"
+#include "native_test.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_dispatch_buffers {
 
 using std::chrono::milliseconds;
-
-#define CHECK(condition)                                                 \
-  if (!(condition)) {                                                    \
-    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-    std::exit(1);                                                        \
-  }
 
 bool Refused(const Status& status, const char* text) {
   if (status.code == StatusCode::kInvalidArgument &&
@@ -189,15 +184,13 @@ void CallsAgainstDestruction() {
   CHECK(registry.List().empty());
 }
 
-}  // namespace
-}  // namespace cpd
+const Register kTests("test_dispatch_buffers", [](const Numbers&) {
+  OneRegistryPerProcess();
+  UnknownIsNotDestroyed();
+  LimitsThatNoCallHasAreRefused();
+  LimitsHoldAndGrow();
+  WhatIsInUseStays();
+  CallsAgainstDestruction();
+});
 
-int main() {
-  cpd::OneRegistryPerProcess();
-  cpd::UnknownIsNotDestroyed();
-  cpd::LimitsThatNoCallHasAreRefused();
-  cpd::LimitsHoldAndGrow();
-  cpd::WhatIsInUseStays();
-  cpd::CallsAgainstDestruction();
-  std::puts("ok");
-}
+}  // namespace cpd::test_dispatch_buffers

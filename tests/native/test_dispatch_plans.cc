@@ -1,5 +1,5 @@
 // Copy planning of dispatch and combine: hostile metadata, overflows and plans of another batch are
-// refused. Prints what failed and exits with 1.
+// refused.
 #include <array>
 #include <limits>
 #include <memory>
@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "dispatch/dispatch.h"
+#include "native_test.h"
 #include "ranks.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_dispatch_plans {
 
 // Sums of an unsupported type are refused, even if Python let them through.
 void UnknownTypesAreRefused() {
@@ -150,19 +150,17 @@ void HostileNumbersWithoutArrays() {
   }
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
-  cpd::UnknownTypesAreRefused();
+const Register kTests("test_dispatch_plans", [](const Numbers&) {
+  UnknownTypesAreRefused();
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  cpd::HostileNumbersAreRefused(kMost, 0, 0, "but the rank has 1 tokens");
-  cpd::HostileNumbersAreRefused(5, kMost, 0, "but the rank has 1 tokens");
-  cpd::HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
-  cpd::HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
-  cpd::HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
-  cpd::HostileNumbersWithoutArrays();
-  cpd::OverflowsNameTheLargestNeedOfEveryPart();
-  cpd::StampsAreCompared();
-  std::puts("ok");
-}
+  HostileNumbersAreRefused(kMost, 0, 0, "but the rank has 1 tokens");
+  HostileNumbersAreRefused(5, kMost, 0, "but the rank has 1 tokens");
+  HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
+  HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
+  HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
+  HostileNumbersWithoutArrays();
+  OverflowsNameTheLargestNeedOfEveryPart();
+  StampsAreCompared();
+});
+
+}  // namespace cpd::test_dispatch_plans

@@ -5,11 +5,9 @@
 
 #include "device.h"
 #include "device_world.h"
+#include "native_test.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_early_rows {
 
 World WorldOf(Rng& rng, int num_ranks, int num_early) {
   World world{};
@@ -253,9 +251,7 @@ void TagsNameTheirSender() {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+const Register kTests("test_early_rows", [](const Numbers& numbers) {
   SmallCallsHaveNoRounds();
   TagsNameTheirSender();
   RowsAreTakenAsTheirSendersSignal();
@@ -264,6 +260,7 @@ int main(int argc, char** argv) {
   LaterWaitsBeginWithTheFirst();
   RejectedMessagesEndTheRounds();
   OwnRejectedPlan();
-  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 6);
-  std::printf("ok\n");
-}
+  RandomPlans(numbers.Get(0, 6));
+});
+
+}  // namespace cpd::kernels::test_early_rows

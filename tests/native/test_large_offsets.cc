@@ -5,10 +5,10 @@
 #include <cstring>
 
 #include "dispatch/dispatch.h"
+#include "native_test.h"
 #include "ranks.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_large_offsets {
 
 constexpr int64_t kRowBytes = 1 << 20;
 constexpr int64_t kNumRows = (int64_t{9} << 29) / kRowBytes;  // 4.5 GiB
@@ -47,11 +47,7 @@ void Run(decltype(PlanDispatch) plan, const DispatchPart& part) {
   for (int64_t task = 0; task < work.num_tasks; ++task) work.run(task);
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
-  using namespace cpd;
+const Register kTests("test_large_offsets", [](const Numbers&) {
   const int64_t dst_rank = 0, length = 1, counts[] = {1, 1};
   DispatchPart part;
   part.tokens.push_back({Reserve(), kNumRows, kRowBytes});
@@ -80,5 +76,6 @@ int main() {
     CHECK(Row(tokens, kSrcRow)[i] == static_cast<float>(i));
     CHECK(Row(tokens, kSrcRow - 1)[i] == 0 && Row(tokens, kSrcRow + 1)[i] == 0);
   }
-  std::puts("ok");
-}
+});
+
+}  // namespace cpd::test_large_offsets

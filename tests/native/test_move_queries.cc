@@ -1,15 +1,15 @@
 // Plans that move queries of random documents under random constraints: every query once, the same
-// plan again. Prints what failed and exits with 1.
+// plan again.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "native_test.h"
 #include "planner/move_queries.h"
 #include "random_documents.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_move_queries {
 
 QueryProblem AnyProblem(Random* random) {
   QueryProblem problem;
@@ -67,10 +67,8 @@ void EveryQueryIsComputedOnce(int seed) {
   }
 }
 
-}  // namespace
-}  // namespace cpd
+const Register kTests("test_move_queries", [](const Numbers&) {
+  for (int seed = 0; seed < 60; ++seed) EveryQueryIsComputedOnce(seed);
+});
 
-int main() {
-  for (int seed = 0; seed < 60; ++seed) cpd::EveryQueryIsComputedOnce(seed);
-  std::puts("ok");
-}
+}  // namespace cpd::test_move_queries

@@ -6,11 +6,9 @@
 
 #include "device.h"
 #include "device_world.h"
+#include "native_test.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_movers {
 
 // Blocks of 1 to 5 threads take whole steps, and every remainder of one.
 void CopiesMoveEveryByteOnce() {
@@ -104,10 +102,9 @@ void SumsOfEveryType() {
   }
 }
 
-}  // namespace
-
-int main() {
+const Register kTests("test_movers", [](const Numbers&) {
   CopiesMoveEveryByteOnce();
   SumsOfEveryType();
-  std::printf("ok\n");
-}
+});
+
+}  // namespace cpd::kernels::test_movers

@@ -16,42 +16,27 @@ LIMIT = 1200
 # Random programs here; `tests/native/stress.sh` runs 2,000 in each build.
 NUM_PROGRAMS = 25
 
-# The sanitizers check more than the plain build, but need a multiple of the address space.
-LARGE = ("test_large_offsets",)
-TESTS = (
-    "test_transport",
-    "test_shared_memory",
-    "test_shared_overlap",
-    "test_dispatch_buffers",
-    "test_dispatch_plans",
-    "test_comm_overlap",
-    "test_overlap_buffers",
-    "test_overlap_timing",
-    "test_bulk",
-    "test_device",
-    "test_early_rows",
-    "test_movers",
+# Each group is compiled in one piece: standard headers and templates take most of the time.
+KERNELS = (
+    *("test_bulk", "test_device", "test_early_rows", "test_movers", "test_network"),
     "test_one_launch",
-    "test_network",
+)
+RANKS = (
+    *("test_transport", "test_shared_memory", "test_shared_overlap", "test_dispatch_buffers"),
+    *("test_dispatch_plans", "test_comm_overlap", "test_overlap_buffers", "test_overlap_timing"),
     "stress",
 )
 ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries")
-BUILDS = {
-    "thread": (*TESTS, "test_product_kernels"),
-    "address,undefined": TESTS + ON_ONE_THREAD,
-    "": LARGE,
+GROUPS = {
+    "thread": ((*KERNELS, "test_product_kernels"), RANKS),
+    "address,undefined": (KERNELS, RANKS, ON_ONE_THREAD),
+    # What no sanitizer allows: a multiple of the address space, and neither threads nor memory.
+    "": (("test_large_offsets", "test_transport", "test_overlap_buffers"),),
 }
-# The sources without XLA and Python that the tests of a build need.
-EXCHANGES = ("transport", "dispatch", "numerics")
-FOLDERS = {
-    "thread": (*EXCHANGES, "gemm", "gpu_schedule"),
-    "address,undefined": (*EXCHANGES, "gemm", "gpu_schedule", "planner"),
-    "": EXCHANGES,
-}
-# What a test opens as a library, or also needs from the CUDA folders.
-LIBRARIES = {"test_cublaslt": "fake_cublaslt"}
-SOURCES = (ROOT / "csrc/cuda/errors.cc",)
-# Parsing these takes a quarter of the time of a source: each build does it once.
+# The sources without XLA and Python. The planner has one thread.
+FOLDERS = ("transport", "dispatch", "numerics", "gemm", "gpu_schedule")
+SOURCES = (ROOT / "csrc/cuda/errors.cc", ROOT / "tests/native/main.cc")
+# Parsed once per build.
 STANDARD_HEADERS = (
     *("algorithm", "atomic", "chrono", "cmath", "condition_variable", "cstdint", "cstdio"),
     *("cstdlib", "cstring", "deque", "functional", "map", "memory", "mutex", "random", "set"),
@@ -81,17 +66,9 @@ def require_sanitizer(option, folder):
         pytest.skip(f"{COMPILER} or this system does not support {option}")
 
 
-def unit_of(name, folder):
-    """Includes the sources of a folder in one file: standard headers take most of the time."""
-    unit = folder / f"all_of_{name}.cc"
-    sources = sorted((ROOT / "csrc" / name).glob("*.cc"))
-    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
-    return unit
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Maps a sanitizer to the folder of its tests/native programs; each is built once."""
+    """Maps a sanitizer to the program of its tests, which is built once."""
 
     @functools.cache
     def build(sanitizer):
@@ -100,39 +77,42 @@ def programs(tmp_path_factory):
         if sanitizer:
             options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
             require_sanitizer(options[0], folder)
-        core = [*(unit_of(name, folder) for name in FOLDERS[sanitizer]), *SOURCES]
-        tests = [ROOT / f"tests/native/{name}.cc" for name in BUILDS[sanitizer]]
-        lines = [f"#include <{name}>\n" for name in STANDARD_HEADERS]
-        (folder / "standard.h").write_text("".join(lines))
+        folders = FOLDERS + ("planner",) * (ON_ONE_THREAD in GROUPS[sanitizer])
+        units = {name: sorted((ROOT / "csrc" / name).glob("*.cc")) for name in folders}
+        for number, names in enumerate(GROUPS[sanitizer]):
+            units[f"tests_{number}"] = [ROOT / f"tests/native/{name}.cc" for name in names]
+        units["more"] = SOURCES
+        headers = [f"#include <{name}>\n" for name in STANDARD_HEADERS]
+        (folder / "standard.h").write_text("".join(headers))
         compile_(folder, *options, "-x", "c++-header", "standard.h", "-o", "standard.h.gch")
+        for name, sources in units.items():
+            text = "".join(f'#include "{source}"\n' for source in sources)
+            (folder / f"{name}.cc").write_text(text)
+        library = ROOT / "tests/native/fake_cublaslt.cc"
+        compile_(folder, "-shared", "-fPIC", library, "-o", "libfake_cublaslt.so")
         to_object = [*options, "-include", folder / "standard.h", "-c"]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda source: compile_(folder, *to_object, source), core + tests))
-        objects = [source.with_suffix(".o").name for source in core]
-        for test in tests:
-            arguments = [test.with_suffix(".o").name, *objects, "-pthread", "-ldl", "-o", test.stem]
-            compile_(folder, *options, *arguments)
-            if library := LIBRARIES.get(test.stem):
-                source = ROOT / f"tests/native/{library}.cc"
-                compile_(folder, "-shared", "-fPIC", source, "-o", f"lib{library}.so")
-        return folder
+            list(pool.map(lambda name: compile_(folder, *to_object, f"{name}.cc"), units))
+        objects = [f"{name}.o" for name in units]
+        compile_(folder, *options, *objects, "-pthread", "-ldl", "-o", "native_tests")
+        return folder / "native_tests"
 
     return build
 
 
-@pytest.mark.parametrize(
-    "sanitizer, name",
-    [(build, name) for build, names in BUILDS.items() for name in names if name != "stress"],
-)
+TESTS = [(build, name) for build, groups in GROUPS.items() for name in sum(groups, ())]
+
+
+@pytest.mark.parametrize("sanitizer, name", [test for test in TESTS if test[1] != "stress"])
 def test_core(programs, sanitizer, name):
-    ran = run(programs(sanitizer) / name)
+    ran = run(programs(sanitizer), name)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "ok\n"
 
 
-@pytest.mark.parametrize("sanitizer", [build for build in BUILDS if build])
+@pytest.mark.parametrize("sanitizer", [build for build in GROUPS if build])
 def test_random_programs(programs, sanitizer):
-    ran = run(programs(sanitizer) / "stress", str(NUM_PROGRAMS))
+    ran = run(programs(sanitizer), "stress", str(NUM_PROGRAMS))
     assert ran.returncode == 0, ran.stderr
     counts = {what: int(n) for n, what in re.findall(r"(\d+) ([^,;:]+)", ran.stdout)}
     assert counts["programs"] == NUM_PROGRAMS

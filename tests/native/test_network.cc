@@ -7,11 +7,9 @@
 #include "adverse_network.h"
 #include "device.h"
 #include "device_world.h"
+#include "native_test.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_network {
 
 // All ranks but `absent`, concurrently; `times` calls without synchronization in between. Returns
 // the number of puts and gets.
@@ -221,10 +219,8 @@ void TheSameBits() {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 10);
+const Register kTests("test_network", [](const Numbers& numbers) {
+  RandomPlans(numbers.Get(0, 10));
   LongPieces();
   ManySources();
   NothingMoves();
@@ -232,5 +228,6 @@ int main(int argc, char** argv) {
   OverlappingRanges();
   AnAbsentRankIsNamed();
   TheSameBits();
-  std::printf("ok\n");
-}
+});
+
+}  // namespace cpd::kernels::test_network

@@ -4,12 +4,10 @@
 #include <cstdlib>
 
 #include "device.h"
+#include "native_test.h"
 #include "one_launch.h"
 
-namespace {
-
-using namespace cpd;           // NOLINT
-using namespace cpd::kernels;  // NOLINT
+namespace cpd::kernels::test_one_launch {
 
 // `times` calls in a row, of all ranks together.
 void Run(World& world, OneLaunch& launch, int times) {
@@ -111,12 +109,11 @@ void ARowThatIsWrittenTwiceIsFound() {
   CHECK(found.failure == Failure::kOverlap && found.expected == 8 && found.seen == 4);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  RandomPlans(argc > 1 ? std::atoi(argv[1]) : 4);
+const Register kTests("test_one_launch", [](const Numbers& numbers) {
+  RandomPlans(numbers.Get(0, 4));
   NoRowPassesThroughTheChannel();
   APlanThatOneRankRejectsHasNoResult();
   ARowThatIsWrittenTwiceIsFound();
-  std::printf("ok\n");
-}
+});
+
+}  // namespace cpd::kernels::test_one_launch

@@ -1,5 +1,5 @@
 // The registry of communication buffers, and tasks that wait for one another, with a gate and an
-// outcome, through the transport. Prints what failed and exits with 1.
+// outcome, through the transport.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -8,10 +8,10 @@
 #include <thread>
 
 #include "gemm/overlap_buffers.h"
+#include "native_test.h"
 #include "ranks.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_overlap_buffers {
 
 using std::chrono::milliseconds;
 
@@ -295,20 +295,18 @@ void CallsOnOneBufferTakeTurns() {
   CHECK(Registry().Destroy("destroy", 1).ok());  // a rank that has been notified no longer uses it
 }
 
-}  // namespace
-}  // namespace cpd
+const Register kTests("test_overlap_buffers", [](const Numbers&) {
+  DestroyedAsOftenAsCreated();
+  ABufferInUseStays();
+  CallsOfAGroupShareItsMemory();
+  if (kCanRunOutOfMemory) NoMemoryIsAnError();
+  CallsOfAGroupTakeTurns();
+  ThreadsUseTheRegistryAtOnce();
+  PiecesRunAtTheSameTime(100, 1);
+  PiecesRunAtTheSameTime(101, 24);  // more than cores
+  TheOutcomeIsThatOfEveryRank();
+  TheGateHoldsTheWorkBack();
+  CallsOnOneBufferTakeTurns();
+});
 
-int main() {
-  cpd::DestroyedAsOftenAsCreated();
-  cpd::ABufferInUseStays();
-  cpd::CallsOfAGroupShareItsMemory();
-  if (cpd::kCanRunOutOfMemory) cpd::NoMemoryIsAnError();
-  cpd::CallsOfAGroupTakeTurns();
-  cpd::ThreadsUseTheRegistryAtOnce();
-  cpd::PiecesRunAtTheSameTime(100, 1);
-  cpd::PiecesRunAtTheSameTime(101, 24);  // more than cores
-  cpd::TheOutcomeIsThatOfEveryRank();
-  cpd::TheGateHoldsTheWorkBack();
-  cpd::CallsOnOneBufferTakeTurns();
-  std::puts("ok");
-}
+}  // namespace cpd::test_overlap_buffers

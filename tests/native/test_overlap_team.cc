@@ -1,17 +1,17 @@
 // Schedules of overlapped GEMMs on the streams of GPUs, without a GPU: streams are lists whose
 // items run in any order that events and signals allow. All ranks share one device, or each has its
-// own and sees only the buffers of the others. Prints what failed and exits with 1.
+// own and sees only the buffers of the others.
 #include <array>
 #include <map>
 #include <random>
 #include <set>
 
 #include "gpu_schedule/overlap_team.h"
+#include "native_test.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_overlap_team {
 
 // Messages between devices: the sender, and the signal.
 using Told = std::set<std::array<int, 2>>;  // rank that is told, signal
@@ -198,17 +198,14 @@ void AWaitWithoutASignalIsRefused() {
                  "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which nothing sends"));
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
+const Register kTests("test_overlap_team", [](const Numbers&) {
   for (const int num_ranks : {1, 2, 3, 4}) {
     for (const bool on_one_device : {true, false}) {
-      cpd::ResultsAreThoseOfAPlainComputation(num_ranks, on_one_device);
+      ResultsAreThoseOfAPlainComputation(num_ranks, on_one_device);
     }
   }
-  cpd::AWaitWithoutASignalIsRefused();
-  cpd::KernelsAreKnownByWhatChoosesThem();
-  std::puts("ok");
-  return 0;
-}
+  AWaitWithoutASignalIsRefused();
+  KernelsAreKnownByWhatChoosesThem();
+});
+
+}  // namespace cpd::test_overlap_team

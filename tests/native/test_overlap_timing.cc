@@ -1,19 +1,18 @@
 // Overlapped GEMMs hide their communication, as a virtual clock and the order of events show;
-// recorded spans show it too; ranks that fail or are late are named. Prints what failed and exits
-// with 1.
+// recorded spans show it too; ranks that fail or are late are named.
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
 #include <mutex>
 #include <stdexcept>
 
+#include "native_test.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
 #include "transport/spans.h"
 #include "virtual_time.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_overlap_timing {
 
 // Two rows of each rank.
 std::vector<int64_t> Counts(int num_ranks) { return std::vector<int64_t>(num_ranks, 2); }
@@ -294,13 +293,11 @@ void SlowRanksAreNamed() {
   ASlowLinkIsNamed();
 }
 
-}  // namespace
-}  // namespace cpd
+const Register kTests("test_overlap_timing", [](const Numbers&) {
+  SpansShowTheOverlap();
+  AThrowingGemmFailsTheCall();
+  SlowRanksAreNamed();
+  EveryOverlappedMethodHidesItsCommunication();
+});
 
-int main() {
-  cpd::SpansShowTheOverlap();
-  cpd::AThrowingGemmFailsTheCall();
-  cpd::SlowRanksAreNamed();
-  cpd::EveryOverlappedMethodHidesItsCommunication();
-  std::puts("ok");
-}
+}  // namespace cpd::test_overlap_timing

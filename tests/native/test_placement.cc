@@ -1,15 +1,15 @@
 // Placement of random documents under random constraints and masks: every token once, at most T per
-// rank; pairs against brute force. Prints what failed and exits with 1.
+// rank; pairs against brute force.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "native_test.h"
 #include "planner/placement.h"
 #include "random_documents.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_placement {
 
 PairCount AnyMask(Random* random) {
   PairCount pairs;
@@ -77,11 +77,9 @@ void EveryTokenIsPlacedOnce(int seed) {
   }
 }
 
-}  // namespace
-}  // namespace cpd
+const Register kTests("test_placement", [](const Numbers&) {
+  for (int seed = 0; seed < 2000; ++seed) PairsAreThoseOfTheMask(seed);
+  for (int seed = 0; seed < 150; ++seed) EveryTokenIsPlacedOnce(seed);
+});
 
-int main() {
-  for (int seed = 0; seed < 2000; ++seed) cpd::PairsAreThoseOfTheMask(seed);
-  for (int seed = 0; seed < 150; ++seed) cpd::EveryTokenIsPlacedOnce(seed);
-  std::puts("ok");
-}
+}  // namespace cpd::test_placement

@@ -1,6 +1,6 @@
 // The kernels around a product on threads of the host: sums and epilogues, bias gradients and the
 // order of scales against the CPU's results; transposes; and ranks that meet, come late or run
-// another program. Prints what failed and exits with 1.
+// another program.
 #include <cmath>
 #include <random>
 
@@ -10,10 +10,10 @@
 #include "gemm/swizzle.h"
 #include "kernels/meeting.h"
 #include "kernels/product.h"
+#include "native_test.h"
 #include "ranks.h"
 
-namespace cpd::kernels {
-namespace {
+namespace cpd::kernels::test_product_kernels {
 
 std::mt19937 rng(0);
 
@@ -260,13 +260,7 @@ void AnotherProgramIsNamed() {
   CHECK(Contains(Status::Invalid(ranks.Error(1)), "rank 1 runs another call than rank 0"));
 }
 
-}  // namespace
-}  // namespace cpd::kernels
-
-int main() {
-  using namespace cpd::kernels;  // NOLINT
-  using cpd::BF16;
-  using cpd::F16;
+const Register kTests("test_product_kernels", [](const Numbers&) {
   for (const bool has_bias : {false, true}) {
     SumsAreThoseOfTheCpu<float, float>(has_bias);
     SumsAreThoseOfTheCpu<float, BF16>(has_bias);
@@ -286,6 +280,6 @@ int main() {
   ALateRankIsNamed();
   AMissingSignalIsNamed();
   AnotherProgramIsNamed();
-  std::puts("ok");
-  return 0;
-}
+});
+
+}  // namespace cpd::kernels::test_product_kernels

@@ -1,6 +1,5 @@
 // The transport between processes, with several instances in one process: connected by sockets and
-// segments as real ones are, under loads, ends and messages that a program cannot reproduce. Prints
-// what failed and exits with 1.
+// segments as real ones are, under loads, ends and messages that a program cannot reproduce.
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -9,9 +8,9 @@
 
 #include "dispatch/dispatch.h"
 #include "job.h"
+#include "native_test.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_shared_memory {
 
 using std::chrono::milliseconds;
 
@@ -239,18 +238,16 @@ void OffsetsAbove4GiB() {
   }
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main(int num_arguments, char** arguments) {
-  const int scale = num_arguments > 1 ? std::atoi(arguments[1]) : 1;
+const Register kTests("test_shared_memory", [](const Numbers& numbers) {
+  const int scale = numbers.Get(0, 1);
   static const std::vector<int> mixed = {0, 1, 1, 2, 0, 2}, two = {1, 0};
-  cpd::Loops(cpd::NewJob(3), mixed, 25 * scale, 1 << 9);
-  cpd::Loops(cpd::NewJob(2), two, 50 * scale, 4);
-  for (int i = 0; i < 10 * scale; ++i) cpd::AProcessEnds(std::chrono::microseconds(i * 997 % 9973));
-  cpd::AMissingRankIsNamed();
-  cpd::BadPlansAndTwiceTheSameRank();
-  cpd::HostileMessagesDoNoHarm();
-  cpd::OffsetsAbove4GiB();
-  std::puts("ok");
-}
+  Loops(NewJob(3), mixed, 25 * scale, 1 << 9);
+  Loops(NewJob(2), two, 50 * scale, 4);
+  for (int i = 0; i < 10 * scale; ++i) AProcessEnds(std::chrono::microseconds(i * 997 % 9973));
+  AMissingRankIsNamed();
+  BadPlansAndTwiceTheSameRank();
+  HostileMessagesDoNoHarm();
+  OffsetsAbove4GiB();
+});
+
+}  // namespace cpd::test_shared_memory

@@ -1,17 +1,16 @@
 // Overlapped GEMMs between processes, with several instances in one process: the values of every
-// schedule, and the outcome if a process ends or does not do its part. Prints what failed and exits
-// with 1.
+// schedule, and the outcome if a process ends or does not do its part.
 #include <atomic>
 
 #include "gemm/overlap_buffers.h"
 #include "gemm/overlap_contribution.h"
 #include "gemm/plan_overlap.h"
 #include "job.h"
+#include "native_test.h"
 #include "overlap_call.h"
 #include "overlap_problems.h"
 
-namespace cpd {
-namespace {
+namespace cpd::test_shared_overlap {
 
 using Processes = std::vector<int>;  // of each rank; never freed
 
@@ -235,20 +234,18 @@ void Failures() {
   APartThatIsNotDone(direct, "the parts of ranks [1] are not done");
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
-  static const cpd::Processes layouts[] = {{0, 1}, {1, 0, 1}, {0, 1, 2}, {2, 0, 1, 0, 2, 1}};
-  cpd::Job& job = cpd::NewJob(3);
-  for (const cpd::Processes& processes : layouts) {
+const Register kTests("test_shared_overlap", [](const Numbers&) {
+  static const Processes layouts[] = {{0, 1}, {1, 0, 1}, {0, 1, 2}, {2, 0, 1, 0, 2, 1}};
+  Job& job = NewJob(3);
+  for (const Processes& processes : layouts) {
     for (const int num_batches : {1, 2}) {
-      cpd::ResultsAreThoseOfAPlainComputation(job, processes, num_batches);
+      ResultsAreThoseOfAPlainComputation(job, processes, num_batches);
     }
   }
-  cpd::OneBufferForCallsInAnyOrder();
-  cpd::NoRoomIsAnError();
-  cpd::AGemmThatThrows();
-  cpd::Failures();
-  std::puts("ok");
-}
+  OneBufferForCallsInAnyOrder();
+  NoRoomIsAnError();
+  AGemmThatThrows();
+  Failures();
+});
+
+}  // namespace cpd::test_shared_overlap

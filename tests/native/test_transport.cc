@@ -1,5 +1,5 @@
 // The transport within one process, without XLA and Python: ranks are threads, under loads and
-// failures that a JAX program cannot reproduce. Prints what failed and exits with 1.
+// failures that a JAX program cannot reproduce.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "dispatch/dispatch.h"
+#include "native_test.h"
 #include "ranks.h"
 #include "transport/completion_pool.h"
 
@@ -29,8 +30,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
 }
 #endif
 
-namespace cpd {
-namespace {
+namespace cpd::test_transport {
 
 using std::chrono::milliseconds;
 
@@ -254,30 +254,26 @@ void CompletesWithoutNewThreads(int64_t run_id) {
   refuse_threads = false;
 }
 
-}  // namespace
-}  // namespace cpd
-
-int main() {
-  using cpd::Status;
-  if (kCanRefuseThreads) cpd::CompletesWithoutNewThreads(20);
-  cpd::CompletionsWaitForEachOther();
-  if (kCanRefuseThreads) cpd::CompletesWithoutNewThreads(21);
-  cpd::EveryRankGetsThePlannersError(
-      3, [](const auto&, cpd::WorkList*) { return Status::Invalid("no such plan"); },
-      "no such plan");
-  cpd::EveryRankGetsThePlannersError(
-      4, [](const auto&, cpd::WorkList*) -> Status { throw std::runtime_error("out of paper"); },
+const Register kTests("test_transport", [](const Numbers&) {
+  if (kCanRefuseThreads) CompletesWithoutNewThreads(20);
+  CompletionsWaitForEachOther();
+  if (kCanRefuseThreads) CompletesWithoutNewThreads(21);
+  EveryRankGetsThePlannersError(
+      3, [](const auto&, WorkList*) { return Status::Invalid("no such plan"); }, "no such plan");
+  EveryRankGetsThePlannersError(
+      4, [](const auto&, WorkList*) -> Status { throw std::runtime_error("out of paper"); },
       "out of paper");
-  cpd::LateRanksFindTheError();
-  cpd::OneFailureFailsTheExecution();
-  cpd::RanksInAnotherCallAreNamed();
-  cpd::ARefusedRankFailsTheExecution();
-  cpd::ThePoolGrowsAndShrinks();
-  cpd::RanksThatCannotBe(10, 0, "rank 0 arrived twice; ranks are 0..2");
-  cpd::RanksThatCannotBe(11, 3, "rank 3 arrived but ranks are 0..2");
-  cpd::RanksThatCannotBe(12, -1, "rank -1 arrived but ranks are 0..2");
-  cpd::LoopsOfGroups(2, 1, 40);
-  cpd::LoopsOfGroups(4, 2, 10);
-  cpd::LoopsOfGroups(1, 3, 10);
-  std::puts("ok");
-}
+  LateRanksFindTheError();
+  OneFailureFailsTheExecution();
+  RanksInAnotherCallAreNamed();
+  ARefusedRankFailsTheExecution();
+  ThePoolGrowsAndShrinks();
+  RanksThatCannotBe(10, 0, "rank 0 arrived twice; ranks are 0..2");
+  RanksThatCannotBe(11, 3, "rank 3 arrived but ranks are 0..2");
+  RanksThatCannotBe(12, -1, "rank -1 arrived but ranks are 0..2");
+  LoopsOfGroups(2, 1, 40);
+  LoopsOfGroups(4, 2, 10);
+  LoopsOfGroups(1, 3, 10);
+});
+
+}  // namespace cpd::test_transport

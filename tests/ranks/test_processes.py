@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from on_mesh import mesh_of
 
+from jax_cp_dispatch import launch as launcher
 from jax_cp_dispatch._ranks.processes import open_files, segment
 from jax_cp_dispatch._ranks.processes.connect import Card, connect_all, new_token
 from jax_cp_dispatch._ranks.processes.meeting import Place, meet
@@ -105,20 +106,15 @@ def test_processes_that_cannot_share_memory(wrong):
     assert f"[1] {wrong} ok\n" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "program, mistake",
-    [
-        ([PROGRAMS / "mistakes.py"], "forgotten"),
-        ([PROGRAMS / "mistakes.py"], "used"),
-        (["-m", "mistakes"], "devices"),
-    ],
-)
-def test_mistakes_at_the_start_are_reported(monkeypatch, program, mistake):
+def test_mistakes_at_the_start_are_reported(monkeypatch):
     """Without these errors, every process would silently compute alone, or on more devices."""
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
-    done = launch(*program, mistake)
+    done = launch("-m", "mistakes")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[{n}] {mistake} is reported" for n in range(2)]
+    said = [
+        f"[{n}] {what} is reported" for n in range(2) for what in ("devices", "forgotten", "late")
+    ]
+    assert sorted(done.stdout.splitlines()) == said
 
 
 def free_address():
@@ -248,11 +244,13 @@ def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
 
 
 @pytest.mark.parametrize("grace", ["nan", "inf", "-inf", "-1"])
-def test_a_grace_that_is_no_time_is_refused(tmp_path, grace):
-    done = launch(tmp_path / "missing.py", grace=grace)
-    assert (done.returncode, done.stdout) == (2, "")
-    said = f"error: --grace is {grace}; it needs to be a number of seconds from 0"
-    assert said in done.stderr.splitlines()[-1]
+def test_a_grace_that_is_no_time_is_refused(capsys, grace):
+    with pytest.raises(SystemExit) as end:
+        launcher.main([f"--grace={grace}", "missing.py"])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    message = f"error: --grace is {grace}; it needs to be a number of seconds from 0"
+    assert message in said.err.splitlines()[-1]
 
 
 def test_the_launcher_forwards_signals(tmp_path):
