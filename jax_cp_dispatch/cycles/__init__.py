@@ -1,7 +1,7 @@
 """Cycles over ranks, on which chunks travel so that every link carries one chunk per step.
 
 `decomposition`: Hamiltonian cycles that use each link once. `paths`: Hamiltonian paths inside a
-  node. `two_level`: cycles over nodes of ranks. `sources`: which rank holds which chunk at each
+  node. `two_level`: cycles over nodes of ranks. `sources`: whose chunk a rank holds at each
   step. `maps`: which chunk each rank sends to each other rank. `checks`: checks of a caller's
   cycles and maps. Everything is plain integers: nothing is traced, equal arguments give equal
   results in every process, and every call returns new lists.
@@ -10,14 +10,12 @@
 from jax_cp_dispatch.cycles.decomposition import hamiltonian_cycles
 from jax_cp_dispatch.cycles.maps import chunk_maps
 from jax_cp_dispatch.cycles.paths import hamiltonian_paths
-from jax_cp_dispatch.cycles.sources import cycle_sources, direct_sources, source_is_earlier
+from jax_cp_dispatch.cycles.sources import source_is_earlier
 from jax_cp_dispatch.cycles.two_level import TwoLevelMaps, two_level_cycles, two_level_maps
 
 __all__ = [
     "TwoLevelMaps",
     "chunk_maps",
-    "cycle_sources",
-    "direct_sources",
     "hamiltonian_cycles",
     "hamiltonian_paths",
     "source_is_earlier",

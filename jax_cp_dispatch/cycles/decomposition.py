@@ -23,7 +23,8 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
     if n in (4, 6):
         raise ValueError(
             f"hamiltonian_cycles: n is {n}, but the links between 4 or 6 ranks do not decompose "
-            f"into Hamiltonian cycles (Tillson 1980). Use the direct schedule, direct_sources({n})."
+            f"into Hamiltonian cycles (Tillson 1980). Omit cycles of hamilton_attention: each "
+            "chunk then comes directly from its rank."
         )
     if n <= 2:
         return [[0, 1]] if n == 2 else []

@@ -17,7 +17,7 @@ from sequences import Case, check, draw, out_and_gradients, run
 from jax_cp_dispatch import Hamilton
 from jax_cp_dispatch.attention.rotating import sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
-from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule
+from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, DirectSchedule
 from jax_cp_dispatch.cycles import chunk_maps
 
 MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
@@ -149,6 +149,19 @@ def test_custom_cycles_may_be_an_array():
     array, lists = (Hamilton(cycles=cycles) for cycles in (np.array(rows), rows))
     assert array == lists and hash(array) == hash(lists)
     assert schedule_of("a test", array, 3) == CycleSchedule(((2, 1, 0), (0, 1, 2)))
+
+
+def test_the_direct_schedule_uses_each_link_once_per_step():
+    for n in range(2, 13):
+        schedule = DirectSchedule(n)
+        held = [[schedule.held(rank, step) for rank in range(n)] for step in range(n)]
+        source, chunk = np.moveaxis(np.array(held), 2, 0)  # each [step, rank, slot]
+        seen = np.sort((source * n + chunk).swapaxes(0, 1).reshape(n, -1), axis=1)  # of each rank
+        every_chunk = (np.arange(n)[:, None] * n + np.arange(n - 1)).ravel()
+        np.testing.assert_array_equal(seen, np.broadcast_to(every_chunk, seen.shape))
+        others = np.delete(np.tile(np.arange(n), (n, 1)), np.arange(n) * (n + 1))
+        for step in source[1:]:
+            np.testing.assert_array_equal(np.sort(step, axis=1), others.reshape(n, n - 1))
 
 
 # ---- Invalid calls.

@@ -11,8 +11,6 @@ from hamilton_vectors import recorded
 
 from jax_cp_dispatch.cycles import (
     chunk_maps,
-    cycle_sources,
-    direct_sources,
     hamiltonian_cycles,
     hamiltonian_paths,
     source_is_earlier,
@@ -75,7 +73,7 @@ def test_smallest_numbers_of_ranks():
     assert hamiltonian_cycles(1) == []
     assert hamiltonian_cycles(2) == [[0, 1]]
     assert hamiltonian_paths(1) == [[0]]
-    assert direct_sources(1) == cycle_sources([]) == source_is_earlier([]) == [[[]]]
+    assert source_is_earlier([]) == [[[]]]
     assert chunk_maps([]) == ([[-1]], [[-1]])
     assert check_cycles([], 1) == ()
     assert check_chunk_maps([[-1]], [[-1]], 1) == (0, ((-1,),), ((-1,),))
@@ -128,22 +126,10 @@ def test_chunks_that_follow_the_maps_visit_every_rank_once():
         num_ranks = len(rows[0])
         out_chunk, in_chunk = chunk_maps(rows)
         np.testing.assert_array_equal(in_chunk, np.transpose(out_chunk))
-        sources = np.array(cycle_sources(rows))
-        np.testing.assert_array_equal(sources, travel(rows, out_chunk))
+        sources = travel(rows, out_chunk)
         assert_permutations(sources.reshape(num_ranks, -1).T, num_ranks)
         rank = np.arange(num_ranks)[:, None, None]
         np.testing.assert_array_equal(source_is_earlier(rows), sources.swapaxes(0, 1) <= rank)
-
-
-def test_direct_schedule_puts_one_chunk_on_every_link():
-    for n in range(2, 33):
-        sources = np.array(direct_sources(n))
-        assert sources.shape == (n, n, n - 1)
-        np.testing.assert_array_equal(sources[0], np.arange(n)[:, None].repeat(n - 1, 1))
-        assert_permutations(sources.reshape(n, -1).T, n)
-        for step in sources[1:]:
-            heads = np.arange(n)[:, None].repeat(n - 1, 1)
-            assert_each_link_once(np.stack([step.ravel(), heads.ravel()], axis=1), n)
 
 
 @pytest.mark.parametrize("rail_aligned", [False, True])
@@ -199,7 +185,7 @@ def test_links_between_nodes_of_even_size_have_a_formula():
 
 def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
     for n in (4, 6):
-        with pytest.raises(ValueError, match=rf"n is {n}.*Tillson 1980.*direct_sources\({n}\)"):
+        with pytest.raises(ValueError, match=rf"n is {n}.*Tillson 1980.*Omit cycles of"):
             hamiltonian_cycles(n)
         with pytest.raises(ValueError, match="Tillson"):
             two_level_maps(n, 1)
@@ -211,8 +197,8 @@ def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
             two_level_cycles(m, u, rail_aligned=True)
     with pytest.raises(ValueError, match="hamiltonian_cycles: n is 0, needs to be at least 1"):
         hamiltonian_cycles(0)
-    with pytest.raises(TypeError, match=r"direct_sources: n is 2\.0, needs to be an integer"):
-        direct_sources(2.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"hamiltonian_cycles: n is 2\.0, needs to be an integer"):
+        hamiltonian_cycles(2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="two_level_cycles: u is True"):
         two_level_cycles(2, True)
 
@@ -249,7 +235,7 @@ def test_invalid_cycles_are_rejected(unchecked_types, cycles, error, message):
 
 def test_every_function_rejects_invalid_cycles(unchecked_types):
     shared = [[0, 1, 2], [1, 2, 0]]
-    for op in (chunk_maps, cycle_sources, source_is_earlier):
+    for op in (chunk_maps, source_is_earlier):
         with pytest.raises(ValueError, match=f"{op.__name__}: rows 0 and 1"):
             op(shared)
         with pytest.raises(ValueError, match=f"{op.__name__}: row 0 .* not a permutation"):
@@ -306,7 +292,7 @@ def test_recorded_maps_and_sources():
     rank, chunk = np.indices(place.shape)
     first = [row[0] for row in cycles]
     np.testing.assert_array_equal(
-        np.array(cycle_sources(cycles))[place, rank, chunk], np.broadcast_to(first, place.shape)
+        travel(cycles, out_chunk)[place, rank, chunk], np.broadcast_to(first, place.shape)
     )
 
 

@@ -243,11 +243,9 @@ def test_scenarios():
 def test_cycles():
     assert cpd.cycles.hamiltonian_cycles(1) == []
     assert cpd.cycles.two_level_cycles(1, 1) == []
-    assert cpd.cycles.direct_sources(1) == [[[]]]
-    assert cpd.cycles.cycle_sources([]) == [[[]]]  # one rank, one step, no chunks
+    assert cpd.cycles.source_is_earlier([]) == [[[]]]  # one rank, one step, no chunks
     assert cpd.cycles.chunk_maps([]) == ([[-1]], [[-1]])
     assert cpd.cycles.two_level_maps(1, 1).cycles == []
-    assert cpd.cycles.source_is_earlier([]) == [[[]]]
     np.testing.assert_array_equal(cpd.zigzag_permutation(8, 1), np.arange(8))
 
 
