@@ -119,7 +119,7 @@ std::string Channel::TakeError(const std::string& op) {
       const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
       if (raised == record->reported) continue;
       const std::string text = Describe(op, *record, static_cast<int>(places_.size()), num_parts_);
-      // A rank that rejected something knows more than a rank that was told so.
+      // The rank that rejected the call names the cause; the others only name that rank.
       const bool is_cause = record->failure != kernels::Failure::kPeer;
       __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);
       if (first.empty() || is_cause) first = text;

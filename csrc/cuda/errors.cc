@@ -27,13 +27,13 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       if (e.slot == 0 && e.expected == kernels::kNoRank) {
         text << ": the plan is a fallback: its batch does not fit the config, so nothing was "
                 "planned. Use another algorithm, such as a ring, where `fits` of the plan is "
-                "false. Its `describe` says all that the batch needs.";
+                "false. Its `describe` says what the batch needs.";
         break;
       }
       if (e.slot == 0) {
         text << ": this is the part of rank " << e.expected << ", on rank " << e.seen
-             << ". A rank is a position on the mesh axis, not a process: place on each device the "
-                "part of its own rank, see `slice_of` of the plan.";
+             << ". A rank is a position on the mesh axis, not a process. Place on each device the "
+                "part of its own rank; see `slice_of` of the plan.";
         break;
       }
       text << ": the plan was made for another batch: the "
@@ -72,12 +72,12 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       text << " expects " << e.expected << " tokens from rank " << e.peer
            << " (num_recv_tokens) but rank " << e.peer << "'s slots send it " << e.seen
            << ". If the plan was made under jit, a static bound (max_recv_seqs, "
-              "max_q_transfers, max_kv_transfers, max_pieces) was too small for it: raise it. Else "
-              "see Metadata.validate().";
+              "max_q_transfers, max_kv_transfers, max_pieces) was too small: raise it. "
+              "Otherwise, see Metadata.validate().";
       break;
     case Failure::kPlan:
-      text << " follows the plan with checksum " << e.expected << ", rank " << e.peer
-           << " another one, with checksum " << e.seen
+      text << " follows the plan with checksum " << e.expected << " but rank " << e.peer
+           << " follows another one, with checksum " << e.seen
            << ". Plan the same batch, with the same config and mask, in every process.";
       break;
     case Failure::kOverlap:
@@ -91,7 +91,7 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
     case Failure::kGone:
       text << " has no result: rank " << e.peer
            << " gave up on this buffer in an earlier call; its error names the cause. Create "
-              "another buffer, or start again.";
+              "another buffer, or restart the program.";
       break;
     case Failure::kProgram:
       text << " runs another call than rank " << e.peer
@@ -101,11 +101,11 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
       text << " waited for rank " << e.peer << " until the deadline: signal expected " << e.expected
            << ", seen " << e.seen
            << ". That rank did not run this call, or is slower than the deadline; pass a longer "
-              "one. Create another buffer, or start again.";
+              "one. Create another buffer, or restart the program.";
       break;
     case Failure::kBroken:
       text << " cannot use this buffer any more: an earlier call on it failed halfway. Create "
-              "another buffer, or start again.";
+              "another buffer, or restart the program.";
       break;
   }
   text << " (call " << e.epoch << " on this buffer)";

@@ -21,7 +21,7 @@ Status SplitParts(const std::string& op,
     const auto* rank = static_cast<const DispatchContribution*>(contributions[r].get());
     if (r == 0) parts->resize(rank->parts.size());
     if (rank->parts.size() != parts->size()) {
-      return Invalid(op, ": rank ", r, " brings ", rank->parts.size(), " plans, rank 0 ",
+      return Invalid(op, ": rank ", r, " has ", rank->parts.size(), " plans but rank 0 has ",
                      parts->size(), ". All ranks must run the same program.");
     }
     for (size_t p = 0; p < parts->size(); ++p) (*parts)[p].push_back(&rank->parts[p]);
@@ -63,7 +63,7 @@ Status RefuseFallback(const std::string& op, const std::vector<Ranks>& parts,
   const std::string message =
       ": the plan is a fallback: its batch does not fit the config, so nothing was planned. Use "
       "another algorithm, such as a ring, where `fits` of the plan is false. Its `describe` says "
-      "all that the batch needs.";
+      "what the batch needs.";
   return RefuseOverflows(op + message, parts, capacity_names);
 }
 

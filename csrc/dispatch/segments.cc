@@ -16,12 +16,12 @@ Status CheckShapes(const std::string& op, const Ranks& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
     const DispatchPart& other = *ranks[r];
     if (other.num_slots != first.num_slots || other.num_replicas != first.num_replicas) {
-      return Invalid(op, ": rank ", r, " brings metadata of ", other.num_slots, " slots x ",
-                     other.num_replicas, " replicas, rank 0 of ", first.num_slots, " x ",
+      return Invalid(op, ": rank ", r, " has metadata of ", other.num_slots, " slots x ",
+                     other.num_replicas, " replicas but rank 0 of ", first.num_slots, " x ",
                      first.num_replicas, ". All ranks need slices of one Metadata.");
     }
     if (other.tokens.size() != first.tokens.size()) {
-      return Invalid(op, ": rank ", r, " brings ", other.tokens.size(), " arrays, rank 0 ",
+      return Invalid(op, ": rank ", r, " has ", other.tokens.size(), " arrays but rank 0 has ",
                      first.tokens.size(), ". All ranks must run the same program.");
     }
     for (size_t a = 0; a < first.tokens.size(); ++a) {
@@ -131,8 +131,8 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
                      " (num_recv_tokens) but rank ", src, "'s slots send it ",
                      moved[dst * num_ranks + src],
                      ". If the plan was made under jit, a static bound (max_recv_seqs, "
-                     "max_q_transfers, max_kv_transfers, max_pieces) was too small for it: raise "
-                     "it. Else see Metadata.validate().");
+                     "max_q_transfers, max_kv_transfers, max_pieces) was too small: raise "
+                     "it. Otherwise, see Metadata.validate().");
     }
   }
   return Status::Ok();
@@ -174,13 +174,14 @@ Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<
   for (size_t r = 0; r < ranks.size(); ++r) {
     const IntArray &stamp = ranks[r]->stamp, &first = ranks[0]->stamp;
     if (static_cast<bool>(stamp) != static_cast<bool>(first)) {
-      return Invalid(op, ": ", name(r), " brings ", stamp ? "" : "no ", "checksums of its batch, ",
-                     name(0), first ? " does" : " none", ". All ranks must run the same program.");
+      return Invalid(op, ": ", name(r), " has ", stamp ? "" : "no ", "checksums of its batch but ",
+                     name(0), first ? " has them" : " has none",
+                     ". All ranks must run the same program.");
     }
     if (!stamp) continue;
     if (stamp[0] != first[0]) {
-      return Invalid(op, ": ", name(r), " follows the plan with checksum ", stamp[0], ", ", name(0),
-                     " another one, with checksum ", first[0],
+      return Invalid(op, ": ", name(r), " follows the plan with checksum ", stamp[0], " but ",
+                     name(0), " follows another one, with checksum ", first[0],
                      ". Plan the same batch, with the same config and mask, in every process.");
     }
     for (size_t i = 0; i < std::size(kNames); ++i) {
@@ -188,8 +189,8 @@ Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<
       if (expected == seen) continue;
       if (i == 0) {
         return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
-                       ". A rank is a position on the mesh axis, not a process: place on each "
-                       "device the part of its own rank, see `slice_of` of the plan.");
+                       ". A rank is a position on the mesh axis, not a process. Place on each "
+                       "device the part of its own rank; see `slice_of` of the plan.");
       }
       return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
                      " have checksum ", seen, " but the plan expects ", expected,

@@ -110,13 +110,13 @@ class Reader {
     Dims counts, slots, targets, offsets;
     // The first field tells whether there is a dimension of views.
     has_views_dim_ = false;
-    Status status = Field(p, "num_recv", 2, &part.num_recv, &counts);
+    Status status = Field(p, "num_recv_tokens", 2, &part.num_recv, &counts);
     if (!status.ok()) return status;
     has_views_dim_ = counts.size() == 2;
     num_views_ = has_views_dim_ ? counts.front() : 1;
     if (counts.back() != num_ranks + 1 || (num_views_ != 1 && num_views_ != num_ranks)) {
-      return Wrong(call_, "num_recv of plan ", p, " has shape ", Text(counts), " but there are ",
-                   num_ranks, " ranks");
+      return Wrong(call_, "num_recv_tokens of plan ", p, " has shape ", Text(counts),
+                   " but there are ", num_ranks, " ranks");
     }
     part.num_views = num_views_;
     const size_t leading = has_views_dim_ ? 1 : 0;

@@ -188,7 +188,7 @@ class InProcess final : public Transport {
     try {
       return exchange.planner(meeting.contributions, &meeting.work);
     } catch (const std::exception& error) {
-      return {StatusCode::kInternal, exchange.op + ": planning the copies threw " + error.what()};
+      return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
     }
   }
 

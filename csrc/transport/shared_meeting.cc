@@ -44,8 +44,9 @@ void AddElsewhere(const SharedMeeting& meeting, const SharedMeetings& others,
       *message << " Expected rank " << rank << " in: " << meeting.signature
                << ". Seen: it came to another call";
       if (other.signature == meeting.signature) {
-        *message << " of the same kind, as if it had left out or repeated a program, or called it "
-                    "first from another line.";
+        *message
+            << " of the same kind: it may have skipped or repeated a program, or called it first "
+               "from another line.";
       } else {
         *message << ": " << other.signature << ".";
       }
@@ -169,7 +170,7 @@ std::string WhyLost(const SharedMeeting& meeting, int process, int64_t pid) {
           << process << " (pid " << pid << "), seen: it has ended (" << meeting.num_arrived << "/"
           << meeting.arrived.size()
           << " ranks had arrived). Check its last output. The other processes may end later; the "
-             "job can be restarted at once.";
+             "job can be restarted immediately.";
   return message.str();
 }
 

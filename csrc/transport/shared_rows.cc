@@ -68,7 +68,7 @@ Status SharedExchanges::Plan(SharedMeeting* meeting) {
     }
     return status;
   } catch (const std::exception& error) {
-    return {StatusCode::kInternal, exchange.op + ": planning the copies threw " + error.what()};
+    return {StatusCode::kInternal, exchange.op + ": planning the copies failed: " + error.what()};
   }
 }
 

@@ -112,8 +112,11 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "less than no ranks": ({"num_ranks": np.int64(-1)}, "num_ranks is -1"),
         "more ranks than an int": ({"num_ranks": np.int64(2**32 + 1)}, "num_ranks is 4294967297"),
         "most ranks": ({"num_ranks": np.int64(2**63 - 1)}, "num_ranks is 9223372036854775807"),
-        "many ranks": ({"num_ranks": np.int64(2**31 - 2)}, "num_recv of plan 0 has shape [2]"),
-        "another rank": ({"num_ranks": np.int64(2)}, "num_recv of plan 0 has shape [2]"),
+        "many ranks": (
+            {"num_ranks": np.int64(2**31 - 2)},
+            "num_recv_tokens of plan 0 has shape [2]",
+        ),
+        "another rank": ({"num_ranks": np.int64(2)}, "num_recv_tokens of plan 0 has shape [2]"),
         "no deadline": ({"deadline_ms": np.int64(0)}, "deadline_ms is 0"),
         "a past deadline": ({"deadline_ms": np.int64(-1)}, "deadline_ms is -1"),
         "an endless deadline": ({"deadline_ms": np.int64(HUGE)}, f"deadline_ms is {HUGE}"),
@@ -148,19 +151,23 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     by_attributes["num_ranks is of int32"] = ({"num_ranks": np.int32(1)}, "")
 
     by_metadata = {
-        "num_recv is a scalar": (0, np.int32(4), "num_recv of plan 0 has shape []"),
-        "num_recv is shorter": (0, int32(4), "num_recv of plan 0 has shape [1]"),
-        "num_recv is longer": (0, int32(4, 4, 4), "num_recv of plan 0 has shape [3]"),
+        "num_recv is a scalar": (0, np.int32(4), "num_recv_tokens of plan 0 has shape []"),
+        "num_recv is shorter": (0, int32(4), "num_recv_tokens of plan 0 has shape [1]"),
+        "num_recv is longer": (0, int32(4, 4, 4), "num_recv_tokens of plan 0 has shape [3]"),
         "num_recv is of floats": (
             0,
             array_of(np.float32, [4, 4]),
-            "num_recv of plan 0 has no integers",
+            "num_recv_tokens of plan 0 has no integers",
         ),
-        "num_recv is of int8": (0, array_of(np.int8, [4, 4]), "num_recv of plan 0 has no integers"),
+        "num_recv is of int8": (
+            0,
+            array_of(np.int8, [4, 4]),
+            "num_recv_tokens of plan 0 has no int",
+        ),
         "num_recv has more views": (
             0,
             array_of(np.int32, [[4, 4]] * 2),
-            "num_recv of plan 0 has shape [2, 2",
+            "num_recv_tokens of plan 0 has shape [2, 2",
         ),
         "num_recv alone has views": (
             0,

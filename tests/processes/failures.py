@@ -45,8 +45,8 @@ TOLD = {
     "version": r"Expected rank {rank} in: dispatch .*"
     r"Seen: it came to another call: dispatch of .*; 16 tokens",
     "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
-    "batch": r"rank {rank} of process {process} follows the plan with checksum \S+, "
-    r"rank 0 of process 0 another one",
+    "batch": r"rank {rank} of process {process} follows the plan with checksum \S+ but "
+    r"rank 0 of process 0 follows another one",
     "stop": r"(\[{rank}\] of process {process} \(pid {pid}, stopped\))|"
     r"(process {process} \(pid {pid}, stopped\) the rows of ranks \[{rank}\])",
     "kill": r"expected ranks \[{rank}\] of process {process} \(pid {pid}\), seen: it has ended",
