@@ -4,6 +4,7 @@ Uses four virtual CPU devices, or four GPUs with JAX_PLATFORMS=cuda (not tried y
 device with `shard_map` and with global arrays. Pass a folder for a trace and a picture.
 """
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -107,7 +108,8 @@ def main(folder: pathlib.Path) -> None:
         print(*(f"{1e3 * seconds:.2f}" for seconds in times))
     assert len(profiles["ring"].spans) == 4 * (4 + 3 + 4 + 3 + 1)  # GEMMs, sends; a sum
     profiles["ring"].write_trace(folder / "trace.json")
-    plot_overlap(profiles, folder / "overlap.svg")
+    if importlib.util.find_spec("matplotlib"):
+        plot_overlap(profiles, folder / "overlap.svg")
     cpd.buffers.destroy_comm_overlap_buffer(buffer)
 
     # 4. Predicted (not measured) times on linked hardware.

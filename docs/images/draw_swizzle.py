@@ -6,12 +6,10 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch.plots.svg import LINE, color, document, text
+from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
 from jax_cp_dispatch.scaling import swizzle_scales
 
 ROWS, BLOCKS, BAND = 128, 4, 32  # of a tile; rows of one colour
-CELL, TALL = 26, 9  # pixels of a scale, left and right
-LEFT, RIGHT, TOP = 92, 330, 64
 SHADES = 0.35, 0.55, 0.75, 0.95  # of the four blocks
 
 
@@ -24,45 +22,27 @@ def order() -> np.ndarray:
 
 
 def draw(folder: pathlib.Path) -> None:
-    body = [
-        text(8, 24, "scales of a tile: 128 rows of 4 blocks"),
-        text(RIGHT, 24, "the same 512 bytes in memory, 16 in a line"),
-        text(LEFT, 46, "block 0 … 3", font_size="11"),
-        text(RIGHT, 46, "offset = row % 32 · 16 + row // 32 · 4 + block", font_size="11"),
-    ]
-    height = ROWS // BAND * 8 * TALL
-    for row in range(ROWS):  # eight rows are drawn as one
-        if row % 4:
-            continue
-        for block in range(BLOCKS):
-            y = TOP + row * TALL / 4
-            body.append(_cell(LEFT + block * CELL, y, CELL, TALL, row * BLOCKS + block))
-    for band in range(ROWS // BAND):
-        y = TOP + (band + 0.5) * BAND * TALL / 4 + 4
-        rows = f"rows {band * BAND}–{band * BAND + BAND - 1}"
-        body.append(text(8, y, rows, font_size="11"))
-    tall = height / BAND
-    for offset, scale in enumerate(order()):
-        line, place = divmod(offset, 16)
-        body.append(_cell(RIGHT + place * CELL, TOP + line * tall, CELL, tall, int(scale)))
-    for line in (0, 8, 16, 24, BAND - 1):
-        y = TOP + (line + 0.5) * tall + 4
-        body.append(text(RIGHT + 16 * CELL + 6, y, f"offset {16 * line}", font_size="11"))
-    for band in range(ROWS // BAND):
-        x, y = RIGHT + (band + 0.5) * 4 * CELL, TOP + height + 16
-        label = f"row {BAND * band} + line"
-        body.append(text(x, y, label, font_size="11", text_anchor="middle"))
-    size = RIGHT + 16 * CELL + 90, TOP + height + 30
-    picture = document(*size, "The order in which tensor cores read MXFP8 scales", body)
-    (folder / "swizzle.svg").write_text(picture)
+    figure = figure_class("draw_swizzle")(figsize=(9, 4), layout="constrained")
+    tile, memory = figure.subplots(1, 2, width_ratios=(1, 3))
+    scales = np.arange(ROWS * BLOCKS).reshape(ROWS, BLOCKS)
+    tile.set_title("scales of a tile: 128 rows of 4 blocks", fontsize=9)
+    tile.imshow(colors(scales), aspect="auto", extent=(-0.5, BLOCKS - 0.5, ROWS, 0))
+    tile.set(xlabel="block", ylabel="row", xticks=range(BLOCKS), yticks=range(0, ROWS + 1, BAND))
+    tile.grid(color=LINE, linewidth=0.5)
+    memory.set_title("the same 512 bytes in memory, 16 in a line", fontsize=9)
+    memory.imshow(colors(order().reshape(BAND, 16)), aspect="auto", extent=(0, 16, BAND, 0))
+    memory.set(xlabel="offset = row % 32 · 16 + row // 32 · 4 + block", ylabel="line")
+    bands = range(ROWS // BAND)
+    memory.set_xticks([4 * x + 2 for x in bands], [f"row {BAND * x} + line" for x in bands])
+    save(figure, folder / "swizzle.svg")
 
 
-def _cell(x: float, y: float, width: float, height: float, scale: int) -> str:
-    """A scale: coloured by its band of rows, darker by its block."""
-    row, block = divmod(scale, BLOCKS)
-    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    fill = f'fill="{color(row // BAND)}" fill-opacity="{SHADES[block]}"'
-    return f'<rect {place} {fill} stroke="{LINE}" stroke-width="0.5"/>'
+def colors(scales: np.ndarray) -> np.ndarray:
+    """RGBA of scales: coloured by the band of rows, darker by the block."""
+    row, block = np.divmod(scales, BLOCKS)
+    rgb = np.array([[int(color(x)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+                    for x in range(ROWS // BAND)])  # fmt: skip
+    return np.concatenate([rgb[row // BAND], np.array(SHADES)[block][..., None]], -1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_cp_dispatch.bench_command.ranks import Row
-from jax_cp_dispatch.plots.plan import figure_class
+from jax_cp_dispatch.plots.figure import figure_class
 
 _RATIOS = {"of_limit": "fraction of the limit", "speedup": "times as fast as the alternative"}
 

@@ -5,7 +5,7 @@ import pathlib
 import sysconfig
 
 from jax_cp_dispatch._command import MOST_DEVICES, InputError, check_number
-from jax_cp_dispatch.plots.plan import figure_class
+from jax_cp_dispatch.plots.figure import figure_class
 
 _MOST_TOKENS = 2**24  # the sequence is in the memory of this machine several times
 
@@ -22,18 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pattern",
         default=None,
         help="which files (default: *.py; if a folder is given, all of its files)",
-    )
-    parser.add_argument(
-        "--long-documents",
-        choices=("span", "cut"),
-        default="span",
-        help="let documents longer than a rank span ranks (default), or cut them",
-    )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        default=None,
-        help="maximum tokens of a document; longer ones are cut (default: a quarter of all)",
     )
     parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices (default 8)")
     parser.add_argument("--tokens-per-rank", type=int, default=4096, help="default 4096")
@@ -53,7 +41,6 @@ def check_arguments(arguments: argparse.Namespace, pattern: str) -> None:
     check_number("--ranks", arguments.ranks, least=1, most=MOST_DEVICES)
     most = _MOST_TOKENS // arguments.ranks
     check_number("--tokens-per-rank", arguments.tokens_per_rank, least=1, most=most)
-    check_number("--longest", arguments.longest, least=1, most=_MOST_TOKENS)
     check_number("--seed", arguments.seed, least=0, most=2**63 - 1)
     try:
         next(arguments.folder.rglob(pattern), None)

@@ -13,7 +13,7 @@ from jax_cp_dispatch.attention import (
     local_attention,
     local_attention_backward,
 )
-from jax_cp_dispatch.demo.documents import PackedDocuments
+from jax_cp_dispatch.demo.packing import PackedDocuments
 from jax_cp_dispatch.planner import AttentionPlan
 
 AXIS = "cp"

@@ -4,7 +4,7 @@ import statistics
 from functools import partial
 
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
-from jax_cp_dispatch.demo.documents import PackedDocuments
+from jax_cp_dispatch.demo.packing import PackedDocuments
 from jax_cp_dispatch.demo.programs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from jax_cp_dispatch.planner import AttentionPlan
 

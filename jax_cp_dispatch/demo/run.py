@@ -16,8 +16,7 @@ from jax_cp_dispatch._command import InputError, end_command
 from jax_cp_dispatch._progress import Progress
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.demo.arguments import check_arguments
-from jax_cp_dispatch.demo.dense import dense_attention
-from jax_cp_dispatch.demo.documents import PackedDocuments, pack_documents, read_documents
+from jax_cp_dispatch.demo.packing import pack_documents, read_documents
 from jax_cp_dispatch.demo.programs import (
     AXIS,
     attention_alone,
@@ -26,6 +25,7 @@ from jax_cp_dispatch.demo.programs import (
     movement_alone,
     random_received_rows,
 )
+from jax_cp_dispatch.demo.reference import largest_difference
 from jax_cp_dispatch.demo.report import report
 from jax_cp_dispatch.planner import AttentionPlan, plan_attention
 from jax_cp_dispatch.plots import plot_plan
@@ -43,26 +43,6 @@ def median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 5) -
     return statistics.median(times[1:])
 
 
-def largest_difference(
-    packed: PackedDocuments, operands: Any, results: Any, show: Callable[[float], None]
-) -> dict[str, float]:
-    """Returns the largest difference from dense attention, relative to the largest entry."""
-    q, k, v, dout = (x[0] for x in operands)
-    expected = [np.zeros(x.shape[1:]) for x in results]
-    pairs = np.array([(stop - start) ** 2 for _, start, stop in packed.spans], float)
-    for index, (_, start, stop) in enumerate(packed.spans):
-        rows = slice(start, stop)
-        for whole, part in zip(
-            expected, dense_attention(q[rows], k[rows], v[rows], dout[rows]), strict=True
-        ):
-            whole[rows] = part
-        show(pairs[: index + 1].sum() / pairs.sum())
-    return {
-        name: float(np.abs(got[0] - want).max() / np.abs(want).max())
-        for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
-    }
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Runs the demonstration; returns the exit status: 0, 1 if a result is wrong, 2 if an argument
     is not usable."""
@@ -78,15 +58,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     check_arguments(arguments, pattern)
     num_tokens = arguments.ranks * arguments.tokens_per_rank
-    longest = max(1, num_tokens // 4) if arguments.longest is None else arguments.longest
     start_cpu_devices(arguments.ranks)
     with progress.step(f"reading {folder}"):
         packed = pack_documents(
             read_documents(folder, pattern=pattern, seed=arguments.seed),
-            num_ranks=arguments.ranks,
-            tokens_per_rank=arguments.tokens_per_rank,
-            long_documents=arguments.long_documents,
-            longest=longest,
+            num_tokens=num_tokens,
+            longest=max(1, num_tokens // 4),
         )
     if not packed.spans:
         raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")

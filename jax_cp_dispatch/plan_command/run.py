@@ -15,7 +15,7 @@ from jax_cp_dispatch.plan_command.compare import Comparison, compare
 from jax_cp_dispatch.plan_command.lengths import read_lengths
 from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
-from jax_cp_dispatch.plots.plan import figure_class
+from jax_cp_dispatch.plots.figure import figure_class
 
 _MOST_RANKS = 2**14  # these counts then take some gigabytes
 # With these, costs and counts stay below 2**63.

@@ -8,6 +8,7 @@ import numpy as np
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, Placement
+from jax_cp_dispatch.plots.figure import figure_class, save
 
 _BEFORE, _AFTER = "#9aa5b1", "#1f77b4"
 
@@ -50,18 +51,7 @@ def plot_plan(
     for axes, (what, rows) in zip(others, sent.items(), strict=True):
         _draw_traffic(figure, axes, what, rows)
     figure.legend(loc="outside lower left", ncols=2)
-    figure.savefig(path, dpi=120)
-
-
-def figure_class(op: str) -> Any:
-    """Returns matplotlib's `Figure`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"{op}: needs matplotlib. Run `pip install 'jax_cp_dispatch[plots]'`."
-        ) from error
-    return Figure
+    save(figure, path)
 
 
 def _draw_work(axes: Any, pairs: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Draws causal attention step by step: which rank attends to which keys, and when."""
 
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_layout,
 )
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
-from jax_cp_dispatch.plots.svg import LINE, color, document, text
+from jax_cp_dispatch.plots.figure import LINE, color, figure_class, save
 
-# Pixels.
-_GRID, _GAP, _LEFT, _TOP, _TITLE, _BAR = 150, 22, 26, 30, 24, 7
+_BAR = 0.05  # height of a bar, of the side of the triangle
 
 # A rectangle of the causal triangle: first key, keys, first query, queries.
 _Rectangle = tuple[int, int, int, int]
@@ -31,8 +29,9 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
 
     Args:
       num_ranks: at least 2.
-      path: of the SVG file to write.
+      path: the file to write; its suffix selects the format.
     Raises:
+      ImportError: matplotlib is not installed.
       ValueError: there are fewer ranks.
     """
     if num_ranks < 2:
@@ -47,22 +46,21 @@ def plot_schedules(num_ranks: int, path: str | os.PathLike) -> None:
         ("zigzag ring", zigzag(num_ranks, num_tokens), ring),
         (f"Hamilton, {hamilton.num_chunks} chunks", zigzag(num_ranks, num_tokens), hamilton),
     ]
-    total = num_ranks * num_tokens
-    body = [
-        f'<clipPath id="past"><path d="M0 0L{total} {total}L0 {total}z"/></clipPath>',
-        *(
-            text(_LEFT + step * (_GRID + _GAP), _TOP - 12, f"step {step}")
-            for step in range(num_ranks)
-        ),
-    ]
-    height = _TITLE + _GRID + (num_ranks + 2) * _BAR + 8
-    for number, (title, layout, schedule) in enumerate(algorithms):
-        body += _algorithm(title, layout, schedule, _TOP + number * height)
-    size = _LEFT + num_ranks * (_GRID + _GAP), _TOP + len(algorithms) * height
-    pathlib.Path(path).write_text(document(*size, "Causal attention step by step", body))
+    size = 1.6 * num_ranks, len(algorithms) * (2.0 + 0.08 * num_ranks)
+    figure = figure_class("plot_schedules")(figsize=size)
+    panels = figure.subplots(len(algorithms), num_ranks, squeeze=False)
+    figure.subplots_adjust(0.04, 0.05, 0.99, 0.95, wspace=0.1, hspace=0.15)  # wide titles overlap
+    for line, (title, layout, schedule) in zip(panels, algorithms, strict=True):
+        _draw_algorithm(line, title, layout, schedule)
+    for step, axes in enumerate(panels[0]):
+        axes.annotate(f"step {step}", (0.98, 0.98), xycoords="axes fraction", ha="right", va="top",
+                      fontsize=8)  # fmt: skip
+    panels[0, 0].set_ylabel("queries", fontsize=8)
+    panels[0, 0].set_xlabel("keys; work of ranks", fontsize=8)
+    save(figure, path)
 
 
-def _algorithm(title: str, layout: SequenceLayout, schedule: Any, top: int | float) -> list[str]:
+def _draw_algorithm(line: Any, title: str, layout: SequenceLayout, schedule: Any) -> None:
     n = layout.num_ranks
     steps = [[_attended(layout, schedule, rank, step) for rank in range(n)] for step in range(n)]
     work = np.array([[sum(map(_pairs, rectangles)) for rectangles in ranks] for ranks in steps])
@@ -70,20 +68,10 @@ def _algorithm(title: str, layout: SequenceLayout, schedule: Any, top: int | flo
     summary = (
         f"query-key pairs of the slowest ranks of all steps: {slowest}; of a mean rank: {mean:g}"
     )
-    parts = [text(_LEFT, top + 14, f'<tspan font-weight="bold">{title}</tspan>: {summary}')]
-    top += _TITLE
-    middle = top + _GRID / 2
-    turned = {"transform": f"rotate(-90 {_LEFT - 8} {middle:g})", "text_anchor": "middle"}
-    parts.append(text(_LEFT - 8, middle, "queries", font_size="11", **turned))
-    for step, ranks in enumerate(steps):
-        left = _LEFT + step * (_GRID + _GAP)
-        parts += _grid(layout, ranks, left, top)
-        if step == 0:
-            place = {"font_size": "11", "text_anchor": "end"}
-            parts.append(text(left + _GRID, top + 12, "keys →", **place))
-        most = (layout.num_tokens / n) ** 2  # all queries of a rank with all keys of another
-        parts += _bars(work[step] * _GRID / most, left, top + _GRID + _BAR)
-    return parts
+    line[0].set_title(f"{title}: {summary}", loc="left", fontsize=9)
+    most = (layout.num_tokens / n) ** 2  # all queries of a rank with all keys of another
+    for axes, ranks, pairs in zip(line, steps, work, strict=True):
+        _draw_step(axes, layout, ranks, pairs / most)
 
 
 def _attended(layout: SequenceLayout, schedule: Any, rank: int, step: int) -> list[_Rectangle]:
@@ -103,23 +91,24 @@ def _pairs(rectangle: _Rectangle) -> int:
     return int(np.clip(np.arange(query, query + queries) + 1 - key, 0, keys).sum())
 
 
-def _grid(
-    layout: SequenceLayout, ranks: list[list[_Rectangle]], left: int | float, top: int | float
-):
+def _draw_step(
+    axes: Any, layout: SequenceLayout, ranks: list[list[_Rectangle]], work: np.ndarray
+) -> None:
+    """Draws the computed part of the triangle in the colours of the ranks, and their work."""
+    from matplotlib.patches import Polygon, Rectangle
+
     total, block = layout.num_tokens, layout.block_rows
-    scale = f"translate({left:g} {top:g}) scale({_GRID / total:g})"
-    lines = "".join(f"M0 {at}H{at}M{at} {at}V{total}" for at in range(block, total, block))
-    parts = [f'<g transform="{scale}">', '<g clip-path="url(#past)">']
+    corners = [(0, 0), (total, total), (0, total)]
+    past = axes.add_patch(Polygon(corners, fill=False, edgecolor=LINE))
+    for at in range(block, total, block):
+        axes.plot([0, at, at], [at, at, total], color=LINE, linewidth=0.5)
     for rank, rectangles in enumerate(ranks):
-        shapes = (f"M{k} {q}h{ks}v{qs}h-{ks}z" for k, ks, q, qs in rectangles)
-        parts.append(f'<path d="{"".join(shapes)}" fill="{color(rank)}"/>')
-    outline = f'd="M0 0L{total} {total}H0z{lines}" fill="none" stroke="{LINE}"'
-    return [*parts, "</g>", f'<path {outline} stroke-width="{0.5 * total / _GRID:g}"/>', "</g>"]
-
-
-def _bars(widths: np.ndarray, left: int | float, top: int | float) -> list[str]:
-    return [
-        f'<rect x="{left:g}" y="{top + rank * _BAR:g}" width="{width:.4g}" height="{_BAR - 1}" '
-        f'fill="{color(rank)}"/>'
-        for rank, width in enumerate(widths)
-    ]
+        for key, keys, query, queries in rectangles:
+            part = Rectangle((key, query), keys, queries, facecolor=color(rank))
+            axes.add_patch(part).set_clip_path(past)
+        place = total * (1 + _BAR * (rank + 1.5))
+        axes.barh(place, total * work[rank], 0.8 * _BAR * total, color=color(rank))
+    bottom = total * (1 + _BAR * (len(ranks) + 1.5))
+    axes.set(xlim=(0, total), ylim=(bottom, 0), aspect="equal", xticks=[], yticks=[])
+    for side in axes.spines.values():
+        side.set_visible(False)

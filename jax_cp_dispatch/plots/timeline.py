@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from jax_cp_dispatch.cost import StepCost
-from jax_cp_dispatch.plots.plan import figure_class
+from jax_cp_dispatch.plots.figure import color, figure_class, save
 
-_LANES = {"compute": "#1f77b4", "communication": "#ff7f0e"}
+_LANES = "compute", "communication"
 
 
 def plot_timeline(steps: Mapping[str, Sequence[StepCost]], path: str | pathlib.Path) -> None:
@@ -32,18 +32,18 @@ def plot_timeline(steps: Mapping[str, Sequence[StepCost]], path: str | pathlib.P
     for place, costs in enumerate(steps.values()):
         ends = np.cumsum([max(x.compute, x.communication) for x in costs])
         starts = np.concatenate([[0.0], ends[:-1]])
-        for lane, (kind, color) in enumerate(_LANES.items()):
+        for lane, kind in enumerate(_LANES):
             spans = [
                 (1e3 * start, 1e3 * seconds)
                 for start, cost in zip(starts, costs, strict=True)
                 if (seconds := getattr(cost, kind)) > 0
             ]
             axes.broken_barh(
-                spans, (place + 0.4 * (lane - 1), 0.36), facecolors=color, edgecolor="white",
-                linewidth=0.3, label=None if place else kind,
+                spans, (place + 0.4 * (lane - 1), 0.36), facecolors=color(lane),
+                edgecolor="white", linewidth=0.3, label=None if place else kind,
             )  # fmt: skip
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
     axes.set(title="predicted steps of one layer", xlabel="ms", xlim=(0, None))
     figure.legend(loc="outside upper right", ncols=2)
-    figure.savefig(path, dpi=120)
+    save(figure, path)

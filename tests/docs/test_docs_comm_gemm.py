@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from pictures import texts
 
 import jax_cp_dispatch as cpd
 
@@ -58,8 +59,7 @@ def drawing_script():
 
 def test_picture_matches_the_script(tmp_path):
     drawing_script().draw(tmp_path)
-    drawn = (tmp_path / "overlap.svg").read_text()
-    assert drawn == (ROOT / "docs" / "images" / "overlap.svg").read_text()
+    assert texts(tmp_path / "overlap.svg") == texts(ROOT / "docs" / "images" / "overlap.svg")
 
 
 def test_picture_follows_the_cost_model():

@@ -9,8 +9,8 @@ import pytest
 from attention_oracle import attention, attention_gradients
 
 from jax_cp_dispatch.__main__ import main as command
-from jax_cp_dispatch.demo.dense import dense_attention
-from jax_cp_dispatch.demo.documents import Document, pack_documents, read_documents
+from jax_cp_dispatch.demo.packing import Document, pack_documents, read_documents
+from jax_cp_dispatch.demo.reference import largest_difference
 
 pytestmark = pytest.mark.usefixtures("environment_of_a_user")
 
@@ -37,10 +37,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("long_documents", ["span", "cut"])
-def test_demo_is_right(folder, tmp_path_factory, long_documents):
+def test_demo_is_right(folder, tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
-    options = ("--tokens-per-rank", 1024, "--ranks", 4, "--long-documents", long_documents)
+    options = ("--tokens-per-rank", 1024, "--ranks", 4)
     done = run_demo(folder, *options, "--picture", "picture.png", cwd=work)
     assert done.returncode == 0, done.stderr
     for words in (
@@ -69,7 +68,7 @@ def test_missing_folder(tmp_path):
 @pytest.mark.parametrize(
     "option, value, message",
     [
-        *((option, 0, f"{option} is 0; pass 1 to ") for option in ("--ranks", "--longest")),
+        ("--ranks", 0, "--ranks is 0; pass 1 to "),
         ("--ranks", 10**23, "--ranks is 100000000000000000000000; pass 1 to 1024."),
         ("--tokens-per-rank", 10**15, "--tokens-per-rank is 1000000000000000; pass 1 to 2097152."),
         ("--seed", -1, "--seed is -1; pass 0 to "),
@@ -105,45 +104,35 @@ def documents(*lengths):
     return iter(Document(str(n), np.full(n, n % 256, np.uint8)) for n in lengths)
 
 
-def test_packing_across_ranks_cuts_only_the_last_document():
-    packed = pack_documents(
-        documents(50, 30, 90), num_ranks=4, tokens_per_rank=30, long_documents="span"
-    )
-    assert packed.spans == (("50", 0, 50), ("30", 50, 80), ("90", 80, 120))
-    np.testing.assert_array_equal(packed.segment_ids[0], np.repeat([1, 2, 3], [50, 30, 40]))
-    np.testing.assert_array_equal(packed.positions[0, 48:52], [48, 49, 0, 1])
+def test_packing_cuts_the_last_document_and_long_ones():
+    packed = pack_documents(documents(50, 30, 90), num_tokens=120, longest=45)
+    assert packed.spans == (("50", 0, 45), ("30", 45, 75), ("90", 75, 120))
+    np.testing.assert_array_equal(packed.segment_ids[0], np.repeat([1, 2, 3], [45, 30, 45]))
+    np.testing.assert_array_equal(packed.positions[0, 43:47], [43, 44, 0, 1])
+    assert (packed.tokens[0, 45:75] == 30).all()
 
 
-def test_packing_within_ranks_cuts_long_documents_and_pads():
-    packed = pack_documents(
-        documents(50, 20, 25, 10), num_ranks=3, tokens_per_rank=30, long_documents="cut"
-    )
-    assert packed.spans == (("50", 0, 30), ("20", 30, 50), ("10", 50, 60), ("25", 60, 85))
-    assert (packed.segment_ids[0, 85:] == 0).all()
+def test_packing_pads_if_documents_are_few():
+    packed = pack_documents(documents(5, 2), num_tokens=10, longest=10)
+    assert packed.spans == (("5", 0, 5), ("2", 5, 7))
+    assert (packed.segment_ids[0, 7:] == 0).all()
 
 
-def test_packing_cuts_documents_to_the_longest():
-    packed = pack_documents(
-        documents(50, 9, 30), num_ranks=2, tokens_per_rank=30, long_documents="span", longest=20
-    )
-    assert packed.spans == (("50", 0, 20), ("9", 20, 29), ("30", 29, 49))
-
-
-def test_unknown_packing_is_rejected():
-    with pytest.raises(ValueError, match="long_documents is 'bend'; needs span or cut"):
-        pack_documents(documents(5), num_ranks=1, tokens_per_rank=8, long_documents="bend")
-
-
-def test_the_reference_of_the_demo_agrees_with_the_oracle_of_the_tests():
+def test_a_wrong_result_is_noticed():
+    """Differences are relative to the largest entry; `jax.nn` itself is held to the oracle."""
+    packed = pack_documents(documents(300, 40), num_tokens=345, longest=345)
     rng = np.random.default_rng(0)
-    T, N, K, H = 300, 4, 2, 8
-    q, k, v, g = (rng.normal(size=(T, n, H)) for n in (N, K, K, N))
-    ranges = np.zeros((1, T), int), np.arange(1, T + 1)[None]
-    out, lse = attention(q[None], k[None], v[None], *ranges)
-    cotangents = g[None], np.zeros(lse.shape)
-    want = (out, *attention_gradients(q[None], k[None], v[None], *ranges, *cotangents))
-    for x, y in zip(dense_attention(q, k, v, g), want, strict=True):
-        np.testing.assert_allclose(x, y[0], rtol=1e-10, atol=1e-10)
+    operands = [rng.normal(size=(1, 345, n, 8)).astype(np.float32) for n in (4, 2, 2, 4)]
+    length = np.repeat([0, 300, 340], [300, 40, 5])  # where the document begins
+    ranges = length[None], np.where(np.arange(345) < 340, np.arange(1, 346), 340)[None]
+    wide = [x.astype(np.float64) for x in operands]
+    out, lse = attention(*wide[:3], *ranges)
+    gradients = attention_gradients(*wide[:3], *ranges, wide[3], np.zeros(lse.shape))
+    right = [out, *gradients]
+    assert max(largest_difference(packed, operands, right, lambda _: None).values()) < 1e-5
+    right[2][0, 7] *= 1.01
+    wrong = largest_difference(packed, operands, right, lambda _: None)
+    assert wrong["dk"] > 1e-4 and max(wrong["out"], wrong["dq"], wrong["dv"]) < 1e-5
 
 
 def test_default_folder_is_the_standard_library():
