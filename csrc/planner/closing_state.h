@@ -73,11 +73,7 @@ class ClosingState {
     return Scaled(limit_, (*concessions_)[item.document].work_permille);
   }
 
-  // Rows that a rank receives for this piece alone, its own included.
-  int64_t Rows(const Piece& piece) const {
-    return problem_.pairs.LastKey(piece.end, problem_.lengths[piece.document]) -
-           problem_.pairs.FirstKey(piece.start);
-  }
+  int64_t Rows(const Piece& piece) const { return problem_.Rows(piece); }
 
   // Tokens that a slice, or a reserved document, must save. This and the next vary from rank to
   // rank with a seed: 0, 1, 4 or 16 times the given value.

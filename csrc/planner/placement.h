@@ -37,6 +37,10 @@ struct PlacementProblem {
   int64_t Work(const Piece& piece) const {
     return pairs(piece.start, piece.end, lengths[piece.document]);
   }
+  // Rows that a rank receives for this piece alone, its own included.
+  int64_t Rows(const Piece& piece) const {
+    return pairs.LastKey(piece.end, lengths[piece.document]) - pairs.FirstKey(piece.start);
+  }
   bool HasCapacity() const { return max_received < kNoLimit; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };
