@@ -166,8 +166,7 @@ class ClosingState {
   const Closing closing_;
   std::vector<Concession>* concessions_;
   int64_t tokens_per_rank_;
-  int64_t limit_ = 0;        // work of the rank being closed
-  bool is_aligned_ = false;  // whether documents may be cut at multiples of a block alone
+  int64_t limit_ = 0;  // work of the rank being closed
   ItemPool pool_;
   std::vector<Piece> reserve_;
   int64_t padding_ = 0, work_left_ = 0, ranks_left_ = 0;
