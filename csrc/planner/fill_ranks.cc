@@ -41,28 +41,25 @@ class Filler {
       }
       if (givers.empty() || taker_ < 0) return num_considered_;
       room_ = shares_.Limit(taker_) - shares_.WorkOf(taker_);
-      best_.document = -1;
+      best_ = {};
       for (int32_t giver : givers) {
         const int32_t size = problem_.ranks_per_node;
         if (!filling_.inside_nodes || giver / size == taker_ / size) ConsiderRank(giver);
       }
-      if (best_.document < 0) {
+      if (best_.part.document < 0) {
         is_full[taker_] = true;
       } else {
-        shares_.Give(best_.document, best_.start, best_.end, best_.giver, taker_);
+        shares_.Give(best_.part, taker_);
       }
     }
   }
 
  private:
-  // Queries [start, end) for the taker; `gain` work per `cost`.
+  // A part of a share for the taker; `gain` work per `cost`.
   struct Candidate {
     int128_t gain = 0;
     int64_t cost = 1;
-    int32_t document = -1;
-    int32_t giver = -1;
-    int64_t start = 0;
-    int64_t end = 0;
+    Share part{0, 0, 0, 0, -1};  // none
   };
 
   // What taker and giver compute of one document, and what their keys cost, if a query attends to
@@ -84,7 +81,8 @@ class Filler {
       // No query that leaves its home has more work per byte than this.
       const int128_t gain =
           int128_t{problem_.lengths[document]} * (1000 + filling_.noise_per_mille);
-      if (best_.document >= 0 && gain * best_.cost <= best_.gain * problem_.query_cost) break;
+      const bool is_found = best_.part.document >= 0;
+      if (is_found && gain * best_.cost <= best_.gain * problem_.query_cost) break;
       ConsiderDocument(document, giver);
     }
   }
@@ -102,13 +100,13 @@ class Filler {
     held.giver_keys = shares_.KeysCost(document, giver, 0, held.giver_end);
     num_considered_ += static_cast<int64_t>(shares_.Of(document).size()) / 4;
     for (const Share& share : shares_.Of(document)) {
-      if (share.rank == giver) ConsiderShare(document, share, held);
+      if (share.rank == giver) ConsiderShare(share, held);
     }
   }
 
-  void ConsiderShare(int32_t document, const Share& share, const Held& held) {
+  void ConsiderShare(const Share& share, const Held& held) {
     const int64_t work = shares_.Work(share.start, share.end);
-    if (work <= room_) Consider(document, share, held, share.start, share.end);
+    if (work <= room_) Consider(share, share, held);
     const int64_t wanted = std::min(surplus_, room_);
     if (work <= wanted) return;
     // Ends of the part: the last query; the first that leaves the head; where the taker has keys;
@@ -126,7 +124,7 @@ class Filler {
       if (start - share.start < filling_.min_queries && shares_.Work(share.start, end) <= room_) {
         start = share.start;
       }
-      Consider(document, share, held, start, end);
+      Consider(share.Cut(start, end), share, held);
     }
   }
 
@@ -158,37 +156,35 @@ class Filler {
     return low;
   }
 
-  void Consider(int32_t document, const Share& share, const Held& held, int64_t start,
-                int64_t end) {
-    const int64_t work = shares_.Work(start, end);
+  void Consider(const Share& part, const Share& share, const Held& held) {
+    const int64_t work = shares_.Work(part.start, part.end);
     if (work > room_ || work <= 0) return;
     ++num_considered_;
-    if (!shares_.IsAllowed(document, share, start, end, taker_)) return;
-    const int64_t cost = problem_.pairs.IsUnlimited()
-                             ? CostChange(document, share, held, start, end)
-                             : shares_.CostChange(document, share, start, end, taker_);
+    if (!shares_.IsAllowed(part, taker_)) return;
+    const int64_t cost = problem_.pairs.IsUnlimited() ? CostChange(part, share, held)
+                                                      : shares_.CostChange(part, taker_);
     int128_t gain = std::min(work, surplus_);
     if (cost <= 0) gain *= (1 - cost) * int128_t{1'000'000};  // before all that cost something
     int64_t divisor = std::max<int64_t>(1, cost);
-    if (filling_.longest_first && end == share.end && surplus_ > room_ && work >= room_ / 10 * 9) {
-      gain = int128_t{end} << 40;  // before all others
+    const bool is_last = part.end == share.end;
+    if (filling_.longest_first && is_last && surplus_ > room_ && work >= room_ / 10 * 9) {
+      gain = int128_t{part.end} << 40;  // before all others
       divisor = 1;
     }
     gain *= random_.Around1000(filling_.noise_per_mille);
-    if (best_.document >= 0 && gain * best_.cost <= best_.gain * divisor) return;
-    best_ = {gain, divisor, document, share.rank, start, end};
+    if (best_.part.document >= 0 && gain * best_.cost <= best_.gain * divisor) return;
+    best_ = {gain, divisor, part};
   }
 
-  int64_t CostChange(int32_t document, const Share& share, const Held& held, int64_t start,
-                     int64_t end) const {
-    int64_t change = (end - start) * (shares_.QueryCost(share.home, taker_) -
-                                      shares_.QueryCost(share.home, share.rank));
-    if (end > held.taker_end) {
-      change += shares_.KeysCost(document, taker_, 0, end) - held.taker_keys;
+  int64_t CostChange(const Share& part, const Share& share, const Held& held) const {
+    int64_t change = part.num_queries() * (shares_.QueryCost(part.home, taker_) -
+                                           shares_.QueryCost(part.home, part.rank));
+    if (part.end > held.taker_end) {
+      change += shares_.KeysCost(part.document, taker_, 0, part.end) - held.taker_keys;
     }
-    if (end == held.giver_end) {
-      const int64_t left = start > share.start ? start : held.giver_second_end;
-      change += shares_.KeysCost(document, share.rank, 0, left) - held.giver_keys;
+    if (part.end == held.giver_end) {
+      const int64_t left = part.start > share.start ? part.start : held.giver_second_end;
+      change += shares_.KeysCost(part.document, part.rank, 0, left) - held.giver_keys;
     }
     return change;
   }

@@ -37,58 +37,54 @@ class Relief {
   bool Relieve(int32_t rank) {
     giver_ = rank;
     overflow_ = shares_.Overflow(rank, reserve_);
-    best_.document = -1;
+    best_ = {};
     if (overflow_ == 0) return false;
     FindRoom();
     for (int32_t document : shares_.Guests(rank)) ConsiderDocument(document);
     for (int32_t document : shares_.HomeDocuments(rank)) ConsiderDocument(document);
-    if (best_.document < 0) return false;
-    shares_.Give(best_.document, best_.start, best_.end, rank, best_.taker);
+    if (best_.taker < 0) return false;
+    shares_.Give(best_.part, best_.taker);
     return true;
   }
 
  private:
-  // Queries [start, end) for `taker`; `gain` rows per `cost`.
-  struct Part {
+  // A part of a share for `taker`; `gain` rows per `cost`.
+  struct Candidate {
     Product gain = 0;
     Product cost = 1;
-    int32_t document = -1;
     int32_t taker = -1;
-    int64_t start = 0;
-    int64_t end = 0;
+    Share part;
   };
 
   void ConsiderDocument(int32_t document) {
     for (const Share& share : shares_.Of(document)) {
       if (share.rank != giver_) continue;
-      Consider(document, share, share.start, share.end);
+      Consider(share);
       if (share.num_queries() <= overflow_) continue;
-      Consider(document, share, share.end - overflow_, share.end);
-      Consider(document, share, share.start, share.start + overflow_);
+      Consider(share.Cut(share.end - overflow_, share.end));
+      Consider(share.Cut(share.start, share.start + overflow_));
     }
   }
 
-  void Consider(int32_t document, const Share& share, int64_t start, int64_t end) {
-    const int64_t left = shares_.OverflowIf(document, share, start, end, giver_, -1, reserve_);
-    const int64_t gain = overflow_ - left;
+  void Consider(const Share& part) {
+    const int64_t gain = overflow_ - shares_.OverflowIf(part, giver_, -1, reserve_);
     if (gain <= 0) return;
-    for (const Share& other : shares_.Of(document)) {
-      Consider(document, share, start, end, gain, other.rank);
-      Consider(document, share, start, end, gain, other.home);
+    for (const Share& other : shares_.Of(part.document)) {
+      Consider(part, gain, other.rank);
+      Consider(part, gain, other.home);
     }
-    for (int32_t taker : with_room_) Consider(document, share, start, end, gain, taker);
+    for (int32_t taker : with_room_) Consider(part, gain, taker);
   }
 
-  void Consider(int32_t document, const Share& share, int64_t start, int64_t end, int64_t gain,
-                int32_t taker) {
+  void Consider(const Share& part, int64_t gain, int32_t taker) {
     ++num_considered_;
-    if (taker == giver_ || !shares_.IsAllowed(document, share, start, end, taker)) return;
-    const int64_t work = shares_.Work(start, end);
-    Product cost = std::max<int64_t>(1, shares_.CostChange(document, share, start, end, taker));
+    if (taker == giver_ || !shares_.IsAllowed(part, taker)) return;
+    const int64_t work = shares_.Work(part.start, part.end);
+    Product cost = std::max<int64_t>(1, shares_.CostChange(part, taker));
     if (shares_.WorkOf(taker) + work > shares_.Limit(taker)) cost *= 4;
     if (reserve_ > 0) cost *= 1 + work / gain;
-    if (best_.document >= 0 && gain * best_.cost <= best_.gain * cost) return;
-    best_ = {gain, cost, document, taker, start, end};
+    if (best_.taker >= 0 && gain * best_.cost <= best_.gain * cost) return;
+    best_ = {gain, cost, taker, part};
   }
 
   // Finds a few ranks with the fewest rows.
@@ -113,7 +109,7 @@ class Relief {
   int32_t giver_ = -1;
   int64_t overflow_ = 0;
   std::vector<int32_t> with_room_;
-  Part best_;
+  Candidate best_;
   int64_t num_considered_ = 0;
 };
 

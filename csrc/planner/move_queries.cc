@@ -21,9 +21,8 @@ void JoinLastParts(QueryShares* shares) {
     if (parts.size() < 2) continue;
     const Share last = parts.back();
     const int32_t before = parts[parts.size() - 2].rank;
-    if (shares->CostChange(document, last, last.start, last.end, before) < 0 &&
-        shares->IsAllowed(document, last, last.start, last.end, before)) {
-      shares->Give(document, last.start, last.end, last.rank, before);
+    if (shares->CostChange(last, before) < 0 && shares->IsAllowed(last, before)) {
+      shares->Give(last, before);
     }
   }
 }
@@ -110,9 +109,7 @@ class Search {
     if (cut_.empty()) return;
     const int32_t document = Any(cut_);
     const Share from = Any(shares_.Of(document)), to = Any(shares_.Of(document));
-    if (from.rank != to.rank && shares_.IsAllowed(document, from, from.start, from.end, to.rank)) {
-      shares_.Give(document, from.start, from.end, from.rank, to.rank);
-    }
+    if (from.rank != to.rank && shares_.IsAllowed(from, to.rank)) shares_.Give(from, to.rank);
   }
 
   int32_t RankBelowLimit() {

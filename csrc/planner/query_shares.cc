@@ -23,7 +23,7 @@ QueryShares::QueryShares(const QueryProblem& problem)
     for (int64_t start = 0, end; start < length; start = end) {
       const auto rank = static_cast<int32_t>((column + start) / problem.columns_per_rank);
       end = std::min(length, (rank + 1) * problem.columns_per_rank - column);
-      shares_[document].push_back({start, end, rank, rank});
+      shares_[document].push_back({start, end, rank, rank, document});
       home_documents_[rank].push_back(document);
     }
     AddLoads(document, 1);
@@ -58,15 +58,16 @@ int64_t QueryShares::Overflow() const {
 }
 
 template <typename Visit>
-void QueryShares::ForEachKeysIf(int32_t document, int32_t rank, int64_t start, int64_t end,
-                                int32_t other, const Visit& visit) const {
+void QueryShares::ForEachKeysIf(const Share& part, int32_t rank, int32_t other,
+                                const Visit& visit) const {
+  const int64_t start = part.start, end = part.end;
   int64_t seen = 0;
   const auto add = [&](int64_t first, int64_t last) {
     if (first >= last) return;
     visit(std::max(seen, problem_.pairs.FirstKey(first)), last);
     seen = last;
   };
-  for (const Share& share : shares_[document]) {
+  for (const Share& share : shares_[part.document]) {
     if (share.end <= start || share.start >= end) {
       if (share.rank == rank) add(share.start, share.end);
       continue;
@@ -77,53 +78,53 @@ void QueryShares::ForEachKeysIf(int32_t document, int32_t rank, int64_t start, i
   }
 }
 
-int64_t QueryShares::CostChange(int32_t document, const Share& share, int64_t start, int64_t end,
-                                int32_t rank) const {
+int64_t QueryShares::CostChange(const Share& part, int32_t rank) const {
   int64_t change =
-      (end - start) * (QueryCost(share.home, rank) - QueryCost(share.home, share.rank));
-  for (int32_t changed : {rank, share.rank}) {
-    const auto sum = [&](int64_t from, int64_t to, int32_t other) {
+      part.num_queries() * (QueryCost(part.home, rank) - QueryCost(part.home, part.rank));
+  for (int32_t changed : {rank, part.rank}) {
+    const auto sum = [&](const Share& moved, int32_t other) {
       int64_t cost = 0;
-      ForEachKeysIf(document, changed, from, to, other, [&](int64_t first, int64_t last) {
-        cost += KeysCost(document, changed, first, last);
+      ForEachKeysIf(moved, changed, other, [&](int64_t first, int64_t last) {
+        cost += KeysCost(part.document, changed, first, last);
       });
       return cost;
     };
-    change += sum(start, end, rank) - sum(0, 0, changed);
+    change += sum(part, rank) - sum(part.Cut(0, 0), changed);
   }
   return change;
 }
 
-int64_t QueryShares::OverflowIf(int32_t document, const Share& share, int64_t start, int64_t end,
-                                int32_t rank, int32_t other, int64_t reserve) const {
+int64_t QueryShares::OverflowIf(const Share& part, int32_t rank, int32_t other,
+                                int64_t reserve) const {
   int64_t keys = keys_[rank];
-  const auto add = [&](int64_t from, int64_t to, int64_t sign) {
-    ForEachKeysIf(document, rank, from, to, other,
+  const auto add = [&](const Share& moved, int64_t sign) {
+    ForEachKeysIf(moved, rank, other,
                   [&](int64_t first, int64_t last) { keys += sign * (last - first); });
   };
-  if (problem_.max_keys < QueryProblem::kNoLimit) add(start, end, 1), add(0, 0, -1);
-  const int64_t queries = (end - start) * ((other == rank) - (share.rank == rank));
+  if (problem_.max_keys < QueryProblem::kNoLimit) add(part, 1), add(part.Cut(0, 0), -1);
+  const int64_t queries = part.num_queries() * ((other == rank) - (part.rank == rank));
   return OverflowOf(queries_[rank] + queries + reserve, keys + reserve);
 }
 
-bool QueryShares::IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
-                            int32_t rank) const {
-  return !problem_.HasCapacities() || OverflowIf(document, share, start, end, rank, rank) == 0;
+bool QueryShares::IsAllowed(const Share& part, int32_t rank) const {
+  return !problem_.HasCapacities() || OverflowIf(part, rank, rank) == 0;
 }
 
-void QueryShares::Give(int32_t document, int64_t start, int64_t end, int32_t from, int32_t to) {
+void QueryShares::Give(const Share& part, int32_t to) {
   std::vector<Share> shares;
-  for (const Share& share : shares_[document]) {
-    if (share.rank != from || share.end <= start || share.start >= end) {
+  for (const Share& share : shares_[part.document]) {
+    if (share.rank != part.rank || share.end <= part.start || share.start >= part.end) {
       Append(share, &shares);
       continue;
     }
-    const int64_t first = std::max(share.start, start), last = std::min(share.end, end);
-    if (share.start < first) Append({share.start, first, share.home, from}, &shares);
-    Append({first, last, share.home, to}, &shares);
-    if (last < share.end) Append({last, share.end, share.home, from}, &shares);
+    const int64_t first = std::max(share.start, part.start), last = std::min(share.end, part.end);
+    Share given = share.Cut(first, last);
+    given.rank = to;
+    if (share.start < first) Append(share.Cut(share.start, first), &shares);
+    Append(given, &shares);
+    if (last < share.end) Append(share.Cut(last, share.end), &shares);
   }
-  Replace(document, std::move(shares));
+  Replace(part.document, std::move(shares));
 }
 
 void QueryShares::SendHome(int32_t rank) {

@@ -16,8 +16,11 @@ struct Share {
   int64_t end = 0;
   int32_t home = 0;
   int32_t rank = 0;
+  int32_t document = 0;
 
   int64_t num_queries() const { return end - start; }
+  // A part of it.
+  Share Cut(int64_t first, int64_t last) const { return {first, last, home, rank, document}; }
 };
 
 // The assignment, with the load of each rank and the cost of all movement. Each document is
@@ -45,12 +48,10 @@ class QueryShares {
   }
   int64_t Overflow() const;  // of all ranks
   // The overflow of a rank if a part of a share were computed by `other`.
-  int64_t OverflowIf(int32_t document, const Share& share, int64_t start, int64_t end, int32_t rank,
-                     int32_t other, int64_t reserve = 0) const;
+  int64_t OverflowIf(const Share& part, int32_t rank, int32_t other, int64_t reserve = 0) const;
 
   // Whether `rank` may compute a part of a share: within its capacities.
-  bool IsAllowed(int32_t document, const Share& share, int64_t start, int64_t end,
-                 int32_t rank) const;
+  bool IsAllowed(const Share& part, int32_t rank) const;
 
   // Documents with tokens at home on the rank, longest first.
   const std::vector<int32_t>& HomeDocuments(int32_t rank) const { return home_documents_[rank]; }
@@ -82,11 +83,10 @@ class QueryShares {
   }
 
   // The change of `Cost` if a part of a share were computed by `rank`.
-  int64_t CostChange(int32_t document, const Share& share, int64_t start, int64_t end,
-                     int32_t rank) const;
+  int64_t CostChange(const Share& part, int32_t rank) const;
 
-  // Assigns queries [start, end) of a share of `from` to `to`.
-  void Give(int32_t document, int64_t start, int64_t end, int32_t from, int32_t to);
+  // Assigns a part of a share to another rank.
+  void Give(const Share& part, int32_t to);
   // Returns all guests of the rank to their homes.
   void SendHome(int32_t rank);
 
@@ -102,11 +102,10 @@ class QueryShares {
   // Adds the document to the loads of all ranks, or removes it (sign -1).
   void AddLoads(int32_t document, int64_t sign);
   int64_t CostOf(int32_t document);
-  // Calls `visit(first, last)` for the ranges of keys of the document that the rank needs if
-  // queries [start, end) were computed by `other`. With an empty range: that it needs now.
+  // Calls `visit(first, last)` for the ranges of keys of the document that the rank needs if the
+  // part were computed by `other`. With an empty part: that it needs now.
   template <typename Visit>
-  void ForEachKeysIf(int32_t document, int32_t rank, int64_t start, int64_t end, int32_t other,
-                     const Visit& visit) const;
+  void ForEachKeysIf(const Share& part, int32_t rank, int32_t other, const Visit& visit) const;
   int64_t OverflowOf(int64_t queries, int64_t keys) const {
     return std::max<int64_t>(0, queries - problem_.max_queries) +
            std::max<int64_t>(0, keys - problem_.max_keys);
