@@ -8,9 +8,9 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kPieces = 14;  // pieces of a rank to consider
-constexpr size_t kHeads = 3;     // pieces that may be cut: a group contains at most two of them
-constexpr int64_t kRanks = 96;   // ranks below the limit to consider
+constexpr int64_t kGroupPieces = 14;  // pieces of a rank to consider
+constexpr size_t kGroupHeads = 3;  // pieces that may be cut: a group contains at most two of them
+constexpr int64_t kPartners = 96;  // ranks below the limit to consider
 // Exchanges to consider for each rank of the problem. Repairs that succeed need a small part of
 // them; where documents may be cut at multiples of a block alone, most repairs fail.
 constexpr int64_t kConsidered = 1 << 16;
@@ -45,7 +45,7 @@ std::vector<int> LongestHeads(const std::vector<Piece>& pieces, const std::vecto
   for (const Group& group : groups) {
     if (group.first >= 0 && pieces[group.first].start == 0) heads.push_back(group.first);
   }
-  const size_t num = std::min(kHeads, heads.size());
+  const size_t num = std::min(kGroupHeads, heads.size());
   std::partial_sort(heads.begin(), heads.begin() + num, heads.end(), [&](int a, int b) {
     return pieces[a].end != pieces[b].end ? pieces[a].end > pieces[b].end : a < b;
   });
@@ -90,7 +90,7 @@ PieceExchange::Exchange PieceExchange::Find(int64_t heavy) {
     return best.other < 0 || static_cast<Wide>(head + Price::kCut) * best.price.gain <
                                  static_cast<Wide>(best.price.cost) * most_gain;
   };
-  for (int64_t other : loads_.Lightest(kRanks)) {
+  for (int64_t other : loads_.Lightest(kPartners)) {
     if (!IsOpen()) break;
     if (other == heavy || loads_.Room(other) <= 0) continue;
     const std::vector<Group>& ins = Groups(other);
@@ -162,7 +162,7 @@ std::vector<Group> PieceExchange::ListGroups(const std::vector<Piece>& pieces) c
   std::sort(groups.begin() + 1, groups.end(), [](const Group& a, const Group& b) {
     return a.tokens != b.tokens ? a.tokens > b.tokens : a.first < b.first;
   });
-  if (groups.size() > kPieces + 1) groups.resize(kPieces + 1);
+  if (groups.size() > kGroupPieces + 1) groups.resize(kGroupPieces + 1);
   const size_t num = groups.size();
   for (size_t i = 1; i < num; ++i) {
     for (size_t j = i + 1; j < num; ++j) {

@@ -9,12 +9,10 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kRanks = 8;     // ranks below the limit to consider
-constexpr size_t kPieces = 8;     // pieces of a rank to consider
-constexpr int32_t kPadding = -1;  // the document of tokens that have no work
-
 class TailShift {
  public:
+  static constexpr int64_t kRanks = 8;  // ranks below the limit to consider
+
   TailShift(const PlacementProblem& problem, int64_t heavy, const RankLoads& loads)
       : problem_(problem), loads_(loads), heavy_(heavy), need_(-loads.Room(heavy)) {}
 
@@ -45,6 +43,9 @@ class TailShift {
   }
 
  private:
+  static constexpr size_t kPieces = 8;     // pieces of a rank to consider
+  static constexpr int32_t kPadding = -1;  // the document of tokens that have no work
+
   // Swaps up to `most` tokens of piece p of the rank for those of `source`, piece s of the other.
   void Consider(size_t p, size_t s, const Piece& source, int64_t most) {
     const Piece& piece = loads_.Pieces(heavy_)[p];
@@ -131,7 +132,7 @@ class TailShift {
 
 int64_t ShiftTail(const PlacementProblem& problem, int64_t heavy, RankLoads* loads) {
   TailShift shift(problem, heavy, *loads);
-  for (int64_t other : loads->Lightest(kRanks)) {
+  for (int64_t other : loads->Lightest(TailShift::kRanks)) {
     if (other != heavy && loads->Room(other) > 0) shift.ConsiderRank(other);
   }
   return shift.Apply(loads);
