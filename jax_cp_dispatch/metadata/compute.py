@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32
 
 from jax_cp_dispatch.metadata.fields import Metadata
 from jax_cp_dispatch.metadata.inputs import Inputs, count_per_rank
-from jax_cp_dispatch.metadata.slots import attn_layout, plan, plan_kv
+from jax_cp_dispatch.metadata.slots import KvInputs, attn_layout, plan, plan_kv
 
 _MAX_INT32 = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1
@@ -146,7 +146,8 @@ def compute_metadata_kv(
         inputs.require_range(name, 0, _MAX_UINT32)
     inputs.require_range("q_to_num_kv_seq", 0, _MAX_INT32)
     needed = _check_kv(inputs) if inputs.known else None
-    return _forward_reverse(plan_kv, inputs, needed, max_recv_seqs)
+    plan_inputs = lambda *arrays, num_slots: plan_kv(KvInputs(*arrays), num_slots=num_slots)
+    return _forward_reverse(plan_inputs, inputs, needed, max_recv_seqs)
 
 
 def compute_attn_layout_seqlens(

@@ -4,10 +4,12 @@ W ranks, S slots, C replicas, N = S * C shards per rank in global order, R slots
 Token sums wrap modulo 2**32; callers reject known values that would.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from jax_cp_dispatch.metadata.fields import Metadata
@@ -37,39 +39,43 @@ def plan(
     return forward, _reverse(seq_len, replicas.shape[2], source, num_received, matrix, mask)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KvInputs:
+    """The arguments of `compute_metadata_kv`, in its order."""
+
+    kv_to_q_mapping: Int32[Array | np.ndarray, "W S C 2"]
+    kv_to_q_rank: Int32[Array | np.ndarray, "W S C"]
+    kv_context_size: UInt32[Array | np.ndarray, "W S"]
+    q_to_num_kv_seq: Int32[Array | np.ndarray, "W S"]
+    q_to_num_kv_token: UInt32[Array | np.ndarray, "W S"]
+    seq_len: UInt32[Array | np.ndarray, "W S"]
+    num_seqs: Int32[Array | np.ndarray, " W"]
+    q_dispatch: Int32[Array | np.ndarray, "W S"]
+
+
 @partial(jax.jit, static_argnames="num_slots")
-def plan_kv(
-    kv_to_q_mapping: Int32[Array, "W S C 2"],
-    kv_to_q_rank: Int32[Array, "W S C"],
-    kv_context_size: UInt32[Array, "W S"],
-    q_to_num_kv_seq: Int32[Array, "W S"],
-    q_to_num_kv_token: UInt32[Array, "W S"],
-    seq_len: UInt32[Array, "W S"],
-    num_seqs: Int32[Array, " W"],
-    q_dispatch: Int32[Array, "W S"],
-    *,
-    num_slots: int,
-) -> tuple[Metadata, Metadata]:
+def plan_kv(kv: KvInputs, *, num_slots: int) -> tuple[Metadata, Metadata]:
     """`compute_metadata_kv` for `num_slots` reverse slots."""
-    world_size, num_shards = seq_len.shape
+    world_size, num_shards = kv.seq_len.shape
     (first_row, _), (first_slot, reserved) = _sums_per_destination(
-        q_dispatch, q_to_num_kv_token, q_to_num_kv_seq
+        kv.q_dispatch, kv.q_to_num_kv_token, kv.q_to_num_kv_seq
     )
-    q_rank, q_slot = kv_to_q_mapping[..., 0], kv_to_q_mapping[..., 1]
+    q_rank, q_slot = kv.kv_to_q_mapping[..., 0], kv.kv_to_q_mapping[..., 1]
     query = jnp.where((q_rank >= 0) & (q_slot >= 0), q_rank * num_shards + q_slot, -1)
-    dst = jnp.where(query >= 0, _take(q_dispatch, query), -1)
-    row = jnp.where(dst >= 0, _take(first_row, query) + kv_context_size[..., None], 0)
-    slot = _take(first_slot, query) + kv_to_q_rank
-    tokens = jnp.broadcast_to(seq_len[..., None], dst.shape)
+    dst = jnp.where(query >= 0, _take(kv.q_dispatch, query), -1)
+    row = jnp.where(dst >= 0, _take(first_row, query) + kv.kv_context_size[..., None], 0)
+    slot = _take(first_slot, query) + kv.kv_to_q_rank
+    tokens = jnp.broadcast_to(kv.seq_len[..., None], dst.shape)
 
     matrix = _sum_table(_flat(dst), _flat(tokens), world_size)
-    forward = _forward(seq_len, dst, row, matrix, at_least=num_seqs)
+    forward = _forward(kv.seq_len, dst, row, matrix, at_least=kv.num_seqs)
     source = _source_of_slot(_flat(dst), _flat(slot), num_slots)
     # Some slots may be empty, so the last used one counts. Slots beyond the bound are not in
     # `source`; then the slots that the queries reserve are counted.
     reserved = jnp.sum(reserved, 0, dtype=jnp.int32)
     num_received = jnp.where(reserved > num_slots, reserved, _last_used(source >= 0))
-    return forward, _reverse(seq_len, dst.shape[2], source, num_received, matrix, dst >= 0)
+    return forward, _reverse(kv.seq_len, dst.shape[2], source, num_received, matrix, dst >= 0)
 
 
 @partial(jax.jit, static_argnames="num_slots")
@@ -200,15 +206,10 @@ def _reverse(
     start = jnp.cumsum(seq_len, 1, dtype=seq_len.dtype) - seq_len
     total = jnp.sum(seq_len, 1, dtype=seq_len.dtype)
     row = jnp.take(total, home, mode="clip") * replica.astype(seq_len.dtype) + _take(start, shard)
-    return _metadata(
-        home,
-        jnp.where(filled, row, 0),
-        jnp.where(filled, _take(seq_len, shard), 0),
-        num_received,
-        matrix,
-        seq_recv_mask=mask,
-        recv_seq_lens=seq_len,
-    )
+    offset = jnp.where(filled, row, 0)
+    lengths = jnp.where(filled, _take(seq_len, shard), 0)
+    metadata = _metadata(home, offset, lengths, num_received, matrix)
+    return dataclasses.replace(metadata, seq_recv_mask=mask, recv_seq_lens=seq_len)
 
 
 def _metadata(
@@ -217,8 +218,6 @@ def _metadata(
     seq_len: UInt32[Array, "W slots"],
     num_seqs: Int32[Array, " W"],
     received: UInt32[Array, "W W"],
-    seq_recv_mask: Bool[Array, "W S C"] | None = None,
-    recv_seq_lens: UInt32[Array, "W S"] | None = None,
 ) -> Metadata:
     total = jnp.sum(received, 1, dtype=received.dtype)
     return Metadata(
@@ -228,7 +227,5 @@ def _metadata(
         num_recv_tokens=jnp.concatenate([received, total[:, None]], 1),
         num_seqs=num_seqs,
         num_total_recv_tokens=total,
-        seq_recv_mask=seq_recv_mask,
-        recv_seq_lens=recv_seq_lens,
         world_size=received.shape[0],
     )
