@@ -119,7 +119,7 @@ def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:
     """Returns the rows of each rank, from those of the arrays of all ranks."""
     if num_rows % num_ranks:
         raise ValueError(
-            f"{op}: {name} has {num_rows} rows, which do not divide among {num_ranks} ranks. "
+            f"{op}: {name} has {num_rows} rows, not a multiple of the {num_ranks} ranks. "
             f"Outside shard_map, arrays hold the rows of all ranks, the same number for each: pad "
             f"them, or call {op} inside jax.shard_map."
         )

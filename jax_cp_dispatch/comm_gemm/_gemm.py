@@ -215,8 +215,8 @@ def _read_bias(op: str, call: GemmCall, bias, n: int) -> Array | None:
     if (bias is not None) != (call.fuse_bias and not call.grad):
         raise ValueError(
             f"{op}: got {'a' if bias is not None else 'no'} bias with fuse_bias={call.fuse_bias}, "
-            f"grad={call.grad}; it is added with fuse_bias alone, and with grad its gradient comes "
-            f"out. {'Omit it' if bias is not None else 'Pass one'}."
+            f"grad={call.grad}; fuse_bias adds a bias without grad, and returns its gradient with "
+            f"grad. {'Omit it' if bias is not None else 'Pass one'}."
         )
     if bias is None:
         return None
@@ -231,7 +231,8 @@ def _read_gelu_input(op: str, call: GemmCall, gelu_input) -> Array | None:
     if (gelu_input is not None) != (call.fuse_gelu and call.grad):
         raise ValueError(
             f"{op}: got {'a' if gelu_input is not None else 'no'} gelu_input with "
-            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; GELU's derivative needs both and it. "
+            f"fuse_gelu={call.fuse_gelu}, grad={call.grad}; it goes with both, for "
+            "GELU's derivative. "
             f"{'Omit it' if gelu_input is not None else 'Pass pre_gelu of the forward pass'}."
         )
     if gelu_input is None:

@@ -33,7 +33,7 @@ def tune(
     Args:
       shapes: of global matmuls: "all_gather_matmul" or "matmul_reduce_scatter", tokens M, and K
         and N of the whole weight [K, N], of which N or K is split over the ranks.
-      mesh: devices along its other axes measure too.
+      mesh: the measurement also uses the devices along its other axes.
       axis_name: the mesh axis of the ranks.
       dtype: of the operands.
       repeats: number of measured rounds, at least 1.
@@ -55,19 +55,21 @@ def tune(
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:
-        raise TypeError(f"tune: dtype is {dtype!r}; it needs to be a type of floats.") from None
+        raise TypeError(
+            f"tune: dtype is {dtype!r}; it needs to be a floating-point type."
+        ) from None
     seconds = {}
     for op, m, k, n in shapes:
         if op not in ("all_gather_matmul", "matmul_reduce_scatter"):
             raise ValueError(
-                f"tune: got a shape of {op!r}; there are all_gather_matmul and "
+                f"tune: got a shape of {op!r}; it needs to be of all_gather_matmul or "
                 "matmul_reduce_scatter."
             )
         gathers = op == "all_gather_matmul"
         if m % p or (n if gathers else k) % p:
             raise ValueError(
                 f"tune: {op} of M={m}, K={k}, N={n} is not divisible by {p} ranks. "
-                "Round it to a multiple."
+                f"Pass multiples of {p}."
             )
         shape = CommGemmShape(
             op, m, k if gathers else k // p, n // p if gathers else n, p, dtype.itemsize

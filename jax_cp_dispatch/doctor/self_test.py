@@ -36,7 +36,8 @@ def try_implementations() -> Iterator[Finding]:
         else:
             count = jax.device_count()
             yield Finding(
-                f"transport {name}", f"dispatch and combine right on {count} ranks, {seconds:.1f} s"
+                f"transport {name}",
+                f"dispatch and combine are correct on {count} ranks, {seconds:.1f} s",
             )
 
 

@@ -88,7 +88,9 @@ def test_arrays_of_bulk():
     call = lambda x, w, aux: ENGINE(x, w, comm_overlap=buffer, aux_in=aux)
     operands = ones(M, K), ones(K, N)
     refused(call, *operands, ones(M), match=r"aux_in has shape \(8,\); it needs two dimensions")
-    refused(call, *operands, ones(M - 1, N), match=r"7 rows of aux_in do not divide among 4 ranks")
+    refused(
+        call, *operands, ones(M - 1, N), match=r"7 rows of aux_in are not a multiple of the 4 ranks"
+    )
     refused(
         call, *operands, ones(M, N, dtype=BF16), match=r"is float32 but the call moves bfloat16"
     )
@@ -241,7 +243,7 @@ def test_shapes_of_communicating_products():
     refused(
         lambda x, w: ENGINE(x, w, comm_overlap=scatter),
         *(ones(M - 2, K), ones(K, N)),
-        match=r"6 rows of lhs do not divide among 4 ranks\. Pad them, or take matmul_reduce_scatte",
+        match=r"6 rows of lhs are not a multiple of the 4 ranks\. Pad them, or use matmul_reduce_",
     )
 
 

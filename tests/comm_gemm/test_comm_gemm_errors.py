@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
         (GATHER, {"aggregate": True, "atomic": True}, r"got aggregate_ag with CommOverlapType\.AG, "
          r"CommOverlapMethod\.RING_EXCHANGE, atomic_gemm=True; .* Omit it"),
         (GATHER, {"aggregate": True, "use_ce": False}, r"got aggregate_ag with use_ce=False; pair"),
-        (SCATTER, {"atomic": True, "use_ce": False}, r"got atomic with use_ce=False; there each r"),
+        (SCATTER, {"atomic": True, "use_ce": False}, r"got atomic with use_ce=False; then each r"),
         (GATHER, {"preferred_element_type": "foo"}, r"preferred_element_type is 'foo' for operand"),
         (GATHER, {"method": "rings"}, r"method is 'rings'; it needs to be 'auto', 'none', 'ring'"),
         (SCATTER, {"method": None}, r"method is None; it needs to be 'auto', 'none', 'ring', 'pip"),
@@ -224,8 +224,8 @@ def test_tokens_that_do_not_divide_among_the_ranks():
     refused(
         SCATTER,
         *(ones(M - 1, K), ones(K, N)),
-        match=r"matmul_reduce_scatter: 7 tokens do not divide among 4 ranks\. Pass the tokens of e"
-        r"ach as row_counts=\(\.\.\.\), or pad",
+        match=r"matmul_reduce_scatter: 7 tokens are not a multiple of the 4 ranks\. Pass the "
+        r"tokens of each as row_counts=\(\.\.\.\), or pad",
     )
 
 

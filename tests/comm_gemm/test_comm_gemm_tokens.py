@@ -231,10 +231,10 @@ def test_the_ranks_axis_first(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_do_not_divide_among_all_devices(kind):
-    """12 tokens divide among 4 ranks of cp, but not among 8 devices: a warning, and a gather."""
+    """12 tokens are a multiple of 4 ranks of cp, but not of 8 devices: a warning, and a gather."""
     mesh = mesh_of((1, 4, 2), kind)
     plain, placed = operands(mesh, P("data", "cp"), shape=(B, 12))
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="12 tokens do not divide among 8"):
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="12 tokens are not a multiple of 8"):
         out, _ = run(functools.partial(two_layers, method="ring"), *placed)
     np.testing.assert_array_equal(out, dense_two_layers(*plain))
 

@@ -186,7 +186,7 @@ def test_bytes_with_scales(shape, options, num_bytes):
          r"\.AG; .* Take CommOverlapMethod\.RING_EXCHANGE"),
         ({"method": "NONE"}, ValueError, r"got CommOverlapType\.AG with CommOverlapMethod\.NONE; ei"
          "ther both are NONE"),
-        ({"comm_type": "NONE"}, ValueError, "either both are NONE.* Name the other one"),
+        ({"comm_type": "NONE"}, ValueError, "either both are NONE.* Pass both"),
         ({"buffer_shape": (4,)}, ValueError, r"buffer_shape is \(4,\); it needs two sizes"),
         ({"buffer_shape": (4, 4, 4)}, ValueError, r"buffer_shape is \(4, 4, 4\); it needs two siz"),
         ({"buffer_shape": 4}, ValueError, "buffer_shape is 4; it needs two sizes"),

@@ -132,13 +132,13 @@ def test_buffers_of_another_type_than_the_scaled_operand():
     [
         ({"grad": True}, r"got grad without an epilogue; it needs fuse_gelu, fuse_bias or both\. O"
          r"mit it for a plain product"),
-        ({"grad": True, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=True, grad=True; it is ad"
-         r"ded with fuse_bias alone, and with grad its gradient comes out\. Omit it"),
+        ({"grad": True, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=True, grad=True; fuse_b"
+         r"ias adds a bias without grad, and returns its gradient with grad\. Omit it"),
         ({"fuse_bias": True}, r"got no bias with fuse_bias=True, grad=False; .*\. Pass one"),
         ({"fuse_bias": False, "bias": jnp.ones(N)}, r"got a bias with fuse_bias=False, grad=False; "
          r".*\. Omit it"),
-        ({"grad": True, "fuse_gelu": True}, r"got no gelu_input with fuse_gelu=True, grad=True; GEL"
-         r"U's derivative needs both and it\. Pass pre_gelu of the forward pass"),
+        ({"grad": True, "fuse_gelu": True}, r"got no gelu_input with fuse_gelu=True, grad=True; "
+         r"it goes with both, for GELU's derivative\. Pass pre_gelu of the forward pass"),
         ({"fuse_gelu": True, "gelu_input": jnp.ones((M, N))}, r"got a gelu_input with fuse_gelu=Tru"
          r"e, grad=False; .*\. Omit it"),
         ({"grad": True, "fuse_bias": True, "gelu_input": jnp.ones((M, N))}, "got a gelu_input"),

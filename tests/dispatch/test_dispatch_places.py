@@ -328,7 +328,7 @@ def test_gradient_of_a_scan_with_rematerialisation():
 
 
 def test_rows_that_do_not_divide(unchecked_types):
-    with pytest.raises(ValueError, match="x has 33 rows, which do not divide among 4 ranks"):
+    with pytest.raises(ValueError, match="x has 33 rows, not a multiple of the 4 ranks"):
         dispatch(X[: W * T].repeat(2, 0)[:33], METADATA, axis_name=AXIS, capacity=9, mesh=tp_mesh())
 
 

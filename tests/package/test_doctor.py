@@ -32,7 +32,9 @@ def test_reports_what_is_available_and_tests_every_transport(capsys):
         if name == "shared_memory":  # starts its own processes
             assert "are correct between 2 processes" in found
         else:
-            assert ("right on 8 ranks" if implementation.available else "the platform") in found
+            assert (
+                "are correct on 8 ranks" if implementation.available else "the platform"
+            ) in found
     for finding in findings.values():
         assert finding["verdict"] != "ok" or not finding["remedy"]
 

@@ -245,7 +245,7 @@ CASES = [
     ("all_gather_matmul", lambda: gather(LHS[..., :2]), "2 columns but w has 3 rows.*Transpose"),
     ("all_gather_matmul", lambda: gather(LHS.astype(int)), "int.*needs to be one of"),
     ("all_gather_matmul", lambda: gather(method="no"), "method is 'no'; it needs"),
-    ("matmul_reduce_scatter", lambda: scatter(LHS[:, :1]), "do not divide.*pad"),
+    ("matmul_reduce_scatter", lambda: scatter(LHS[:, :1]), "not a multiple.*pad"),
     ("all_gather_matmul", lambda: gather(row_counts=(1, 2)), r"row_counts is \(1, 2\); it needs"),
     ("all_gather_matmul", lambda: gather(buffer=77), "no buffer 77. Create it"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer("no"), "comm_type is 'no'; it needs"),

@@ -34,7 +34,7 @@ SLABS = {
             None,
         ),
         ("nvshmem fails on one", "cuda_ipc", "process 1: initialize: NVSHMEM did", SLABS["ipc"]),
-        ("no gpu on one", "xla", "process 1: no GPU is here: no driver", None),
+        ("no gpu on one", "xla", "process 1: this process has no GPU: no driver", None),
     ],
 )
 def test_all_processes_choose_alike(scene, chosen, reason, slabs):

@@ -109,7 +109,7 @@ def _why_not_ready() -> str:
         return runtime.cuda_reason
     num_gpus, reason = runtime.cuda.device_count()
     if num_gpus == 0:
-        return f"no GPU is here: {reason}"
+        return f"this process has no GPU: {reason}"
     if jax.local_device_count() != 1:
         return f"{jax.local_device_count()} GPUs, where one per process is needed"
     return ""
@@ -144,7 +144,7 @@ def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
     process, (host, _) = next((p, h) for p, h in enumerate(hosts) if not h[1])
     return (
         f"process {process} of several hosts, on {host}, has no InfiniBand adapter "
-        "(/sys/class/infiniband); where another network or NVLink joins the hosts, say so with "
+        "(/sys/class/infiniband); if another network or NVLink connects the hosts, set "
         f"NVSHMEM_REMOTE_TRANSPORT or {_TRANSPORT_VARIABLE}=nvshmem"
     )
 

@@ -25,14 +25,14 @@ def not_again(op: str, arrays: Sequence[Any]) -> list[Any]:
 
 def _refuse_forward_mode(*_, op, **__):
     raise NotImplementedError(
-        f"{op}: has no forward mode (jvp, linearize, jacfwd). It is differentiable in reverse "
-        "mode: use jax.vjp, jax.grad or jax.jacrev."
+        f"{op}: forward mode (jvp, linearize, jacfwd) is not supported. Use reverse mode: "
+        "jax.vjp, jax.grad or jax.jacrev."
     )
 
 
 def _refuse_second_derivative(*_, op, **__):
     raise NotImplementedError(
-        f"{op}: is differentiable once; it has no second derivative. For the value of a gradient "
+        f"{op}: second derivatives are not supported. For the value of a gradient "
         "alone, differentiate with respect to jax.lax.stop_gradient(x)."
     )
 

@@ -177,7 +177,7 @@ def check_pair(op: str, kind: CommOverlapType, method: CommOverlapMethod) -> Non
     if (kind == CommOverlapType.NONE) != (method == CommOverlapMethod.NONE):
         raise ValueError(
             f"{op}: got {kind} with {method}; either both are NONE, a GEMM without communication, "
-            "or neither. Name the other one, too."
+            "or neither. Pass both."
         )
     if (kind, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
         raise ValueError(

@@ -59,7 +59,7 @@ def choose_comm_gemm(
     Returns:
       The fastest method; on a tie the simplest, so NONE if overlap does not pay off.
     Raises:
-      TypeError: an argument has another type.
+      TypeError: an argument has the wrong type.
       ValueError: the table does not contain any known method for this shape.
     """
     op = "choose_comm_gemm"

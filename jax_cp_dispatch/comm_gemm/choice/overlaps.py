@@ -216,10 +216,12 @@ def _check_options(
     }
     for name, (value, needs) in of_method.items():
         if value is not None and method != needs:
-            raise ValueError(f"{op}: got {name} with {method}; it is of {needs}. Omit it.")
+            raise ValueError(
+                f"{op}: got {name} with {method}; it is an option of {needs}. Omit it."
+            )
     is_ring = method == CommOverlapMethod.RING_EXCHANGE
     if is_ring and kind == CommOverlapType.RS and options.atomic and options.use_ce is False:
         raise ValueError(
-            f"{op}: got atomic with use_ce=False; there each rank multiplies its tokens of all "
-            "ranks at once, and no chunk signals. Omit one of them."
+            f"{op}: got atomic with use_ce=False; then each rank multiplies its tokens of all "
+            "ranks at once, without chunks. Omit one of them."
         )

@@ -73,7 +73,7 @@ def use_tuning(table: TuningTable | None) -> None:
     table.
 
     Raises:
-      TypeError: `table` is something else.
+      TypeError: `table` is not a `TuningTable`.
     """
     global _table, _is_read
     if table is not None:

@@ -68,7 +68,7 @@ def with_overlap(
     rows = moved.shape[0]
     if not gathers and rows % p:
         raise ValueError(
-            f"{op}: {rows} rows of {name} do not divide among {p} ranks. Pad them, or take "
+            f"{op}: {rows} rows of {name} are not a multiple of the {p} ranks. Pad them, or use "
             "matmul_reduce_scatter with row_counts."
         )
     total = rows * p if gathers else rows

@@ -121,8 +121,8 @@ batching.primitive_batchers[grouped_gemm_p] = functools.partial(one_after_anothe
 
 def _no_derivative(primals, tangents, *, call: GroupedCall):
     raise NotImplementedError(
-        f"grouped_gemm: with {call.scaling_mode} it has no derivative: quantize inside a function "
-        "whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
+        f"grouped_gemm: no derivative is defined with {call.scaling_mode}. Quantize inside a "
+        "function whose derivative you define, or differentiate it with NO_SCALING (reverse mode)."
     )
 
 

@@ -67,7 +67,7 @@ def what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
         if call.comm.axis_names:
             return "MXFP8 products do not overlap with communication on GPUs"
         if call.fuse_bias and call.grad and not call.fuse_gelu:
-            return "the sums of MXFP8 operands that give a bias's gradient are XLA's"
+            return "XLA computes the gradient of a bias with MXFP8 operands"
         found = _compute_capability()
         if found is not None and found < _BLACKWELL:
             return f"MXFP8 needs a GPU of compute capability {_BLACKWELL}, this one has {found}"

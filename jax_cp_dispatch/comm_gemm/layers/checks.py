@@ -93,8 +93,8 @@ def read_row_counts(
             return (rows,) * num_ranks
         if rows % num_ranks:
             raise ValueError(
-                f"{op}: {rows} tokens do not divide among {num_ranks} ranks. Pass the tokens of "
-                "each as row_counts=(...), or pad."
+                f"{op}: {rows} tokens are not a multiple of the {num_ranks} ranks. Pass the tokens "
+                "of each as row_counts=(...), or pad."
             )
         return (rows // num_ranks,) * num_ranks
     try:

@@ -90,7 +90,7 @@ def _explicit_axes(place: Place, s: Matmul, operands: Operands):
     parts = math.prod(mesh.shape[name] for name in tokens) * s.comm.num_ranks
     rows = sum(s.row_counts)
     if tokens and rows % parts:
-        tell_lost_axes(s, tokens, f"{rows} tokens do not divide among {parts} devices; pad them")
+        tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         tokens = ()
     return [axes or None for axes in batch], tokens
 

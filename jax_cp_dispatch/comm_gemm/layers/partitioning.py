@@ -237,7 +237,7 @@ def _layout(s: Matmul, mesh, x, out):
     if not tokens:
         return batch, (), s.row_counts
     if rows % parts:
-        tell_lost_axes(s, tokens, f"{rows} tokens do not divide among {parts} devices; pad them")
+        tell_lost_axes(s, tokens, f"{rows} tokens are not a multiple of {parts} devices; pad them")
         return batch, (), s.row_counts
     if not set(tokens) <= set(wanted):
         order = f"x has them split over {found}, the result has them over {wanted}"

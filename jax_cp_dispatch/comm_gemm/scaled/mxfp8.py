@@ -114,7 +114,7 @@ def pad_scales(scales: UInt8[Array, "r c"], *, layout: Layout = "row") -> UInt8[
     Returns:
       Scales with bytes 0 appended to both dimensions.
     Raises:
-      TypeError, ValueError: an argument has another type or shape; `layout` is another one.
+      TypeError, ValueError: an argument has the wrong type or shape, or `layout` is unknown.
     """
     check_layout("pad_scales", layout)
     _check_dims("pad_scales", "scales", scales, "[r, c]")
@@ -133,7 +133,7 @@ def unpad_scales(scales: UInt8[Array, "r2 c2"], *, shape: tuple[int, int]) -> UI
     Returns:
       The scales before padding.
     Raises:
-      TypeError, ValueError: an argument has another type or shape; `shape` is negative or larger
+      TypeError, ValueError: an argument has the wrong type or shape; `shape` is negative or larger
         than that of `scales`.
     """
     _check_dims("unpad_scales", "scales", scales, "[r, c]")
@@ -166,7 +166,7 @@ def swizzle_scales(
     Returns:
       `[R / 128, C / 4, 512]`; the last dimension is the offset in the tile.
     Raises:
-      TypeError, ValueError: the scales are no array of whole tiles; `layout` is another one.
+      TypeError, ValueError: the scales are not an array of whole tiles, or `layout` is unknown.
     References:
       NVIDIA, cuBLAS documentation, "1D block scaling factors layout".
     """
@@ -195,7 +195,7 @@ def unswizzle_scales(
     Returns:
       Padded scales: `[R, C]` for "row", `[C, R]` for "column".
     Raises:
-      TypeError, ValueError: `tiles` is no array of tiles; `layout` is another one.
+      TypeError, ValueError: `tiles` is not an array of tiles, or `layout` is unknown.
     """
     check_layout("unswizzle_scales", layout)
     _check_dims("unswizzle_scales", "tiles", tiles, "[r, c, 512]")

@@ -153,7 +153,7 @@ def quantize(
     Returns:
       The data and the inverse of its scale.
     Raises:
-      TypeError, ValueError: an argument has another type, or does not match the mode.
+      TypeError, ValueError: an argument has the wrong type, or does not match the mode.
     References:
       OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats Specification 1.0, for
       its block of 32, E8M0 and the NaN scale. The specification rounds the scale's exponent down.
@@ -168,7 +168,7 @@ def quantize(
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
     if mode == ScalingMode.NO_SCALING:
         raise ValueError(
-            f"quantize: mode is {mode}, which has no scales; it needs to be one of the others. "
+            f"quantize: mode is {mode}, which has no scales; it needs to be another mode. "
             "Use x.astype, or pass x to the GEMM unchanged."
         )
     if is_delayed != (state is not None):
@@ -213,7 +213,8 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     Returns:
       An array in the shape of `q.data`.
     Raises:
-      TypeError, ValueError: `q` is no `Quantized`, its parts do not match, or `dtype` is no float.
+      TypeError, ValueError: `q` is not a `Quantized`, its parts do not match, or `dtype` is
+        not a float.
     """
     check_type("dequantize", "q", q, Quantized, "Pass the result of quantize.")
     _check_result("dequantize", dtype)
@@ -222,8 +223,8 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     is_blocks = mode == ScalingMode.MXFP8_1D_SCALING
     if mode == ScalingMode.NO_SCALING:
         raise ValueError(
-            f"dequantize: q.mode is {mode}, which has no scales, but q has scale_inv. Make q with "
-            "quantize, or use q.data.astype."
+            f"dequantize: q.mode is {mode}, which has no scales, but q has scale_inv. Create q "
+            "with quantize, or use q.data.astype."
         )
     if is_blocks:
         check_layout("dequantize", q.layout)
