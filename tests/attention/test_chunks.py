@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from packed_batches import pack
+from properties import examples
 from sequences import attended
 
 from jax_cp_dispatch._window import reach
@@ -26,7 +27,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]
-few_examples = settings(max_examples=25, deadline=None)
+few_examples = examples(15)
 compiled_attended_tokens = jax.jit(attended_tokens, static_argnames=("shape", "reach"))
 
 

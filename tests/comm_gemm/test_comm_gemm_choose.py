@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
+from properties import examples
 
 from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
 from jax_cp_dispatch.buffers import CommOverlapMethod, CommOverlapType
@@ -46,7 +47,7 @@ def table(**seconds):
     num_ranks=st.integers(1, 64),
     hardware=st.sampled_from(sorted(HARDWARE)),
 )
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_predictions_are_at_least_the_bound(op, m, k, n, num_ranks, hardware):
     """Overlap is never faster than the product alone; without overlap, times add up."""
     machine = dataclasses.replace(HARDWARE[hardware], ranks_per_node=None)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_overlap_cases import BASE, create, no_comm_overlap_buffers  # noqa: F401
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 from jax_cp_dispatch.buffers import (
     CommOverlapMethod,
@@ -68,7 +69,7 @@ def test_every_parameter_is_part_of_the_id():
     assert named == set(vars(list_comm_overlap_buffers()[buffer].config))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(st.lists(st.sampled_from(OTHER), max_size=4), st.lists(st.sampled_from(OTHER), max_size=4))
 def test_ids_are_equal_if_all_parameters_are(first, second):
     merged = [{name: x for other in all for name, x in other.items()} for all in (first, second)]

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comm_gemm_cases import close, equal, integers, normal
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
+from properties import examples
 from scaling_oracle import decode_byte
 
 from jax_cp_dispatch import grouped_gemm
@@ -72,7 +73,7 @@ def test_every_form_and_its_derivative(sizes, num_rows, implementation):
     equal(dr, products(lhs, rhs, sizes))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5), seed=st.integers(0, 99))
 def test_ragged_dot_is_the_oracle(sizes, seed):
     """One program serves all sizes, because it reads them at run time."""

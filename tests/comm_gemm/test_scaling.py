@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scaling_oracle as oracle
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
+from properties import examples
 
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     pad_scales,
@@ -34,7 +35,7 @@ SHAPE = 8, 64  # one program for each mode, type and layout
 TINY = np.float32(2.0**-126)  # smallest normal
 
 seeds = st.integers(0, 2**32 - 1)
-bounded = settings(max_examples=20, deadline=None)
+bounded = examples(10)
 statics = "mode", "dtype", "layout", "axis_name"
 quantize_jit = jax.jit(quantize, static_argnames=statics)
 dequantize_jit = jax.jit(dequantize, static_argnames="dtype")

@@ -1,7 +1,8 @@
 """Pairs outside the mask that attention computes, because it computes whole tiles."""
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.cost.pairs import wasted_pairs
@@ -16,7 +17,7 @@ def computed_pairs(start, end, offset_q, offset_k, tile):
     return queries * keys * int((stop - begin).sum())
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_waste_is_the_mean_over_all_places_of_the_tiles(data):
     """Up to terms that do not grow with the piece: a tile and its neighbour at each end."""

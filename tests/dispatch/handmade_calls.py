@@ -1,7 +1,7 @@
 """Custom calls as a user may write them, each with one error; see handmade_gemms for GEMMs.
 
-As a program, `python handmade_calls.py TARGET FIRST` makes all calls from number FIRST, on one
-device, and prints the outcome of each as a JSON line. A call that kills the process has no line.
+As a program, `python handmade_calls.py FIRST` makes the calls of all targets from number FIRST, on
+one device, and prints the outcome of each as a JSON line. A call that kills the process has none.
 """
 
 import dataclasses
@@ -282,7 +282,12 @@ def run(target, call) -> np.ndarray:
     return np.asarray(jax.jit(lambda *x: made(*x, **call.attributes))(*operands)[0])
 
 
-def main(target, first) -> None:
+def all_calls() -> list[tuple[str, str]]:
+    """Returns (target, name) of every call; the valid one of a target is named "right"."""
+    return [(target, name) for target in TARGETS for name in ("right", *wrong_calls(target))]
+
+
+def main(first) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -291,14 +296,15 @@ def main(target, first) -> None:
 
     load_blas()
 
-    calls = [right_call(target), *(call for call, _ in wrong_calls(target).values())]
-    for number in range(first, len(calls)):
+    wrong = {target: wrong_calls(target) for target in TARGETS}
+    for target, name in all_calls()[first:]:
+        call = right_call(target) if name == "right" else wrong[target][name][0]
         try:
-            outcome = {"result": run(target, calls[number]).tolist()}
+            outcome = {"result": run(target, call).tolist()}
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -8,35 +8,44 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import jax
 import ragged as stand_in
+import scenes
 from jax import lax
 
 from jax_cp_dispatch._dispatch import ragged_choice
 from jax_cp_dispatch._ranks.job import tell_and_hear
 
-ADDRESS, PROCESS, SCENE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ADDRESS, PROCESS = sys.argv[1], int(sys.argv[2])
+_real = lax.ragged_all_to_all
 
 
-def exchange(x, *arguments, **options):
+def exchange_of(scene):
     """The operation from an all-gather; in one scene, one process gets wrong rows."""
-    received = stand_in.ragged_all_to_all(x, *arguments, **options)
-    is_wrong = SCENE == "wrong on one" and PROCESS == 1
-    return received + 1 if is_wrong else received
+
+    def exchange(x, *arguments, **options):
+        received = stand_in.ragged_all_to_all(x, *arguments, **options)
+        return received + 1 if scene == "wrong on one" and PROCESS == 1 else received
+
+    return _real if scene == "not implemented" else exchange
+
+
+def choose(scene):
+    lax.ragged_all_to_all = exchange_of(scene)
+    ragged_choice._passes.cache_clear()
+    if scene == "late":
+        ragged_choice._TIMEOUT = 3.0
+    if scene == "late" and PROCESS == 1:
+        tell_and_hear("test", "process 0 has chosen", None, 600.0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        may = ragged_choice.may_be_ragged(["cuda"])
+        assert ragged_choice.may_be_ragged(["cuda"]) is may, "decided once"
+    if scene == "late" and PROCESS == 0:
+        tell_and_hear("test", "process 0 has chosen", None, 600.0)
+    reasons = [str(warning.message) for warning in found if "all-gather" in str(warning.message)]
+    print(f"chose {may}: {reasons}", flush=True)
 
 
 jax.distributed.initialize(ADDRESS, 2, PROCESS)
 assert jax.device_count() == 4 and jax.process_count() == 2
 jax.default_backend = lambda: "gpu"
-if SCENE != "not implemented":
-    lax.ragged_all_to_all = exchange
-if SCENE == "late":
-    ragged_choice._TIMEOUT = 3.0
-if SCENE == "late" and PROCESS == 1:
-    tell_and_hear("test", "process 0 has chosen", None, 600.0)
-with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always")
-    may = ragged_choice.may_be_ragged(["cuda"])
-    assert ragged_choice.may_be_ragged(["cuda"]) is may, "decided once"
-if SCENE == "late" and PROCESS == 0:
-    tell_and_hear("test", "process 0 has chosen", None, 600.0)
-reasons = [str(warning.message) for warning in found if "all-gather" in str(warning.message)]
-print(f"chose {may}: {reasons}", flush=True)
+scenes.play(("right", "wrong on one", "not implemented", "late"), choose)

@@ -7,9 +7,15 @@ processes. What NCCL does is not tested here.
 import pathlib
 
 import pytest
+from scenes import of_scene
 from two_processes import outputs_of_two
 
-PROCESS = pathlib.Path(__file__).with_name("ragged_process.py")
+
+@pytest.fixture(scope="module")
+def outputs():
+    """What each of two processes printed, in all scenes."""
+    process = pathlib.Path(__file__).with_name("ragged_process.py")
+    return outputs_of_two(process, JAX_NUM_CPU_DEVICES="2")
 
 
 @pytest.mark.parametrize(
@@ -21,7 +27,7 @@ PROCESS = pathlib.Path(__file__).with_name("ragged_process.py")
         ("late", False, "ragged_all_to_all: not all processes came within 3 s"),
     ],
 )
-def test_all_processes_choose_alike(scene, may, reason):
-    for out in outputs_of_two(PROCESS, scene, JAX_NUM_CPU_DEVICES="2"):
+def test_all_processes_choose_alike(outputs, scene, may, reason):
+    for out in (of_scene(scene, out) for out in outputs):
         assert f"chose {may}: " in out, out
         assert ("chose True: []" in out) if reason is None else (reason in out), out

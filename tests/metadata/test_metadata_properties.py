@@ -6,7 +6,8 @@ import jax
 import metadata_oracle as oracle
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 from jax_cp_dispatch import compute_metadata
 from jax_cp_dispatch.metadata import compute_attn_layout_seqlens, compute_metadata_kv
@@ -17,7 +18,7 @@ MAX_LEN = 7
 FEATURE = 2
 
 seeds = st.integers(0, 2**32 - 1)
-bounded = settings(max_examples=25, deadline=None)
+bounded = examples(15)
 
 
 def tokens(rng, seq_len, capacity):

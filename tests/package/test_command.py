@@ -3,44 +3,60 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jax_cp_dispatch.__main__ import main
 from jax_cp_dispatch.bench_command import run as bench
 
-pytestmark = pytest.mark.usefixtures("environment_of_a_user")
-
+RANKS = str(jax.device_count())
 QUICK = {
-    "bench": ["planning", "--quick", "--devices", "2"],
-    "demo": [".", "--ranks", "2", "--tokens-per-rank", "32"],
-    "doctor": ["--devices", "2"],
+    "bench": ["planning", "--quick", "--devices", RANKS],
+    "demo": [".", "--ranks", RANKS, "--tokens-per-rank", "32"],
+    "doctor": ["--devices", RANKS],
     "plan": ["lengths.json", "--json"],
 }
+SPACE = "cannot write the output: No space left on device. Free some space, or write elsewhere."
 
 
-def run(command, folder, output):
-    (folder / "lengths.json").write_text("[100, 200]")
-    with open(output, "w") as file:
-        return subprocess.run(
-            [sys.executable, "-m", "jax_cp_dispatch", command, *QUICK[command]],
-            cwd=folder,
-            stdout=file,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=1200,
-        )
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a command in this process and returns its status; the arguments say where it writes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.json").write_text("[100, 200]")
+
+    def of(command, output):
+        monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", command, *QUICK[command]])
+        with open(output, "w") as file:
+            monkeypatch.setattr("sys.stdout", file)
+            return main()
+
+    return of
+
+
+def apart_from_progress(text):
+    return [line for line in text.splitlines() if not line.startswith("[")]
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_a_full_output_gives_one_line(command, tmp_path):
-    done = run(command, tmp_path, "/dev/full")
-    said = [line for line in done.stderr.splitlines() if not line.startswith("[")]  # progress
-    space = "cannot write the output: No space left on device. Free some space, or write elsewhere."
-    assert (done.returncode, said) == (2, [f"{command}: {space}"])
+def test_a_full_output_gives_one_line(run, capsys, command):
+    status = run(command, "/dev/full")
+    assert (status, apart_from_progress(capsys.readouterr().err)) == (2, [f"{command}: {SPACE}"])
 
 
-def test_a_quick_bench_says_what_it_does_not_show(tmp_path):
-    assert run("bench", tmp_path, tmp_path / "said").returncode == 0
+def test_nothing_else_is_said_when_the_process_ends(tmp_path):
+    """Python flushes standard output once more."""
+    (tmp_path / "lengths.json").write_text("[100, 200]")
+    program = [sys.executable, "-m", "jax_cp_dispatch", "plan", *QUICK["plan"]]
+    with open("/dev/full", "w") as file:
+        done = subprocess.run(
+            program, cwd=tmp_path, stdout=file, stderr=subprocess.PIPE, text=True, timeout=1200
+        )
+    assert (done.returncode, apart_from_progress(done.stderr)) == (2, [f"plan: {SPACE}"])
+
+
+def test_a_quick_bench_says_what_it_does_not_show(run, tmp_path):
+    assert run("bench", tmp_path / "said") == 0
     said = (tmp_path / "said").read_text().replace("\n", " ")
     assert "too small to show the gain of context parallelism" in said
     assert bench.QUICK_SAYS in said

@@ -59,12 +59,6 @@ def test_demo_is_right(folder, tmp_path_factory):
     assert "[7/7]" in done.stderr
 
 
-def test_missing_folder(tmp_path):
-    done = run_demo("nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "demo: nowhere is not a folder. Name one that holds text files." in done.stderr
-
-
 @pytest.mark.parametrize(
     "option, value, message",
     [
@@ -87,10 +81,18 @@ def test_bad_arguments_give_one_line(capsys, monkeypatch, tmp_path, option, valu
     assert said.err.startswith(f"demo: {message}") and said.err.count("\n") == 1 and not said.out
 
 
-def test_folder_without_text(tmp_path):
-    done = run_demo(tmp_path, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "no text file matches '*'" in done.stderr
+@pytest.mark.parametrize(
+    "folder, message",
+    [
+        ("nowhere", "nowhere is not a folder. Name one that holds text files."),
+        (".", "no text file matches '*'"),
+    ],
+)
+def test_folders_without_text(capsys, monkeypatch, tmp_path, folder, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["jax_cp_dispatch", "demo", folder])
+    assert command() == 2
+    assert message in capsys.readouterr().err
 
 
 def test_reading_skips_binary_files_and_has_a_fixed_order(folder):

@@ -34,8 +34,14 @@ def rehearse(folder, *options):
     return steps, [] if names == "nothing" else names.split(", ")
 
 
-def test_every_step_can_start(tmp_path):
-    steps, left_out = rehearse(tmp_path, "--budget", "3600")
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """All steps, under a budget that leaves out none."""
+    return rehearse(tmp_path_factory.mktemp("report"), "--budget", "3600")
+
+
+def test_every_step_can_start(everything):
+    steps, left_out = everything
     assert len(steps) > 25 and not left_out
     for status, _, name, what in steps:
         assert status == "0" or what.startswith(TOOLS), f"{name}: {what}"
@@ -48,8 +54,8 @@ def test_every_step_can_start(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [540, 300, 60, 4])
-def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, budget):
-    everything, _ = rehearse(tmp_path, "--budget", "3600")
+def test_what_does_not_fit_the_budget_is_left_out_by_name(tmp_path, everything, budget):
+    everything, _ = everything
     steps, left_out = rehearse(tmp_path, *(["--budget", str(budget)] if budget != 540 else []))
     assert [step[2] for step in everything] == [step[2] for step in steps] + left_out
     limits = {name: int(limit) for _, limit, name, _ in everything}

@@ -5,7 +5,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 from jax_cp_dispatch import (
     PlacedPlan,
@@ -209,7 +210,7 @@ def test_traced_plans_parts_and_stacks_are_rejected():
             jax.tree.map(other, plan).describe()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     documents=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=12),
     window=st.one_of(st.none(), st.integers(1, 12)),

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
+from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
 from jax_cp_dispatch.planner.stamp import ID_STEP, POSITION_STEP, checksums
@@ -46,7 +47,7 @@ def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@examples(20)
 def test_the_stamp_is_that_of_the_placed_arrays(data):
     """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
     world_size = data.draw(st.integers(1, 6))

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
 from placement_oracle import check_placement, fewest_keys
+from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 
@@ -49,7 +50,7 @@ def masks(most):
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_any_batch(data):
     """Any lengths on any number of ranks, with padding and any mask."""
     world_size = data.draw(st.integers(1, 8))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from placement_oracle import check_placement, documents_of, fewest_keys
+from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 
@@ -57,7 +58,7 @@ EXTREMES = st.sampled_from(
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_constraints_are_kept_or_refused(data):
     lengths = data.draw(
         EXTREMES | st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2)

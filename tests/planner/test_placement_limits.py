@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from placement_bounds import least_imbalance_of_capacity
+from properties import examples
 
 from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
 
@@ -72,7 +73,7 @@ def small_batch(data: st.DataObject) -> tuple[np.ndarray, int]:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@examples(30)
 def test_the_advice_of_errors_leads_to_a_placement(data):
     """In one step, for all capacities at once."""
     lengths, ranks = small_batch(data)
@@ -92,7 +93,7 @@ def test_the_advice_of_errors_leads_to_a_placement(data):
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@examples(20)
 def test_a_capacity_that_the_best_placement_keeps_costs_nothing(data):
     lengths, ranks = small_batch(data)
     free = place(lengths, ranks)

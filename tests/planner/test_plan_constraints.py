@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from planner_oracle import check_plan, fewest_bytes
+from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, PlanConfig, plan_attention
 
@@ -67,7 +68,7 @@ def shares(plan, lengths, columns):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_constraints_are_kept_or_refused(data):
     lengths = data.draw(
         EXTREMES | st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=2)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_oracle import check_plan, fewest_bytes
+from properties import examples
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
@@ -57,7 +58,7 @@ def plan_inside(segment_ids, positions, *, world_size, block, window):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_plan_is_exact_for_any_packing(data):
     """Made on the host and inside a program."""
@@ -271,7 +272,7 @@ def test_64_bit_inputs():
     assert_same(narrow, wide)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(30)
 @given(st.data())
 def test_balancer_bounds_rows_for_any_costs(data):
     shape = (2, 4, 5)

@@ -1,6 +1,6 @@
 """A run of training whose steps exchange rows between all processes. Run by the launcher.
 
-    python -m jax_cp_dispatch.launch --processes 4 PROGRAM FOLDER STEPS [LOST]
+    python -m jax_cp_dispatch.launch --processes 3 PROGRAM FOLDER STEPS [LOST]
 
 Saves parameters after every second step, and resumes from what it finds. Process LOST kills itself
 before the last step. The first process prints each loss exactly.
@@ -19,8 +19,8 @@ from places import AXIS, mesh_of_all, place
 
 import jax_cp_dispatch as cp
 
-T, D, SAVE_EVERY = 64, 8, 2
-LENGTHS = (30, 5, 29)
+T, D, SAVE_EVERY = 66, 8, 2
+LENGTHS = (30, 5, 31)
 DEADLINE = 30.0
 
 

@@ -1,14 +1,21 @@
 """One process of test_gpu_world.py: joins the others with emulated GPUs."""
 
+import os
+import pathlib
 import sys
 import types
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
+
 import jax
+import scenes
 
 from jax_cp_dispatch import gpu
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import world as gpu_world
 
-ADDRESS, PROCESS, SCENE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ADDRESS, PROCESS = sys.argv[1], int(sys.argv[2])
+SCENE = ""
 
 
 def start(rank, num_ranks, id, device):
@@ -31,9 +38,30 @@ def set_slab(slabs, num_bytes, islands):
     print(f"slabs {slabs} of {num_bytes}, islands {islands}", flush=True)
 
 
-num_gpus = 0 if SCENE == "no gpu on one" and PROCESS == 1 else 1
+def num_gpus():
+    return (0, "no driver") if SCENE == "no gpu on one" and PROCESS == 1 else (1, "")
+
+
+def connect(scene):
+    global SCENE
+    SCENE = scene
+    for name, value in ENVIRONMENT.items():
+        os.environ.pop(name, None)
+        if scene.endswith("no network"):
+            os.environ[name] = value
+    gpu_world._world = None
+    world = gpu.connect_gpus(timeout=600)
+    assert gpu.connect_gpus() is world
+    print(f"chose {world.implementation}: {world.reason}", flush=True)
+
+
+SCENES = (
+    *("nvshmem", "nvshmem cannot map", "nvshmem cannot map, no network"),
+    *("nvshmem fails on one", "no gpu on one"),
+)
+ENVIRONMENT = {"NVSHMEM_REMOTE_TRANSPORT": "none", "JAX_CP_DISPATCH_GPU_TRANSPORT": "nvshmem"}
 cuda = types.SimpleNamespace(
-    device_count=lambda: (num_gpus, "" if num_gpus else "no driver"),
+    device_count=num_gpus,
     make_slab=lambda device, num_bytes: (5000 + PROCESS, bytes([PROCESS] * 64)),
     open_slab=open_slab,
     set_slab=set_slab,
@@ -49,6 +77,5 @@ nvshmem = types.SimpleNamespace(
 runtime.cuda = cuda
 runtime.load_nvshmem = lambda: (nvshmem, "")
 jax.distributed.initialize(ADDRESS, 2, PROCESS)
-world = gpu.connect_gpus(timeout=600)
-assert gpu.connect_gpus() is world
-print(f"chose {world.implementation}: {world.reason}", flush=True)
+assert jax.process_count() == 2  # starts JAX
+scenes.play(SCENES, connect)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -59,24 +60,15 @@ def test_started_devices_run_a_long_chain_of_programs():
     assert run(STARTED, PJRT_NPROC="3").split() == ["2.0", "16"]
 
 
-WARNED = """
-import warnings
-import jaxlib.version
-from jax_cp_dispatch.cpu_devices import warn_of_deadlock
-
-jaxlib.version.__version__ = "0.11.2"
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        warn_of_deadlock(8)
-(warning,) = seen
-assert warning.category is RuntimeWarning
-print(warning.message)
-"""
-
-
-def test_warns_once():
-    message = run(WARNED, PJRT_NPROC="15")
+def test_warns_once(monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "15")
+    monkeypatch.setattr(cpu_devices, "_has_warned", False)
+    monkeypatch.setattr(cpu_devices.jaxlib.version, "__version__", "0.11.2")
+    with pytest.warns(RuntimeWarning) as seen:
+        for _ in range(3):
+            cpu_devices.warn_of_deadlock(8)
+    (warning,) = seen
+    message = str(warning.message)
     assert "jaxlib 0.11.2 runs the programs of 8 CPU devices on 15 threads" in message
     assert "Set the environment variable PJRT_NPROC=16 before JAX is used" in message
 
@@ -119,22 +111,6 @@ def test_no_device():
         cpu_devices.start_cpu_devices(0)
 
 
-MEMORY = """
-import ctypes, sys
-asked = []
-
-class Library:
-    def __init__(self, name): pass
-    def mallopt(self, *option): asked.append(option)
-
-ctypes.CDLL, real = Library, ctypes.CDLL
-from jax_cp_dispatch.cpu_devices import keep_freed_memory
-keep_freed_memory()
-keep_freed_memory()  # settled: nothing more
-print(len(asked))
-"""
-
-
 @pytest.mark.parametrize(
     "environment, num_options",
     [
@@ -144,5 +120,16 @@ print(len(asked))
         ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, 0),
     ],
 )
-def test_memory_is_kept_unless_the_environment_configures_it(environment, num_options):
-    assert run(MEMORY, **environment) == f"{num_options}\n"
+def test_memory_is_kept_unless_the_environment_configures_it(monkeypatch, environment, num_options):
+    asked = []
+    library = types.SimpleNamespace(mallopt=lambda *option: asked.append(option))
+    monkeypatch.setattr(cpu_devices.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(cpu_devices, "_memory_is_settled", False)
+    for name in list(os.environ):
+        if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "JAX_CP_DISPATCH_KEEP_MEMORY"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):  # settled by the first: nothing more
+        cpu_devices.keep_freed_memory()
+        assert len(asked) == num_options

@@ -3,19 +3,26 @@
 import pathlib
 
 import pytest
+from scenes import of_scene
 from two_processes import outputs_of_two
 
 from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
 from jax_cp_dispatch._ranks.gpu.world import what_hosts_lack
 from jax_cp_dispatch._ranks.job import tell_and_hear
 
-PROCESS = pathlib.Path(__file__).with_name("gpu_world_process.py")
 SLABS = {
     "nvshmem": ["slabs [100, 200] of 2097152, islands [0, 0]"] * 2,
     "ipc": [f"slabs {own} of 2097152, islands [0, 0]" for own in ([5000, 7000], [7000, 5001])],
     # The network returns this process's own address for another process.
     "far": [f"slabs {[own] * 2} of 2097152, islands [0, 1]" for own in (100, 200)],
 }
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    """What each of two processes printed, in all scenes."""
+    process = pathlib.Path(__file__).with_name("gpu_world_process.py")
+    return outputs_of_two(process, JAX_CP_DISPATCH_SYMMETRIC_BYTES="2097152")
 
 
 @pytest.mark.parametrize(
@@ -37,12 +44,8 @@ SLABS = {
         ("no gpu on one", "xla", "process 1: this process has no GPU: no driver", None),
     ],
 )
-def test_all_processes_choose_alike(scene, chosen, reason, slabs):
-    environment = {"JAX_CP_DISPATCH_SYMMETRIC_BYTES": "2097152"}
-    if scene.endswith("no network"):
-        environment["NVSHMEM_REMOTE_TRANSPORT"] = "none"
-        environment["JAX_CP_DISPATCH_GPU_TRANSPORT"] = "nvshmem"
-    for number, out in enumerate(outputs_of_two(PROCESS, scene, **environment)):
+def test_all_processes_choose_alike(outputs, scene, chosen, reason, slabs):
+    for number, out in enumerate(of_scene(scene, out) for out in outputs):
         assert f"chose {chosen}: " in out and reason in out, out
         if slabs is None:
             assert "slabs" not in out

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 
-def outputs_of_two(program, scene, **environment):
-    """Runs `program address process scene` twice on CPU, and returns what each printed.
+def outputs_of_two(program, **environment):
+    """Runs `program address process` twice on CPU, and returns what each printed.
 
     Options for XLA are not inherited. Both must end with 0.
     """
@@ -17,7 +17,7 @@ def outputs_of_two(program, scene, **environment):
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [sys.executable, program, address, str(process), scene],
+            [sys.executable, program, address, str(process)],
             env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
