@@ -98,8 +98,8 @@ def check_storage(
     storage, out_tree = jax.tree.flatten(out)
     if any(_is_deleted(x) for x in storage):
         raise ValueError(
-            f"{op}: out is deleted: it was donated to an earlier call, which takes it even if the "
-            "call fails. Pass a new array, or omit out."
+            f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
+            "that call failed. Pass a new array, or omit out."
         )
     got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
     if out_tree != tree or got != list(wanted):

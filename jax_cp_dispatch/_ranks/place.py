@@ -77,7 +77,7 @@ def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:
             continue
         raise ValueError(
             f"{op}: axis_name {name!r} is an axis of jax.vmap here, but the ranks must be devices. "
-            "Map over another name, and name a mesh axis."
+            "Use another name in jax.vmap, and pass the name of a mesh axis."
         )
 
 

@@ -29,8 +29,8 @@ def choose_for_call(
     if any(isinstance(x, Tracer) for x in documents):
         raise ValueError(
             f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "
-            "traced. Call choose_algorithm outside of jit, once for batches that are alike, and "
-            "pass the algorithm of its result."
+            "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
+            " the algorithm of its result."
         )
     hardware = auto.hardware or default_hardware()
     workload = _workload(options, q, k, documents)

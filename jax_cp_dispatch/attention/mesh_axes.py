@@ -176,7 +176,7 @@ def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], ax
     devices = axes.num_devices(names)
     if size % devices:
         if dim == "B":
-            step = "fill the batch up with rows of segment id 0"
+            step = "pad the batch with rows of segment id 0"
             whole = "the whole batch"
         else:
             step, whole = "name an axis of fewer devices", "all heads"

@@ -75,7 +75,7 @@ def plan_attention(
       segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
         rank order.
       positions: integers of the same shape; None if segment ids alone separate the documents.
-        Attention that is given positions compares them with these, or with those that count from 0.
+        Positions that you pass to attention are compared with these; None counts from 0.
       world_size: number of ranks W; must divide the columns.
       lengths: instead of segment ids: tokens of the documents, in order; one list per batch row, or
         one list for a single row. The rest of a row is padding.
@@ -85,7 +85,7 @@ def plan_attention(
       config: block size, capacities, costs and balance tolerance.
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
-        this batch. Needs all capacities. Inside `jit`, plans that do not fit are like this anyway.
+        this batch. Needs all capacities. Inside `jit`, `fits` is false for such a plan anyway.
       rank: outside `jit`, returns the part of this rank alone, like `AttentionPlan.slice_of`, but
         without arrays of all ranks, whose counts of rows grow with W * W. It is the index on the
         mesh axis, not that of a process. None: all ranks.

@@ -26,8 +26,8 @@ class GpuWorld(NamedTuple):
     """The implementation for programs over the GPUs of several processes.
 
     Attributes:
-      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla". reason: why it
-        was chosen.
+      implementation: "nvshmem", "cuda_ipc", "cuda_peer" for one process, or "xla".
+      reason: why it was chosen.
     """
 
     implementation: str

@@ -55,7 +55,7 @@ def local_attention(
       k: keys; N must be a multiple of K.
       v: values.
       kv_start: first key row of each query. Ranges are clipped to `[0, S]`.
-      kv_end: one past the last key row; a range that ends where or before it starts is empty.
+      kv_end: one past the last key row; a range with `kv_end <= kv_start` is empty.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       window: an int: a query attends only the last `window` keys of its range, counted before the

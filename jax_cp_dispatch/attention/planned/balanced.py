@@ -53,9 +53,10 @@ def balanced_attention(
         rank's slice (`in_specs=P(axis_name)`).
       axis_name: the mesh axis of the ranks, or several, major axis first.
       segment_ids, positions: this rank's columns of the arrays from which the plan was made. Only
-        the plan determines attention; these are compared with it by a checksum. Positions that the
-        plan was made without count from 0, those of padding do not count, and all need the ids.
-        Without ids, a plan of another batch is not detected.
+        the plan determines attention; these are compared with it by a checksum. If the
+        plan was made without positions, they count from 0 in each document. Positions of padding
+        are not compared. Positions need the ids. Without ids, a plan of another batch is not
+        detected.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.

@@ -170,7 +170,7 @@ class PlacedPlan:
 
     @property
     def num_kv_tokens_moved(self) -> int:
-        """Keys that move between ranks, each copy counted; also of stacked plans, all together.
+        """Keys that move between ranks, each copy counted; of stacked plans, the sum.
 
         Read outside `jit`.
         """
