@@ -63,13 +63,13 @@ def _integer(op: str, name: str, value: Any) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    raise TypeError(f"{op}: {name} is {value!r}, needs an integer.")
+    raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
 
 
 def _positive(op: str, name: str, value: Any) -> int:
     number = _integer(op, name, value)
     if number < 1:
-        raise ValueError(f"{op}: {name} is {number}, needs at least 1.")
+        raise ValueError(f"{op}: {name} is {number}; it needs to be at least 1.")
     return number
 
 
@@ -197,8 +197,8 @@ def orchestrate_simulate(tensor: ArrayLike, output: ArrayLike, metadata: Metadat
     for name, x in (("tensor", tensor), ("output", output), ("metadata", metadata.seq_len)):
         if x.ndim < 2 or x.shape[0] != world_size:
             raise ValueError(
-                f"orchestrate_simulate: {name} has shape {x.shape}, needs all {world_size} ranks "
-                f"of the plan as its first axis."
+                f"orchestrate_simulate: {name} has shape {x.shape}; it needs all {world_size} "
+                f"ranks of the plan as its first axis."
             )
     if tensor.shape[2:] != output.shape[2:]:
         raise ValueError(

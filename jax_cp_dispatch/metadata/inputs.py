@@ -23,7 +23,7 @@ class Inputs:
             known = host_value(value)
             array = value if known is None else known
             if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise TypeError(f"{op}: {name} has dtype {array.dtype}, needs an integer dtype.")
+                raise TypeError(f"{op}: {name} has dtype {array.dtype}; it needs an integer dtype.")
             self._arrays[name] = array
 
     def __getitem__(self, name: str) -> Any:
@@ -45,8 +45,8 @@ class Inputs:
         shape = self[name].shape
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
-                f"{self.op}: {name} has shape {shape}, needs [W, S]: W ranks by S slots, at least "
-                f"one of each. Pass the plan of all ranks, not one rank's row."
+                f"{self.op}: {name} has shape {shape}; it needs [W, S]: W ranks by S slots, at "
+                f"least one of each. Pass the plan of all ranks, not one rank's row."
             )
         return shape
 
@@ -60,7 +60,7 @@ class Inputs:
             ):
                 return
         needs = " or ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)
-        raise ValueError(f"{self.op}: {name} has shape {got}, needs {needs}.")
+        raise ValueError(f"{self.op}: {name} has shape {got}; it needs {needs}.")
 
     def require_range(self, name: str, low: int, high: int) -> None:
         """Rejects known values outside `[low, high]`."""
@@ -74,15 +74,15 @@ class Inputs:
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             words = ("rank", "slot", "replica", "component")
             place = ", ".join(f"{word} {i}" for word, i in zip(words, at, strict=False))
-            raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}, {needs}.")
+            raise ValueError(f"{self.op}: {name} at {place} is {self[name][at]}; it {needs}.")
 
     def require_tokens(self, what: str, per_rank: np.ndarray, *, high: int = _MAX_UINT32) -> None:
         """Rejects token sums that exceed the range of the plan's fields."""
         if per_rank.max() > high:
             rank = int(per_rank.argmax())
             raise ValueError(
-                f"{self.op}: {what} of rank {rank} is {int(per_rank[rank])} tokens, needs at most "
-                f"{high}. Give each rank fewer tokens."
+                f"{self.op}: {what} of rank {rank} is {int(per_rank[rank])} tokens; at most "
+                f"{high} are possible. Give each rank fewer tokens."
             )
 
     def num_slots(self, needed: np.ndarray | None, max_recv_seqs: Any) -> tuple[int, int]:
@@ -102,11 +102,12 @@ class Inputs:
             return 1 << (exact - 1).bit_length(), exact
         if isinstance(max_recv_seqs, Tracer):
             raise TypeError(
-                f"{self.op}: max_recv_seqs is traced, needs a static int: it is a shape."
+                f"{self.op}: max_recv_seqs is traced; it needs to be a static int, because it is a "
+                "shape."
             )
         bound = operator.index(max_recv_seqs)
         if bound < 1:
-            raise ValueError(f"{self.op}: max_recv_seqs is {bound}, needs to be at least 1.")
+            raise ValueError(f"{self.op}: max_recv_seqs is {bound}; it needs to be at least 1.")
         if needed is not None and most is not None and most > bound:
             raise ValueError(
                 f"{self.op}: rank {int(needed.argmax())} would receive {most} shards but "

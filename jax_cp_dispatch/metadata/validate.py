@@ -51,9 +51,9 @@ def _host_fields(plan: Any) -> dict[str, np.ndarray]:
             )
         if name == "seq_recv_mask":
             if value.dtype != np.bool_:
-                _fail(f"seq_recv_mask has dtype {value.dtype}, needs bool")
+                _fail(f"seq_recv_mask has dtype {value.dtype}; it needs bool")
         elif not np.issubdtype(value.dtype, np.integer):
-            _fail(f"{name} has dtype {value.dtype}, needs an integer dtype")
+            _fail(f"{name} has dtype {value.dtype}; it needs an integer dtype")
         fields[name] = value
     return fields
 
@@ -74,10 +74,10 @@ def _at(index: tuple[int, ...]) -> str:
 
 def _check_shapes(fields: dict[str, np.ndarray], world_size: int, is_view: bool) -> None:
     if world_size < 1:
-        _fail(f"world_size is {world_size}, needs at least 1")
+        _fail(f"world_size is {world_size}; it needs to be at least 1")
     lead = 1 if is_view else world_size
     if fields["seq_len"].ndim != 2:
-        _fail(f"seq_len has shape {fields['seq_len'].shape}, needs [W, S], or [S] for one rank")
+        _fail(f"seq_len has shape {fields['seq_len'].shape}; it needs [W, S], or [S] for one rank")
     num_slots = fields["seq_len"].shape[1]
     expected = {
         "seq_len": (lead, num_slots),
@@ -90,25 +90,25 @@ def _check_shapes(fields: dict[str, np.ndarray], world_size: int, is_view: bool)
     dst_rank = fields["dst_rank"].shape
     if dst_rank[:2] != (lead, num_slots) or len(dst_rank) not in (2, 3):
         _fail(
-            f"dst_rank has shape {dst_rank}, needs seq_len's {fields['seq_len'].shape} with "
+            f"dst_rank has shape {dst_rank}; it needs seq_len's {fields['seq_len'].shape} with "
             f"{lead} leading rows for world_size {world_size}, or that and a replica axis"
         )
     if "recv_seq_lens" in fields:
         shape = fields["recv_seq_lens"].shape
         if len(shape) != 2 or shape[0] != lead:
-            _fail(f"recv_seq_lens has shape {shape}, needs [W, S] with W {world_size}, or [S]")
+            _fail(f"recv_seq_lens has shape {shape}; it needs [W, S] with W {world_size}, or [S]")
         mask = fields.get("seq_recv_mask")
         if mask is not None and (mask.ndim != 3 or mask.shape[:2] != shape):
             _fail(
-                f"seq_recv_mask has shape {mask.shape}, needs that of recv_seq_lens, {shape}, and "
-                f"a replica axis"
+                f"seq_recv_mask has shape {mask.shape}; it needs that of recv_seq_lens, {shape}, "
+                f"and a replica axis"
             )
     elif "seq_recv_mask" in fields:
-        _fail("seq_recv_mask is given without recv_seq_lens, needs both")
+        _fail("seq_recv_mask is given without recv_seq_lens; pass both, or neither")
     for name, shape in expected.items():
         if name in fields and fields[name].shape != shape:
             _fail(
-                f"{name} has shape {fields[name].shape}, needs {shape} for world_size "
+                f"{name} has shape {fields[name].shape}; it needs {shape} for world_size "
                 f"{world_size} and dst_rank {dst_rank}"
             )
 
@@ -120,7 +120,7 @@ def _check_ranges(fields: dict[str, np.ndarray], world_size: int) -> None:
     for name, (low, high) in limits.items():
         at = _first((fields[name] < low) | (fields[name] > high))
         if at is not None:
-            _fail(f"{_at(at)}: {name} is {fields[name][at]}, needs to lie in [{low}, {high}]")
+            _fail(f"{_at(at)}: {name} is {fields[name][at]}; it needs to lie in [{low}, {high}]")
     for name, field in fields.items():  # 64-bit sums below cannot wrap
         fields[name] = field if field.dtype == np.bool_ else field.astype(np.int64)
     end = fields["dst_offset"] + _per_replica(fields)
@@ -133,7 +133,7 @@ def _check_ranges(fields: dict[str, np.ndarray], world_size: int) -> None:
     ):
         at = _first(moves & (rows > _MAX_UINT32))
         if at is not None:
-            _fail(f"{_at(at)}: {what} is {rows[at]}, needs to fit in 32 bits")
+            _fail(f"{_at(at)}: {what} is {rows[at]}; it needs to fit in 32 bits")
 
 
 def _per_replica(fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -152,7 +152,7 @@ def _check_slots_in_use(fields: dict[str, np.ndarray]) -> None:
     at = _first((fields["num_seqs"] < last) | (fields["num_seqs"] > num_slots))
     if at is not None:
         _fail(
-            f"{_at(at)}: num_seqs is {fields['num_seqs'][at]}, needs to lie in "
+            f"{_at(at)}: num_seqs is {fields['num_seqs'][at]}; it needs to lie in "
             f"[{last[at]}, {num_slots}], from the last slot in use to the number of slots. If "
             f"omitted, it is derived"
         )

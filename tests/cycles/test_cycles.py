@@ -17,7 +17,7 @@ from jax_cp_dispatch.cycles import (
     two_level_cycles,
     two_level_maps,
 )
-from jax_cp_dispatch.cycles.checks import check_chunk_maps, check_cycles
+from jax_cp_dispatch.cycles.rows import check_chunk_maps, check_cycles
 
 DECOMPOSABLE = [n for n in range(2, 65) if n not in (4, 6)]
 NODES = [(m, u) for m in range(1, 13) for u in range(1, 7) if u > 1 or m not in (4, 6)]
@@ -195,9 +195,9 @@ def test_sizes_without_cycles_are_rejected_with_a_remedy(unchecked_types):
     for m, u in ((3, 2), (4, 3), (2, 1)):
         with pytest.raises(ValueError, match=rf"rail_aligned needs .*got m={m}, u={u}"):
             two_level_cycles(m, u, rail_aligned=True)
-    with pytest.raises(ValueError, match="hamiltonian_cycles: n is 0, needs to be at least 1"):
+    with pytest.raises(ValueError, match="hamiltonian_cycles: n is 0; it needs to be at least 1"):
         hamiltonian_cycles(0)
-    with pytest.raises(TypeError, match=r"hamiltonian_cycles: n is 2\.0, needs to be an integer"):
+    with pytest.raises(TypeError, match=r"hamiltonian_cycles: n is 2\.0; it needs to be"):
         hamiltonian_cycles(2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="two_level_cycles: u is True"):
         two_level_cycles(2, True)
@@ -224,7 +224,7 @@ def test_cycles_may_be_lists_tuples_or_arrays():
         ([[0, True, 2]], TypeError, "row 0 of cycles has entries of type bool"),
         ([[0, 2, 1], [0, 1.0, 2]], TypeError, "row 1 of cycles has entries of type float"),
         (np.array([[0.0, 1.0, 2.0]]), TypeError, "float64"),
-        ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\], needs to be rows of integers"),
+        ([0, 1, 2], TypeError, r"cycles is \[0, 1, 2\]; it needs to be rows of integers"),
     ],
 )
 def test_invalid_cycles_are_rejected(unchecked_types, cycles, error, message):

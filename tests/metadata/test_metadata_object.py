@@ -184,10 +184,10 @@ def changed(name, index, value):
         (lambda: changed("num_seqs", 0, 2), "rank 0: num_seqs is 2"),
         (lambda: changed("num_total_recv_tokens", 1, 8), "rank 1: num_total_recv_tokens is 8"),
         (lambda: numpy_plan(num_seqs=np.zeros(3, int)), r"num_seqs has shape \(3,\)"),
-        (lambda: numpy_plan(seq_len=np.int64(3)), r"seq_len has shape \(\), needs \[W, S\]"),
+        (lambda: numpy_plan(seq_len=np.int64(3)), r"seq_len has shape \(\); it needs \[W, S\]"),
         (
             lambda: numpy_plan(recv_seq_lens=np.zeros((2, 3), int), seq_recv_mask=SEQ_LEN > 0),
-            r"seq_recv_mask has shape \(2, 3\), needs that of recv_seq_lens",
+            r"seq_recv_mask has shape \(2, 3\); it needs that of recv_seq_lens",
         ),
         (lambda: numpy_plan(recv_seq_lens=np.zeros(3, int)), r"recv_seq_lens has shape \(3,\)"),
         (

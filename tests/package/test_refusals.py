@@ -111,9 +111,17 @@ CASES = [
     # Plans.
     ("compute_metadata", lambda: cp.compute_metadata(LENGTHS * 1.0, WHERE), "dtype float.*integer"),
     ("compute_metadata", lambda: cp.compute_metadata(LENGTHS[0], WHERE), r"shape \(2,\).*\[W, S\]"),
-    ("compute_metadata", lambda: cp.compute_metadata(LENGTHS, WHERE[:2]), r"shape \(2, 2\), needs"),
-    ("compute_metadata", lambda: cp.compute_metadata(LENGTHS, WHERE + W), r"is \d, needs to lie"),
-    ("compute_metadata", lambda: cp.compute_metadata(-LENGTHS, WHERE), r"is -3, needs to lie"),
+    (
+        "compute_metadata",
+        lambda: cp.compute_metadata(LENGTHS, WHERE[:2]),
+        r"shape \(2, 2\); it",
+    ),
+    (
+        "compute_metadata",
+        lambda: cp.compute_metadata(LENGTHS, WHERE + W),
+        r"is \d; it needs to",
+    ),
+    ("compute_metadata", lambda: cp.compute_metadata(-LENGTHS, WHERE), r"is -3; it needs to lie"),
     (
         "compute_metadata",
         lambda: cp.compute_metadata(LENGTHS, 0 * WHERE, max_recv_seqs=2),
@@ -127,7 +135,7 @@ CASES = [
     (
         "compute_attn_layout_seqlens",
         lambda: cp.metadata.compute_attn_layout_seqlens(LENGTHS, LENGTHS[:, :1], WHERE),
-        r"shape \(4, 1\), needs",
+        r"shape \(4, 1\); it needs",
     ),
     (
         "Metadata.validate",
@@ -165,19 +173,27 @@ CASES = [
     (
         "gen_seq_lens",
         lambda: cp.scenarios.gen_seq_lens(KEY, 0, 4, 8),
-        "world_size is 0, needs at least 1",
+        "world_size is 0; it needs to be at least 1",
     ),
-    ("gen_seq_lens", lambda: gen_seq_lens(total_len=10.5), "total_len is 10.5, needs an int"),
+    (
+        "gen_seq_lens",
+        lambda: gen_seq_lens(total_len=10.5),
+        "total_len is 10.5; it needs to be",
+    ),
     (
         "gen_seq_lens",
         lambda: cp.scenarios.gen_seq_lens(KEY, True, 4, 8),
-        "world_size is True, needs an int",
+        "world_size is True; it needs to be an int",
     ),
-    ("gen_seq_lens", lambda: gen_seq_lens(num_seqs=2.0), "num_seqs is 2.0, needs an integer"),
+    (
+        "gen_seq_lens",
+        lambda: gen_seq_lens(num_seqs=2.0),
+        "num_seqs is 2.0; it needs to be",
+    ),
     (
         "create_qkv_dispatch",
         lambda: cp.scenarios.create_qkv_dispatch(KEY, 0, 8, 1, 4),
-        "world_size is 0, needs at least 1",
+        "world_size is 0; it needs to be at least 1",
     ),
     (
         "gen_seq_lens",
@@ -192,7 +208,7 @@ CASES = [
     (
         "orchestrate_simulate",
         lambda: cp.scenarios.orchestrate_simulate(X, X[:1], PLAN),
-        r"shape \(1, 6, 2\), needs all 4 ranks",
+        r"shape \(1, 6, 2\); it needs all 4 ranks",
     ),
     (
         "orchestrate_simulate",

@@ -104,7 +104,7 @@ CASES = [
             ),
             (
                 lambda: attend_with(cp.Hamilton, cycles=5),
-                "cycles is 5, needs to be rows of integers",
+                "cycles is 5; it needs to be rows of integers",
             ),
             (lambda: attend(layout=None), "layout is None; it needs to be one of 'contiguous'"),
             (lambda: attend(k=Q[:, :, :, :3]), r"\(1, 16, 2, 3\).*needs \[1, S, K, 8\]"),
@@ -217,13 +217,13 @@ CASES = [
     (
         "hamiltonian_cycles",
         lambda: cp.cycles.hamiltonian_cycles(0),
-        "n is 0, needs to be at least 1",
+        "n is 0; it needs to be at least 1",
     ),
     ("chunk_maps", lambda: cp.cycles.chunk_maps([[0, 1, 1]]), "not a permutation.*must visit each"),
     (
         "two_level_cycles",
         lambda: cp.cycles.two_level_cycles(2, 0),
-        "u is 0, needs to be at least 1",
+        "u is 0; it needs to be at least 1",
     ),
 ]
 

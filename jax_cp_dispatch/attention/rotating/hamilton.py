@@ -9,7 +9,7 @@ from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Hamilton
 from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
-from jax_cp_dispatch.cycles.checks import CycleRows
+from jax_cp_dispatch.cycles.rows import CycleRows
 
 
 def hamilton_attention(

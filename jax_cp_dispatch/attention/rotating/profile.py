@@ -29,7 +29,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     to_layout,
     token_ranges,
 )
-from jax_cp_dispatch.cycles.checks import CycleRows
+from jax_cp_dispatch.cycles.rows import CycleRows
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 

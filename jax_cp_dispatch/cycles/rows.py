@@ -1,4 +1,4 @@
-"""Checks of cycles and maps, including those of callers."""
+"""Cycles and maps as rows of integers, and their checks, also of those of callers."""
 
 import operator
 from collections.abc import Sequence
@@ -112,9 +112,9 @@ def check_chunk_maps(
 def check_count(op: str, name: str, value: int) -> int:
     """Returns a number of ranks or nodes as a Python integer; it must be at least 1."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"{op}: {name} is {value!r}, needs to be an integer.")
+        raise TypeError(f"{op}: {name} is {value!r}; it needs to be an integer.")
     if operator.index(value) < 1:
-        raise ValueError(f"{op}: {name} is {value}, needs to be at least 1.")
+        raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
     return operator.index(value)
 
 
@@ -130,12 +130,12 @@ def integer_rows(op: str, name: str, rows: Any) -> Checked:
     try:
         rows = tuple(tuple(row) for row in rows)
     except TypeError:
-        raise TypeError(f"{op}: {name} is {rows!r}, needs to be rows of integers.") from None
+        raise TypeError(f"{op}: {name} is {rows!r}; it needs to be rows of integers.") from None
     for number, row in enumerate(rows):
         for kind in set(map(type, row)) - {int}:
             if kind is bool or not issubclass(kind, int | np.integer):
                 raise TypeError(
-                    f"{op}: row {number} of {name} has entries of type {kind.__name__}, needs "
+                    f"{op}: row {number} of {name} has entries of type {kind.__name__}; it needs "
                     "integers."
                 )
     return tuple(tuple(map(int, row)) for row in rows)
