@@ -43,7 +43,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda/gemm.cc
   csrc/ffi/cuda/gemm_call.cc
   csrc/ffi/cuda/module.cc
-  csrc/ffi/cuda/place.cc
+  csrc/ffi/cuda/rank_location.cc
   csrc/ffi/dispatch_call.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")

@@ -19,7 +19,7 @@ from jax_cp_dispatch import (
     scenarios,
 )
 from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_qkv
-from jax_cp_dispatch._ranks.implementations import Implementation, available_implementations
+from jax_cp_dispatch._ranks.implementations import Availability, available_implementations
 from jax_cp_dispatch._ranks.processes import TransportChoice, initialize
 from jax_cp_dispatch.attention import (
     Auto,
@@ -70,9 +70,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "Auto",
+    "Availability",
     "Balanced",
     "Hamilton",
-    "Implementation",
     "Metadata",
     "Placed",
     "PlacedPlan",

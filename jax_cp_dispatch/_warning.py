@@ -1,5 +1,6 @@
 """Warnings that show the line of the user's program, not of this package or of JAX."""
 
+import functools
 import sys
 import warnings
 
@@ -13,6 +14,12 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and _is_skipped(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+@functools.lru_cache(maxsize=16)
+def say_once(message: str) -> None:
+    """Warns of something that this package chose, once per process."""
+    warn_caller(f"jax_cp_dispatch: {message}")
 
 
 def _is_skipped(module: str) -> bool:

@@ -57,9 +57,9 @@ constexpr bool kSignalsLast = !Fabric::kHasNetwork;
 
 using Bulk = InBulk<BulkEngine>;
 
-// What a mover is on the GPU that this is compiled for.
-template <typename Mover>
-using Here = std::conditional_t<BulkEngine::kExists, Mover, ByRegisters>;
+// What a copy path is on the GPU that this is compiled for.
+template <typename CopyPath>
+using Here = std::conditional_t<BulkEngine::kExists, CopyPath, ByRegisters>;
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kPlanThreads, 1) PlanKernel(const __grid_constant__ Call call) {
@@ -73,29 +73,29 @@ __global__ void __launch_bounds__(kPlanThreads, 1) PlanKernel(const __grid_const
   }
 }
 
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     PushKernel(const __grid_constant__ Call call) {
   __shared__ PushScratch scratch;
-  __shared__ typename Here<Mover>::Scratch of_mover;
+  __shared__ typename Here<CopyPath>::Scratch of_path;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
-    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, mover);
+  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
+    Push<Fabric>(ThisBlock(), ThisRank(call), &scratch, path);
   });
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
 
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     StageKernel(const __grid_constant__ Call call) {
-  __shared__ typename Here<Mover>::Scratch of_mover;
+  __shared__ typename Here<CopyPath>::Scratch of_path;
   __shared__ bool is_last;
   LetNextStart();
   AwaitKernelAhead();
-  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
-    Stage(ThisBlock(), ThisRank(call), mover);
+  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
+    Stage(ThisBlock(), ThisRank(call), path);
   });
   if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
 }
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kMeetThreads) WaitKernel(const __grid_constant
   Wait<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
-  __shared__ typename Here<Mover>::Scratch of_mover;
+  __shared__ typename Here<CopyPath>::Scratch of_path;
   AwaitKernelAhead();
-  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
-    Unpack(ThisBlock(), ThisRank(call), &scratch, mover);
+  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
+    Unpack(ThisBlock(), ThisRank(call), &scratch, path);
   });
 }
 
@@ -135,15 +135,15 @@ __global__ void __launch_bounds__(kMeetThreads) WaitSomeKernel(const __grid_cons
   WaitSome(ThisBlock(), ThisRank(call), &scratch);
 }
 
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
     UnpackReadyKernel(const __grid_constant__ Call call) {
   __shared__ UnpackScratch scratch;
-  __shared__ typename Here<Mover>::Scratch of_mover;
+  __shared__ typename Here<CopyPath>::Scratch of_path;
   LetNextStart();  // a wait: one block
   AwaitKernelAhead();
-  MoveWith<Here<Mover>>(ThisBlock(), &of_mover, [&](const Here<Mover>& mover) {
-    UnpackReady(ThisBlock(), ThisRank(call), &scratch, mover);
+  MoveWith<Here<CopyPath>>(ThisBlock(), &of_path, [&](const Here<CopyPath>& path) {
+    UnpackReady(ThisBlock(), ThisRank(call), &scratch, path);
   });
 }
 
@@ -194,7 +194,7 @@ inline bool MayOverlap(cudaStream_t stream) {
 }
 
 // Launches a call: plan, move and signal, wait and take, perhaps in several rounds.
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bool may_overlap) {
   const auto ranks = static_cast<unsigned>(call.num_local);
   const dim3 one(1, ranks);
@@ -218,23 +218,23 @@ cudaError_t LaunchWith(const Call& call, int num_blocks, cudaStream_t stream, bo
       launch(StageToPutKernel<Fabric>, many, kMoveThreads);
       launch(PutKernel<Fabric>, many, kMoveThreads);
     }
-    launch(PushKernel<Fabric, Mover>, many, kMoveThreads);
+    launch(PushKernel<Fabric, CopyPath>, many, kMoveThreads);
   } else if (!HoldsAllRanks(call)) {
-    launch(StageKernel<Fabric, Mover>, many, kMoveThreads);
+    launch(StageKernel<Fabric, CopyPath>, many, kMoveThreads);
   }
   // Signals come from a kernel before the wait: if one device holds all ranks, all of them have
   // signalled before any waits, however few blocks run at once.
   if constexpr (kSignalsLast<Fabric>) {
     for (int round = 0; round < call.num_early; ++round) {
       launch(WaitSomeKernel<Fabric>, one, kMeetThreads);
-      launch(UnpackReadyKernel<Fabric, Mover>, many, kMoveThreads);
+      launch(UnpackReadyKernel<Fabric, CopyPath>, many, kMoveThreads);
     }
   } else {
     launch(SignalKernel<Fabric>, one, kMeetThreads);
   }
   launch(WaitKernel<Fabric>, one, kMeetThreads);
   if (call.is_dispatch) {
-    launch(UnpackKernel<Fabric, Mover>, many, kMoveThreads);
+    launch(UnpackKernel<Fabric, CopyPath>, many, kMoveThreads);
   } else {
     if constexpr (Fabric::kHasNetwork) {
       launch(FetchKernel<Fabric>, many, kMoveThreads);

@@ -49,7 +49,7 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
 }  // namespace
 
 bool ChannelKey::operator<(const ChannelKey& other) const {
-  return std::tie(layout, buffers, places) < std::tie(other.layout, other.buffers, other.places);
+  return std::tie(layout, buffers, devices) < std::tie(other.layout, other.buffers, other.devices);
 }
 
 Status Channel::Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape,
@@ -58,22 +58,22 @@ Status Channel::Make(const std::string& op, const ChannelKey& key, const Channel
   key_ = key;
   in_slab_ = in_slab;
   num_parts_ = shape.num_parts;
-  for (const int64_t place : key.places) places_.push_back(Place::From(place));
+  for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
   Status status =
-      in_slab ? Slab::Get().Allocate(op, places_, bytes_, key.layout, &memory_, &generation_)
-              : AllocateOnDevices(op, places_, bytes_, &memory_);
+      in_slab ? Slab::Get().Allocate(op, devices_, bytes_, key.layout, &memory_, &generation_)
+              : AllocateOnDevices(op, devices_, bytes_, &memory_);
   const auto first_epoch = static_cast<uint64_t>(generation_) << kGenerationBits;
   int before = 0;
   cudaGetDevice(&before);
   if (shape.num_local > 1) {
-    cudaSetDevice(places_[0].device);
+    cudaSetDevice(devices_[0].device);
     if (status.ok()) {
       status = MakeLocal(op, shape.num_local, shape.local_bytes, first_epoch, &locals_[0]);
     }
   } else {
-    for (size_t r = 0; r < places_.size() && status.ok(); ++r) {
-      if (places_[r].process != process) continue;
-      cudaSetDevice(places_[r].device);
+    for (size_t r = 0; r < devices_.size() && status.ok(); ++r) {
+      if (devices_[r].process != process) continue;
+      cudaSetDevice(devices_[r].device);
       status = MakeLocal(op, 1, shape.local_bytes, first_epoch, &locals_[static_cast<int>(r)]);
     }
   }
@@ -86,7 +86,7 @@ void Channel::Free() {
   int before = 0;
   cudaGetDevice(&before);
   for (auto& [rank, local] : locals_) {
-    cudaSetDevice(places_[rank].device);
+    cudaSetDevice(devices_[rank].device);
     cudaFree(local.state);  // waits for work on the device
     cudaFreeHost(local.errors);
     if (local.done) cudaEventDestroy(local.done);
@@ -94,9 +94,9 @@ void Channel::Free() {
   locals_.clear();
   cudaSetDevice(before);
   if (in_slab_) {
-    Slab::Get().Free(places_, memory_, key_.layout, generation_);
+    Slab::Get().Free(devices_, memory_, key_.layout, generation_);
   } else {
-    FreeOnDevices(places_, memory_);
+    FreeOnDevices(devices_, memory_);
   }
   memory_.clear();
 }
@@ -118,7 +118,7 @@ std::string Channel::TakeError(const std::string& op) {
       kernels::ErrorRecord* record = local.errors + r;
       const uint64_t raised = __atomic_load_n(&record->raised, __ATOMIC_ACQUIRE);
       if (raised == record->reported) continue;
-      const std::string text = Describe(op, *record, static_cast<int>(places_.size()), num_parts_);
+      const std::string text = Describe(op, *record, static_cast<int>(devices_.size()), num_parts_);
       // The rank that rejected the call names the cause; the others only name that rank.
       const bool is_cause = record->failure != kernels::Failure::kPeer;
       __atomic_store_n(&record->reported, raised, __ATOMIC_RELEASE);

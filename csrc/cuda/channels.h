@@ -22,7 +22,7 @@ namespace cpd {
 struct ChannelKey {
   std::string layout;                            // everything that determines the memory layout
   std::vector<int64_t> buffers;                  // ids of registered buffers, per part; 0: none
-  std::vector<int64_t> places;                   // of the ranks, in order
+  std::vector<int64_t> devices;                  // of the ranks, in order
   const char* maker = "create_dispatch_buffer";  // creates those buffers, for messages
 
   bool operator<(const ChannelKey& other) const;
@@ -68,7 +68,7 @@ class Channel {
   void Free();
 
   ChannelKey key_;
-  std::vector<Place> places_;
+  std::vector<DeviceEntry> devices_;
   std::vector<char*> memory_;
   std::map<int, Local> locals_;  // by the first rank of a device of this process
   int64_t generation_ = 0;

@@ -29,7 +29,7 @@ _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Qu
 
 # Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many
 # blocks of them run on each multiprocessor; csrc/cuda/kernels.cu counts on it.
-_MOVERS = ("Push", "Stage", "Unpack", "UnpackReady", "Pull", "StageToPut", "Put", "Fetch")
+_COPIES = ("Push", "Stage", "Unpack", "UnpackReady", "Pull", "StageToPut", "Put", "Fetch")
 _MOVER_THREADS = 256
 _MOVER_BLOCKS = 2
 _SHARED_KILOBYTES = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor; others: 100
@@ -82,7 +82,7 @@ def read(log: str) -> Found:
 
 
 def blocks_per_multiprocessor(used: dict[str, int], architecture: str) -> int:
-    """Returns how many blocks of a mover run at once; each reserves 1 kB of shared memory."""
+    """Returns how many blocks of a kernel run at once; each reserves 1 kB of shared memory."""
     warps = _MOVER_THREADS // 32
     registers = -(-used["registers"] * 32 // 256) * 256 * warps
     shared = _SHARED_KILOBYTES.get(architecture, 100) * 1024 // (used.get("shared", 0) + 1024)
@@ -100,7 +100,7 @@ def main() -> int:
             used = found.get((kernel, architecture), {})
             has_stack = used.get("stack") != 0 and (kernel not in _CALL_NVSHMEM or not used)
             is_good = not has_stack and used.get("spills") == 0
-            if used and kernel.removeprefix(_NVSHMEM).removeprefix(_BULK) in _MOVERS:
+            if used and kernel.removeprefix(_NVSHMEM).removeprefix(_BULK) in _COPIES:
                 used["blocks"] = blocks_per_multiprocessor(used, architecture)
                 is_good = is_good and used["blocks"] >= _MOVER_BLOCKS
             num_bad += not is_good

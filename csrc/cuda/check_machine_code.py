@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 # The kernels, and how many ways of moving rows each has: Pull copies and sums ten types.
-_MOVERS = {"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11}
+_COPIES = {"Push": 1, "Stage": 1, "Unpack": 1, "UnpackReady": 1, "Pull": 11}
 _COUNT_TAGS = ("Unpack", "UnpackReady")
 _WAIT = ("Wait", "WaitSome")
 _FABRIC = "6Mapped"  # part of the mangled name: kernels over memory of this host's GPUs
@@ -23,7 +23,7 @@ _IN_FLIGHT = 4
 # Kernels that move rows in bulk, where the architecture can: their name, and its mangled part.
 _BULK = "Bulk"
 _BULK_MOVER = "6InBulk"
-_BULK_MOVERS = ("Push", "Stage", "Unpack", "UnpackReady")
+_BULK_COPIES = ("Push", "Stage", "Unpack", "UnpackReady")
 _FIRST_WITH_BULK = 90
 
 
@@ -86,7 +86,7 @@ class Facts:
         kernel = kernel.removeprefix(_BULK)
         is_slow = self.num_local or self.num_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
-        has_moves = self.num_loops > 0 and self.num_fours >= _MOVERS[kernel]
+        has_moves = self.num_loops > 0 and self.num_fours >= _COPIES[kernel]
         return not is_slow and has_sums and has_moves
 
 
@@ -212,7 +212,7 @@ def main() -> int:
     code = parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     num_bad = 0
     for architecture in sorted({architecture for _, architecture in code} or {"?"}):
-        for kernel in (*_MOVERS, *_WAIT, *(_BULK + name for name in _BULK_MOVERS)):
+        for kernel in (*_COPIES, *_WAIT, *(_BULK + name for name in _BULK_COPIES)):
             instructions = code.get((kernel, architecture), [])
             facts = study(instructions)
             is_good = bool(instructions) and facts.is_good(kernel, architecture)

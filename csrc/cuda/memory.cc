@@ -65,27 +65,27 @@ Status AllocateZeros(const std::string& op, int64_t bytes, char** memory) {
 
 }  // namespace
 
-Status AllocateOnDevices(const std::string& op, const std::vector<Place>& places, int64_t bytes,
-                         std::vector<char*>* memory) {
+Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& devices,
+                         int64_t bytes, std::vector<char*>* memory) {
   OnDevice restore;
-  memory->assign(places.size(), nullptr);
+  memory->assign(devices.size(), nullptr);
   Status status;
-  for (size_t r = 0; r < places.size() && status.ok(); ++r) {
-    status = ToStatus(op, "selecting a GPU", cudaSetDevice(places[r].device));
-    for (size_t p = 0; p < places.size() && status.ok(); ++p) {
-      status = Connect(op, places[r].device, places[p].device);
+  for (size_t r = 0; r < devices.size() && status.ok(); ++r) {
+    status = ToStatus(op, "selecting a GPU", cudaSetDevice(devices[r].device));
+    for (size_t p = 0; p < devices.size() && status.ok(); ++p) {
+      status = Connect(op, devices[r].device, devices[p].device);
     }
     if (status.ok()) status = AllocateZeros(op, bytes, &(*memory)[r]);
   }
-  if (!status.ok()) FreeOnDevices(places, *memory);
+  if (!status.ok()) FreeOnDevices(devices, *memory);
   return status;
 }
 
-void FreeOnDevices(const std::vector<Place>& places, const std::vector<char*>& memory) {
+void FreeOnDevices(const std::vector<DeviceEntry>& devices, const std::vector<char*>& memory) {
   OnDevice restore;
   for (size_t r = 0; r < memory.size(); ++r) {
     if (memory[r] == nullptr) continue;
-    cudaSetDevice(places[r].device);
+    cudaSetDevice(devices[r].device);
     cudaFree(memory[r]);  // waits for work on the device
   }
 }
@@ -95,10 +95,10 @@ Slab& Slab::Get() {
   return *slab;
 }
 
-void Slab::Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> islands) {
+void Slab::Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> memory_groups) {
   std::lock_guard<std::mutex> lock(mutex_);
   bases_ = std::move(bases);
-  islands_ = std::move(islands);
+  memory_groups_ = std::move(memory_groups);
   bytes_ = bytes;
   used_ = 0;
   freed_.clear();
@@ -106,18 +106,20 @@ void Slab::Set(std::vector<char*> bases, int64_t bytes, std::vector<int64_t> isl
 
 bool Slab::IsRemote(int64_t process, int64_t other) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto num_processes = static_cast<int64_t>(islands_.size());
-  return process < num_processes && other < num_processes && islands_[process] != islands_[other];
+  const auto num_processes = static_cast<int64_t>(memory_groups_.size());
+  return process < num_processes && other < num_processes &&
+         memory_groups_[process] != memory_groups_[other];
 }
 
-bool Slab::NeedsNetwork(const std::vector<int64_t>& places) {
-  for (const int64_t place : places) {
-    if (IsRemote(Place::From(places[0]).process, Place::From(place).process)) return true;
+bool Slab::NeedsNetwork(const std::vector<int64_t>& devices) {
+  for (const int64_t entry : devices) {
+    if (IsRemote(DeviceEntry::From(devices[0]).process, DeviceEntry::From(entry).process))
+      return true;
   }
   return false;
 }
 
-Status Slab::Allocate(const std::string& op, const std::vector<Place>& places, int64_t bytes,
+Status Slab::Allocate(const std::string& op, const std::vector<DeviceEntry>& devices, int64_t bytes,
                       const std::string& layout, std::vector<char*>* memory, int64_t* generation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (bases_.empty()) {
@@ -142,21 +144,21 @@ Status Slab::Allocate(const std::string& op, const std::vector<Place>& places, i
     used_ += bytes;
   }
   memory->clear();
-  for (const Place& place : places) {
-    if (place.process < 0 || place.process >= static_cast<int64_t>(bases_.size())) {
-      return Status::Invalid(op + ": process " + std::to_string(place.process) +
+  for (const DeviceEntry& entry : devices) {
+    if (entry.process < 0 || entry.process >= static_cast<int64_t>(bases_.size())) {
+      return Status::Invalid(op + ": process " + std::to_string(entry.process) +
                              " did not take part in jax_cp_dispatch.initialize().");
     }
-    memory->push_back(bases_[place.process] + offset);
+    memory->push_back(bases_[entry.process] + offset);
   }
   return Status::Ok();
 }
 
-void Slab::Free(const std::vector<Place>& places, const std::vector<char*>& memory,
+void Slab::Free(const std::vector<DeviceEntry>& devices, const std::vector<char*>& memory,
                 const std::string& layout, int64_t generation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (memory.empty()) return;
-  freed_.emplace(layout, Freed{memory[0] - bases_[places[0].process], generation});
+  freed_.emplace(layout, Freed{memory[0] - bases_[devices[0].process], generation});
 }
 
 }  // namespace cpd

@@ -65,7 +65,7 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
   if (slots < 0 || replicas < 0 || (replicas > 0 && slots > reader->num_left() / replicas)) {
     return false;
   }
-  return ReadIntegers(reader, rank->num_ranks + 1, rank, &part->num_recv) &&
+  return ReadIntegers(reader, rank->num_ranks + 1, rank, &part->num_recv_tokens) &&
          ReadIntegers(reader, slots, rank, &part->seq_len) &&
          ReadIntegers(reader, slots * replicas, rank, &part->dst_rank) &&
          ReadIntegers(reader, slots * replicas, rank, &part->dst_offset) &&
@@ -77,7 +77,7 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
 
 void DispatchPart::Select(int64_t rank) {
   if (num_views == 1) return;
-  num_recv = num_recv.From(rank * (num_views + 1));
+  num_recv_tokens = num_recv_tokens.From(rank * (num_views + 1));
   seq_len = seq_len.From(rank * num_slots);
   dst_rank = dst_rank.From(rank * num_slots * num_replicas);
   dst_offset = dst_offset.From(rank * num_slots * num_replicas);
@@ -101,7 +101,7 @@ std::string DispatchContribution::Write() const {
     writer.Put(part.num_replicas);
     writer.Put<uint8_t>(part.src_offset ? 1 : 0);
     writer.Put<uint8_t>(part.stamp ? 1 : 0);
-    WriteIntegers(part.num_recv, num_ranks + 1, &writer);
+    WriteIntegers(part.num_recv_tokens, num_ranks + 1, &writer);
     WriteIntegers(part.seq_len, part.num_slots, &writer);
     WriteIntegers(part.dst_rank, part.num_slots * part.num_replicas, &writer);
     WriteIntegers(part.dst_offset, part.num_slots * part.num_replicas, &writer);

@@ -40,7 +40,7 @@ struct DispatchPart {
   IntArray dst_offset;       // [S, C]
   IntArray seq_len;          // [S]
   IntArray src_offset;       // [S]; absent: shards are consecutive
-  IntArray num_recv;         // [W + 1], tokens from each rank and their sum
+  IntArray num_recv_tokens;  // [W + 1], tokens from each rank and their sum
   IntArray stamp;            // [kStampSize], or absent: the plan that the rank follows
 
   // W or 1: until Select keeps the view of one rank, each field but the stamp is [W, ...].

@@ -82,7 +82,7 @@ Status ReadSegments(const std::string& op, const Ranks& ranks, std::vector<Segme
 
 std::vector<int64_t> AnnouncedNeeds(const Ranks& ranks) {
   std::vector<int64_t> need;
-  for (const DispatchPart* rank : ranks) need.push_back(rank->num_recv[ranks.size()]);
+  for (const DispatchPart* rank : ranks) need.push_back(rank->num_recv_tokens[ranks.size()]);
   return need;
 }
 
@@ -125,7 +125,7 @@ Status CheckCounts(const std::string& op, const Ranks& ranks,
   for (const Segment& s : segments) moved[s.dst_rank * num_ranks + s.src_rank] += s.num_rows;
   for (size_t dst = 0; dst < num_ranks; ++dst) {
     for (size_t src = 0; src < num_ranks; ++src) {
-      const int64_t announced = ranks[dst]->num_recv[src];
+      const int64_t announced = ranks[dst]->num_recv_tokens[src];
       if (announced == moved[dst * num_ranks + src]) continue;
       return Invalid(op, ": rank ", dst, " expects ", announced, " tokens from rank ", src,
                      " (num_recv_tokens) but rank ", src, "'s slots send it ",

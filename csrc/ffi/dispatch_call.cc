@@ -110,7 +110,7 @@ class Reader {
     Dims counts, slots, targets, offsets;
     // The first field tells whether there is a dimension of views.
     has_views_dim_ = false;
-    Status status = Field(p, "num_recv_tokens", 2, &part.num_recv, &counts);
+    Status status = Field(p, "num_recv_tokens", 2, &part.num_recv_tokens, &counts);
     if (!status.ok()) return status;
     has_views_dim_ = counts.size() == 2;
     num_views_ = has_views_dim_ ? counts.front() : 1;

@@ -50,11 +50,11 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 // operands and results whose number, shapes or types do not match the attributes.
 //
 // Operands: first the metadata of all parts, each field as one rank's view [...] or [1, ...], or as
-// the views of all ranks [W, ...]: num_recv [W + 1], seq_len [S], dst_rank [S(, C)], dst_offset
-// [S(, C)], and src_offset [S] if present. Then the stamp [7], of this rank only, of each part that
-// has one. Then the arrays of all parts: x [T, feature...] for dispatch, y [capacity, feature...]
-// for combine. For dispatch, storage to reuse may follow. Results: [capacity, feature...] for
-// dispatch, [T, feature...] for combine.
+// the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
+// dst_offset [S(, C)], and src_offset [S] if present. Then the stamp [7], of this rank only, of
+// each part that has one. Then the arrays of all parts: x [T, feature...] for dispatch, y
+// [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
+// [capacity, feature...] for dispatch, [T, feature...] for combine.
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& results, int64_t num_held, DispatchCall* call);
 

@@ -21,7 +21,7 @@
 
 namespace cpd::kernels {
 
-// Moves rows through registers, with all threads; see copy.h. The mover of every GPU.
+// Moves rows through registers, with all threads; see copy.h. The path on every GPU.
 struct ByRegisters {
   struct Scratch {};
 
@@ -120,13 +120,13 @@ struct InBulk {
   }
 };
 
-// Calls move(mover); all that it has moved is there at the end.
-template <typename Mover, typename Move>
-CPD_DEVICE void MoveWith(const Block& block, typename Mover::Scratch* scratch, Move move) {
-  const Mover mover{scratch, block.num_threads};
-  mover.Begin(block);
-  move(mover);
-  mover.Finish(block);
+// Calls move(path); all that it has moved is there at the end.
+template <typename CopyPath, typename Move>
+CPD_DEVICE void MoveWith(const Block& block, typename CopyPath::Scratch* scratch, Move move) {
+  const CopyPath path{scratch, block.num_threads};
+  path.Begin(block);
+  move(path);
+  path.Finish(block);
 }
 
 }  // namespace cpd::kernels

@@ -33,13 +33,13 @@ struct Array {
 
 // Arrays that move by the same metadata.
 struct Part {
-  IntArray num_recv;    // [W + 1]
-  IntArray seq_len;     // [S]
-  IntArray dst_rank;    // [S, C]
-  IntArray dst_offset;  // [S, C]
-  IntArray src_offset;  // [S], or absent
-  IntArray stamp;       // [kStampSize] of this rank, or absent; see dispatch/dispatch.h
-  bool has_all_views;   // fields are [W, ...]; each rank reads its own
+  IntArray num_recv_tokens;  // [W + 1]
+  IntArray seq_len;          // [S]
+  IntArray dst_rank;         // [S, C]
+  IntArray dst_offset;       // [S, C]
+  IntArray src_offset;       // [S], or absent
+  IntArray stamp;            // [kStampSize] of this rank, or absent; see dispatch/dispatch.h
+  bool has_all_views;        // fields are [W, ...]; each rank reads its own
   int64_t num_slots;
   int64_t num_replicas;
   int64_t num_tokens;
@@ -64,7 +64,7 @@ enum class Failure : int64_t {
   kDstOffset,  // slot, replica; seen: dst_offset
   kCapacity,   // peer; seen: rows needed
   kFetched,    // expected: rows that can be fetched, seen: rows to fetch
-  kCounts,     // peer; expected: num_recv, seen: sent
+  kCounts,     // peer; expected: num_recv_tokens, seen: sent
   kPlan,       // peer; checksums of plans. expected: of this rank, seen: of the peer
   kOverlap,    // expected: rows sent, seen: rows written
   kPeer,       // peer: its plan was rejected

@@ -108,7 +108,7 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
     const auto plan = static_cast<int64_t>(ChecksumOfPlan(call, p));
     const auto sent = static_cast<int64_t>(message[2 + p]);
     const auto plan_of_peer = static_cast<int64_t>(message[2 + call.num_parts + p]);
-    const int64_t announced = rank.Field(part, part.num_recv, call.num_ranks + 1)[from];
+    const int64_t announced = rank.Field(part, part.num_recv_tokens, call.num_ranks + 1)[from];
     if (plan == plan_of_peer && announced == sent) continue;
     error.failure = plan == plan_of_peer ? Failure::kCounts : Failure::kPlan;
     error.part = p;

@@ -142,7 +142,7 @@ CPD_DEVICE bool CheckPart(const Block& block, const Rank& rank, int p, PlanScrat
     }
   }
   block.Sync();
-  const int64_t need = rank.Field(part, part.num_recv, call.num_ranks + 1)[call.num_ranks];
+  const int64_t need = rank.Field(part, part.num_recv_tokens, call.num_ranks + 1)[call.num_ranks];
   const bool is_bad = scratch->first_bad != kNowhere || need > part.capacity;
   if (is_bad && block.thread == 0) {
     ErrorRecord error{};

@@ -72,9 +72,9 @@ CPD_DEVICE char* PlaceOf(const Rank& rank, const Part& part, const Array& array,
 }
 
 // Copies the rows of a piece for some of its replicas: each array is read once.
-template <typename Mover>
+template <typename CopyPath>
 CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piece,
-                         PushScratch* scratch, const Mover& mover) {
+                         PushScratch* scratch, const CopyPath& path) {
   const Call& call = rank.call;
   const Part& part = piece.part;
   const int64_t n = piece.num_rows;
@@ -94,16 +94,16 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Piece& piec
       scratch->to[i] = PlaceOf(rank, part, array, scratch->rank[i], scratch->row[i]);
     }
     block.Sync();
-    mover.Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to,
-               scratch->num, n * array.in_row_bytes);
+    path.Copy(block, rank.in(part, array) + src_row * array.in_row_bytes, scratch->to, scratch->num,
+              n * array.in_row_bytes);
     block.Sync();
   }
 }
 
 // Copies rows to all receiving ranks, except remote ones.
-template <typename Fabric = Mapped, typename Mover = ByRegisters>
+template <typename Fabric = Mapped, typename CopyPath = ByRegisters>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
-                     const Mover& mover = {}) {
+                     const CopyPath& path = {}) {
   const Call& call = rank.call;
   ForEachPiece(block, rank, [&](const Piece& piece) {
     for (int64_t t = piece.first_target; t < piece.end_target;) {
@@ -119,7 +119,7 @@ CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch,
       }
       if (block.thread == 0) scratch->num = num;
       block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, piece, scratch, mover);
+      if (scratch->num > 0) PushRows(block, rank, piece, scratch, path);
       block.Sync();
     }
   });

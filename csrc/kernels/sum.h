@@ -15,9 +15,9 @@
 namespace cpd::kernels {
 
 // Copies rows [0, num_rows) of a part into this rank's own channel, from the address `place`.
-template <typename Mover>
+template <typename CopyPath>
 CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, int64_t num_rows,
-                       char* base, int64_t Array::* place, const Mover& mover) {
+                       char* base, int64_t Array::* place, const CopyPath& path) {
   for (int64_t begin = block.index * part.rows_per_piece; begin < num_rows;
        begin += block.num_blocks * part.rows_per_piece) {
     const int64_t n =
@@ -25,21 +25,21 @@ CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, i
     for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
       const Array& array = rank.call.arrays[a];
       char* to = base + array.*place + begin * array.in_row_bytes;
-      mover.Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
-                 n * array.in_row_bytes);
+      path.Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
+                n * array.in_row_bytes);
     }
   }
 }
 
 // Exposes y to other devices: copies it into this rank's channel.
-template <typename Mover = ByRegisters>
-CPD_DEVICE void Stage(const Block& block, const Rank& rank, const Mover& mover = {}) {
+template <typename CopyPath = ByRegisters>
+CPD_DEVICE void Stage(const Block& block, const Rank& rank, const CopyPath& path = {}) {
   const Call& call = rank.call;
   const State& state = *rank.state();
   if (state.failed != kFine) return;
   for (int p = 0; p < call.num_parts; ++p) {
     CopyIn(block, rank, call.parts[p], call.parts[p].capacity, Half(call, rank.rank(), state.epoch),
-           &Array::data, mover);
+           &Array::data, path);
   }
 }
 

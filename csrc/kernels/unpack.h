@@ -99,10 +99,10 @@ CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged
 
 // Takes `n` rows of one array: all at once if their tags are the same, else row by row, some
 // threads of the block each.
-template <Phase kPhase, typename Mover>
+template <Phase kPhase, typename CopyPath>
 CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
                            const Tagged<kPhase>& tagged, int64_t n, bool are_same,
-                           int64_t row_bytes, const Mover& mover) {
+                           int64_t row_bytes, const CopyPath& path) {
   Block takers = are_same ? block : RowTakers(block, row_bytes);
   if (are_same) takers.index = 0, takers.num_blocks = 1;
   const int64_t rows = are_same ? n : 1;
@@ -112,7 +112,7 @@ CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
     char* row = to + r * row_bytes;
     const uint64_t tag = tagged[r];
     if (tagged.IsReady(tag)) {
-      mover.Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
+      path.Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
     } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
       Fill(takers, row, 0, rows * row_bytes);
     }
@@ -121,9 +121,9 @@ CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
 
 // Takes the rows of a part that are ready. In the last round it also clears rows that were not
 // written, and counts those that were.
-template <Phase kPhase, typename Mover>
+template <Phase kPhase, typename CopyPath>
 CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* turn,
-                           UnpackScratch* scratch, const Mover& mover) {
+                           UnpackScratch* scratch, const CopyPath& path) {
   const Call& call = rank.call;
   const Part& part = call.parts[p];
   State* state = rank.state();
@@ -148,31 +148,31 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
       const Array& array = call.arrays[a];
       UnpackRows(block, half + array.data + begin * array.in_row_bytes,
                  rank.out(part, array) + begin * array.out_row_bytes, tagged, n, are_same,
-                 array.in_row_bytes, mover);
+                 array.in_row_bytes, path);
     }
   }
 }
 
-template <Phase kPhase, typename Mover>
+template <Phase kPhase, typename CopyPath>
 CPD_DEVICE void UnpackParts(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                            const Mover& mover) {
+                            const CopyPath& path) {
   if (block.thread == 0) {
     for (Written& written : scratch->written) written = {};
   }
   block.Sync();
   int turn = 0;
   for (int p = 0; p < rank.call.num_parts; ++p) {
-    UnpackPart<kPhase>(block, rank, p, &turn, scratch, mover);
+    UnpackPart<kPhase>(block, rank, p, &turn, scratch, path);
   }
 }
 
 // Takes the rows of the senders that WaitSome has heard.
-template <typename Mover = ByRegisters>
+template <typename CopyPath = ByRegisters>
 CPD_DEVICE void UnpackReady(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                            const Mover& mover = {}) {
+                            const CopyPath& path = {}) {
   const State& state = *rank.state();
   if (state.failed != kFine || state.ready == 0) return;
-  UnpackParts<Phase::kEarly>(block, rank, scratch, mover);
+  UnpackParts<Phase::kEarly>(block, rank, scratch, path);
 }
 
 // Every tag denotes one row: fewer tags than sent rows mean that a row was written twice.
@@ -196,15 +196,15 @@ CPD_DEVICE void CheckWritten(const Rank& rank) {
 }
 
 // Takes all rows that have not been taken, and clears those that were not written.
-template <typename Mover = ByRegisters>
+template <typename CopyPath = ByRegisters>
 CPD_DEVICE void Unpack(const Block& block, const Rank& rank, UnpackScratch* scratch,
-                       const Mover& mover = {}) {
+                       const CopyPath& path = {}) {
   State* state = rank.state();
   if (state->failed != kFine) {
     Spoil(block, rank);
     return;
   }
-  UnpackParts<Phase::kLast>(block, rank, scratch, mover);
+  UnpackParts<Phase::kLast>(block, rank, scratch, path);
   if (block.thread != 0 ||
       AddAndFetch(&state->blocks_done, 1) != static_cast<uint64_t>(block.num_blocks)) {
     return;

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 #include <thread>
@@ -36,8 +37,8 @@ SharedExchanges::SharedExchanges(SharedSegment own, std::vector<SharedSegment> o
 }
 
 void SharedExchanges::Join(const Exchange& exchange, int rank,
-                           std::unique_ptr<Contribution> contribution, Completion completion, int,
-                           const Scheduler&) {
+                           std::unique_ptr<Contribution> contribution, Completion completion,
+                           int num_helpers, const Scheduler& scheduler) {
   const auto refuse = [&](const Status& status) {
     std::vector<Completion> own;
     own.push_back(std::move(completion));
@@ -52,6 +53,12 @@ void SharedExchanges::Join(const Exchange& exchange, int rank,
                                     " is not one of process " + std::to_string(process_) +
                                     ". Every other mesh axis must be manual where this is called, "
                                     "so that its groups can be distinguished."});
+  }
+  const std::vector<int>& processes = *exchange.processes;
+  if (std::count(processes.begin(), processes.end(), process_) == exchange.num_ranks) {
+    // No process would read what is published; failures reach the others all the same.
+    return InProcessTransport().Join(exchange, rank, std::move(contribution), std::move(completion),
+                                     num_helpers, scheduler);
   }
   Announcement announcement{
       exchange.key, rank, exchange.num_ranks, 0, exchange.deadline.count(), 0, 0};
@@ -215,7 +222,5 @@ void StartSharedMemory(SharedSegment own, std::vector<SharedSegment> others,
         started->Fail(run_id, status, deadline);
       });
 }
-
-int ThisProcess() { return started ? started->process() : 0; }
 
 }  // namespace cpd

@@ -29,7 +29,4 @@ Transport* SharedMemoryTransport();
 void StartSharedMemory(SharedSegment own, std::vector<SharedSegment> others,
                        std::vector<Peer> peers);
 
-// The number of this process in its job; 0 without a job.
-int ThisProcess();
-
 }  // namespace cpd

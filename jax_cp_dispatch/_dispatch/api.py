@@ -6,6 +6,7 @@ from jaxtyping import DTypeLike, Num, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.exchange import Rows, move, outgoing, returning
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.metadata import Metadata
 
 
@@ -61,8 +62,12 @@ def dispatch(
         or if one device holds all ranks, no error is raised: an invalid plan fills floating-point
         results with NaN. Plans are not checked if the result has no elements.
     """
-    pieces = [outgoing("dispatch", "x", "", x, metadata, capacity, buffer, out)]
-    return move("dispatch", pieces, axis_name, mesh, implementation, deadline)[0]
+    op = "dispatch"
+    argument = outgoing(op, "x", x, metadata, capacity=capacity, buffer=buffer)
+    options = read_options(
+        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+    )
+    return move(options, [argument._replace(storage=out)])[0]
 
 
 def dispatch_qkv(
@@ -102,13 +107,14 @@ def dispatch_qkv(
       1".
     """
     op = "dispatch_qkv"
-    pieces = [
-        outgoing(op, "q", "q_", q, q_metadata, q_capacity, q_buffer, q_out),
-        outgoing(op, "kv", "kv_", kv, kv_metadata, kv_capacity, kv_buffer, kv_out),
-    ]
+    of_q = outgoing(op, "q", q, q_metadata, capacity=q_capacity, buffer=q_buffer)
+    of_kv = outgoing(op, "kv", kv, kv_metadata, capacity=kv_capacity, buffer=kv_buffer)
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
-    received = move(op, pieces, axis_name, mesh, implementation, deadline)
+    options = read_options(
+        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+    )
+    received = move(options, [of_q._replace(storage=q_out), of_kv._replace(storage=kv_out)])
     return received[0], received[1]
 
 
@@ -148,9 +154,13 @@ def combine(
       TypeError: an array has a dtype that cannot be summed.
       ValueError, jax.errors.JaxRuntimeError: as `dispatch`.
     """
-    dtype = preferred_element_type
-    pieces = [returning("combine", "y", "", y, metadata, num_tokens, buffer, dtype)]
-    return move("combine", pieces, axis_name, mesh, implementation, deadline)[0]
+    op, dtype = "combine", preferred_element_type
+    argument = returning(op, "y", y, metadata, num_tokens=num_tokens, dtype=dtype)
+    argument = argument.in_buffer(op, buffer)
+    options = read_options(
+        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+    )
+    return move(options, [argument])[0]
 
 
 def combine_qkv(
@@ -187,9 +197,11 @@ def combine_qkv(
       1".
     """
     op, dtype = "combine_qkv", preferred_element_type
-    pieces = [
-        returning(op, "q", "q_", q, q_metadata, q_num_tokens, q_buffer, dtype),
-        returning(op, "kv", "kv_", kv, kv_metadata, kv_num_tokens, kv_buffer, dtype),
-    ]
-    home = move(op, pieces, axis_name, mesh, implementation, deadline)
+    of_q = returning(op, "q", q, q_metadata, num_tokens=q_num_tokens, dtype=dtype)
+    of_kv = returning(op, "kv", kv, kv_metadata, num_tokens=kv_num_tokens, dtype=dtype)
+    arguments = [of_q.in_buffer(op, q_buffer), of_kv.in_buffer(op, kv_buffer)]
+    options = read_options(
+        op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+    )
+    home = move(options, arguments)
     return home[0], home[1]

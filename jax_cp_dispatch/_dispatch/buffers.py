@@ -4,7 +4,7 @@ import operator
 from typing import NamedTuple, SupportsIndex
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, deadline_milliseconds
+from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE, check_deadline, in_milliseconds
 
 MOST_BYTES = 2**48  # of one array; processors address no more
 _MOST = 2**63 - 1  # the registry counts in 64 bits
@@ -59,10 +59,11 @@ def create_dispatch_buffer(
       TypeError, ValueError: an argument is not a number, or is out of range.
     """
     op = "create_dispatch_buffer"
+    check_deadline(op, deadline)
     return runtime.native.create_buffer(
         capacity=_limit(op, "capacity", capacity),
         row_bytes=_at_least_one(op, "row_bytes", row_bytes),
-        deadline_ms=deadline_milliseconds(op, deadline),
+        deadline_ms=in_milliseconds(deadline),
         num_groups=_at_least_one(op, "groups", groups),
     )
 

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.place import Place, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._dispatch.operands import Exchange
+from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import vary_alike, varying_axes
 
 
 def place_arrays(
-    place: Place, names: tuple[str, ...], arrays: list[Any], num_storage: int
+    context: CallContext, names: tuple[str, ...], arrays: list[Any], num_storage: int
 ) -> list[Any]:
     """Moves global arrays to the devices that use them; free if they are already there.
 
@@ -21,18 +21,18 @@ def place_arrays(
     Dimensions after the rows keep the sharding of their type, or, over automatic axes, their actual
     sharding.
     """
-    if place.mesh is None:
+    if context.mesh is None:
         return arrays
-    if place.open_axes:
-        if all(kind != AxisType.Explicit for kind in place.mesh.axis_types):
+    if context.open_axes:
+        if all(kind != AxisType.Explicit for kind in context.mesh.axis_types):
             return arrays
-        specs = _row_specs(names, arrays, place.open_axes, place.is_global, num_storage)
+        specs = _row_specs(names, arrays, context.open_axes, context.is_global, num_storage)
         move = retype if is_traced(arrays) else lambda x, *to: jax.device_put(x, NamedSharding(*to))
-        return [move(x, place.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
+        return [move(x, context.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     # The partitioner requests the same; this conveys the mesh if no argument has one.
     free = lambda x: P(names, *(P.UNCONSTRAINED for _ in x.shape[1:]))
     constrain = jax.lax.with_sharding_constraint
-    return [constrain(x, NamedSharding(place.mesh, free(x))) for x in arrays]
+    return [constrain(x, NamedSharding(context.mesh, free(x))) for x in arrays]
 
 
 def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], bool]) -> P:
@@ -52,23 +52,18 @@ def _row_specs(names, arrays, open_axes, is_global, num_storage) -> list[P]:
 
 
 def on_every_device(
-    fn: Callable[[Any], Callable[..., list[Any]]],
-    operands: Sequence[Any],
-    *,
-    comm: Communicator,
-    is_global: bool,
-    num_fields: int,
-    num_results: int,
+    fn: Callable[[Any], Callable[..., list[Any]]], operands: Sequence[Any], exchange: Exchange
 ) -> list[Any]:
     """Calls `fn(mesh)` with all axes manual, on any view of the fields and one device's rows.
 
     Results are sharded like the first arrays. Arrays are gathered over automatic axes, which types
     do not show. Called during lowering, so it is never differentiated.
     """
+    num_fields, num_results = exchange.num_before_arrays, exchange.num_arrays
     fields, arrays = operands[:num_fields], operands[num_fields:]
-    names, open_axes = comm.axis_names, comm.open_axes
-    field_spec = P(names) if is_global else P()
-    specs = _row_specs(names, arrays, open_axes, is_global, len(arrays) - num_results)
+    names, open_axes = exchange.comm.axis_names, exchange.comm.open_axes
+    field_spec = P(names) if exchange.is_global else P()
+    specs = _row_specs(names, arrays, open_axes, exchange.is_global, len(arrays) - num_results)
     mesh = jax.sharding.get_abstract_mesh()
     if not all(name in mesh.axis_names for name in open_axes):  # known by the types alone
         mesh = jax.typeof(arrays[0]).sharding.mesh

@@ -14,19 +14,17 @@ from jaxtyping import Array
 from jax_cp_dispatch._dispatch import checks
 from jax_cp_dispatch._dispatch.buffers import DispatchBuffer, buffer_limits
 from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
-from jax_cp_dispatch._dispatch.operands import Call, Collectives, Part, summable
+from jax_cp_dispatch._dispatch.operands import Collectives, Exchange, OperandGroup, summable
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
-from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch._ranks.deadline import DEFAULT_DEADLINE
-from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch._ranks.place import Place
+from jax_cp_dispatch._ranks.call_context import CallContext
+from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.metadata import Metadata
 
 Rows = Array | np.ndarray
 
 
-class Piece(NamedTuple):
+class Argument(NamedTuple):
     """Arrays of one call that move by the same metadata.
 
     Attributes:
@@ -55,31 +53,49 @@ class Piece(NamedTuple):
     capacity_name: str = "capacity"
     stamp: Array | None = None
 
+    def in_buffer(self, op: str, buffer: int | None) -> "Argument":
+        """Returns the same with the limits of a registered buffer, if there is one."""
+        if buffer is None:
+            return self
+        return self._replace(buffer=buffer, limits=buffer_limits(op, buffer))
 
-def outgoing(op, name, prefix, x, metadata, capacity, buffer, out) -> Piece:
-    """Makes a piece of `dispatch`."""
+
+def outgoing(
+    op: str,
+    name: str,
+    x: Any,
+    metadata: Metadata,
+    *,
+    capacity: int | None = None,
+    buffer: int | None = None,
+) -> Argument:
+    """Returns an argument of `dispatch`."""
     arrays, tree = _flatten(x)
     checks.check_arrays(op, name, arrays)
+    prefix = _prefix(name)
     checks.check_is_metadata(op, f"{prefix}metadata", metadata)
     if (capacity is None) == (buffer is None):
         raise ValueError(
             f"{op}: got {'neither' if buffer is None else 'both'} of {prefix}capacity and "
             f"{prefix}buffer; it needs exactly one of them."
         )
-    if buffer is None:
+    num_rows = 0
+    if capacity is not None:
         num_rows = checks.check_num_rows(op, f"{prefix}capacity", capacity)
-        piece = Piece(name, arrays, tree, metadata, num_rows, storage=out)
-    else:
-        limits = buffer_limits(op, buffer)
-        piece = Piece(name, arrays, tree, metadata, limits.capacity, storage=out)
-        piece = piece._replace(buffer=buffer, limits=limits)
-    return piece._replace(capacity_name=f"{prefix}capacity")
+    argument = Argument(name, arrays, tree, metadata, num_rows, capacity_name=f"{prefix}capacity")
+    argument = argument.in_buffer(op, buffer)
+    if argument.limits is not None:
+        argument = argument._replace(num_rows=argument.limits.capacity)
+    return argument
 
 
-def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece:
-    """Makes a piece of `combine`."""
+def returning(
+    op: str, name: str, y: Any, metadata: Metadata, *, num_tokens: int, dtype: Any = None
+) -> Argument:
+    """Returns an argument of `combine`."""
     arrays, tree = _flatten(y)
     checks.check_arrays(op, name, arrays)
+    prefix = _prefix(name)
     checks.check_is_metadata(op, f"{prefix}metadata", metadata)
     num_rows = checks.check_num_rows(op, f"{prefix}num_tokens", num_tokens)
     summations = [_summation(op, y.dtype, dtype) for y in arrays]
@@ -88,11 +104,13 @@ def returning(op, name, prefix, y, metadata, num_tokens, buffer, dtype) -> Piece
         for y, s in zip(arrays, summations, strict=True)
     ]
     dtypes, sums = [s.result for s in summations], [s.total for s in summations]
-    piece = Piece(name, arrays, tree, metadata, num_rows, dtypes, sums)
-    piece = piece._replace(capacity_name=f"{prefix}capacity")
-    if buffer is None:
-        return piece
-    return piece._replace(buffer=buffer, limits=buffer_limits(op, buffer))
+    argument = Argument(name, arrays, tree, metadata, num_rows, dtypes, sums)
+    return argument._replace(capacity_name=f"{prefix}capacity")
+
+
+def _prefix(name: str) -> str:
+    """Returns how the names of an argument's options begin: q_metadata belongs to q."""
+    return f"{name}_" if name in ("q", "kv") else ""
 
 
 def _flatten(tree: Any) -> tuple[list[Array], Any]:
@@ -133,86 +151,84 @@ def _accumulation_dtype(dtype: Any) -> Any:
 
 
 def move(
-    op: str,
-    pieces: Sequence[Piece],
-    axis_name: AxisName,
-    mesh: Any,
-    implementation: str | None,
-    deadline: float | None,
+    options: CollectiveOptions,
+    arguments: Sequence[Argument],
     by_collectives: Collectives | None = None,
 ) -> list[Any]:
-    """Makes one exchange of all pieces; returns their results in the structures of the arrays."""
-    if deadline is None:
-        deadline = max((p.limits.deadline for p in pieces if p.limits), default=DEFAULT_DEADLINE)
-    comm, place = find_ranks(
-        op,
-        axis_name,
-        [x for p in pieces for x in (*p.arrays, p.metadata.seq_len)],
-        mesh=mesh,
-        implementation=implementation,
-        deadline=deadline,
-    )
-    num_ranks = comm.num_ranks or pieces[0].metadata.world_size
+    """Makes one exchange of all arguments; returns their results, structured like the arrays."""
+    op = options.op
+    deadlines = [x.limits.deadline for x in arguments if x.limits]
+    if options.deadline is None and deadlines:
+        options = dataclasses.replace(options, deadline=max(deadlines))
+    typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]
+    comm, context = find_ranks(options, typed)
+    num_ranks = comm.num_ranks or arguments[0].metadata.world_size
     comm = dataclasses.replace(comm, num_ranks=num_ranks)
 
-    parts, fields, stamps, arrays, storage, dtypes = [], [], [], [], [], []
-    for piece in pieces:
+    groups, fields, stamps, arrays, storage, sums = [], [], [], [], [], []
+    for argument in arguments:
         metadata = checks.read_metadata(
-            op, piece.metadata, comm.axis_names, num_ranks, all_ranks=place.is_global
+            op, argument.metadata, comm.axis_names, num_ranks, all_ranks=context.is_global
         )
-        moving = _moving(piece)
+        moving = _moving(argument)
         if not moving:
             continue
-        num_rows = piece.arrays[0].shape[0]
-        if place.is_global:
-            num_rows = checks.rows_per_rank(op, piece.name, num_rows, num_ranks)
-        is_dispatch = piece.sums is None
-        num_tokens, capacity = (
-            (num_rows, piece.num_rows) if is_dispatch else (piece.num_rows, num_rows)
-        )
-        has_src_offset = metadata.src_offset is not None
-        part = Part(len(moving), num_tokens, capacity, has_src_offset, piece.buffer)
-        part = part._replace(capacity_name=piece.capacity_name)
-        if piece.stamp is not None:
-            part = part._replace(has_stamp=True)
-            stamps.append(piece.stamp)
-        parts.append(part)
-        fields += metadata.present()
-        if piece.limits is not None and capacity > piece.limits.capacity:
+        num_rows = argument.arrays[0].shape[0]
+        if context.is_global:
+            num_rows = checks.rows_per_rank(op, argument.name, num_rows, num_ranks)
+        num_tokens, capacity = num_rows, argument.num_rows
+        if argument.sums is not None:
+            num_tokens, capacity = capacity, num_tokens
+        if argument.limits is not None and capacity > argument.limits.capacity:
             raise ValueError(
-                f"{op}: {piece.name} has {capacity} rows per rank but the capacity of buffer "
-                f"{piece.buffer} is {piece.limits.capacity}. Pass another, or "
-                f"grow_dispatch_buffer({piece.buffer}, capacity={capacity})."
+                f"{op}: {argument.name} has {capacity} rows per rank but the capacity of buffer "
+                f"{argument.buffer} is {argument.limits.capacity}. Pass another, or "
+                f"grow_dispatch_buffer({argument.buffer}, capacity={capacity})."
             )
-        factor = num_ranks if place.is_global else 1
+        group = OperandGroup(
+            num_arrays=len(moving),
+            num_tokens=num_tokens,
+            capacity=capacity,
+            has_src_offset=metadata.src_offset is not None,
+            buffer=argument.buffer,
+            capacity_name=argument.capacity_name,
+            has_stamp=argument.stamp is not None,
+        )
+        groups.append(group)
+        fields += metadata.present()
+        stamps += [] if argument.stamp is None else [argument.stamp]
+        factor = num_ranks if context.is_global else 1
         for i in moving:
-            what = f"{piece.name} goes to {piece.num_rows} rows per rank"
-            checks.check_size(op, what, factor * piece.num_rows, piece.arrays[i])
-        arrays += [_with_rows(piece.arrays[i], factor) for i in moving]
-        if piece.storage is not None:
-            shapes = [((factor * capacity, *x.shape[1:]), x.dtype) for x in piece.arrays]
-            stored = checks.check_storage(op, piece.storage, piece.tree, shapes)
+            what = f"{argument.name} goes to {argument.num_rows} rows per rank"
+            checks.check_size(op, what, factor * argument.num_rows, argument.arrays[i])
+        arrays += [_with_rows(argument.arrays[i], factor) for i in moving]
+        if argument.storage is not None:
+            shapes = [((factor * capacity, *x.shape[1:]), x.dtype) for x in argument.arrays]
+            stored = checks.check_storage(op, argument.storage, argument.tree, shapes)
             storage += [stored[i] for i in moving]
-        if piece.sums is not None:
-            dtypes += [jnp.dtype(piece.sums[i]).name for i in moving]
+        if argument.sums is not None:
+            sums += [jnp.dtype(argument.sums[i]).name for i in moving]
 
-    call = Call(op, comm, is_global=place.is_global, by_collectives=by_collectives)
-    if pieces[0].sums is None:
-        bind = functools.partial(dispatch_p.bind, parts=tuple(parts))
-    else:
-        bind = functools.partial(combine_p.bind, parts=tuple(parts), dtypes=tuple(dtypes))
-    moved = _run(bind, call, place, fields + stamps, arrays, storage) if parts else []
-    return _results(pieces, moved, num_ranks if place.is_global else 1)
+    exchange = Exchange(
+        op=op,
+        comm=comm,
+        groups=tuple(groups),
+        sums=None if arguments[0].sums is None else tuple(sums),
+        is_global=context.is_global,
+        by_collectives=by_collectives,
+    )
+    moved = _run(exchange, context, fields + stamps, arrays, storage) if groups else []
+    return _results(arguments, moved, num_ranks if context.is_global else 1)
 
 
-def _moving(piece: Piece) -> list[int]:
+def _moving(argument: Argument) -> list[int]:
     """Returns the arrays whose results have elements; others never reach a handler.
 
     jaxlib 0.11 crashes on a custom call with an empty operand or result.
     """
-    if piece.num_rows == 0:
+    if argument.num_rows == 0:
         return []
-    return [i for i, x in enumerate(piece.arrays) if math.prod(x.shape[1:]) > 0]
+    return [i for i, x in enumerate(argument.arrays) if math.prod(x.shape[1:]) > 0]
 
 
 def _with_rows(array: Array, num_rows: int) -> Array:
@@ -223,29 +239,30 @@ def _with_rows(array: Array, num_rows: int) -> Array:
 
 
 @jax.named_scope("cpd.exchange")
-def _run(bind, call: Call, place: Place, fields, arrays, storage) -> list[Array]:
-    arrays, names = arrays + storage, call.comm.axis_names
-    if place.is_global or place.open_axes:
-        arrays = place_arrays(place, names, arrays, len(storage))
-    if not place.is_global:
+def _run(exchange: Exchange, context: CallContext, fields, arrays, storage) -> list[Array]:
+    arrays, names = arrays + storage, exchange.comm.axis_names
+    if context.is_global or context.open_axes:
+        arrays = place_arrays(context, names, arrays, len(storage))
+    if not context.is_global:
         arrays = vary_with(fields, names, arrays)
-    return bind(*fields, *arrays, call=call)
+    primitive = dispatch_p if exchange.sums is None else combine_p
+    return primitive.bind(*fields, *arrays, exchange=exchange)
 
 
-def _results(pieces: Sequence[Piece], moved: Sequence[Array], factor: int) -> list[Any]:
-    """Returns rounded results in the pieces' structures, with zeros for those that did not move."""
+def _results(arguments: Sequence[Argument], moved: Sequence[Array], factor: int) -> list[Any]:
+    """Returns rounded results, structured like the arrays; those that did not move are zero."""
     rest, results = iter(moved), []
-    for piece in pieces:
-        moving = set(_moving(piece))
+    for argument in arguments:
+        moving = set(_moving(argument))
         leaves = []
-        for i, x in enumerate(piece.arrays):
+        for i, x in enumerate(argument.arrays):
             if i in moving:
                 leaf = next(rest)
             else:
-                shape = (factor * piece.num_rows, *x.shape[1:])
-                leaf = vary_alike([jnp.zeros(shape, x.dtype), x, piece.metadata.seq_len])[0]
-            if piece.dtypes is not None and leaf.dtype != piece.dtypes[i]:
-                leaf = leaf.astype(piece.dtypes[i])
+                shape = (factor * argument.num_rows, *x.shape[1:])
+                leaf = vary_alike([jnp.zeros(shape, x.dtype), x, argument.metadata.seq_len])[0]
+            if argument.dtypes is not None and leaf.dtype != argument.dtypes[i]:
+                leaf = leaf.astype(argument.dtypes[i])
             leaves.append(leaf)
-        results.append(jax.tree.unflatten(piece.tree, leaves))
+        results.append(jax.tree.unflatten(argument.tree, leaves))
     return results

@@ -1,7 +1,7 @@
-"""The static parts of one call of the primitives, and the order of its operands.
+"""The static parts of one exchange, and the order of its operands.
 
-Operands: the metadata of every part, then the stamp of every part that has one, then the arrays of
-every part, then for `dispatch`, maybe, storage to reuse (one for each array).
+Operands: the metadata of every group, then the stamp of every group that has one, then the arrays
+of every group, then for `dispatch`, maybe, storage to reuse (one for each array).
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MetadataOperands(NamedTuple):
         return [field for field in self if field is not None]
 
 
-class Part(NamedTuple):
+class OperandGroup(NamedTuple):
     """Arrays that move by the same metadata."""
 
     num_arrays: int
@@ -52,11 +52,6 @@ class Part(NamedTuple):
         return 4 + self.has_src_offset
 
 
-def num_before_arrays(parts: Sequence[Part]) -> int:
-    """Counts the operands before the arrays: metadata and stamps of all parts."""
-    return sum(part.num_fields + part.has_stamp for part in parts)
-
-
 @runtime_checkable
 class Collectives(Protocol):
     """A plan as XLA collectives; hashable, and equal if it moves the same."""
@@ -66,25 +61,48 @@ class Collectives(Protocol):
     def transposed(self) -> "Collectives": ...
 
 
-class Call(NamedTuple):
-    """The common properties of all parts of a call."""
+class Exchange(NamedTuple):
+    """The static parts of one call of `dispatch_p` or `combine_p`.
 
-    op: str  # the function that was called, for messages
+    Attributes:
+      op: the function that was called, for messages.
+      comm: the ranks.
+      groups: of the operands.
+      sums: names of the dtypes of the results of combine; None: dispatch.
+      is_global: whether arrays hold the rows of all ranks, to be split; else this rank's.
+      by_collectives: the plan as collectives, cheaper than those for any plan.
+    """
+
+    op: str
     comm: Communicator
-    is_global: bool = False  # arrays of all ranks, to be split; else this rank's
-    by_collectives: "Collectives | None" = None  # cheaper than collectives for any plan
+    groups: tuple[OperandGroup, ...]
+    sums: tuple[str, ...] | None = None
+    is_global: bool = False
+    by_collectives: Collectives | None = None
 
-    def inside(self, mesh: Any) -> "Call":
-        """Returns the call of one rank, with all axes of `mesh` manual."""
+    @property
+    def num_before_arrays(self) -> int:
+        """The number of operands before the arrays: metadata and stamps of all groups."""
+        return sum(group.num_fields + group.has_stamp for group in self.groups)
+
+    @property
+    def num_arrays(self) -> int:
+        return sum(group.num_arrays for group in self.groups)
+
+    def num_storage(self, operands: Sequence[Any]) -> int:
+        return len(operands) - self.num_before_arrays - self.num_arrays
+
+    def inside(self, mesh: Any) -> "Exchange":
+        """Returns the exchange of one rank, with all axes of `mesh` manual."""
         return self._replace(comm=self.comm.inside(mesh), is_global=False)
 
 
 class Operands(NamedTuple):
-    """The operands of a call, or other values in the same order."""
+    """The operands of an exchange, or other values in the same order."""
 
-    metadata: list[MetadataOperands]  # per part
-    stamps: list[Any]  # per part, None where there is none: i32 [7], see csrc/dispatch/dispatch.h
-    arrays: list[Any]  # of all parts
+    metadata: list[MetadataOperands]  # per group
+    stamps: list[Any]  # per group, None where there is none: i32 [7], see csrc/dispatch/dispatch.h
+    arrays: list[Any]  # of all groups
     storage: list[Any]
 
     def flat(self) -> list[Any]:
@@ -92,19 +110,19 @@ class Operands(NamedTuple):
         return [*fields, *(x for x in self.stamps if x is not None), *self.arrays, *self.storage]
 
 
-def read_operands(operands: Sequence[Any], parts: Sequence[Part]) -> Operands:
-    """Groups flat operands, or other values in their order."""
+def read_operands(operands: Sequence[Any], exchange: Exchange) -> Operands:
+    """Separates flat operands, or other values in their order."""
     rest = list(operands)
-    metadata = [MetadataOperands(*_take(rest, part.num_fields)) for part in parts]
-    stamps = [_take(rest, 1)[0] if part.has_stamp else None for part in parts]
-    arrays = _take(rest, sum(part.num_arrays for part in parts))
+    metadata = [MetadataOperands(*_take(rest, group.num_fields)) for group in exchange.groups]
+    stamps = [_take(rest, 1)[0] if group.has_stamp else None for group in exchange.groups]
+    arrays = _take(rest, exchange.num_arrays)
     return Operands(metadata, stamps, arrays, rest)
 
 
-def by_part(per_array: Sequence[Any], parts: Sequence[Part]) -> list[list[Any]]:
-    """Groups per-array values by part."""
+def by_group(per_array: Sequence[Any], exchange: Exchange) -> list[list[Any]]:
+    """Separates values of the arrays by group."""
     rest = list(per_array)
-    return [_take(rest, part.num_arrays) for part in parts]
+    return [_take(rest, group.num_arrays) for group in exchange.groups]
 
 
 def _take(rest: list[Any], num: int) -> list[Any]:
@@ -113,24 +131,30 @@ def _take(rest: list[Any], num: int) -> list[Any]:
     return taken
 
 
-def part_of_each(parts: Sequence[Part]) -> list[Part]:
-    """Returns the part of each array."""
-    return [part for part in parts for _ in range(part.num_arrays)]
+def group_of_each(exchange: Exchange) -> list[OperandGroup]:
+    """Returns the group of each array."""
+    return [group for group in exchange.groups for _ in range(group.num_arrays)]
 
 
 def select_arrays(
-    operands: Operands, parts: Sequence[Part], keep: Sequence[bool]
-) -> tuple[Operands, tuple[Part, ...]]:
-    """Returns the call with some of its arrays, without storage and without empty parts."""
-    counts = [sum(flags) for flags in by_part(keep, parts)]
+    operands: Operands, exchange: Exchange, keep: Sequence[bool]
+) -> tuple[Operands, Exchange]:
+    """Returns the exchange of some of the arrays, without storage and without empty groups."""
+    counts = [sum(flags) for flags in by_group(keep, exchange)]
+    groups = [
+        group._replace(num_arrays=count)
+        for group, count in zip(exchange.groups, counts, strict=True)
+        if count
+    ]
+    sums = exchange.sums
+    if sums is not None:
+        sums = tuple(dtype for dtype, kept in zip(sums, keep, strict=True) if kept)
     return operands._replace(
         metadata=[m for m, count in zip(operands.metadata, counts, strict=True) if count],
         stamps=[x for x, count in zip(operands.stamps, counts, strict=True) if count],
         arrays=[x for x, kept in zip(operands.arrays, keep, strict=True) if kept],
         storage=[],
-    ), tuple(
-        part._replace(num_arrays=count) for part, count in zip(parts, counts, strict=True) if count
-    )
+    ), exchange._replace(groups=tuple(groups), sums=sums)
 
 
 def summable(dtype: Any) -> Any:

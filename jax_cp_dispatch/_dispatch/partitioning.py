@@ -15,19 +15,19 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.devices import row_spec
-from jax_cp_dispatch._dispatch.operands import Call, Operands, num_before_arrays, read_operands
+from jax_cp_dispatch._dispatch.operands import Exchange, Operands, read_operands
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 
 
-def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_device, params):
-    """Lowers a global call; `on_one_device` is used if there is nothing to split."""
+def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_device):
+    """Lowers a global exchange; `on_one_device` is used if there is nothing to split."""
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # XLA would abort the process
         raise NotImplementedError(
-            f"{call.op}: arrays of all ranks are split by a Shardy rule, but "
+            f"{exchange.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
-    avals = read_operands(ctx.avals_in, parts)
-    names, num_ranks = call.comm.axis_names, call.comm.num_ranks
+    avals = read_operands(ctx.avals_in, exchange)
+    names, num_ranks = exchange.comm.axis_names, exchange.comm.num_ranks
 
     @custom_partitioning
     def everywhere(*moved):
@@ -36,35 +36,35 @@ def lower_partitioned(primitive, ctx, *operands, call: Call, parts, on_one_devic
     mesh_around = jax.sharding.get_mesh()
 
     def partition(mesh, arguments, results):
-        mesh = mesh_of_program(call.op, names, mesh, mesh_around)
-        _check_num_ranks(call, mesh)
-        given = read_operands(arguments, parts)
+        mesh = mesh_of_program(exchange.op, names, mesh, mesh_around)
+        _check_num_ranks(exchange, mesh)
+        given = read_operands(arguments, exchange)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in given.arrays]
-        fields = [P(names)] * num_before_arrays(parts)
+        fields = [P(names)] * exchange.num_before_arrays
         specs = [*fields, *row_specs, *row_specs[: len(given.storage)]]
 
         def on_each_device(*moved):
-            return primitive.bind(*moved, call=call.inside(mesh), parts=parts, **params)
+            return primitive.bind(*moved, exchange=exchange.inside(mesh))
 
-        place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        return mesh, on_each_device, place(row_specs), tuple(place(specs))
+        on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
+        return mesh, on_each_device, on_mesh(row_specs), tuple(on_mesh(specs))
 
     result_rows = [out.shape[0] // num_ranks for out in ctx.avals_out]
     rule, whole, sizes = _sharding_rule(avals, result_rows, num_ranks)
     factors: dict[str, Any] = {"need_replication_factors": whole, **sizes}
     everywhere.def_partition(partition=partition, sharding_rule=rule, **factors)
 
-    run = named(everywhere, (str(primitive), call, parts, params))
+    run = named(everywhere, (str(primitive), exchange))
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _check_num_ranks(call: Call, mesh) -> None:
-    comm = call.comm
+def _check_num_ranks(exchange: Exchange, mesh) -> None:
+    comm = exchange.comm
     num_devices = int(np.prod([mesh.shape[name] for name in comm.axis_names]))
     if num_devices != comm.num_ranks:
         raise ValueError(
-            f"{call.op}: metadata is for world_size={comm.num_ranks} but axis "
+            f"{exchange.op}: metadata is for world_size={comm.num_ranks} but axis "
             f"{','.join(comm.axis_names)!r} has {num_devices} devices. Plan with "
             f"world_size={num_devices}."
         )

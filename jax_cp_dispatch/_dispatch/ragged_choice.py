@@ -4,7 +4,6 @@ import functools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,10 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
-from jax_cp_dispatch._ranks.implementations import say_once
+from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
+from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import first_failure
+from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.metadata import compute_metadata
 
 _VARIABLE = "JAX_CP_DISPATCH_RAGGED"
@@ -36,8 +37,7 @@ def may_be_ragged(platforms: Sequence[str]) -> bool:
     wanted = os.environ.get(_VARIABLE)
     if wanted in ("0", "1"):
         return wanted == "1"
-    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    return here != platforms[0] or _passes()
+    return default_platform() != platforms[0] or _passes()
 
 
 @functools.cache
@@ -89,11 +89,11 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
     own = jnp.arange(_ROWS * 4, dtype=jnp.float32).reshape(_ROWS, 4) + 1000 * rank
     results = []
     for ragged in (True, False):
-        common: dict[str, Any] = {"axis_names": (_AXIS,), "num_ranks": num_ranks, "ragged": ragged}
+        ranks = XlaRanks(rank, (_AXIS,), num_ranks, ragged)
         rows = [own, own.astype(jnp.bfloat16)]
-        sent = dispatch_with_xla(rank, metadata, rows, capacity=_CAPACITY, **common)
+        sent = dispatch_with_xla(ranks, metadata, rows, capacity=_CAPACITY)
         dtypes = [x.dtype.name for x in sent]
-        home = combine_with_xla(rank, metadata, sent, num_tokens=_ROWS, dtypes=dtypes, **common)
+        home = combine_with_xla(ranks, metadata, sent, num_tokens=_ROWS, dtypes=dtypes)
         results.append([*sent, *home])
     counts = [jnp.sum(x != y) for x, y in zip(*results, strict=True)]
     return jnp.sum(jnp.stack(counts))[None]

@@ -19,76 +19,57 @@ from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
-from jax_cp_dispatch._dispatch.xla_plan import Plan, find_sources, of_all_ranks, read_plan
-from jax_cp_dispatch._dispatch.xla_ragged import MAX_UPDATES, return_rows, send_rows
+from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks, find_sources, read_plan
+from jax_cp_dispatch._dispatch.xla_ragged import return_rows, send_rows
 from jax_cp_dispatch._ranks.varying import vary_alike
 
 
 def dispatch_with_xla(
-    rank: Any,
+    ranks: XlaRanks,
     metadata: MetadataOperands,
     arrays: Sequence[Shaped[Array, "rows ..."]],
     *,
-    axis_names: tuple[str, ...],
-    num_ranks: int,
     capacity: int,
     stamp: Int32[Array, " 7"] | None = None,
-    ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
-    Call on every rank with manual `axis_names`; or with `axis_names=()` if one device holds the
-    rows and the metadata of all ranks, in order of rank.
+    Call on every rank, with manual axes; or once if one device holds all ranks.
 
     Args:
-      rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
+      ranks: of the exchange.
       metadata: one rank's view, or that of all ranks.
-      arrays: `[T, ...]`, or without `axis_names` `[W * T, ...]`.
-      axis_names: the mesh axes whose devices are the ranks, the major one first.
-      num_ranks: W.
+      arrays: `[T, ...]`, or without axes `[W * T, ...]`.
       capacity: rows per rank of the results.
       stamp: for which batch the plan was made, and which this rank sees.
-      ragged: whether `ragged_all_to_all` may be used.
     Returns:
-      `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`; rows that no rank writes are
-      zero.
+      `[capacity, ...]`, or without axes `[W * capacity, ...]`; rows that no rank writes are zero.
     """
     dtypes = [x.dtype for x in arrays]
     bits = [_to_bits(x) for x in arrays]
-    num_tokens = _rows_per_rank(bits, axis_names, num_ranks)
-    plan = read_plan(
-        metadata,
-        axis_names,
-        num_ranks=num_ranks,
-        num_tokens=num_tokens,
-        capacity=capacity,
-        stamp=stamp,
-    )
-    ragged = ragged and bool(axis_names) and num_ranks > 1
-    if ragged and num_tokens > 0 and plan.dst_rank.size <= MAX_UPDATES:
-        received = send_rows(plan, rank, bits, axis_names=axis_names, capacity=capacity)
+    num_tokens = ranks.rows_of_each(bits[0])
+    plan = read_plan(metadata, ranks, num_tokens=num_tokens, capacity=capacity, stamp=stamp)
+    if ranks.are_ragged(num_tokens, plan):
+        received = send_rows(plan, ranks, bits, capacity=capacity)
     else:
-        everyones = [of_all_ranks(x, axis_names, num_ranks) for x in bits]
+        everyones = [ranks.gather(x) for x in bits]
 
         def receive(rank):
             src_rank, src_row = find_sources(plan, rank, capacity)
             return [_take_rows(x, src_rank, src_row) for x in everyones]
 
-        received = _on_each(receive, rank, axis_names, num_ranks)
+        received = _on_each(receive, ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(received, dtypes, strict=True)]
 
 
 def combine_with_xla(
-    rank: Any,
+    ranks: XlaRanks,
     metadata: MetadataOperands,
     arrays: Sequence[Shaped[Array, "rows ..."]],
     *,
-    axis_names: tuple[str, ...],
-    num_ranks: int,
     num_tokens: int,
     dtypes: Sequence[str],
     stamp: Int32[Array, " 7"] | None = None,
-    ragged: bool = False,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 
@@ -97,39 +78,29 @@ def combine_with_xla(
     XLA determines the bits of a NaN that is a sum of several.
 
     Args:
-      rank: the rank that runs, an integer scalar; without `axis_names` it is not read.
+      ranks: of the exchange.
       metadata: the forward metadata, one rank's view or that of all ranks.
-      arrays: `[capacity, ...]`, or without `axis_names` `[W * capacity, ...]`.
-      axis_names: the mesh axes whose devices are the ranks, the major one first.
-      num_ranks: W.
+      arrays: `[capacity, ...]`, or without axes `[W * capacity, ...]`.
       num_tokens: rows per rank T of the results.
       dtypes: of the results.
-      stamp, ragged: as in `dispatch_with_xla`.
+      stamp: as in `dispatch_with_xla`.
     Returns:
-      `[T, ...]`, or without `axis_names` `[W * T, ...]`; rows that no shard names are zero.
+      `[T, ...]`, or without axes `[W * T, ...]`; rows that no shard names are zero.
     """
     dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
     bits = [_to_bits(y) for y in arrays]
-    capacity = _rows_per_rank(bits, axis_names, num_ranks)
-    plan = read_plan(
-        metadata,
-        axis_names,
-        num_ranks=num_ranks,
-        num_tokens=num_tokens,
-        capacity=capacity,
-        stamp=stamp,
-    )
+    capacity = ranks.rows_of_each(bits[0])
+    plan = read_plan(metadata, ranks, num_tokens=num_tokens, capacity=capacity, stamp=stamp)
     is_named_once = metadata.src_offset is None
     # What returns to a rank at most: all replicas of its rows, and no more than all ranks hold,
     # since a plan in which ranges overlap there is not valid.
     num_named = 1 if is_named_once else plan.num_rows.shape[1]
-    num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], num_ranks * capacity)
-    ragged = ragged and bool(axis_names) and num_ranks > 1
-    if ragged and num_home > 0 and plan.dst_rank.size <= MAX_UPDATES:
-        homes, begin = return_rows(plan, rank, bits, axis_names=axis_names, num_home=num_home)
+    num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], ranks.num_ranks * capacity)
+    if ranks.are_ragged(num_home, plan):
+        homes, begin = return_rows(plan, ranks, bits, num_home=num_home)
         held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
     else:
-        held, dst_rank = [of_all_ranks(y, axis_names, num_ranks) for y in bits], plan.dst_rank
+        held, dst_rank = [ranks.gather(y) for y in bits], plan.dst_rank
         begin = None
     sources = [_Sources(*each) for each in zip(held, dtypes_in, dtypes_out, strict=True)]
 
@@ -140,21 +111,15 @@ def combine_with_xla(
         sums = sum_shards(sender, sources, _no_sums(sources, num_tokens))
         return _round(sums, sources)
 
-    totals = _on_each(bring_home, rank, axis_names, num_ranks)
+    totals = _on_each(bring_home, ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
 
 
-def _rows_per_rank(arrays: Sequence[Array], axis_names: tuple[str, ...], num_ranks: int) -> int:
-    return arrays[0].shape[0] // (1 if axis_names else num_ranks)
-
-
-def _on_each(
-    one_rank: Callable[..., Any], rank: Any, axis_names: tuple[str, ...], num_ranks: int
-) -> list[Array]:
+def _on_each(one_rank: Callable[..., Any], ranks: XlaRanks) -> list[Array]:
     """Returns the results of the running rank, or those of all ranks in order."""
-    if axis_names:
-        return one_rank(rank)
-    results = jax.vmap(one_rank)(jnp.arange(num_ranks, dtype=jnp.int32))
+    if ranks.axis_names:
+        return one_rank(ranks.rank)
+    results = jax.vmap(one_rank)(jnp.arange(ranks.num_ranks, dtype=jnp.int32))
     return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in results]
 
 

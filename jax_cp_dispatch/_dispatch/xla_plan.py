@@ -3,7 +3,7 @@
 The conditions are those of csrc/dispatch/dispatch.cc. Rows are counted in int32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,41 @@ from jaxtyping import Array, Bool, Int32
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 
 _MAX_INT32 = 2**31 - 1
+
+MAX_UPDATES = 4096
+"""Updates of `ragged_all_to_all` per rank and call. NCCL sends each separately; not measured."""
+
+
+class XlaRanks(NamedTuple):
+    """The ranks of an exchange.
+
+    Attributes:
+      rank: the one that runs, an integer scalar; without `axis_names` it is not read.
+      axis_names: the mesh axes whose devices are the ranks, the major one first; () if one device
+        holds the rows and the metadata of all ranks, in order of rank.
+      num_ranks: W.
+      may_be_ragged: whether `ragged_all_to_all` may be used.
+    """
+
+    rank: Any
+    axis_names: tuple[str, ...]
+    num_ranks: int
+    may_be_ragged: bool = False
+
+    def gather(self, x: Array) -> Array:
+        """Returns `[W, rows, ...]`: gathered, or on one device the rows split by rank."""
+        if self.axis_names:
+            return lax.all_gather(x, self.axis_names)
+        return x.reshape(self.num_ranks, x.shape[0] // self.num_ranks, *x.shape[1:])
+
+    def rows_of_each(self, x: Array) -> int:
+        """Returns the rows of one rank in an array."""
+        return x.shape[0] // (1 if self.axis_names else self.num_ranks)
+
+    def are_ragged(self, num_rows: int, plan: "Plan") -> bool:
+        """Whether rows move by `ragged_all_to_all`; `num_rows` is how many may be written."""
+        fits = num_rows > 0 and plan.dst_rank.size <= MAX_UPDATES
+        return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
 
 
 class Received(NamedTuple):
@@ -36,18 +71,10 @@ class Plan(NamedTuple):
     is_valid: Bool[Array, ""]
 
 
-def of_all_ranks(x: Array, axis_names: tuple[str, ...], num_ranks: int) -> Array:
-    """Returns `[W, rows, ...]`: gathered, or without `axis_names` the rows split by rank."""
-    if axis_names:
-        return lax.all_gather(x, axis_names)
-    return x.reshape(num_ranks, x.shape[0] // num_ranks, *x.shape[1:])
-
-
 def read_plan(
     metadata: MetadataOperands,
-    axis_names: tuple[str, ...],
+    ranks: XlaRanks,
     *,
-    num_ranks: int,
     num_tokens: int,
     capacity: int,
     stamp: Int32[Array, " 7"] | None = None,
@@ -56,15 +83,15 @@ def read_plan(
 
     Args:
       metadata: one rank's view, or that of all ranks.
-      axis_names: the mesh axes whose devices are the ranks; () if one device holds all of them.
-      num_ranks: W.
+      ranks: of the exchange.
       num_tokens: rows per rank of the sender's arrays.
       capacity: rows per rank of the receive buffers.
       stamp: for which batch the plan was made, and which this rank sees.
     Returns:
       The plan. If it is not valid, its other fields are undefined.
     """
-    metadata = _metadata_of_all_ranks(metadata, axis_names, num_ranks)
+    num_ranks = ranks.num_ranks
+    metadata = _metadata_of_all_ranks(metadata, ranks)
     seq_len, src_row = metadata.seq_len, metadata.src_offset
     dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
     if dst_rank.ndim == 2:
@@ -103,7 +130,7 @@ def read_plan(
         | _overlap(received)
     )
     if stamp is not None:
-        is_valid &= _are_stamps_right(stamp, axis_names)
+        is_valid &= _are_stamps_right(stamp, ranks.axis_names)
     return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
 
 
@@ -128,18 +155,16 @@ def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:
     return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
 
 
-def _metadata_of_all_ranks(
-    metadata: MetadataOperands, axis_names: tuple[str, ...], num_ranks: int
-) -> MetadataOperands:
+def _metadata_of_all_ranks(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:
     """Returns every field with a leading W, in int32, gathered by one collective."""
     metadata = jax.tree.map(_to_int32, metadata)
     shape = metadata.seq_len.shape
-    if len(shape) == 2 and shape[0] == num_ranks:
+    if len(shape) == 2 and shape[0] == ranks.num_ranks:
         return metadata
     if len(shape) == 2:
         metadata = jax.tree.map(lambda field: field[0], metadata)
     flat, unravel = ravel_pytree(metadata)
-    return jax.vmap(unravel)(of_all_ranks(flat, axis_names, num_ranks))
+    return jax.vmap(unravel)(ranks.gather(flat))
 
 
 def _to_int32(field: Array) -> Array:

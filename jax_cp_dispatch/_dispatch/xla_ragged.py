@@ -9,50 +9,45 @@ ranks would get the gradient of one.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-from jax_cp_dispatch._dispatch.xla_plan import Plan
+from jax_cp_dispatch._dispatch.xla_plan import Plan, XlaRanks
 from jax_cp_dispatch._ranks.varying import vary_alike
 
-MAX_UPDATES = 4096
-"""Updates per rank and call. NCCL sends each one separately; not measured."""
+
+class _Updates(NamedTuple):
+    """Rows from rank to rank, by replicas; begins of empty updates are ignored."""
+
+    begin: Int32[Array, "W S C"]
+    num_sent: Int32[Array, "W S C"]
+    begin_there: Int32[Array, "W S C"]
+    num_received: Int32[Array, "W S C"]
 
 
 def send_rows(
-    plan: Plan,
-    rank: Array,
-    arrays: Sequence[Shaped[Array, "T ..."]],
-    *,
-    axis_names: tuple[str, ...],
-    capacity: int,
+    plan: Plan, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "T ..."]], *, capacity: int
 ) -> list[Shaped[Array, "capacity ..."]]:
     """Returns this rank's receive buffers of a dispatch; rows that no rank writes are zero."""
-    num_rows = _num_moved(plan)
+    num_rows, rank = _num_moved(plan), ranks.rank
     first_row = jnp.broadcast_to(plan.src_row[..., None], num_rows.shape)
     num_ranks = plan.dst_rank.shape[0]
     everywhere = lambda x: jnp.broadcast_to(x[rank], (num_ranks, *x.shape[1:]))
     to = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
-    return _exchange(
-        arrays,
-        capacity,
-        axis_names,
+    updates = _Updates(
         begin=everywhere(first_row),
         num_sent=jnp.where(plan.dst_rank[rank] == to, num_rows[rank], 0),
         begin_there=everywhere(plan.dst_row),
         num_received=jnp.where(plan.dst_rank == rank, num_rows, 0),
     )
+    return _exchange(arrays, capacity, ranks.axis_names, updates)
 
 
 def return_rows(
-    plan: Plan,
-    rank: Array,
-    arrays: Sequence[Shaped[Array, "capacity ..."]],
-    *,
-    axis_names: tuple[str, ...],
-    num_home: int,
+    plan: Plan, ranks: XlaRanks, arrays: Sequence[Shaped[Array, "capacity ..."]], *, num_home: int
 ) -> tuple[list[Shaped[Array, "home ..."]], Int32[Array, "S C"]]:
     """Brings the rows of a combine home, replica by replica.
 
@@ -60,31 +55,32 @@ def return_rows(
       The rows of all replicas of this rank's shards, by slots, then replicas; and where each
       replica begins.
     """
-    num_rows = _num_moved(plan)
+    num_rows, rank = _num_moved(plan), ranks.rank
     num_ranks = plan.dst_rank.shape[0]
     flat = num_rows.reshape(num_ranks, -1)
     home = (lax.cumsum(flat, axis=1) - flat).reshape(num_rows.shape)
     from_ = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
-    homes = _exchange(
-        arrays,
-        num_home,
-        axis_names,
+    updates = _Updates(
         begin=plan.dst_row,
         num_sent=jnp.where(plan.dst_rank == rank, num_rows, 0),
         begin_there=home,
         num_received=jnp.where(plan.dst_rank[rank] == from_, num_rows[rank], 0),
     )
-    return homes, home[rank]
+    return _exchange(arrays, num_home, ranks.axis_names, updates), home[rank]
 
 
-def _exchange(arrays, num_rows, axis_names, *, begin, num_sent, begin_there, num_received):
-    """Sends rows by updates `[W, S, C]`, from rank to rank; begins of empty ones are ignored."""
-    begin, begin_there = (jnp.where(num_sent > 0, x, 0) for x in (begin, begin_there))
-    updates = [x.ravel() for x in (begin, num_sent, begin_there, num_received)]
+def _exchange(
+    arrays: Sequence[Array], num_rows: int, axis_names: tuple[str, ...], updates: _Updates
+) -> list[Array]:
+    """Returns the receive buffers; rows that no rank writes are zero."""
+    begin, begin_there = (
+        jnp.where(updates.num_sent > 0, x, 0) for x in (updates.begin, updates.begin_there)
+    )
+    flat = [x.ravel() for x in updates._replace(begin=begin, begin_there=begin_there)]
     results = []
     for x in arrays:
         x, out = vary_alike([x, jnp.zeros((num_rows, *x.shape[1:]), x.dtype)])
-        results.append(lax.ragged_all_to_all(x, out, *updates, axis_name=axis_names))
+        results.append(lax.ragged_all_to_all(x, out, *flat, axis_name=axis_names))
     return results
 
 

@@ -32,8 +32,10 @@ def check_mesh(op: str, mesh: Any) -> None:
 
 
 def num_ranks_here(op: str, axis_name: AxisName, instead: str) -> int:
-    """Returns the size of the axis inside `jax.shard_map`; outside, raises and names `instead`."""
-    check_axis_name(op, axis_name)
+    """Returns the size of the axis inside `jax.shard_map`; outside, raises and names `instead`.
+
+    `axis_name` is checked.
+    """
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:
@@ -50,7 +52,7 @@ def other_axes(mesh: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(x for x in mesh.axis_names if x not in names and mesh.shape[x] > 1)
 
 
-def place_on(axes: tuple[str, ...]) -> Any:
+def rank_index(axes: tuple[str, ...]) -> Any:
     """Returns a device's index on mesh axes as one number; device numbers do not determine it."""
     if not axes:
         return jnp.int32(0)

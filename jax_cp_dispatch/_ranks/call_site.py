@@ -7,27 +7,21 @@ import jax
 import numpy as np
 from jax._src.mesh import get_concrete_mesh  # private, but get_mesh fails during tracing
 
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 from jax_cp_dispatch._ranks.processes import program_begins
-
-Groups = tuple[tuple[int, ...], ...]  # the process of each rank, group by group
 
 
 def call_site_attributes(
-    ctx: Any,
-    what: str,
-    comm: Communicator,
-    groups: Groups | None,
-    implementation: str,
+    transport: str, ctx: Any, comm: Communicator, groups: Groups | None, what: str
 ) -> dict[str, Any]:
-    """Returns the attributes `signature` and `processes` of a custom call.
+    """Returns the attributes `transport`, `signature` and `processes` of a custom call.
 
     Args:
+      transport: name of the chosen one.
       ctx: context of the lowering rule, with the operands and results of one rank.
-      what: the operation with its static parameters; arrays are appended.
       comm: the ranks of the call.
       groups: see `groups_of_program`.
-      implementation: the chosen one.
+      what: the operation with its static parameters; arrays are appended.
     """
     arrays = " -> ".join(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
@@ -36,7 +30,7 @@ def call_site_attributes(
     axis = ",".join(comm.axis_names)
     signature = f"{what} over axis '{axis}' of {comm.num_ranks} ranks: {arrays}"
     processes: list[int] = []  # empty if no group spans several
-    if implementation == "shared_memory":
+    if transport == "shared_memory":
         if groups is None:
             raise NotImplementedError(
                 "a program over several processes needs a mesh of devices. Make it with "
@@ -44,7 +38,11 @@ def call_site_attributes(
             )
         program_begins()
         processes = [process for group in groups for process in group]
-    return {"signature": signature, "processes": np.array(processes, np.int64)}
+    return {
+        "transport": transport,
+        "signature": signature,
+        "processes": np.array(processes, np.int64),
+    }
 
 
 def groups_of_program(ctx: Any, comm: Communicator) -> Groups | None:

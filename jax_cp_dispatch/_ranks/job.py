@@ -24,20 +24,20 @@ def coordinator_host() -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def tell(op: str, name: str, value: Any) -> None:
-    """Publishes `value`; other processes of the job read it with `told`."""
+def publish(op: str, name: str, value: Any) -> None:
+    """Publishes `value`; other processes of the job read it with `read_published`."""
     client: Any = distributed.global_state.client
     client.key_value_set(f"jax_cp_dispatch/{op}/{name}/{place_in_job()[0]}", json.dumps(value))
 
 
-def told(op: str, name: str) -> dict[int, Any]:
-    """Returns, by process, the values published by `tell` so far."""
+def read_published(op: str, name: str) -> dict[int, Any]:
+    """Returns, by process, the values published by `publish` so far."""
     client: Any = distributed.global_state.client
     found = client.key_value_dir_get(f"jax_cp_dispatch/{op}/{name}")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
 
 
-def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
+def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list[Any]:
     """Publishes `value` and returns the values of all processes of the job, this one included.
 
     Args:
@@ -56,7 +56,7 @@ def tell_and_hear(op: str, name: str, value: Any, timeout: float) -> list[Any]:
     process, num_processes = place_in_job()
     client: Any = distributed.global_state.client
     prefix = f"jax_cp_dispatch/{op}/{name}"
-    tell(op, name, value)
+    publish(op, name, value)
     heard = []
     for other in range(num_processes):
         try:
@@ -86,5 +86,5 @@ def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
         client.wait_at_barrier(f"jax_cp_dispatch/{name}", round(1000 * timeout))
     except jax.errors.JaxRuntimeError:
         return f"{name}: not all processes came within {timeout:g} s"
-    failures = tell_and_hear(name, "failure", attempt(), timeout)
+    failures = publish_and_read_all(name, "failure", attempt(), timeout)
     return next((failure for failure in failures if failure), "")

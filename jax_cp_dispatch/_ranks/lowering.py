@@ -1,7 +1,7 @@
 """Common rules of the primitives of collective calls, around their custom calls.
 
 A primitive may be called outside `jit` or mapped by `jax.vmap`. Its lowering makes mesh axes
-manual, chooses a transport, prepares CPU devices, and passes rank and group to the custom call.
+manual, chooses an implementation, prepares CPU devices, and passes rank and group to a custom call.
 """
 
 import functools
@@ -14,11 +14,16 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_cp_dispatch._ranks.axis import place_on
-from jax_cp_dispatch._ranks.call_site import Groups, groups_of_program
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.axis import rank_index
+from jax_cp_dispatch._ranks.call_site import groups_of_program
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups
 from jax_cp_dispatch._ranks.gpu import remember_mesh
-from jax_cp_dispatch._ranks.implementations import choose_implementation
+from jax_cp_dispatch._ranks.implementations import (
+    Implementation,
+    Operation,
+    choose_implementation,
+    fall_back_to_xla,
+)
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 
 # ---- Outside of `jit`, and under `jax.vmap`.
@@ -53,23 +58,36 @@ def one_after_another(
 # ---- Lowering.
 
 
-class Transport(NamedTuple):
-    """The transport of one call.
+class Choice(NamedTuple):
+    """The implementation of one call in the program that is being lowered.
 
     Attributes:
-      name: name of the implementation.
+      implementation: the chosen one.
       groups: the processes of the ranks; see `groups_of_program`.
     """
 
-    name: str
+    implementation: Implementation
     groups: Groups | None
 
+    def lower(self, operation: Operation, ctx: Any, *operands: Any, **call: Any) -> Any:
+        """Lowers an operation by the rule of the implementation."""
+        return self.implementation.lowerings[operation](ctx, *operands, choice=self, **call)
 
-def choose_transport(ctx: Any, op: str, comm: Communicator) -> Transport:
-    """Chooses the transport of a call of `op` in the program that is being lowered."""
+    def rank_attributes(self, ctx: Any, comm: Communicator, what: str) -> dict[str, Any]:
+        """Returns the attributes by which a custom call finds its ranks; see `Implementation`."""
+        return self.implementation.rank_attributes(ctx, comm, self.groups, what)
+
+
+def choose(ctx: Any, op: str, comm: Communicator) -> Choice:
+    """Chooses the implementation of a call of `op` in the program that is being lowered."""
     groups = groups_of_program(ctx, comm)
     platforms = ctx.module_context.platforms
-    return Transport(choose_implementation(op, comm.implementation, platforms, groups), groups)
+    return Choice(choose_implementation(op, comm.implementation, platforms, groups), groups)
+
+
+def fall_back(choice: Choice, op: str, comm: Communicator, missing: str) -> Choice:
+    """Returns XLA's choice where a GPU transport does not support a call, or refuses it."""
+    return choice._replace(implementation=fall_back_to_xla(op, comm.implementation, missing))
 
 
 def prepare_cpu_devices() -> None:
@@ -86,8 +104,8 @@ def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-def lower_places(ctx: Any, comm: Communicator) -> tuple[list[Any], list[Any]]:
+def lower_rank_and_group(ctx: Any, comm: Communicator) -> tuple[list[Any], list[Any]]:
     """Lowers a device's rank and group, the first operands of a custom call; also their types."""
-    places = lambda: (place_on(comm.axis_names), place_on(comm.group_axes))
-    lowered = mlir.lower_fun(places, multiple_results=True)
+    both = lambda: (rank_index(comm.axis_names), rank_index(comm.group_axes))
+    lowered = mlir.lower_fun(both, multiple_results=True)
     return list(lowered(ctx.replace(avals_in=(), avals_out=None))), [jax.typeof(np.int32(0))] * 2

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
 from jax_cp_dispatch.attention.auto import choose_for_call
@@ -24,7 +25,7 @@ from jax_cp_dispatch.attention.checks import (
     is_stack,
 )
 from jax_cp_dispatch.attention.mesh_axes import find_axes
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -125,7 +126,7 @@ def context_parallel_attention(
     )
     check_rows(_OP, q, k, v, segment_ids, positions)
     attention = AttentionOptions(
-        ExchangeOptions(_OP, axes.axis_name, implementation, deadline),
+        read_options(_OP, axes.axis_name, implementation=implementation, deadline=deadline),
         causal=causal,
         window=window,
         layout=layout,

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import DTypeLike, Int
 
 from jax_cp_dispatch._arguments import check_positive
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._text import table
 from jax_cp_dispatch.attention.algorithms import (
     Algorithm,
@@ -22,7 +23,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Rotating,
     read_algorithm,
 )
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rank_programs import (
     RankProgram,
     Shape,
@@ -124,7 +125,7 @@ def balance_profile(
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
-    options = AttentionOptions(ExchangeOptions(_OP, "ranks"), window=window)
+    options = AttentionOptions(read_options(_OP, "ranks"), window=window)
     options.check()
     chosen = [_read(x, world_size, rows) for x in algorithms]
     ids = documents.numbers()

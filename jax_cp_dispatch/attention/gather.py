@@ -9,14 +9,14 @@ from jax import lax
 from jaxtyping import Array, Integer, PyTree
 
 from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.metadata import Metadata
 
 
 def gather_sequence(
-    exchange: ExchangeOptions, arrays: PyTree[Integer[Array, "B T"]], num_ranks: int
+    exchange: CollectiveOptions, arrays: PyTree[Integer[Array, "B T"]], num_ranks: int
 ) -> PyTree[Integer[Array, "B W_T"]]:
     """Returns the columns of all ranks, one rank after the other, on every rank.
 
@@ -39,7 +39,7 @@ def gather_sequence(
     return dispatch_or_collectives(exchange, arrays, by_dispatch, by_xla)
 
 
-def _by_dispatch(exchange: ExchangeOptions, arrays: Any, num_ranks: int):
+def _by_dispatch(exchange: CollectiveOptions, arrays: Any, num_ranks: int):
     """Sends this rank's arrays to all ranks as one token, to the row of its number."""
     rank = np.arange(num_ranks)
     received = np.ones((num_ranks, num_ranks + 1), np.uint32)
@@ -53,8 +53,7 @@ def _by_dispatch(exchange: ExchangeOptions, arrays: Any, num_ranks: int):
         world_size=num_ranks,
     )
     tokens = jax.tree.map(lambda x: x[None], arrays)
-    piece = outgoing(exchange.op, "segment_ids", "", tokens, plan, num_ranks, None, None)
-    options = exchange.implementation, exchange.deadline
-    (gathered,) = move(exchange.op, [piece], exchange.axis_name, None, *options)
+    ids = outgoing(exchange.op, "segment_ids", tokens, plan, capacity=num_ranks)
+    (gathered,) = move(exchange, [ids])
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
     return jax.tree.map(in_columns, gathered)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch._ranks.place import find_mesh, is_traced
+from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._warning import warn_caller
 

@@ -5,20 +5,18 @@ from typing import Any
 
 from jax import lax
 
-from jax_cp_dispatch._ranks.deadline import check_deadline
-from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch.attention.options import ExchangeOptions
+from jax_cp_dispatch._ranks.implementations import refuse_here
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 
 
 def dispatch_or_collectives(
-    exchange: ExchangeOptions,
+    exchange: CollectiveOptions,
     arrays: Any,
     by_dispatch: Callable[[Any], Any],
     by_xla: Callable[[Any], Any],
 ) -> Any:
     """Moves arrays by `dispatch` between CPU devices, or if a transport is named; else by XLA."""
-    check_implementation(exchange.op, exchange.implementation)
-    check_deadline(exchange.op, exchange.deadline)
+    refuse_here(exchange.op)
     if exchange.implementation == "xla":
         return by_xla(arrays)
     if exchange.implementation is not None:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.deadline import check_deadline, deadline_milliseconds
-from jax_cp_dispatch._ranks.implementations import check_implementation
-from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
+from jax_cp_dispatch._ranks.options import read_options, read_options_alone
+from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
 from jax_cp_dispatch.comm_gemm.checks import (
     check_operand_types,
     read_array,
@@ -122,7 +120,10 @@ def gemm(
     flags |= {} if fuse_bias is None else {"fuse_bias": fuse_bias}
     for name, flag in flags.items():
         read_flag(op, name, flag)
-    check_implementation(op, implementation)
+    if axis_name is None:
+        options = read_options_alone(op, implementation=implementation, deadline=deadline)
+    else:
+        options = read_options(op, axis_name, implementation=implementation, deadline=deadline)
     _check_dims(op, contracting_dims)
     left, lhs_transposed = _collapse(op, "lhs", lhs, contracting_dims[0], contracted_last=True)
     right, rhs_last = _collapse(op, "rhs", rhs, contracting_dims[1], contracted_last=False)
@@ -137,10 +138,9 @@ def gemm(
     out_dtype = result_dtype(op, lhs, rhs, preferred_element_type)
     free_lhs = _free(lhs, contracting_dims[0])
     free_rhs = _free(rhs, contracting_dims[1])
-    deadline_ms = deadline_milliseconds(op, check_deadline(op, deadline))
     call = GemmCall(
         op=op,
-        comm=Communicator(implementation=implementation, deadline_ms=deadline_ms),
+        comm=options.communicator(),
         lhs_boundary=1,
         rhs_boundary=1,
         out_shape=(left.columns if lhs_transposed else left.rows, n),
@@ -161,8 +161,8 @@ def gemm(
         "bias": _read_bias(op, call, bias, n),
     }
     check_scales(op, mode, call.scale_layouts, operands)
-    config = None if comm_overlap is None else find_config(op, comm_overlap)
-    if comm_overlap is None or config is None or config.comm_type == CommOverlapType.NONE:
+    found = None if comm_overlap is None else find_buffer(op, comm_overlap)
+    if found is None or found.config.comm_type == CommOverlapType.NONE:
         _refuse_communication(
             op,
             aux_in=aux_in is not None,
@@ -180,14 +180,17 @@ def gemm(
             f"{op}: got arrays of shapes {lhs.shape}, {rhs.shape}{f', {moved}' if moved else ''} "
             "with a buffer; each needs at least one element. Omit the call."
         )
-    arrays = [x for x in operands.values() if x is not None]
-    comm = ranks_of_gemm(op, axis_name, arrays, implementation=implementation, deadline=deadline)
+    if axis_name is None:
+        raise ValueError(
+            f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
+        )
+    comm = ranks_of_gemm(options, [x for x in operands.values() if x is not None])
     call = call.replace(comm=comm)
     call = with_overlap(
         call,
         operands["lhs"],
         aux_in,
-        buffer=comm_overlap,
+        found=found,
         paired=paired_comm_overlap,
         return_aux=return_aux,
     )

@@ -118,7 +118,7 @@ def grouped_gemm(
         lhs, rhs, group_sizes, *rest = vary_alike(given)  # as their cotangents do
         with reverse_mode_only(op):
             return gemm_of_groups(call, lhs, rhs, rest[0] if rest else None, group_sizes)
-    return bind_grouped(call, lhs, rhs, bias, group_sizes, lhs_scale_inv, rhs_scale_inv)
+    return bind_grouped(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
 
 
 def _check_shapes(op, lhs, rhs, group_sizes, dims) -> None:

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import AxisName, other_axes
+from jax_cp_dispatch._ranks.call_context import CallContext
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch._ranks.place import Place
+from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks, read_options
 from jax_cp_dispatch.comm_gemm.checks import result_dtype
 from jax_cp_dispatch.comm_gemm.choice.overlaps import (
     MatmulSizes,
@@ -132,14 +132,13 @@ def all_gather_matmul(
             method=method, atomic=atomic, aggregate=aggregate, use_ce=use_ce, buffer=buffer
         ),
         _Options(
-            axis_name=axis_name,
+            ranks=read_options(
+                op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+            ),
             row_counts=row_counts,
             gathered=gathered,
             scaling_mode=scaling_mode,
             preferred_element_type=preferred_element_type,
-            mesh=mesh,
-            implementation=implementation,
-            deadline=deadline,
         ),
     )
     return products if isinstance(w, tuple) else products[0]
@@ -226,13 +225,12 @@ def matmul_reduce_scatter(
             buffer=buffer,
         ),
         _Options(
-            axis_name=axis_name,
+            ranks=read_options(
+                op, axis_name, mesh=mesh, implementation=implementation, deadline=deadline
+            ),
             row_counts=row_counts,
             scaling_mode=scaling_mode,
             preferred_element_type=preferred_element_type,
-            mesh=mesh,
-            implementation=implementation,
-            deadline=deadline,
         ),
     )
     return product
@@ -245,14 +243,11 @@ def matmul_reduce_scatter(
 class _Options:
     """The caller's options besides operands and overlap; see `all_gather_matmul`."""
 
-    axis_name: AxisName
+    ranks: CollectiveOptions
     row_counts: Sequence[int] | None
     gathered: str = "keep"
     scaling_mode: Any
     preferred_element_type: Any
-    mesh: Any
-    implementation: str | None
-    deadline: float | None
 
 
 def _matmul(
@@ -271,14 +266,7 @@ def _matmul(
     mode = read_scaling(op, options.scaling_mode, state, x, w, options.gathered)
     out_dtype = result_dtype(op, x, w, options.preferred_element_type)
     check_details(op, overlap)
-    comm, place = find_ranks(
-        op,
-        options.axis_name,
-        jax.tree.leaves(operands),
-        mesh=options.mesh,
-        implementation=options.implementation,
-        deadline=options.deadline,
-    )
+    comm, context = find_ranks(options.ranks, jax.tree.leaves(operands))
     p = comm.num_ranks
     if not p:
         name = comm.axis_names[0]
@@ -286,19 +274,19 @@ def _matmul(
             f"{op}: no mesh with axis {name!r} was found. Call it inside jax.shard_map over "
             f"{name!r}, or on global arrays with mesh= or under jax.set_mesh."
         )
-    if place.is_global and options.row_counts is not None:
+    if context.is_global and options.row_counts is not None:
         raise ValueError(
             f"{op}: got row_counts with global arrays, which are split evenly and padded. "
             "Omit it, or call inside jax.shard_map."
         )
     k, n = operands.sizes
-    if place.is_global:  # each rank has a part
+    if context.is_global:  # each rank has a part
         k, n = (k, n // p) if kind == CommOverlapType.AG else (k // p, n)
         counts = even_row_counts(operands.tokens_shape[-1], p)
     else:
         counts = read_row_counts(op, kind, operands, p, options.row_counts)
     check_contracted_blocks(op, mode, k)
-    rows, slot_rows = _rows_of_group(operands, counts, comm, place)
+    rows, slot_rows = _rows_of_group(operands, counts, comm, context)
     sizes = MatmulSizes(
         comm_type=kind,
         m=rows,
@@ -320,22 +308,22 @@ def _matmul(
         keeps_gathered=options.gathered == "keep",
         scaling_mode=mode,
         dy_dtype=gradient_dtype(mode),
-        mesh=place.mesh if place.is_global else None,
+        mesh=context.mesh if context.is_global else None,
     )
     with reverse_mode_only(op):
-        if place.is_global:
-            return matmul_of_all_ranks(s, place, operands, state)
+        if context.is_global:
+            return matmul_of_all_ranks(s, context, operands, state)
         return matmul_on_rank(s, operands, state)
 
 
 def _rows_of_group(
-    operands: Operands, counts: tuple[int, ...], comm: Communicator, place: Place
+    operands: Operands, counts: tuple[int, ...], comm: Communicator, context: CallContext
 ) -> tuple[int, int]:
     """Returns the rows of one group: their number, and that with equal slots on all ranks."""
     batches = math.prod(operands.tokens_shape[:-1])
     rows, room = batches * sum(counts), batches * comm.num_ranks * max(counts)
-    if place.is_global:  # split over groups, by examples or by tokens
-        mesh = place.mesh
+    if context.is_global:  # split over groups, by examples or by tokens
+        mesh = context.mesh
         groups = math.prod(mesh.shape[a] for a in other_axes(mesh, comm.axis_names))
         if rows % groups == room % groups == 0:
             rows, room = rows // groups, room // groups

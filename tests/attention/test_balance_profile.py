@@ -11,7 +11,8 @@ from movement_oracle import combined, dispatched
 from sequences import attended
 
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, Zigzag, place_tokens, plan_attention
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rank_programs import RankProgram, Shape
 from jax_cp_dispatch.planner.documents import documents_of
 from jax_cp_dispatch.profiling import BalanceProfile, balance_profile
@@ -28,7 +29,7 @@ TOLERANCE = 1e-5  # of float32, relative to the largest entry
 
 
 def program_of(algorithm) -> Any:
-    options = AttentionOptions(ExchangeOptions("test", "ranks"), window=WINDOW)
+    options = AttentionOptions(read_options("test", "ranks"), window=WINDOW)
     program = module._program(options, algorithm, documents().numbers(), QKV, W, True)
     compiled = jax.jit(program.run)
     return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, *program.ranges[rank])

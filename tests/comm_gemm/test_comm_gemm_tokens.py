@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
-from jax_cp_dispatch._ranks import implementations
+from jax_cp_dispatch._warning import say_once
 
 B, T, D, F = 4, 64, 8, 16
 AXES = ("data", "cp", "tp")
@@ -28,7 +28,7 @@ COLLECTIVES = r" (all-gather|all-to-all|reduce-scatter|collective-permute|all-re
 
 @pytest.fixture(autouse=True)
 def every_warning_is_said():
-    implementations.say_once.cache_clear()
+    say_once.cache_clear()
 
 
 def mesh_of(sizes, kind="automatic", names=AXES):

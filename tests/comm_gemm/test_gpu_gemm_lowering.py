@@ -17,7 +17,8 @@ from on_mesh import AXIS, mesh_of
 from jax_cp_dispatch import all_gather_matmul, gemm, grouped_gemm, matmul_reduce_scatter
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.gpu import places
+from jax_cp_dispatch._ranks.gpu import device_table
+from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.buffers import create_comm_overlap_buffer, destroy_comm_overlap_buffer
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.on_gpu import run_all_ranks
@@ -69,7 +70,7 @@ def on_ranks(fn, w_spec=None):
 
 def test_a_plain_product():
     ((attributes, results),) = calls(lowered(gemm, X, K))
-    assert attributes["comm_type"] == "0" and attributes["places"] == "dense<-1>"
+    assert attributes["comm_type"] == "0" and attributes["device_table"] == "dense<-1>"
     assert f"tensor<{SCRATCH}xui8>" in results
     assert attributes["tf32"] == "false"
 
@@ -116,7 +117,7 @@ def test_8_bit_operands_may_need_another_layout():
 def test_an_overlapped_product_names_the_gpu_of_every_rank(method):
     fn = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, method=method)
     ((attributes, _),) = calls(lowered(on_ranks(fn), np.zeros((32, 32), np.float32), K))
-    assert numbers(attributes["places"].split(":")[0]) == ORDER
+    assert numbers(attributes["device_table"].split(":")[0]) == ORDER
     assert attributes["memory"] == '"devices"'
     assert attributes["comm_type"] == "2"
 
@@ -142,7 +143,7 @@ def test_global_arrays_over_explicit_axes():
     with jax.set_mesh(mesh):
         fn = lambda x, w: all_gather_matmul(x, w, axis_name=AXIS, method="ring")
         ((attributes, _),) = calls(lowered(fn, x, w))
-    assert numbers(attributes["places"].split(":")[0]) == ORDER
+    assert numbers(attributes["device_table"].split(":")[0]) == ORDER
 
 
 def test_options_of_a_buffer_reach_the_gpu(cuda):
@@ -166,9 +167,7 @@ def test_options_of_a_buffer_reach_the_gpu(cuda):
 
 def fallen(fn, *arguments):
     """Returns why a program falls back to XLA."""
-    from jax_cp_dispatch._ranks import implementations
-
-    implementations.say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning) as said:
         text = jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert not calls(text)
@@ -192,12 +191,16 @@ def test_a_named_transport_is_rejected_with_a_reason():
 
 
 def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
-    monkeypatch.setattr(places, "connected_islands", lambda: [0, 0, 2, 2])
+    monkeypatch.setattr(device_table, "connected_shared_memory_groups", lambda: [0, 0, 2, 2])
     on = lambda *processes: np.array([types.SimpleNamespace(process_index=p) for p in processes])
-    monkeypatch.setattr(places, "_in_order", lambda *_: on(0, 1, 2, 3))
-    assert places.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=2)) is None
+    monkeypatch.setattr(device_table, "_in_order", lambda *_: on(0, 1, 2, 3))
+    assert (
+        device_table.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=2)) is None
+    )
     said = "processes 0 and 2 reach each other over the network only"
-    assert places.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=4)) == said
+    assert (
+        device_table.what_pointers_lack(None, Communicator(axis_names=(AXIS,), num_ranks=4)) == said
+    )
     product = on_ranks(lambda x, w: all_gather_matmul(x, w, axis_name=AXIS))
     assert said in fallen(product, np.zeros((32, 32), np.float32), K)
     assert calls(lowered(gemm, X, K))  # a single rank
@@ -222,7 +225,7 @@ def test_one_gpu_that_holds_all_ranks(kind, method):
     w = np.zeros((W, 32, N), np.float32)
     fn = lambda x, w: [r for r in run_all_ranks(call, lhs=x, rhs=w) if r is not None]
     ((attributes, results),) = calls(lowered(fn, x, w))
-    assert attributes["places"] == "dense<-1>" and attributes["num_ranks"] == str(W)
+    assert attributes["device_table"] == "dense<-1>" and attributes["num_ranks"] == str(W)
     assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
     scratch = f"{W}x{SCRATCH}xui8" if gathers else f"{W}x{-(-SCRATCH // 4)}xf32"
     assert f"tensor<{scratch}>" in results

@@ -68,6 +68,7 @@ def right_call(target) -> Call:
         attributes={
             "op": target,
             "axis": "cp",
+            "transport": "in_process",
             "signature": "",
             "processes": int64(),
             "num_ranks": np.int64(1),
@@ -106,17 +107,15 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         return handmade_gemms().wrong_gemms()
     x = array(target)
     rows_out = call.results[0][1][0]
+    counts = "num_recv_tokens of plan 0"
     # Attributes and operands, named as in the handlers.
     by_attributes = {
         "no ranks": ({"num_ranks": np.int64(0)}, "num_ranks is 0"),
         "less than no ranks": ({"num_ranks": np.int64(-1)}, "num_ranks is -1"),
         "more ranks than an int": ({"num_ranks": np.int64(2**32 + 1)}, "num_ranks is 4294967297"),
         "most ranks": ({"num_ranks": np.int64(2**63 - 1)}, "num_ranks is 9223372036854775807"),
-        "many ranks": (
-            {"num_ranks": np.int64(2**31 - 2)},
-            "num_recv_tokens of plan 0 has shape [2]",
-        ),
-        "another rank": ({"num_ranks": np.int64(2)}, "num_recv_tokens of plan 0 has shape [2]"),
+        "many ranks": ({"num_ranks": np.int64(2**31 - 2)}, f"{counts} has shape [2]"),
+        "another rank": ({"num_ranks": np.int64(2)}, f"{counts} has shape [2]"),
         "no deadline": ({"deadline_ms": np.int64(0)}, "deadline_ms is 0"),
         "a past deadline": ({"deadline_ms": np.int64(-1)}, "deadline_ms is -1"),
         "an endless deadline": ({"deadline_ms": np.int64(HUGE)}, f"deadline_ms is {HUGE}"),
@@ -146,30 +145,27 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
             f"{name} is of int32": ({name: int32(1)}, f"{name} is missing or has another type"),
         }
     by_attributes["all are empty"] = ({name: int64() for name in lists}, "0 entries")
-    by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "14 were given instead of 13")
+    by_attributes["an attribute too many"] = ({"depth": np.int64(1)}, "15 were given instead of 14")
+    by_attributes["no such transport"] = ({"transport": "pigeon"}, "there is no transport 'pigeon'")
     by_attributes["num_ranks is a float"] = ({"num_ranks": np.float64(1)}, "")
     by_attributes["num_ranks is of int32"] = ({"num_ranks": np.int32(1)}, "")
 
     by_metadata = {
-        "num_recv is a scalar": (0, np.int32(4), "num_recv_tokens of plan 0 has shape []"),
-        "num_recv is shorter": (0, int32(4), "num_recv_tokens of plan 0 has shape [1]"),
-        "num_recv is longer": (0, int32(4, 4, 4), "num_recv_tokens of plan 0 has shape [3]"),
-        "num_recv is of floats": (
+        "num_recv_tokens is a scalar": (0, np.int32(4), "num_recv_tokens of plan 0 has shape []"),
+        "num_recv_tokens is shorter": (0, int32(4), "num_recv_tokens of plan 0 has shape [1]"),
+        "num_recv_tokens is longer": (0, int32(4, 4, 4), "num_recv_tokens of plan 0 has shape [3]"),
+        "num_recv_tokens is of floats": (
             0,
             array_of(np.float32, [4, 4]),
             "num_recv_tokens of plan 0 has no integers",
         ),
-        "num_recv is of int8": (
-            0,
-            array_of(np.int8, [4, 4]),
-            "num_recv_tokens of plan 0 has no int",
-        ),
-        "num_recv has more views": (
+        "num_recv_tokens is of int8": (0, array_of(np.int8, [4, 4]), f"{counts} has no integers"),
+        "num_recv_tokens has more views": (
             0,
             array_of(np.int32, [[4, 4]] * 2),
             "num_recv_tokens of plan 0 has shape [2, 2",
         ),
-        "num_recv alone has views": (
+        "num_recv_tokens alone has views": (
             0,
             array_of(np.int32, [[4, 4]]),
             "seq_len of plan 0 has shape [2]",

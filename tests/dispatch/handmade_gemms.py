@@ -28,7 +28,8 @@ def right_gemm() -> Call:
         attributes={
             **{name: np.int64(number) for name, number in numbers.items()},
             **dict.fromkeys(flags, False),
-            **{"op": "gemm", "axis": "tp", "signature": "", "processes": int64()},
+            **{"op": "gemm", "axis": "tp", "transport": "in_process"},
+            **{"signature": "", "processes": int64()},
             "row_counts": int64(M),
         },
         metadata=[],

@@ -12,7 +12,7 @@ import scenes
 from jax import lax
 
 from jax_cp_dispatch._dispatch import ragged_choice
-from jax_cp_dispatch._ranks.job import tell_and_hear
+from jax_cp_dispatch._ranks.job import publish_and_read_all
 
 ADDRESS, PROCESS = sys.argv[1], int(sys.argv[2])
 _real = lax.ragged_all_to_all
@@ -34,13 +34,13 @@ def choose(scene):
     if scene == "late":
         ragged_choice._TIMEOUT = 3.0
     if scene == "late" and PROCESS == 1:
-        tell_and_hear("test", "process 0 has chosen", None, 600.0)
+        publish_and_read_all("test", "process 0 has chosen", None, 600.0)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         may = ragged_choice.may_be_ragged(["cuda"])
         assert ragged_choice.may_be_ragged(["cuda"]) is may, "decided once"
     if scene == "late" and PROCESS == 0:
-        tell_and_hear("test", "process 0 has chosen", None, 600.0)
+        publish_and_read_all("test", "process 0 has chosen", None, 600.0)
     reasons = [str(warning.message) for warning in found if "all-gather" in str(warning.message)]
     print(f"chose {may}: {reasons}", flush=True)
 

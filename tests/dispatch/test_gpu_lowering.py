@@ -13,8 +13,8 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu import places
-from jax_cp_dispatch._ranks.implementations import say_once
+from jax_cp_dispatch._ranks.gpu import device_table
+from jax_cp_dispatch._warning import say_once
 from jax_cp_dispatch.gpu import raise_gpu_errors
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,8 +37,8 @@ def calls(text):
     return [(target, rest) for target, rest in found]
 
 
-def places_in(attributes):
-    (text,) = re.findall(r"places = dense<(.*?)> : tensor<\d+xi64>", attributes)
+def device_table_in(attributes):
+    (text,) = re.findall(r"device_table = dense<(.*?)> : tensor<\d+xi64>", attributes)
     return [int(n) for n in re.findall(r"-?\d+", text)]
 
 
@@ -67,7 +67,7 @@ def test_dispatch_names_the_gpu_of_every_rank(implementation):
     )
     ((target, attributes),) = calls(text)
     assert target == "dispatch"
-    assert places_in(attributes) == ORDER
+    assert device_table_in(attributes) == ORDER
     assert 'memory = "devices"' in attributes
 
 
@@ -79,13 +79,13 @@ def test_the_handler_reads_every_attribute():
     assert sorted(attributes) == sorted(read)
 
 
-def test_the_mover_is_that_of_the_environment(monkeypatch):
+def test_the_copy_path_is_that_of_the_environment(monkeypatch):
     run = on_ranks(send, mesh_of(W))
-    assert 'mover = "registers"' in lowered(run, X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_MOVER", "bulk")
-    assert 'mover = "bulk"' in lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
-    monkeypatch.setenv("JAX_CP_DISPATCH_MOVER", "fast")
-    with pytest.raises(ValueError, match="dispatch: JAX_CP_DISPATCH_MOVER is 'fast'; it must be"):
+    assert 'copy_path = "registers"' in lowered(run, X, PLAN)
+    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "bulk")
+    assert 'copy_path = "bulk"' in lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
+    monkeypatch.setenv("JAX_CP_DISPATCH_COPY_PATH", "fast")
+    with pytest.raises(ValueError, match="dispatch: JAX_CP_DISPATCH_COPY_PATH is 'fast'; it"):
         lowered(on_ranks(lambda x, m: send(x, m), mesh_of(W)), X, PLAN)
 
 
@@ -110,20 +110,20 @@ def test_groups_of_a_larger_mesh_where_only_the_ranks_axis_is_manual():
     mesh = permuted_mesh((2, W), ("data", AXIS))
     text = lowered(on_ranks(send, mesh, axis_names={AXIS}), X, PLAN)
     ((_, attributes),) = calls(text)
-    assert places_in(attributes) == [device.id for device in mesh.devices.flat]
+    assert device_table_in(attributes) == [device.id for device in mesh.devices.flat]
 
 
 def test_ranks_on_the_major_axis():
     mesh = permuted_mesh((W, 2), (AXIS, "data"))
     ((_, attributes),) = calls(lowered(on_ranks(send, mesh), X, PLAN))
-    assert places_in(attributes) == [device.id for device in mesh.devices.T.flat]
+    assert device_table_in(attributes) == [device.id for device in mesh.devices.T.flat]
 
 
 def test_arrays_of_all_ranks_over_explicit_axes():
     mesh = Mesh(np.array(jax.devices()[:W])[ORDER], (AXIS,), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         ((_, attributes),) = calls(lowered(send, X, PLAN))
-    assert places_in(attributes) == ORDER
+    assert device_table_in(attributes) == ORDER
 
 
 def test_one_device_with_all_ranks_and_donated_storage():
@@ -132,7 +132,7 @@ def test_one_device_with_all_ranks_and_donated_storage():
 
     text = lowered(into, X, PLAN, np.zeros((W * CAPACITY, 3), np.float32))
     ((_, attributes),) = calls(text)
-    assert places_in(attributes) == [-1]
+    assert device_table_in(attributes) == [-1]
     assert "output_operand_alias" in attributes
 
 
@@ -188,7 +188,7 @@ def test_transports_between_processes_need_several():
 
 def test_a_place_is_a_process_and_a_device_of_it():
     device = types.SimpleNamespace(process_index=3, local_hardware_id=5, id=29)
-    assert places._place(device) == 3 * 65536 + 5
+    assert device_table._entry(device) == 3 * 65536 + 5
 
 
 def test_errors_that_gpus_found_are_raised_once(cuda):

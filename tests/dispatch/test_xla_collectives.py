@@ -15,6 +15,7 @@ from on_mesh import AXIS, mesh_of, on_ranks
 
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
 
 pytestmark = pytest.mark.usefixtures("full_optimization")  # XLA sums
 
@@ -51,20 +52,20 @@ def random_bits(rng, shape, dtype):
     return rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8).view(dtype)[..., 0]
 
 
-def move(arrays, m, axis_names=(AXIS,), num_ranks=W, capacity=CAPACITY):
+def ranks(axis_names, num_ranks):
     rank = jax.lax.axis_index(axis_names) if axis_names else None
-    return dispatch_with_xla(
-        rank, m, arrays, axis_names=axis_names, num_ranks=num_ranks, capacity=capacity
-    )
+    return XlaRanks(rank, axis_names, num_ranks)
+
+
+def move(arrays, m, axis_names=(AXIS,), num_ranks=W, capacity=CAPACITY):
+    return dispatch_with_xla(ranks(axis_names, num_ranks), m, arrays, capacity=capacity)
 
 
 def bring(arrays, m, axis_names=(AXIS,), num_ranks=W, num_tokens=T, dtypes=None):
     return combine_with_xla(
-        jax.lax.axis_index(axis_names) if axis_names else None,
+        ranks(axis_names, num_ranks),
         m,
         arrays,
-        axis_names=axis_names,
-        num_ranks=num_ranks,
         num_tokens=num_tokens,
         dtypes=dtypes or tuple(y.dtype.name for y in arrays),
     )

@@ -19,6 +19,7 @@ from jax_cp_dispatch import Metadata, combine, dispatch
 from jax_cp_dispatch._dispatch import ragged_choice
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
 
 W, S, T, C = 8, 5, 24, 2
 CAPACITY = 100
@@ -50,11 +51,10 @@ def fitting_plan(seed, num_replicas=C):
 
 
 def both(x, y, m, axis_names=(AXIS,)):
-    rank = lax.axis_index(axis_names)
-    common = {"axis_names": axis_names, "num_ranks": W, "ragged": True}
+    ranks = XlaRanks(lax.axis_index(axis_names), axis_names, W, may_be_ragged=True)
     dtypes = tuple(a.dtype.name for a in y)
-    sent = dispatch_with_xla(rank, m, x, capacity=CAPACITY, **common)
-    return sent, combine_with_xla(rank, m, y, num_tokens=T, dtypes=dtypes, **common)
+    sent = dispatch_with_xla(ranks, m, x, capacity=CAPACITY)
+    return sent, combine_with_xla(ranks, m, y, num_tokens=T, dtypes=dtypes)
 
 
 def rows(seed, dtype=np.float32):

@@ -61,7 +61,7 @@ void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kerne
 }
 
 // The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h.
-template <typename Fabric, typename Mover>
+template <typename Fabric, typename CopyPath>
 void RunCallWith(const Call& call, int blocks, int threads) {
   constexpr bool kSignalsLast = !Fabric::kHasNetwork;
   LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
@@ -78,20 +78,20 @@ void RunCallWith(const Call& call, int blocks, int threads) {
                        [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
     struct Scratch : PushScratch {
-      typename Mover::Scratch of_mover;
+      typename CopyPath::Scratch of_path;
       bool is_last;
     };
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Push<Fabric>(b, rank, s, m); });
+      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Push<Fabric>(b, rank, s, m); });
       if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   } else if (!HoldsAllRanks(call)) {
     struct Scratch {
-      typename Mover::Scratch of_mover;
+      typename CopyPath::Scratch of_path;
       bool is_last;
     };
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Stage(b, rank, m); });
+      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Stage(b, rank, m); });
       if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   }
@@ -102,14 +102,14 @@ void RunCallWith(const Call& call, int blocks, int threads) {
     });
   }
   struct Scratch : UnpackScratch {
-    typename Mover::Scratch of_mover;
+    typename CopyPath::Scratch of_path;
   };
   for (int round = 0; kSignalsLast && round < call.num_early; ++round) {
     LaunchRanks<MeetScratch>(
         call, 1, threads,
         [](const Block& b, const Rank& rank, MeetScratch* s) { WaitSome(b, rank, s); });
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { UnpackReady(b, rank, s, m); });
+      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { UnpackReady(b, rank, s, m); });
     });
   }
   LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
@@ -117,7 +117,7 @@ void RunCallWith(const Call& call, int blocks, int threads) {
   });
   if (call.is_dispatch) {
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      MoveWith<Mover>(b, &s->of_mover, [&](const Mover& m) { Unpack(b, rank, s, m); });
+      MoveWith<CopyPath>(b, &s->of_path, [&](const CopyPath& m) { Unpack(b, rank, s, m); });
     });
   } else {
     if constexpr (Fabric::kHasNetwork) {

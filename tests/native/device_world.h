@@ -31,7 +31,7 @@ inline int64_t Draw(Rng& rng, int64_t low, int64_t high) {
 
 // One part of one rank, and the arrays that its ranks hold.
 struct Plan {
-  Seen<int32_t> num_recv, seq_len, dst_rank, src_offset;
+  Seen<int32_t> num_recv_tokens, seq_len, dst_rank, src_offset;
   Seen<int64_t> dst_offset;
   Seen<int32_t> stamp = {};  // empty, or kStampSize checksums
 };
@@ -55,10 +55,12 @@ struct World {
   int64_t rows_per_piece = 3;
   bool use_src_offset = true;
   bool in_bulk = false;
-  int num_early = 0;         // rounds of unpack before all ranks have signalled
-  std::vector<int> islands;  // of each rank: the ranks whose memory it maps; empty: all
+  int num_early = 0;               // rounds of unpack before all ranks have signalled
+  std::vector<int> memory_groups;  // of each rank: the ranks whose memory it maps; empty: all
 
-  bool IsRemote(int a, int b) const { return !islands.empty() && islands[a] != islands[b]; }
+  bool IsRemote(int a, int b) const {
+    return !memory_groups.empty() && memory_groups[a] != memory_groups[b];
+  }
 
   Call MakeCall(int rank) {
     Call call{};
@@ -76,7 +78,7 @@ struct World {
     for (Made& made : parts) {
       Part& part = call.parts[call.num_parts++];
       Plan& plan = made.plans[rank];
-      part.num_recv = {plan.num_recv.data(), IntType::kI32};
+      part.num_recv_tokens = {plan.num_recv_tokens.data(), IntType::kI32};
       part.seq_len = {plan.seq_len.data(), IntType::kI32};
       part.dst_rank = {plan.dst_rank.data(), IntType::kI32};
       part.dst_offset = {plan.dst_offset.data(), IntType::kI64};
@@ -154,7 +156,7 @@ inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t 
   std::vector<int64_t> filled(num_ranks);
   for (int r = 0; r < num_ranks; ++r) {
     Plan& plan = part.plans[r];
-    plan.num_recv.assign(num_ranks + 1, 0);
+    plan.num_recv_tokens.assign(num_ranks + 1, 0);
     int64_t row = 0;
     for (int64_t s = 0; s < num_slots; ++s) {
       const int64_t room = num_tokens - (has_src_offset ? 0 : row);
@@ -174,8 +176,8 @@ inline World::Made MakePart(Rng& rng, int num_ranks, int64_t num_slots, int64_t 
         plan.dst_offset.push_back(dst < 0 ? -7 : filled[dst] + gap);
         if (dst < 0) continue;
         filled[dst] += gap + plan.seq_len[s];
-        part.plans[dst].num_recv[r] += plan.seq_len[s];
-        part.plans[dst].num_recv[num_ranks] += plan.seq_len[s];
+        part.plans[dst].num_recv_tokens[r] += plan.seq_len[s];
+        part.plans[dst].num_recv_tokens[num_ranks] += plan.seq_len[s];
       }
     }
   }

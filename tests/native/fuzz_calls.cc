@@ -19,7 +19,7 @@ using Numbers = std::vector<int64_t>;
 struct Program {
   Direction direction;
   int64_t num_ranks, deadline_ms;
-  Numbers has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer, places;
+  Numbers has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer, device_table;
   std::vector<Shape> args, results;
   size_t num_fields = 0;  // of args, which are metadata and stamps
 
@@ -103,11 +103,11 @@ Program Write(Chooser& c, int64_t num_held_of) {
   if (c.Seldom()) p.args.push_back({XLA_FFI_DataType_F32, {1}});
   if (c.Seldom()) p.results.resize(c.Number(0, p.results.size()));
   if (c.Seldom()) p.results.push_back({XLA_FFI_DataType_F32, {1}});
-  p.places = {-1};
+  p.device_table = {-1};
   if (num_held_of == 0) {
-    p.places.clear();
+    p.device_table.clear();
     for (int64_t i = c.Mostly(2 * num_ranks, 0, 9); i > 0; --i) {
-      p.places.push_back(c.MostlyOrHostile(i));
+      p.device_table.push_back(c.MostlyOrHostile(i));
     }
   }
   return p;
@@ -159,7 +159,7 @@ void Touch(const kernels::Call& call) {
     const auto read = [&](const IntArray& field, int64_t count) {
       for (int64_t i = 0; i < views * count; ++i) seen = seen + field[i] % 2;
     };
-    read(part.num_recv, call.num_ranks + 1);
+    read(part.num_recv_tokens, call.num_ranks + 1);
     read(part.seq_len, part.num_slots);
     read(part.dst_rank, targets);
     read(part.dst_offset, targets);
@@ -186,14 +186,14 @@ void ReadOnGpu(Chooser& c) {
   const DispatchOptions options = program.options();
   DispatchCall call;
   if (IsRefused(ReadCudaAttributes(program.direction, options, &call), call.op)) return;
-  Placement placement;
-  if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, program.places, &placement), call.op))
+  RankLocation location;
+  if (IsRefused(LocateRanks(call.op, 1, call.num_ranks, program.device_table, &location), call.op))
     return;
-  if (placement.rank < 0 || placement.rank >= call.num_ranks || placement.group < 0 ||
-      static_cast<int>(placement.places.size()) != call.num_ranks) {
+  if (location.rank < 0 || location.rank >= call.num_ranks || location.group < 0 ||
+      static_cast<int>(location.devices.size()) != call.num_ranks) {
     __builtin_trap();
   }
-  const int64_t num_local = placement.on_one_device ? call.num_ranks : 1;
+  const int64_t num_local = location.on_one_device ? call.num_ranks : 1;
   Arrays arrays;
   Frame frame = Make(program, c, &arrays);
   kernels::Call on_device{};

@@ -87,7 +87,7 @@ class Attributes {
   XLA_FFI_Attrs raw_;
 };
 
-void AddAll(const GemmOptions& o, Counts places, Chooser& c, Attributes* attributes) {
+void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* attributes) {
   Attributes& a = *attributes;
   a.Add("op", o.op);
   a.Add("axis", o.axis);
@@ -127,7 +127,7 @@ void AddAll(const GemmOptions& o, Counts places, Chooser& c, Attributes* attribu
     a.Add(name, value);
   }
   a.Add("row_counts", o.row_counts);
-  a.Add("places", places);
+  a.Add("device_table", device_table);
   a.Add("memory", std::string_view("devices"));
 }
 
@@ -152,21 +152,22 @@ void Run(Chooser& c) {
   // GPUs have scratch, of any type, instead of a workspace for sums.
   constexpr int64_t kScratch = GemmScratch::kLtBytes + (1 << 16);
   if (!c.Seldom()) program.shapes.back() = {program.shapes.back().type, {kScratch / 4}};
-  std::vector<int64_t> places = {-1};
+  std::vector<int64_t> device_table = {-1};
   if (!is_one_device) {
-    places.clear();
+    device_table.clear();
     for (int64_t i = c.Mostly(program.num_ranks, 0, 5); i > 0; --i) {
-      places.push_back(c.MostlyOrHostile(i));
+      device_table.push_back(c.MostlyOrHostile(i));
     }
   }
   Attributes attributes(&c);
-  AddAll(program.options, {places.data(), places.size()}, c, &attributes);
+  AddAll(program.options, {device_table.data(), device_table.size()}, c, &attributes);
   CudaGemmOptions options;
   if (IsRefused(ReadOptions(attributes.Finish(), &options), "jax_cp_dispatch")) return;
   const std::string op = options.op();
   if (IsRefused(CheckRanksOnGpu(op, options), op)) return;
-  Placement placement;
-  if (IsRefused(LocateRanks(op, 1, options.num_ranks(), options.places, &placement), op)) return;
+  RankLocation location;
+  if (IsRefused(LocateRanks(op, 1, options.num_ranks(), options.device_table, &location), op))
+    return;
 
   static char* const of_workspaces = new char[Arrays::kMostBytes];
   Arrays arrays;
@@ -180,7 +181,7 @@ void Run(Chooser& c) {
         arrays.Make(std::move(shape), is_workspace ? of_workspaces + Arrays::kMostBytes : nullptr);
     i < GemmProgram::kNumArgs ? frame.AddArg(buffer) : frame.AddResult(buffer);
   }
-  const bool has_all_ranks = options.overlaps() && placement.on_one_device;
+  const bool has_all_ranks = options.overlaps() && location.on_one_device;
   CudaGemmCall call;
   if (IsRefused(ReadGemmCall(op, options, frame.args(), frame.results(), has_all_ranks, &call),
                 op)) {

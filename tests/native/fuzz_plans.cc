@@ -73,7 +73,7 @@ void Fuzz(FuzzedDataProvider& data) {
       part.dst_offset = memory.Integers(data, part.num_slots * part.num_replicas);
       part.seq_len = memory.Integers(data, part.num_slots);
       if (has_src_offset) part.src_offset = memory.Integers(data, part.num_slots);
-      part.num_recv = memory.Integers(data, num_ranks + 1);
+      part.num_recv_tokens = memory.Integers(data, num_ranks + 1);
       if (data.ConsumeIntegralInRange(0, 7) == 0) part.stamp = memory.Integers(data, kStampSize);
       const RowArray tokens = Rows(data, memory, row_elements * kTypeBytes[type]);
       const RowArray buffers = Rows(data, memory, row_elements * kTypeBytes[type]);

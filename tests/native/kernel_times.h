@@ -1,6 +1,6 @@
 // Times each kernel of dispatch and combine by events, next to a copy of the same bytes: bandwidth
 // without JAX. In one pass, with all ranks of the GPU in one launch; and in two, through channels,
-// as between GPUs; by each mover of rows. For test_kernels.cu.
+// as between GPUs; by each copy path. For test_kernels.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -137,7 +137,7 @@ class TimedCall {
     Part& part = call.parts[0];
     char* at = fields_.data();
     for (const auto& [field, values] :
-         {std::pair{&part.num_recv, &received}, std::pair{&part.seq_len, &lengths},
+         {std::pair{&part.num_recv_tokens, &received}, std::pair{&part.seq_len, &lengths},
           std::pair{&part.dst_rank, &ranks}, std::pair{&part.dst_offset, &offsets}}) {
       CUDA(cudaMemcpy(at, values->data(), 4 * values->size(), cudaMemcpyHostToDevice));
       *field = {at, IntType::kI32};
@@ -252,7 +252,7 @@ inline std::string TimeCall(const Timed& what, int num_blocks, float copy_ms, cu
   }
   for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
   std::snprintf(text, sizeof text,
-                "{\"what\": \"%s\", \"passes\": %d, \"mover\": \"%s\", \"row_bytes\": %lld, "
+                "{\"what\": \"%s\", \"passes\": %d, \"copy_path\": \"%s\", \"row_bytes\": %lld, "
                 "\"fine\": %s, \"ms\": %.4f, \"copy_ms\": %.4f, \"of_copy\": %.3f, "
                 "\"GB_per_s\": %.1f",
                 what.is_dispatch ? "dispatch" : "combine", what.num_passes,
@@ -270,15 +270,15 @@ inline bool CopiesInBulk() {
   return major >= 9;
 }
 
-// Everything that is timed: the movers next to each other. A combine in one pass only sums.
+// Everything that is timed: the copy paths next to each other. A combine in one pass only sums.
 inline std::vector<Timed> AllTimed() {
   std::vector<Timed> all;
   for (const bool is_dispatch : {true, false}) {
     for (const int num_passes : {1, 2}) {
       for (int64_t row_bytes = 256; row_bytes <= 16384; row_bytes *= 2) {
         for (const bool in_bulk : {false, true}) {
-          const bool has_mover = is_dispatch || num_passes == 2;
-          if (in_bulk && !(has_mover && CopiesInBulk())) continue;
+          const bool has_copy_path = is_dispatch || num_passes == 2;
+          if (in_bulk && !(has_copy_path && CopiesInBulk())) continue;
           all.push_back({is_dispatch, num_passes, in_bulk, row_bytes});
         }
       }

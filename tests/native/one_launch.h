@@ -10,7 +10,7 @@ namespace cpd::kernels {
 // The memory of all ranks of a world, for its plans and arrays at the time.
 struct OneLaunch {
   struct Fields {
-    Seen<int32_t> num_recv, seq_len, dst_rank, src_offset;
+    Seen<int32_t> num_recv_tokens, seq_len, dst_rank, src_offset;
     Seen<int64_t> dst_offset;
   };
   std::vector<Fields> fields;         // [part]
@@ -60,13 +60,13 @@ struct OneLaunch {
     Part& part = call.parts[p];
     Fields& all = fields[p];
     for (const Plan& plan : made.plans) {
-      Add(&all.num_recv, plan.num_recv);
+      Add(&all.num_recv_tokens, plan.num_recv_tokens);
       Add(&all.seq_len, plan.seq_len);
       Add(&all.dst_rank, plan.dst_rank);
       Add(&all.dst_offset, plan.dst_offset);
       Add(&all.src_offset, plan.src_offset);
     }
-    part.num_recv.data = all.num_recv.data();
+    part.num_recv_tokens.data = all.num_recv_tokens.data();
     part.seq_len.data = all.seq_len.data();
     part.dst_rank.data = all.dst_rank.data();
     part.dst_offset.data = all.dst_offset.data();

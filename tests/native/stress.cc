@@ -86,7 +86,7 @@ class Rank {
       return;
     }
     if (is_faulty && program_.fault == Fault::kBadPlan) {
-      mine->parts[0].num_recv = {too_many_.data(), IntType::kI64};
+      mine->parts[0].num_recv_tokens = {too_many_.data(), IntType::kI64};
     }
     open_.push_back({round, c, Join(exchange, rank_, std::move(mine), std::ref(helpers_))});
   }
@@ -110,7 +110,7 @@ class Rank {
     brought.dst_offset = mine.dst_offset_view;
     brought.seq_len = mine.seq_len_view;
     brought.src_offset = mine.src_offset_view;
-    brought.num_recv = mine.num_recv_view;
+    brought.num_recv_tokens = mine.num_recv_view;
     return brought;
   }
 

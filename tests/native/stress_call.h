@@ -37,7 +37,7 @@ struct Integers {
 
 // One rank's share of one part, with the expected contents after the exchange.
 struct RankPart {
-  Integers dst_rank, dst_offset, seq_len, src_offset, num_recv;
+  Integers dst_rank, dst_offset, seq_len, src_offset, num_recv_tokens;
   IntArray dst_rank_view, dst_offset_view, seq_len_view, src_offset_view, num_recv_view;
   std::vector<std::vector<int32_t>> tokens, buffers, expected;  // per array
 };
@@ -61,7 +61,8 @@ inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
   part->ranks.resize(num_ranks);
   const bool has_src_offset = Draw(rng, 0, 1);
   std::vector<int64_t> filled(num_ranks);
-  for (int r = 0; r < num_ranks; ++r) part->ranks[r].num_recv.values.assign(num_ranks + 1, 0);
+  for (int r = 0; r < num_ranks; ++r)
+    part->ranks[r].num_recv_tokens.values.assign(num_ranks + 1, 0);
   for (int r = 0; r < num_ranks; ++r) {
     RankPart& mine = part->ranks[r];
     int64_t next = 0;
@@ -81,8 +82,8 @@ inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
         filled[dst] += Draw(rng, 0, 3) == 0 ? Draw(rng, 0, 3) : 0;  // rows without a source
         mine.dst_offset.values.push_back(filled[dst]);
         filled[dst] += length;
-        part->ranks[dst].num_recv.values[r] += length;
-        part->ranks[dst].num_recv.values[num_ranks] += length;
+        part->ranks[dst].num_recv_tokens.values[r] += length;
+        part->ranks[dst].num_recv_tokens.values[num_ranks] += length;
       }
     }
   }
@@ -92,7 +93,7 @@ inline void DrawMetadata(Rng& rng, int num_ranks, Part* part) {
     mine.dst_offset_view = mine.dst_offset.View(rng, false);
     mine.seq_len_view = mine.seq_len.View(rng, false);
     if (has_src_offset) mine.src_offset_view = mine.src_offset.View(rng, false);
-    mine.num_recv_view = mine.num_recv.View(rng, false);
+    mine.num_recv_view = mine.num_recv_tokens.View(rng, false);
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace cpd::kernels::test_bulk {
 
-using Mover = InBulk<AdverseEngine>;
+using CopyPath = InBulk<AdverseEngine>;
 
 // Several copies in a row, as one block makes them: stages and parities go on.
 void CopiesMoveEveryByteOnce() {
@@ -34,15 +34,16 @@ void CopiesMoveEveryByteOnce() {
         one.to.assign(Draw(rng, 1, 3), std::vector<char>(one.bytes + 64, 0x7f));
         for (auto& to : one.to) one.at.push_back(to.data() + one.to_at);
       }
-      Launch<Mover::Scratch>(1, num_threads, [&](const Block& block, Mover::Scratch* scratch) {
-        MoveWith<Mover>(block, scratch, [&](const Mover& mover) {
-          for (One& one : copies) {
-            mover.Copy(block, one.from.data() + one.from_at, one.at.data(),
-                       static_cast<int>(one.at.size()), one.bytes);
-            block.Sync();
-          }
-        });
-      });
+      Launch<CopyPath::Scratch>(1, num_threads,
+                                [&](const Block& block, CopyPath::Scratch* scratch) {
+                                  MoveWith<CopyPath>(block, scratch, [&](const CopyPath& path) {
+                                    for (One& one : copies) {
+                                      path.Copy(block, one.from.data() + one.from_at, one.at.data(),
+                                                static_cast<int>(one.at.size()), one.bytes);
+                                      block.Sync();
+                                    }
+                                  });
+                                });
       for (const One& one : copies) {
         std::vector<char> wanted(one.bytes + 64, 0x7f);
         std::copy(one.from.begin() + one.from_at, one.from.end(), wanted.begin() + one.to_at);
@@ -59,10 +60,11 @@ void WhatDoesNotFitGoesThroughRegisters() {
   alignas(16) char from[256] = {}, to[256];
   for (const auto& [to_at, bytes] : {std::pair{1, 200}, {8, 200}, {0, 31}, {0, 0}}) {
     char* at = to + to_at;
-    Launch<Mover::Scratch>(1, 2, [&, bytes = bytes](const Block& block, Mover::Scratch* scratch) {
-      MoveWith<Mover>(block, scratch,
-                      [&](const Mover& mover) { mover.Copy(block, from, &at, 1, bytes); });
-    });
+    Launch<CopyPath::Scratch>(
+        1, 2, [&, bytes = bytes](const Block& block, CopyPath::Scratch* scratch) {
+          MoveWith<CopyPath>(block, scratch,
+                             [&](const CopyPath& path) { path.Copy(block, from, &at, 1, bytes); });
+        });
   }
   CHECK(AdverseEngine::num_stores() == before);
 }

@@ -13,7 +13,7 @@ KERNELS = [
     *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 ]
-NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{mover}ENS_6device4CallE"
+NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{path}ENS_6device4CallE"
 IN_BULK = "INS_6MappedENS_6InBulkINS_10BulkEngineEEEEv"
 LINES = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90'
@@ -30,9 +30,9 @@ nvlink info    : used 44 registers, used 1 barriers, {{stack}} stack, 0 bytes sm
 
 
 def name_of(kernel):
-    mover = IN_BULK if kernel.startswith("Bulk") else ""
+    path = IN_BULK if kernel.startswith("Bulk") else ""
     kernel = kernel.removeprefix("Bulk")
-    return NAME.format(n=len(kernel) + 6, kernel=kernel, mover=mover)
+    return NAME.format(n=len(kernel) + 6, kernel=kernel, path=path)
 
 
 def lines_of(kernel, stack=0, spills=0, registers=64, shared=128):
@@ -66,7 +66,7 @@ def test_kernels_that_are_rejected(tmp_path, name, stack, spills, code):
     "registers, shared, blocks",
     [(64, 128, 4), (65, 128, 3), (128, 12288, 2), (129, 128, 1), (32, 114 << 10, 1)],
 )
-def test_two_blocks_of_a_mover_run_at_once(tmp_path, registers, shared, blocks):
+def test_two_blocks_of_a_kernel_run_at_once(tmp_path, registers, shared, blocks):
     log = "".join(lines_of(kernel) for kernel in KERNELS)
     code, table = check(tmp_path, log + lines_of("Pull", registers=registers, shared=shared))
     assert f"'blocks': {blocks}" in next(x for x in table.splitlines() if "Pull" in x)

@@ -81,7 +81,7 @@ void BadPlansAreRefusedEverywhere() {
       {Failure::kCapacity,
        [](World::Made* part, Plan* plan) { plan->dst_offset[1] = part->capacity; }},
       {Failure::kCapacity,
-       [](World::Made* part, Plan* plan) { plan->num_recv[3] = part->capacity + 1; }},
+       [](World::Made* part, Plan* plan) { plan->num_recv_tokens[3] = part->capacity + 1; }},
   };
   for (const bool is_dispatch : {true, false}) {
     for (const Case& one : cases) {
@@ -128,7 +128,7 @@ void PlansAreCompared() {
 
 void ReceiversCheckCountsAndOverlaps() {
   World counts = SmallWorld(3, true);
-  counts.parts[0].plans[2].num_recv[1] += 1;
+  counts.parts[0].plans[2].num_recv_tokens[1] += 1;
   RunRanks(counts);
   const ErrorRecord error = counts.Take(2);
   CHECK(error.failure == Failure::kCounts && error.peer == 1 && error.expected == error.seen + 1);

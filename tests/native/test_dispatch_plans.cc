@@ -16,7 +16,7 @@ namespace cpd::test_dispatch_plans {
 void UnknownTypesAreRefused() {
   float row = 0;
   int32_t dst_rank = 0;
-  uint32_t zero = 0, one = 1, num_recv[] = {1, 1};
+  uint32_t zero = 0, one = 1, num_recv_tokens[] = {1, 1};
   DispatchPart part;
   part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
   part.types = {{DataType::kOther, DataType::kOther}};
@@ -24,7 +24,7 @@ void UnknownTypesAreRefused() {
   part.dst_rank = {&dst_rank, IntType::kI32};
   part.dst_offset = part.src_offset = {&zero, IntType::kU32};
   part.seq_len = {&one, IntType::kU32};
-  part.num_recv = {num_recv, IntType::kU32};
+  part.num_recv_tokens = {num_recv_tokens, IntType::kU32};
   auto mine = std::make_unique<DispatchContribution>();
   mine->parts = {part};
   std::vector<std::unique_ptr<Contribution>> contributions;
@@ -42,7 +42,7 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   std::vector<int64_t> lengths(kSlots, seq_len), offsets(kSlots, dst_offset);
   std::vector<int64_t> ranks(kSlots, -1), first_rows(kSlots, src_offset);
   ranks.back() = 0;
-  int64_t num_recv[] = {1, 1};
+  int64_t num_recv_tokens[] = {1, 1};
   DispatchPart part;
   part.tokens = part.buffers = {{reinterpret_cast<char*>(&row), 1, sizeof row}};
   part.types = {{DataType::kF32, DataType::kF32}};
@@ -52,7 +52,7 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   part.dst_offset = {offsets.data(), IntType::kU64};
   part.seq_len = {lengths.data(), IntType::kI64};
   if (src_offset != 0) part.src_offset = {first_rows.data(), IntType::kI64};
-  part.num_recv = {num_recv, IntType::kI64};
+  part.num_recv_tokens = {num_recv_tokens, IntType::kI64};
   std::vector<std::unique_ptr<Contribution>> contributions;
   auto mine = std::make_unique<DispatchContribution>();
   mine->parts = {part};
@@ -78,7 +78,7 @@ std::vector<std::unique_ptr<Contribution>> Announcing(
       part.num_slots = part.num_replicas = 1;
       part.dst_rank = {&nowhere, IntType::kI64};
       part.dst_offset = part.seq_len = {&none, IntType::kI64};
-      part.num_recv = {part_need[rank].data(), IntType::kI64};
+      part.num_recv_tokens = {part_need[rank].data(), IntType::kI64};
       mine->parts.push_back(part);
     }
     contributions.push_back(std::move(mine));
@@ -137,7 +137,7 @@ void HostileNumbersWithoutArrays() {
   DispatchPart part;
   part.num_slots = 2;
   part.num_replicas = 1;
-  part.dst_rank = part.dst_offset = part.src_offset = part.num_recv = {zeros, IntType::kI64};
+  part.dst_rank = part.dst_offset = part.src_offset = part.num_recv_tokens = {zeros, IntType::kI64};
   part.seq_len = {lengths, IntType::kI64};
   for (const auto plan : {PlanDispatch, PlanCombine}) {
     std::vector<std::unique_ptr<Contribution>> contributions;

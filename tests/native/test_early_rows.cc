@@ -50,8 +50,8 @@ World OneRowEach(int num_ranks, int64_t row_bytes = 16) {
   World::Made part{num_ranks, 1, num_ranks, num_ranks + 1, {row_bytes}, {}, {}, {}};
   for (int r = 0; r < num_ranks; ++r) {
     Plan plan;
-    plan.num_recv.assign(num_ranks + 1, 1);
-    plan.num_recv[num_ranks] = num_ranks;
+    plan.num_recv_tokens.assign(num_ranks + 1, 1);
+    plan.num_recv_tokens[num_ranks] = num_ranks;
     for (int to = 0; to < num_ranks; ++to) {
       plan.seq_len.push_back(1);
       plan.dst_rank.push_back(to);

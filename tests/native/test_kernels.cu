@@ -86,7 +86,7 @@ World LargeRows(Rng& rng, bool is_dispatch) {
   return world;
 }
 
-// All ranks in one launch, as every program for one GPU runs them; by both movers.
+// All ranks in one launch, as every program for one GPU runs them; by both copy paths.
 void RunOneLaunch(Rng& rng, cudaStream_t stream) {
   for (const bool is_dispatch : {true, false}) {
     World world = Draw(rng, 0, 1) ? LargeRows(rng, is_dispatch) : RandomWorld(rng, is_dispatch);

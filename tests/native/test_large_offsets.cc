@@ -58,7 +58,7 @@ const Register kTests("test_large_offsets", [](const Numbers&) {
   part.dst_offset = {&kDstRow, IntType::kI64};
   part.seq_len = {&length, IntType::kI64};
   part.src_offset = {&kSrcRow, IntType::kI64};
-  part.num_recv = {counts, IntType::kI64};
+  part.num_recv_tokens = {counts, IntType::kI64};
   const RowArray &tokens = part.tokens[0], &buffer = part.buffers[0];
 
   constexpr int64_t kNum = kRowBytes / 4;

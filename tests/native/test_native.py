@@ -18,7 +18,7 @@ NUM_PROGRAMS = 25
 
 # Each group is compiled in one piece: standard headers and templates take most of the time.
 KERNELS = (
-    *("test_bulk", "test_device", "test_early_rows", "test_movers", "test_network"),
+    *("test_bulk", "test_device", "test_early_rows", "test_copies", "test_network"),
     "test_one_launch",
 )
 RANKS = (

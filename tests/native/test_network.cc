@@ -38,8 +38,8 @@ int64_t Run(World& world, int times = 1, int absent = -1) {
 }
 
 void Divide(World* world, Rng& rng) {
-  world->islands.clear();
-  for (int r = 0; r < world->num_ranks; ++r) world->islands.push_back(Draw(rng, 0, 2));
+  world->memory_groups.clear();
+  for (int r = 0; r < world->num_ranks; ++r) world->memory_groups.push_back(Draw(rng, 0, 2));
 }
 
 void RandomPlans(int num_worlds) {
@@ -63,11 +63,11 @@ void RandomPlans(int num_worlds) {
   CHECK(num_moved > 0 && num_mixed > 0);
 }
 
-World SmallWorld(bool is_dispatch, std::vector<int> islands) {
+World SmallWorld(bool is_dispatch, std::vector<int> memory_groups) {
   Rng rng(12);
   World world{};
-  world.num_ranks = static_cast<int>(islands.size());
-  world.islands = std::move(islands);
+  world.num_ranks = static_cast<int>(memory_groups.size());
+  world.memory_groups = std::move(memory_groups);
   world.is_dispatch = is_dispatch;
   if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
   world.parts.push_back(MakePart(rng, world.num_ranks, 4, 2, 16, {32, 12}, true));
@@ -80,7 +80,7 @@ void LongPieces() {
   Rng rng(13);
   World world{};
   world.num_ranks = 2;
-  world.islands = {0, 1};
+  world.memory_groups = {0, 1};
   world.is_dispatch = true;
   world.rows_per_piece = 5000;
   world.parts.push_back(MakePart(rng, 2, 2, 1, 3 * kTagRun, {1, 3}, true));
@@ -96,7 +96,7 @@ void ManySources() {
   Rng rng(14);
   World world{};
   world.num_ranks = 3;
-  world.islands = {0, 1, 0};
+  world.memory_groups = {0, 1, 0};
   world.in_type = world.out_type = DataType::kF32;
   world.use_src_offset = false;
   world.num_threads = 4;
@@ -113,7 +113,7 @@ void NothingMoves() {
     World world = SmallWorld(is_dispatch, {0, 1, 1});
     for (Plan& plan : world.parts[0].plans) {
       for (auto& n : plan.seq_len) n = 0;
-      for (auto& n : plan.num_recv) n = 0;
+      for (auto& n : plan.num_recv_tokens) n = 0;
     }
     CHECK(Run(world, 3) == 0);
     CHECK(world.IsFine());
@@ -146,7 +146,7 @@ void OverlappingRanges() {
   for (const int num_slots : {4, 5}) {
     World world{};
     world.num_ranks = 2;
-    world.islands = {0, 1};
+    world.memory_groups = {0, 1};
     world.in_type = world.out_type = DataType::kF32;
     World::Made part{num_slots, 1, 8, 16, {16}, {}, {}, {}};
     part.plans.resize(2);
@@ -160,8 +160,8 @@ void OverlappingRanges() {
       part.plans[1].dst_offset.push_back(0);
       part.plans[1].src_offset.push_back(0);
     }
-    part.plans[0].num_recv = {0, 0, 0};
-    part.plans[1].num_recv = {8 * num_slots, 0, 16};
+    part.plans[0].num_recv_tokens = {0, 0, 0};
+    part.plans[1].num_recv_tokens = {8 * num_slots, 0, 16};
     world.parts.push_back(part);
     Rng rng(15);
     FillArrays(&world, rng, true);
@@ -207,7 +207,7 @@ void AnAbsentRankIsNamed() {
 void TheSameBits() {
   for (const bool is_dispatch : {true, false}) {
     World far = SmallWorld(is_dispatch, {0, 0, 1, 2}), near = far;
-    near.islands.clear();
+    near.memory_groups.clear();
     Run(far);
     Run(near);
     CHECK(near.IsFine() && far.IsFine());

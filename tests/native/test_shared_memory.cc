@@ -37,11 +37,11 @@ struct AllToAll {
     dst_rank.resize(num_ranks);
     std::iota(dst_rank.begin(), dst_rank.end(), 0);
     dst_offset.resize(num_ranks);
-    num_recv.resize(num_ranks + 1);
+    num_recv_tokens.resize(num_ranks + 1);
     for (int d = 0; d < num_ranks; ++d) {
       for (int r = 0; r < rank; ++r) dst_offset[d] += lengths[r][d];
-      num_recv[d] = lengths[d][rank];
-      num_recv[num_ranks] += num_recv[d];
+      num_recv_tokens[d] = lengths[d][rank];
+      num_recv_tokens[num_ranks] += num_recv_tokens[d];
     }
   }
 
@@ -56,7 +56,7 @@ struct AllToAll {
     part.dst_offset = {dst_offset.data(), IntType::kI64};
     part.seq_len = {seq_len.data(), IntType::kI64};
     if (!src_offset.empty()) part.src_offset = {src_offset.data(), IntType::kI64};
-    part.num_recv = {num_recv.data(), IntType::kI64};
+    part.num_recv_tokens = {num_recv_tokens.data(), IntType::kI64};
     auto rank = std::make_unique<DispatchContribution>();
     rank->direction = direction;
     rank->num_ranks = num_ranks;
@@ -65,7 +65,7 @@ struct AllToAll {
   }
 
   int num_ranks;
-  std::vector<int64_t> seq_len, dst_rank, dst_offset, num_recv, src_offset;
+  std::vector<int64_t> seq_len, dst_rank, dst_offset, num_recv_tokens, src_offset;
 };
 
 RowArray Rows(std::vector<float>& x, int64_t row_floats) {
@@ -106,7 +106,7 @@ void Loops(Job& job, const std::vector<int>& processes, int num_rounds, int64_t 
         for (size_t i = 0; i < home.size(); ++i) {
           CHECK(home[i] == (static_cast<int64_t>(i) < num_rows * row_floats ? x[i] : 0));
         }
-        const auto received = static_cast<size_t>(plan.num_recv[num_ranks] * row_floats);
+        const auto received = static_cast<size_t>(plan.num_recv_tokens[num_ranks] * row_floats);
         for (size_t i = received; i < buffer.size(); ++i) CHECK(buffer[i] == 0);
       }
     });
@@ -168,7 +168,7 @@ void BadPlansAndTwiceTheSameRank() {
   std::vector<float> x(4), buffer(4);
   std::vector<std::future<Status>> ranks;
   std::vector<AllToAll> plans = {{0, {{1, 1}, {1, 1}}}, {1, {{1, 1}, {1, 1}}}};
-  ++plans[1].num_recv[0];
+  ++plans[1].num_recv_tokens[0];
   const auto join = [&](int64_t run_id, int rank) {
     ranks.push_back(JoinIn(job, MakeExchange(run_id, processes, milliseconds(20000)), rank,
                            plans[rank].Bring(Direction::kDispatch, Rows(x, 1), Rows(buffer, 1))));

@@ -61,12 +61,13 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
         }
         std::vector<int32_t> dst_rank(num_ranks);
         std::iota(dst_rank.begin(), dst_rank.end(), 0);
-        std::vector<uint32_t> dst_offset(num_ranks), src_offset(num_ranks), num_recv(num_ranks + 1);
+        std::vector<uint32_t> dst_offset(num_ranks), src_offset(num_ranks),
+            num_recv_tokens(num_ranks + 1);
         for (int d = 0; d < num_ranks; ++d) {
           for (int r = 0; r < rank; ++r) dst_offset[d] += lengths[r][d];
           for (int e = 0; e < d; ++e) src_offset[d] += lengths[rank][e];
-          num_recv[d] = lengths[d][rank];
-          num_recv[num_ranks] += num_recv[d];
+          num_recv_tokens[d] = lengths[d][rank];
+          num_recv_tokens[num_ranks] += num_recv_tokens[d];
         }
         for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(rng() % 1000 + rank);
 
@@ -82,7 +83,7 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
           part.dst_offset = {dst_offset.data(), IntType::kU32};
           part.seq_len = {lengths[rank].data(), IntType::kU32};
           part.src_offset = {src_offset.data(), IntType::kU32};
-          part.num_recv = {num_recv.data(), IntType::kU32};
+          part.num_recv_tokens = {num_recv_tokens.data(), IntType::kU32};
           auto mine = std::make_unique<DispatchContribution>();
           mine->parts = {part};
           Exchange exchange{"loop", {100, forth, group}, num_ranks, milliseconds(60000), {}};
@@ -96,7 +97,7 @@ void LoopsOfGroups(int num_ranks, int num_groups, int num_rounds) {
         std::fill(buffer.begin(), buffer.end(), -1);
         std::fill(home.begin(), home.end(), -1);
         move(true, x);
-        const size_t num_received = num_recv[num_ranks] * kRowFloats;
+        const size_t num_received = num_recv_tokens[num_ranks] * kRowFloats;
         for (size_t i = num_received; i < buffer.size(); ++i) CHECK(buffer[i] == 0);
         move(false, home);
         const auto& sent = lengths[rank];

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from jax_cp_dispatch import Implementation, available_implementations
+from jax_cp_dispatch import Availability, available_implementations
 from jax_cp_dispatch.doctor import machine, run, self_test
 from jax_cp_dispatch.doctor.finding import Finding
 
@@ -51,7 +51,7 @@ def test_a_transport_that_moves_nothing_is_wrong(capsys, monkeypatch):
 
 
 def test_failures_and_missing_transports_are_reported(capsys, monkeypatch):
-    there = {"a": Implementation(False, "no such processes"), "b": Implementation(True, "")}
+    there = {"a": Availability(False, "no such processes"), "b": Availability(True, "")}
     monkeypatch.setattr(run, "look_at_machine", lambda: ())
     monkeypatch.setattr(run, "try_processes", lambda: Finding("transport of processes", "right"))
     monkeypatch.setattr(self_test, "available_implementations", lambda: there)

@@ -34,8 +34,8 @@ def make_slab(num_bytes):
     return [100 if can_map or PROCESS == 0 else 0, 200 if can_map or PROCESS == 1 else 0]
 
 
-def set_slab(slabs, num_bytes, islands):
-    print(f"slabs {slabs} of {num_bytes}, islands {islands}", flush=True)
+def set_slab(slabs, num_bytes, memory_groups):
+    print(f"slabs {slabs} of {num_bytes}, memory_groups {memory_groups}", flush=True)
 
 
 def num_gpus():

@@ -6,15 +6,20 @@ import pytest
 from scenes import of_scene
 from two_processes import outputs_of_two
 
-from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
+from jax_cp_dispatch._ranks.gpu.shared_memory_groups import (
+    describe_shared_memory_groups,
+    find_shared_memory_groups,
+)
 from jax_cp_dispatch._ranks.gpu.world import what_hosts_lack
-from jax_cp_dispatch._ranks.job import tell_and_hear
+from jax_cp_dispatch._ranks.job import publish_and_read_all
 
 SLABS = {
-    "nvshmem": ["slabs [100, 200] of 2097152, islands [0, 0]"] * 2,
-    "ipc": [f"slabs {own} of 2097152, islands [0, 0]" for own in ([5000, 7000], [7000, 5001])],
+    "nvshmem": ["slabs [100, 200] of 2097152, memory_groups [0, 0]"] * 2,
+    "ipc": [
+        f"slabs {own} of 2097152, memory_groups [0, 0]" for own in ([5000, 7000], [7000, 5001])
+    ],
     # The network returns this process's own address for another process.
-    "far": [f"slabs {[own] * 2} of 2097152, islands [0, 1]" for own in (100, 200)],
+    "far": [f"slabs {[own] * 2} of 2097152, memory_groups [0, 1]" for own in (100, 200)],
 }
 
 
@@ -62,19 +67,19 @@ def test_nvshmem_is_not_started_between_hosts_without_a_network():
     )
 
 
-def test_islands_map_the_same_ranks():
+def test_memory_groups_map_the_same_ranks():
     hosts = [[a // 4 == b // 4 for b in range(8)] for a in range(8)]
-    assert find_islands(hosts) == [0] * 4 + [4] * 4
-    assert describe_islands(find_islands(hosts)) == (
+    assert find_shared_memory_groups(hosts) == [0] * 4 + [4] * 4
+    assert describe_shared_memory_groups(find_shared_memory_groups(hosts)) == (
         "0-3, 4-7 through pointers, each other over the network"
     )
-    assert describe_islands([0] * 8) == "all through pointers"
-    assert describe_islands([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
+    assert describe_shared_memory_groups([0] * 8) == "all through pointers"
+    assert describe_shared_memory_groups([0, 1, 0, 0]).startswith("0+2-3, 1 through pointers")
     # 0 and 1, and 1 and 2, but not 0 and 2: they map different ranks.
     chain = [[True, True, False], [True, True, True], [False, True, True]]
-    assert find_islands(chain) == [0, 1, 2]
+    assert find_shared_memory_groups(chain) == [0, 1, 2]
 
 
 def test_a_process_without_a_job_gets_an_error():
     with pytest.raises(RuntimeError, match=r"connect_gpus: .* no job. Call jax.distributed.init"):
-        tell_and_hear("connect_gpus", "ready", "", timeout=1.0)
+        publish_and_read_all("connect_gpus", "ready", "", timeout=1.0)

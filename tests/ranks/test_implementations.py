@@ -12,7 +12,8 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, available_implementations, combine, dispatch
-from jax_cp_dispatch._ranks import implementations
+from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, Operation
+from jax_cp_dispatch._warning import say_once
 
 pytestmark = pytest.mark.usefixtures("full_optimization")  # the same bits
 
@@ -274,6 +275,16 @@ def test_names_and_reasons():
     assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason
 
 
+@pytest.mark.parametrize("name", available_implementations())
+def test_every_implementation_lowers_every_operation(name):
+    """Exchanges of arrays on one device have a rule where no other implementation is taken."""
+    row = IMPLEMENTATIONS[name]
+    on_one_device = {Operation.EXCHANGE_ON_ONE_DEVICE} if row.platform != "cpu" else set()
+    operations = {Operation.EXCHANGE, Operation.GEMM, Operation.GROUPED_GEMM}
+    assert row.lowerings.keys() == operations | on_one_device
+    assert row.name == name and (row.why_not(["rocm"], None) is None) == (name == "xla")
+
+
 @pytest.mark.parametrize("place", ["shard_map", "all ranks", "explicit axes"])
 def test_lowering_for_a_platform_without_a_transport(place):
     """XLA's collectives serve it, even without such a device; by default, one warning says so."""
@@ -293,7 +304,7 @@ def test_lowering_for_a_platform_without_a_transport(place):
         lowered = jax.jit(move).trace(shape).lower(lowering_platforms=("rocm",))
         assert "jax_cp_dispatch." not in lowered.as_text()
 
-    implementations.say_once.cache_clear()
+    say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lower("xla")

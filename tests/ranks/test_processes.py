@@ -18,8 +18,8 @@ from on_mesh import mesh_of
 
 from jax_cp_dispatch import launch as launcher
 from jax_cp_dispatch._ranks.processes import open_files, segment
-from jax_cp_dispatch._ranks.processes.connect import Card, connect_all, new_token
-from jax_cp_dispatch._ranks.processes.meeting import Place, meet
+from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all, new_token
+from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "processes"
 sys.path.insert(0, str(PROGRAMS))
@@ -176,15 +176,15 @@ def meet_all(places, timeout):
 
 
 def test_processes_meet():
-    places = [Place(process, 3, "a", "name of a") for process in range(3)]
+    places = [JobMember(process, 3, "a", "name of a") for process in range(3)]
     assert meet_all(places, 30.0) == [True] * 3
     places[1] = places[1]._replace(host="b")
     assert meet_all(places, 30.0) == [False] * 3
-    assert meet_all([Place(0, 1, "a", "name of a")], 30.0) == [True]
+    assert meet_all([JobMember(0, 1, "a", "name of a")], 30.0) == [True]
 
 
 def test_missing_processes_are_named():
-    places = [Place(process, 4, "a", "name of a") for process in range(4)]
+    places = [JobMember(process, 4, "a", "name of a") for process in range(4)]
     for told in meet_all(places[:2], 1.0):
         assert "waited 1 s at 127.0.0.1:" in told
         assert "for process 2, process 3 of 4, which did not join" in told
@@ -193,10 +193,10 @@ def test_missing_processes_are_named():
 
 
 def test_processes_of_another_job_are_named():
-    places = [Place(0, 2, "a", "name of a"), Place(1, 3, "b", "name of b")]
+    places = [JobMember(0, 2, "a", "name of a"), JobMember(1, 3, "b", "name of b")]
     for told in meet_all(places, 30.0):
         assert "process 1 of 3 on host name of b joined a job of 2 processes" in told
-    places = [Place(0, 3, "a", "name of a"), *[Place(1, 3, "b", "name of b")] * 2]
+    places = [JobMember(0, 3, "a", "name of a"), *[JobMember(1, 3, "b", "name of b")] * 2]
     for told in meet_all(places, 30.0):
         assert "two processes, on hosts name of b and name of b, joined as process 1" in told
 
@@ -213,13 +213,13 @@ def test_a_port_of_another_program_is_named():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             threads.submit(answer)
             with pytest.raises(RuntimeError, match=r"\(another program answers there\)"):
-                meet(f"127.0.0.1:{port}", Place(1, 2, "a", "name of a"), 0.0)
+                meet(f"127.0.0.1:{port}", JobMember(1, 2, "a", "name of a"), 0.0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])
 def test_an_address_has_a_port(address):
     with pytest.raises(RuntimeError, match="it needs to be host:port of process 0"):
-        meet(address, Place(1, 2, "a", "name of a"), 1.0)
+        meet(address, JobMember(1, 2, "a", "name of a"), 1.0)
 
 
 def test_the_launcher_forwards_output_and_ends_all_processes(tmp_path):
@@ -334,7 +334,7 @@ def test_segment_bytes_must_be_a_number(monkeypatch, text):
 def test_unauthenticated_connections_are_rejected():
     """Connections without the token, or without a message, are ignored; the wait has a deadline."""
     listener, name = segment.listen()
-    cards = {0: Card(name, new_token()), 1: Card("nobody", new_token())}
+    peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
     strangers = []
     for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -345,5 +345,5 @@ def test_unauthenticated_connections_are_rejected():
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
-        connect_all(listener, 0, cards, segment.make_segment(), timeout=1.0)
+        connect_all(listener, 0, peers, segment.make_segment(), timeout=1.0)
     assert segment.listen()[1] != name

@@ -36,6 +36,7 @@ uint64_t NumberAmongEquals(const std::string& signature) {
 
 void CallSite::Read(AttributeReader* attributes, int64_t num_ranks) {
   std::vector<int64_t> processes;
+  attributes->Read("transport", &transport_);
   attributes->Read("signature", &signature_);
   attributes->Read("processes", &processes);
   static std::atomic<int64_t> next_uid{1};
@@ -51,30 +52,30 @@ void EndPrograms() {
   num_call_sites.clear();
 }
 
-Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange) const {
+Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange,
+                          Transport** transport) const {
   exchange->key = {run_id, uid_, group};
   exchange->signature = signature_;
-  if (processes_.empty()) return Status::Ok();
+  if (transport_ == "in_process") {
+    *transport = &InProcessTransport();
+    return Status::Ok();
+  }
+  if (transport_ != "shared_memory") {
+    return Status::Invalid(exchange->op + ": there is no transport '" + transport_ +
+                           "' between CPU devices. Call it through jax_cp_dispatch.");
+  }
   if (group < 0 || group >= static_cast<int64_t>(processes_.size())) {
     return Status::Invalid(exchange->op + ": this rank is in group " + std::to_string(group) +
                            " but the program is for " + std::to_string(processes_.size()) +
                            " groups. Every other mesh axis must be manual where this is called.");
   }
   exchange->processes = &processes_[group];
-  if (SharedMemoryTransport() != nullptr) return Status::Ok();
+  *transport = SharedMemoryTransport();
+  if (*transport != nullptr) return Status::Ok();
   return Status::Invalid(
       exchange->op +
       ": the program spans processes, but this process has not joined the others. Call "
       "jax_cp_dispatch.initialize() before the program is compiled.");
-}
-
-Transport& TransportFor(const Exchange& exchange) {
-  if (exchange.processes != nullptr) {
-    for (const int process : *exchange.processes) {
-      if (process != ThisProcess()) return *SharedMemoryTransport();
-    }
-  }
-  return InProcessTransport();
 }
 
 }  // namespace cpd

@@ -17,21 +17,20 @@ class CallSite {
   // Reads its attributes. Each call of this is a new site.
   void Read(AttributeReader* attributes, int64_t num_ranks);
 
-  // Sets the key and the places of the ranks in `exchange`, whose `num_ranks` is known.
-  Status Describe(int64_t run_id, int64_t group, Exchange* exchange) const;
+  // Sets the key and the processes of the ranks in `exchange`, whose `num_ranks` is known, and the
+  // transport that the program names.
+  Status Describe(int64_t run_id, int64_t group, Exchange* exchange, Transport** transport) const;
 
  private:
   // Unique in this process. For a program that spans processes: unique in the program and equal in
   // all processes, from the signature and the number among equal signatures.
   int64_t uid_ = 0;
+  std::string transport_;                    // name of an implementation: Python has chosen it
   std::string signature_;                    // operation, shapes and attributes
   std::vector<std::vector<int>> processes_;  // by group, then rank; empty: all ranks are here
 };
 
 // No program is being compiled any more: later call sites belong to another program.
 void EndPrograms();
-
-// The transport that reaches all ranks of this exchange.
-Transport& TransportFor(const Exchange& exchange);
 
 }  // namespace cpd

@@ -79,14 +79,14 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
                      num_ranks = call.num_ranks](std::string_view bytes) {
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
-  status = state.site.Describe(run_id.run_id, group, &exchange);
+  Transport* transport = nullptr;
+  status = state.site.Describe(run_id.run_id, group, &exchange, &transport);
   if (!status.ok()) return Failed(status);
   PlanWords words{options.capacity_names, exchange.processes};
   exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
                          const auto& ranks, WorkList* work) {
     return is_dispatch ? PlanDispatch(op, ranks, work, words) : PlanCombine(op, ranks, work, words);
   };
-  Transport& transport = TransportFor(exchange);
 
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
@@ -102,7 +102,7 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   }
   if (!status.ok()) {
     use.reset();
-    transport.Refuse(exchange, status, CompleteWith(std::move(promise), nullptr));
+    transport->Refuse(exchange, status, CompleteWith(std::move(promise), nullptr));
     return future;
   }
   auto mine = std::make_unique<DispatchContribution>();
@@ -112,9 +112,9 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   // Read only once: the answer comes from a file.
   static const int num_helpers =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
-  transport.Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
-                 num_helpers,
-                 [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  transport->Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
+                  num_helpers,
+                  [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 

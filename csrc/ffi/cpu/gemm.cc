@@ -61,17 +61,18 @@ ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t grou
     return future;
   }
   exchange.num_ranks = static_cast<int>(options.num_ranks);
-  if (const Status status = site.Describe(run_id.run_id, group, &exchange); !status.ok()) {
+  Transport* transport = nullptr;
+  if (const Status status = site.Describe(run_id.run_id, group, &exchange, &transport);
+      !status.ok()) {
     return Failed(status);
   }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
-  Transport& transport = TransportFor(exchange);
   Completion completion = CompleteWith(promise, nullptr);
   const int64_t buffer_id = options.comm_overlap_id;
   if (buffer_id != 0) {
     const Status status = ConfigureByBuffer(exchange.op, buffer_id, &problem);
     if (!status.ok()) {
-      transport.Refuse(exchange, status, std::move(completion));
+      transport->Refuse(exchange, status, std::move(completion));
       return future;
     }
   }
@@ -87,7 +88,7 @@ ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t grou
     return std::make_unique<OverlapContribution>(problem, memory);
   };
   auto mine = std::make_unique<OverlapContribution>(problem, MemoryOf(options, problem, buffers));
-  transport.Join(exchange, rank, std::move(mine), std::move(completion), /*num_helpers=*/0, {});
+  transport->Join(exchange, rank, std::move(mine), std::move(completion), /*num_helpers=*/0, {});
   return future;
 }
 

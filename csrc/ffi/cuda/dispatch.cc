@@ -16,7 +16,7 @@
 #include "cuda/kernels.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
-#include "ffi/cuda/place.h"
+#include "ffi/cuda/rank_location.h"
 #include "ffi/cuda/targets.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -45,7 +45,7 @@ Status FindNumBlocks(const std::string& op, int device, int* num_blocks) {
 }
 
 ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
-                 const std::vector<int64_t>& places) {
+                 const std::vector<int64_t>& devices) {
   ChannelKey key;
   const auto add = [&](int64_t number) { key.layout += std::to_string(number) + ","; };
   add(call.is_dispatch);
@@ -67,17 +67,17 @@ ChannelKey KeyOf(const CudaOptions& options, const kernels::Call& call,
     key.layout += ";";
     key.buffers.push_back(options.call.buffer[p]);
   }
-  key.places = places;
+  key.devices = devices;
   return key;
 }
 
 // Finds the ranks that this one reaches over the network. All ranks agree whether there are any.
-void FindRemotes(const CudaOptions& options, const Placement& placement, kernels::Call* call) {
+void FindRemotes(const CudaOptions& options, const RankLocation& location, kernels::Call* call) {
   if (options.memory != "slab") return;
-  call->has_network = Slab::Get().NeedsNetwork(placement.places);
-  const int64_t here = Place::From(placement.places[placement.rank]).process;
-  for (size_t r = 0; r < placement.places.size(); ++r) {
-    const int64_t there = Place::From(placement.places[r]).process;
+  call->has_network = Slab::Get().NeedsNetwork(location.devices);
+  const int64_t here = DeviceEntry::From(location.devices[location.rank]).process;
+  for (size_t r = 0; r < location.devices.size(); ++r) {
+    const int64_t there = DeviceEntry::From(location.devices[r]).process;
     call->pe[r] = Slab::Get().IsRemote(here, there) ? static_cast<int32_t>(there) : -1;
   }
 }
@@ -86,22 +86,22 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
             cudaStream_t stream, const int32_t* rank_operand, const ffi::RemainingArgs& args,
             const ffi::RemainingRets& results) {
   DispatchCall read;
-  Placement placement;
+  RankLocation location;
   Status status = ReadCudaAttributes(direction, options.call, &read);
   const std::string& op = read.op;
-  if (status.ok()) status = FindPlacement(op, device, read.num_ranks, options.places, &placement);
+  if (status.ok()) status = FindRank(op, device, read.num_ranks, options.device_table, &location);
   if (!status.ok()) return status;
 
   kernels::Call call{};
-  const int64_t num_local = placement.on_one_device ? read.num_ranks : 1;
+  const int64_t num_local = location.on_one_device ? read.num_ranks : 1;
   int num_blocks = 0;
   status = FindNumBlocks(op, device, &num_blocks);
   if (!status.ok()) return status;
   status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
   if (!status.ok()) return status;
-  call.in_bulk = options.mover == "bulk";
-  FindRemotes(options, placement, &call);
-  const ChannelKey key = KeyOf(options, call, placement.places);
+  call.in_bulk = options.copy_path == "bulk";
+  FindRemotes(options, location, &call);
+  const ChannelKey key = KeyOf(options, call, location.devices);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;
   shape.bytes = kernels::LayOutChannel(&call);
@@ -114,19 +114,19 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
   if (!status.ok() || !execute) return status;
 
-  call.first_rank = placement.rank;
-  call.rank_operand = placement.on_one_device ? nullptr : rank_operand;
+  call.first_rank = location.rank;
+  call.rank_operand = location.on_one_device ? nullptr : rank_operand;
   call.program = std::hash<std::string>{}(key.layout);
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
-  call.local = channel->local(placement.rank).state;
-  call.errors = channel->local(placement.rank).errors_on_device;
+  call.local = channel->local(location.rank).state;
+  call.errors = channel->local(location.rank).errors_on_device;
   // Launch even after an error: the other ranks run this call too, and wait for this one.
   cudaError_t launched = cudaSuccess, ordered = cudaSuccess;
   const auto launch = [&] { launched = LaunchCall(call, num_blocks, stream); };
   if (is_recorded) {
     launch();
   } else {
-    ordered = channel->Enqueue(placement.rank, stream, launch);
+    ordered = channel->Enqueue(location.rank, stream, launch);
   }
   if (const cudaError_t error = launched != cudaSuccess ? launched : ordered;
       error != cudaSuccess) {

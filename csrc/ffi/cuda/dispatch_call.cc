@@ -34,35 +34,35 @@ int64_t RowsPerPiece(const kernels::Call& call, const kernels::Part& part, int n
 Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("places", &options->places);
+  reader.Read("device_table", &options->device_table);
   reader.Read("memory", &options->memory);
-  reader.Read("mover", &options->mover);
+  reader.Read("copy_path", &options->copy_path);
   return reader.Finish();
 }
 
-Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
-                   Placement* placement) {
+Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts device_table,
+                   RankLocation* location) {
   const auto count = static_cast<size_t>(num_ranks);
-  if (places.size() == 1 && places[0] == -1) {
-    *placement = {std::vector<int64_t>(count, here), 0, 0, true};
+  if (device_table.size() == 1 && device_table[0] == -1) {
+    *location = {std::vector<int64_t>(count, here), 0, 0, true};
     return Status::Ok();
   }
-  if (places.size() % count != 0 ||
-      std::any_of(places.begin(), places.end(), [](int64_t place) { return place < 0; })) {
-    return Status::Invalid(op + ": places has " + std::to_string(places.size()) +
+  if (device_table.size() % count != 0 || std::any_of(device_table.begin(), device_table.end(),
+                                                      [](int64_t entry) { return entry < 0; })) {
+    return Status::Invalid(op + ": device_table has " + std::to_string(device_table.size()) +
                            " entries for groups of " + std::to_string(num_ranks) +
                            " ranks, or one that is negative. Call it through jax_cp_dispatch.");
   }
-  const auto at = std::find(places.begin(), places.end(), here);
-  if (at == places.end()) {
+  const auto at = std::find(device_table.begin(), device_table.end(), here);
+  if (at == device_table.end()) {
     return Status::Invalid(op + ": the program was made for other devices than GPU " +
                            std::to_string(here & 0xffff) + " of process " +
                            std::to_string(here >> 16) + ". Compile it again.");
   }
-  const size_t index = at - places.begin();
-  const int64_t* first = places.begin() + index / count * count;
-  *placement = {std::vector<int64_t>(first, first + count), static_cast<int>(index % count),
-                static_cast<int>(index / count), false};
+  const size_t index = at - device_table.begin();
+  const int64_t* first = device_table.begin() + index / count * count;
+  *location = {std::vector<int64_t>(first, first + count), static_cast<int>(index % count),
+               static_cast<int>(index / count), false};
   return Status::Ok();
 }
 
@@ -103,7 +103,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
                              " replicas. Call it through jax_cp_dispatch.");
     }
     kernels::Part& part = on_device->parts[p];
-    part.num_recv = read.num_recv;
+    part.num_recv_tokens = read.num_recv_tokens;
     part.seq_len = read.seq_len;
     part.dst_rank = read.dst_rank;
     part.dst_offset = read.dst_offset;

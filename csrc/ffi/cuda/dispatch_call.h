@@ -17,24 +17,25 @@ namespace cpd {
 // The attributes of the CPU, and those that only GPUs need.
 struct CudaOptions {
   DispatchOptions call;
-  Counts places;            // of all ranks, group by group; -1: one device holds all of them
-  std::string_view memory;  // "devices" of this process, or a "slab" per process
-  std::string_view mover;   // "registers", or "bulk" where the GPU can
+  Counts device_table;         // of all ranks, group by group; -1: one device holds all of them
+  std::string_view memory;     // "devices" of this process, or a "slab" per process
+  std::string_view copy_path;  // "registers", or "bulk" where the GPU can
 };
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);
 
-struct Placement {
-  std::vector<int64_t> places;  // of the ranks of this group
-  int rank = 0;                 // the first rank on this device
+struct RankLocation {
+  std::vector<int64_t> devices;  // of the ranks of this group
+  int rank = 0;                  // the first rank on this device
   int group = 0;
   bool on_one_device = false;  // one device holds all ranks
 };
 
-// Finds `here`, a device of a process, among `places`, which are those of all groups, one after
-// another; or a single -1 if one device holds all ranks. `num_ranks` must be within the GPU limits.
-Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts places,
-                   Placement* placement);
+// Finds `here`, a device of a process, among `device_table`, which are those of all groups, one
+// after another; or a single -1 if one device holds all ranks. `num_ranks` must be within the GPU
+// limits.
+Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Counts device_table,
+                   RankLocation* location);
 
 // Reads everything but the parts; rejects calls beyond the GPU limits.
 Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);

@@ -19,7 +19,7 @@
 #include "cuda/rehearsal.h"
 #include "ffi/common.h"
 #include "ffi/cuda/gemm_call.h"
-#include "ffi/cuda/place.h"
+#include "ffi/cuda/rank_location.h"
 #include "ffi/cuda/targets.h"
 #include "gemm/comm_overlap.h"
 #include "xla/ffi/api/ffi.h"
@@ -75,7 +75,7 @@ Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool
   return Rehearsal(&arithmetic, &scratch[0]).Run(op, device, kernels, launch);
 }
 
-ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int num_local,
+ChannelKey KeyOf(const CudaGemmOptions& options, const RankLocation& location, int num_local,
                  int num_signals, int64_t buffer_bytes) {
   ChannelKey key;
   key.layout = "gemm";
@@ -84,7 +84,7 @@ ChannelKey KeyOf(const CudaGemmOptions& options, const Placement& placement, int
     key.layout += "," + std::to_string(number);
   }
   key.buffers = {options.call.comm_overlap_id};
-  key.places = placement.places;
+  key.devices = location.devices;
   key.maker = "create_comm_overlap_buffer";
   return key;
 }
@@ -121,12 +121,12 @@ struct Schedule {
 };
 
 Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
-               cudaStream_t stream, const int32_t* rank_operand, const Placement& placement,
+               cudaStream_t stream, const int32_t* rank_operand, const RankLocation& location,
                const std::vector<GemmBuffers>& buffers, const std::vector<GemmScratch>& scratch,
                OverlapProblem problem) {
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
-  if (options.memory == "slab" && Slab::Get().NeedsNetwork(placement.places)) {
+  if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.devices)) {
     return Status::Invalid(op +
                            ": some ranks reach each other over the network only, and products "
                            "overlap through mapped memory. Pass implementation='xla'.");
@@ -135,14 +135,14 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   problem.shares_only_buffers = true;
   problem.ranks.resize(num_ranks);
   for (int i = 0; i < num_local; ++i) {
-    problem.ranks[placement.rank + i] = MemoryOf(options.call, problem, buffers[i]);
+    problem.ranks[location.rank + i] = MemoryOf(options.call, problem, buffers[i]);
   }
   const int num_signals = MakeCommOverlap(problem, nullptr)->num_signals();
   const int64_t before_buffer = kernels::MeetingBytes(num_ranks, num_signals);
   const int64_t buffer_bytes = BufferBytes(problem);
   const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
                            kernels::AlignUp(sizeof(kernels::State)), num_local, 1};
-  const ChannelKey key = KeyOf(options, placement, num_local, num_signals, buffer_bytes);
+  const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
   const bool is_recorded = execute && IsRecorded(stream);
   std::shared_ptr<Channel> channel;
   Status status =
@@ -159,7 +159,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   }
   const GpuShare share = ShareOf(options, device);
   auto arithmetic = std::make_shared<GpuArithmetic>(op, device, share);
-  const Channel::Local& local = channel->local(placement.rank);
+  const Channel::Local& local = channel->local(location.rank);
   kernels::Meeting meeting{};
   std::copy(channel->memory().begin(), channel->memory().end(), meeting.symmetric);
   meeting.state = reinterpret_cast<kernels::State*>(local.state);
@@ -168,26 +168,26 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   meeting.deadline_ns = static_cast<uint64_t>(options.call.deadline_ms) * 1'000'000;
   meeting.program = ProgramOf(op, problem);
   meeting.num_ranks = num_ranks;
-  meeting.rank = placement.rank;
-  const bool meets = !placement.on_one_device;
+  meeting.rank = location.rank;
+  const bool meets = !location.on_one_device;
   if (!execute) {
-    const auto kernels = KernelsOf(meeting.program, problem, placement.rank, num_local, share.lt);
+    const auto kernels = KernelsOf(meeting.program, problem, location.rank, num_local, share.lt);
     Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
     return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
-      Schedule schedule(AsPrepared(problem), arithmetic, placement.rank, num_local);
+      Schedule schedule(AsPrepared(problem), arithmetic, location.rank, num_local);
       return schedule.team.Enqueue(op, &rehearsal);
     });
   }
   const auto launch = [&] {
     if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
     arithmetic->Choose(stream, &scratch[0]);
-    arithmetic->Prepare(&problem, placement.rank, scratch);
-    Schedule schedule(problem, arithmetic, placement.rank, num_local);
+    arithmetic->Prepare(&problem, location.rank, scratch);
+    Schedule schedule(problem, arithmetic, location.rank, num_local);
     {
       std::lock_guard<std::mutex> lock(lanes->mutex);
       if (is_recorded) status = lanes->WaitForRecording(op, stream);
       if (!status.ok()) return;
-      OverlapQueues queues(op, device, placement.group, placement.rank, scratch, lanes.get(),
+      OverlapQueues queues(op, device, location.group, location.rank, scratch, lanes.get(),
                            arithmetic.get(), meets ? &meeting : nullptr,
                            GpuSpans::Get().enabled() && !is_recorded);
       queues.Fork(stream);
@@ -199,7 +199,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   if (is_recorded) {
     launch();
   } else {
-    arithmetic->Check(channel->Enqueue(placement.rank, stream, launch), "ordering calls");
+    arithmetic->Check(channel->Enqueue(location.rank, stream, launch), "ordering calls");
   }
   if (status.ok()) status = arithmetic->status();
   if (!status.ok() || is_recorded) return status;
@@ -219,19 +219,19 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
   if (const Status status = ReadOptions(attributes, &options); !status.ok()) return status;
   const std::string op = options.op();
   const bool overlaps = options.overlaps();
-  Placement placement;
+  RankLocation location;
   Status status = CheckRanksOnGpu(op, options);
   if (status.ok()) {
-    status = FindPlacement(op, device, options.num_ranks(), options.places, &placement);
+    status = FindRank(op, device, options.num_ranks(), options.device_table, &location);
   }
   if (!status.ok()) return status;
-  const bool has_all_ranks = overlaps && placement.on_one_device;
+  const bool has_all_ranks = overlaps && location.on_one_device;
   CudaGemmCall call;
   status = ReadGemmCall(op, options, args, results, has_all_ranks, &call);
   if (!status.ok()) return status;
   if (overlaps) {
-    return Overlap(op, options, execute, device, stream, placement.on_one_device ? nullptr : rank,
-                   placement, call.buffers, call.scratch, std::move(call.problem));
+    return Overlap(op, options, execute, device, stream, location.on_one_device ? nullptr : rank,
+                   location, call.buffers, call.scratch, std::move(call.problem));
   }
   return MultiplyAlone(op, options, execute, device, stream, call.buffers, call.scratch,
                        std::move(call.problem));

@@ -40,7 +40,7 @@ Status LayScratch(const std::string& op, CudaGemmCall* call) {
 Status ReadOptions(const ffi::Dictionary& attributes, CudaGemmOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
-  reader.Read("places", &options->places);
+  reader.Read("device_table", &options->device_table);
   reader.Read("memory", &options->memory);
   reader.Read("gemm_priority", &options->gemm_priority);
   reader.Read("comm_priority", &options->comm_priority);

@@ -18,7 +18,7 @@ namespace cpd {
 // The attributes of the CPU, and those that only GPUs need.
 struct CudaGemmOptions {
   GemmOptions call;
-  Counts places;            // see CudaOptions; a single -1 also without communication
+  Counts device_table;      // see CudaOptions; a single -1 also without communication
   std::string_view memory;  // "devices" of this process, or a "slab" per process
   int64_t gemm_priority, comm_priority;
   int64_t num_comm_sm;

@@ -76,19 +76,19 @@ void BindSlab(nb::module_& m) {
       arg("device"), arg("handle"), "The address of another process's slab in this one.");
   m.def(
       "set_slab",
-      [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> islands) {
+      [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> memory_groups) {
         std::vector<char*> pointers;
         for (const uint64_t base : bases) pointers.push_back(reinterpret_cast<char*>(base));
-        Slab::Get().Set(std::move(pointers), bytes, std::move(islands));
+        Slab::Get().Set(std::move(pointers), bytes, std::move(memory_groups));
       },
-      arg("bases"), arg("bytes"), arg("islands"),
-      "Names the slabs of all processes, in their order, and who maps whose: the same island.");
+      arg("bases"), arg("bytes"), arg("memory_groups"),
+      "Names the slabs of all processes, in their order, and who maps whose: the same group.");
   m.def(
       "set_network_launcher",
       [](nb::capsule launcher) {
         SetNetworkLauncher(reinterpret_cast<CallLauncher>(launcher.data(kLauncherName)));
       },
-      arg("launcher"), "Who launches calls between islands: _nvshmem.launcher().");
+      arg("launcher"), "Who launches calls between groups: _nvshmem.launcher().");
 }
 
 }  // namespace

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu.islands import describe_islands, find_islands
-from jax_cp_dispatch._ranks.job import tell_and_hear
+from jax_cp_dispatch._ranks.gpu.shared_memory_groups import (
+    describe_shared_memory_groups,
+    find_shared_memory_groups,
+)
+from jax_cp_dispatch._ranks.job import publish_and_read_all
 
 _SLAB_BYTES = 1 << 30
 _SLAB_VARIABLE = "JAX_CP_DISPATCH_SYMMETRIC_BYTES"
@@ -19,7 +22,7 @@ _TRANSPORT_VARIABLE = "JAX_CP_DISPATCH_GPU_TRANSPORT"
 _POINTERS_VARIABLE = "JAX_CP_DISPATCH_GPU_POINTERS"
 
 # (name, value) -> the values of all processes
-_Tell = Callable[[str, Any], list[Any]]
+_Publish = Callable[[str, Any], list[Any]]
 
 
 class GpuWorld(NamedTuple):
@@ -35,7 +38,7 @@ class GpuWorld(NamedTuple):
 
 
 _world: GpuWorld | None = None
-_islands: list[int] = []
+_memory_groups: list[int] = []
 
 
 def connected_gpus() -> GpuWorld | None:
@@ -43,9 +46,9 @@ def connected_gpus() -> GpuWorld | None:
     return _world
 
 
-def connected_islands() -> list[int]:
-    """Returns each process's island (see `find_islands`); [] before it is known."""
-    return _islands
+def connected_shared_memory_groups() -> list[int]:
+    """Returns each process's group (see `find_shared_memory_groups`); [] before it is known."""
+    return _memory_groups
 
 
 def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
@@ -78,17 +81,17 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
             f"connect_gpus: {_TRANSPORT_VARIABLE} is {wanted!r}; "
             "it needs to be nvshmem or cuda_ipc."
         )
-    tell = partial(tell_and_hear, "connect_gpus", timeout=timeout)
-    failed = tell("ready", _why_not_ready())
+    publish = partial(publish_and_read_all, "connect_gpus", timeout=timeout)
+    failed = publish("ready", _why_not_ready())
     reasons = [f"process {p}: {why}" for p, why in enumerate(failed) if why]
     if not reasons:
         for name, connect in (("nvshmem", _connect_nvshmem), ("cuda_ipc", _connect_ipc)):
             if wanted in (None, name):
-                reason = connect(tell)
+                reason = connect(publish)
                 if reason is None:
                     chosen = f"{jax.process_count()} processes, one GPU each"
-                    if len(set(_islands)) > 1:
-                        chosen += f": {describe_islands(_islands)}"
+                    if len(set(_memory_groups)) > 1:
+                        chosen += f": {describe_shared_memory_groups(_memory_groups)}"
                     _world = GpuWorld(name, "; ".join([chosen, *reasons]))
                     return _world
                 reasons.append(f"{name}: {reason}")
@@ -154,7 +157,7 @@ def _first_reason(reasons: list[str]) -> str | None:
     return found[0] if found else None
 
 
-def _connect_nvshmem(tell: _Tell) -> str | None:
+def _connect_nvshmem(publish: _Publish) -> str | None:
     """Returns None if connected, otherwise the reason, the same in all processes."""
     module, why = runtime.load_nvshmem()
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
@@ -162,20 +165,20 @@ def _connect_nvshmem(tell: _Tell) -> str | None:
     # The heap holds the slab and NVSHMEM's own data.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_slab_bytes() + (64 << 20)))
     version = module.version() if module else ""
-    told = tell("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
-    facts = [fact for fact, _ in told]
+    published = publish("nvshmem", [[why, version, _slab_bytes()], [_host(), _may_network()]])
+    facts = [fact for fact, _ in published]
     missing = _first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
     if module is None or any(fact != facts[0] for fact in facts):
         return f"versions or {_SLAB_VARIABLE} differ: {facts}"
-    missing = what_hosts_lack([host for _, host in told])
+    missing = what_hosts_lack([host for _, host in published])
     if missing is not None:
         return missing
     process = jax.process_index()
     try:
         first = list(module.unique_id()) if process == 0 else []
-        unique_id = bytes(tell("unique_id", first)[0])
+        unique_id = bytes(publish("unique_id", first)[0])
         module.start(process, jax.process_count(), unique_id, _device())
         slabs, failed = module.make_slab(_slab_bytes()), ""
     except RuntimeError as error:
@@ -187,39 +190,45 @@ def _connect_nvshmem(tell: _Tell) -> str | None:
         )
     uses_pointers = os.environ.get(_POINTERS_VARIABLE, "1") != "0"
     mapped = [p == process or (uses_pointers and slab != 0) for p, slab in enumerate(slabs)]
-    found = tell("nvshmem_slab", [failed, mapped])
+    found = publish("nvshmem_slab", [failed, mapped])
     missing = _first_reason([reason for reason, _ in found])
     if missing is not None:
         return missing
-    return _use_slabs(tell, module, slabs, find_islands([mapped for _, mapped in found]))
+    memory_groups = find_shared_memory_groups([mapped for _, mapped in found])
+    return _use_slabs(publish, module, slabs, memory_groups)
 
 
-def _use_slabs(tell: _Tell, module: Any, slabs: list[int], islands: list[int]) -> str | None:
+def _use_slabs(
+    publish: _Publish, module: Any, slabs: list[int], memory_groups: list[int]
+) -> str | None:
     """Passes the slabs, and the launcher of network kernels, to the extension."""
     process, failed = jax.process_index(), ""
-    if len(set(islands)) > 1:
+    if len(set(memory_groups)) > 1:
         try:
             runtime.cuda.set_network_launcher(module.launcher(_device()))
         except RuntimeError as error:
             failed = str(error)
-        missing = _first_reason(tell("nvshmem_launcher", failed))
+        missing = _first_reason(publish("nvshmem_launcher", failed))
         if missing is not None:
             return missing
     # To name memory of another process, NVSHMEM expects this process's address of its own slab.
-    bases = [slabs[p if islands[p] == islands[process] else process] for p in range(len(slabs))]
-    _remember_slabs(bases, islands)
+    bases = [
+        slabs[p if memory_groups[p] == memory_groups[process] else process]
+        for p in range(len(slabs))
+    ]
+    _remember_slabs(bases, memory_groups)
     return None
 
 
-def _remember_slabs(bases: list[int], islands: list[int]) -> None:
-    global _islands
-    runtime.cuda.set_slab(bases, _slab_bytes(), islands)
-    _islands = islands
+def _remember_slabs(bases: list[int], memory_groups: list[int]) -> None:
+    global _memory_groups
+    runtime.cuda.set_slab(bases, _slab_bytes(), memory_groups)
+    _memory_groups = memory_groups
 
 
-def _connect_ipc(tell: _Tell) -> str | None:
+def _connect_ipc(publish: _Publish) -> str | None:
     """Returns None if connected, otherwise the reason, the same in all processes."""
-    hosts = tell("host", [_host(), _slab_bytes()])
+    hosts = publish("host", [_host(), _slab_bytes()])
     if any(other != hosts[0] for other in hosts):
         return f"the processes run on several hosts, or with different {_SLAB_VARIABLE}: {hosts}"
     process, failed, address, handle = jax.process_index(), "", 0, b""
@@ -227,7 +236,7 @@ def _connect_ipc(tell: _Tell) -> str | None:
         address, handle = runtime.cuda.make_slab(_device(), _slab_bytes())
     except RuntimeError as error:
         failed = str(error)
-    handles = tell("ipc_handle", [failed, list(handle)])
+    handles = publish("ipc_handle", [failed, list(handle)])
     missing = _first_reason([other[0] for other in handles])
     if missing is not None:
         return missing
@@ -240,7 +249,7 @@ def _connect_ipc(tell: _Tell) -> str | None:
         ]
     except RuntimeError as error:
         slabs, failed = [], str(error)
-    missing = _first_reason(tell("ipc_slab", failed))
+    missing = _first_reason(publish("ipc_slab", failed))
     if missing is None:
         _remember_slabs(slabs, [0] * len(slabs))
     return missing

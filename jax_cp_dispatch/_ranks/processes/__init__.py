@@ -1,6 +1,11 @@
 """Connects the processes of a job, and chooses one transport for them."""
 
-from jax_cp_dispatch._ranks.processes.choice import TransportChoice, share_memory, transport_choice
+from jax_cp_dispatch._ranks.processes.choice import (
+    TransportChoice,
+    num_cpu_devices_here,
+    share_memory,
+    transport_choice,
+)
 from jax_cp_dispatch._ranks.processes.coordination import refuse_alone
 from jax_cp_dispatch._ranks.processes.initialize import initialize
 from jax_cp_dispatch._ranks.processes.programs import program_begins
@@ -8,6 +13,7 @@ from jax_cp_dispatch._ranks.processes.programs import program_begins
 __all__ = [
     "TransportChoice",
     "initialize",
+    "num_cpu_devices_here",
     "program_begins",
     "refuse_alone",
     "share_memory",

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax
+
 
 class TransportChoice(NamedTuple):
     """The transport between the processes of a job, and the reason.
@@ -18,7 +20,7 @@ class TransportChoice(NamedTuple):
 
 
 _choice: TransportChoice | None = None
-_islands: tuple[int, ...] = ()
+_memory_groups: tuple[int, ...] = ()
 
 
 def transport_choice() -> TransportChoice | None:
@@ -28,15 +30,22 @@ def transport_choice() -> TransportChoice | None:
 
 def share_memory(processes: Iterable[int]) -> bool:
     """Whether these processes exchange through shared memory; the same answer in all of them."""
-    return bool(_islands) and len({_islands[process] for process in processes}) <= 1
+    return bool(_memory_groups) and len({_memory_groups[process] for process in processes}) <= 1
 
 
-def remember(choice: TransportChoice, islands: Sequence[int] = ()) -> TransportChoice:
+def num_cpu_devices_here() -> int:
+    """Returns the number of CPU devices that share this host's cores, as known to `initialize`."""
+    own, devices = jax.process_index(), jax.devices("cpu")
+    near = sum(share_memory((own, device.process_index)) for device in devices)
+    return max(near, jax.local_device_count("cpu"))
+
+
+def remember(choice: TransportChoice, memory_groups: Sequence[int] = ()) -> TransportChoice:
     """Stores `choice` for `transport_choice`.
 
     Args:
-      islands: a number per process; processes with equal numbers share memory. Empty: none do.
+      memory_groups: a number per process; those with equal numbers share memory. Empty: none do.
     """
-    global _choice, _islands
-    _choice, _islands = choice, tuple(islands)
+    global _choice, _memory_groups
+    _choice, _memory_groups = choice, tuple(memory_groups)
     return choice

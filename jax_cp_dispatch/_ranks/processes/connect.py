@@ -15,7 +15,7 @@ _SEGMENT = struct.Struct("<q")  # bytes
 _SLICE_SECONDS = 0.2  # between checks whether another process has given up
 
 
-class Card(NamedTuple):
+class ConnectionInfo(NamedTuple):
     """How the other processes of its job reach a process."""
 
     socket_name: str
@@ -40,7 +40,7 @@ def new_token() -> str:
 def connect_all(
     listener: socket.socket,
     process: int,
-    cards: Mapping[int, Card],
+    peers: Mapping[int, ConnectionInfo],
     segment: tuple[int, int],
     timeout: float,
     check_others: Callable[[], None] = lambda: None,
@@ -48,7 +48,7 @@ def connect_all(
     """Connects to the processes before this one, and waits for those after it.
 
     Args:
-      cards: of all processes to connect, this one included.
+      peers: of all processes to connect, this one included.
       check_others: raises an OSError when another process has given up; called while waiting.
     Raises:
       OSError: a process cannot be reached within `timeout` seconds, or belongs to another user.
@@ -56,14 +56,14 @@ def connect_all(
     end = time.monotonic() + timeout
     connections: dict[int, socket.socket] = {}
     try:
-        for other in sorted(other for other in cards if other < process):
+        for other in sorted(other for other in peers if other < process):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connections[other] = connection
             connection.settimeout(_left(end))
-            connection.connect("\0" + cards[other].socket_name)
+            connection.connect("\0" + peers[other].socket_name)
             _check_user(connection, other)
-            connection.sendall(_HELLO.pack(process, bytes.fromhex(cards[other].token)))
-        while len(connections) < len(cards) - 1:
+            connection.sendall(_HELLO.pack(process, bytes.fromhex(peers[other].token)))
+        while len(connections) < len(peers) - 1:
             check_others()
             listener.settimeout(min(_SLICE_SECONDS, _left(end)))
             try:
@@ -71,12 +71,12 @@ def connect_all(
             except TimeoutError:
                 if time.monotonic() < end:
                     continue
-                missing = sorted(cards.keys() - connections.keys() - {process})
+                missing = sorted(peers.keys() - connections.keys() - {process})
                 raise TimeoutError(
                     f"processes {missing} did not connect in {timeout:g} s"
                 ) from None
-            other = _greeted_by(connection, process, cards[process].token, end)
-            if other is None or other in connections or other not in cards or other <= process:
+            other = _greeted_by(connection, process, peers[process].token, end)
+            if other is None or other in connections or other not in peers or other <= process:
                 connection.close()  # not a process of the job
             else:
                 connections[other] = connection

@@ -10,7 +10,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from jax_cp_dispatch._ranks.job import is_in_job
 from jax_cp_dispatch._ranks.processes.ending import end_in_order
-from jax_cp_dispatch._ranks.processes.meeting import Place, meet
+from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
 from jax_cp_dispatch._ranks.processes.open_files import check_open_files
 
 # Set by the launcher, which hosts the coordination service itself. If process 0 hosted it, its end
@@ -75,7 +75,7 @@ def start(
     is_one_host = False  # here only JAX knows the other processes
     meeting = os.environ.get(HOSTED_BY_LAUNCHER)
     if address is not None and num_processes is not None and process_id is not None:
-        own = Place(process_id, num_processes, host, socket.gethostname())
+        own = JobMember(process_id, num_processes, host, socket.gethostname())
         is_one_host = meet(meeting or address, own, timeout)
         if is_one_host:
             check_open_files(num_processes, max(jax.config.values["jax_num_cpu_devices"], 1))

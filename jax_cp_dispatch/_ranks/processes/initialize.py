@@ -9,19 +9,19 @@ import jax
 
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.gpu import connect_gpus
-from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, tell_and_hear
+from jax_cp_dispatch._ranks.job import is_in_job, place_in_job, publish_and_read_all
 from jax_cp_dispatch._ranks.processes import coordination
 from jax_cp_dispatch._ranks.processes.choice import TransportChoice, remember, transport_choice
 from jax_cp_dispatch._ranks.processes.connect import new_token
-from jax_cp_dispatch._ranks.processes.islands import (
-    Introduction,
-    check_addresses,
-    connect_islands,
-    find_islands,
-    own_address,
-)
 from jax_cp_dispatch._ranks.processes.programs import watch_programs
 from jax_cp_dispatch._ranks.processes.segment import Segment, listen, make_segment
+from jax_cp_dispatch._ranks.processes.shared_memory_groups import (
+    ProcessInfo,
+    check_addresses,
+    connect_group,
+    find_shared_memory_groups,
+    own_address,
+)
 from jax_cp_dispatch.cpu_devices import keep_freed_memory
 
 _BY_XLA = "XLA's collectives move rows between them"
@@ -84,19 +84,21 @@ def _choose(process: int, timeout: float) -> TransportChoice:
     listener, socket_name = listen()
     with listener:
         segment, failure = _make_segment(process)
-        own = Introduction(
+        own = ProcessInfo(
             _version(), _host(), socket.gethostname(), own_address(), os.getuid(), os.getpid(),
             socket_name, new_token(), failure,
         )  # fmt: skip
-        heard = tell_and_hear("initialize", "introduction", own, timeout)
-        others = [Introduction(*fields) for fields in heard]
+        heard = publish_and_read_all("initialize", "process_info", own, timeout)
+        others = [ProcessInfo(*fields) for fields in heard]
         _check_versions(others)
         check_addresses(others)
-        islands = find_islands(others)
+        memory_groups = find_shared_memory_groups(others)
         failure = next((other.failure for other in others if other.failure), "")
-        is_connected = not failure and len(set(islands)) < len(others)
+        is_connected = not failure and len(set(memory_groups)) < len(others)
         if segment is not None and is_connected:
-            failure = connect_islands(process, others, islands, listener, segment, timeout)
+            own_group = memory_groups[process]
+            peers = {p: others[p] for p, group in enumerate(memory_groups) if group == own_group}
+            failure = connect_group(process, peers, listener, segment, timeout)
         elif segment is not None:
             os.close(segment.fd)
     reason = "; ".join(filter(None, (_why_several(others), failure)))
@@ -106,11 +108,11 @@ def _choose(process: int, timeout: float) -> TransportChoice:
     keep_freed_memory()  # fresh pages would make every receive several times slower
     if reason:
         inside = "groups of ranks inside one host share memory"
-        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), islands)
+        return remember(TransportChoice("xla", f"{reason}; {_BY_XLA}; {inside}"), memory_groups)
     reason = (
         f"the {len(others)} processes of the job run on host {own.host_name} as user {own.user}"
     )
-    return remember(TransportChoice("shared_memory", reason), islands)
+    return remember(TransportChoice("shared_memory", reason), memory_groups)
 
 
 def _make_segment(process: int) -> tuple[Segment | None, str]:
@@ -139,27 +141,27 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def _check_versions(others: list[Introduction]) -> None:
-    for other, introduction in enumerate(others):
-        if introduction.version != others[0].version:
+def _check_versions(others: list[ProcessInfo]) -> None:
+    for other, info in enumerate(others):
+        if info.version != others[0].version:
             raise RuntimeError(
-                f"initialize: process {other} (pid {introduction.pid} on {introduction.host_name}) "
+                f"initialize: process {other} (pid {info.pid} on {info.host_name}) "
                 f"runs another program version. Expected, as in process 0: {others[0].version}. "
-                f"Seen: {introduction.version}. Install the same versions for all processes."
+                f"Seen: {info.version}. Install the same versions for all processes."
             )
 
 
-def _why_several(others: list[Introduction]) -> str | None:
+def _why_several(others: list[ProcessInfo]) -> str | None:
     first = others[0]
-    for other, introduction in enumerate(others):
-        if introduction.host != first.host:
+    for other, info in enumerate(others):
+        if info.host != first.host:
             return (
-                f"process {other} runs on host {introduction.host_name}, process 0 on host "
+                f"process {other} runs on host {info.host_name}, process 0 on host "
                 f"{first.host_name} (or in another container), and memory is shared on one host"
             )
-        if introduction.user != first.user:
+        if info.user != first.user:
             return (
-                f"process {other} runs as user {introduction.user}, process 0 as user "
+                f"process {other} runs as user {info.user}, process 0 as user "
                 f"{first.user}, and memory is shared by one user"
             )
     return None

@@ -15,7 +15,7 @@ _GREETING_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 
 
-class Place(NamedTuple):
+class JobMember(NamedTuple):
     """A process of the job, as described by itself."""
 
     process: int
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     host_name: str  # for messages
 
 
-def meet(address: str, own: Place, timeout: float) -> bool:
+def meet(address: str, own: JobMember, timeout: float) -> bool:
     """Waits until all processes of the job have joined; returns whether all run on one host.
 
     Process 0 listens on the port of `address`. The port is free again when this returns.
@@ -44,8 +44,8 @@ def meet(address: str, own: Place, timeout: float) -> bool:
     return _join(host.strip("[]"), int(port), address, own, timeout)
 
 
-def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
-    came: list[tuple[socket.socket, Place]] = []
+def _gather(address: str, port: int, own: JobMember, timeout: float) -> bool:
+    came: list[tuple[socket.socket, JobMember]] = []
     end = time.monotonic() + timeout
     with _listener(address, port) as listener:
         try:
@@ -56,14 +56,14 @@ def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     break
-                place = _read_place(connection)
-                if place is None:
+                member = _read_member(connection)
+                if member is None:
                     connection.close()  # not a process of the job
                     continue
-                wrong = _why_not(place, own, [other for _, other in came])
-                came.append((connection, place))
+                wrong = _why_not(member, own, [other for _, other in came])
+                came.append((connection, member))
             missing = sorted(
-                set(range(1, own.num_processes)) - {place.process for _, place in came}
+                set(range(1, own.num_processes)) - {member.process for _, member in came}
             )
             if missing and not wrong:
                 names = ", ".join(f"process {process}" for process in missing)
@@ -73,7 +73,7 @@ def _gather(address: str, port: int, own: Place, timeout: float) -> bool:
                     "Check whether the missing one raised an error, and whether it reaches this "
                     "address."
                 )
-            is_one_host = all(place.host == own.host for _, place in came)
+            is_one_host = all(member.host == own.host for _, member in came)
             reply = json.dumps({"wrong": wrong, "is_one_host": is_one_host}) + "\n"
             for connection, _ in came:
                 _tell(connection, reply)
@@ -99,23 +99,23 @@ def _listener(address: str, port: int) -> socket.socket:
         ) from error
 
 
-def _why_not(place: Place, own: Place, others: list[Place]) -> str:
-    if place.num_processes != own.num_processes or not 0 < place.process < own.num_processes:
+def _why_not(member: JobMember, own: JobMember, others: list[JobMember]) -> str:
+    if member.num_processes != own.num_processes or not 0 < member.process < own.num_processes:
         return (
-            f"process {place.process} of {place.num_processes} on host {place.host_name} joined a "
-            f"job of {own.num_processes} processes. Pass the same num_processes in all of them, "
+            f"process {member.process} of {member.num_processes} on host {member.host_name} joined "
+            f"a job of {own.num_processes} processes. Pass the same num_processes in all of them, "
             "and process_id from 0."
         )
     for other in others:
-        if place.process == other.process:
+        if member.process == other.process:
             return (
-                f"two processes, on hosts {other.host_name} and {place.host_name}, joined as "
-                f"process {place.process}. Pass a different process_id in each."
+                f"two processes, on hosts {other.host_name} and {member.host_name}, joined as "
+                f"process {member.process}. Pass a different process_id in each."
             )
     return ""
 
 
-def _join(host: str, port: int, address: str, own: Place, timeout: float) -> bool:
+def _join(host: str, port: int, address: str, own: JobMember, timeout: float) -> bool:
     end = time.monotonic() + timeout
     while True:
         try:
@@ -141,11 +141,11 @@ def _join(host: str, port: int, address: str, own: Place, timeout: float) -> boo
     return is_one_host
 
 
-def _read_place(connection: socket.socket) -> Place | None:
+def _read_member(connection: socket.socket) -> JobMember | None:
     connection.settimeout(_GREETING_SECONDS)
     try:
         process, num_processes, host, host_name = json.loads(_read_line(connection))
-        return Place(int(process), int(num_processes), str(host), str(host_name))
+        return JobMember(int(process), int(num_processes), str(host), str(host_name))
     except (OSError, ValueError, TypeError):
         return None
 

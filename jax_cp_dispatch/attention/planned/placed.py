@@ -6,10 +6,11 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.checks import check_plan
 from jax_cp_dispatch.attention.local.derivative_order import not_again
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
     attend_locally,
@@ -62,7 +63,9 @@ def placed_attention(
         is a fallback; a rank has the part of another rank, or of another plan; or as `dispatch`.
         With `implementation="xla"` the output is NaN instead.
     """
-    exchange = ExchangeOptions("placed_attention", axis_name, implementation, deadline)
+    exchange = read_options(
+        "placed_attention", axis_name, implementation=implementation, deadline=deadline
+    )
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
     instead = "context_parallel_attention(..., algorithm='placed')"
     num_ranks_here(options.op, axis_name, instead)

@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.call import attend_locally, stamp_of_call
@@ -128,7 +129,7 @@ class _Call(NamedTuple):
     plan: tuple[Any, ...]
 
     @property
-    def exchange(self) -> ExchangeOptions:
+    def exchange(self) -> CollectiveOptions:
         return self.options.exchange
 
     def program(self, fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Any:
@@ -191,7 +192,9 @@ def _call(
             f"{op}: the plan is for world_size={plan.world_size} but {stopwatch.axis_name!r} has "
             f"{stopwatch.num_ranks} devices. Plan again with that world_size."
         )
-    exchange = ExchangeOptions(op, stopwatch.axis_name, implementation, deadline)
+    exchange = read_options(
+        op, stopwatch.axis_name, implementation=implementation, deadline=deadline
+    )
     options = AttentionOptions(exchange, **given)
     put = lambda tree, *axes: jax.device_put(tree, NamedSharding(stopwatch.mesh, P(*axes)))
     of_tokens = (None, stopwatch.axis_name)

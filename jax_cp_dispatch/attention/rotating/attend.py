@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.backward import (
     OutputCotangents,
@@ -28,7 +29,6 @@ from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
-from jax_cp_dispatch.attention.options import ExchangeOptions
 from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
@@ -40,7 +40,7 @@ class Rotation:
 
     schedule: Schedule  # hashable
     layout: SequenceLayout
-    exchange: ExchangeOptions
+    exchange: CollectiveOptions
     passes: PassOptions
     q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
     num_groups: int  # K

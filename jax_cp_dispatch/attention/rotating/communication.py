@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree, Shaped
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
-from jax_cp_dispatch.attention.options import ExchangeOptions
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
 from jax_cp_dispatch.attention.transport import dispatch_or_collectives
 from jax_cp_dispatch.cycles.rows import CycleRows, check_chunk_maps
 from jax_cp_dispatch.metadata import Metadata
@@ -51,11 +51,13 @@ def ring_exchange(
       ValueError, NotImplementedError: the implementation is unknown, or not available here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
+    exchange = read_options(
+        "ring_exchange", axis_name, implementation=implementation, deadline=deadline
+    )
     check_integer("ring_exchange", "shift", shift)
     num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
-    exchange = ExchangeOptions("ring_exchange", axis_name, implementation, deadline)
     moved = move_chunks(exchange, chunks, (route,))
     return jax.tree.map(lambda leaf: leaf[0], moved)
 
@@ -87,6 +89,9 @@ def chunk_exchange(
       ValueError: the maps contradict each other, or do not match the axis or the chunks.
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
+    exchange = read_options(
+        "chunk_exchange", axis_name, implementation=implementation, deadline=deadline
+    )
     num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
     num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
     for leaf in jax.tree.leaves(chunks):
@@ -97,7 +102,6 @@ def chunk_exchange(
             )
     if num_chunks == 0:
         return chunks
-    exchange = ExchangeOptions("chunk_exchange", axis_name, implementation, deadline)
     return move_chunks(exchange, chunks, routes_of_maps(out_chunk, num_chunks))
 
 
@@ -127,7 +131,7 @@ def reverse(routes: Routes) -> Routes:
     return tuple(map(tuple, back.tolist()))
 
 
-def move_chunks(exchange: ExchangeOptions, chunks: Any, routes: Routes) -> Any:
+def move_chunks(exchange: CollectiveOptions, chunks: Any, routes: Routes) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
     by_collectives = _ByCollectives(routes, exchange.axis_name)
     by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
@@ -178,7 +182,7 @@ def _by_all_to_all(arrays, peers, axis_name):
     return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
-def _by_dispatch(exchange: ExchangeOptions, chunks: Any, by_collectives: _ByCollectives):
+def _by_dispatch(exchange: CollectiveOptions, chunks: Any, by_collectives: _ByCollectives):
     """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
     routes = by_collectives.routes
     num_chunks, num_ranks = len(routes), len(routes[0])
@@ -195,13 +199,5 @@ def _by_dispatch(exchange: ExchangeOptions, chunks: Any, by_collectives: _ByColl
         num_recv_tokens=received,
         world_size=num_ranks,
     )
-    piece = outgoing(exchange.op, "chunks", "", chunks, plan, num_chunks, None, None)
-    return move(
-        exchange.op,
-        [piece],
-        exchange.axis_name,
-        None,
-        exchange.implementation,
-        exchange.deadline,
-        by_collectives,
-    )[0]
+    argument = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
+    return move(exchange, [argument], by_collectives)[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Hamilton
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.cycles.rows import CycleRows
 
@@ -64,7 +65,9 @@ def hamilton_attention(
     """
     algorithm = Hamilton(nodes, cycles, maps)
     options = AttentionOptions(
-        ExchangeOptions("hamilton_attention", axis_name, implementation, deadline),
+        read_options(
+            "hamilton_attention", axis_name, implementation=implementation, deadline=deadline
+        ),
         causal=causal,
         window=window,
         layout=layout,

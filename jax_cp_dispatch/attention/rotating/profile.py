@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
@@ -120,7 +121,7 @@ def _profile(
         raise TypeError(f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {name}.")
     check_rows(op, *qkv, segment_ids, positions)
     check_tokens(op, qkv[0].shape[1], stopwatch)
-    exchange = ExchangeOptions(op, axis_name, implementation, deadline)
+    exchange = read_options(op, axis_name, implementation=implementation, deadline=deadline)
     options = AttentionOptions(exchange, **given)
     sequence = sharded_sequence(options, algorithm, schedule)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Ring, Zigzag
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 
 
@@ -71,7 +72,7 @@ def ring_attention(
       Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
     """
     options = AttentionOptions(
-        ExchangeOptions("ring_attention", axis_name, implementation, deadline),
+        read_options("ring_attention", axis_name, implementation=implementation, deadline=deadline),
         causal=causal,
         window=window,
         layout=layout,
@@ -109,7 +110,9 @@ def zigzag_ring_attention(
       Zhu, ring-flash-attention (zigzag); Fang and Zhao, USP (arXiv:2405.07719), section 4.
     """
     options = AttentionOptions(
-        ExchangeOptions("zigzag_ring_attention", axis_name, implementation, deadline),
+        read_options(
+            "zigzag_ring_attention", axis_name, implementation=implementation, deadline=deadline
+        ),
         causal=causal,
         window=window,
         layout=layout,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jax_cp_dispatch.attention.options import ExchangeOptions
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.rotating.communication import (
     Routes,
     move_chunks,
@@ -43,7 +43,7 @@ class Schedule(Protocol):
         """Returns the chunks that `rank` holds at `step`."""
         ...
 
-    def bring(self, exchange: ExchangeOptions, own, held, step):
+    def bring(self, exchange: CollectiveOptions, own, held, step):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
         ...
 
@@ -51,7 +51,7 @@ class Schedule(Protocol):
         """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
         ...
 
-    def settle(self, exchange: ExchangeOptions, travelling, home, step) -> tuple[Any, Any]:
+    def settle(self, exchange: CollectiveOptions, travelling, home, step) -> tuple[Any, Any]:
         """Moves the gradients of step - 1 while those of `step` are computed.
 
         Returns the gradients to add to those of `step` before they move on, or None; and `home`.

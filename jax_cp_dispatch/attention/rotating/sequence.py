@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.checks import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
-from jax_cp_dispatch.attention.options import AttentionOptions, ExchangeOptions
+from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.rotating.attend import Rotation, attend_rotating
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
@@ -141,14 +142,14 @@ def _zigzag_routes(num_ranks: int):
     )
 
 
-def _to_zigzag(exchange: ExchangeOptions, arrays):
+def _to_zigzag(exchange: CollectiveOptions, arrays):
     chunks = tuple(map(_halves, arrays))
     routes = _zigzag_routes(lax.axis_size(exchange.axis_name))
     moved = move_chunks(exchange, chunks, routes)
     return tuple(_rows(_swap_on_odd_ranks(exchange, x)) for x in moved)
 
 
-def _from_zigzag(exchange: ExchangeOptions, arrays):
+def _from_zigzag(exchange: CollectiveOptions, arrays):
     chunks = tuple(_swap_on_odd_ranks(exchange, _halves(x)) for x in arrays)
     routes = reverse(_zigzag_routes(lax.axis_size(exchange.axis_name)))
     return tuple(map(_rows, move_chunks(exchange, chunks, routes)))
@@ -162,7 +163,7 @@ def _rows(x: Float[Array, "2 B half N H"]) -> Float[Array, "B rows N H"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _swap_on_odd_ranks(exchange: ExchangeOptions, x: Array) -> Array:
+def _swap_on_odd_ranks(exchange: CollectiveOptions, x: Array) -> Array:
     """Swaps slots on odd ranks: even halves use slot 0, but an odd rank's front block is odd."""
     return jnp.where(lax.axis_index(exchange.axis_name) % 2 == 1, x[::-1], x)
 

@@ -77,48 +77,53 @@ class CommOverlapConfig:
         )
 
 
-def make_config(
-    op: str,
-    comm_type: CommOverlapType | str,
-    method: CommOverlapMethod | str,
-    buffer_shape: Sequence[int],
-    buffer_dtype: Any,
-    tp_size: int,
-    *,
-    num_splits: int = 4,
-    num_max_streams: int = 3,
-    comm_cga_size: int | None = None,
-    gemm_priority: int = 0,
-    comm_priority: int = 0,
-    num_comm_sm: int | None = None,
-    set_sm_margin: bool | None = None,
-    use_ce: bool | None = None,
-    atomic_gemm: bool = False,
-    rs_overlap_first_gemm: bool = False,
-    aggregate_ag: bool = False,
-) -> CommOverlapConfig:
-    """Returns the checked parameters, with the method's defaults in place of None."""
-    comm_type = CommOverlapType.read(op, "comm_type", comm_type)
-    method = CommOverlapMethod.read(op, "method", method)
+_DEFAULTS = {
+    "num_splits": 4,
+    "num_max_streams": 3,
+    "comm_cga_size": None,
+    "gemm_priority": 0,
+    "comm_priority": 0,
+    "num_comm_sm": None,
+    "set_sm_margin": None,
+    "use_ce": None,
+    "atomic_gemm": False,
+    "rs_overlap_first_gemm": False,
+    "aggregate_ag": False,
+}
+_RING_DEFAULTS = {"comm_cga_size": 1, "num_comm_sm": 1, "set_sm_margin": False, "use_ce": True}
+_OTHER_DEFAULTS = {"comm_cga_size": 2, "num_comm_sm": 16, "set_sm_margin": True, "use_ce": False}
+
+
+def read_config(op: str, **given: Any) -> CommOverlapConfig:
+    """Returns the checked parameters, with the method's defaults in place of None.
+
+    `given` are arguments of `create_comm_overlap_buffer`, whose defaults apply to the others.
+    """
+    comm_type = CommOverlapType.read(op, "comm_type", given["comm_type"])
+    method = CommOverlapMethod.read(op, "method", given["method"])
     is_ring = method == CommOverlapMethod.RING_EXCHANGE
-    default = lambda value, ring, other: (ring if is_ring else other) if value is None else value
+    of_method = _RING_DEFAULTS if is_ring else _OTHER_DEFAULTS
+    given = {**_DEFAULTS, **given}
+    given |= {name: default for name, default in of_method.items() if given[name] is None}
+    integer = lambda name, *limits: _integer(op, name, given[name], *limits)
+    flag = lambda name: read_flag(op, name, given[name])
     config = CommOverlapConfig(
         comm_type=comm_type,
         method=method,
-        buffer_shape=_shape(op, buffer_shape),
-        buffer_dtype=_dtype(op, buffer_dtype, comm_type),
-        tp_size=_integer(op, "tp_size", tp_size, 1),
-        num_splits=_integer(op, "num_splits", num_splits, 1, _MOST_SPLITS),
-        num_max_streams=_integer(op, "num_max_streams", num_max_streams, 1),
-        comm_cga_size=_integer(op, "comm_cga_size", default(comm_cga_size, 1, 2), 1),
-        gemm_priority=_integer(op, "gemm_priority", gemm_priority),
-        comm_priority=_integer(op, "comm_priority", comm_priority),
-        num_comm_sm=_integer(op, "num_comm_sm", default(num_comm_sm, 1, 16), 1),
-        set_sm_margin=read_flag(op, "set_sm_margin", default(set_sm_margin, False, True)),
-        use_ce=read_flag(op, "use_ce", default(use_ce, True, False)),
-        atomic_gemm=read_flag(op, "atomic_gemm", atomic_gemm),
-        rs_overlap_first_gemm=read_flag(op, "rs_overlap_first_gemm", rs_overlap_first_gemm),
-        aggregate_ag=read_flag(op, "aggregate_ag", aggregate_ag),
+        buffer_shape=_shape(op, given["buffer_shape"]),
+        buffer_dtype=_dtype(op, given["buffer_dtype"], comm_type),
+        tp_size=integer("tp_size", 1),
+        num_splits=integer("num_splits", 1, _MOST_SPLITS),
+        num_max_streams=integer("num_max_streams", 1),
+        comm_cga_size=integer("comm_cga_size", 1),
+        gemm_priority=integer("gemm_priority"),
+        comm_priority=integer("comm_priority"),
+        num_comm_sm=integer("num_comm_sm", 1),
+        set_sm_margin=flag("set_sm_margin"),
+        use_ce=flag("use_ce"),
+        atomic_gemm=flag("atomic_gemm"),
+        rs_overlap_first_gemm=flag("rs_overlap_first_gemm"),
+        aggregate_ag=flag("aggregate_ag"),
     )
     _check_combination(op, config)
     return config

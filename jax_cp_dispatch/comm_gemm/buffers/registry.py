@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig, make_config
+from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig, read_config
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 _lock = threading.Lock()
@@ -89,13 +89,13 @@ def create_comm_overlap_buffer(
       TypeError, ValueError: an argument is invalid, or does not match another.
     """
     op = "create_comm_overlap_buffer"
-    config = make_config(
+    config = read_config(
         op,
-        comm_type,
-        method,
-        buffer_shape,
-        buffer_dtype,
-        tp_size,
+        comm_type=comm_type,
+        method=method,
+        buffer_shape=buffer_shape,
+        buffer_dtype=buffer_dtype,
+        tp_size=tp_size,
         num_splits=num_splits,
         num_max_streams=num_max_streams,
         comm_cga_size=comm_cga_size,
@@ -202,15 +202,30 @@ def comm_overlap_buffer_bytes(
         inspect.signature(create_comm_overlap_buffer).bind_partial(**parameters)
     except TypeError as error:
         raise TypeError(f"{op}: {error}; see create_comm_overlap_buffer.") from None
-    config = make_config(op, comm_type, method, buffer_shape, buffer_dtype, tp_size, **parameters)
+    config = read_config(
+        op,
+        comm_type=comm_type,
+        method=method,
+        buffer_shape=buffer_shape,
+        buffer_dtype=buffer_dtype,
+        tp_size=tp_size,
+        **parameters,
+    )
     return config.rank_bytes
 
 
-def find_config(op: str, buffer: int) -> CommOverlapConfig:
-    """Returns the parameters of an existing buffer; `op` is for error messages."""
+class FoundBuffer(NamedTuple):
+    """A buffer that a call names, and its parameters."""
+
+    id: int
+    config: CommOverlapConfig
+
+
+def find_buffer(op: str, buffer: int) -> FoundBuffer:
+    """Returns an existing buffer; `op` is for error messages."""
     runtime.native.find_overlap_buffer(op, check_id(op, buffer))
     with _lock:
-        return _configs[buffer]
+        return FoundBuffer(buffer, _configs[buffer])
 
 
 def check_id(op: str, buffer: Any) -> int:

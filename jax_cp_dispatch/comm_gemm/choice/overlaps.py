@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_cp_dispatch.comm_gemm.buffers.checks import check_buffer
-from jax_cp_dispatch.comm_gemm.buffers.config import make_config
-from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
+from jax_cp_dispatch.comm_gemm.buffers.config import read_config
+from jax_cp_dispatch.comm_gemm.buffers.match import check_buffer
+from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
 from jax_cp_dispatch.comm_gemm.choice.choose import OPS, choose_comm_gemm
 from jax_cp_dispatch.comm_gemm.choice.tuning import current_tuning
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
@@ -123,13 +123,13 @@ def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap
     _check_options(op, options, kind, method)
     if method == CommOverlapMethod.NONE:
         return Overlap(comm_type=kind, method=method, partial_dtype=dtype)
-    config = make_config(
+    config = read_config(
         op,
-        kind,
-        method,
-        [max(1, size) for size in shape],  # also for an array without elements
-        dtype,
-        sizes.num_ranks,
+        comm_type=kind,
+        method=method,
+        buffer_shape=[max(1, size) for size in shape],  # also for an array without elements
+        buffer_dtype=dtype,
+        tp_size=sizes.num_ranks,
         num_splits=4 if options.num_splits is None else options.num_splits,
         atomic_gemm=options.atomic,
         rs_overlap_first_gemm=options.rs_overlap_first_gemm,
@@ -141,7 +141,8 @@ def _of_options(op: str, options: OverlapOptions, sizes: MatmulSizes) -> Overlap
 
 def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap:
     """Returns the overlap of a buffer, which must match the call."""
-    config, kind = find_config(op, buffer), sizes.comm_type
+    found, kind = find_buffer(op, buffer), sizes.comm_type
+    config = found.config
     if method != "auto" and _read_method(op, method) != config.method:
         raise ValueError(
             f"{op}: method is {method!r} but buffer {buffer} is for {config.method}. Omit method."
@@ -154,7 +155,7 @@ def _of_buffer(op: str, buffer: int, method: Any, sizes: MatmulSizes) -> Overlap
     shape, dtype = sizes.moved
     if (kind, config.method) == (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE):
         shape = sizes.slot_rows, shape[1]  # the ring has slots of equal size
-    check_buffer(op, buffer, config, shape, dtype, sizes.num_ranks)
+    check_buffer(op, found, shape, dtype, sizes.num_ranks)
     return Overlap.of(config, buffer=buffer)
 
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.implementations import num_cpu_devices_here
+from jax_cp_dispatch._ranks.processes import num_cpu_devices_here
 
 
 @functools.cache

@@ -1,11 +1,15 @@
 """Gemms by XLA's own collectives, for other platforms and as an oracle on the mesh."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import mlir
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch._ranks.lowering import Choice
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmOperands, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     multiply_by_scales,
@@ -15,6 +19,16 @@ from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
     unpad_scales,
 )
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
+
+
+def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Choice) -> Any:
+    """Lowers a call; `names` are those of the operands in `values`."""
+
+    def compute(*values):
+        results = gemm_by_xla(call, GemmOperands.of(dict(zip(names, values, strict=True))))
+        return [x for x in results if x is not None]
+
+    return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 
 def gemm_by_xla(call: GemmCall, operands: GemmOperands) -> GemmResults:

@@ -7,25 +7,22 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.entry import find_ranks
-from jax_cp_dispatch.comm_gemm.buffers.checks import check_buffer
-from jax_cp_dispatch.comm_gemm.buffers.registry import find_config
+from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks
+from jax_cp_dispatch.comm_gemm.buffers.match import check_buffer
+from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer, find_buffer
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall
 from jax_cp_dispatch.comm_gemm.engine.overlap import Overlap
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType
 
 
-def ranks_of_gemm(op: str, axis_name: Any, arrays: Sequence[Any], **options: Any) -> Communicator:
-    """Returns the ranks on the mesh axis around this one; `options` are those of `find_ranks`."""
-    if axis_name is None:
+def ranks_of_gemm(options: CollectiveOptions, arrays: Sequence[Any]) -> Communicator:
+    """Returns the ranks on the mesh axis around this one."""
+    comm, context = find_ranks(options, arrays)
+    if context.is_global:
+        name = options.axis_name
         raise ValueError(
-            f"{op}: got comm_overlap without axis_name; it needs the ranks' mesh axis."
-        )
-    comm, place = find_ranks(op, axis_name, arrays, **options)
-    if place.is_global:
-        raise ValueError(
-            f"{op}: axis_name is {axis_name!r}, but this is not inside jax.shard_map over it. Call "
-            "it there, or use all_gather_matmul or matmul_reduce_scatter on global arrays."
+            f"{options.op}: axis_name is {name!r}, but this is not inside jax.shard_map over it. "
+            "Call it there, or use all_gather_matmul or matmul_reduce_scatter on global arrays."
         )
     return comm
 
@@ -35,12 +32,12 @@ def with_overlap(
     lhs: Array,
     aux_in: Any,
     *,
-    buffer: int,
+    found: FoundBuffer,
     paired: int | None,
     return_aux: bool,
 ) -> GemmCall:
     """Returns the call with its buffer's overlap, checked against lhs or the moved array."""
-    op, config = call.op, find_config(call.op, buffer)
+    op, (buffer, config) = call.op, found
     kind, method = config.comm_type, config.method
     is_bulk, gathers = method == CommOverlapMethod.BULK, kind == CommOverlapType.AG
     if is_bulk != (aux_in is not None):
@@ -75,7 +72,7 @@ def with_overlap(
     columns = moved.shape[1] if is_bulk or gathers else call.out_shape[1]
     wide = sum_dtype(call.out_dtype).name
     dtype = moved.dtype.name if is_bulk or gathers else wide
-    check_buffer(op, buffer, config, (total, columns), dtype, p)
+    check_buffer(op, found, (total, columns), dtype, p)
     in_ring_order = config.atomic_gemm and method == CommOverlapMethod.RING_EXCHANGE
     if in_ring_order and gathers:
         _check_pair(op, buffer, paired, p)
@@ -94,7 +91,7 @@ def with_overlap(
 
 def _check_pair(op: str, buffer: int, paired: int | None, num_ranks: int) -> None:
     ring = (CommOverlapType.RS, CommOverlapMethod.RING_EXCHANGE, True, num_ranks)
-    other = None if paired is None else find_config(op, paired)
+    other = None if paired is None else find_buffer(op, paired).config
     found = other and (other.comm_type, other.method, other.atomic_gemm, other.tp_size)
     if found != ring:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,20 @@ from jax.interpreters import ad, batching, mlir
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.gpu import GPU_IMPLEMENTATIONS
-from jax_cp_dispatch._ranks.implementations import fall_back_to_xla
-from jax_cp_dispatch._ranks.lowering import choose_transport, one_after_another, run_alone
+from jax_cp_dispatch._ranks.implementations import (
+    ON_CPU,
+    ON_GPU,
+    XLA,
+    Operation,
+    register_lowering,
+)
+from jax_cp_dispatch._ranks.lowering import (
+    Choice,
+    choose,
+    fall_back,
+    one_after_another,
+    run_alone,
+)
 from jax_cp_dispatch.comm_gemm.engine.blas import load_blas, threads_per_device
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
@@ -44,6 +55,11 @@ class GroupedCall:
     fuse_bias: bool = False
     implementation: str | None = None
 
+    @property
+    def comm(self) -> Communicator:
+        """No ranks, but the caller's choice."""
+        return Communicator(implementation=self.implementation)
+
     def replace(self, **changes: Any) -> "GroupedCall":
         return dataclasses.replace(self, **changes)
 
@@ -53,20 +69,29 @@ class GroupedCall:
         return (lhs.shape[0], rhs.shape[1 if self.rhs_transposed else 2])
 
 
-def _shape(lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall):
-    shape = call.out_shape(lhs, rhs, group_sizes)
-    return lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
+class GroupedOperands(NamedTuple):
+    """Operands of the handler; those that are not used have one element."""
+
+    lhs: Any
+    lhs_scale_inv: Any
+    rhs: Any
+    rhs_scale_inv: Any
+    bias: Any
+    group_sizes: Any
+
+
+def _shape(*operands, call: GroupedCall):
+    given = GroupedOperands(*operands)
+    shape = call.out_shape(given.lhs, given.rhs, given.group_sizes)
+    return given.lhs.update(shape=shape, dtype=jnp.dtype(call.out_dtype), weak_type=False)
 
 
 def _lower(ctx, *operands, call: GroupedCall):
-    comm = Communicator(implementation=call.implementation)
-    chosen = choose_transport(ctx, "grouped_gemm", comm).name
-    if chosen in GPU_IMPLEMENTATIONS:
-        missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
-        chosen = fall_back_to_xla("grouped_gemm", call.implementation, missing)
-    if chosen == "xla":
-        by_xla = functools.partial(grouped_gemm_by_xla, call=call)
-        return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
+    choice = choose(ctx, "grouped_gemm", call.comm)
+    return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
+
+
+def _lower_on_cpu(ctx, *operands, call: GroupedCall, choice: Choice):
     load_blas()
     return jax.ffi.ffi_lowering(runtime.GROUPED_GEMM_TARGET)(
         ctx,
@@ -80,10 +105,25 @@ def _lower(ctx, *operands, call: GroupedCall):
     )
 
 
-def grouped_gemm_by_xla(
-    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GroupedCall
-):
+def _lower_on_gpu(ctx, *operands, call: GroupedCall, choice: Choice):
+    missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
+    by_xla = fall_back(choice, "grouped_gemm", call.comm, missing)
+    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
+
+
+def _lower_by_xla(ctx, *operands, call: GroupedCall, choice: Choice):
+    by_xla = functools.partial(grouped_gemm_by_xla, call=call)
+    return mlir.lower_fun(by_xla, multiple_results=False)(ctx, *operands)
+
+
+register_lowering(Operation.GROUPED_GEMM, _lower_on_cpu, on=ON_CPU)
+register_lowering(Operation.GROUPED_GEMM, _lower_on_gpu, on=ON_GPU)
+register_lowering(Operation.GROUPED_GEMM, _lower_by_xla, on=[XLA])
+
+
+def grouped_gemm_by_xla(*operands, call: GroupedCall):
     """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes = GroupedOperands(*operands)
     wide = sum_dtype(call.out_dtype)
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()

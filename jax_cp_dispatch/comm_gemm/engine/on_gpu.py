@@ -1,4 +1,4 @@
-"""Lowers the GEMM primitive for NVIDIA GPUs: a custom call with scratch memory and places."""
+"""Lowers the gemm of one rank for NVIDIA GPUs: a custom call with scratch memory."""
 
 import functools
 from typing import Any
@@ -9,9 +9,10 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu import all_ranks_here, gpu_attributes
+from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
 from jax_cp_dispatch._ranks.gpu.libraries import open_cublaslt
-from jax_cp_dispatch._ranks.lowering import lower_places
+from jax_cp_dispatch._ranks.implementations import Operation
+from jax_cp_dispatch._ranks.lowering import Choice, fall_back, lower_rank_and_group
 from jax_cp_dispatch.comm_gemm.engine.call import (
     GemmCall,
     GemmOperands,
@@ -119,8 +120,19 @@ def _attributes(call: GemmCall, aux_ndim: int) -> dict[str, Any]:
     }
 
 
-def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
-    """Lowers the custom call of one rank; `names` are those of the operands in `values`."""
+def lower(ctx: Any, *values: Any, call: GemmCall, names: tuple[str, ...], choice: Choice) -> Any:
+    """Lowers a call, or leaves it to XLA; `names` are those of the operands in `values`."""
+    missing = what_gpus_lack(call, GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True))))
+    if missing is None and call.comm.axis_names:
+        unmapped = what_pointers_lack(ctx, call.comm)
+        missing = unmapped and f"{unmapped}, and products overlap through mapped memory"
+    if missing is None:
+        return _lower_custom_call(ctx, *values, call=call, names=names, choice=choice)
+    by_xla = fall_back(choice, call.op, call.comm, missing)
+    return by_xla.lower(Operation.GEMM, ctx, *values, call=call, names=names)
+
+
+def _lower_custom_call(ctx, *values, call: GemmCall, names, choice: Choice):
     open_cublaslt()
     operands = GemmOperands.of(dict(zip(names, values, strict=True)))
     avals = GemmOperands.of(dict(zip(names, ctx.avals_in, strict=True)))
@@ -128,7 +140,7 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
     all_shapes = shapes._replace(workspace=_scratch(call, avals, shapes.workspace))
     like, none = ctx.avals_in[0], ((1,), np.dtype(np.float32))
     aval = lambda s: like.update(shape=s[0], dtype=s[1], weak_type=False)
-    places, types = lower_places(ctx, call.comm)
+    first, types = lower_rank_and_group(ctx, call.comm)
     nothing = jax.typeof(np.zeros((1,), np.float32))
     (empty,) = mlir.lower_fun(lambda: [jnp.zeros((1,))], multiple_results=True)(
         ctx.replace(avals_in=(), avals_out=None)
@@ -138,9 +150,9 @@ def lower_on_gpu(ctx, *values, call: GemmCall, names, implementation: str):
             avals_in=(*types, *(nothing if x is None else x for x in avals)),
             avals_out=[aval(none if s is None else s) for s in all_shapes],
         ),
-        *(*places, *(empty if x is None else x for x in operands)),
+        *(*first, *(empty if x is None else x for x in operands)),
         **_attributes(call, 0 if avals.aux_in is None else avals.aux_in.ndim),
-        **gpu_attributes(ctx, implementation, call.comm),
+        **choice.rank_attributes(ctx, call.comm, ""),
     )
     # The workspace result keeps the program's shape; it is never read.
     written = dict(zip(GemmResults._fields, results, strict=True))

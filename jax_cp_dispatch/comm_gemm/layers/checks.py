@@ -34,7 +34,7 @@ def read_operands(op: str, kind: CommOverlapType, x: Any, w: Any, bias: Any) -> 
     operands = Operands(x=x, ws=ws, biases=biases, num_contracted=num_contracted)
     _check_types(op, operands, names)
     for name, w, bias in zip(names, ws, biases, strict=True):
-        _check_shapes(op, gathers, x, name, w, bias, num_contracted)
+        _check_shapes(op, operands, name, w, bias, gathers=gathers)
     return operands
 
 
@@ -55,9 +55,10 @@ def _check_types(op: str, operands: Operands, names: list[str]) -> None:
 
 
 def _check_shapes(
-    op: str, gathers: bool, x: Array, name: str, w: Array, bias: Array | None, num_contracted: int
+    op: str, operands: Operands, name: str, w: Array, bias: Array | None, *, gathers: bool
 ) -> None:
     """Shapes of x, one weight and its bias."""
+    x, num_contracted = operands.x, operands.num_contracted
     if x.ndim < 1 + num_contracted or w.ndim < 2:
         needs = "[*batch, tokens, K] and [K, *N]" if gathers else "[*batch, tokens, *K] and [*K, N]"
         raise ValueError(

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
-from jax_cp_dispatch._ranks.place import Place, is_traced, retype, with_manual_axes
+from jax_cp_dispatch._ranks.call_context import CallContext, is_traced, retype, with_manual_axes
 from jax_cp_dispatch._ranks.varying import refuse_mapped_explicit_axes, vary_alike, varying_axes
 from jax_cp_dispatch.comm_gemm.layers.derivatives import gathered_matmul, scattered_matmul
 from jax_cp_dispatch.comm_gemm.layers.operands import Operands
@@ -24,7 +24,9 @@ from jax_cp_dispatch.comm_gemm.scaled.operands import scales_of
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType
 
 
-def matmul_of_all_ranks(s: Matmul, place: Place, operands: Operands, state) -> tuple[Array, ...]:
+def matmul_of_all_ranks(
+    s: Matmul, context: CallContext, operands: Operands, state
+) -> tuple[Array, ...]:
     """Computes the matmul of global arrays."""
     gathers, p = s.overlap.comm_type == CommOverlapType.AG, s.comm.num_ranks
     for w in operands.ws:
@@ -37,14 +39,14 @@ def matmul_of_all_ranks(s: Matmul, place: Place, operands: Operands, state) -> t
     rows, room = operands.tokens_shape[-1], p * max(s.row_counts)
     if gathers:
         operands = dataclasses.replace(operands, x=with_rows(operands.x, room))
-    if place.open_axes:
-        refuse_mapped_explicit_axes(s.op, place.mesh)
-        outs = _inside_shard_map(gathers, place, s, operands, state)
+    if context.open_axes:
+        refuse_mapped_explicit_axes(s.op, context.mesh)
+        outs = _inside_shard_map(gathers, context, s, operands, state)
         if gathers or room == rows:
             return outs
-        batch, _ = _explicit_axes(place, s, operands)
+        batch, _ = _explicit_axes(context, s, operands)
         whole = P(*batch, None, None)  # tokens that do not divide are not sharded
-        return (_move(outs[0], place.mesh, whole)[..., :rows, :],)
+        return (_move(outs[0], context.mesh, whole)[..., :rows, :],)
     scales = None if state is None else scales_of(s.scaling_mode, (), state)
     outs = _one_program(gathers)(s, operands, scales)
     return outs if gathers or room == rows else (outs[0][..., :rows, :],)
@@ -76,12 +78,12 @@ def _move(array, mesh, spec: P):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def _explicit_axes(place: Place, s: Matmul, operands: Operands):
+def _explicit_axes(context: CallContext, s: Matmul, operands: Operands):
     """Returns how types shard batch dimensions and tokens, apart from the ranks."""
-    mesh = place.mesh
+    mesh = context.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     is_free = lambda a: (
-        kinds[a] == AxisType.Explicit and a in place.open_axes and a not in s.comm.axis_names
+        kinds[a] == AxisType.Explicit and a in context.open_axes and a not in s.comm.axis_names
     )
     x, num_dims = operands.x, len(operands.tokens_shape)
     spec = (*jax.typeof(x).sharding.spec, *(None,) * num_dims)[:num_dims]
@@ -107,9 +109,9 @@ def matmul_on_rank(s: Matmul, operands: Operands, state) -> tuple[Array, ...]:
     return operands.multiply(lambda *arrays: run(s, *arrays, scales), s.num_parts)
 
 
-def _inside_shard_map(gathers: bool, place: Place, s: Matmul, operands: Operands, state):
-    names, mesh = s.comm.axis_names, place.mesh
-    batch, tokens = _explicit_axes(place, s, operands)
+def _inside_shard_map(gathers: bool, context: CallContext, s: Matmul, operands: Operands, state):
+    names, mesh = s.comm.axis_names, context.mesh
+    batch, tokens = _explicit_axes(context, s, operands)
     by_rows, by_columns = P(*batch, tokens + names), P(*batch, tokens or None, names)
     of_bias = P(names) if gathers else P()
     specs = dataclasses.replace(
@@ -124,7 +126,7 @@ def _inside_shard_map(gathers: bool, place: Place, s: Matmul, operands: Operands
     local = s.replace(row_counts=counts, comm=s.comm.inside(mesh), mesh=None)
     return with_manual_axes(
         lambda state, operands: matmul_on_rank(local, operands, state),
-        place.open_axes,
+        context.open_axes,
         mesh,
         in_specs=(P(), specs),
         out_specs=by_columns if gathers else by_rows,

@@ -10,13 +10,11 @@ from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall, grouped_gemm_p
 
 
-def bind_grouped(
-    call: GroupedCall, lhs, rhs, bias, group_sizes, lhs_scale_inv=None, rhs_scale_inv=None
-):
+def bind_grouped(call: GroupedCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
+    """Binds one call; `scales` are those of lhs and rhs."""
     nothing = jnp.zeros(1, jnp.float32)
     bias = nothing if bias is None else bias.astype(call.out_dtype)
-    scales = (nothing if x is None else jnp.asarray(x) for x in (lhs_scale_inv, rhs_scale_inv))
-    of_lhs, of_rhs = scales
+    of_lhs, of_rhs = (nothing if x is None else jnp.asarray(x) for x in scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape):  # jaxlib 0.11 crashes on no elements
         return vary_like([_of_nothing(call, lhs, rhs, bias, group_sizes)], lhs)[0]
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])

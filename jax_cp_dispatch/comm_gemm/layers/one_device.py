@@ -24,7 +24,7 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     arrays: Any = dict(zip(given, vary_alike(given.values()), strict=True))
     absent = GemmResults(*[None] * 7)
     if 0 in (*arrays["lhs"].shape, *arrays["rhs"].shape):
-        return _of_nothing(call, **arrays)
+        return _of_nothing(call, GemmOperands.of(arrays))
     if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
         return bind_gemm(call, **arrays)
     bias = arrays.get("bias")
@@ -34,19 +34,16 @@ def gemm_of_one_device(call: GemmCall, **operands: Any) -> GemmResults:
     return absent._replace(output=_gemm(call, arrays["lhs"], arrays["rhs"], bias))
 
 
-def _of_nothing(
-    call: GemmCall, *, lhs, rhs, bias=None, lhs_scale_inv=None, rhs_scale_inv=None, gelu_input=None
-) -> GemmResults:
+def _of_nothing(call: GemmCall, operands: GemmOperands) -> GemmResults:
     """Returns empty sums, since jaxlib 0.11 crashes on empty arrays."""
     output = jnp.zeros(call.out_shape, call.out_dtype)
     results = GemmResults(output, *[None] * 6)
     if call.grad and call.fuse_bias:
-        operands = GemmOperands(lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, None, None)
         _, values = values_of_operands(call, operands)
         sums = output.sum(0) if call.fuse_gelu else values.sum(1 if call.rhs_transposed else 0)
         return results._replace(bias_grad=sums.astype(call.out_dtype))
-    if bias is not None:
-        output = output + bias[None].astype(output.dtype)
+    if operands.bias is not None:
+        output = output + operands.bias[None].astype(output.dtype)
     if call.fuse_gelu and not call.grad:
         return results._replace(output=jax.nn.gelu(output), pre_gelu_out=output)
     return results._replace(output=output)

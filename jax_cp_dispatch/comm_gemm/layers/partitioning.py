@@ -47,7 +47,7 @@ def partition_gather(s: Matmul, x, w, bias, scales, *, gathers_to_aux: bool):
     elif not other_axes(s.mesh, names):
         x = _constrain(s, x, *free, names, None)
     w = _constrain(s, w, *_spec_of_w(s, w, True))
-    out, *aux = _run(s, True, gathers_to_aux, x, w, bias, scales)
+    out, *aux = _run(s, gathers_to_aux, x, w, bias, scales)
     out = _constrain(s, out, *free, P.UNCONSTRAINED if keeps else None, names)
     if keeps and aux:
         aux = [split_like(aux[0], out, x.ndim - 1)]
@@ -59,7 +59,7 @@ def partition_scatter(s: Matmul, x, w, bias, scales):
     free, names = _free(x), s.comm.axis_names
     x = _constrain(s, x, *free, P.UNCONSTRAINED, names)
     w = _constrain(s, w, *_spec_of_w(s, w, False))
-    (out,) = _run(s, False, False, x, w, bias, scales)
+    (out,) = _run(s, False, x, w, bias, scales)
     if keeps_token_axes(s, x):
         return split_like(out, tokens_of_ranks(s, x), x.ndim - 1)
     return _constrain(s, out, *free, names, None)
@@ -115,7 +115,8 @@ class _Form(NamedTuple):
         return [next(rest) if there else None for there in (self.has_bias, self.has_scales)]
 
 
-def _run(s: Matmul, gathers: bool, to_aux: bool, x, w, bias, scales):
+def _run(s: Matmul, to_aux: bool, x, w, bias, scales):
+    gathers = s.overlap.comm_type == CommOverlapType.AG
     form = _Form(gathers, to_aux, x.ndim, bias is not None, scales is not None, w.ndim == 3)
     run = _partitioned(s, form, get_concrete_mesh())
     return run(*(a for a in (x, w, bias, scales) if a is not None))
@@ -152,9 +153,9 @@ def _partitioned(s: Matmul, form: _Form, mesh_around):
             out, aux = gather_rows_of_rank(local, x, w, bias, scales, gathers_to_aux=form.to_aux)
             return [out, aux] if form.to_aux else [out]
 
-        place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
+        on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
         each = _each(form.has_examples, on_each_device)
-        return mesh, each, place(outs), tuple(place(specs))
+        return mesh, each, on_mesh(outs), tuple(on_mesh(specs))
 
     return _with_rule(everywhere, partition, _sharding_rule(s, form), (form, s))
 
@@ -179,10 +180,10 @@ def _partitioned_again(s: Matmul, ndim: int, has_examples: bool, mesh_around):
             dx, dw = gather_rows_again(local, x, w, dy)
             return [dx, jax.lax.psum(dw, groups) if groups else dw]
 
-        place = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
-        operands = place([by_rows, of_w, P(*batch, tokens or None, names)])
+        on_mesh = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
+        operands = on_mesh([by_rows, of_w, P(*batch, tokens or None, names)])
         each = _each(has_examples, on_each_device)
-        return mesh, each, place([by_rows, of_w]), tuple(operands)
+        return mesh, each, on_mesh([by_rows, of_w]), tuple(operands)
 
     batch = [f"b{i}" for i in range(ndim - 2)]
     of_example = batch[:1] if has_examples else []

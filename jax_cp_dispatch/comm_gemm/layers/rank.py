@@ -18,8 +18,9 @@ from jax_cp_dispatch.comm_gemm.scaled.operands import (
     FORWARD_DTYPE,
     ScaledOperands,
     dequantize_gathered,
-    quantize_operands,
+    flat,
 )
+from jax_cp_dispatch.comm_gemm.scaled.quantize import DelayedScaling, quantize
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 
@@ -84,15 +85,19 @@ class Matmul:
         )
 
     def quantize(self, x, w, scales, *, axis_name: Any = None) -> ScaledOperands:
-        """Quantizes both operands; `scales` of x and w, f32 [2], are for delayed scaling."""
-        return quantize_operands(
-            self.scaling_mode,
-            x,
-            w,
-            dtype=self.x_dtype,
-            w_transposed=self.rhs_transposed,
-            scales=None if scales is None else (scales[:1], scales[1:2]),
-            axis_name=axis_name,
+        """Quantizes both operands; `scales` of x and w, f32 [2], are for delayed scaling.
+
+        The ranks of `axis_name` share a current scale of x.
+        """
+        states = (None, None)
+        if scales is not None:
+            each = scales[:1], scales[1:2]
+            states = tuple(DelayedScaling(amax_history=None, scale=scale) for scale in each)
+        mode, layout = self.scaling_mode, "row" if self.rhs_transposed else "column"
+        return ScaledOperands(
+            quantize(flat(x), mode, dtype=self.x_dtype, state=states[0], axis_name=axis_name),
+            quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=states[1]),
+            x.shape,
         )
 
     @property

@@ -23,7 +23,6 @@ from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     Quantized,
     dequantize,
     largest_magnitude,
-    quantize,
 )
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
@@ -135,37 +134,20 @@ class ScaledOperands(NamedTuple):
         return dequantize(self.x, dtype).reshape(self.x_shape), dequantize(self.w, dtype)
 
 
-def quantize_operands(
-    mode: ScalingMode, x, w, *, dtype: str, w_transposed: bool, scales, axis_name: Any
-) -> ScaledOperands:
-    """x, of type `dtype`, and w.
-
-    `scales` of x and w are for delayed scaling; the ranks of `axis_name` share a current scale of
-    x.
-    """
-    state = lambda i: None if scales is None else DelayedScaling(amax_history=None, scale=scales[i])
-    flat = _flat(x)
-    layout = "row" if w_transposed else "column"
-    return ScaledOperands(
-        quantize(flat, mode, dtype=dtype, state=state(0), axis_name=axis_name),
-        quantize(w, mode, dtype=FORWARD_DTYPE, layout=layout, state=state(1)),
-        x.shape,
-    )
-
-
 def dequantize_gathered(gathered: Array, tiles: Array | None, x: Quantized, dtype: Any) -> Array:
     """Dequantizes gathered data [..., M, K]; `tiles` are the swizzled scales of MXFP8."""
-    flat = _flat(gathered)
+    rows_of_all = flat(gathered)
     scale_inv = x.scale_inv
     if tiles is not None:
-        rows, columns = flat.shape
+        rows, columns = rows_of_all.shape
         shape = scales_shape((rows, columns), "row")
         scale_inv = unpad_scales(unswizzle_scales(tiles), shape=shape)
-    whole = dataclasses.replace(x, data=flat, scale_inv=scale_inv)
+    whole = dataclasses.replace(x, data=rows_of_all, scale_inv=scale_inv)
     return dequantize(whole, dtype).reshape(gathered.shape)
 
 
-def _flat(x: Array) -> Array:
+def flat(x: Array) -> Array:
+    """Collapses the dimensions before the last."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

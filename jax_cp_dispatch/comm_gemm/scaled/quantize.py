@@ -94,6 +94,7 @@ class DelayedScaling:
           ValueError: `dtype` is neither of the two 8-bit types.
         """
         if axis_name is not None:
+            check_axis_name("DelayedScaling.update", axis_name)
             num_ranks_here("DelayedScaling.update", axis_name, instead="axis_name=None")
         amax = largest_magnitude(x, axis_name=axis_name)
         return self.record(amax, dtype=dtype, margin=margin)

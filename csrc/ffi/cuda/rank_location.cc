@@ -1,6 +1,6 @@
 // The context of a custom call on a GPU: its device, its rank, and whether its stream is being
 // recorded.
-#include "ffi/cuda/place.h"
+#include "ffi/cuda/rank_location.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -9,14 +9,14 @@
 
 namespace cpd {
 
-Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
-                     Placement* placement) {
+Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
+                RankLocation* location) {
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
     return {StatusCode::kInternal,
             op + ": cannot use GPU " + std::to_string(device) + ": " + cudaGetErrorString(error)};
   }
   const int64_t here = ChannelRegistry::Get().process() << 16 | device;
-  return LocateRanks(op, here, num_ranks, places, placement);
+  return LocateRanks(op, here, num_ranks, device_table, location);
 }
 
 bool IsRecorded(cudaStream_t stream) {

@@ -8,10 +8,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._ranks.call_site import Groups, groups_of_mesh
+from jax_cp_dispatch._ranks.call_site import groups_of_mesh
+from jax_cp_dispatch._ranks.communicator import Groups
 
 
-class Place(NamedTuple):
+class CallContext(NamedTuple):
     """The mesh of a call, and what must happen before each device runs its part.
 
     Attributes:
@@ -36,13 +37,13 @@ class Place(NamedTuple):
         return groups_of_mesh(self.mesh, names, others)
 
 
-def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> Place:
+def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> CallContext:
     """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
     around = jax.sharding.get_abstract_mesh()
     manual = around.manual_axes
     if manual and all(name in manual for name in names):
         rest = (name for name in around.axis_names if name not in manual)
-        return Place(around, False, tuple(x for x in rest if around.shape[x] > 1))
+        return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
     if any(name in manual for name in names):
         raise ValueError(
             f"{op}: of axis_name {names} only {tuple(manual)} are manual here. Make all of them "
@@ -57,7 +58,7 @@ def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]
                 f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
                 "sharded over such a mesh."
             )
-        return Place(None, True)
+        return CallContext(None, True)
     missing = [name for name in names if name not in found.axis_names]
     if missing:
         raise ValueError(
@@ -65,8 +66,8 @@ def find_place(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]
             f"{tuple(found.axis_names)}. Name the axis whose devices are the ranks."
         )
     if not manual and all(kind == AxisType.Auto for kind in found.axis_types):
-        return Place(found, True)
-    return Place(found, True, tuple(name for name in found.axis_names if name not in manual))
+        return CallContext(found, True)
+    return CallContext(found, True, tuple(name for name in found.axis_names if name not in manual))
 
 
 def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:

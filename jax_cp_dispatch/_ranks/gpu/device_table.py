@@ -1,4 +1,4 @@
-"""The places of a program's ranks, passed to a GPU's custom call as attributes."""
+"""The table of the GPUs of a program's ranks, passed to its custom calls as an attribute."""
 
 import contextlib
 import contextvars
@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.gpu.world import connected_islands
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups
+from jax_cp_dispatch._ranks.gpu.world import connected_shared_memory_groups
 
 _mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
 
@@ -25,33 +25,35 @@ def remember_mesh(ctx: Any) -> Iterator[None]:
         _mesh_around.reset(token)
 
 
-def gpu_attributes(ctx: Any, name: str, comm: Communicator) -> dict[str, Any]:
-    """Returns the attributes `places` and `memory` of the custom call of one rank.
+def gpu_attributes(
+    memory: str, ctx: Any, comm: Communicator, groups: Groups | None, what: str
+) -> dict[str, Any]:
+    """Returns the attributes `device_table` and `memory` of the custom call of one rank.
 
     Args:
+      memory: in which the ranks meet: "devices" of this process, or a "slab" per process.
       ctx: of the lowering rule.
-      name: name of the implementation.
       comm: the ranks of the call; without axes one device holds everything.
+      groups, what: not needed; the table names the processes.
     """
     if not comm.axis_names:
         return all_ranks_here()
     if runtime.cuda is not None:
         runtime.cuda.set_process(jax.process_index())
     devices = _in_order(ctx, comm)
-    memory = "devices" if name == "cuda_peer" else "slab"
-    return {"places": np.array([_place(d) for d in devices], np.int64), "memory": memory}
+    return {"device_table": np.array([_entry(d) for d in devices], np.int64), "memory": memory}
 
 
 def what_pointers_lack(ctx: Any, comm: Communicator) -> str | None:
     """Returns which processes of a group have not mapped each other's memory; None if all have."""
-    islands = connected_islands()
-    if len(set(islands)) < 2:
+    shared_memory_groups = connected_shared_memory_groups()
+    if len(set(shared_memory_groups)) < 2:
         return None
     devices = _in_order(ctx, comm)
     for group in devices.reshape(-1, comm.num_ranks):
         first, *others = [device.process_index for device in group]
         for other in others:
-            if islands[first] != islands[other]:
+            if shared_memory_groups[first] != shared_memory_groups[other]:
                 return f"processes {first} and {other} reach each other over the network only"
     return None
 
@@ -78,7 +80,7 @@ def _in_order(ctx: Any, comm: Communicator) -> np.ndarray:
 
 def all_ranks_here() -> dict[str, Any]:
     """Returns the attributes if one device holds the rows of all ranks."""
-    return {"places": np.array([-1], np.int64), "memory": "devices"}
+    return {"device_table": np.array([-1], np.int64), "memory": "devices"}
 
 
 def _concrete(ctx: Any) -> Any:
@@ -86,7 +88,7 @@ def _concrete(ctx: Any) -> Any:
     return mesh if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty else None
 
 
-def _place(device: Any) -> int:
+def _entry(device: Any) -> int:
     """Encodes a process and its device in one number, which csrc/cuda/memory.h decodes."""
     ordinal = device.local_hardware_id
     return device.process_index << 16 | (device.id if ordinal is None else ordinal)

@@ -2,14 +2,16 @@
 
 import dataclasses
 
-from jax_cp_dispatch.comm_gemm.buffers.config import CommOverlapConfig, check_pair
+from jax_cp_dispatch.comm_gemm.buffers.config import check_pair
+from jax_cp_dispatch.comm_gemm.buffers.registry import FoundBuffer
 from jax_cp_dispatch.comm_gemm.types import FLOATS, CommOverlapMethod, CommOverlapType
 
 
 def check_buffer(
-    op: str, buffer: int, config: CommOverlapConfig, shape, dtype: str, num_ranks: int
+    op: str, found: FoundBuffer, shape: tuple[int, int], dtype: str, num_ranks: int
 ) -> None:
     """Requires that ranks, type and shape of a buffer are those of the call."""
+    buffer, config = found
     check_pair(op, config.comm_type, config.method)
     if config.tp_size != num_ranks:
         raise ValueError(

@@ -1,29 +1,22 @@
-"""Chooses the transport of a program for GPUs, and says why the others cannot serve."""
+"""Between NVIDIA GPUs: of this process, and of several with one GPU each."""
 
+import functools
 import os
 from collections.abc import Sequence
 
 import jax
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.gpu.world import connected_gpus
+from jax_cp_dispatch._ranks.communicator import Groups
+from jax_cp_dispatch._ranks.gpu import connected_gpus, gpu_attributes
+from jax_cp_dispatch._ranks.implementations.implementation import Implementation
 
 _GRAPH_MODE = "xla_gpu_command_buffer_scheduling_mode"
 _GRAPH_REGION = "xla_gpu_graph_enable_concurrent_region"
 
-GPU_IMPLEMENTATIONS = {
-    "cuda_peer": "the GPUs of this process reach each other's memory",
-    "nvshmem": "one process per GPU, over NVSHMEM: through pointers, or over the network",
-    "cuda_ipc": "one process per GPU of one host, whose memory CUDA maps into all of them",
-}
-"""What each transport serves, by name; preferred ones first."""
 
-
-def what_gpu_lacks(name: str, platforms: Sequence[str]) -> str | None:
-    """Returns why transport `name` cannot serve a program lowered for `platforms`, or None.
-
-    Does not check for a GPU: programs can be lowered without one.
-    """
+def _why_not(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
+    """Does not look for a GPU: programs can be lowered without one."""
     other = [platform for platform in platforms if platform != "cuda"]
     if other:
         return f"the platform is {other[0]!r}, and it serves NVIDIA GPUs"
@@ -58,10 +51,26 @@ def _concurrent_graphs() -> str | None:
     return None
 
 
-def choose_gpu_implementation(platforms: Sequence[str]) -> tuple[str | None, str]:
-    """Returns the first transport that can serve and why; or None and what the likeliest needs."""
-    lacks = {name: what_gpu_lacks(name, platforms) for name in GPU_IMPLEMENTATIONS}
-    for name, missing in lacks.items():
-        if missing is None:
-            return name, GPU_IMPLEMENTATIONS[name]
-    return None, str(lacks["nvshmem" if jax.process_count() > 1 else "cuda_peer"])
+def _transport(name: str, serves: str, *, spans_processes: bool = True) -> Implementation:
+    return Implementation(
+        name=name,
+        platform="cuda",
+        spans_processes=spans_processes,
+        why_not=functools.partial(_why_not, name),
+        serves=lambda: serves,
+        remedy="Pass implementation='xla'.",
+        rank_attributes=functools.partial(gpu_attributes, "slab" if spans_processes else "devices"),
+    )
+
+
+CUDA_PEER = _transport(
+    "cuda_peer", "the GPUs of this process reach each other's memory", spans_processes=False
+)
+NVSHMEM = _transport(
+    "nvshmem", "one process per GPU, over NVSHMEM: through pointers, or over the network"
+)
+CUDA_IPC = _transport(
+    "cuda_ipc", "one process per GPU of one host, whose memory CUDA maps into all of them"
+)
+
+ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)

@@ -1,23 +1,26 @@
-"""Islands: groups of processes that map each other's memory. A network connects the islands."""
+"""Groups of processes that map each other's memory. A network connects the groups."""
 
 from collections.abc import Sequence
 
 
-def find_islands(mapped: Sequence[Sequence[bool]]) -> list[int]:
-    """Returns, for each process, the first process of its island.
+def find_shared_memory_groups(mapped: Sequence[Sequence[bool]]) -> list[int]:
+    """Returns, for each process, the first process of its group.
 
     Args:
-      mapped: for each process, the processes whose memory it has mapped. All processes of an island
-        have mapped the same ones, so they agree on their island.
+      mapped: for each process, the processes whose memory it has mapped. All processes of a group
+        have mapped the same ones, so they agree on it.
     """
     return [next(q for q, other in enumerate(mapped) if other == mine) for mine in mapped]
 
 
-def describe_islands(islands: Sequence[int]) -> str:
+def describe_shared_memory_groups(memory_groups: Sequence[int]) -> str:
     """Describes which processes are reached through pointers, and which over the network."""
-    if len(set(islands)) == 1:
+    if len(set(memory_groups)) == 1:
         return "all through pointers"
-    members = [[p for p, i in enumerate(islands) if i == first] for first in sorted(set(islands))]
+    members = [
+        [p for p, i in enumerate(memory_groups) if i == first]
+        for first in sorted(set(memory_groups))
+    ]
     return f"{', '.join(map(_ranges, members))} through pointers, each other over the network"
 
 

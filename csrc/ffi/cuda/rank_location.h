@@ -13,9 +13,9 @@
 
 namespace cpd {
 
-// Makes `device` current and finds it among `places`; see LocateRanks.
-Status FindPlacement(const std::string& op, int32_t device, int64_t num_ranks, Counts places,
-                     Placement* placement);
+// Makes `device` current and finds it among `device_table`; see LocateRanks.
+Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
+                RankLocation* location);
 
 bool IsRecorded(cudaStream_t stream);
 

@@ -8,8 +8,13 @@ from typing import NamedTuple
 import jax
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.job import coordinator_host, tell, tell_and_hear, told
-from jax_cp_dispatch._ranks.processes.connect import Card, connect_all
+from jax_cp_dispatch._ranks.job import (
+    coordinator_host,
+    publish,
+    publish_and_read_all,
+    read_published,
+)
+from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all
 from jax_cp_dispatch._ranks.processes.ending import watch_process
 from jax_cp_dispatch._ranks.processes.segment import Segment
 
@@ -17,7 +22,7 @@ _OP, _FAILURE = "initialize", "failure"
 _MARGIN_SECONDS = 30.0  # for the last process to learn that connecting took too long
 
 
-class Introduction(NamedTuple):
+class ProcessInfo(NamedTuple):
     """The first message of every process to all others."""
 
     version: str  # of everything that must agree
@@ -35,21 +40,20 @@ class _GaveUp(ConnectionError):
     """Another process has reported that it cannot share memory, and why."""
 
 
-def find_islands(others: Sequence[Introduction]) -> list[int]:
+def find_shared_memory_groups(others: Sequence[ProcessInfo]) -> list[int]:
     """Returns a number for each process, equal for processes of one host and user."""
-    places = [(other.host, other.user) for other in others]
-    return [places.index(place) for place in places]
+    owners = [(other.host, other.user) for other in others]
+    return [owners.index(owner) for owner in owners]
 
 
-def connect_islands(
+def connect_group(
     process: int,
-    others: Sequence[Introduction],
-    islands: Sequence[int],
+    members: Mapping[int, ProcessInfo],
     listener: socket.socket,
     segment: Segment,
     timeout: float,
 ) -> str:
-    """Starts shared memory between the processes of each island, in the whole job or nowhere.
+    """Starts shared memory between the processes of each group, in the whole job or nowhere.
 
     If processes chose differently, some would wait for others. A process that fails reports it at
     once, and then no process waits any longer.
@@ -57,35 +61,31 @@ def connect_islands(
     Returns:
       "" if it has started, else the reason why not, the same in all processes.
     """
-    cards = {
-        other: Card(introduction.socket_name, introduction.token)
-        for other, introduction in enumerate(others)
-        if islands[other] == islands[process]
-    }
+    peers = {p: ConnectionInfo(info.socket_name, info.token) for p, info in members.items()}
     failure = ""
     try:
-        _start(process, cards, listener, segment, timeout)
+        _start(process, peers, listener, segment, timeout)
     except _GaveUp as error:
         failure = str(error)
     except (OSError, ValueError) as error:
         failure = f"process {process} cannot share memory with the others: {error}"
-        tell(_OP, _FAILURE, failure)
-    failures = tell_and_hear(_OP, "shared_memory", failure, timeout + _MARGIN_SECONDS)
+        publish(_OP, _FAILURE, failure)
+    failures = publish_and_read_all(_OP, "shared_memory", failure, timeout + _MARGIN_SECONDS)
     return next(filter(None, failures), "")
 
 
 def _start(
     process: int,
-    cards: Mapping[int, Card],
+    peers: Mapping[int, ConnectionInfo],
     listener: socket.socket,
     segment: Segment,
     timeout: float,
 ) -> None:
     def check_others():
-        for text in told(_OP, _FAILURE).values():
+        for text in read_published(_OP, _FAILURE).values():
             raise _GaveUp(text)
 
-    neighbours = connect_all(listener, process, cards, segment, timeout, check_others)
+    neighbours = connect_all(listener, process, peers, segment, timeout, check_others)
     for neighbour in neighbours:
         watch_process(neighbour.process, neighbour.pid_fd)
     runtime.native.start_shared_memory(
@@ -109,7 +109,7 @@ def own_address() -> str:
     return ""
 
 
-def check_addresses(others: Sequence[Introduction]) -> None:
+def check_addresses(others: Sequence[ProcessInfo]) -> None:
     """Rejects hosts whose names resolve to no address that other hosts reach.
 
     Raises:

@@ -1,4 +1,4 @@
-// What the movers of rows do with their threads, run on the host against plain loops: copies of
+// What copies of rows do with their threads, run on the host against plain loops: copies of
 // every size and alignment, and sums of every type.
 #include <cstdio>
 #include <cstdlib>
@@ -8,7 +8,7 @@
 #include "device_world.h"
 #include "native_test.h"
 
-namespace cpd::kernels::test_movers {
+namespace cpd::kernels::test_copies {
 
 // Blocks of 1 to 5 threads take whole steps, and every remainder of one.
 void CopiesMoveEveryByteOnce() {
@@ -102,9 +102,9 @@ void SumsOfEveryType() {
   }
 }
 
-const Register kTests("test_movers", [](const Numbers&) {
+const Register kTests("test_copies", [](const Numbers&) {
   CopiesMoveEveryByteOnce();
   SumsOfEveryType();
 });
 
-}  // namespace cpd::kernels::test_movers
+}  // namespace cpd::kernels::test_copies

@@ -1,0 +1,61 @@
+"""Lowers an exchange to XLA's collectives, or to gathers on a device that holds all ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jax.interpreters import mlir
+
+from jax_cp_dispatch._dispatch.operands import Exchange, by_group, read_operands
+from jax_cp_dispatch._dispatch.ragged_choice import may_be_ragged
+from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
+from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
+from jax_cp_dispatch._ranks.axis import rank_index
+from jax_cp_dispatch._ranks.lowering import Choice
+
+
+def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Choice) -> Any:
+    """Lowers the part of one rank."""
+    ragged = may_be_ragged(ctx.module_context.platforms)
+    move = functools.partial(_move, exchange, ragged)
+    return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
+
+
+def on_one_device(ctx: Any, exchange: Exchange) -> Callable[..., Any]:
+    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
+    return functools.partial(_move, exchange, False)
+
+
+def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+    split = read_operands(operands, exchange)
+    if exchange.by_collectives is not None:
+        moved = exchange.by_collectives(split.arrays)
+        if exchange.sums is None:
+            return moved
+        return [y.astype(dtype) for y, dtype in zip(moved, exchange.sums, strict=True)]
+    axis_names = () if exchange.is_global else exchange.comm.axis_names
+    ranks = XlaRanks(rank_index(axis_names), axis_names, exchange.comm.num_ranks, ragged)
+    sums = exchange.sums or [""] * exchange.num_arrays
+    outs = []
+    for group, metadata, stamp, arrays, dtypes in zip(
+        exchange.groups,
+        split.metadata,
+        split.stamps,
+        by_group(split.arrays, exchange),
+        by_group(sums, exchange),
+        strict=True,
+    ):
+        if exchange.sums is None:
+            arrays = _without_padding(arrays, group.num_tokens)
+            outs += dispatch_with_xla(ranks, metadata, arrays, capacity=group.capacity, stamp=stamp)
+        else:
+            arrays = _without_padding(arrays, group.capacity)
+            outs += combine_with_xla(
+                ranks, metadata, arrays, num_tokens=group.num_tokens, dtypes=dtypes, stamp=stamp
+            )
+    return outs
+
+
+def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
+    """Removes the padding of arrays without rows, which custom calls cannot take empty."""
+    return [x[:0] for x in arrays] if num_rows == 0 else arrays

@@ -1,0 +1,151 @@
+"""The table of implementations, and the choice of one for a program."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_cp_dispatch._ranks.communicator import Groups
+from jax_cp_dispatch._ranks.fork import refuse_after_fork
+from jax_cp_dispatch._ranks.implementations.cpu import ON_CPU
+from jax_cp_dispatch._ranks.implementations.gpu import ON_GPU
+from jax_cp_dispatch._ranks.implementations.implementation import Implementation, Operation
+from jax_cp_dispatch._ranks.implementations.xla import XLA
+from jax_cp_dispatch._ranks.processes import refuse_alone
+from jax_cp_dispatch._warning import say_once
+
+IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, XLA)}
+"""By name, preferred ones first. The last one serves every program."""
+
+
+def register_lowering(
+    operation: Operation, rule: Callable[..., Any], *, on: Iterable[Implementation]
+) -> None:
+    """Sets how implementations lower an operation.
+
+    The package of the operation calls this, so that this one imports none of them. All rules of an
+    operation take the same arguments.
+    """
+    for implementation in on:
+        implementation.lowerings[operation] = rule
+
+
+class Availability(NamedTuple):
+    """Whether an implementation is available here.
+
+    Attributes:
+      available: whether `implementation=<its name>` works on the default backend, for ranks on all
+        devices. It may still serve groups of ranks inside one process or host if this is false.
+      reason: why it is available, or why not.
+    """
+
+    available: bool
+    reason: str
+
+
+def available_implementations() -> dict[str, Availability]:
+    """Returns, by name (the values of `implementation=`), what is available; preferred ones first.
+
+    Call outside `jit`; with several processes, call after `initialize`. Starts the default backend.
+    """
+    platforms = [default_platform()]
+    reasons = {name: row.why_not(platforms, None) for name, row in IMPLEMENTATIONS.items()}
+    return {
+        name: Availability(reason is None, reason or IMPLEMENTATIONS[name].serves())
+        for name, reason in reasons.items()
+    }
+
+
+def default_platform() -> str:
+    """Returns the default backend by the name that programs are lowered for."""
+    backend = jax.default_backend()
+    return {"gpu": "cuda"}.get(backend, backend)
+
+
+def refuse_here(op: str) -> None:
+    """Rejects every call in a forked or an unconnected process. Call wherever one is traced."""
+    refuse_after_fork(op)
+    refuse_alone(op)
+
+
+def check_implementation(op: str, wanted: str | None) -> None:
+    """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
+    refuse_here(op)
+    if wanted is not None and wanted not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: implementation is {wanted!r}; there are 'in_process', 'shared_memory' and "
+            f"'xla', on GPUs {', '.join(repr(row.name) for row in ON_GPU)}, and None chooses. See "
+            "available_implementations()."
+        )
+
+
+def choose_implementation(
+    op: str, wanted: str | None, platforms: Sequence[str], groups: Groups | None = None
+) -> Implementation:
+    """Returns the implementation for a program lowered for `platforms`, the same in all processes.
+
+    Args:
+      op: the public operation, for error messages.
+      wanted: the caller's choice, checked; None selects the first that can serve the program.
+      groups: the processes of the ranks, by group; None if all devices form one group.
+    Raises:
+      NotImplementedError: `wanted` cannot serve these platforms or groups.
+    """
+    if wanted is not None:
+        refuse_if_unable(op, IMPLEMENTATIONS[wanted], platforms, groups)
+        return IMPLEMENTATIONS[wanted]
+    row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
+    if row is XLA:
+        why = _likeliest(platforms).why_not(platforms, groups)
+        say_once(f"moves rows with XLA's collectives (implementation='xla'): {why}.")
+    return row
+
+
+def _likeliest(platforms: Sequence[str]) -> Implementation:
+    """Returns the transport whose reason says most: that for as many processes as there are."""
+    rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
+    return next(row for row in rows if row.spans_processes == (jax.process_count() > 1))
+
+
+def choose_on_one_device(op: str, wanted: str | None, platforms: Sequence[str]) -> Implementation:
+    """Returns the implementation of an exchange if one device holds the rows of all ranks."""
+    row = None if wanted is None else IMPLEMENTATIONS[wanted]
+    if set(platforms) == {"cuda"} and (row is None or row.platform == "cuda"):
+        return choose_implementation(op, wanted, platforms)
+    return XLA
+
+
+def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
+    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks.
+
+    Raises:
+      NotImplementedError: `wanted` cannot serve groups of these processes.
+    """
+    if groups is None or wanted is None or IMPLEMENTATIONS[wanted].platform != "cpu":
+        return
+    refuse_if_unable(op, IMPLEMENTATIONS[wanted], ["cpu"], groups)
+
+
+def refuse_if_unable(
+    op: str, row: Implementation, platforms: Sequence[str], groups: Groups | None
+) -> None:
+    """Raises the reason if an implementation that the caller named cannot serve a program."""
+    missing = row.why_not(platforms, groups)
+    if missing is not None:
+        raise NotImplementedError(_refusal(op, row, missing))
+
+
+def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> Implementation:
+    """Returns XLA where the kernels of a GPU transport do not support a call; logs this once.
+
+    Raises:
+      NotImplementedError: the caller asked for the transport by name.
+    """
+    if wanted is not None:
+        raise NotImplementedError(_refusal(op, IMPLEMENTATIONS[wanted], missing))
+    say_once(f"{op}: XLA's products and collectives (implementation='xla'): {missing}.")
+    return XLA
+
+
+def _refusal(op: str, row: Implementation, missing: str) -> str:
+    return f"{op}: implementation={row.name!r} cannot serve this program: {missing}. {row.remedy}"
