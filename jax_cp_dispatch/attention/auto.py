@@ -30,7 +30,7 @@ def choose_for_call(
         raise ValueError(
             f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "
             "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
-            " the algorithm of its result."
+            "the algorithm of its result."
         )
     hardware = auto.hardware or default_hardware()
     workload = _workload(options, q, k, documents)

@@ -177,7 +177,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
         ("ring", {"layout": "spiral"}, "layout is 'spiral'; it needs to be one of 'contiguous'"),
         ("zigzag", {"causal": False, "window": 3}, "window is 3 with causal=False"),
         ("ring", {"window": 0}, "window is 0; it needs to be at least 1"),
-        ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; there are 'in_process'"),
+        ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; it needs to be 'in_pr"),
         ("ring", {"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, but must be > 0"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks; it needs to divide them"),
         ("hamilton", {"nodes": 0}, "nodes is 0 but there are 3 ranks"),

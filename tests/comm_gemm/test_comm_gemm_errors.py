@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
         (GATHER, {"row_counts": (2, -1, 2, 2)}, r"row_counts is .* of at least 0, the largest of"),
         (GATHER, {"row_counts": (2, 1.5, 2, 2)}, r"row_counts is \(2, 1\.5, 2, 2\); it needs 4 co"),
         (SCATTER, {"row_counts": (2, 2, 2, 1)}, r"row_counts is \(2, 2, 2, 1\); .* whose sum is 8"),
-        (GATHER, {"implementation": "nccl"}, r"implementation is 'nccl'; there are 'in_process'"),
+        (GATHER, {"implementation": "nccl"}, r"implementation is 'nccl'; it needs to be 'in_pro"),
         (GATHER, {"deadline": 0.0}, r"deadline is 0\.0; it needs to be a positive number of secon"),
         (GATHER, {"axis_name": "nope"}, r"axis_name 'nope' is not an axis of the mesh here, which"),
         (GATHER, {"axis_name": ()}, r"axis_name is \(\); it needs one mesh axis, or several"),
@@ -254,5 +254,5 @@ def test_forward_mode_of_layers(op, method):
 
 def test_other_platform():
     run = on_ranks(partial(GATHER, implementation="in_process"), mesh_of(W))
-    with pytest.raises(NotImplementedError, match="the platform is 'cuda', and it serves CPU dev"):
+    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
         run.trace(ones(T, K), ones(K, N)).lower(lowering_platforms=("cuda",))

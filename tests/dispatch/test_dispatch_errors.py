@@ -147,7 +147,7 @@ def test_other_platform(plan):
         lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=W * T, implementation="in_process"),
         mesh_of(W),
     )
-    with pytest.raises(NotImplementedError, match="the platform is 'cuda', and it serves CPU dev"):
+    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
         jax.jit(run).trace(rows(2), Metadata(**plan)).lower(lowering_platforms=("cuda",))
 
 
@@ -175,7 +175,7 @@ def test_mesh_and_metadata_of_the_wrong_type(plan):
 
 
 def test_unknown_implementation(plan):
-    with pytest.raises(ValueError, match=r"implementation is 'nccl'; there are 'in_process'"):
+    with pytest.raises(ValueError, match=r"implementation is 'nccl'; it needs to be 'in_process'"):
         move(plan, rows(2), implementation="nccl")
 
 

@@ -212,7 +212,7 @@ def test_choice():
     assert choice.implementation == "shared_memory"
     found = cp.available_implementations()
     assert found["shared_memory"] == (True, choice.reason)
-    assert "it serves the devices of one" in found["in_process"].reason
+    assert "it serves those of one" in found["in_process"].reason
 
 
 def main():

@@ -269,7 +269,7 @@ def test_names_and_reasons():
     gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
     assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]
     assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
-    assert found["nvshmem"].reason == "the platform is 'cpu', and it serves NVIDIA GPUs"
+    assert found["nvshmem"].reason == "the platform is 'cpu', but it serves NVIDIA GPUs"
     assert found["shared_memory"].reason == "there is one process"
     assert found["in_process"].reason == "all devices are CPU devices of this process"
     assert "a plan that does not fit gives NaN, not an error" in found["xla"].reason

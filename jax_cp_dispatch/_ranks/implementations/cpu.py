@@ -26,7 +26,7 @@ def _why_not_in_process(platforms: Sequence[str], groups: Groups | None) -> str 
             processes = ", ".join(map(str, sorted(set(group))[:4]))
             return (
                 f"ranks of one group are in {len(set(group))} processes ({processes}"
-                f"{', ...' if len(set(group)) > 4 else ''}), and it serves the devices of one"
+                f"{', ...' if len(set(group)) > 4 else ''}), but it serves those of one"
             )
     return None
 
@@ -45,7 +45,7 @@ def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> s
 
 def _why_not_cpu(platforms: Sequence[str]) -> str | None:
     other = [name for name in platforms if name != "cpu"]
-    return f"the platform is {other[0]!r}, and it serves CPU devices" if other else None
+    return f"the platform is {other[0]!r}, but it serves CPU devices" if other else None
 
 
 def _all_groups(groups: Groups | None) -> Groups:

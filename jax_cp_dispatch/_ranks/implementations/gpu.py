@@ -19,14 +19,14 @@ def _why_not(name: str, platforms: Sequence[str], groups: Groups | None) -> str 
     """Does not look for a GPU: programs can be lowered without one."""
     other = [platform for platform in platforms if platform != "cuda"]
     if other:
-        return f"the platform is {other[0]!r}, and it serves NVIDIA GPUs"
+        return f"the platform is {other[0]!r}, but it serves NVIDIA GPUs"
     if runtime.cuda is None:
         return runtime.cuda_reason
     if flag := _concurrent_graphs():
         return f"XLA_FLAGS has {flag}: XLA would run calls that share a buffer at the same time"
     if name == "cuda_peer":
         if jax.process_count() > 1:
-            return f"there are {jax.process_count()} processes, and it serves the GPUs of one"
+            return f"there are {jax.process_count()} processes, but it serves the GPUs of one"
         return None
     if jax.process_count() == 1:
         return "there is one process"

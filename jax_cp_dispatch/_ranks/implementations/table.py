@@ -73,8 +73,8 @@ def check_implementation(op: str, wanted: str | None) -> None:
     refuse_here(op)
     if wanted is not None and wanted not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{op}: implementation is {wanted!r}; there are 'in_process', 'shared_memory' and "
-            f"'xla', on GPUs {', '.join(repr(row.name) for row in ON_GPU)}, and None chooses. See "
+            f"{op}: implementation is {wanted!r}; it needs to be 'in_process', 'shared_memory' "
+            f"or 'xla', on GPUs {', '.join(repr(row.name) for row in ON_GPU)}, or None. See "
             "available_implementations()."
         )
 

@@ -157,11 +157,12 @@ def _why_several(others: list[ProcessInfo]) -> str | None:
         if info.host != first.host:
             return (
                 f"process {other} runs on host {info.host_name}, process 0 on host "
-                f"{first.host_name} (or in another container), and memory is shared on one host"
+                f"{first.host_name} (or in another container); only processes of one host share "
+                "memory"
             )
         if info.user != first.user:
             return (
                 f"process {other} runs as user {info.user}, process 0 as user "
-                f"{first.user}, and memory is shared by one user"
+                f"{first.user}, and only processes of one user share memory"
             )
     return None
