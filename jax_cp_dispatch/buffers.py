@@ -1,12 +1,9 @@
 """Registered buffers of `dispatch` and of overlapped GEMMs: created, listed, destroyed by id."""
 
 from jax_cp_dispatch._dispatch import (
-    DispatchBuffer,
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
-    grow_dispatch_buffer,
-    list_dispatch_buffers,
 )
 from jax_cp_dispatch.comm_gemm import (
     CommOverlapBuffer,
@@ -25,7 +22,6 @@ __all__ = [
     "CommOverlapConfig",
     "CommOverlapMethod",
     "CommOverlapType",
-    "DispatchBuffer",
     "comm_overlap_buffer_bytes",
     "create_comm_overlap_buffer",
     "create_dispatch_buffer",
@@ -33,7 +29,5 @@ __all__ = [
     "destroy_all_dispatch_buffers",
     "destroy_comm_overlap_buffer",
     "destroy_dispatch_buffer",
-    "grow_dispatch_buffer",
     "list_comm_overlap_buffers",
-    "list_dispatch_buffers",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_cp_dispatch._dispatch import checks
-from jax_cp_dispatch._dispatch.buffers import DispatchBuffer, buffer_limits
+from jax_cp_dispatch._dispatch.buffers import BufferLimits, buffer_limits
 from jax_cp_dispatch._dispatch.devices import place_arrays, vary_with
 from jax_cp_dispatch._dispatch.operands import Collectives, Exchange, OperandGroup, summable
 from jax_cp_dispatch._dispatch.primitives import combine_p, dispatch_p
@@ -49,7 +49,7 @@ class Argument(NamedTuple):
     sums: list[Any] | None = None
     storage: Any = None
     buffer: int = 0
-    limits: DispatchBuffer | None = None
+    limits: BufferLimits | None = None
     capacity_name: str = "capacity"
     stamp: Array | None = None
 
@@ -182,8 +182,8 @@ def move(
         if argument.limits is not None and capacity > argument.limits.capacity:
             raise ValueError(
                 f"{op}: {argument.name} has {capacity} rows per rank but the capacity of buffer "
-                f"{argument.buffer} is {argument.limits.capacity}. Pass another, or "
-                f"grow_dispatch_buffer({argument.buffer}, capacity={capacity})."
+                f"{argument.buffer} is {argument.limits.capacity}. Create another with "
+                f"capacity>={capacity}."
             )
         group = OperandGroup(
             num_arrays=len(moving),

@@ -11,12 +11,11 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, Gate, mesh_of, on_ranks
 
 from jax_cp_dispatch import Metadata, combine, dispatch, dispatch_qkv
+from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
-    grow_dispatch_buffer,
-    list_dispatch_buffers,
 )
 
 pytestmark = pytest.mark.usefixtures("no_buffers", "unchecked_types")
@@ -31,7 +30,12 @@ Y = RNG.integers(-8, 9, (W, CAPACITY, F)).astype(np.float32)
 
 
 def create(**options):
-    return create_dispatch_buffer(**{"capacity": CAPACITY, "row_bytes": 4 * F, **options})
+    return create_dispatch_buffer(**{"capacity": CAPACITY, **options})
+
+
+def num_in_use(buffer):
+    """Returns the calls in flight that use a buffer, one per rank."""
+    return runtime.native.find_buffer("test", buffer)
 
 
 def program(fn, *, check_vma=True):
@@ -70,24 +74,19 @@ def refuses(fn, match):
 
 
 def test_capacity_comes_from_the_buffer():
-    """Every rank of every call is counted."""
     buffer, other = create(), create(capacity=CAPACITY + 7)
     send = sending(buffer)
     for _ in range(3):
         np.testing.assert_array_equal(send(X, METADATA), dispatched(PLAN, X, CAPACITY))
     got = sending(other)(X, METADATA)
     np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + 7))
-    listed = list_dispatch_buffers()
-    assert {id: (b.num_calls, b.num_in_use) for id, b in listed.items()} == {
-        buffer: (3 * W, 0),
-        other: (W, 0),
-    }
+    assert num_in_use(buffer) == num_in_use(other) == 0
 
 
 def test_plan_that_exceeds_the_buffer():
     buffer = create(capacity=5)
     refuses(lambda: sending(buffer)(X, METADATA), r"would receive \d+ tokens but capacity is 5")
-    assert list_dispatch_buffers()[buffer].num_in_use == 0
+    assert num_in_use(buffer) == 0
 
 
 @pytest.mark.parametrize("own", [None, 2.0], ids=["deadline of the buffer", "deadline of the call"])
@@ -104,28 +103,12 @@ def test_deadline(own):
         lambda: program(local)(X, METADATA),
         rf"deadline of {milliseconds} ms passed: 7/8 ranks arrived.*missing ranks \[5\]",
     )
-    assert list_dispatch_buffers()[buffer].num_in_use == 0
+    assert num_in_use(buffer) == 0
     destroy_dispatch_buffer(buffer)
 
 
-def test_automatic_and_explicit_growth():
-    """A program that was compiled before keeps its capacity and still runs."""
-    buffer = create(row_bytes=1)
-    send = sending(buffer)
-    send(X, METADATA)
-    assert list_dispatch_buffers()[buffer].row_bytes == 4 * F
-    wide = np.tile(X, (1, 1, 5))
-    np.testing.assert_array_equal(send(wide, METADATA), dispatched(PLAN, wide, CAPACITY))
-    assert list_dispatch_buffers()[buffer].row_bytes == 5 * 4 * F
-    grow_dispatch_buffer(buffer, capacity=CAPACITY + 9, row_bytes=1000)
-    np.testing.assert_array_equal(send(X, METADATA), dispatched(PLAN, X, CAPACITY))
-    got = sending(buffer)(X, METADATA)
-    np.testing.assert_array_equal(got, dispatched(PLAN, X, CAPACITY + 9))
-    assert list_dispatch_buffers()[buffer] == (CAPACITY + 9, 1000, 60.0, 1, 0, 4 * W)
-
-
 def test_groups():
-    """Each index of the other mesh axes is one group; growing the buffer admits more groups."""
+    """Each index of the other mesh axes is one group; all of them use the buffer."""
     buffer = create()
     plans = [random_plan(np.random.default_rng(seed), 4, S, T) for seed in range(2)]
     metadata = jax.tree.map(lambda *a: np.stack(a), *(Metadata(**plan) for plan in plans))
@@ -138,11 +121,6 @@ def test_groups():
     spec = P("data", AXIS)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
     x = X.reshape(2, 4, T, F)
-    refuses(
-        lambda: run(x, metadata), rf"this rank is in group 1 but buffer {buffer} is for groups=1"
-    )
-    assert list_dispatch_buffers()[buffer].num_in_use == 0
-    grow_dispatch_buffer(buffer, groups=2)
     got = run(x, metadata)
     for group in range(2):
         np.testing.assert_array_equal(got[group], dispatched(plans[group], x[group], CAPACITY))
@@ -186,14 +164,14 @@ def test_a_buffer_in_use_is_kept():
     gate = Gate(rank=3)
     send = lambda x, m: dispatch(gate.wait_at(x), m, axis_name=AXIS, buffer=buffer)
     late = program(send, check_vma=False)(X, METADATA)
-    while list_dispatch_buffers()[buffer].num_in_use < W - 1:
+    while num_in_use(buffer) < W - 1:
         assert not late.is_ready()
         time.sleep(1e-4)
     with pytest.raises(ValueError, match=f"buffer {buffer} is in use by 7 calls in flight, one pe"):
         destroy_dispatch_buffer(buffer)
     with pytest.raises(ValueError, match=rf"use buffers {buffer} \(7 calls\); none has been destr"):
         destroy_all_dispatch_buffers()
-    assert set(list_dispatch_buffers()) == {buffer, spare}
+    assert (num_in_use(buffer), num_in_use(spare)) == (W - 1, 0)
     gate.may_go.set()
     np.testing.assert_array_equal(late, dispatched(PLAN, X, CAPACITY))
     destroy_dispatch_buffer(buffer)
@@ -205,7 +183,7 @@ def test_a_buffer_can_be_destroyed_once_results_are_ready():
     send = sending(buffer)
     for _ in range(200):  # as `destroy` requires; a new buffer would need a new program
         jax.block_until_ready(send(X, METADATA))
-        assert list_dispatch_buffers()[buffer].num_in_use == 0
+        assert num_in_use(buffer) == 0
     destroy_dispatch_buffer(buffer)
     for _ in range(5):
         buffer = create()
@@ -220,7 +198,6 @@ def test_combine():
     buffer = create()
     bring = program(lambda y, m: combine(y, m, axis_name=AXIS, num_tokens=T, buffer=buffer))
     np.testing.assert_array_equal(bring(Y, METADATA), combined(PLAN, Y, T))
-    assert list_dispatch_buffers()[buffer].num_calls == W
     longer = np.concatenate([Y, Y[:, :1]], axis=1)
     message = rf"y has {CAPACITY + 1} rows per rank but the capacity of buffer {buffer} is"
     with pytest.raises(ValueError, match=message):
@@ -240,11 +217,9 @@ def test_queries_and_keys_have_separate_buffers():
     np.testing.assert_array_equal(q, dispatched(PLAN, X, CAPACITY))
     np.testing.assert_array_equal(k, dispatched(kv_plan, kv[0], W * T))
     np.testing.assert_array_equal(v, dispatched(kv_plan, kv[1], W * T))
-    listed = list_dispatch_buffers()
-    assert (listed[q_buffer].row_bytes, listed[kv_buffer].row_bytes) == (4 * F, 4 * F * 4)
     destroy_dispatch_buffer(kv_buffer)
     refuses(lambda: send(X, kv, METADATA, Metadata(**kv_plan)), f"buffer {kv_buffer} has been des")
-    assert list_dispatch_buffers()[q_buffer].num_in_use == 0
+    assert num_in_use(q_buffer) == 0
 
 
 def test_global_arrays_under_plain_jit():
@@ -254,7 +229,6 @@ def test_global_arrays_under_plain_jit():
     x = jax.device_put(X.reshape(W * T, F), NamedSharding(mesh, P(AXIS)))
     expected = dispatched(PLAN, X, CAPACITY).reshape(W * CAPACITY, F)
     np.testing.assert_array_equal(send(x, METADATA), expected)
-    assert list_dispatch_buffers()[buffer].num_calls == W
     destroy_dispatch_buffer(buffer)
     refuses(lambda: send(x, METADATA), f"buffer {buffer} has been destroyed")
 
@@ -266,7 +240,6 @@ def test_gradients():
     y, pull = jax.vjp(lambda x: send(x, METADATA), X)
     np.testing.assert_array_equal(y, dispatched(PLAN, X, CAPACITY))
     np.testing.assert_array_equal(pull(Y)[0], combined(PLAN, Y, T))
-    assert list_dispatch_buffers()[buffer].num_calls == 2 * W
     destroy_dispatch_buffer(buffer)
     op = "the transpose of dispatch over axis 'cp'"
     refuses(lambda: pull(Y), f"{op}: buffer {buffer} has been destroyed")

@@ -45,7 +45,7 @@ def attend_with(plan, segment_ids: np.ndarray | None = TWO_DOCUMENTS):
 
 
 def destroyed_buffer():
-    buffer = buffers.create_dispatch_buffer(capacity=W * T, row_bytes=8)
+    buffer = buffers.create_dispatch_buffer(capacity=W * T)
     buffers.destroy_dispatch_buffer(buffer)
     return send(buffer=buffer)
 

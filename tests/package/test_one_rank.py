@@ -184,14 +184,12 @@ def test_exchanges():
 
 
 def test_dispatch_buffers():
-    buffer = cpd.buffers.create_dispatch_buffer(capacity=8, row_bytes=12)
+    buffer = cpd.buffers.create_dispatch_buffer(capacity=16)
     try:
-        cpd.buffers.grow_dispatch_buffer(buffer, capacity=16)
         forward, _ = one_shard()
         x = normal(8, 3)
         send = lambda x: cpd.dispatch(x, forward, axis_name=AXIS, buffer=buffer)
         np.testing.assert_array_equal(on_rank(send, x)[:8], x)
-        assert buffer in cpd.buffers.list_dispatch_buffers()
     finally:
         cpd.buffers.destroy_dispatch_buffer(buffer)
     cpd.buffers.destroy_all_dispatch_buffers()

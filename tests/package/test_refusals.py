@@ -253,8 +253,8 @@ CASES = [
         "capacity is 4611686018427387904; it needs to be below",
     ),
     (
-        "grow_dispatch_buffer",
-        lambda: cp.buffers.grow_dispatch_buffer(2**40, capacity=9),
+        "destroy_dispatch_buffer",
+        lambda: cp.buffers.destroy_dispatch_buffer(2**40),
         "no buffer 1099511627776.*Pass",
     ),
     # Overlapped products.

@@ -46,7 +46,7 @@ class Stress:
         self.lock, self.counts, self.running = threading.Lock(), collections.Counter(), {}
         self.wrong: list[str] = []
         rng = np.random.default_rng(seed)
-        self.buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1, groups=4)
+        self.buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY)
         structures = [random_structure(rng, index) for index in range(num_structures)]
         self.programs = [Program(structure, self.buffer) for structure in structures]
 
@@ -104,7 +104,7 @@ class Stress:
 
     def destroy_a_buffer(self, number):
         """Runs a compiled program whose buffer is destroyed."""
-        buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY, row_bytes=1)
+        buffer = cp.buffers.create_dispatch_buffer(capacity=CAPACITY)
         devices = tuple(range(NUM_DEVICES))
         program = Program(Structure(1, devices, "int32", False, True, (("buffer", 0),)), buffer)
         inputs = random_inputs(np.random.default_rng((self.seed, number, 1)), program.structure)

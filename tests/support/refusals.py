@@ -11,6 +11,7 @@ import pytest
 from comm_gemm_refusals import W
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch._dispatch.buffers import _limits
 
 T, S = 6, 2
 LENGTHS = np.full((W, S), 3, np.int32)
@@ -33,14 +34,14 @@ def check_names(cases) -> None:
 def check_rejected(name, call, says) -> None:
     """Requires that `call` raises an error of operation `name`, and changes nothing."""
     buffer = cp.buffers.create_dispatch_buffer(capacity=5)
-    before = cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()
+    before = dict(_limits), cp.buffers.list_comm_overlap_buffers()
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     message = str(caught.value)
     assert re.match(rf"{re.escape(name)}: ", message), message
     assert re.search(says, message, flags=re.S), message
     # Nothing was created, counted or overwritten.
-    assert (cp.buffers.list_dispatch_buffers(), cp.buffers.list_comm_overlap_buffers()) == before
+    assert (dict(_limits), cp.buffers.list_comm_overlap_buffers()) == before
     cp.buffers.destroy_dispatch_buffer(buffer)
     for array in (X, Q, HEADS, LHS, RHS):
         assert (array == 1).all()

@@ -45,15 +45,9 @@ class BufferUse {
     for (const int64_t id : ids_) DispatchBuffers::Get().Release(id);
   }
 
-  Status Acquire(int64_t id, const Exchange& exchange, const DispatchPart& part) {
-    int64_t row_bytes = 0, num_rows = 0;
-    for (const RowArray& array : part.buffers) {
-      row_bytes += array.row_bytes;
-      num_rows = array.num_rows;
-    }
+  Status Acquire(int64_t id, const std::string& op) {
     ids_.reserve(ids_.size() + 1);
-    Status status =
-        DispatchBuffers::Get().Acquire(id, exchange.op, exchange.key.group, num_rows, row_bytes);
+    Status status = DispatchBuffers::Get().Acquire(id, op);
     if (status.ok()) ids_.push_back(id);
     return status;
   }
@@ -98,7 +92,7 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
     for (const RowArray& array : call.is_dispatch() ? part.buffers : part.tokens) {
       PreferHugePages(array.data, array.num_bytes());
     }
-    if (options.buffer[p] != 0) status = use->Acquire(options.buffer[p], exchange, part);
+    if (options.buffer[p] != 0) status = use->Acquire(options.buffer[p], exchange.op);
   }
   if (!status.ok()) {
     use.reset();

@@ -1,7 +1,6 @@
-// Python bindings of the registry of dispatch buffers: integers in, tuples or ValueError out.
+// Python bindings of the registry of dispatch buffers: ids in, ValueError out.
 #include "ffi/cpu/dispatch_buffers.h"
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -17,34 +16,11 @@ void Check(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message.c_str());
 }
 
-// In the order of the fields of DispatchBuffer; the deadline in milliseconds.
-nb::tuple ToTuple(const DispatchBufferEntry& entry) {
-  return nb::make_tuple(entry.limits.capacity, entry.limits.row_bytes,
-                        static_cast<int64_t>(entry.limits.deadline.count()),
-                        entry.limits.num_groups, entry.num_in_use, entry.num_calls);
-}
-
 }  // namespace
 
 void BindBuffers(nb::module_& m) {
   using nb::arg;
-  m.def(
-      "create_buffer",
-      [](int64_t capacity, int64_t row_bytes, int64_t deadline_ms, int64_t num_groups) {
-        int64_t id = 0;
-        Check(DispatchBuffers::Get().Create(
-            "create_dispatch_buffer",
-            {capacity, row_bytes, num_groups, std::chrono::milliseconds(deadline_ms)}, &id));
-        return id;
-      },
-      nb::kw_only(), arg("capacity"), arg("row_bytes"), arg("deadline_ms"), arg("num_groups"));
-  m.def(
-      "grow_buffer",
-      [](const std::string& op, int64_t id, int64_t capacity, int64_t row_bytes,
-         int64_t num_groups) {
-        Check(DispatchBuffers::Get().Grow(op, id, capacity, row_bytes, num_groups));
-      },
-      arg("op"), arg("id"), nb::kw_only(), arg("capacity"), arg("row_bytes"), arg("num_groups"));
+  m.def("create_buffer", [] { return DispatchBuffers::Get().Create(); }, "Returns its id.");
   m.def(
       "destroy_buffer",
       [](const std::string& op, int64_t id) { Check(DispatchBuffers::Get().Destroy(op, id)); },
@@ -55,18 +31,11 @@ void BindBuffers(nb::module_& m) {
   m.def(
       "find_buffer",
       [](const std::string& op, int64_t id) {
-        DispatchBufferEntry entry;
-        Check(DispatchBuffers::Get().Find(op, id, &entry));
-        return ToTuple(entry);
+        BufferUsage usage;
+        Check(DispatchBuffers::Get().Find(op, id, &usage));
+        return usage.num_in_use;
       },
-      arg("op"), arg("id"));
-  m.def("list_buffers", [] {
-    nb::dict buffers;
-    for (const auto& [id, entry] : DispatchBuffers::Get().List()) {
-      buffers[nb::int_(id)] = ToTuple(entry);
-    }
-    return buffers;
-  });
+      arg("op"), arg("id"), "The calls in flight that use it; each rank counts separately.");
 }
 
 }  // namespace cpd
