@@ -121,10 +121,9 @@ void StampsAreCompared() {
                "have checksum 5 but the plan expects -1"));
   CHECK(Contains(plan({of(0), {7, 1, 1, 4, 4, 0, 2}, of(2)}),
                  "the positions of rank 1 of process 4 have checksum 2"));
-  CHECK(
-      Contains(plan({of(0), {8, 1, 1, -1, -1, 0, 0}, of(2)}),
-               "rank 1 of process 4 follows the plan with checksum 8, rank 0 of process 4 another "
-               "one, with checksum 7"));
+  CHECK(Contains(plan({of(0), {8, 1, 1, -1, -1, 0, 0}, of(2)}),
+                 "rank 1 of process 4 follows the plan with checksum 8 but rank 0 of process 4 "
+                 "follows another one, with checksum 7"));
   CHECK(Contains(plan({of(0), {7, 2, 1, -1, -1, 0, 0}, of(2)}),
                  "this is the part of rank 2, on rank 1 of process 4"));
   const auto fallback = [](int rank) { return Stamp{0, kNoRank, rank, 0, 0, 0, 0}; };
