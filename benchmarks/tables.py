@@ -114,7 +114,7 @@ VIEWS = {
         "**Scaling modes**: {title}, on {devices} virtual devices, forward and backward. A CPU "
         "widens narrow operands before it multiplies. Errors: relative to float64, per token; then "
         "of tokens of different magnitudes.",
-        {"{layer}": "{mode}"},
+        {"mode": "{mode}"},
         {
             "speedup over bfloat16": "{of_bfloat16:.2f}",
             "of bfloat16's bytes": "{of_bfloat16_bytes:.3f}",
@@ -124,7 +124,8 @@ VIEWS = {
         shown.scaling,
     ),
     "metadata": View(
-        "**Planning metadata**: {title}, with {num_replicas} replicas, beside vectorised NumPy.",
+        "**Planning metadata**: {title}, with {num_replicas} replicas, compared with vectorised "
+        "NumPy.",
         {"ranks × slots": "{world_size} × {num_shards}"},
         {"ms": "{ms:.2f}", "NumPy ms": "{numpy_ms:.2f}"},
         shown.with_most("num_shards"),
