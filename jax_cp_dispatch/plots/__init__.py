@@ -1,4 +1,4 @@
-"""Draws plans and predicted times (both need the extra `plots`), cycles, steps, and overlap."""
+"""Draws plans, predicted times, cycles, steps, and overlap; needs the extra `plots`."""
 
 from jax_cp_dispatch.plots.cycles import CyclesRow, plot_cycles
 from jax_cp_dispatch.plots.overlap import plot_overlap

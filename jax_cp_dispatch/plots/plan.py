@@ -1,4 +1,4 @@
-"""Draws a plan: work of each rank and rows sent between ranks (needs the extra `plots`)."""
+"""Draws a plan: work of each rank and rows sent between ranks."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Draws the predicted steps of algorithms over time (needs the extra `plots`)."""
+"""Draws the predicted steps of algorithms over time."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
