@@ -41,8 +41,10 @@ def on_global_arrays(algorithm, q, k, v, ids):
     return context_parallel_attention(q, k, v, algorithm=algorithm, segment_ids=ids, **options)
 
 
-@pytest.mark.parametrize("call", [on_each_rank, on_global_arrays])
-@pytest.mark.parametrize("algorithm", CALLS)
+# XLA compiles each operation by itself: each algorithm and each place once, not all pairs.
+@pytest.mark.parametrize(
+    "algorithm, call", [("balanced", on_each_rank), ("placed", on_global_arrays)]
+)
 def test_values_gradients_and_errors(algorithm, call):
     rng = np.random.default_rng()
     qkv = [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]

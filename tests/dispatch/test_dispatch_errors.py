@@ -1,8 +1,10 @@
-"""Invalid input is rejected before anything moves: at trace time, or on every rank at once."""
+"""Invalid plans are rejected on every rank at once, before anything moves.
+
+Invalid calls are rejected while they are traced: see test_dispatch_refusals.py.
+"""
 
 import threading
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,161 +42,8 @@ def rows(*feature, dtype=np.float32, num_rows=T):
     return np.zeros((W, num_rows, *feature), dtype)
 
 
-# ---- Errors at trace time.
-
-
-def test_negative_capacity(plan):
-    with pytest.raises(ValueError, match=r"dispatch: capacity is -1; it needs to be at least 0"):
-        move(plan, rows(2), capacity=-1)
-
-
-def test_negative_num_tokens(plan):
-    with pytest.raises(ValueError, match=r"combine: num_tokens is -3; it needs to be at least 0"):
-        bring(plan, rows(2), num_tokens=-3)
-
-
-def test_deadline_of_zero(plan):
-    with pytest.raises(ValueError, match=r"dispatch: deadline is 0; it needs to be a positive"):
-        move(plan, rows(2), deadline=0)
-
-
-def test_deadline_that_is_practically_infinite(plan):
-    for deadline in (1e10, 1e300):
-        move(plan, rows(2), deadline=deadline)
-
-
-def test_no_arrays(plan):
-    with pytest.raises(ValueError, match="dispatch: x holds no array"):
-        on_ranks(lambda m: dispatch([], m, axis_name=AXIS, capacity=4), mesh_of(W))(
-            Metadata(**plan)
-        )
-
-
-def test_scalar(plan):
-    with pytest.raises(ValueError, match="dispatch: x holds a scalar; every array needs rows"):
-        move(plan, np.zeros(W, np.float32))
-
-
-def test_arrays_of_different_length(plan):
-    with pytest.raises(ValueError, match=r"the arrays of x have \[16, 8\] rows"):
-        move(plan, (rows(2), rows(2, num_rows=8)))
-
-
-def test_dtype_smaller_than_a_byte(plan):
-    with pytest.raises(TypeError, match="dispatch: x has dtype int4, less than a byte"):
-        move(plan, rows(2, dtype=jnp.int4))
-
-
-def test_dtype_that_cannot_be_summed(plan):
-    with pytest.raises(TypeError, match="combine: cannot sum bool; it sums bfloat16"):
-        bring(plan, rows(2, dtype=jnp.bool_))
-
-
-def test_missing_axis(plan):
-    with pytest.raises(ValueError, match=r"axis_name 'nope' is not an axis of the mesh here"):
-        move(plan, rows(2), axis_name="nope")
-
-
-def test_outside_shard_map(plan):
-    with pytest.raises(ValueError, match=r"no mesh with axis 'cp' was found. Call dispatch in"):
-        dispatch(jnp.zeros((T, 2)), Metadata(**plan), axis_name=AXIS, capacity=4)
-
-
-def test_metadata_for_another_number_of_ranks(plan):
-    mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,))
-    run = jax.shard_map(
-        lambda x: dispatch(x, Metadata(**plan), axis_name=AXIS, capacity=9),
-        mesh=mesh,
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
-    with pytest.raises(ValueError, match=r"world_size=8 but axis 'cp' has 4 devices"):
-        run(np.zeros((4 * T, 2), np.float32))
-
-
-def test_storage_of_another_shape(plan):
-    run = on_ranks(
-        lambda x, out, m: dispatch(x, m, axis_name=AXIS, capacity=8, out=out), mesh_of(W)
-    )
-    with pytest.raises(ValueError, match=r"out holds float32\[8, 3\] but the result is float32\[8"):
-        run(rows(2), rows(3, num_rows=8), Metadata(**plan))
-
-
-def test_fields_of_inconsistent_shapes(plan):
-    plan["dst_offset"] = plan["dst_offset"][:, :, :1]
-    with pytest.raises(
-        ValueError, match=r"metadata.dst_offset has shape \[4, 1\] but seq_len \[4\]"
-    ):
-        move(plan, rows(2))
-
-
-def test_fields_that_are_not_integers(plan):
-    plan["seq_len"] = plan["seq_len"].astype(np.float32)
-    with pytest.raises(TypeError, match=r"metadata.seq_len has dtype float32; ranks, rows and"):
-        move(plan, rows(2))
-
-
-def test_ranks_on_a_vmap_axis(plan):
-    small = random_plan(np.random.default_rng(0), 2, S, T)
-    with pytest.raises(ValueError, match=r"axis_name 'v' is an axis of jax.vmap here"):
-        jax.vmap(
-            lambda x: dispatch(x, Metadata(**small), axis_name="v", capacity=4), axis_name="v"
-        )(np.zeros((2, T, 3), np.float32))
-
-
-def test_other_platform(plan):
-    run = on_ranks(
-        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=W * T, implementation="in_process"),
-        mesh_of(W),
-    )
-    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
-        jax.jit(run).trace(rows(2), Metadata(**plan)).lower(lowering_platforms=("cuda",))
-
-
-@pytest.mark.parametrize(
-    "options, match",
-    [
-        ({"axis_name": ()}, r"axis_name is \(\); it needs one mesh axis, or several different"),
-        ({"axis_name": (AXIS, AXIS)}, r"axis_name is \('cp', 'cp'\); it needs one mesh axis"),
-        ({"capacity": True}, r"capacity is True; it needs to be a static int"),
-        ({"out": 1.0}, r"out holds float32\[\] but the result is float32\[256, 2\]"),
-    ],
-)
-def test_arguments_of_the_wrong_type(plan, options, match):
-    with pytest.raises((TypeError, ValueError), match=match):
-        move(plan, rows(2), **options)
-
-
-def test_mesh_and_metadata_of_the_wrong_type(plan):
-    metadata: Any = Metadata(**plan)
-    with pytest.raises(TypeError, match=r"mesh is 'cp'; it needs to be a jax.sharding.Mesh"):
-        dispatch(rows(2), metadata, axis_name=AXIS, capacity=4, mesh=AXIS)
-    metadata = (metadata, None)
-    with pytest.raises(TypeError, match="dispatch: metadata is tuple; it needs to be Metadata"):
-        dispatch(rows(2), metadata, axis_name=AXIS, capacity=4)
-
-
-def test_unknown_implementation(plan):
-    with pytest.raises(ValueError, match=r"implementation is 'nccl'; it needs to be 'in_process'"):
-        move(plan, rows(2), implementation="nccl")
-
-
-def test_neither_or_both_of_capacity_and_buffer(plan):
-    with pytest.raises(ValueError, match="dispatch: got neither of capacity and buffer"):
-        move(plan, rows(2), capacity=None)
-    with pytest.raises(ValueError, match="dispatch: got both of capacity and buffer"):
-        move(plan, rows(2), buffer=1)
-
-
-def test_capacity_that_is_not_static(plan):
-    with pytest.raises(TypeError, match=r"dispatch: capacity is .*; it needs to be a static int"):
-        jax.jit(lambda n: move(plan, rows(2), capacity=n))(4)
-
-
-# ---- Errors at run time: every rank gets the error, and the next program runs.
-
-
 def expect_on_every_rank(fn, match):
+    """Every rank gets the error, and the next program runs."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         fn()
     good = random_plan(np.random.default_rng(1), W, S, T)

@@ -187,22 +187,3 @@ def test_the_invalid_plan_is_named(unchecked_types, bad, name):
             jax.block_until_ready(fn(*rows, *metadata))
     expect_equal(run(*x, *METADATA), sent(*x))
     expect_equal(bring(*y, *METADATA), brought(*y))
-
-
-def test_invalid_arguments_are_named(unchecked_types):
-    q, kv = all_ranks(tokens(TQ, TKV, seed=10))
-
-    def refuse(message, *, metadata=METADATA, kv=kv, call=dispatch_qkv, **options):
-        where = SEND if call is dispatch_qkv else BRING
-        with pytest.raises(ValueError, match=message):
-            call(q, kv, *metadata, **{**where, "mesh": mesh_of(W), **options})
-
-    refuse("dispatch_qkv: kv_capacity is -1; it needs to be at least 0", kv_capacity=-1)
-    refuse("dispatch_qkv: got neither of q_capacity and q_buffer", q_capacity=None)
-    refuse("dispatch_qkv: got both of kv_capacity and kv_buffer", kv_buffer=1)
-    refuse("dispatch_qkv: got only one of q_out and kv_out. Pass both or none", q_out=jnp.zeros(3))
-    refuse("dispatch_qkv: kv holds no array", kv=())
-    refuse(r"the arrays of kv have \[48, 44\] rows", kv=(kv[0], kv[1][:-4]))
-    refuse("combine_qkv: q_num_tokens is -2; it needs to be", call=combine_qkv, q_num_tokens=-2)
-    sliced = (METADATA[0], METADATA[1].get_slice(0))
-    refuse(r"metadata.seq_len has shape \[7\]; it needs \[4, S\]", metadata=sliced)

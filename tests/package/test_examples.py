@@ -9,7 +9,14 @@ import pytest
 EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
 
 # A short run. Its own test compares training with one device.
-TRAIN = ("--steps=3", "--columns=128", "--workers=1", "--folder", str(EXAMPLES[0].parent))
+TRAIN = (
+    "--steps=3",
+    "--columns=128",
+    "--layers=1",
+    "--workers=1",
+    "--folder",
+    str(EXAMPLES[0].parent),
+)
 
 
 @pytest.mark.usefixtures("environment_of_a_user")

@@ -1,6 +1,7 @@
-"""Invalid calls of plans, movement and products. Of attention: see test_refusals_attention.py.
+"""Invalid calls of plans and of what surrounds products.
 
-Errors in values appear at run time: see test_dispatch_errors.py.
+Of attention: test_refusals_attention.py; of movement: test_dispatch_refusals.py; of products:
+test_comm_gemm_errors.py.
 """
 
 from typing import Any, cast
@@ -8,17 +9,12 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-from comm_gemm_refusals import trace
-from on_mesh import AXIS
 from refusals import (
     IDS,
     LENGTHS,
-    LHS,
     NO_PLAN,
-    RHS,
     WHERE,
     S,
-    T,
     W,
     X,
     check_names,
@@ -39,52 +35,12 @@ def plan_of(**fields: Any) -> cp.Metadata:
     return cp.Metadata(**{**vars(PLAN), **fields})
 
 
-def dispatch(x: Any = X, plan: Any = PLAN, **options: Any):
-    options = {"capacity": W * T, "axis_name": AXIS, **options}
-    return trace(lambda x, m: cp.dispatch(x, m, **options), x, plan)
-
-
-def combine(y: Any = X, plan: Any = PLAN, **options: Any):
-    options = {"num_tokens": T, **options}
-    return trace(lambda y, m: cp.combine(y, m, axis_name=AXIS, **options), y, plan)
-
-
-def dispatch_qkv(**options: Any):
-    options = {"q_capacity": 9, "kv_capacity": 9, **options}
-    return trace(lambda x, m: cp.dispatch_qkv(x, x, m, m, axis_name=AXIS, **options), X, PLAN)
-
-
-def combine_qkv(**options: Any):
-    options = {"q_num_tokens": T, "kv_num_tokens": T, **options}
-    return trace(lambda x, m: cp.combine_qkv(x, x, m, m, axis_name=AXIS, **options), X, PLAN)
-
-
 def gen_seq_lens(num_seqs: Any = 4, total_len: Any = 8):
     return cp.scenarios.gen_seq_lens(KEY, 2, num_seqs, total_len)
 
 
-def ring_exchange(**options: Any):
-    return trace(lambda x: cp.ring_exchange(x, **{"axis_name": AXIS, **options}), X)
-
-
-def chunk_exchange(**options: Any):
-    maps = cp.cycles.chunk_maps([[0, 1, 2, 3]])
-    options = {"axis_name": AXIS, **options}
-    return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
-
-
 def plan(segment_ids: Any = IDS, positions: Any = None, world_size: Any = W, **options: Any):
     return cp.plan_attention(segment_ids, positions, world_size=world_size, **options)
-
-
-def gather(x: Any = LHS, w: Any = RHS, **options: Any):
-    options = {"method": "ring", **options}
-    return trace(lambda x, w: cp.all_gather_matmul(x, w, axis_name=AXIS, **options), x, w)
-
-
-def scatter(x: Any = LHS, w: Any = RHS, **options: Any):
-    options = {"method": "ring", **options}
-    return trace(lambda x, w: cp.matmul_reduce_scatter(x, w, axis_name=AXIS, **options), x, w)
 
 
 def overlap_buffer(
@@ -215,55 +171,7 @@ CASES = [
         lambda: cp.scenarios.orchestrate_simulate(X, X, NO_PLAN),
         "is ndarray; it needs",
     ),
-    # Movement.
-    ("dispatch", lambda: dispatch(capacity=None), "got neither of capacity and buffer"),
-    ("dispatch", lambda: dispatch(capacity=1.5), "capacity is 1.5; it needs to be a static int"),
-    ("dispatch", lambda: dispatch(capacity=-1), "capacity is -1; it needs to be at least 0"),
-    ("dispatch", lambda: dispatch(capacity=2**62), "4611686018427387904.*any memory. Pass"),
-    ("combine", lambda: combine(num_tokens=2**62), "more than any memory. Pass no more rows"),
-    ("dispatch", lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
-    ("dispatch", lambda: dispatch(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
-    ("ring_exchange", lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
-    ("ring_exchange", lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
-    ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
-    ("chunk_exchange", lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs"),
-    ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
-    ("dispatch", lambda: dispatch(plan=(PLAN, PLAN)), "metadata is.*needs to be Metadata"),
-    ("dispatch", lambda: dispatch(implementation="a"), "implementation is 'a'; there are"),
-    ("dispatch", lambda: dispatch(capacity=None, buffer=77), "77.*create_dispatch_buffer"),
-    (
-        "dispatch",
-        lambda: dispatch(plan=plan_of(seq_len=LENGTHS * 1.0)),
-        "seq_len has dtype float.*integers",
-    ),
-    ("dispatch", lambda: dispatch(out=X), "out holds.*but the result is"),
-    ("combine", lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
-    ("combine", lambda: combine(X > 0), "cannot sum bool; it sums"),
-    ("dispatch_qkv", lambda: dispatch_qkv(q_capacity=None), "got neither of q_capacity"),
-    ("dispatch_qkv", lambda: dispatch_qkv(q_out=X), "only one of q_out and kv_out. Pass both"),
-    ("combine_qkv", lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
-    (
-        "create_dispatch_buffer",
-        lambda: cp.buffers.create_dispatch_buffer(capacity=-1),
-        "capacity is -1; it needs",
-    ),
-    (
-        "create_dispatch_buffer",
-        lambda: cp.buffers.create_dispatch_buffer(capacity=2**62),
-        "capacity is 4611686018427387904; it needs to be below",
-    ),
-    (
-        "destroy_dispatch_buffer",
-        lambda: cp.buffers.destroy_dispatch_buffer(2**40),
-        "no buffer 1099511627776.*Pass",
-    ),
     # Overlapped products.
-    ("all_gather_matmul", lambda: gather(LHS[..., :2]), "2 columns but w has 3 rows.*Transpose"),
-    ("all_gather_matmul", lambda: gather(LHS.astype(int)), "int.*needs to be one of"),
-    ("all_gather_matmul", lambda: gather(method="no"), "method is 'no'; it needs"),
-    ("matmul_reduce_scatter", lambda: scatter(LHS[:, :1]), "not a multiple.*pad"),
-    ("all_gather_matmul", lambda: gather(row_counts=(1, 2)), r"row_counts is \(1, 2\); it needs"),
-    ("all_gather_matmul", lambda: gather(buffer=77), "no buffer 77. Create it"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer("no"), "comm_type is 'no'; it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(shape=(8,)), r"is \(8,\); it needs"),
     ("create_comm_overlap_buffer", lambda: overlap_buffer(num_splits=0), "is 0; it needs"),

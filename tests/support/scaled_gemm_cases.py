@@ -3,8 +3,11 @@
 from typing import Any, NamedTuple
 
 import comm_gemm_oracle as oracle
+import jax.numpy as jnp
 import numpy as np
 import scaling_oracle
+
+from jax_cp_dispatch import gemm
 
 E4M3, E5M2 = scaling_oracle.FORMATS
 MODES = ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"]
@@ -96,3 +99,23 @@ def gelu_derivative(x):
     tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
     inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
     return (1 + tanh) / 2 + x / 2 * (1 - tanh**2) * inner
+
+
+def scaled(lhs, rhs, mode):
+    """Returns the call and its operands: data and scales."""
+
+    def call(*operands, **options):
+        a, a_scale, b, b_scale = map(jnp.asarray, operands)
+        scales = {"lhs_scale_inv": a_scale, "rhs_scale_inv": b_scale}
+        return gemm(a, b, scaling_mode=mode, **scales, **options)
+
+    return call, (*lhs[:2], *rhs[:2])
+
+
+def tiles_of(scales):
+    """Line by line of lhs, or column by column of rhs; padded with zeros."""
+    lines, blocks = scales.shape
+    tiles = np.zeros((-(-lines // 128), -(-blocks // 4), 512), np.uint8)
+    line, block = np.indices(scales.shape)
+    tiles[line // 128, block // 4, scaling_oracle.tile_offset(line % 128, block % 4)] = scales
+    return tiles

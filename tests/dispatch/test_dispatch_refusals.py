@@ -1,0 +1,164 @@
+"""Invalid calls of dispatch, combine and their buffers: each is rejected while it is traced.
+
+Errors in the values of a plan appear at run time: see test_dispatch_errors.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from comm_gemm_refusals import trace
+from on_mesh import AXIS, mesh_of, on_ranks
+from refusals import LENGTHS, WHERE, T, W, X, check_names, check_rejected
+
+import jax_cp_dispatch as cp
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+PLAN, _ = cp.compute_metadata(LENGTHS, WHERE)
+
+
+def plan_of(**fields: Any) -> cp.Metadata:
+    return cp.Metadata(**{**vars(PLAN), **fields})
+
+
+def dispatch(x: Any = X, plan: Any = PLAN, **options: Any):
+    options = {"capacity": W * T, "axis_name": AXIS, **options}
+    return trace(lambda x, m: cp.dispatch(x, m, **options), x, plan)
+
+
+def combine(y: Any = X, plan: Any = PLAN, **options: Any):
+    options = {"num_tokens": T, **options}
+    return trace(lambda y, m: cp.combine(y, m, axis_name=AXIS, **options), y, plan)
+
+
+def dispatch_qkv(kv: Any = X, **options: Any):
+    options = {"q_capacity": 9, "kv_capacity": 9, **options}
+    return trace(
+        lambda q, kv, m: cp.dispatch_qkv(q, kv, m, m, axis_name=AXIS, **options), X, kv, PLAN
+    )
+
+
+def combine_qkv(**options: Any):
+    options = {"q_num_tokens": T, "kv_num_tokens": T, **options}
+    return trace(lambda x, m: cp.combine_qkv(x, x, m, m, axis_name=AXIS, **options), X, PLAN)
+
+
+def ring_exchange(**options: Any):
+    return trace(lambda x: cp.ring_exchange(x, **{"axis_name": AXIS, **options}), X)
+
+
+def chunk_exchange(**options: Any):
+    maps = cp.cycles.chunk_maps([[0, 1, 2, 3]])
+    options = {"axis_name": AXIS, **options}
+    return trace(lambda x: cp.chunk_exchange(x, *maps, **options), X)
+
+
+def outside(plan: Any = PLAN, **options: Any):
+    """A call outside of any mesh."""
+    return cp.dispatch(X[0], plan, axis_name=AXIS, capacity=4, **options)
+
+
+def on_vmap_axis():
+    two, _ = cp.compute_metadata(LENGTHS[:2], WHERE[:2] % 2)
+    jax.vmap(lambda x: cp.dispatch(x, two, axis_name="v", capacity=4), axis_name="v")(X[:2])
+
+
+def dispatch_qkv_outside(kv_metadata: Any):
+    q = X.reshape(W * T, 2)
+    options: Any = {"axis_name": AXIS, "q_capacity": 9, "kv_capacity": 9, "mesh": mesh_of(W)}
+    cp.dispatch_qkv(q, q, PLAN, kv_metadata, **options)
+
+
+# Name, call, and the message after "<operation>: ".
+CASES = [
+    # Rows.
+    ("dispatch", lambda: dispatch(capacity=None), "got neither of capacity and buffer"),
+    ("dispatch", lambda: dispatch(buffer=1), "got both of capacity and buffer"),
+    ("dispatch", lambda: dispatch(capacity=1.5), "capacity is 1.5; it needs to be a static int"),
+    ("dispatch", lambda: dispatch(capacity=True), "capacity is True; it needs to be a static int"),
+    (
+        "dispatch",
+        lambda: jax.eval_shape(lambda n: dispatch(capacity=n), 4),
+        "capacity is .*; it needs to be a static int",
+    ),
+    ("dispatch", lambda: dispatch(capacity=-1), "capacity is -1; it needs to be at least 0"),
+    ("dispatch", lambda: dispatch(capacity=2**62), "4611686018427387904.*any memory. Pass"),
+    ("combine", lambda: combine(num_tokens=None), "num_tokens is None; it needs to be a static"),
+    ("combine", lambda: combine(num_tokens=-3), "num_tokens is -3; it needs to be at least 0"),
+    ("combine", lambda: combine(num_tokens=2**62), "more than any memory. Pass no more rows"),
+    ("dispatch_qkv", lambda: dispatch_qkv(kv_capacity=-1), "kv_capacity is -1; it needs to be at"),
+    ("dispatch_qkv", lambda: dispatch_qkv(q_capacity=None), "got neither of q_capacity and q_buf"),
+    ("dispatch_qkv", lambda: dispatch_qkv(kv_buffer=1), "got both of kv_capacity and kv_buffer"),
+    ("combine_qkv", lambda: combine_qkv(q_num_tokens=-2), "q_num_tokens is -2; it needs"),
+    ("combine_qkv", lambda: combine_qkv(kv_num_tokens=-1), "kv_num_tokens is -1; it needs"),
+    # Arrays.
+    ("dispatch", lambda: dispatch([]), "x holds no array"),
+    ("dispatch", lambda: dispatch(X[:, 0, 0]), "x holds a scalar; every array needs rows"),
+    ("dispatch", lambda: dispatch((X, X[:, :4])), r"the arrays of x have \[6, 4\] rows"),
+    ("dispatch", lambda: dispatch(X.astype(jnp.int4)), "x has dtype int4, less than a byte"),
+    ("dispatch", lambda: dispatch(out=X), r"out holds .* but the result is float32\[24, 2\]"),
+    ("dispatch", lambda: dispatch(out=1.0), r"out holds float32\[\] but the result is float32\["),
+    ("combine", lambda: combine(X > 0), "cannot sum bool; it sums bfloat16"),
+    ("dispatch_qkv", lambda: dispatch_qkv(q_out=X), "only one of q_out and kv_out. Pass both or"),
+    ("dispatch_qkv", lambda: dispatch_qkv(()), "kv holds no array"),
+    ("dispatch_qkv", lambda: dispatch_qkv((X, X[:, :4])), r"the arrays of kv have \[6, 4\] rows"),
+    # Ranks.
+    ("dispatch", lambda: dispatch(axis_name=3), "axis_name is 3; it needs the name of one mesh"),
+    ("dispatch", lambda: dispatch(axis_name="no"), "axis_name 'no' is not an axis of the mesh"),
+    ("dispatch", lambda: dispatch(axis_name=()), r"axis_name is \(\); it needs one mesh axis, or"),
+    ("dispatch", lambda: dispatch(axis_name=(AXIS,) * 2), r"is \('cp', 'cp'\); it needs one mesh"),
+    ("dispatch", on_vmap_axis, "axis_name 'v' is an axis of jax.vmap here"),
+    ("dispatch", outside, "no mesh with axis 'cp' was found. Call dispatch in"),
+    ("dispatch", lambda: outside(mesh=AXIS), "mesh is 'cp'; it needs to be a jax.sharding.Mesh"),
+    ("ring_exchange", lambda: ring_exchange(axis_name=3), "axis_name is 3; it needs"),
+    ("ring_exchange", lambda: ring_exchange(shift=1.5), "shift is 1.5; it needs to be an integer"),
+    ("chunk_exchange", lambda: chunk_exchange(axis_name=3), "axis_name is 3; it needs"),
+    # Deadlines and implementations.
+    ("dispatch", lambda: dispatch(deadline=0), "deadline is 0; it needs to be a positive"),
+    ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
+    ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
+    ("dispatch", lambda: dispatch(implementation="nccl"), "is 'nccl'; there are 'in_process'"),
+    # Plans.
+    ("dispatch", lambda: outside((PLAN, None)), "metadata is tuple; it needs to be Metadata"),
+    ("dispatch", lambda: dispatch(plan=plan_of(seq_len=LENGTHS * 1.0)),
+     "metadata.seq_len has dtype float32; ranks, rows and"),
+    ("dispatch", lambda: dispatch(plan=plan_of(dst_offset=PLAN.dst_offset[:, :1])),
+     r"metadata.dst_offset has shape \[1\] but seq_len \[2\]"),
+    ("dispatch", lambda: dispatch(plan=plan_of(world_size=8)),
+     "world_size=8 but axis 'cp' has 4 devices"),
+    ("dispatch_qkv", lambda: dispatch_qkv_outside(PLAN.get_slice(0)),
+     r"metadata.seq_len has shape \[2\]; it needs \[4, S\]"),
+    # Buffers.
+    ("dispatch", lambda: dispatch(capacity=None, buffer=77), "77.*create_dispatch_buffer"),
+    ("create_dispatch_buffer", lambda: cp.buffers.create_dispatch_buffer(capacity=-1),
+     "capacity is -1; it needs"),
+    ("create_dispatch_buffer", lambda: cp.buffers.create_dispatch_buffer(capacity=2**62),
+     "capacity is 4611686018427387904; it needs to be below"),
+    ("destroy_dispatch_buffer", lambda: cp.buffers.destroy_dispatch_buffer(2**40),
+     "no buffer 1099511627776.*Pass"),
+]  # fmt: skip
+
+
+def test_the_list_is_of_public_functions():
+    check_names(CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_rejected(index):
+    check_rejected(*CASES[index])
+
+
+def test_another_platform():
+    move = lambda x, m: cp.dispatch(
+        x, m, axis_name=AXIS, capacity=W * T, implementation="in_process"
+    )
+    run = jax.jit(on_ranks(move, mesh_of(W)))
+    with pytest.raises(NotImplementedError, match="the platform is 'cuda', but it serves CPU dev"):
+        run.trace(X, PLAN).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("deadline", [1e10, 1e300])
+def test_a_deadline_that_is_practically_infinite(deadline):
+    assert dispatch(deadline=deadline).shape == (W, W * T, 2)
