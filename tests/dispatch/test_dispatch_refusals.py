@@ -119,7 +119,7 @@ CASES = [
     ("dispatch", lambda: dispatch(deadline=0), "deadline is 0; it needs to be a positive"),
     ("dispatch", lambda: dispatch(deadline=float("nan")), "deadline is nan; it needs to be"),
     ("ring_exchange", lambda: ring_exchange(deadline=-1), "deadline is -1; it needs"),
-    ("dispatch", lambda: dispatch(implementation="nccl"), "is 'nccl'; there are 'in_process'"),
+    ("dispatch", lambda: dispatch(implementation="nccl"), "is 'nccl'; it needs to be 'in_process'"),
     # Plans.
     ("dispatch", lambda: outside((PLAN, None)), "metadata is tuple; it needs to be Metadata"),
     ("dispatch", lambda: dispatch(plan=plan_of(seq_len=LENGTHS * 1.0)),
