@@ -126,10 +126,10 @@ void BindCommGemm(nb::module_& m) {
   m.def("list_overlap_buffers", &List);
   m.def("overlap_buffer_bytes", &BufferBytesFor, nb::kw_only(), arg("comm_type"), arg("method"),
         arg("copies"), arg("num_ranks"), arg("rows"), arg("slot_rows"), arg("columns"),
-        arg("dtype"), arg("has_scales"), arg("gathers_to_aux"), "Of one rank.");
+        arg("dtype"), arg("has_scales"), arg("gathers_to_aux"), "Returns the bytes of one rank.");
   m.def("gemm_scratch_bytes", &ScratchBytes, nb::kw_only(), arg("m"), arg("n"), arg("k"),
         arg("output_dtype"), arg("has_scales"), arg("lhs_transposed"), arg("rhs_transposed"),
-        arg("fuse_gelu"), "Of one rank on a GPU.");
+        arg("fuse_gelu"), "Returns the bytes of one rank on a GPU.");
   m.def(
       "load_blas",
       [](nb::capsule sgemm, nb::capsule dgemm) {
@@ -139,7 +139,7 @@ void BindCommGemm(nb::module_& m) {
   m.def("start_spans", [] { SpanRecorder::Get().Start(); });
   m.def(
       "stop_spans", [] { return ToPython(SpanRecorder::Get().Stop()); },
-      "In the order in which they ended.");
+      "Returns the spans in the order in which they ended.");
 }
 
 }  // namespace cpd

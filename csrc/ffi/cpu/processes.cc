@@ -69,7 +69,7 @@ void BindProcesses(nb::module_& m) {
   m.def("start_shared_memory", &Start, arg("process"), nb::kw_only(), arg("segment_fd"),
         arg("segment_bytes"), arg("others"),
         "Takes over the file descriptors; afterwards exchanges reach the ranks of the others.");
-  m.def("end_programs", &EndPrograms, "Tells that no program with calls is being compiled.");
+  m.def("end_programs", &EndPrograms, "Records that no program with calls is being compiled.");
 }
 
 }  // namespace cpd

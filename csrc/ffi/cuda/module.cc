@@ -65,7 +65,8 @@ void BindSlab(nb::module_& m) {
         Check(MakeIpcSlab(device, bytes, &address, &handle));
         return nb::make_tuple(address, nb::bytes(handle.data(), handle.size()));
       },
-      arg("device"), arg("bytes"), "(address, handle for the other processes) of new zeros.");
+      arg("device"), arg("bytes"),
+      "Allocates zeros; returns (address, handle for the other processes).");
   m.def(
       "open_slab",
       [](int device, nb::bytes handle) {
@@ -73,7 +74,7 @@ void BindSlab(nb::module_& m) {
         Check(OpenIpcSlab(device, std::string(handle.c_str(), handle.size()), &address));
         return address;
       },
-      arg("device"), arg("handle"), "The address of another process's slab in this one.");
+      arg("device"), arg("handle"), "Returns the address of another process's slab in this one.");
   m.def(
       "set_slab",
       [](const std::vector<uint64_t>& bases, int64_t bytes, std::vector<int64_t> memory_groups) {
@@ -82,13 +83,13 @@ void BindSlab(nb::module_& m) {
         Slab::Get().Set(std::move(pointers), bytes, std::move(memory_groups));
       },
       arg("bases"), arg("bytes"), arg("memory_groups"),
-      "Names the slabs of all processes, in their order, and who maps whose: the same group.");
+      "Sets the slabs of all processes; those of one group map each other's memory.");
   m.def(
       "set_network_launcher",
       [](nb::capsule launcher) {
         SetNetworkLauncher(reinterpret_cast<CallLauncher>(launcher.data(kLauncherName)));
       },
-      arg("launcher"), "Who launches calls between groups: _nvshmem.launcher().");
+      arg("launcher"), "Sets the launcher of calls between groups, _nvshmem.launcher().");
 }
 
 }  // namespace
@@ -101,7 +102,7 @@ NB_MODULE(_cuda, m) {
   m.def(
       "ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "(major, minor) of the XLA FFI headers that this was built with.");
-  m.def("device_count", &cpd::DeviceCount, "(GPUs, why there are none).");
+  m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
   m.def("set_process", [](int64_t process) { ChannelRegistry::Get().set_process(process); });
   m.def(
@@ -119,6 +120,6 @@ NB_MODULE(_cuda, m) {
   });
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
-      "Errors that no call has reported yet.");
+      "Returns the errors that no call has reported yet.");
   cpd::BindSlab(m);
 }

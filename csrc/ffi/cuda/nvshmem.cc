@@ -111,7 +111,8 @@ NB_MODULE(_nvshmem, m) {
   using nb::arg;
   m.doc() = "NVSHMEM: one process per GPU, memory that all of them reach.";
   m.def("version", &cpd::Version);
-  m.def("unique_id", &cpd::UniqueId, "Of a new world: one process makes it, all pass it to start.");
+  m.def("unique_id", &cpd::UniqueId,
+        "Creates the id of a new world; all processes pass it to start.");
   m.def(
       "start",
       [](int rank, int num_ranks, nb::bytes id, int device) {
@@ -123,5 +124,5 @@ NB_MODULE(_nvshmem, m) {
   m.def("is_running", &cpd::IsRunning);
   m.def("make_slab", &cpd::MakeSlab, arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   m.def("launcher", &cpd::Launcher, arg("device"),
-        "Of calls between GPUs that do not all map each other's memory, for _cuda.");
+        "Returns the launcher of calls between GPUs that do not map each other's memory.");
 }
