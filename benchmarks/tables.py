@@ -150,8 +150,8 @@ VIEWS = {
     "placement": View(
         "**Placement**: {tokens_per_rank} tokens per rank, {num_heads} query and {num_kv_heads} KV "
         "heads of {head_size} in bfloat16. ms: on the host, also for nodes of GPUs and in blocks. "
-        "Keys: moved per token, and a [lower bound](placement.md#a-lower-bound). Bytes: as above, "
-        "also of two published planners.",
+        "Keys: moved per token, and a [lower bound](planner_internals.md#a-lower-bound). "
+        "Bytes: as above, also of two published planners.",
         {"lengths, ranks": "{lengths}, {world_size}"},
         {
             "ms": "{plan_ms}",
