@@ -1,12 +1,13 @@
 """Moves tokens between ranks: the public calls, their primitives and implementations."""
 
 from jax_cp_dispatch._dispatch.api import combine, combine_qkv, dispatch, dispatch_qkv
+from jax_cp_dispatch._dispatch.arguments import outgoing, returning
 from jax_cp_dispatch._dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,
 )
-from jax_cp_dispatch._dispatch.exchange import move, outgoing, returning
+from jax_cp_dispatch._dispatch.exchange import move
 
 __all__ = [
     "combine",

@@ -9,7 +9,7 @@ Three words mean three things here:
 - An **overlap** is how a gemm communicates: what moves, by which method, in whose memory. The
   caller names it, as options or by a registered buffer (`buffers/`), or it is chosen (`choice/`).
 
-`scaled/` contains 8-bit operands. `types` and `checks` serve all of these.
+`scaled/` contains 8-bit operands. `types` and `operand_types` serve all of these.
 """
 
 from jax_cp_dispatch.comm_gemm._gemm import gemm

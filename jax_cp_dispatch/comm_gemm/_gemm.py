@@ -10,18 +10,18 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options, read_options_alone
 from jax_cp_dispatch.comm_gemm.buffers.registry import find_buffer
-from jax_cp_dispatch.comm_gemm.checks import (
-    check_operand_types,
-    read_array,
-    read_flag,
-    result_dtype,
-)
 from jax_cp_dispatch.comm_gemm.engine.call import GemmCall, GemmResults, collapse
 from jax_cp_dispatch.comm_gemm.engine.communication import ranks_of_gemm, with_overlap
 from jax_cp_dispatch.comm_gemm.engine.primitive import bind_gemm
 from jax_cp_dispatch.comm_gemm.layers.one_device import gemm_of_one_device
 from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.scaled.checks import check_scales
+from jax_cp_dispatch.comm_gemm.operand_types import (
+    check_operand_types,
+    read_array,
+    read_flag,
+    result_dtype,
+)
+from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_scales
 from jax_cp_dispatch.comm_gemm.types import CommOverlapType, ScalingMode
 
 

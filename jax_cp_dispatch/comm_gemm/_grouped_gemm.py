@@ -8,19 +8,19 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jax_cp_dispatch._ranks.implementations import check_implementation
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.comm_gemm.checks import (
-    check_operand_types,
-    read_array,
-    read_flag,
-    result_dtype,
-)
 from jax_cp_dispatch.comm_gemm.engine.grouped import GroupedCall
 from jax_cp_dispatch.comm_gemm.layers.grouped import (
     bind_grouped,
     gemm_of_groups,
 )
 from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.scaled.checks import scales_of_mode
+from jax_cp_dispatch.comm_gemm.operand_types import (
+    check_operand_types,
+    read_array,
+    read_flag,
+    result_dtype,
+)
+from jax_cp_dispatch.comm_gemm.scaled.read_scales import scales_of_mode
 from jax_cp_dispatch.comm_gemm.types import ScalingMode
 
 _FORMS: dict[Any, tuple[bool, bool]] = {  # contracting_dims -> (contracts_rows, rhs_transposed)

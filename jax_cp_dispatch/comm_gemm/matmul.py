@@ -13,14 +13,12 @@ from jax_cp_dispatch._ranks.axis import AxisName, other_axes
 from jax_cp_dispatch._ranks.call_context import CallContext
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import CollectiveOptions, find_ranks, read_options
-from jax_cp_dispatch.comm_gemm.checks import result_dtype
 from jax_cp_dispatch.comm_gemm.choice.overlaps import (
     MatmulSizes,
     OverlapOptions,
     check_details,
     choose_overlaps,
 )
-from jax_cp_dispatch.comm_gemm.layers.checks import read_operands, read_row_counts
 from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
     even_row_counts,
     matmul_of_all_ranks,
@@ -28,9 +26,11 @@ from jax_cp_dispatch.comm_gemm.layers.global_arrays import (
 )
 from jax_cp_dispatch.comm_gemm.layers.operands import Operands
 from jax_cp_dispatch.comm_gemm.layers.rank import Matmul
+from jax_cp_dispatch.comm_gemm.layers.read_operands import read_operands, read_row_counts
 from jax_cp_dispatch.comm_gemm.layers.reverse_mode import reverse_mode_only
-from jax_cp_dispatch.comm_gemm.scaled.checks import check_contracted_blocks, read_scaling
+from jax_cp_dispatch.comm_gemm.operand_types import result_dtype
 from jax_cp_dispatch.comm_gemm.scaled.operands import FORWARD_DTYPE, MatmulScaling, gradient_dtype
+from jax_cp_dispatch.comm_gemm.scaled.read_scales import check_contracted_blocks, read_scaling
 from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, ScalingMode
 
 Method = CommOverlapMethod | str

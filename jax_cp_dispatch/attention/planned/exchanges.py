@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, DTypeLike, Float, Int32
 
-from jax_cp_dispatch._dispatch.exchange import move, outgoing, returning
+from jax_cp_dispatch._dispatch.arguments import outgoing, returning
+from jax_cp_dispatch._dispatch.exchange import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, PlanConfig
 

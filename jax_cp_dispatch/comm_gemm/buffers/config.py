@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch.comm_gemm.checks import read_flag
+from jax_cp_dispatch.comm_gemm.operand_types import read_flag
 from jax_cp_dispatch.comm_gemm.types import (
     BYTE_FLOATS,
     FLOATS,
