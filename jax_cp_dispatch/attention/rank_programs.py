@@ -6,25 +6,24 @@ rank would receive may have any values: only their number and the ranges determi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
-from jax_cp_dispatch.attention.local.backward import begin_dq
 from jax_cp_dispatch.attention.local.checks import check_operands
-from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
-from jax_cp_dispatch.attention.rotating.attend import Rotation
+from jax_cp_dispatch.attention.rotating.attend import backward as gradients_of_rank, forward
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.attention.rotating.schedules import OneRank
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 Shape = jax.ShapeDtypeStruct
@@ -87,19 +86,14 @@ def rotating_program(
     sequence = sharded_sequence(options, algorithm, schedule)
     rotation = sequence.rotation(*qkv)
 
-    def run(rank, q, k, v, start, end):
-        queries, held = rotation.cut(q, k, v, start, end)
+    rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
-        def attend(step, seen):
-            order = rotation.key_order(step, rank)
-            return rotation.attend(queries, start, end, held, seen, order)
-
-        seen = OnlineSoftmax.of_nothing(queries, v.shape[3])
-        out, lse = rotation.result(lax.fori_loop(0, num_ranks, attend, seen))
+    def run(rank, *operands):
+        out, lse = forward(rotation, operands, rank)
         if not backward:
             return out, lse
-        dout = out.astype(q.dtype)
-        return out, *_gradients(rotation, rank, queries, held, (start, end), (out, lse, dout))
+        outputs = out, lse, out.astype(operands[0].dtype)
+        return out, *gradients_of_rank(rotation, operands, outputs, rank)
 
     ids, reach = jnp.asarray(segment_ids), options.reach
     start, end = attended_tokens(ids, None, shape=(ids.shape[0], ids.shape[1]), reach=reach)
@@ -109,19 +103,3 @@ def rotating_program(
     missing = rotation.layout.num_rows - qkv[0].shape[1]
     shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
     return RankProgram(run, shapes, ranges)
-
-
-def _gradients(rotation: Rotation, rank, queries, held, ranges, outputs):
-    start, end = ranges
-    cotangents = rotation.cut_cotangents(start, end, *outputs)
-
-    def add_step(step, carry):
-        dq, travelling = carry
-        order = rotation.key_order(step, rank)
-        dq, dkv = rotation.gradients(queries, start, end, held, cotangents, dq, order)
-        return dq, jax.tree.map(jnp.add, travelling, dkv)
-
-    zeros = tuple(jnp.zeros(x.shape, cotangents.dout.dtype) for x in held)
-    carry = begin_dq(queries), zeros
-    dq, dkv = lax.fori_loop(0, rotation.schedule.num_ranks, add_step, carry)
-    return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)

@@ -13,10 +13,11 @@ from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
-    attend_locally,
     attend_locally_backward,
+    attend_received,
     attend_rows,
     check_call,
+    local_operands,
     stamp_of_call,
 )
 from jax_cp_dispatch.planner import AttentionPlan
@@ -95,17 +96,23 @@ def _attend(options, q, k, v, plan, stamp):
     return _forward(options, q, k, v, plan, stamp)[0]
 
 
-def _forward(options, q, k, v, plan, stamp):
-    q, k, v = not_again(options.op, [q, k, v])
+def send(options, q, k, v, plan, stamp):
+    """Sends the rows as planned; returns the operands of local attention, `[1, rows, ...]`."""
     received = exchanges.send_qkv(options.exchange, plan, q, (k, v), stamp)
     received_q, received_kv = named_context_received(received)
-    ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
-    operands = tuple(x[None] for x in (received_q, *received_kv, *ranges))
-    out, lse = attend_locally(options, *operands)
-    # The output is final: all keys of a query are on its rank.
-    out, lse = named_context((out.astype(q.dtype), lse))
-    home = named_context(exchanges.return_q(options.exchange, plan, out[0], stamp))
-    return home, (operands, out, lse, plan)
+    return local_operands(options, plan, received_q, received_kv)
+
+
+def bring_back(options, out, plan, stamp):
+    """Returns the output of local attention to the ranks of its queries."""
+    return named_context(exchanges.return_q(options.exchange, plan, out[0], stamp))
+
+
+def _forward(options, q, k, v, plan, stamp):
+    q, k, v = not_again(options.op, [q, k, v])
+    operands = send(options, q, k, v, plan, stamp)
+    out, lse = attend_received(options, *operands)
+    return bring_back(options, out, plan, stamp), (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.checks import check_rows, is_stack
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
@@ -75,6 +76,23 @@ def attend_rows(
     arrays = vary_alike(in_reverse_only(options.op, [q, k, v]), also=options.exchange.axis_names)
     rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     return attend(options, *rows, *operands).reshape(*q.shape[:3], v.shape[3])
+
+
+def local_operands(
+    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, q: Any, kv: Any
+) -> tuple[Any, ...]:
+    """Returns received q, k and v, and the keys of each query, as operands of local attention."""
+    ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
+    return tuple(x[None] for x in (q, *kv, *ranges))
+
+
+def attend_received(options: AttentionOptions, q, *operands):
+    """Returns the output in the dtype of q, and its lse, from operands of `local_operands`.
+
+    Both are final: all keys of a query are on its rank.
+    """
+    out, lse = attend_locally(options, q, *operands)
+    return named_context((out.astype(q.dtype), lse))
 
 
 def attend_locally(options: AttentionOptions, q, k, *operands):

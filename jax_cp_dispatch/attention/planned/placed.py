@@ -7,16 +7,17 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._residuals import named_context, named_context_received
+from jax_cp_dispatch._residuals import named_context_received
 from jax_cp_dispatch.attention.checks import check_plan
 from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
-    attend_locally,
     attend_locally_backward,
+    attend_received,
     attend_rows,
     check_call,
+    local_operands,
     stamp_of_call,
 )
 from jax_cp_dispatch.planner import PlacedPlan
@@ -87,14 +88,16 @@ def _attend(options, q, k, v, plan, stamp):
     return _forward(options, q, k, v, plan, stamp)[0]
 
 
+def send(options, q, k, v, plan, stamp):
+    """Sends keys and values; returns the operands of local attention, `[1, rows, ...]`."""
+    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v), stamp))
+    return local_operands(options, plan, q, received)
+
+
 def _forward(options, q, k, v, plan, stamp):
     q, k, v = not_again(options.op, [q, k, v])
-    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v), stamp))
-    ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
-    operands = tuple(x[None] for x in (q, *received, *ranges))
-    out, lse = attend_locally(options, *operands)
-    # The output is final: all keys of a query are on its rank.
-    out, lse = named_context((out.astype(q.dtype), lse))
+    operands = send(options, q, k, v, plan, stamp)
+    out, lse = attend_received(options, *operands)
     return out[0], (operands, out, lse, plan)
 
 

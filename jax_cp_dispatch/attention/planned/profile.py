@@ -10,12 +10,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options
+from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
 from jax_cp_dispatch.attention.options import AttentionOptions
-from jax_cp_dispatch.attention.planned import exchanges
+from jax_cp_dispatch.attention.planned import balanced, placed
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
-from jax_cp_dispatch.attention.planned.call import attend_locally, stamp_of_call
+from jax_cp_dispatch.attention.planned.call import attend_received, stamp_of_call
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
@@ -56,23 +56,7 @@ def balanced_attention_profile(
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     check_plan(op, plan, AttentionPlan)
     call = _call(op, stopwatch, (q, k, v), plan, **options)
-
-    def send(q, k, v, plan, *documents):
-        stamp = stamp_of_call(call.options, plan, *documents)
-        return exchanges.send_qkv(call.exchange, plan, _rows(q), (_rows(k), _rows(v)), stamp)
-
-    def bring_back(out, plan, *documents):
-        stamp = stamp_of_call(call.options, plan, *documents)
-        return exchanges.return_q(call.exchange, plan, out, stamp)
-
-    total = call.time_whole(attend_balanced)
-    record = StepRecord(stopwatch)
-    sending = call.program(send, [_ROWS, _ROWS, _ROWS, *_PLAN], (_BY_RANK, (_BY_RANK, _BY_RANK)))
-    (received,) = record.step("send", communication=(sending, *call.qkv, *call.plan))
-    (out,) = record.step("attend", computation=call.attend(*received))
-    back = call.program(bring_back, [_BY_RANK, *_PLAN], _BY_RANK)
-    (out,) = record.step("return", communication=(back, out, *call.plan))
-    return call.result("balanced_attention", total, record, out)
+    return call.profile(attend_balanced, balanced.send, balanced.bring_back)
 
 
 def placed_attention_profile(
@@ -94,17 +78,7 @@ def placed_attention_profile(
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     check_plan(op, plan, PlacedPlan)
     call = _call(op, stopwatch, (q, k, v), plan, **options)
-
-    def send(q, k, v, plan, *documents):
-        stamp = stamp_of_call(call.options, plan, *documents)
-        return _rows(q), exchanges.send_kv(call.exchange, plan, (_rows(k), _rows(v)), stamp)
-
-    total = call.time_whole(attend_placed)
-    record = StepRecord(stopwatch)
-    sending = call.program(send, [_ROWS, _ROWS, _ROWS, *_PLAN], (_BY_RANK, (_BY_RANK, _BY_RANK)))
-    (received,) = record.step("send", communication=(sending, *call.qkv, *call.plan))
-    (out,) = record.step("attend", computation=call.attend(*received))
-    return call.result("placed_attention", total, record, out)
+    return call.profile(attend_placed, placed.send)
 
 
 # Axes that the ranks share: of columns, and of rows that a rank received. Those of a plan and of
@@ -128,35 +102,43 @@ class _Call(NamedTuple):
     qkv: tuple[Any, ...]
     plan: tuple[Any, ...]
 
-    @property
-    def exchange(self) -> CollectiveOptions:
-        return self.options.exchange
-
     def program(self, fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Any:
         return self.stopwatch.program(fn, in_axes, out_axes)
 
-    def time_whole(self, attend: Callable[..., Any]) -> float:
-        """Returns the seconds of the whole call, as one program."""
-        in_axes = [_ROWS, _ROWS, _ROWS, *_PLAN]
-        whole = self.program(partial(attend, self.options), in_axes, _ROWS)
-        return max(self.stopwatch.run(whole, *self.qkv, *self.plan)[0])
+    def profile(
+        self,
+        attend: Callable[..., Any],
+        send: Callable[..., Any],
+        bring_back: Callable[..., Any] | None = None,
+    ) -> AttentionProfile:
+        """Times `attend` as one program, then its steps."""
+        options, of_call = self.options, [_ROWS, _ROWS, _ROWS, *_PLAN]
 
-    def attend(self, q: Any, kv: Any) -> tuple[Any, ...]:
-        """Returns the program of local attention, and its operands."""
+        def sent(q, k, v, plan, *documents):
+            stamp = stamp_of_call(options, plan, *documents)
+            return send(options, _rows(q), _rows(k), _rows(v), plan, stamp)
 
-        def attend(q, kv, plan):
-            ranges = plan.local_ranges(jax.lax.axis_index(self.exchange.axis_name))
-            out, _ = attend_locally(self.options, *(x[None] for x in (q, *kv, *ranges)))
-            return out[0].astype(q.dtype)
+        def by_batch(out):
+            batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
+            return out.reshape(batch, tokens, *out.shape[-2:])
 
-        program = self.program(attend, [_BY_RANK, (_BY_RANK, _BY_RANK), _BY_RANK], _BY_RANK)
-        return program, q, kv, self.plan[0]
+        whole = self.program(partial(attend, options), of_call, _ROWS)
+        total = max(self.stopwatch.run(whole, *self.qkv, *self.plan)[0])
+        record = StepRecord(self.stopwatch)
+        sending = self.program(sent, of_call, _BY_RANK)
+        (operands,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
+        computing = self.program(partial(attend_received, options), 5 * [_BY_RANK], _BY_RANK)
+        ((out, _),) = record.step("attend", computation=(computing, *operands))
+        if bring_back is not None:
 
-    def result(self, name: str, total: float, record: StepRecord, out: Any) -> AttentionProfile:
-        """Returns the profile; `out` has the rows of each rank."""
-        batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
-        by_batch = lambda x: x.reshape(batch, tokens, *x.shape[1:])
+            def returned(out, plan, *documents):
+                stamp = stamp_of_call(options, plan, *documents)
+                return bring_back(options, out, plan, stamp)
+
+            returning = self.program(returned, [_BY_RANK, *_PLAN], _BY_RANK)
+            (out,) = record.step("return", communication=(returning, out, *self.plan))
         _, out = self.stopwatch.run(self.program(by_batch, [_BY_RANK], _ROWS), out)
+        name = options.op.removesuffix("_profile")
         return AttentionProfile(name, total, tuple(record.steps), tuple(record.spans), out)
 
 

@@ -59,6 +59,11 @@ class Rotation:
         own = (self.chunking.cut(jnp.where(used[:, :, None, None], x, 0)) for x in (k, v))
         return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
 
+    def begin(self, q, k, v, start, end):
+        """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
+        queries, own = self.cut(q, k, v, start, end)
+        return queries, own, OnlineSoftmax.of_nothing(queries, v.shape[3])
+
     def uncut_gradients(self, dkv):
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
 
@@ -77,28 +82,28 @@ class Rotation:
         rank = lax.axis_index(self.exchange.axis_name) if rank is None else rank
         return self.chunking.key_order(*self.schedule.held(rank, step))
 
-    def attend(self, q, start, end, held, seen: OnlineSoftmax, order: KeyOrder) -> OnlineSoftmax:
-        """Adds the held keys."""
-        ranges, k, v = self._operands(start, end, held, order)
-        return attend_blocks(self.passes, q, ranges, k, v, seen)
+    def attend(self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None) -> OnlineSoftmax:
+        """Adds the keys that are held at a step."""
+        key_ranges, k, v = self._operands(ranges, held, self.key_order(step, rank))
+        return attend_blocks(self.passes, queries, key_ranges, k, v, seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output and logarithm of the sum of exponentials."""
         return seen.result(self.q_shape, self.num_groups)
 
-    def gradients(self, q, start, end, held, cotangents: OutputCotangents, dq, order: KeyOrder):
+    def gradients(self, queries, ranges, held, cotangents: OutputCotangents, dq, order: KeyOrder):
         """Adds to dq, and returns what is added to the gradients of the held chunks."""
-        ranges, k, v = self._operands(start, end, held, order)
-        dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, ranges, k, v, dq)
+        key_ranges, k, v = self._operands(ranges, held, order)
+        dq, *dkv = gradients_of_blocks(self.passes, queries, cotangents, key_ranges, k, v, dq)
         return dq, tuple(order.in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
 
     def finish_dq(self, dq):
         return finish_dq(dq, self.q_shape, self.num_groups)
 
-    def _operands(self, start, end, held, order: KeyOrder):
+    def _operands(self, ranges, held, order: KeyOrder):
         block = self.passes.block_kv
         num_rows = -(-self.chunking.most_tokens // block) * block
-        start, end = order.ranges(start, end)
+        start, end = order.ranges(*ranges)
         ranges = cut_ranges(self.passes, start, end, self.q_shape, self.num_groups, num_rows)
         k, v = (order.in_order(x, num_rows) for x in held)
         return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
@@ -114,36 +119,34 @@ def attend_rotating(rotation: Rotation, q, k, v, start, end):
     return _forward(rotation, q, k, v, start, end)[0]
 
 
-def _forward(rotation, q, k, v, start, end):
-    q, k, v = not_again(rotation.exchange.op, [q, k, v])
-    queries, own = rotation.cut(q, k, v, start, end)
-    last = rotation.last_step
+def forward(rotation: Rotation, operands, rank=None):
+    """Returns output and lse, unrounded; `operands` are those of `attend_rotating`.
+
+    A given `rank` computes the part of that rank, on one device, if the schedule moves nothing.
+    """
+    queries, own, seen = rotation.begin(*operands)
+    ranges, last = operands[3:], rotation.last_step
 
     def one_step(carry, step):
         held, seen = carry
         following = rotation.bring(own, held, step)
-        order = rotation.key_order(step)
-        return (following, rotation.attend(queries, start, end, held, seen, order)), None
+        return (following, rotation.attend(queries, ranges, held, seen, step, rank)), None
 
-    held, seen = own, OnlineSoftmax.of_nothing(queries, v.shape[3])
+    held = own
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
-    order = rotation.key_order(last)
-    result = rotation.result(rotation.attend(queries, start, end, held, seen, order))
-    out, lse = named_context(result)
-    return out.astype(q.dtype), (q, k, v, start, end, out, lse)
+    return rotation.result(rotation.attend(queries, ranges, held, seen, last, rank))
 
 
-def _backward(rotation, residuals, dout):
-    q, k, v, start, end, out, lse = residuals
-    (dout,) = not_again(rotation.exchange.op, [dout])
-    queries, own = rotation.cut(q, k, v, start, end)
-    cotangents = rotation.cut_cotangents(start, end, out, lse, dout)
-    last = rotation.last_step
+def backward(rotation: Rotation, operands, outputs, rank=None):
+    """Returns unrounded gradients of q, k and v; `outputs` are those of `forward`, and dout."""
+    queries, own = rotation.cut(*operands)
+    ranges, last = operands[3:], rotation.last_step
+    cotangents = rotation.cut_cotangents(*ranges, *outputs)
 
     def gradients(held, dq, step):
-        order = rotation.key_order(step)
-        return rotation.gradients(queries, start, end, held, cotangents, dq, order)
+        order = rotation.key_order(step, rank)
+        return rotation.gradients(queries, ranges, held, cotangents, dq, order)
 
     def add_step(held, dq, travelling, home, step):
         arrived, home = rotation.settle(travelling, home, step)
@@ -168,9 +171,21 @@ def _backward(rotation, residuals, dout):
         dq, travelling, home = add_step(held, dq, travelling, home, last)
         arrived, home = rotation.settle(travelling, home, last + 1)
         dkv = home if arrived is None else arrived
-    dk, dv = rotation.uncut_gradients(dkv)
-    dq = rotation.finish_dq(dq)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)
+
+
+def _forward(rotation, q, k, v, start, end):
+    operands = (*not_again(rotation.exchange.op, [q, k, v]), start, end)
+    out, lse = named_context(forward(rotation, operands))
+    return out.astype(q.dtype), (operands, out, lse)
+
+
+def _backward(rotation, residuals, dout):
+    operands, out, lse = residuals
+    (dout,) = not_again(rotation.exchange.op, [dout])
+    gradients = backward(rotation, operands, (out, lse, dout))
+    arrays = zip(gradients, operands[:3], strict=True)
+    return *(gradient.astype(x.dtype) for gradient, x in arrays), None, None
 
 
 attend_rotating.defvjp(_forward, _backward)

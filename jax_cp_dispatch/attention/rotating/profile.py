@@ -145,7 +145,7 @@ _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
 def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_ids, positions):
-    """The forward pass of `rotating_attention`, with one program per step, equal for all steps."""
+    """Runs the steps of `attend_sequence`, each kind as one program."""
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens
     rotation = sequence.rotation(
@@ -158,7 +158,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_i
         [_ROWS, _ROWS],
         (_ROWS, _ROWS),
     )
-    _, (start, end) = run(ranges, segment_ids, positions)
+    _, of_queries = run(ranges, segment_ids, positions)
     place = program(
         lambda *arrays: to_layout(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
     )
@@ -168,23 +168,13 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_i
         _, (q, k, v) = run(place, q, k, v)
 
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
-
-    def cut(q, k, v, start, end):
-        queries, own = rotation.cut(q, k, v, start, end)
-        return queries, own, OnlineSoftmax.of_nothing(queries, v.shape[3])
-
-    _, (queries, own, seen) = run(
-        program(cut, 5 * [_ROWS], (_BLOCKS, pair, softmax)), q, k, v, start, end
-    )
+    begin = program(rotation.begin, 5 * [_ROWS], (_BLOCKS, pair, softmax))
+    _, (queries, own, seen) = run(begin, q, k, v, *of_queries)
     bring = program(rotation.bring, [pair, pair, _SCALAR], pair)
-
-    def attend(q, start, end, held, seen, step):
-        return rotation.attend(q, start, end, held, seen, rotation.key_order(step))
-
-    attend = program(attend, [_BLOCKS, _ROWS, _ROWS, pair, softmax, _SCALAR], softmax)
+    attend = program(rotation.attend, [_BLOCKS, 2 * (_ROWS,), pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
-        computing = {COMPUTATION: (attend, queries, start, end, held, seen, np.int32(step))}
+        computing = {COMPUTATION: (attend, queries, of_queries, held, seen, np.int32(step))}
         if step < rotation.last_step:
             bringing = {COMMUNICATION: (bring, own, held, np.int32(step))}
             held, seen = record.step(f"step {step}", **bringing, **computing)

@@ -131,3 +131,29 @@ class DirectSchedule(NamedTuple):
         back = move_chunks(exchange, travelling, reverse(self._routes))
         slots = jnp.argsort(self._chunks(step - 1))
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
+
+
+class OneRank(NamedTuple):
+    """A schedule whose exchanges move nothing: what a rank computes, with its own chunks."""
+
+    schedule: Schedule
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        return self.schedule.num_chunks
+
+    def held(self, rank, step):
+        return self.schedule.held(rank, step)
+
+    def bring(self, exchange, own, held, step):
+        return held
+
+    def begin(self, gradients):
+        return gradients, ()
+
+    def settle(self, exchange, travelling, home, step):
+        return travelling, home
