@@ -44,7 +44,7 @@ INSIDE = {
         "options": {"local", "checks"},
         "transport": {"options"},
         "gather": {"options", "transport"},
-        "profile": set(),
+        "profile": {"options"},
         "planned": {"local", "checks", "options", "profile"},
         "rotating": {
             *("local", "algorithms", "checks", "options", "transport", "gather", "profile"),

@@ -10,13 +10,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.planned import balanced, placed
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.call import attend_received, stamp_of_call
 from jax_cp_dispatch.attention.planned.placed import attend_placed
+from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -55,7 +55,7 @@ def balanced_attention_profile(
     op = "balanced_attention_profile"
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     check_plan(op, plan, AttentionPlan)
-    call = _call(op, stopwatch, (q, k, v), plan, **options)
+    call = _call(op, stopwatch, (q, k, v), plan, options)
     return call.profile(attend_balanced, balanced.send, balanced.bring_back)
 
 
@@ -77,7 +77,7 @@ def placed_attention_profile(
     op = "placed_attention_profile"
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     check_plan(op, plan, PlacedPlan)
-    call = _call(op, stopwatch, (q, k, v), plan, **options)
+    call = _call(op, stopwatch, (q, k, v), plan, options)
     return call.profile(attend_placed, placed.send)
 
 
@@ -151,34 +151,20 @@ def _call(
     stopwatch: Stopwatch,
     qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
     plan: AttentionPlan | PlacedPlan,
-    *,
-    segment_ids: Any = None,
-    positions: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    **given: Any,
+    given: dict[str, Any],
 ) -> _Call:
     """Checks the arguments and puts the arrays on the mesh."""
-    unknown = given.keys() - {"scale", "logit_soft_cap"}
-    if unknown:
-        function = op.removesuffix("_profile")
-        raise TypeError(
-            f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {function}."
-        )
-    check_rows(op, *qkv, segment_ids, positions)
+    axis_name = stopwatch.axis_name
+    documents, options = read_keywords(op, axis_name, given, {"scale", "logit_soft_cap"})
+    check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
     if is_stack(plan):
         raise ValueError(f"{op}: got stacked plans. Pass the plan of one batch.")
     if plan.world_size != stopwatch.num_ranks:
         raise ValueError(
-            f"{op}: the plan is for world_size={plan.world_size} but {stopwatch.axis_name!r} has "
+            f"{op}: the plan is for world_size={plan.world_size} but {axis_name!r} has "
             f"{stopwatch.num_ranks} devices. Plan again with that world_size."
         )
-    exchange = read_options(
-        op, stopwatch.axis_name, implementation=implementation, deadline=deadline
-    )
-    options = AttentionOptions(exchange, **given)
     put = lambda tree, *axes: jax.device_put(tree, NamedSharding(stopwatch.mesh, P(*axes)))
-    of_tokens = (None, stopwatch.axis_name)
-    arrays = put((*qkv, segment_ids, positions), *of_tokens)
-    return _Call(stopwatch, options, arrays[:3], (put(plan, stopwatch.axis_name), *arrays[3:]))
+    qkv, documents = put((qkv, documents), None, axis_name)
+    return _Call(stopwatch, options, qkv, (put(plan, axis_name), *documents))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,16 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
-from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
-from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
-from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.sequence import (
     ShardedSequence,
@@ -60,8 +56,9 @@ def ring_attention_profile(
     Raises:
       TypeError, ValueError: as `ring_attention`.
     """
-    stopwatch = stopwatch_over("ring_attention_profile", mesh, axis_name, repeats)
-    return _profile(ring_attention, Ring(), stopwatch, (q, k, v), **options)
+    op = "ring_attention_profile"
+    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
+    return _profile(op, Ring(), stopwatch, (q, k, v), options)
 
 
 def zigzag_ring_attention_profile(
@@ -75,8 +72,9 @@ def zigzag_ring_attention_profile(
     **options: Any,
 ) -> AttentionProfile:
     """Times `zigzag_ring_attention`, forward; otherwise as `ring_attention_profile`."""
-    stopwatch = stopwatch_over("zigzag_ring_attention_profile", mesh, axis_name, repeats)
-    return _profile(zigzag_ring_attention, Zigzag(), stopwatch, (q, k, v), **options)
+    op = "zigzag_ring_attention_profile"
+    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
+    return _profile(op, Zigzag(), stopwatch, (q, k, v), options)
 
 
 def hamilton_attention_profile(
@@ -96,47 +94,33 @@ def hamilton_attention_profile(
 
     Otherwise as `ring_attention_profile`.
     """
-    stopwatch = stopwatch_over("hamilton_attention_profile", mesh, axis_name, repeats)
-    algorithm = Hamilton(nodes, cycles, maps)
-    return _profile(hamilton_attention, algorithm, stopwatch, (q, k, v), **options)
+    op = "hamilton_attention_profile"
+    stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
+    return _profile(op, Hamilton(nodes, cycles, maps), stopwatch, (q, k, v), options)
 
 
 def _profile(
-    function: Callable[..., Any],
+    op: str,
     algorithm: Rotating,
     stopwatch: Stopwatch,
     qkv: tuple[HostOrDevice, HostOrDevice, HostOrDevice],
-    *,
-    segment_ids=None,
-    positions=None,
-    implementation=None,
-    deadline=None,
-    **given,
+    given: dict[str, Any],
 ) -> AttentionProfile:
-    name, num_ranks, axis_name = function.__name__, stopwatch.num_ranks, stopwatch.axis_name
-    op = f"{name}_profile"
+    num_ranks, axis_name = stopwatch.num_ranks, stopwatch.axis_name
     schedule = schedule_of(op, algorithm, num_ranks)
-    unknown = given.keys() - {"causal", "layout", "window", "scale", "logit_soft_cap"}
-    if unknown:
-        raise TypeError(f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {name}.")
-    check_rows(op, *qkv, segment_ids, positions)
+    names = {"causal", "layout", "window", "scale", "logit_soft_cap"}
+    documents, options = read_keywords(op, axis_name, given, names)
+    check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
-    exchange = read_options(op, axis_name, implementation=implementation, deadline=deadline)
-    options = AttentionOptions(exchange, **given)
     sequence = sharded_sequence(options, algorithm, schedule)
+    documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
-    segment_ids, positions = read_sequences(
-        op,
-        segment_ids,
-        positions,
-        layout=options.layout,
-        num_ranks=num_ranks,
-    )
-    operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, segment_ids, positions))
+    operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, *documents))
     whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *operands)
     record = StepRecord(stopwatch)
-    out = _run_steps(sequence, record, *operands)
+    out = _run_steps(sequence, record, operands[:3], operands[3:])
+    name = op.removesuffix("_profile")
     return AttentionProfile(name, max(seconds), tuple(record.steps), tuple(record.spans), out)
 
 
@@ -144,8 +128,9 @@ def _profile(
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
-def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_ids, positions):
+def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, documents):
     """Runs the steps of `attend_sequence`, each kind as one program."""
+    q, k, v = qkv
     num_tokens = q.shape[1] // sequence.num_ranks
     shape = q.shape[0], num_tokens
     rotation = sequence.rotation(
@@ -158,7 +143,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, q, k, v, segment_i
         [_ROWS, _ROWS],
         (_ROWS, _ROWS),
     )
-    _, of_queries = run(ranges, segment_ids, positions)
+    _, of_queries = run(ranges, *documents)
     place = program(
         lambda *arrays: to_layout(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
     )
