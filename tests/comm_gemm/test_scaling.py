@@ -1,4 +1,4 @@
-"""8-bit operands: values, rounding, block scales, byte orders and delayed scales."""
+"""8-bit operands: values, rounding, block scales and delayed scales."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,6 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of, on_ranks
 from properties import examples
 
-from jax_cp_dispatch.comm_gemm.scaled.mxfp8 import (
-    pad_scales,
-    swizzle_scales,
-    unpad_scales,
-    unswizzle_scales,
-)
 from jax_cp_dispatch.comm_gemm.scaled.quantize import (
     DelayedScaling,
     Quantized,
@@ -285,32 +279,6 @@ def test_inputs_and_outputs_of_any_float_type():
         q = assert_mxfp8(narrow, NAMES[0])
         value = dequantize_jit(q, dtype=dtype)
         np.testing.assert_array_equal(value, np.asarray(dequantize_jit(q)).astype(dtype))
-
-
-# ---- padding and byte order
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(128, 4), (130, 9)])
-def test_padding_is_zero_and_can_be_removed(shape, layout):
-    scales = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
-    padded = laid(pad_scales(jnp.asarray(laid(scales, layout)), layout=layout), layout)
-    assert padded.shape == (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
-    np.testing.assert_array_equal(padded[: shape[0], : shape[1]], scales)
-    assert np.sum(padded.astype(int)) == np.sum(scales.astype(int))
-    np.testing.assert_array_equal(unpad_scales(jnp.asarray(padded), shape=shape), scales)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_swizzle_follows_the_offset_formula(layout):
-    shape = 256, 12
-    scales = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    tiles = swizzle_scales(jnp.asarray(laid(scales, layout)), layout=layout)
-    row, block = np.indices(shape)
-    offset = oracle.tile_offset(row % 128, block % 4)
-    np.testing.assert_array_equal(np.asarray(tiles)[row // 128, block // 4, offset], scales)
-    back = unswizzle_scales(tiles, layout=layout)
-    np.testing.assert_array_equal(laid(back, layout), scales)
 
 
 # ---- transformations
