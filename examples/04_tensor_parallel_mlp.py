@@ -27,7 +27,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # no TF32
 
 B, T, D, F, AXIS = 2, 256, 128, 512, "tp"  # batch, tokens, width, hidden width
 SPLIT = {"up": P(None, AXIS), "down": P(AXIS), "up_bias": P(AXIS), "down_bias": P()}
-CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in a different order
+close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)  # other order of sums
 COLLECTIVE = re.compile(r" = .*? (all-[a-z-]+?|reduce-scatter|collective-\w+)(?:-start)?\(")
 
 
@@ -66,11 +66,9 @@ def verify(title: str, mlp, weights, x) -> None:
         return jax.value_and_grad(loss, argnums=(0, 1))
 
     forward, backward = (jax.jit(f).lower(weights, x).compile() for f in (mlp, step(mlp)))
-    np.testing.assert_allclose(forward(weights, x), dense(*operands()), **CLOSE)
-    compare = lambda got, want: np.testing.assert_allclose(got, want, **CLOSE)
-    jax.tree.map(compare, backward(weights, x), jax.jit(step(dense))(*operands()))
-    # In the backward pass, XLA still sums the loss, and gradients over groups or over a bias's
-    # tokens.
+    close(forward(weights, x), dense(*operands()))
+    jax.tree.map(close, backward(weights, x), jax.jit(step(dense))(*operands()))
+    # In the backward pass, XLA still sums the loss, and gradients over groups or tokens of a bias.
     left = [set(COLLECTIVE.findall(str(program.as_text()))) for program in (forward, backward)]
     assert not left[0] and left[1] <= {"all-reduce"}, left
     print(f"{title}: forward and backward, XLA gathers and scatters nothing: verified")

@@ -157,6 +157,7 @@ const Register kTests("test_dispatch_plans", [](const Numbers&) {
   HostileNumbersAreRefused(-kMost, 0, 0, "both must be at least 0");
   HostileNumbersAreRefused(1, -kMost, 0, "both must be at least 0");
   HostileNumbersAreRefused(0, -1, 0, "both must be at least 0");
+  HostileNumbersAreRefused(-1, 1, 0, "both must be at least 0");
   HostileNumbersWithoutArrays();
   OverflowsNameTheLargestNeedOfEveryPart();
   StampsAreCompared();
