@@ -17,6 +17,7 @@ from jax_cp_dispatch import (
     profiling,
     scaling,
     scenarios,
+    sequence,
 )
 from jax_cp_dispatch._dispatch import combine, combine_qkv, dispatch, dispatch_qkv
 from jax_cp_dispatch._ranks.implementations import Availability, available_implementations
@@ -120,6 +121,7 @@ __all__ = [
     "ring_exchange",
     "scaling",
     "scenarios",
+    "sequence",
     "stack_plans",
     "zigzag_permutation",
     "zigzag_ring_attention",

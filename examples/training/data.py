@@ -143,7 +143,11 @@ class Arrange:
         # Fixed sizes: all batches use one compiled program. Every rank has room for all keys.
         pieces = 2 * rows * self.config.max_documents
         sizes = cpd.PlacementConfig(
-            kv_capacity=rows * self.config.columns, max_transfers=pieces, max_pieces=pieces
+            kv_capacity=rows * self.config.columns,
+            max_transfers=pieces,
+            max_pieces=pieces,
+            max_cut_pieces=pieces,
+            max_linked_pieces=self.config.context * pieces,
         )
         place = partial(cpd.place_tokens, world_size=self.config.context, config=sizes)
         groups = {name: np.split(x, self.config.data) for name, x in batch.items()}

@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.checks import (
     check_rows,
     is_stack,
 )
-from jax_cp_dispatch.attention.mesh_axes import find_axes
+from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
@@ -32,6 +32,13 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
 _OP = "context_parallel_attention"
+_ON_A_RANK = {
+    "balanced": "balanced_attention with a plan of plan_attention",
+    "placed": "placed_attention with the plan of place_tokens",
+    "ring": "ring_attention",
+    "zigzag": "zigzag_ring_attention",
+    "hamilton": "hamilton_attention",
+}
 
 
 def context_parallel_attention(
@@ -117,11 +124,11 @@ def context_parallel_attention(
     check_rows(_OP, q, k, v)
     axes = find_axes(
         *(q, k, v),
+        caller=Caller(_OP, _ON_A_RANK.get(algorithm.name) or ", or ".join(_ON_A_RANK.values())),
         mesh=mesh,
         axis_name=axis_name,
         batch_axis=batch_axis,
         head_axis=head_axis,
-        algorithm=algorithm.name,
         covers_batch=plan is not None and not is_stack(plan),
     )
     check_rows(_OP, q, k, v, segment_ids, positions)

@@ -1,4 +1,4 @@
-"""The mesh of `context_parallel_attention` and what its axes shard: given, or inferred."""
+"""The mesh of a call with global arrays and what its axes shard: given, or inferred."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,13 @@ from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_a
 from jax_cp_dispatch._warning import warn_caller
 
 Names = str | Sequence[str] | None
-_OP = "context_parallel_attention"
-_ON_A_RANK = {
-    "balanced": "balanced_attention with a plan of plan_attention",
-    "placed": "placed_attention with the plan of place_tokens",
-    "ring": "ring_attention",
-    "zigzag": "zigzag_ring_attention",
-    "hamilton": "hamilton_attention",
-}
+
+
+class Caller(NamedTuple):
+    """The function whose axes are sought, for its messages; `instead`: what to call on a rank."""
+
+    op: str
+    instead: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,81 +97,84 @@ class MeshAxes:
 
 def find_axes(
     *arrays: Any,
+    caller: Caller,
     mesh: Any,
     axis_name: AxisName,
     batch_axis: Names,
     head_axis: Names,
-    algorithm: str,
     covers_batch: bool,
 ) -> MeshAxes:
-    """Finds the mesh (surroundings, `mesh`, or q, k, v), and infers the axes that are None.
+    """Finds the mesh (surroundings, `mesh`, or the arrays), and infers the axes that are None.
 
-    With a plan that covers the whole batch, no axes of the batch are inferred.
+    Arrays are [B, T, ...]; axis 2 of the first is that of the heads. With a plan that covers the
+    whole batch, no axes of the batch are inferred.
     """
     sequence = _names(axis_name)
-    mesh = _find_mesh(mesh, sequence, algorithm, arrays)
+    mesh = _find_mesh(caller, mesh, sequence, arrays)
     given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check_names(mesh, given)
-    refuse_mapped_explicit_axes(_OP, mesh)
-    _warn_of_unset_mesh(mesh, arrays)
+    _check_names(caller.op, mesh, given)
+    refuse_mapped_explicit_axes(caller.op, mesh)
+    search = _Search(caller.op, arrays, mesh)
+    _warn_of_unset_mesh(search)
     batch, heads = _names(batch_axis), _names(head_axis)
     if batch_axis is None:
         batch = _axes_of(arrays, 0, mesh, {*sequence, *heads})
         if batch and covers_batch:
-            _warn_of_plan(batch)
+            _warn_of_plan(search, batch)
             batch = ()
         elif not batch and covers_batch:
-            _warn_of_plan_if_traced(arrays, mesh, {*sequence, *heads})
+            _warn_of_plan_if_traced(search, {*sequence, *heads})
         elif not batch:
-            _warn_of_automatic_axes("batch_axis", "B", 0, arrays, mesh, {*sequence, *heads})
+            _warn_of_automatic_axes(search, "batch_axis", "B", {*sequence, *heads})
     if head_axis is None:
         heads = _axes_of(arrays, 2, mesh, {*sequence, *batch})
         if not heads:
-            _warn_of_automatic_axes("head_axis", "N", 2, arrays, mesh, {*sequence, *batch})
+            _warn_of_automatic_axes(search, "head_axis", "N", {*sequence, *batch})
     axes = MeshAxes(mesh, sequence, batch, heads)
-    q = arrays[0]
-    _check_divides("B", q.shape[0], "batch_axis", batch, axes)
-    _check_divides("N", q.shape[2], "head_axis", heads, axes)
+    first = arrays[0]
+    _check_divides(caller.op, "B", first.shape[0], "batch_axis", axes)
+    if heads:
+        _check_divides(caller.op, "N", (*first.shape, 1)[2], "head_axis", axes)
     return axes
 
 
-def _find_mesh(mesh, sequence, algorithm, arrays) -> Mesh | AbstractMesh:
+def _find_mesh(caller, mesh, sequence, arrays) -> Mesh | AbstractMesh:
     around = jax.sharding.get_abstract_mesh()
     manual = [name for name in sequence if name in tuple(around.manual_axes)]
     if manual:
-        instead = _ON_A_RANK.get(algorithm) or ", or ".join(_ON_A_RANK.values())
         raise ValueError(
-            f"{_OP}: axis_name {manual[0]!r} is manual here: these are the rows of one rank inside "
-            f"jax.shard_map, and {_OP} takes the arrays of all. Call it outside, or call {instead} "
-            "here."
+            f"{caller.op}: axis_name {manual[0]!r} is manual here: these are the rows of one rank "
+            f"inside jax.shard_map, and {caller.op} takes the arrays of all. Call it outside, or "
+            f"call {caller.instead} here."
         )
     if around.manual_axes:  # JAX needs the same mesh in a nested shard_map
         return around
     found = find_mesh(sequence, mesh, around, arrays)
     if found is None:
         raise ValueError(
-            f"{_OP}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
-            "jax.set_mesh, or place q, k and v on such a mesh."
+            f"{caller.op}: no mesh with axis {sequence[0]!r} was found. Pass mesh=, call it under "
+            "jax.set_mesh, or place the arrays on such a mesh."
         )
     return found
 
 
-def _check_names(mesh, given: dict[str, Names]) -> None:
+def _check_names(op: str, mesh, given: dict[str, Names]) -> None:
     for keyword, named in given.items():
         if not set(_names(named)) <= set(mesh.axis_names):
             raise ValueError(
-                f"{_OP}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
+                f"{op}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
                 "Name some of these, or pass the mesh that has it."
             )
     used = [name for named in given.values() for name in _names(named)]
     if len(set(used)) < len(used):
         raise ValueError(
-            f"{_OP}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
+            f"{op}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
             "mesh axis can shard one dimension only. Name each once."
         )
 
 
-def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], axes: MeshAxes):
+def _check_divides(op: str, dim: str, size: int, keyword: str, axes: MeshAxes):
+    names = axes.batch if dim == "B" else axes.heads
     devices = axes.num_devices(names)
     if size % devices:
         if dim == "B":
@@ -181,7 +183,7 @@ def _check_divides(dim: str, size: int, keyword: str, names: tuple[str, ...], ax
         else:
             step, whole = "name an axis of fewer devices", "all heads"
         raise ValueError(
-            f"{_OP}: {dim} is {size} but {keyword} {names!r} has {devices} devices, which must "
+            f"{op}: {dim} is {size} but {keyword} {names!r} has {devices} devices, which must "
             f"divide it. Pass {keyword}=(), and each of them computes {whole}; or {step}."
         )
 
@@ -217,16 +219,32 @@ def _sharding_of(array: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, taken) -> None:
+class _Search(NamedTuple):
+    """What a warning is about."""
+
+    op: str
+    arrays: tuple[Any, ...]
+    mesh: Any
+
+    def warn_once(self, about: str, message: str) -> None:
+        with _warn_lock:
+            if about in _warned:
+                return
+            _warned.add(about)
+        warn_caller(f"{self.op}: {message}")
+
+
+def _warn_of_automatic_axes(search: _Search, keyword: str, name: str, taken: set[str]) -> None:
     """Warns if a dimension may be sharded over an axis without any way to know."""
-    axes = _untold_axes(dim, arrays, mesh, taken)
+    dim = 0 if name == "B" else 2
+    axes = _untold_axes(dim, search.arrays, search.mesh, taken)
     if axes:
-        _warn_once(
+        search.warn_once(
             keyword,
             f"{keyword} is not given, and a traced program does not show whether {name} = "
-            f"{arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over an "
-            "axis that is not named, q, k and v are gathered, and each of its devices repeats the "
-            f"work of all. Pass as {keyword} the axis over which {name} is sharded, or "
+            f"{search.arrays[0].shape[dim]} is sharded over the automatic mesh axes {axes}. Over "
+            "an axis that is not named, q, k and v are gathered, and each of its devices repeats "
+            f"the work of all. Pass as {keyword} the axis over which {name} is sharded, or "
             f"{keyword}=() if there is none.",
         )
 
@@ -234,7 +252,7 @@ def _warn_of_automatic_axes(keyword: str, name: str, dim: int, arrays, mesh, tak
 def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
     """Returns automatic axes over which a dimension of traced arrays may be sharded."""
     taken = taken | _hidden_axes(mesh)
-    size = arrays[0].shape[dim]
+    size = (*arrays[0].shape, 0)[dim]
     if not size or not is_traced(arrays):
         return ()
     return tuple(
@@ -245,13 +263,14 @@ def _untold_axes(dim: int, arrays, mesh, taken: set[str]) -> tuple[str, ...]:
     )
 
 
-def _warn_of_unset_mesh(mesh, arrays) -> None:
+def _warn_of_unset_mesh(search: _Search) -> None:
     """Warns if no mesh is set and JAX therefore cannot transpose operations on the result."""
+    _, arrays, mesh = search
     is_set = not jax.sharding.get_abstract_mesh().empty
     if is_set or AxisType.Explicit not in mesh.axis_types or not is_traced(arrays):
         return
     if all(jax.typeof(x).sharding.mesh.empty for x in arrays):
-        _warn_once(
+        search.warn_once(
             "mesh",
             "the mesh has explicit axes but is not set, so gradients of operations on the result, "
             "such as a linear layer, can fail in JAX with a ShardingTypeError. Call under "
@@ -260,10 +279,11 @@ def _warn_of_unset_mesh(mesh, arrays) -> None:
         )
 
 
-def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
+def _warn_of_plan_if_traced(search: _Search, taken: set[str]) -> None:
+    _, arrays, mesh = search
     axes = _untold_axes(0, arrays, mesh, taken)
     if axes:
-        _warn_once(
+        search.warn_once(
             "plan",
             "the plan is for all rows of the batch, and a traced program does not show whether "
             f"B = {arrays[0].shape[0]} is sharded over the automatic mesh axes {axes}. If it is, "
@@ -273,8 +293,8 @@ def _warn_of_plan_if_traced(arrays, mesh, taken: set[str]) -> None:
         )
 
 
-def _warn_of_plan(batch: tuple[str, ...]) -> None:
-    _warn_once(
+def _warn_of_plan(search: _Search, batch: tuple[str, ...]) -> None:
+    search.warn_once(
         "plan",
         f"the plan is for all rows of the batch, so q, k and v, whose batch is sharded over "
         f"{batch}, are gathered, and each of its devices repeats the work of all. Pass stack_plans "
@@ -285,14 +305,6 @@ def _warn_of_plan(batch: tuple[str, ...]) -> None:
 
 _warned: set[str] = set()
 _warn_lock = threading.Lock()
-
-
-def _warn_once(about: str, message: str) -> None:
-    with _warn_lock:
-        if about in _warned:
-            return
-        _warned.add(about)
-    warn_caller(f"{_OP}: {message}")
 
 
 def _hidden_axes(mesh) -> set[str]:

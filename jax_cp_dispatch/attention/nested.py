@@ -35,10 +35,11 @@ def shard_map_inside(
     in_specs: tuple[P, ...],
     out_specs: P,
     axis_names: set[str],
+    num_differentiable: int = 3,
 ) -> Callable[..., Any]:
-    """Returns `jax.shard_map(attend, ...)` of q, k, v and other operands, for use inside another.
+    """Returns `jax.shard_map(attend, ...)`, for use inside another.
 
-    Differentiable in q, k and v, in reverse mode.
+    Differentiable in the first `num_differentiable` operands (q, k, v), in reverse mode.
     """
     shard_map = partial(_whole_shard_map, mesh=mesh, axis_names=axis_names)
     inner = [name for name in mesh.axis_names if name in axis_names]
@@ -49,8 +50,8 @@ def shard_map_inside(
 
     def with_residuals(pulls, *operands):
         """Returns the output, and residuals by the axes over which they vary; adds their use."""
-        q, k, v, *others = operands
-        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
+        wrt, others = operands[:num_differentiable], operands[num_differentiable:]
+        out, pull_back = jax.vjp(lambda *wrt: attend(*wrt, *others), *wrt)
         leaves, treedef = jax.tree.flatten(pull_back)
         axes = [tuple(name for name in inner if name in varying_axes(x)) for x in leaves]
         residuals = {
@@ -74,8 +75,10 @@ def shard_map_inside(
     def backward(kept, dout):
         residuals, pull, num_operands = kept
         specs = (residual_specs, out_specs)
-        gradients = shard_map(pull, in_specs=specs, out_specs=in_specs[:3])(residuals, dout)
-        return *gradients, *(None,) * (num_operands - 3)
+        gradients = shard_map(pull, in_specs=specs, out_specs=in_specs[:num_differentiable])(
+            residuals, dout
+        )
+        return *gradients, *(None,) * (num_operands - num_differentiable)
 
     call.defvjp(forward, backward)
     return call

@@ -15,9 +15,9 @@ from jax_cp_dispatch.planner.placement import PlacedPlan
 _OP = "stack_plans"
 Plan = TypeVar("Plan", AttentionPlan, PlacedPlan)
 
-_CAPACITIES = ("q_capacity", "kv_capacity")
+_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
 # What unused entries contain; those of all other fields are 0.
-_UNUSED = {"dst_rank": -1, "run_row": np.iinfo(np.int32).max}
+_UNUSED = {"dst_rank": -1, "cut_pieces": -1, "run_row": np.iinfo(np.int32).max}
 
 
 def stack_plans(plans: Iterable[Plan]) -> Plan:

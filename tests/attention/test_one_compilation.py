@@ -119,7 +119,9 @@ def test_gradients_of_both_branches(kind):
     mesh, columns = mesh_of(2), 64
     sizes: dict[str, Any] = {"world_size": 2, "columns": columns}
     config = {
-        "placed": PlacementConfig(kv_capacity=50, max_transfers=8, max_pieces=8),
+        "placed": PlacementConfig(
+            kv_capacity=50, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+        ),
         "balanced": PlanConfig(1, 64, 50, 8, 8, 8),
     }
     algorithm = kind.__name__.lower()
@@ -153,7 +155,9 @@ def test_gradients_of_both_branches(kind):
 
 
 def test_a_placement_that_does_not_fit_is_not_computed():
-    config = PlacementConfig(kv_capacity=40, max_transfers=8, max_pieces=8)
+    config = PlacementConfig(
+        kv_capacity=40, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    )
     placement = place_tokens([[64]], world_size=2, config=config, fallback="ring")
     assert not placement.plan.fits
     assert placement.reason is not None and "kv_capacity>=64" in placement.reason
@@ -195,7 +199,16 @@ def all_ranks_fail(algorithm, plan, needs):
 @pytest.mark.parametrize(
     ("made", "limit"),
     [
-        (place_tokens, {"kv_capacity": 512, "max_transfers": 1, "max_pieces": 64}),
+        (
+            place_tokens,
+            {
+                "kv_capacity": 512,
+                "max_transfers": 1,
+                "max_pieces": 64,
+                "max_cut_pieces": 64,
+                "max_linked_pieces": 64,
+            },
+        ),
         (
             plan_attention,
             dict(

@@ -254,7 +254,9 @@ def test_one_plan_is_no_list(unchecked_types):
 def test_fixed_capacities_give_equal_shapes():
     """So processes that each plan one group compile the same program."""
     segment_ids = draw(3, D * B)[4]
-    placement = PlacementConfig(kv_capacity=96, max_transfers=16, max_pieces=16)
+    placement = PlacementConfig(
+        kv_capacity=96, max_transfers=16, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+    )
     plans = [
         place_tokens(segment_ids=x, world_size=W, config=placement).plan
         for x in by_group(segment_ids)

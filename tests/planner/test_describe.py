@@ -187,7 +187,9 @@ def test_keys_between_nodes():
 
 
 def test_a_batch_that_does_not_fit():
-    config = PlacementConfig(kv_capacity=20, max_transfers=4, max_pieces=4)
+    config = PlacementConfig(
+        kv_capacity=20, max_transfers=4, max_pieces=4, max_cut_pieces=4, max_linked_pieces=99
+    )
     placement = place_tokens([64], world_size=4, config=config, fallback="ring")
     assert "the batch does not fit kv_capacity 20: it needs 64" in placement.plan.describe()
     part = place_tokens([64], world_size=4, config=config, fallback="ring", rank=2).plan

@@ -15,7 +15,9 @@ from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_t
 from jax_cp_dispatch.planner.stamp import ID_STEP, POSITION_STEP, checksums
 
 W, T = 4, 64
-CONFIG = PlacementConfig(kv_capacity=128, max_transfers=32, max_pieces=32)
+CONFIG = PlacementConfig(
+    kv_capacity=128, max_transfers=32, max_pieces=32, max_cut_pieces=32, max_linked_pieces=99
+)
 MADE_FOR_ANOTHER = "the plan was made for another batch"
 
 

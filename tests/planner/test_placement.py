@@ -278,7 +278,9 @@ sys.stdout.buffer.write(pickle.dumps((placement, batch)))
 
 def test_capacities_of_the_config_are_used_or_rejected():
     lengths = [[600, 300, 100, 24]]
-    config = PlacementConfig(kv_capacity=2000, max_transfers=32, max_pieces=16)
+    config = PlacementConfig(
+        kv_capacity=2000, max_transfers=32, max_pieces=16, max_cut_pieces=16, max_linked_pieces=99
+    )
     plan = place_tokens(lengths, world_size=4, config=config).plan
     assert plan.kv_capacity == 2000
     assert plan.kv_metadata.dst_rank.shape == (4, 32)

@@ -51,7 +51,9 @@ def test_a_part_does_not_answer_for_all_ranks():
 def test_the_part_of_one_rank_if_the_batch_does_not_fit():
     """Its tokens stay in their columns."""
     tokens = np.arange(192).reshape(2, 96)
-    config = PlacementConfig(kv_capacity=10, max_transfers=8, max_pieces=8)
+    config = PlacementConfig(
+        kv_capacity=10, max_transfers=8, max_pieces=8, max_cut_pieces=8, max_linked_pieces=99
+    )
     options: dict[str, Any] = {"world_size": 4, "config": config, "fallback": "ring"}
     whole = place_tokens([[50, 3, 30, 13], [90, 6]], **options)
     for rank in range(4):

@@ -19,6 +19,7 @@ W, T = 4, 64
 FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
 FIXED["max_pieces"] = 32
 PLACED = {"kv_capacity": 256, "max_transfers": 32, "max_pieces": 32}
+PLACED |= {"max_cut_pieces": 32, "max_linked_pieces": 64}
 
 
 def balanced(lengths, *, world_size=W, rank=None, **choices):

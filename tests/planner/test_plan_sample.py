@@ -18,7 +18,9 @@ from jax_cp_dispatch import (
 
 WORLD_SIZE, COLUMNS = 4, 2048
 CAPACITIES = {
-    PlacementConfig: ("kv_capacity", "max_transfers", "max_pieces"),
+    PlacementConfig: (
+        *("kv_capacity", "max_transfers", "max_pieces", "max_cut_pieces", "max_linked_pieces"),
+    ),
     PlanConfig: (
         "q_capacity",
         "kv_capacity",
@@ -48,6 +50,7 @@ def plan_of(lengths, config):
     placement = place_tokens(lengths, **options)
     plan, needs = placement.plan, placement.needs
     sizes = [plan.kv_capacity, plan.kv_metadata.seq_len.shape[1], plan.run_row.shape[1]]
+    sizes += [plan.max_cut_pieces, plan.cut_pieces.shape[1] - plan.max_cut_pieces]
     return sizes, [getattr(needs, name) for name in CAPACITIES[PlacementConfig]]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from jax_cp_dispatch.planner.constraints import check_domains
 
 # Fields of `PlacementConfig`, in the order of `PlacedPlan.needs`.
-CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces")
+CAPACITIES = ("kv_capacity", "max_transfers", "max_pieces", "max_cut_pieces", "max_linked_pieces")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,8 @@ class PlacementConfig:
       kv_capacity: rows of the buffer in which a rank receives keys and values, its own included.
       max_transfers: ranges of keys that one rank may send.
       max_pieces: pieces of documents that one rank may hold.
+      max_cut_pieces: pieces of cut documents that one rank may hold.
+      max_linked_pieces: pieces on other ranks of the documents of which one rank holds a cut piece.
       block: tokens; documents are cut at multiples of it, counted from their start, where the
         planner finds such cuts.
       rank_speeds: relative speed of each rank. The share of a rank in the work is proportional to
@@ -32,6 +34,8 @@ class PlacementConfig:
     kv_capacity: int | None = None
     max_transfers: int | None = None
     max_pieces: int | None = None
+    max_cut_pieces: int | None = None
+    max_linked_pieces: int | None = None
     block: int = 1
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None

@@ -8,6 +8,7 @@ from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.placement.cuts import no_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.slices import slice_of_rank
 from jax_cp_dispatch.planner.stamp import stamp_of_fallback
@@ -15,7 +16,7 @@ from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 def plan_of_fallback(
     documents: Documents,
-    needs: Int32[np.ndarray, " 3"],
+    needs: Int32[np.ndarray, " 5"],
     *,
     world_size: int,
     causal: bool,
@@ -33,6 +34,7 @@ def plan_of_fallback(
     home, within = home_pieces(documents, world_size), reach("place_tokens", causal, window)
     pairs = pairs_of_ranks(home, documents.lengths, within, world_size)[slice_of_rank(rank)]
     num_held, num_slots = len(pairs), config.max_transfers or 1
+    num_cuts = config.max_cut_pieces or 1
     by_run = (num_held, config.max_pieces or 1)
     return PlacedPlan(
         kv_metadata=metadata_of_fallback(world_size, num_slots, needs[0], num_held=num_held),
@@ -40,6 +42,7 @@ def plan_of_fallback(
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
         run_length=np.zeros(by_run, np.int32),
+        cut_pieces=no_cuts(num_held, num_cuts + (config.max_linked_pieces or 1)),
         num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs.astype(np.float32),
         needs=np.tile(needs, (num_held, 1)),
@@ -47,6 +50,7 @@ def plan_of_fallback(
         num_tokens=num_tokens,
         batch=documents.batch,
         kv_capacity=capacity,
+        max_cut_pieces=num_cuts,
         causal=causal,
         window=window,
     )

@@ -49,7 +49,7 @@ def fit_placement_config(
         placement = place_tokens(world_size=world_size, **mask, **given)
         values = [getattr(placement.needs, name) for name in CAPACITIES]
         own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
-        most = all_ranks, all_ranks, own
+        most = all_ranks, all_ranks, own, own, all_ranks
         return Needs(own, values, [max(x, 1) for x in most])
 
     planner = SampledPlanner(_OP, CAPACITIES, needs)

@@ -151,7 +151,7 @@ def _capacities_that_suffice(
     *,
     config: PlacementConfig,
     **options: Any,
-) -> tuple[str, Int32[np.ndarray, " 3"]]:
+) -> tuple[str, Int32[np.ndarray, " 5"]]:
     """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
 
     Without capacities, it is empty.

@@ -38,16 +38,22 @@ class PlacedPlan:
       run_position: i32 `[W, P]`; the place of that row's token in its document.
       run_origin: i32 `[W, P]`; the received row where the document starts, or would start.
       run_length: i32 `[W, P]`; tokens of the document.
+      cut_pieces: i32 `[W, X, 9]`; the cut pieces of each rank, `max_cut_pieces` of them, and those
+        on other ranks of the same documents: document, tokens before it, its tokens, its first row,
+        tokens after it, its rank, its number among the cut pieces of its rank, its number in the
+        document, and the row where its rank receives what the pieces before it send; -1 in unused
+        entries. The piece before one is that of the same document with the number before.
       num_rows: i32 `[W]`; rows of each rank that are not padding; -1 if the batch does not fit.
       pairs: f32 `[W]`; query-key pairs of each rank.
-      needs: i32 `[W, 3]`; in every row the largest need of all ranks: rows of keys, ranges of keys
-        sent, pieces. See `PlacementConfig`.
+      needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of keys, ranges of keys
+        sent, pieces, cut pieces, linked pieces. See `PlacementConfig`.
       stamp: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask and
         placed batch; the rank; the checksums of its own rows of segment ids and positions in placed
         order. See `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
+      max_cut_pieces: see `PlacementConfig` (static).
       causal, window: the mask, as in `place_tokens` (static).
     """
 
@@ -56,6 +62,7 @@ class PlacedPlan:
     run_position: Leaf
     run_origin: Leaf
     run_length: Leaf
+    cut_pieces: Leaf
     num_rows: Leaf
     pairs: Leaf
     needs: Leaf
@@ -63,6 +70,7 @@ class PlacedPlan:
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
+    max_cut_pieces: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     window: Window | None = dataclasses.field(metadata={"static": True})
 
@@ -152,7 +160,9 @@ class PlacedPlan:
     @property
     def _capacities(self) -> tuple[int, ...]:
         """The static sizes, in the order of `needs`."""
-        return self.kv_capacity, self.kv_metadata.dst_rank.shape[-1], self.run_row.shape[-1]
+        slots = (x.shape[-1] for x in (self.kv_metadata.dst_rank, self.run_row))
+        linked = self.cut_pieces.shape[-2] - self.max_cut_pieces
+        return self.kv_capacity, *slots, self.max_cut_pieces, linked
 
     @property
     def imbalance(self) -> float:

@@ -1,0 +1,32 @@
+"""Layers beside attention that mix the tokens of a document, whichever ranks hold them.
+
+`pieces`: the pieces of documents on a rank. `documents`: from segment ids; `placed`: from the plan
+  of a placement. `ranks`: runs a layer on every rank. `options`: of a call.
+`halo`: the rows next to a cut. `shift`, `conv`: the layers that need them. `loader`: the shift of a
+  data loader.
+`recurrence`: states that pass along documents; `chains`: the exchange of maps. `delta_rule`,
+  `linear_attention`, `linear_recurrence`: kernels, whose arrays `operands` checks. `chunks`,
+  `decays`, `inverse`, `states`: their matrix products.
+"""
+
+from jax_cp_dispatch.sequence.conv import causal_conv
+from jax_cp_dispatch.sequence.delta_rule import gated_delta_rule
+from jax_cp_dispatch.sequence.documents import document_pieces
+from jax_cp_dispatch.sequence.linear_attention import linear_attention
+from jax_cp_dispatch.sequence.linear_recurrence import linear_recurrence
+from jax_cp_dispatch.sequence.loader import shift_documents
+from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.recurrence import recurrence
+from jax_cp_dispatch.sequence.shift import shift
+
+__all__ = [
+    "Pieces",
+    "causal_conv",
+    "document_pieces",
+    "gated_delta_rule",
+    "linear_attention",
+    "linear_recurrence",
+    "recurrence",
+    "shift",
+    "shift_documents",
+]

@@ -1,0 +1,123 @@
+"""Rows in chunks of one size, and which of them belong to the same piece."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Shaped
+
+# Float32 inside: without this, TPUs and GPUs round the factors of a product.
+dot = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+class Place(NamedTuple):
+    """Rows in chunks.
+
+    Attributes:
+      where: the chunk and the group of each.
+      row: in its chunk.
+      mask: 1 for the rows of its piece in its chunk.
+    """
+
+    where: tuple[Int32[Array, " P"], Int32[Array, " P"]]
+    row: Int32[Array, " P"]
+    mask: Float[Array, "P 1 C 1"]
+
+
+class Chunks(NamedTuple):
+    """The chunks of rows [G, L]: n for each group, of C rows; the last is padded.
+
+    Attributes:
+      num_rows: L.
+      ids: the piece of each row.
+      into: 1 for the rows of a piece that entered the chunk from the one before, else 0.
+      last: 1 for the rows of the piece of the last row.
+    """
+
+    num_rows: int
+    ids: Int32[Array, "n G C"]
+    into: Float[Array, "n G 1 C 1"]
+    last: Float[Array, "n G 1 C 1"]
+
+    @property
+    def size(self) -> int:
+        return self.ids.shape[2]
+
+    def lower(self, *, strict: bool = False) -> Float[Array, "n G 1 C C"]:
+        """Returns 1 for each row and those before it in its piece."""
+        same = self.ids[..., :, None] == self.ids[..., None, :]
+        below = np.tri(self.size, k=-int(strict), dtype=bool)
+        return (same & below)[:, :, None].astype(self.into.dtype)
+
+    def upper(self) -> Float[Array, "n G 1 C C"]:
+        """Returns 1 for each row and those behind it in its piece."""
+        same = self.ids[..., :, None] == self.ids[..., None, :]
+        above = ~np.tri(self.size, dtype=bool)
+        return (same & above)[:, :, None].astype(self.into.dtype)
+
+    def join(self, x: Float[Array, "n G N C V"]) -> Float[Array, "G L N V"]:
+        """Puts rows in chunks back."""
+        x = jnp.moveaxis(x, (1, 3), (0, 2))  # [G, n, C, N, V]
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.num_rows]
+
+    def place_of(self, row: Int32[Array, " P"], used: Bool[Array, " P"]) -> Place:
+        """Finds rows, counted over all groups, and the rows of their pieces in their chunks."""
+        group, at = row // self.num_rows, row % self.num_rows
+        index = at // self.size, group
+        here = self.ids[index]
+        mask = (here == jnp.take_along_axis(here, at[:, None] % self.size, 1)) & used[:, None]
+        return Place(index, at % self.size, mask[:, None, :, None].astype(self.into.dtype))
+
+    def rows_between(
+        self, first: Int32[Array, " P"], last: Int32[Array, " P"]
+    ) -> Bool[Array, "P n G C"]:
+        """Returns which rows lie between two rows of one group, both included."""
+        n, groups, size = self.ids.shape
+        place = np.arange(n * size, dtype=np.int32).reshape(n, 1, size)
+        row = np.arange(groups, dtype=np.int32)[:, None] * self.num_rows + place
+        first, last = (x[:, None, None, None] for x in (first, last))
+        return jnp.asarray(place < self.num_rows) & (first <= row) & (row <= last)
+
+    def between(self, first: Int32[Array, " P"], last: Int32[Array, " P"]) -> Bool[Array, "P n"]:
+        """Returns which chunks are between two rows of one group: from the first's to the last's.
+
+        The chunk of the last row is not one of them.
+        """
+        chunk = jnp.arange(len(self.ids), dtype=jnp.int32)
+        of = lambda row: (row % self.num_rows // self.size)[:, None]
+        return (of(first) <= chunk) & (chunk < of(last))
+
+
+def chunks_of(piece_ids: Int32[Array, "G L"], size: int, dtype: Any) -> Chunks:
+    """Returns the chunks of rows with these pieces; 0 is padding."""
+    ids = split(piece_ids, size)
+    before = jnp.pad(ids[:-1, :, -1:], ((1, 0), (0, 0), (0, 0)), constant_values=-1)
+    mask = lambda x: x[:, :, None, :, None].astype(dtype)
+    return Chunks(piece_ids.shape[1], ids, mask(ids == before), mask(ids == ids[:, :, -1:]))
+
+
+def split(x: Shaped[Array, "G L ..."], size: int) -> Shaped[Array, "n G C ..."]:
+    """Cuts rows into chunks; the last is padded with zeros."""
+    missing = -x.shape[1] % size
+    x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+
+def split_heads(x: Shaped[Array, "G L N F"], size: int) -> Shaped[Array, "n G N C F"]:
+    return split(x, size).swapaxes(2, 3)
+
+
+def blocks_of_four(left: Array, lower: Array, right: Array) -> Array:
+    """Returns [[left, 0], [lower, right]] of matrices of one size."""
+    rows = (left, jnp.zeros_like(left)), (lower, right)
+    return jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)
+
+
+def default_chunk() -> int:
+    """Rows of a chunk on this platform; see docs/sequence.md for the measurement."""
+    return 32 if jax.default_backend() == "cpu" else 64

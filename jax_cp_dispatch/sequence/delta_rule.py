@@ -1,0 +1,154 @@
+"""`gated_delta_rule`: Gated DeltaNet and KDA along documents, in chunks of matrix products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Names
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, Int32, Integer
+
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch.attention.checks import HostOrDevice
+from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, split_heads
+from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of, finite
+from jax_cp_dispatch.sequence.inverse import inverse_of_unit_lower
+from jax_cp_dispatch.sequence.operands import check_heads, wide
+from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
+from jax_cp_dispatch.sequence.states import Entry, Steps, read, states_after, walk
+
+_OP = "gated_delta_rule"
+
+
+def gated_delta_rule(
+    q: Float[HostOrDevice, "B T K H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T N Hv"],
+    log_decay: Float[HostOrDevice, "B T N *H"],
+    beta: Float[HostOrDevice, "B T N"],
+    *,
+    scale: float | None = None,
+    axis_name: AxisName,
+    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
+    positions: Integer[HostOrDevice, "B T"] | None = None,
+    plan: PlacedPlan | Pieces | None = None,
+    layout: str = "contiguous",
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axis: str | Names[str] | None = None,
+    head_axis: str | Names[str] | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Computes the gated delta rule along each document: Gated DeltaNet, or KDA.
+
+        S_t = (I - beta_t k_t k_t^T) diag(exp(log_decay_t)) S_(t-1) + beta_t k_t v_t^T    [H, Hv]
+        out_t = scale * S_t^T q_t
+
+    The state of each head starts from zero in each document. Call inside `jax.shard_map` over
+    `axis_name`, on every rank, or on global arrays. Differentiable. Computes in float32 (float64
+    for float64), in chunks of tokens. Nothing moves for documents that are whole on a rank; of a
+    cut one, each piece but the last sends its map, H (H + Hv) numbers per head (H Hv of the first
+    piece), to the ranks that hold later pieces: one exchange, and one for the derivative. Padding
+    is not read and its output is zero.
+
+    Args:
+      q, k: queries and keys; K divides N. They are not normalised here: the recurrence diverges
+        unless beta |k|^2 <= 2.
+      v: values.
+      log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
+        the state.
+      beta: how far a token's value replaces what the state holds for its key.
+      scale: factor on the output; None is `1 / sqrt(H)`.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
+      segment_ids, positions, plan, layout: see `causal_conv`.
+      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
+      implementation, deadline: of the exchange, see `dispatch`.
+    Returns:
+      The output, in v's dtype.
+    Raises:
+      TypeError, ValueError: an argument is invalid; the message says how to fix it.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    check_heads(_OP, q, k, v, log_decay, beta)
+    kernel = DeltaRule(q.shape[-1] ** -0.5 if scale is None else float(scale), default_chunk())
+    tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay, "beta": beta}
+    layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
+    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    return call_layer(layer, tokens, (), where, axes)
+
+
+class _Parts(NamedTuple):
+    """What needs no state.
+
+    Attributes:
+      steps: how the state changes.
+      q: queries, decayed from the start of their piece or chunk.
+      scores: between the rows of a chunk.
+      dtype: of the outputs.
+    """
+
+    steps: Steps
+    q: Float[Array, "n G N C H"]
+    scores: Float[Array, "n G N C C"]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRule:
+    """The gated delta rule on one rank, by the WY form in each chunk.
+
+    References: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence
+    Length", section 3; "Gated Delta Networks", section 3.3.
+    """
+
+    scale: float
+    chunk: int
+
+    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
+        dtype, inputs = inputs["v"].dtype, wide(inputs)
+        copies = inputs["v"].shape[2] // inputs["k"].shape[2]
+        log, beta = inputs["log_decay"], inputs["beta"][..., None]
+        q, k = (jnp.repeat(inputs[name], copies, axis=2) for name in ("q", "k"))
+        log = finite(log if log.ndim == 4 else log[..., None])
+        cut = lambda x: split_heads(x, self.chunk)
+        q, k, v, log, beta = map(cut, (q * self.scale, k, inputs["v"], log, beta))
+        chunks = chunks_of(piece_ids, self.chunk, k.dtype)
+        decays = decays_of(log, chunks)
+        weighted = k * beta
+        own, scores = decayed_scores(jnp.stack([weighted, q]), k, decays)
+        inverse = inverse_of_unit_lower(own * chunks.lower(strict=True))
+        u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
+        steps = Steps(u, w, k * decays.out, decays.into, chunks)
+        return _Parts(steps, q * decays.into, scores * chunks.lower(), dtype)
+
+    def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
+        steps, chunks = parts.steps, parts.steps.chunks
+        size = steps.kd.shape[-1]
+        # The last chunk of a piece is computed apart.
+        behind = chunks.between(ends.first, ends.last)
+        active = lambda used: (behind & used[:, None]).any(0)
+        states = walk(steps, active=active(ends.used))[0]
+        added = states_after(steps, states, ends.last)
+        unit = jnp.eye(size, dtype=steps.u.dtype)
+        unit = jnp.broadcast_to(unit, (len(ends.used), steps.u.shape[2], size, size))
+        unit = jnp.where(ends.follows[:, None, None, None], unit, 0)
+        entry = Entry(ends.first, ends.used & ends.follows, unit)
+        alone = steps._replace(u=jnp.zeros_like(steps.u, shape=(*steps.u.shape[:-1], size)))
+        states = walk(alone, entry, active=active(entry.used))[0]
+        product = states_after(alone, states, ends.last, entry=entry)
+        return added, (product, added)
+
+    def apply(self, map_: Any, state: Any) -> Any:
+        product, added = map_
+        return dot(product, state) + added
+
+    def finish(self, parts: _Parts, states: Any, starts: Starts | None) -> Float[Array, "G L N V"]:
+        entry = None if starts is None else Entry(starts.first, starts.used, states)
+        return read(parts.steps, parts.q, parts.scores, entry).astype(parts.dtype)

@@ -1,0 +1,177 @@
+"""The pieces of contiguous and zigzag order, from segment ids on the ranks.
+
+Only the first and last piece of a chunk (a rank's part of a batch row, or half of it in zigzag
+order) can be cut. So the ranks exchange what describes these, 24 bytes for each chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer
+
+from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
+from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.attention.gather import gather_sequence
+from jax_cp_dispatch.attention.rotating.layout import (
+    SequenceLayout,
+    contiguous_layout,
+    zigzag_layout,
+)
+from jax_cp_dispatch.planner.blocks import document_starts, running_max
+from jax_cp_dispatch.planner.segment_ids import read_documents, words
+from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
+
+
+def document_pieces(
+    segment_ids: Integer[Array, "B T"],
+    positions: Integer[Array, "B T"] | None = None,
+    *,
+    axis_name: AxisName,
+    layout: str = "contiguous",
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Pieces:
+    """Finds the pieces of this rank's rows, once for all layers of a step.
+
+    Call inside `jax.shard_map` over `axis_name`, on every rank, and pass the result as `plan` to
+    the functions of this module. They then exchange nothing but what the layer needs; given segment
+    ids, each of them finds the pieces again. Not differentiable.
+
+    Args:
+      segment_ids: this rank's columns; 0 (or less) is padding.
+      positions: the position of each token in its document; None if segment ids alone separate the
+        documents.
+      axis_name: the mesh axis of the ranks, or several, major axis first.
+      layout: "contiguous" or "zigzag", see `zigzag_permutation`.
+      implementation, deadline: of the exchange, see `ring_exchange`.
+    Returns:
+      The pieces; a pytree.
+    Raises:
+      TypeError, ValueError: an argument is invalid.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    op = "document_pieces"
+    options = Options.of_call(op, axis_name, layout, implementation, deadline)
+    num_ranks_here(op, axis_name, "the layer itself, which takes segment_ids")
+    return pieces_of_ids(options, segment_ids, positions, jnp.shape(segment_ids))
+
+
+def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any) -> Pieces:
+    """Returns the pieces of this rank's rows [B, T]; without ids, a batch row is one document."""
+    batch, num_tokens = shape
+    num_ranks = jax.lax.axis_size(options.axis_name)
+    is_zigzag = options.layout == "zigzag" and num_ranks > 1
+    make = zigzag_layout if is_zigzag else contiguous_layout
+    layout = make(num_ranks, num_tokens)
+    if segment_ids is None:
+        segment_ids = np.ones(shape, np.int32)
+    segment_ids, positions = read_documents(options.op, segment_ids, positions)
+    segment_ids = words(segment_ids)
+    ids, places = _grouped(layout, segment_ids), None
+    if positions is not None:
+        places = _grouped(layout, words(positions))
+    starts = document_starts(ids, places)
+    group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
+    edges = gather_sequence(options.exchange, _edges(layout, ids, places, starts, batch), num_ranks)
+    later, earlier = _cuts(layout, edges)
+    rank = jax.lax.axis_index(options.axis_name)
+    begin = jnp.where(starts >= 0, starts + group, -1)
+    (begin,) = vary_alike([begin], also=options.exchange.axis_names)
+    return Pieces(
+        begin=begin,
+        later=later,
+        earlier=earlier,
+        rank=rank,
+        batch=batch,
+        num_tokens=num_tokens,
+        world_size=num_ranks,
+        num_slots=batch * layout.num_blocks,
+        chains=(batch, max(num_ranks * layout.num_blocks - 1, 1)),
+        min_tokens=max(int(layout.lengths.min()), 1),
+    )
+
+
+def _grouped(layout: SequenceLayout, x: Any) -> Array:
+    """Cuts a rank's columns into chunks, [B * chunks, rows]; the missing row of one is padding."""
+    missing = layout.num_rows - x.shape[1]
+    return jnp.pad(jnp.asarray(x), ((0, 0), (0, missing))).reshape(-1, layout.block_rows)
+
+
+def _edges(layout: SequenceLayout, ids, places, starts, batch: int) -> Any:
+    """Returns id, position and length of the first and last piece of each chunk, [B, chunks]."""
+    lengths = jnp.asarray(np.tile(layout.lengths[0], batch))
+    last = jnp.maximum(lengths - 1, 0)
+    at_last = lambda x: jnp.take_along_axis(x, last[:, None], 1)[:, 0]
+    is_first = (starts == 0) & (jnp.arange(starts.shape[1]) < lengths[:, None])
+    last_start, last_id = at_last(starts), jnp.maximum(at_last(ids), 0)
+    edges = {
+        "first": jnp.maximum(ids[:, 0], 0),
+        "last": jnp.where(lengths > 0, last_id, 0),
+        "first_tokens": is_first.sum(1, dtype=jnp.int32),
+        "last_tokens": jnp.where(last_start >= 0, lengths - last_start, 0),
+    }
+    if places is not None:
+        edges |= {"first_position": places[:, 0], "last_position": at_last(places)}
+    return {name: x.reshape(batch, -1) for name, x in edges.items()}
+
+
+def _cuts(layout: SequenceLayout, edges: Any) -> tuple[Cuts, Cuts]:
+    """Returns the pieces that continue others, and those that are continued, of all ranks."""
+    starts, lengths = layout.starts.reshape(-1), layout.lengths.reshape(-1)
+    order = np.argsort(starts, kind="stable")  # chunks, one rank after another, in sequence order
+    starts, lengths = starts[order], lengths[order]
+    edges = {name: x[:, order] for name, x in edges.items()}
+    batch, num_chunks = edges["first"].shape
+    continues = (edges["first"][:, 1:] == edges["last"][:, :-1]) & (edges["first"][:, 1:] > 0)
+    if "first_position" in edges:
+        continues &= edges["first_position"][:, 1:] > edges["last_position"][:, :-1]
+    continues = jnp.pad(continues, ((0, 0), (1, 1)))
+    before, after = continues[:, :-1], continues[:, 1:]
+    chunk = jnp.arange(num_chunks, dtype=jnp.int32)[None]
+    is_whole = edges["last_tokens"] == lengths  # one piece
+    # The chunk where the last document of a chunk begins, and its first token in the sequence.
+    head = running_max(jnp.where(before & is_whole, -1, chunk))
+    first_token = starts + lengths - edges["last_tokens"]
+    origin = jnp.take_along_axis(first_token, head, 1)
+    number = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_chunks + head
+    previous = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+    slot = order % layout.num_blocks
+    row = (np.arange(batch)[:, None] * layout.num_blocks + slot) * layout.block_rows
+    rank, group = order // layout.num_blocks, np.arange(batch)[:, None] * layout.num_blocks + slot
+    row, rank, group = (jnp.broadcast_to(x, before.shape) for x in (row, rank, group))
+    index = chunk - previous(head)  # of the first piece in its document
+    base = np.arange(batch)[:, None] * (num_chunks - 1)
+    if layout.num_blocks > 1:  # a rank's second chunk comes behind its first in the buffer
+        first = order % layout.num_blocks == 0
+        partner = np.argsort(order)[order - 1]  # the first chunk of the rank of a second one
+        other = lambda x: x[:, partner]
+        apart = other(before) & (other(previous(number)) != previous(number))
+        base = base + jnp.where(~first & apart, other(index), 0)
+    later = Cuts(
+        jnp.where(before, previous(number), -1),
+        jnp.where(before, starts - previous(origin), 0),
+        edges["first_tokens"],
+        row,
+        rank,
+        group,
+        index,
+        jnp.broadcast_to(base, before.shape),
+    )
+    begin = lengths - edges["last_tokens"]
+    earlier = Cuts(
+        jnp.where(after, number, -1),
+        jnp.where(after, first_token - origin, 0),
+        edges["last_tokens"],
+        row + begin,
+        rank,
+        group,
+        chunk - head,
+        jnp.zeros(before.shape, jnp.int32),
+    )
+    flat = lambda x: jnp.asarray(x, jnp.int32).reshape(-1)
+    return Cuts._make(map(flat, later)), Cuts._make(map(flat, earlier))

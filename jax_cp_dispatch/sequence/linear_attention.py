@@ -1,0 +1,123 @@
+"""`linear_attention`: Mamba-2, RetNet and GLA along documents, in chunks of matrix products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Names
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, Int32, Integer
+
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch.attention.checks import HostOrDevice
+from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, split_heads
+from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of, finite
+from jax_cp_dispatch.sequence.operands import check_heads, wide
+from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
+from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
+from jax_cp_dispatch.sequence.states import Entry, Steps, read, states_after, walk
+
+_OP = "linear_attention"
+
+
+def linear_attention(
+    q: Float[HostOrDevice, "B T K H"],
+    k: Float[HostOrDevice, "B T K H"],
+    v: Float[HostOrDevice, "B T N Hv"],
+    log_decay: Float[HostOrDevice, "B T N *H"],
+    *,
+    scale: float | None = None,
+    axis_name: AxisName,
+    segment_ids: Integer[HostOrDevice, "B T"] | None = None,
+    positions: Integer[HostOrDevice, "B T"] | None = None,
+    plan: PlacedPlan | Pieces | None = None,
+    layout: str = "contiguous",
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axis: str | Names[str] | None = None,
+    head_axis: str | Names[str] | None = None,
+    implementation: str | None = None,
+    deadline: float | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Computes linear attention with decay along each document: Mamba-2 (SSD), RetNet, or GLA.
+
+        S_t = exp(log_decay_t) S_(t-1) + k_t v_t^T    [H, Hv]
+        out_t = scale * S_t^T q_t
+
+    As `gated_delta_rule`, but a map has only H Hv numbers per head and its decay, one number or H.
+
+    Args:
+      q, k: queries and keys (in Mamba-2, C and B); K divides N.
+      v: values (in Mamba-2, the inputs times their step).
+      log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
+        the state.
+      scale: factor on the output; None is 1.
+      axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
+      segment_ids, positions, plan, layout: see `causal_conv`.
+      mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`.
+      implementation, deadline: of the exchange, see `dispatch`.
+    Returns:
+      The output, in v's dtype.
+    Raises:
+      TypeError, ValueError: an argument is invalid; the message says how to fix it.
+      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+    """
+    options = Options.of_call(_OP, axis_name, layout, implementation, deadline)
+    check_heads(_OP, q, k, v, log_decay)
+    kernel = LinearAttention(1.0 if scale is None else float(scale), default_chunk())
+    tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}
+    layer = Layer(options, Recur(kernel), num_heads=v.shape[2], grouped=("q", "k"))
+    where, axes = Where(segment_ids, positions, plan), Axes(mesh, batch_axis, head_axis)
+    return call_layer(layer, tokens, (), where, axes)
+
+
+class _Parts(NamedTuple):
+    """What needs no state: see `delta_rule`, and the log decays of the rows."""
+
+    steps: Steps
+    q: Float[Array, "n G N C H"]
+    scores: Float[Array, "n G N C C"]
+    log: Float[Array, "n G N C F"]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttention:
+    """Linear attention with decay on one rank."""
+
+    scale: float
+    chunk: int
+
+    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
+        dtype, inputs = inputs["v"].dtype, wide(inputs)
+        copies = inputs["v"].shape[2] // inputs["k"].shape[2]
+        log = inputs["log_decay"]
+        q, k = (jnp.repeat(inputs[name], copies, axis=2) for name in ("q", "k"))
+        log = finite(log if log.ndim == 4 else log[..., None])
+        cut = lambda x: split_heads(x, self.chunk)
+        q, k, v, log = map(cut, (q * self.scale, k, inputs["v"], log))
+        chunks = chunks_of(piece_ids, self.chunk, k.dtype)
+        decays = decays_of(log, chunks)
+        (scores,) = decayed_scores(q[None], k, decays)
+        steps = Steps(v, None, k * decays.out, decays.into, chunks)
+        return _Parts(steps, q * decays.into, scores * chunks.lower(), log, dtype)
+
+    def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
+        steps, chunks = parts.steps, parts.steps.chunks
+        behind = chunks.between(ends.first, ends.last) & ends.used[:, None]
+        added = states_after(steps, walk(steps, active=behind.any(0))[0], ends.last)
+        rows = chunks.rows_between(ends.first, ends.last).astype(parts.log.dtype)
+        total = jnp.einsum("pngc,ngmcf->pmf", rows, parts.log, precision="highest")
+        return added, (jnp.exp(total), added)
+
+    def apply(self, map_: Any, state: Any) -> Any:
+        decay, added = map_
+        return decay[..., None] * state + added
+
+    def finish(self, parts: _Parts, states: Any, starts: Starts | None) -> Float[Array, "G L N V"]:
+        entry = None if starts is None else Entry(starts.first, starts.used, states)
+        return read(parts.steps, parts.q, parts.scores, entry).astype(parts.dtype)

@@ -1,0 +1,70 @@
+"""`shift_documents`: the shift of a data loader, before the tokens are placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer, PyTree, Shaped
+
+from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch.planner.segment_ids import read_documents
+
+_OP = "shift_documents"
+
+
+def shift_documents(
+    x: PyTree[Shaped[np.ndarray, "B T ..."]],
+    offset: int,
+    *,
+    segment_ids: Integer[np.ndarray, "B T"],
+    positions: Integer[np.ndarray, "B T"] | None = None,
+    fill: float | int = 0,
+) -> PyTree[Shaped[np.ndarray, "B T ..."]]:
+    """Gives each token the row of the token `offset` before it in its document.
+
+    For data loaders: NumPy, on batches in the order of their documents; place the result. The
+    labels of next-token prediction are `shift_documents(tokens, -1, ...)`, those of prediction
+    depth d `shift_documents(tokens, -d, ...)`.
+
+    Args:
+      x: arrays of any dtype.
+      offset: tokens; negative: the row of a later token.
+      segment_ids: the document of each token, 0 = padding.
+      positions: the position of each token in its document; None if segment ids alone separate the
+        documents.
+      fill: the value where the document has no such token, and in padding.
+    Returns:
+      Arrays in the structure of `x`.
+    Raises:
+      TypeError, ValueError: an argument is invalid, or a document is not contiguous.
+    """
+    import jax  # only its trees; no device is used
+
+    check_integer(_OP, "offset", offset)
+    ids, places = read_documents(_OP, np.asarray(segment_ids), positions)
+    if ids.ndim != 2 or (places is not None and places.shape != ids.shape):
+        raise ValueError(
+            f"{_OP}: segment_ids has shape {ids.shape}; it needs [B, T], like positions."
+        )
+    num_tokens = ids.shape[1]
+    new = np.ones(ids.shape, bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    if places is not None:
+        new[:, 1:] |= places[:, 1:] <= places[:, :-1]
+    document = np.where(ids > 0, np.cumsum(new, axis=1), 0)
+    source = np.arange(num_tokens) - offset
+    inside = (source >= 0) & (source < num_tokens)
+    source = np.clip(source, 0, max(num_tokens - 1, 0))
+    valid = inside & (document == document[:, source]) & (document > 0)
+
+    def shifted(x: Any) -> Any:
+        if x.shape[:2] != ids.shape:
+            raise ValueError(
+                f"{_OP}: an array has shape {x.shape} but segment_ids {ids.shape}; it needs to "
+                "start with [B, T]."
+            )
+        keep = valid.reshape(*valid.shape, *[1] * (x.ndim - 2))
+        return np.where(keep, x[:, source], np.asarray(fill, x.dtype))
+
+    return jax.tree.map(shifted, x)

@@ -1,0 +1,147 @@
+"""`Pieces`: the pieces of documents in the rows of a rank, and where they are cut.
+
+A piece is a run of consecutive tokens of one document on one rank. A cut piece has an earlier piece
+elsewhere, which it continues, or a later one, by which it is continued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, PyTree, Shaped
+
+from jax_cp_dispatch.planner.blocks import running_max
+
+
+class Cuts(NamedTuple):
+    """Cut pieces, arrays [X]; `document` is -1 in unused entries.
+
+    Attributes:
+      document: a number that only the pieces of one document share.
+      start: tokens of the document before the piece.
+      length: tokens of the piece.
+      row: its first row on its rank.
+      rank: its rank.
+      slot: its number there.
+      order: its number among the pieces of the document.
+      base: the row where its rank receives what the earlier pieces send, in order.
+    """
+
+    document: Int32[Array, "..."]
+    start: Int32[Array, "..."]
+    length: Int32[Array, "..."]
+    row: Int32[Array, "..."]
+    rank: Int32[Array, "..."]
+    slot: Int32[Array, "..."]
+    order: Int32[Array, "..."]
+    base: Int32[Array, "..."]
+
+    @property
+    def end(self) -> Int32[Array, "..."]:
+        return self.start + self.length
+
+    @property
+    def used(self) -> Bool[Array, "..."]:
+        return self.document >= 0
+
+    def on_rank(self, rank: Any, num_slots: int) -> Cuts:
+        """Returns those of one rank by their slots, arrays [P]."""
+        slot = jnp.where(self.used & (self.rank == rank), self.slot, num_slots)
+        none = Cuts._make([-1, *[0] * (len(self) - 1)])
+        return Cuts._make(
+            jnp.full(num_slots, fill, jnp.int32).at[slot].set(x, mode="drop")
+            for x, fill in zip(self, none, strict=True)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pieces:
+    """The pieces in the rows of one rank, from `document_pieces` or the plan of a placement.
+
+    Rows are arranged as [G, L], in which no piece continues in the next group of rows: the batch
+    rows, their halves in zigzag order, or one group of all rows of a placement.
+
+    Attributes:
+      begin: i32 [G, L]; the first row of each row's piece, counted over all groups; -1 for padding.
+      later: pieces that continue an earlier one: at least all of the documents of this rank.
+      earlier: pieces that a later one continues, likewise.
+      rank: the index of this rank on the axis.
+      stamp: i32 [7] or None; what an exchange compares, see `dispatch`.
+      batch, num_tokens: the rank's rows [B, T] (static).
+      world_size: ranks (static).
+      num_slots: the most pieces of `later`, and of `earlier`, on a rank (static).
+      chains: received maps are applied in so many chains, of so many maps at most (static).
+      min_tokens: of a piece that is neither the first nor the last of its document (static).
+    """
+
+    begin: Any
+    later: Cuts
+    earlier: Cuts
+    rank: Any
+    stamp: Any = None
+    batch: int = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    world_size: int = dataclasses.field(metadata={"static": True})
+    num_slots: int = dataclasses.field(metadata={"static": True})
+    chains: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    min_tokens: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def own_later(self) -> Cuts:
+        return self.later.on_rank(self.rank, self.num_slots)
+
+    @property
+    def own_earlier(self) -> Cuts:
+        return self.earlier.on_rank(self.rank, self.num_slots)
+
+    @property
+    def is_token(self) -> Bool[Array, "G L"]:
+        return self.begin >= 0
+
+    def arrange(self, x: PyTree[Shaped[Array, "B T ..."]]) -> PyTree[Shaped[Array, "G L ..."]]:
+        """Puts the rank's rows [B, T, ...] into groups."""
+        groups, rows = self.begin.shape
+        per_row = groups * rows // self.batch
+
+        def arranged(x: Any) -> Any:
+            missing = max(per_row - self.num_tokens, 0)
+            if missing:
+                x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+            return x.reshape(groups, rows, *x.shape[2:])
+
+        return jax.tree.map(arranged, x)
+
+    def restore(self, x: PyTree[Shaped[Array, "G L ..."]]) -> PyTree[Shaped[Array, "B T ..."]]:
+        """The inverse of `arrange`."""
+        groups, rows = self.begin.shape
+        per_row = groups * rows // self.batch
+        return jax.tree.map(
+            lambda x: x.reshape(self.batch, per_row, *x.shape[2:])[:, : self.num_tokens], x
+        )
+
+    def offsets(self) -> Int32[Array, "G L"]:
+        """Returns each row's distance from the first row of its piece; -1 for padding."""
+        row = jnp.arange(self.begin.size, dtype=jnp.int32).reshape(self.begin.shape)
+        return jnp.where(self.is_token, row - self.begin, -1)
+
+    def ends(self) -> Int32[Array, "G L"]:
+        """Returns the last row + 1 of each row's piece; 0 for padding."""
+        groups, rows = self.begin.shape
+        row = jnp.arange(self.begin.size, dtype=jnp.int32).reshape(self.begin.shape)
+        last = jnp.pad(
+            self.begin[:, 1:] != self.begin[:, :-1], ((0, 0), (0, 1)), constant_values=True
+        )
+        ends = -running_max(jnp.where(last, -row - 1, -groups * rows)[:, ::-1])[:, ::-1]
+        return jnp.where(self.is_token, ends, 0)
+
+    def slots(self, own: Cuts) -> Int32[Array, "G L"]:
+        """Returns for each row 1 + the number of its piece in `own`, of this rank, else 0."""
+        size = self.begin.size
+        number = jnp.arange(1, 1 + own.row.shape[0], dtype=jnp.int32)
+        row = jnp.where(own.used, own.row, size)
+        at = jnp.zeros(size, jnp.int32).at[row].set(number, mode="drop")
+        return jnp.where(self.is_token, at[jnp.maximum(self.begin, 0)], 0)

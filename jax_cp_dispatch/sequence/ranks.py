@@ -1,0 +1,232 @@
+"""Runs a layer on every rank: on this rank's rows inside `shard_map`, or on global arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
+
+from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
+from jax_cp_dispatch.attention.checks import check_groups, check_plan, is_stack
+from jax_cp_dispatch.attention.mesh_axes import Caller, MeshAxes, find_axes
+from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
+from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch.planner import PlacedPlan
+from jax_cp_dispatch.planner.segment_ids import is_on_host, words
+from jax_cp_dispatch.sequence.documents import pieces_of_ids
+from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.pieces import Pieces
+from jax_cp_dispatch.sequence.placed import pieces_of_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The mesh and its axes, as the caller named them; None: inferred."""
+
+    mesh: Any = None
+    batch: Any = None
+    heads: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The documents of a call: segment ids and positions, or a plan."""
+
+    segment_ids: Any = None
+    positions: Any = None
+    plan: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer as a hashable object.
+
+    Attributes:
+      options: of the call.
+      run: the function of one rank, of (options, pieces, tokens, weights).
+      num_heads: of the output; None: there are no groups of heads.
+      grouped: names of arrays with fewer heads, each of which serves several.
+      like_tokens: whether the result has the structure of the tokens; else it is one array.
+    """
+
+    options: Options
+    run: Callable[..., Any]
+    num_heads: int | None = None
+    grouped: tuple[str, ...] = ()
+    like_tokens: bool = False
+
+
+def call_layer(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
+    """Computes the layer.
+
+    Args:
+      layer: what to compute.
+      tokens: arrays [B, T, ...] of this rank, or of all; the heads, if any, are axis 2.
+      weights: arrays that all ranks have; the last axis is that of the heads.
+      where: the documents.
+      axes: the mesh.
+    """
+    op, leaves = layer.options.op, jax.tree.leaves(tokens)
+    _check_where(op, where, leaves[0].shape[:2])
+    names = layer.options.exchange.axis_names
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if all(name in manual for name in names):
+        return _on_rank(layer, tokens, weights, where)
+    if isinstance(where.plan, Pieces):
+        raise ValueError(
+            f"{op}: got the pieces of one rank as plan, but global arrays. Pass segment_ids, or "
+            f"call {op} inside jax.shard_map over {names[0]!r}."
+        )
+    return _on_global_arrays(layer, tokens, weights, where, axes)
+
+
+def _check_where(op: str, where: Where, shape: tuple[int, ...]) -> None:
+    plan = where.plan
+    if plan is not None and not isinstance(plan, Pieces):
+        check_plan(op, plan, PlacedPlan)
+    for name in ("segment_ids", "positions"):
+        x = getattr(where, name)
+        if x is None:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.shape != shape:
+            raise ValueError(
+                f"{op}: {name} has shape {x.shape} but the tokens have B, T = {shape}; they need "
+                "to be equal."
+            )
+    if isinstance(plan, PlacedPlan) and where.positions is not None and where.segment_ids is None:
+        raise ValueError(
+            f"{op}: got a plan and positions without segment_ids, which say where padding is. Pass "
+            "both, or segment_ids alone."
+        )
+
+
+def _on_rank(layer: Layer, tokens: Any, weights: Any, where: Where) -> Any:
+    """Computes this rank's part."""
+    options, leaves = layer.options, jax.tree.leaves(tokens)
+    shape = leaves[0].shape[:2]
+    if isinstance(where.plan, Pieces):
+        pieces = where.plan
+        if shape != (pieces.batch, pieces.num_tokens):
+            raise ValueError(
+                f"{options.op}: the tokens have B, T = {shape} but the pieces are of "
+                f"{(pieces.batch, pieces.num_tokens)}. Pass those of these tokens."
+            )
+    elif where.plan is not None:
+        documents = where.segment_ids, where.positions
+        pieces = pieces_of_plan(options, where.plan, documents, shape)
+    else:
+        if where.positions is not None and where.segment_ids is None:
+            where = dataclasses.replace(where, segment_ids=jnp.ones(shape, jnp.int32))
+        pieces = pieces_of_ids(options, where.segment_ids, where.positions, shape)
+    tree = jax.tree.structure(tokens)
+    tokens = tree.unflatten(vary_alike(leaves, also=options.exchange.axis_names))
+    return layer.run(options, pieces, tokens, weights)
+
+
+def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axes: Axes) -> Any:
+    """Pads the tokens, finds the axes, and runs one program on all ranks."""
+    options, op = layer.options, layer.options.op
+    plan, segment_ids, positions = where.plan, where.segment_ids, where.positions
+    leaves = sorted(jax.tree.leaves(tokens), key=lambda x: x.ndim < 3)
+    found = find_axes(
+        *leaves,
+        caller=Caller(op, op),
+        mesh=axes.mesh,
+        axis_name=options.axis_name,
+        batch_axis=axes.batch,
+        head_axis=axes.heads,
+        covers_batch=plan is not None and not is_stack(plan),
+    )
+    num_tokens = leaves[0].shape[1]
+    missing = -num_tokens % found.num_ranks
+    if plan is not None:
+        _check_plan(op, plan, found, num_tokens)
+        segment_ids, positions = (
+            words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
+        )
+    else:
+        if missing and options.layout == "zigzag":
+            raise ValueError(
+                f"{op}: T is {num_tokens} but {found.described}, which must divide it with "
+                "layout='zigzag'. Pad the tokens (segment 0 is padding) before the layout is made."
+            )
+        segment_ids, positions = read_sequences(
+            op, segment_ids, positions, layout=options.layout, num_ranks=found.num_ranks
+        )
+        if missing and segment_ids is None:
+            segment_ids = np.ones(leaves[0].shape[:2], np.int32)
+    documents = segment_ids, positions
+    if missing:
+        tokens, documents = jax.tree.map(partial(_pad, missing), (tokens, documents))
+    if layer.num_heads is not None:
+        for name in layer.grouped:
+            tokens[name] = found.repeat_kv_heads(tokens[name], layer.num_heads)
+    out = _program(tokens, weights, plan, documents, layer=layer, axes=found)
+    return jax.tree.map(lambda x: x[:, :num_tokens], out) if missing else out
+
+
+def _check_plan(op: str, plan: PlacedPlan, axes: MeshAxes, num_tokens: int) -> None:
+    if plan.world_size != axes.num_ranks:
+        raise ValueError(
+            f"{op}: the plan is for world_size={plan.world_size} but {axes.described}. Place the "
+            "tokens again with that world_size."
+        )
+    if num_tokens % axes.num_ranks:
+        raise ValueError(
+            f"{op}: T is {num_tokens} but {axes.described}, which must divide it with a plan. Pass "
+            "the tokens of the placement."
+        )
+    check_groups(op, plan, num_groups=axes.num_groups, batch=axes.batch)
+
+
+def _pad(missing: int, x: Any) -> Any:
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # keeps known values known under jit
+    return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+
+@partial(jax.jit, static_argnames=("layer", "axes"))
+def _program(tokens, weights, plan, documents, *, layer: Layer, axes: MeshAxes):
+    sequence = P(axes.batch, axes.axis_name)
+    rows = jax.tree.map(lambda x: P(*sequence, axes.heads) if x.ndim > 2 else sequence, tokens)
+    shared = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), axes.heads), weights)
+    of_plan = sequence if is_stack(plan) else P(axes.axis_name)
+    in_specs = (rows, shared, of_plan, sequence)
+    operands = (tokens, weights, plan, documents)
+    out_specs = rows if layer.like_tokens else P(*sequence, axes.heads)
+    shard_map = partial(jax.shard_map, check_vma=can_check_varying())
+    if varies_outside(operands, axes.manual):
+        shard_map = partial(shard_map_inside, num_differentiable=2)
+    run = shard_map(
+        partial(_local, layer),
+        mesh=axes.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes.manual,
+    )
+    if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
+        operands = map(partial(_reshard, axes.mesh), in_specs, operands)
+    return run(*operands)
+
+
+def _reshard(mesh: Any, specs: Any, arrays: Any) -> Any:
+    """Reshards arrays; each spec is for one of them, or for all of a tree."""
+
+    def of_spec(spec: P, part: Any) -> Any:
+        return jax.tree.map(partial(reshard, out_shardings=NamedSharding(mesh, spec)), part)
+
+    return jax.tree.map(of_spec, specs, arrays, is_leaf=lambda x: isinstance(x, P))
+
+
+def _local(layer: Layer, tokens, weights, plan, documents):
+    if is_stack(plan):  # of which this group has one
+        plan = jax.tree.map(lambda x: x[0], plan)
+    segment_ids, positions = documents
+    return _on_rank(layer, tokens, weights, Where(segment_ids, positions, plan))

@@ -1,0 +1,201 @@
+"""Recurrences and all gradients equal loops over the tokens of each document, in every order."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sequence_oracle as oracle
+from orders import BATCHES, ORDERS, Order, packed
+
+from jax_cp_dispatch import sequence
+
+NAMES = ("q", "k", "v", "log_decay", "beta")
+
+
+def draw(segment_ids, *, op, per_channel, strength=(-6, 2), heads=(2, 1), size=8, columns=12):
+    """Returns fresh inputs of a recurrence, with some resets, and a cotangent."""
+    rng = np.random.default_rng()
+    (batch, num_tokens), (n, groups) = segment_ids.shape, heads
+    normal = lambda *shape: rng.normal(size=(batch, num_tokens, *shape))
+    q, k = (normal(groups, size) for _ in range(2))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    shape = (batch, num_tokens, n, size)[: 3 + per_channel]
+    log_decay = -np.exp(rng.uniform(strength[0], strength[1], shape))
+    log_decay[rng.random(shape) < 0.02] = -np.inf
+    values = [q, k, normal(n, columns), log_decay, rng.uniform(0, 2, (batch, num_tokens, n))]
+    inputs = dict(zip(NAMES[: 5 if op == "gated_delta_rule" else 4], values, strict=False))
+    return inputs, normal(n, columns) * (segment_ids > 0)[..., None, None]
+
+
+def expected(inputs, g, segment_ids, scale):
+    out = [np.zeros(x.shape) for x in (g, *inputs.values())]
+    for row, a, b in oracle.documents(segment_ids):
+        of = [x[row, a:b] for x in inputs.values()]
+        results = oracle.recurrence(*of, scale=scale, g=g[row, a:b])
+        for x, result in zip(out, results, strict=True):
+            x[row, a:b] = result
+    return out
+
+
+def check(
+    op, inputs, g, segment_ids, order, *, place="on_ranks", dtype: Any = np.float32, rtol=1e-5
+):
+    """Compares output and gradients, relative to the largest; padding of the inputs is NaN."""
+    scale = inputs["q"].shape[-1] ** -0.5 if op == "gated_delta_rule" else 1.0
+    live = lambda x: (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
+    given = {name: np.where(live(x), x, np.nan).astype(dtype) for name, x in inputs.items()}
+    layer = lambda tokens, _, **given: getattr(sequence, op)(**tokens, **given)
+    run = getattr(order, place)(layer)
+
+    @jax.jit
+    def both(tokens):
+        out, pull = jax.vjp(lambda tokens: run(tokens, ()), tokens)
+        return out, pull(jnp.asarray(g, out.dtype))[0]
+
+    out, gradients = jax.tree.map(np.asarray, both(given))
+    assert out.dtype == dtype
+    rounded = {name: np.asarray(x, dtype).astype(np.float64) for name, x in inputs.items()}
+    wanted = expected(rounded, np.asarray(g, dtype).astype(np.float64), segment_ids, scale)
+    got = [out, *(gradients[name] for name in inputs)]
+    for name, x, want in zip(("out", *inputs), got, wanted, strict=True):
+        error = np.abs(x.astype(np.float64) - want).max() / np.abs(want).max()
+        assert error < rtol, (name, error)
+        assert not x[segment_ids == 0].any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("batch", "num_ranks"), [("giant", 8), ("mixed", 3), ("mixed", 8)])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_gated_delta_rule(order, batch, num_ranks, per_channel):
+    segment_ids = BATCHES[batch]
+    inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=per_channel)
+    check("gated_delta_rule", inputs, g, segment_ids, Order(order, segment_ids, num_ranks))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_linear_attention(order, per_channel):
+    segment_ids = BATCHES["mixed"]
+    inputs, g = draw(segment_ids, op="linear_attention", per_channel=per_channel)
+    check("linear_attention", inputs, g, segment_ids, Order(order, segment_ids, 8))
+
+
+@pytest.mark.parametrize("strength", [(-20, -9), (2, 6)])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_decays_near_one_and_near_zero_over_many_chunks(strength, per_channel):
+    segment_ids = packed([[3, 150, 1, 99, -3, 44]])
+    inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=per_channel, strength=strength)
+    order = Order("placed", segment_ids, 3)
+    check("gated_delta_rule", inputs, g, segment_ids, order, place="on_global_arrays")
+
+
+def test_equal_keys():
+    """The inverse of a chunk stays exact if all its keys are nearly erased, and nothing decays."""
+    segment_ids = packed([[128]])
+    inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=False)
+    inputs["k"][:] = inputs["k"][:, :1]
+    inputs |= {"log_decay": 0 * g[..., 0], "beta": 0.5 + 0 * g[..., 0]}
+    check("gated_delta_rule", inputs, g, segment_ids, Order("contiguous", segment_ids, 1))
+
+
+def test_bfloat16():
+    segment_ids = BATCHES["mixed"]
+    inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=False)
+    order = Order("zigzag", segment_ids, 8)
+    bfloat16 = np.dtype(jnp.bfloat16)
+    # The result is float32 of rounded inputs, rounded once: half a unit of 8 bits.
+    check("gated_delta_rule", inputs, g, segment_ids, order, dtype=bfloat16, rtol=2**-8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_linear_recurrence(order):
+    segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
+    x, g = rng.normal(size=(2, *segment_ids.shape, 5))
+    log_decay = -np.exp(rng.uniform(-5, 1, x.shape))
+    log_decay[rng.random(x.shape) < 0.02] = -np.inf
+    pad = segment_ids == 0
+    g[pad] = 0
+    layer = lambda tokens, _, **given: sequence.linear_recurrence(*tokens, **given)
+    run = Order(order, segment_ids, 8).on_ranks(layer)
+    given = [np.where(pad[..., None], np.nan, x).astype(np.float32) for x in (x, log_decay)]
+
+    @jax.jit
+    def both(given):
+        out, pull = jax.vjp(lambda given: run(given, ()), given)
+        return out, *pull(jnp.asarray(g, jnp.float32))[0]
+
+    got = jax.tree.map(np.asarray, both(given))
+    wanted = [np.zeros(x.shape) for _ in range(3)]
+    for row, a, b in oracle.documents(segment_ids):
+        arrays = (np.asarray(y, np.float32)[row, a:b].astype(float) for y in (x, log_decay, g))
+        for y, result in zip(wanted, oracle.linear_recurrence(*arrays), strict=True):
+            y[row, a:b] = result
+    for x, want in zip(got, wanted, strict=True):
+        assert np.abs(x - want).max() < 1e-5 * np.abs(want).max()
+
+
+class RunningSum:
+    """A user's kernel: the sum of a document's tokens so far, by a plain scan."""
+
+    def summary(self, inputs):
+        return inputs.sum((0, 1))
+
+    def apply(self, map_, state):
+        return map_ if state is None else state + map_
+
+    def run(self, inputs, states, piece_ids):
+        most = states.shape[0] - 1
+
+        def row(x, ids):
+            def step(carry, x):
+                state, last = carry
+                x, piece = x
+                state = jnp.where(piece != last, states[jnp.minimum(piece, most)], state) + x
+                return (state, piece), state
+
+            none = x[0] * 0, ids[0] * 0
+            return jax.lax.scan(step, none, (x, ids))[1]
+
+        return jax.vmap(row)(inputs, piece_ids)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_kernel_of_a_user(order, num_ranks):
+    segment_ids, rng = BATCHES["mixed"], np.random.default_rng()
+    x = rng.integers(-9, 9, (*segment_ids.shape, 3)).astype(np.float32)
+    x[segment_ids == 0] = np.nan
+    local = RunningSum()
+    layer = lambda x, _, **given: sequence.recurrence(x, local, **given)
+    got = jax.jit(Order(order, segment_ids, num_ranks).on_ranks(layer))(x, ())
+    sums = oracle.by_document(lambda x: np.cumsum(x, axis=0), segment_ids, x, like=x.shape)
+    np.testing.assert_array_equal(got, sums)
+
+
+def test_checkpoint_and_scan_over_layers_with_the_same_pieces():
+    """Layers in `lax.scan`, each under `jax.checkpoint`, with the pieces found once."""
+    segment_ids = BATCHES["mixed"]
+    inputs, _ = draw(segment_ids, op="gated_delta_rule", per_channel=False, heads=(2, 2), size=12)
+    inputs = {name: np.asarray(x, np.float32) for name, x in inputs.items()}
+
+    def layers(tokens, _, *, segment_ids, axis_name, layout, once):
+        plan = sequence.document_pieces(segment_ids, axis_name=axis_name, layout=layout)
+        where: dict[str, Any] = (
+            {"plan": plan} if once else {"segment_ids": segment_ids, "layout": layout}
+        )
+
+        def layer(v, _):
+            out = sequence.gated_delta_rule(**tokens | {"v": v}, axis_name=axis_name, **where)
+            return out + v, None
+
+        body = jax.checkpoint(layer) if once else layer
+        return jax.lax.scan(body, tokens["v"], None, length=2)[0]
+
+    order = Order("zigzag", segment_ids, 8)
+    results = []
+    for once in (True, False):
+        run = order.on_ranks(lambda *args, once=once, **given: layers(*args, once=once, **given))
+        results.append(jax.jit(jax.grad(lambda t, run=run: (run(t, ()) ** 2).sum()))(inputs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *results)

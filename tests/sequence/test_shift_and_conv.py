@@ -1,0 +1,143 @@
+"""`shift` and `causal_conv` equal loops over the tokens of each document, in every order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sequence_oracle as oracle
+from on_mesh import AXIS, mesh_of
+from orders import BATCHES, Order, packed
+
+from jax_cp_dispatch import sequence
+
+CASES = pytest.mark.parametrize(
+    ("order", "batch", "num_ranks"),
+    [
+        *(("contiguous", "mixed", 1), ("contiguous", "giant", 8), ("contiguous", "mixed", 3)),
+        *(("zigzag", "giant", 3), ("zigzag", "mixed", 8), ("zigzag", "whole", 8)),
+        *(("placed", "giant", 8), ("placed", "mixed", 3), ("placed", "whole", 8)),
+    ],
+)
+
+
+def conv(x, weights, **given):
+    return sequence.causal_conv(x, *weights, **given)
+
+
+def random_conv(segment_ids, rng, width=4, channels=6):
+    x = rng.normal(size=(*segment_ids.shape, channels)).astype(np.float32)
+    weights = [rng.normal(size=s).astype(np.float32) for s in ((width, channels), channels)]
+    g = rng.normal(size=x.shape).astype(np.float32)
+    return x, weights, np.where(segment_ids[..., None] > 0, g, 0)
+
+
+@CASES
+def test_convolution_and_gradients(order, batch, num_ranks):
+    place = "on_global_arrays" if batch == "mixed" else "on_ranks"
+    segment_ids, rng = BATCHES[batch], np.random.default_rng()
+    x, weights, g = random_conv(segment_ids, rng)
+    x = np.where(segment_ids[..., None] > 0, x, np.nan)  # padding is not read
+    run = getattr(Order(order, segment_ids, num_ranks), place)(conv)
+
+    @jax.jit
+    def both(x, weights):
+        out, pull = jax.vjp(run, x, weights)
+        return out, *pull(g)
+
+    out, dx, (dweight, dbias) = both(x, weights)
+    x = np.nan_to_num(x)
+    expected = oracle.by_document(
+        lambda x: oracle.causal_conv(x, *weights), segment_ids, x, like=x.shape
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    sums = [np.zeros(w.shape) for w in weights]
+    expected = np.zeros(x.shape)
+    for row, a, b in oracle.documents(segment_ids):
+        of = oracle.causal_conv_gradients(x[row, a:b], weights[0].astype(float), g[row, a:b])
+        expected[row, a:b], *rest = of
+        sums = [s + r for s, r in zip(sums, rest, strict=True)]
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dweight, sums[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dbias, sums[1], rtol=1e-4, atol=1e-4)
+
+
+@CASES
+@pytest.mark.parametrize("offset", [3, -17])
+def test_shift_and_its_adjoint(order, batch, num_ranks, offset):
+    segment_ids, rng = BATCHES[batch], np.random.default_rng()
+    x = {
+        "f": rng.normal(size=(*segment_ids.shape, 3)).astype(np.float32),
+        "i": rng.integers(1, 99, segment_ids.shape).astype(np.int32),
+    }
+    x["f"][segment_ids == 0] = np.nan
+    layer = lambda x, _, **given: sequence.shift(x, offset, fill=-7, **given)
+    run = Order(order, segment_ids, num_ranks).on_ranks(layer)
+    got = jax.jit(run)(x, ())
+    for name, dtype in (("f", np.float32), ("i", np.int32)):
+        expected = np.full(x[name].shape, -7, dtype)
+        for row, a, b in oracle.documents(segment_ids):
+            expected[row, a:b] = oracle.shift(x[name][row, a:b], offset, -7)
+        np.testing.assert_array_equal(got[name], expected)
+    loaded = sequence.shift_documents(x, offset, segment_ids=segment_ids, fill=-7)
+    jax.tree.map(np.testing.assert_array_equal, loaded, got)
+    # <shift(x), g> = <x, shift back(g)>, exactly: both move rows.
+    live = segment_ids[..., None] > 0
+    x, g = (rng.integers(-9, 9, (*segment_ids.shape, 3)).astype(np.float32) for _ in range(2))
+    layer = lambda x, _, **given: sequence.shift(x, offset, **given)
+    back = lambda x, _, **given: sequence.shift(x, -offset, **given)
+    run, run_back = (Order(order, segment_ids, num_ranks).on_ranks(f) for f in (layer, back))
+    pulled = jax.jit(lambda x, g: jax.vjp(lambda x: run(x, ()), x)[1](g)[0])(x, g)
+    expected = jax.jit(run_back)(np.where(live, g, 0), ())
+    np.testing.assert_array_equal(pulled, expected)
+    np.testing.assert_array_equal((run(x, ()) * g * live).sum(), (x * pulled * live).sum())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_documents_by_positions_and_without_ids(layout):
+    """Positions that do not increase begin a document; without ids a batch row is one."""
+    segment_ids = packed([[6, 4, 14]])
+    positions = np.concatenate([np.arange(n) for n in (6, 4, 14)])[None].astype(np.int32)
+    order = Order(layout, segment_ids, 4)
+    x = np.arange(24, dtype=np.int32)[None]
+    given = order.given | {"mesh": order.mesh, "segment_ids": None}
+    expected = sequence.shift_documents(x, 1, segment_ids=segment_ids, fill=-1)
+    got = sequence.shift(order.apply(x), 1, fill=-1, positions=order.apply(positions), **given)
+    np.testing.assert_array_equal(order.restore(got), expected)
+    got = sequence.shift(order.apply(x), 1, fill=-1, **given)
+    np.testing.assert_array_equal(order.restore(got), np.arange(-1, 23)[None])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 9, 15])
+def test_uneven_chunks_of_zigzag_order(num_tokens):
+    """An odd number of tokens per rank: the first chunk of a rank is longer by one, or alone."""
+    segment_ids = packed([[num_tokens - 2, 2]])
+    x = np.random.default_rng().normal(size=(1, num_tokens, 2)).astype(np.float32)
+    order = Order("zigzag", segment_ids, 3)
+    layer = lambda x, _, **given: sequence.shift(x, 2, **given)
+    got = order.on_ranks(layer)(x, ())
+    expected = sequence.shift_documents(x, 2, segment_ids=segment_ids)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_padding_of_tokens_that_the_ranks_do_not_divide():
+    segment_ids = packed([[11, 8]])
+    x = np.random.default_rng().normal(size=(1, 19, 2)).astype(np.float32)
+    given = {"axis_name": AXIS, "mesh": mesh_of(8)}
+    got = sequence.shift(x, -1, segment_ids=segment_ids, **given)
+    expected = sequence.shift_documents(x, -1, segment_ids=segment_ids)
+    np.testing.assert_array_equal(got, expected)
+    got = sequence.shift(x, -1, **given)
+    np.testing.assert_array_equal(got[:, :-1], x[:, 1:])
+
+
+def test_bfloat16_accumulates_in_float32():
+    segment_ids = packed([[40, 24]])
+    x, weights, _ = random_conv(segment_ids, np.random.default_rng(), width=8)
+    x = x.astype(jnp.bfloat16)
+    out = Order("contiguous", segment_ids, 8).on_global_arrays(conv)(x, weights)
+    exact = oracle.by_document(
+        lambda x: oracle.causal_conv(x, *weights), segment_ids, x, like=x.shape
+    )
+    assert out.dtype == jnp.bfloat16
+    # bfloat16 has 8 bits: half a unit of rounding, after sums that are exact beside it.
+    np.testing.assert_allclose(out.astype(np.float32), exact, rtol=2**-8, atol=1e-5)
