@@ -16,8 +16,7 @@ void GpuSpans::Start() {
   enabled_ = true;
 }
 
-int GpuSpans::Begin(const std::string& op, int group, int rank, SpanKind kind,
-                    const std::string& name, int device, cudaStream_t stream) {
+int GpuSpans::Begin(RecordedSpan span, int device, cudaStream_t stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!enabled_) return -1;
   if (clocks_.count(device) == 0) {
@@ -30,7 +29,7 @@ int GpuSpans::Begin(const std::string& op, int group, int rank, SpanKind kind,
     lock.lock();
     clocks_[device] = clock;
   }
-  Open open{{op, group, rank, kind, name, 0, 0}, device, nullptr, nullptr};
+  Open open{std::move(span), device, nullptr, nullptr};
   if (cudaEventCreate(&open.begin) != cudaSuccess || cudaEventCreate(&open.end) != cudaSuccess) {
     return -1;
   }

@@ -23,8 +23,8 @@ class GpuSpans {
   void Start();  // clears earlier spans
 
   // Records an event on the stream. Returns the number that ends the span, or -1.
-  int Begin(const std::string& op, int group, int rank, SpanKind kind, const std::string& name,
-            int device, cudaStream_t stream);
+  // The times of `span` are set when recording ends.
+  int Begin(RecordedSpan span, int device, cudaStream_t stream);
   void End(int number, cudaStream_t stream);
 
   // Waits for all recorded events. Times are on the host's monotonic clock.

@@ -9,19 +9,13 @@
 
 namespace cpd {
 
-OverlapQueues::OverlapQueues(std::string op, int device, int group, int first_rank,
-                             std::vector<GemmScratch> scratch, Lanes* lanes,
-                             GpuArithmetic* arithmetic, const kernels::Meeting* meeting,
-                             bool has_spans)
-    : op_(std::move(op)),
-      device_(device),
-      group_(group),
-      first_rank_(first_rank),
+OverlapQueues::OverlapQueues(Call call, std::vector<GemmScratch> scratch, Lanes* lanes,
+                             GpuArithmetic* arithmetic, const kernels::Meeting* meeting)
+    : call_(std::move(call)),
       scratch_(std::move(scratch)),
       lanes_(lanes),
       arithmetic_(arithmetic),
-      meeting_(meeting),
-      has_spans_(has_spans) {}
+      meeting_(meeting) {}
 
 void OverlapQueues::Record(int event, cudaStream_t stream) {
   cudaEvent_t found = nullptr;
@@ -50,7 +44,7 @@ void OverlapQueues::Join(cudaStream_t stream) {
 }
 
 void OverlapQueues::Choose(int rank, Lane lane) {
-  const int local = rank - first_rank_;
+  const int local = rank - call_.first_rank;
   chosen_ = lanes_->stream(local, lane);
   arithmetic_->Choose(chosen_, &scratch_[local]);
 }
@@ -73,11 +67,13 @@ void OverlapQueues::WaitForPeer(int, int peer, int signal) {
 }
 
 void OverlapQueues::BeginSpan(int rank, SpanKind kind, const std::string& name) {
-  if (has_spans_) span_ = GpuSpans::Get().Begin(op_, group_, rank, kind, name, device_, chosen_);
+  if (!call_.has_spans) return;
+  span_ =
+      GpuSpans::Get().Begin({call_.op, call_.group, rank, kind, name, 0, 0}, call_.device, chosen_);
 }
 
 void OverlapQueues::EndSpan() {
-  if (has_spans_) GpuSpans::Get().End(span_, chosen_);
+  if (call_.has_spans) GpuSpans::Get().End(span_, chosen_);
 }
 
 }  // namespace cpd

@@ -16,11 +16,16 @@ namespace cpd {
 
 class OverlapQueues final : public GpuQueues {
  public:
+  struct Call {
+    std::string op;
+    int device, group, first_rank;
+    bool has_spans;
+  };
+
   // `lanes` must be locked by the caller. `meeting` is that of this device's one rank, or nullptr
   // if all ranks are here.
-  OverlapQueues(std::string op, int device, int group, int first_rank,
-                std::vector<GemmScratch> scratch, Lanes* lanes, GpuArithmetic* arithmetic,
-                const kernels::Meeting* meeting, bool has_spans);
+  OverlapQueues(Call call, std::vector<GemmScratch> scratch, Lanes* lanes,
+                GpuArithmetic* arithmetic, const kernels::Meeting* meeting);
 
   // All lanes start from the program's stream, which continues when they are done.
   void Fork(cudaStream_t stream);
@@ -39,13 +44,11 @@ class OverlapQueues final : public GpuQueues {
   void Record(int event, cudaStream_t stream);
   void Wait(int event, cudaStream_t stream);
 
-  const std::string op_;
-  const int device_, group_, first_rank_;
+  const Call call_;
   const std::vector<GemmScratch> scratch_;
   Lanes* const lanes_;
   GpuArithmetic* const arithmetic_;
   const kernels::Meeting* const meeting_;
-  const bool has_spans_;
   cudaStream_t chosen_ = nullptr;
   int num_events_ = 0;
   int span_ = -1;

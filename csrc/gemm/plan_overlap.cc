@@ -77,9 +77,10 @@ Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buf
   }
   schedule->core =
       MakeCommOverlap(std::move(problem), std::make_shared<HostArithmetic>(std::move(gemm)));
-  schedule->team = std::make_unique<Team>(exchange.op, static_cast<int>(exchange.key.group),
-                                          num_ranks, schedule->core->num_signals(),
-                                          exchange.deadline, CopyRows, work->elsewhere);
+  const auto group = static_cast<int>(exchange.key.group);
+  schedule->team =
+      std::make_unique<Team>(Team::Call{exchange.op, group, exchange.deadline}, num_ranks,
+                             schedule->core->num_signals(), CopyRows, work->elsewhere);
   for (int rank = 0; rank < num_ranks; ++rank) {
     schedule->core->Record(rank, schedule->team->streams(rank));
   }

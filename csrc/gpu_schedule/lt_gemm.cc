@@ -2,6 +2,7 @@
 #include "gpu_schedule/lt_gemm.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace cpd {
 namespace {
@@ -25,10 +26,11 @@ Status Multiply(const std::string& op, const GemmTask& task, const LtOptions& op
   return CublasLt::Get().Multiply(op, product, resources, is_missing);
 }
 
-// Blocks of rows, whose sums take the place of the library's workspace.
-Status MultiplyRows(const std::string& op, const GemmTask& task, const LtOptions& options,
-                    const LtResources& resources, bool ignores_alignment,
-                    const LtEpilogue& epilogue, bool* is_missing) {
+// Blocks of rows, whose sums take the place of the library's workspace. nullopt if the library has
+// no kernel for them.
+std::optional<Status> MultiplyRows(const std::string& op, const GemmTask& task,
+                                   const LtOptions& options, const LtResources& resources,
+                                   bool ignores_alignment, const LtEpilogue& epilogue) {
   int64_t most = std::min(task.m, resources.workspace_bytes / (4 * task.n));
   if (task.a.scales.is_blocks && most < task.m) most = 0;  // tiles of scales are not cut
   LtResources without = resources;
@@ -38,11 +40,13 @@ Status MultiplyRows(const std::string& op, const GemmTask& task, const LtOptions
     rows.m = std::min(most, task.m - row);
     const GemmTask product = SumsOf(rows, resources.workspace, task.n);
     // The first block decides: blocks may differ in their number of rows and their alignment.
-    const Status status = Multiply(op, product, options, without, ignores_alignment, is_missing);
+    bool is_missing = false;
+    const Status status = Multiply(op, product, options, without, ignores_alignment, &is_missing);
+    if (is_missing) return std::nullopt;
     if (!status.ok()) return status;
     epilogue(rows, product.c, product.c_pitch);
   }
-  *is_missing = most == 0;
+  if (most == 0) return std::nullopt;
   return Status::Ok();
 }
 
@@ -61,9 +65,8 @@ Status MultiplyWithLt(const std::string& op, const GemmTask& task, const LtOptio
   if (first.ok() && !is_whole) epilogue(task, product.c, product.c_pitch);
   if (!is_missing) return first;
   for (const bool ignores_alignment : {false, true}) {
-    const Status status =
-        MultiplyRows(op, task, options, resources, ignores_alignment, epilogue, &is_missing);
-    if (!is_missing) return status;
+    const auto status = MultiplyRows(op, task, options, resources, ignores_alignment, epilogue);
+    if (status) return *status;
   }
   return first;
 }

@@ -56,11 +56,12 @@ class Team::RankCounters final : public Counters {
   bool WaitFor(const Signal& signal, int64_t count, int peer) override {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_over = [&] { return failed_ || counts_[signal.index] >= count; };
-    if (!changed_.wait_for(lock, team_->deadline_, is_over)) {
+    if (!changed_.wait_for(lock, team_->call_.deadline, is_over)) {
       std::ostringstream message;
-      message << team_->op_ << ": rank " << rank_ << " waited " << team_->deadline_.count()
-              << " ms for rank " << team_->NameOf(peer) << ", signal '" << signal.name
-              << "': expected " << count << ", seen " << counts_[signal.index]
+      message << team_->call_.op << ": rank " << rank_ << " waited "
+              << team_->call_.deadline.count() << " ms for rank " << team_->NameOf(peer)
+              << ", signal '" << signal.name << "': expected " << count << ", seen "
+              << counts_[signal.index]
               << ". The rank has arrived, but its part is not done: check whether it is stopped or "
                  "the machine is overloaded, or pass a longer deadline.";
       lock.unlock();
@@ -95,7 +96,7 @@ class Team::RecordedStream final : public Stream {
   void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
     if (is_elsewhere_) return;
     steps_.push_back([this, kind, name = std::move(name), work = std::move(work)] {
-      const SpanScope span(team_->op_, team_->group_, rank_, kind, name);
+      const SpanScope span(team_->call_.op, team_->call_.group, rank_, kind, name);
       work(*team_->counters_[rank_]);
       return true;
     });
@@ -114,7 +115,8 @@ class Team::RecordedStream final : public Stream {
     steps_.push_back([this, copier, name = std::move(name), peer, pieces = std::move(pieces),
                       signal = std::move(signal)] {
       {
-        const SpanScope span(team_->op_, team_->group_, copier, SpanKind::kCommunication, name);
+        const SpanScope span(team_->call_.op, team_->call_.group, copier, SpanKind::kCommunication,
+                             name);
         team_->link_(pieces);
       }
       team_->counters_[copier]->Add(peer, signal);
@@ -146,7 +148,7 @@ class Team::RecordedStream final : public Stream {
       }
     } catch (const std::exception& error) {  // no memory: the others must not wait for it
       team_->Fail({StatusCode::kInternal,
-                   team_->op_ + (is_elsewhere_ ? ": fetching from rank " : ": rank ") +
+                   team_->call_.op + (is_elsewhere_ ? ": fetching from rank " : ": rank ") +
                        std::to_string(rank_) + " threw " + error.what()});
     }
   }
@@ -158,12 +160,9 @@ class Team::RecordedStream final : public Stream {
   std::vector<std::function<bool()>> steps_;  // false: the stream ends here
 };
 
-Team::Team(std::string op, int group, int num_ranks, int num_signals,
-           std::chrono::milliseconds deadline, Link link, Elsewhere elsewhere)
-    : op_(std::move(op)),
-      group_(group),
+Team::Team(Call call, int num_ranks, int num_signals, Link link, Elsewhere elsewhere)
+    : call_(std::move(call)),
       num_signals_(num_signals),
-      deadline_(deadline),
       link_(std::move(link)),
       elsewhere_(std::move(elsewhere)) {
   for (int rank = 0; rank < num_ranks; ++rank) {

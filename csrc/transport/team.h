@@ -24,8 +24,14 @@ void CopyRows(const std::vector<RowCopy>& pieces);
 // the same time.
 class Team {
  public:
-  Team(std::string op, int group, int num_ranks, int num_signals,
-       std::chrono::milliseconds deadline, Link link = CopyRows, Elsewhere elsewhere = {});
+  // The call, for messages and spans, and how long its tasks wait.
+  struct Call {
+    std::string op;
+    int group;
+    std::chrono::milliseconds deadline;
+  };
+
+  Team(Call call, int num_ranks, int num_signals, Link link = CopyRows, Elsewhere elsewhere = {});
   ~Team();
 
   RankStreams streams(int rank);
@@ -54,10 +60,8 @@ class Team {
   Signal Fetchable(const Signal& signal) const;
   std::string NameOf(int rank) const;
 
-  const std::string op_;
-  const int group_;
+  const Call call_;
   const int num_signals_;
-  const std::chrono::milliseconds deadline_;
   const Link link_;
   const Elsewhere elsewhere_;
   std::mutex mutex_;

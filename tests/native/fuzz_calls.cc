@@ -193,14 +193,14 @@ void ReadOnGpu(Chooser& c) {
       static_cast<int>(location.devices.size()) != call.num_ranks) {
     __builtin_trap();
   }
-  const int64_t num_local = location.on_one_device ? call.num_ranks : 1;
   Arrays arrays;
   Frame frame = Make(program, c, &arrays);
   kernels::Call on_device{};
+  on_device.num_local = location.on_one_device ? call.num_ranks : 1;
   const auto num_blocks = static_cast<int>(c.Number(1, 200));
-  if (IsRefused(ReadCudaOperands(options, frame.args(), frame.results(), num_local, num_blocks,
-                                 &call, &on_device),
-                call.op)) {
+  if (IsRefused(
+          ReadCudaOperands(options, frame.args(), frame.results(), num_blocks, &call, &on_device),
+          call.op)) {
     return;
   }
   on_device.has_network = c.Flag();

@@ -113,7 +113,7 @@ class Call {
 
   Status Run(const StandIns& stand_ins = {}) const {
     const auto core = MakeCommOverlap(p_, std::make_shared<HostArithmetic>(stand_ins.gemm));
-    Team team("test", 7, p_.num_ranks(), core->num_signals(), stand_ins.deadline, stand_ins.link);
+    Team team({"test", 7, stand_ins.deadline}, p_.num_ranks(), core->num_signals(), stand_ins.link);
     for (int rank = 0; rank < p_.num_ranks(); ++rank) {
       const RankStreams streams = team.streams(rank);
       if (!stand_ins.read) {

@@ -52,9 +52,10 @@ void EndPrograms() {
   num_call_sites.clear();
 }
 
-Status CallSite::Describe(int64_t run_id, int64_t group, Exchange* exchange,
+Status CallSite::Describe(const CallingRank& calling, Exchange* exchange,
                           Transport** transport) const {
-  exchange->key = {run_id, uid_, group};
+  const int64_t group = calling.group;
+  exchange->key = {calling.run_id, uid_, group};
   exchange->signature = signature_;
   if (transport_ == "in_process") {
     *transport = &InProcessTransport();

@@ -10,6 +10,13 @@
 
 namespace cpd {
 
+// The rank that runs a call.
+struct CallingRank {
+  int64_t run_id;  // the same on all ranks of one execution
+  int rank;        // its place on the axis
+  int64_t group;   // its place on the other axes of the mesh
+};
+
 // Part of the state that XLA keeps per custom call of a program. An id chosen at lowering would not
 // be unique: lowerings are cached, so two calls can share one.
 class CallSite {
@@ -19,7 +26,7 @@ class CallSite {
 
   // Sets the key and the processes of the ranks in `exchange`, whose `num_ranks` is known, and the
   // transport that the program names.
-  Status Describe(int64_t run_id, int64_t group, Exchange* exchange, Transport** transport) const;
+  Status Describe(const CallingRank& calling, Exchange* exchange, Transport** transport) const;
 
  private:
   // Unique in this process. For a program that spans processes: unique in the program and equal in

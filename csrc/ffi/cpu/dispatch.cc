@@ -57,7 +57,7 @@ class BufferUse {
 };
 
 ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPool pool,
-                 ffi::RunId run_id, int rank, int64_t group, const ffi::RemainingArgs& args,
+                 const CallingRank& calling, const ffi::RemainingArgs& args,
                  const ffi::RemainingRets& results) {
   const DispatchOptions& options = state.options;
   DispatchCall call;
@@ -74,7 +74,7 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
     return ReadDispatchContribution(direction, num_ranks, bytes);
   };
   Transport* transport = nullptr;
-  status = state.site.Describe(run_id.run_id, group, &exchange, &transport);
+  status = state.site.Describe(calling, &exchange, &transport);
   if (!status.ok()) return Failed(status);
   PlanWords words{options.capacity_names, exchange.processes};
   exchange.planner = [is_dispatch = call.is_dispatch(), op = call.op, words = std::move(words)](
@@ -88,7 +88,7 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   for (size_t p = 0; p < call.parts.size() && status.ok(); ++p) {
     DispatchPart& part = call.parts[p];
     // A rank out of range must not index the metadata; the transport rejects it.
-    part.Select(std::clamp(rank, 0, call.num_ranks - 1));
+    part.Select(std::clamp(calling.rank, 0, call.num_ranks - 1));
     for (const RowArray& array : call.is_dispatch() ? part.buffers : part.tokens) {
       PreferHugePages(array.data, array.num_bytes());
     }
@@ -106,8 +106,8 @@ ffi::Future Move(Direction direction, const DispatchState& state, ffi::ThreadPoo
   // Read only once: the answer comes from a file.
   static const int num_helpers =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
-  transport->Join(exchange, rank, std::move(mine), CompleteWith(std::move(promise), std::move(use)),
-                  num_helpers,
+  transport->Join(exchange, calling.rank, std::move(mine),
+                  CompleteWith(std::move(promise), std::move(use)), num_helpers,
                   [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
@@ -117,8 +117,8 @@ ffi::Future MoveIn(ffi::ThreadPool pool, const DispatchState* state, ffi::RunId 
                    ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
   try {
-    return Move(kDirection, *state, pool, run_id, *rank.typed_data(), *group.typed_data(), args,
-                results);
+    const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
+    return Move(kDirection, *state, pool, calling, args, results);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

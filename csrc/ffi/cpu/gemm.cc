@@ -34,8 +34,8 @@ struct GemmState : CallState<GemmState> {
   }
 };
 
-ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t group,
-                 const GemmOptions& options, const GemmBuffers& buffers) {
+ffi::Future Gemm(const CallSite& site, const CallingRank& calling, const GemmOptions& options,
+                 const GemmBuffers& buffers) {
   Exchange exchange;
   exchange.op = options.op;
   if (options.num_ranks > 0) exchange.op += " over axis '" + options.axis + "'";
@@ -62,8 +62,7 @@ ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t grou
   }
   exchange.num_ranks = static_cast<int>(options.num_ranks);
   Transport* transport = nullptr;
-  if (const Status status = site.Describe(run_id.run_id, group, &exchange, &transport);
-      !status.ok()) {
+  if (const Status status = site.Describe(calling, &exchange, &transport); !status.ok()) {
     return Failed(status);
   }
   exchange.deadline = std::chrono::milliseconds(options.deadline_ms);
@@ -88,7 +87,8 @@ ffi::Future Gemm(const CallSite& site, ffi::RunId run_id, int rank, int64_t grou
     return std::make_unique<OverlapContribution>(problem, memory);
   };
   auto mine = std::make_unique<OverlapContribution>(problem, MemoryOf(options, problem, buffers));
-  transport->Join(exchange, rank, std::move(mine), std::move(completion), /*num_helpers=*/0, {});
+  transport->Join(exchange, calling.rank, std::move(mine), std::move(completion), /*num_helpers=*/0,
+                  {});
   return future;
 }
 
@@ -106,8 +106,8 @@ ffi::Future GemmIn(const GemmState* state, ffi::RunId run_id, ffi::BufferR0<ffi:
                               bias,          gelu_input,    aux_in,   *output,
                               *bias_grad,    *pre_gelu_out, *aux_out, *lhs_swizzled,
                               *rhs_swizzled, *workspace};
-    return Gemm(state->site, run_id, *rank.typed_data(), *group.typed_data(), state->options,
-                buffers);
+    const CallingRank calling{run_id.run_id, *rank.typed_data(), *group.typed_data()};
+    return Gemm(state->site, calling, state->options, buffers);
   } catch (const std::exception& error) {  // no memory or no thread: this rank never arrives
     return Failed({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

@@ -82,22 +82,23 @@ void FindRemotes(const CudaOptions& options, const RankLocation& location, kerne
   }
 }
 
-Status Move(Direction direction, const CudaOptions& options, bool execute, int32_t device,
-            cudaStream_t stream, const int32_t* rank_operand, const ffi::RemainingArgs& args,
+Status Move(Direction direction, const CudaOptions& options, const StageOnDevice& at,
+            const int32_t* rank_operand, const ffi::RemainingArgs& args,
             const ffi::RemainingRets& results) {
   DispatchCall read;
   RankLocation location;
   Status status = ReadCudaAttributes(direction, options.call, &read);
   const std::string& op = read.op;
-  if (status.ok()) status = FindRank(op, device, read.num_ranks, options.device_table, &location);
+  if (status.ok())
+    status = FindRank(op, at.device, read.num_ranks, options.device_table, &location);
   if (!status.ok()) return status;
 
   kernels::Call call{};
-  const int64_t num_local = location.on_one_device ? read.num_ranks : 1;
+  call.num_local = location.on_one_device ? read.num_ranks : 1;
   int num_blocks = 0;
-  status = FindNumBlocks(op, device, &num_blocks);
+  status = FindNumBlocks(op, at.device, &num_blocks);
   if (!status.ok()) return status;
-  status = ReadCudaOperands(options.call, args, results, num_local, num_blocks, &read, &call);
+  status = ReadCudaOperands(options.call, args, results, num_blocks, &read, &call);
   if (!status.ok()) return status;
   call.in_bulk = options.copy_path == "bulk";
   FindRemotes(options, location, &call);
@@ -109,10 +110,10 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   shape.local_bytes = call.local_bytes;
   shape.num_local = call.num_local;
   shape.num_parts = call.num_parts;
-  const bool is_recorded = execute && IsRecorded(stream);
+  const bool is_recorded = at.executes && IsRecorded(at.stream);
   status =
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
-  if (!status.ok() || !execute) return status;
+  if (!status.ok() || !at.executes) return status;
 
   call.first_rank = location.rank;
   call.rank_operand = location.on_one_device ? nullptr : rank_operand;
@@ -122,11 +123,11 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   call.errors = channel->local(location.rank).errors_on_device;
   // Launch even after an error: the other ranks run this call too, and wait for this one.
   cudaError_t launched = cudaSuccess, ordered = cudaSuccess;
-  const auto launch = [&] { launched = LaunchCall(call, num_blocks, stream); };
+  const auto launch = [&] { launched = LaunchCall(call, num_blocks, at.stream); };
   if (is_recorded) {
     launch();
   } else {
-    ordered = channel->Enqueue(location.rank, stream, launch);
+    ordered = channel->Enqueue(location.rank, at.stream, launch);
   }
   if (const cudaError_t error = launched != cudaSuccess ? launched : ordered;
       error != cudaSuccess) {
@@ -134,7 +135,7 @@ Status Move(Direction direction, const CudaOptions& options, bool execute, int32
   }
   if (is_recorded) return status;
   if (ChecksEachCall()) {
-    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+    if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
     }
   }
@@ -152,7 +153,7 @@ ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
       return ToError(status);
     }
     return ToError(
-        Move(kDirection, options, kExecute, device, stream, rank.typed_data(), args, results));
+        Move(kDirection, options, {kExecute, device, stream}, rank.typed_data(), args, results));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

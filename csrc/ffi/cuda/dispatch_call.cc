@@ -83,16 +83,15 @@ Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, D
 }
 
 Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs& args,
-                        const ffi::RemainingRets& results, int64_t num_local, int num_blocks,
-                        DispatchCall* call, kernels::Call* on_device) {
+                        const ffi::RemainingRets& results, int num_blocks, DispatchCall* call,
+                        kernels::Call* on_device) {
   // More are not useful, and sizes would exceed 63 bits.
   constexpr int64_t kMostReplicas = 1 << 14;
-  Status status = ReadOperands(options, args, results, num_local, call);
+  Status status = ReadOperands(options, args, results, on_device->num_local, call);
   if (!status.ok()) return status;
   on_device->is_dispatch = call->is_dispatch();
   on_device->num_ranks = call->num_ranks;
   on_device->num_parts = static_cast<int>(call->parts.size());
-  on_device->num_local = static_cast<int>(num_local);
   on_device->deadline_ns = static_cast<uint64_t>(call->deadline.count()) * 1'000'000;
   for (size_t p = 0; p < call->parts.size(); ++p) {
     const DispatchPart& read = call->parts[p];

@@ -40,10 +40,10 @@ Status LocateRanks(const std::string& op, int64_t here, int64_t num_ranks, Count
 // Reads everything but the parts; rejects calls beyond the GPU limits.
 Status ReadCudaAttributes(Direction direction, const DispatchOptions& options, DispatchCall* call);
 
-// Reads the parts, after the attributes, and fills in the kernels' parameter for `num_local` ranks.
-// Rejects what no kernel could process.
+// Reads the parts, after the attributes, and fills in the kernels' parameter, whose `num_local` is
+// known. Rejects what no kernel could process.
 Status ReadCudaOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,
-                        const xla::ffi::RemainingRets& results, int64_t num_local, int num_blocks,
-                        DispatchCall* call, kernels::Call* on_device);
+                        const xla::ffi::RemainingRets& results, int num_blocks, DispatchCall* call,
+                        kernels::Call* on_device);
 
 }  // namespace cpd

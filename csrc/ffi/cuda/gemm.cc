@@ -57,12 +57,13 @@ GpuShare ShareOf(const CudaGemmOptions& options, int device) {
   return share;
 }
 
-Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool execute,
-                     int device, cudaStream_t stream, const std::vector<GemmBuffers>& buffers,
-                     const std::vector<GemmScratch>& scratch, OverlapProblem problem) {
-  const GpuShare share = ShareOf(options, device);
-  GpuArithmetic arithmetic(op, device, share);
-  problem.ranks.push_back(MemoryOf(options.call, problem, buffers[0]));
+Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, const StageOnDevice& at,
+                     CudaGemmCall call) {
+  const GpuShare share = ShareOf(options, at.device);
+  GpuArithmetic arithmetic(op, at.device, share);
+  OverlapProblem& problem = call.problem;
+  const std::vector<GemmScratch>& scratch = call.scratch;
+  problem.ranks.push_back(MemoryOf(options.call, problem, call.buffers[0]));
   const auto launch = [&](cudaStream_t on) {
     arithmetic.Choose(on, &scratch[0]);
     arithmetic.Prepare(&problem, 0, scratch);
@@ -70,9 +71,9 @@ Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, bool
     arithmetic.Finish(problem, problem.ranks[0], nullptr);
     return arithmetic.status();
   };
-  if (execute) return launch(stream);
+  if (at.executes) return launch(at.stream);
   const auto kernels = KernelsOf(ProgramOf(op, problem), problem, 0, 1, share.lt);
-  return Rehearsal(&arithmetic, &scratch[0]).Run(op, device, kernels, launch);
+  return Rehearsal(&arithmetic, &scratch[0]).Run(op, at.device, kernels, launch);
 }
 
 ChannelKey KeyOf(const CudaGemmOptions& options, const RankLocation& location, int num_local,
@@ -120,10 +121,13 @@ struct Schedule {
   OverlapTeam team;
 };
 
-Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execute, int device,
-               cudaStream_t stream, const int32_t* rank_operand, const RankLocation& location,
-               const std::vector<GemmBuffers>& buffers, const std::vector<GemmScratch>& scratch,
-               OverlapProblem problem) {
+Status Overlap(const std::string& op, const CudaGemmOptions& options, const StageOnDevice& at,
+               const int32_t* rank_operand, const RankLocation& location, CudaGemmCall call) {
+  const int device = at.device;
+  const cudaStream_t stream = at.stream;
+  const std::vector<GemmBuffers>& buffers = call.buffers;
+  const std::vector<GemmScratch>& scratch = call.scratch;
+  OverlapProblem& problem = call.problem;
   const auto num_ranks = static_cast<int>(options.call.num_ranks);
   const auto num_local = static_cast<int>(buffers.size());
   if (options.memory == "slab" && Slab::Get().NeedsNetwork(location.devices)) {
@@ -143,7 +147,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
                            kernels::AlignUp(sizeof(kernels::State)), num_local, 1};
   const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
-  const bool is_recorded = execute && IsRecorded(stream);
+  const bool is_recorded = at.executes && IsRecorded(stream);
   std::shared_ptr<Channel> channel;
   Status status =
       ChannelRegistry::Get().Find(op, key, shape, options.memory == "slab", !is_recorded, &channel);
@@ -151,7 +155,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, is_recorded, &lanes);
   // Also those of a recording, before it begins.
-  if (status.ok() && !execute) status = Lanes::Find(op, of_lanes, true, &lanes);
+  if (status.ok() && !at.executes) status = Lanes::Find(op, of_lanes, true, &lanes);
   if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
@@ -170,7 +174,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   meeting.num_ranks = num_ranks;
   meeting.rank = location.rank;
   const bool meets = !location.on_one_device;
-  if (!execute) {
+  if (!at.executes) {
     const auto kernels = KernelsOf(meeting.program, problem, location.rank, num_local, share.lt);
     Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
     return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
@@ -187,9 +191,9 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
       std::lock_guard<std::mutex> lock(lanes->mutex);
       if (is_recorded) status = lanes->WaitForRecording(op, stream);
       if (!status.ok()) return;
-      OverlapQueues queues(op, device, location.group, location.rank, scratch, lanes.get(),
-                           arithmetic.get(), meets ? &meeting : nullptr,
-                           GpuSpans::Get().enabled() && !is_recorded);
+      const bool has_spans = GpuSpans::Get().enabled() && !is_recorded;
+      OverlapQueues queues({op, device, location.group, location.rank, has_spans}, scratch,
+                           lanes.get(), arithmetic.get(), meets ? &meeting : nullptr);
       queues.Fork(stream);
       status = schedule.team.Enqueue(op, &queues);
       queues.Join(stream);
@@ -212,9 +216,8 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, bool execu
   return message.empty() ? status : Status::Invalid(message);
 }
 
-Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* rank,
-            const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
-            const ffi::Dictionary& attributes) {
+Status Gemm(const StageOnDevice& at, const int32_t* rank, const ffi::RemainingArgs& args,
+            const ffi::RemainingRets& results, const ffi::Dictionary& attributes) {
   CudaGemmOptions options;
   if (const Status status = ReadOptions(attributes, &options); !status.ok()) return status;
   const std::string op = options.op();
@@ -222,19 +225,16 @@ Status Gemm(bool execute, int32_t device, cudaStream_t stream, const int32_t* ra
   RankLocation location;
   Status status = CheckRanksOnGpu(op, options);
   if (status.ok()) {
-    status = FindRank(op, device, options.num_ranks(), options.device_table, &location);
+    status = FindRank(op, at.device, options.num_ranks(), options.device_table, &location);
   }
   if (!status.ok()) return status;
   const bool has_all_ranks = overlaps && location.on_one_device;
   CudaGemmCall call;
   status = ReadGemmCall(op, options, args, results, has_all_ranks, &call);
   if (!status.ok()) return status;
-  if (overlaps) {
-    return Overlap(op, options, execute, device, stream, location.on_one_device ? nullptr : rank,
-                   location, call.buffers, call.scratch, std::move(call.problem));
-  }
-  return MultiplyAlone(op, options, execute, device, stream, call.buffers, call.scratch,
-                       std::move(call.problem));
+  if (!overlaps) return MultiplyAlone(op, options, at, std::move(call));
+  return Overlap(op, options, at, location.on_one_device ? nullptr : rank, location,
+                 std::move(call));
 }
 
 template <bool kExecute>
@@ -242,7 +242,7 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
                   ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
                   ffi::Dictionary attributes) {
   try {
-    return ToError(Gemm(kExecute, device, stream, rank.typed_data(), args, results, attributes));
+    return ToError(Gemm({kExecute, device, stream}, rank.typed_data(), args, results, attributes));
   } catch (const std::exception& error) {
     return ToError({StatusCode::kInternal, std::string("jax_cp_dispatch: ") + error.what()});
   }

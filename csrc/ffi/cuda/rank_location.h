@@ -13,6 +13,13 @@
 
 namespace cpd {
 
+// One stage of a custom call on a GPU.
+struct StageOnDevice {
+  bool executes;  // otherwise it prepares the program
+  int32_t device;
+  cudaStream_t stream;
+};
+
 // Makes `device` current and finds it among `device_table`; see LocateRanks.
 Status FindRank(const std::string& op, int32_t device, int64_t num_ranks, Counts device_table,
                 RankLocation* location);
