@@ -213,7 +213,7 @@ def test_gemm_where_ranks_are_missing():
         ((4, 3), (3, 5), {"bias": np.ones(4, np.float32)}, ValueError, r"bias has shape \(4,\); it "
          "needs 5 elements, one per column"),
         ((), (3, 5), {}, ValueError, r"contracting_dims of lhs are \(-1,\) for shape \(\)"),
-        ((4, 3), (3, 5), {"implementation": "cuda"}, ValueError, "implementation is 'cuda'; there"),
+        ((4, 3), (3, 5), {"implementation": "cuda"}, ValueError, "implementation is 'cuda'; it"),
         ((4, 3), (3, 5), {"deadline": -1.0}, ValueError, "deadline is -1.0; it needs to be a posi"),
     ],
 )  # fmt: skip
