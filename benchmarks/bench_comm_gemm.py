@@ -6,24 +6,19 @@ width divided by 4 (its MLP by 5). The XLA baseline is `all_gather` then a GEMM,
 that `tune` measures first, in the same process.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import common
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import all_gather_matmul, choose_comm_gemm, matmul_reduce_scatter
+from jax_cp_dispatch import choose_comm_gemm
+from jax_cp_dispatch.bench_command.gemm import GATHER, GEMM, SCATTER, XLA, Product
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.profiling import current_tuning, overlap_profile, tune, use_tuning
 
-AXIS = "tp"
-AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+AG, RS, COMMUNICATION = GATHER, SCATTER, "communication"
 
 
 class Layer(NamedTuple):
@@ -43,77 +38,22 @@ LAYERS = (
     Layer("attention output", RS, 4096, 1024, 1024),
     Layer("down", RS, 4096, 2816, 1024),
 )
-METHODS: dict[str, dict[str, dict[str, Any]]] = {
-    AG: {
-        "none": {"method": "none"},
-        "ring": {"method": "ring"},
-        "ring direct": {"method": "ring", "use_ce": False},
-        "ring pairs": {"method": "ring", "aggregate": True},
-        "ring atomic": {"method": "ring", "atomic": True},
-        "auto": {},
-    },
-    RS: {
-        "none": {"method": "none"},
-        "ring": {"method": "ring"},
-        "ring direct": {"method": "ring", "use_ce": False},
-        "ring atomic": {"method": "ring", "atomic": True},
-        "pipeline 2": {"method": "pipeline", "num_splits": 2},
-        "pipeline 4": {"method": "pipeline"},
-        "pipeline atomic": {"method": "pipeline", "atomic": True},
-        "auto": {},
-    },
+METHODS = {
+    AG: ("none", "ring", "ring direct", "ring pairs", "ring atomic", "auto"),
+    RS: (
+        *("none", "ring", "ring direct", "ring atomic"),
+        *("pipeline 2", "pipeline 4", "pipeline atomic", "auto"),
+    ),
 }
 
 
-def xla_way(op: str) -> Callable:
-    if op == AG:
-        return lambda x, w: lax.all_gather(x, AXIS, axis=0, tiled=True) @ w
-    return lambda x, w: lax.psum_scatter(x @ w, AXIS, tiled=True)
-
-
-def measure(layer: Layer, mesh: Mesh, dtype: Any, repeats: int) -> list[dict]:
-    p = mesh.shape[AXIS]
-    gathers = layer.op == AG
-    rng = np.random.default_rng(0)
-
-    def put(spec, *shape):
-        return jax.device_put(
-            jnp.asarray(rng.standard_normal(shape), dtype), NamedSharding(mesh, spec)
-        )
-
-    by_rows, by_columns = P(AXIS), P(None, AXIS)
-    in_specs = (by_rows, by_columns) if gathers else (by_columns, by_rows)
-    out_spec = by_columns if gathers else by_rows
-
-    def program(fn, in_specs=in_specs, out_spec=out_spec):
-        return jax.jit(
-            jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
-        )
-
-    x, w = put(in_specs[0], layer.m, layer.k), put(in_specs[1], layer.k, layer.n)
-    fn = all_gather_matmul if gathers else matmul_reduce_scatter
-    programs = {"xla": program(xla_way(layer.op))} | {
-        label: program(functools.partial(fn, axis_name=AXIS, **options))
-        for label, options in METHODS[layer.op].items()
-    }
-    runs = {label: functools.partial(run, x, w) for label, run in programs.items()}
-    if gathers:  # the parts: a GEMM of gathered operands, and the all-gather
-        whole = put(P(), layer.m, layer.k)
-        multiply = program(lambda x, w: x @ w, (P(), by_columns), by_columns)
-        gather = program(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True)[None], by_rows)
-        runs |= {"GEMM": functools.partial(multiply, whole, w)}
-        runs |= {"communication": functools.partial(gather, x)}
-    else:
-        partial = put(by_rows, p * layer.m, layer.n)
-        runs |= {"GEMM": functools.partial(program(lambda x, w: x @ w, in_specs, by_rows), x, w)}
-        scatter = program(lambda y: lax.psum_scatter(y, AXIS, tiled=True), by_rows, by_rows)
-        runs |= {"communication": functools.partial(scatter, partial)}
-    expected = np.asarray(runs["xla"](), np.float32)
-    for label in METHODS[layer.op]:
-        out = np.asarray(runs[label](), np.float32)
-        np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2 * np.abs(expected).max())
-    seconds = common.interleaved(runs, repeats)
-    gemm, communication = seconds["GEMM"], seconds["communication"]
+def measure(layer: Layer, ranks: Ranks, dtype: str) -> list[dict]:
+    p, gathers = ranks.count, layer.op == AG
+    product = Product(ranks, layer[1:], dtype, METHODS[layer.op])
+    product.check()
+    parts = {GEMM: product.alone, COMMUNICATION: product.communication()}
+    seconds = ranks.measure(product.runs | parts)
+    gemm, communication = seconds[GEMM], seconds[COMMUNICATION]
     shape = CommGemmShape(
         layer.op,  # pyright: ignore[reportArgumentType]
         layer.m,
@@ -122,9 +62,10 @@ def measure(layer: Layer, mesh: Mesh, dtype: Any, repeats: int) -> list[dict]:
         itemsize=jnp.dtype(dtype).itemsize,
     )
     rows = []
-    for label, run in programs.items():
-        profile = None if label == "xla" else overlap_profile(run, x, w)
-        memory = run.lower(x, w).compile().memory_analysis()
+    for label, run in product.programs.items():
+        operands = product.x, product.w
+        profile = None if label == XLA else overlap_profile(run, *operands)
+        memory = run.lower(*operands).compile().memory_analysis()
         row = {
             "devices": p,
             "dtype": jnp.dtype(dtype).name,
@@ -133,9 +74,9 @@ def measure(layer: Layer, mesh: Mesh, dtype: Any, repeats: int) -> list[dict]:
             "M": layer.m,
             "K": layer.k,
             "N": layer.n,
-            "what": label,
+            "what": "xla" if label == XLA else label,
             "ms": round(1e3 * seconds[label], 1),
-            "of_xla": round(seconds["xla"] / seconds[label], 3),
+            "of_xla": round(seconds[XLA] / seconds[label], 3),
             "gemm_ms": round(1e3 * gemm, 1),
             "communication_ms": round(1e3 * communication, 1),
             "communication_share": round(communication / (gemm + communication), 2),
@@ -168,12 +109,12 @@ def main() -> None:
     start_cpu_devices(max(arguments.devices))
     rows = []
     for num_ranks in arguments.devices:
-        mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
+        ranks = Ranks.of_devices(num_ranks, arguments.repeats)
         for dtype in arguments.dtypes:
             shapes = [(layer.op, layer.m, layer.k, layer.n) for layer in layers]
-            use_tuning(tune(shapes, mesh=mesh, axis_name=AXIS, dtype=dtype))
+            use_tuning(tune(shapes, mesh=ranks.mesh, axis_name=AXIS, dtype=dtype))
             for layer in layers:
-                rows += measure(layer, mesh, dtype, arguments.repeats)
+                rows += measure(layer, ranks, dtype)
     common.write(arguments.output, "tensor-parallel forward GEMMs", rows)
 
 

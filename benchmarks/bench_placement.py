@@ -10,31 +10,18 @@ and cuts at multiples of 64 tokens.
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterator
 
 import common
-import numpy as np
 import packing
 import peer_placements
 
 from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
+from jax_cp_dispatch.bench_command.planning import timed
 
 sys.path.append(str(common.ROOT / "tests" / "oracles"))
 from placement_bounds import least_keys
 
-TOKENS = 65536
-
-
-def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
-    for path in sorted((common.ROOT / "tests" / "data" / "packed").glob("*.json")):
-        for batch in json.loads(path.read_text()):
-            if batch["ranks"] in world_sizes:
-                yield path.stem, batch["ranks"], batch["lengths"]
-    for world_size in world_sizes:
-        if world_size > 512:
-            ids = packing.drawn(world_size * TOKENS, world_size)
-            yield packing.DRAWN, world_size, np.bincount(ids[0])[1:].tolist()
+TOKENS = packing.TOKENS_PER_RANK
 
 
 CONSTRAINED = {
@@ -43,22 +30,17 @@ CONSTRAINED = {
 }
 
 
-def timed(
+def place(
     lengths: list[int], world_size: int, config: PlacementConfig, repeats: int
 ) -> tuple[Placement, float]:
     """Returns the placement, and the median of the milliseconds to make it."""
-    times = []
-    placement: Placement | None = None
-    for _ in range(repeats):
-        start = time.perf_counter()
-        placement = place_tokens(lengths, world_size=world_size, config=config)
-        times.append(time.perf_counter() - start)
-    assert placement is not None
-    return placement, round(1e3 * float(np.median(times)), 2)
+    make = lambda: place_tokens(lengths, world_size=world_size, config=config)
+    placement, seconds = timed(make, repeats)
+    return placement, round(1e3 * seconds, 2)
 
 
 def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
-    placement, plan_ms = timed(lengths, world_size, PlacementConfig(), repeats)
+    placement, plan_ms = place(lengths, world_size, PlacementConfig(), repeats)
     plan, num_tokens = placement.plan, world_size * TOKENS
     least = least_keys(lengths, world_size, TOKENS, placement.config.balance_tolerance)
     row = {
@@ -75,7 +57,7 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
     }
     if world_size > 8:
         for name, config in CONSTRAINED.items():
-            row[name] = timed(lengths, world_size, config, repeats)[1]
+            row[name] = place(lengths, world_size, config, repeats)[1]
     if world_size <= 128:
         for name in ("min_heap", "greedy"):
             outcome = getattr(peer_placements, name)(lengths, world_size)
@@ -96,7 +78,7 @@ def main() -> None:
     parser.add_argument("--world-size", nargs="+", type=int, default=sizes)
     arguments = common.options(parser, world_size=[8, 32])
     rows = []
-    for name, world_size, lengths in batches(arguments.world_size):
+    for name, world_size, lengths in packing.packed(arguments.world_size):
         row = {"lengths": name} | measure(lengths, world_size, arguments.repeats)
         print(json.dumps(row), flush=True)
         rows.append(row)

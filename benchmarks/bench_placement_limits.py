@@ -7,16 +7,16 @@ the best placement to the longest document (or a little more than a rank's token
 import json
 import sys
 
-import bench_placement
 import common
 import numpy as np
+import packing
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
 
 sys.path.append(str(common.ROOT / "tests" / "oracles"))
 from placement_bounds import least_imbalance_of_capacity
 
-TOKENS = bench_placement.TOKENS
+TOKENS = packing.TOKENS_PER_RANK
 FREEDOM = (1, 0.8, 0.6, 0.4, 0.2, 0)  # from generous to tight
 SLACK = 2048  # tokens, if all documents fit a rank
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--world-size", nargs="+", type=int, default=[8, 32, 128, 512])
     arguments = common.options(parser, world_size=[8])
     rows = []
-    for name, world_size, lengths in bench_placement.batches(arguments.world_size):
+    for name, world_size, lengths in packing.packed(arguments.world_size):
         steps = [measure(lengths, world_size, x) for x in capacities(lengths, world_size)]
         row = {"lengths": name, "world_size": world_size, "tokens_per_rank": TOKENS}
         rows.append(row | {"steps": steps})

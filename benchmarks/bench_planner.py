@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Iterator
 
 import common
 import jax
@@ -21,20 +20,10 @@ import packing
 import peer_placements
 
 from jax_cp_dispatch import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.bench_command.planning import timed
 
-TOKENS = 65536
+TOKENS = packing.TOKENS_PER_RANK
 MOST_TRACED, MOST_OF_PEER = 32, 128  # ranks
-
-
-def batches(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
-    for path in sorted((common.ROOT / "tests" / "data" / "packed").glob("*.json")):
-        for batch in json.loads(path.read_text()):
-            if batch["ranks"] in world_sizes:
-                yield path.stem, batch["ranks"], batch["lengths"]
-    for world_size in world_sizes:
-        if world_size > 512:
-            ids = packing.drawn(world_size * TOKENS, world_size)
-            yield packing.DRAWN, world_size, np.bincount(ids[0])[1:].tolist()
 
 
 def moved(plan: AttentionPlan, num_tokens: int, num_kv_heads: int) -> dict[str, float]:
@@ -66,12 +55,7 @@ def measure(
 ) -> dict[str, object]:
     config = PlanConfig(num_heads=peer_placements.HEADS["num_heads"], num_kv_heads=num_kv_heads)
     make = functools.partial(plan_attention, world_size=world_size, config=config)
-    times = []
-    plan = make(lengths=lengths)
-    for _ in range(repeats):
-        start = time.thread_time()
-        plan = make(lengths=lengths)
-        times.append(time.thread_time() - start)
+    plan, seconds = timed(lambda: make(lengths=lengths), repeats)
     num_tokens = sum(lengths)
     row = {
         "world_size": world_size,
@@ -79,7 +63,7 @@ def measure(
         **peer_placements.HEADS,
         "num_kv_heads": num_kv_heads,
         "documents": len(lengths),
-        "plan_ms": round(1e3 * float(np.median(times)), 2),
+        "plan_ms": round(1e3 * seconds, 2),
         "plan_bytes": sum(x.nbytes for x in jax.tree.leaves(plan)),
         "imbalance_before": round(float(plan.imbalance_before), 4),
         **moved(plan, num_tokens, num_kv_heads),
@@ -111,7 +95,7 @@ def main() -> None:
     parser.add_argument("--world-size", nargs="+", type=int, default=sizes)
     arguments = common.options(parser, world_size=[8])
     rows = []
-    for name, world_size, lengths in batches(arguments.world_size):
+    for name, world_size, lengths in packing.packed(arguments.world_size):
         inside = plan_inside_jit(lengths, world_size) if world_size <= MOST_TRACED else None
         for num_kv_heads in (8, 32):
             measured = measure(lengths, world_size, num_kv_heads, arguments.repeats, inside)

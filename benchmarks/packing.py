@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 from common import ROOT
 
-from jax_cp_dispatch.bench_command.documents import MEDIAN, SIGMA, drawn_lengths
+from jax_cp_dispatch.bench_command.packed_lengths import MEDIAN, SIGMA, drawn_lengths
 
 DRAWN = f"log-normal, median {MEDIAN}, sigma {SIGMA}"
+TOKENS_PER_RANK = 65536  # of `packed`
+MOST_PUBLISHED = 512  # ranks; lengths of more are drawn
 PUBLISHED = ROOT / "tests" / "data" / "lengths"
 
 
@@ -24,9 +26,15 @@ def published(path: pathlib.Path, num_tokens: int) -> Iterator[tuple[int, np.nda
             yield batch["seed"], segment_ids(batch["lengths"], num_tokens)
 
 
-def drawn(num_tokens: int, seed: int) -> np.ndarray:
-    """Draws segment ids [1, num_tokens] of log-normal documents."""
-    return segment_ids(drawn_lengths(num_tokens, seed=seed), num_tokens)
+def packed(world_sizes: list[int]) -> Iterator[tuple[str, int, list[int]]]:
+    """Yields distribution, ranks and lengths of batches, of tests/data/packed and drawn ones."""
+    for path in sorted((ROOT / "tests" / "data" / "packed").glob("*.json")):
+        for batch in json.loads(path.read_text()):
+            if batch["ranks"] in world_sizes:
+                yield path.stem, batch["ranks"], batch["lengths"]
+    for world_size in world_sizes:
+        if world_size > MOST_PUBLISHED:
+            yield DRAWN, world_size, drawn_lengths(world_size * TOKENS_PER_RANK, seed=world_size)
 
 
 def segment_ids(lengths, num_tokens: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._text import byte_count
 from jax_cp_dispatch.attention import context_parallel_attention
-from jax_cp_dispatch.bench_command.documents import drawn_lengths, segment_ids_of
+from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths, segment_ids_of
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 from jax_cp_dispatch.planner import place_tokens

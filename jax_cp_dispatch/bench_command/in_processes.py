@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -24,14 +24,21 @@ _LIMIT = 300  # seconds
 
 
 def measure(
-    processes: int, num_bytes: int, shapes: tuple[tuple[str, int, int, int], ...], repeats: int
+    processes: int,
+    num_bytes: int,
+    shapes: Sequence[gemm.Shape],
+    repeats: int,
+    methods: Mapping[str, Sequence[str]] = gemm.MEASURED,
 ) -> Generator[Row, None, None]:
     """Starts the processes, with one device each, and yields the rows of the first as they come.
+
+    Measures an exchange of `num_bytes`, unless 0, and GEMMs of these shapes by these methods.
 
     Raises:
       RuntimeError: they failed, or did not end in time.
     """
-    arguments = json.dumps({"num_bytes": num_bytes, "shapes": shapes, "repeats": repeats})
+    options = {"num_bytes": num_bytes, "shapes": shapes, "repeats": repeats}
+    arguments = json.dumps(options | {"methods": dict(methods)})
     launch = ["-m", "jax_cp_dispatch.launch", f"--processes={processes}", "--grace=5", __file__]
     program = [sys.executable, *launch, arguments]
     with (
@@ -63,8 +70,8 @@ def main() -> None:
     ranks = Ranks.of_devices(jax.device_count(), options["repeats"])
     tokens = options["num_bytes"] // (ranks.count * ROW_ELEMENTS * 4)
     for rows in (
-        movement.large(ranks, tokens, (ROW_ELEMENTS,), np.float32, SECTION),
-        gemm.measure(ranks, options["shapes"], "float32", SECTION),
+        movement.large(ranks, tokens, (ROW_ELEMENTS,), np.float32, SECTION) if tokens else (),
+        gemm.measure(ranks, options["shapes"], "float32", SECTION, options["methods"]),
     ):
         for row in rows:
             if jax.process_index() == 0:

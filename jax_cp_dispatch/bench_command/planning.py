@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_cp_dispatch.bench_command.documents import drawn_lengths
+from jax_cp_dispatch.bench_command.packed_lengths import drawn_lengths
 from jax_cp_dispatch.bench_command.ranks import Row
 from jax_cp_dispatch.planner import PlanConfig, place_tokens, plan_attention
 
@@ -18,7 +18,7 @@ def measure(all_ranks: tuple[int, ...], tokens: int, repeats: int) -> Iterator[R
     for num_ranks in all_ranks:
         lengths = drawn_lengths(num_ranks * tokens, seed=num_ranks)
         columns = num_ranks * tokens
-        plan, seconds = _timed(
+        plan, seconds = timed(
             lambda n=num_ranks, x=lengths: plan_attention(lengths=x, world_size=n, config=HEADS),
             repeats,
         )
@@ -26,7 +26,7 @@ def measure(all_ranks: tuple[int, ...], tokens: int, repeats: int) -> Iterator[R
         balance = {"work before": before, "work after": after}
         name, size = f"plan_attention, {num_ranks} ranks", f"{tokens} tokens per rank"
         yield Row(SECTION, name, size, seconds, more=balance)
-        placement, seconds = _timed(
+        placement, seconds = timed(
             lambda n=num_ranks, x=lengths, t=columns: place_tokens(x, world_size=n, columns=t),
             repeats,
         )
@@ -34,7 +34,8 @@ def measure(all_ranks: tuple[int, ...], tokens: int, repeats: int) -> Iterator[R
         yield Row(SECTION, f"place_tokens, {num_ranks} ranks", size, seconds, more=balance)
 
 
-def _timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """Returns the result, and the median of the processor seconds of this thread."""
     result, times = run(), []
     for _ in range(repeats):
         start = time.thread_time()

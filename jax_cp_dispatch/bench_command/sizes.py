@@ -4,11 +4,11 @@ import dataclasses
 import math
 from functools import partial
 
-from jax_cp_dispatch.bench_command.gemm import GATHER, SCATTER
+from jax_cp_dispatch.bench_command.gemm import GATHER, SCATTER, Shape
 from jax_cp_dispatch.bench_command.step import Model
 
 _MODEL = Model(layers=2, heads=4, head_size=64, dtype="float32")
-Shapes = tuple[tuple[str, int, int, int], ...]
+Shapes = tuple[Shape, ...]
 
 
 @dataclasses.dataclass(frozen=True)
