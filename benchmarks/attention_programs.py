@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
-from jax_cp_dispatch._window import Reach
-from jax_cp_dispatch.attention.rotating.documents import attended_tokens
+from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.cost import attention_flops
+from jax_cp_dispatch.masks.read import read_mask
 
 NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
 AXIS = "cp"
@@ -35,14 +36,14 @@ class Case:
       name: for the table.
       num_tokens: of the sequence, one batch row.
       dtype: of q, k, v.
-      causal: if false, every token attends to its whole document.
+      mask: which keys of its document a token sees.
       segment_ids: of packed documents [1, num_tokens]; None: one document.
     """
 
     name: str
     num_tokens: int
     dtype: str
-    causal: bool = True
+    mask: str = "causal"
     segment_ids: Any = None
 
     def arrays(self) -> list[np.ndarray]:
@@ -54,9 +55,7 @@ class Case:
     def ranges(self) -> tuple[jax.Array, jax.Array]:
         shape = (1, self.num_tokens)
         ids = None if self.segment_ids is None else jnp.asarray(self.segment_ids)
-        return attended_tokens(
-            ids, None, shape=shape, reach=Reach(None, 0 if self.causal else None)
-        )
+        return attended_tokens(PackedMask(read_mask("a benchmark", self.mask), ids), shape)
 
     @property
     def flops(self) -> float:
@@ -106,7 +105,7 @@ def _ours(method: str, case: Case):
         mesh=mesh(),
         axis_name=AXIS,
         algorithm=method,
-        causal=case.causal,
+        mask=case.mask,
         segment_ids=case.segment_ids,
     )
 
@@ -115,7 +114,7 @@ def _variant(options: dict[str, Any], case: Case):
     rows = P(None, AXIS)
     attend = jax.shard_map(
         lambda q, k, v, ids: hamilton_attention(
-            q, k, v, axis_name=AXIS, causal=case.causal, segment_ids=ids, **options
+            q, k, v, axis_name=AXIS, mask=case.mask, segment_ids=ids, **options
         ),
         mesh=mesh(),
         in_specs=(rows, rows, rows, rows),
@@ -134,11 +133,15 @@ def _dense(case: Case):
     if case.segment_ids is not None:
         ids = case.segment_ids[0]
         mask = jnp.asarray((ids[:, None] == ids) & (ids > 0))[None, None]
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=case.causal)
+    return lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=case.mask == "causal"
+    )
 
 
 def _package(case: Case):
-    ring = ring_of_package(mesh(), AXIS, case.num_tokens // NUM_RANKS, case.dtype, case.causal)
+    ring = ring_of_package(
+        mesh(), AXIS, case.num_tokens // NUM_RANKS, case.dtype, case.mask == "causal"
+    )
     if isinstance(ring, str):
         return ring
     ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)

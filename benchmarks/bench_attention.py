@@ -32,8 +32,11 @@ def cases(num_tokens: int, dtypes: list[str], files: list[Path]) -> list[program
         for dtype in dtypes
         for case in (
             programs.Case("causal", num_tokens, dtype),
-            *(programs.Case(name, num_tokens, dtype, True, ids) for name, ids in packed.items()),
-            programs.Case("full", num_tokens, dtype, False),
+            *(
+                programs.Case(name, num_tokens, dtype, "causal", ids)
+                for name, ids in packed.items()
+            ),
+            programs.Case("full", num_tokens, dtype, "full"),
         )
     ]
 
@@ -48,7 +51,7 @@ def chosen(case: programs.Case) -> str:
         num_kv_heads=programs.NUM_HEADS,
         head_size=programs.HEAD_SIZE,
         itemsize=jnp.dtype(case.dtype).itemsize,
-        causal=case.causal,
+        mask=case.mask,
     )
     print(f"  {choice.reason}")
     return choice.algorithm.name
@@ -63,7 +66,7 @@ def matmul(dtype: str):
 def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]:
     ready, reasons = {}, {}
     for method in methods:
-        if method == "balanced" and not case.causal:
+        if method == "balanced" and case.mask != "causal":
             continue
         built = programs.program(method, case)
         if isinstance(built, str):

@@ -33,7 +33,7 @@ def one_document() -> Iterator[dict[str, Any]]:
         for num_ranks in RANKS:
             for tokens in TOKENS:
                 for mode in MODES:
-                    workload = sized(num_ranks, tokens, causal="causal" in mode)
+                    workload = sized(num_ranks, tokens, mask=mode.split()[0])
                     yield {
                         "hardware": machine,
                         "ranks": num_ranks,

@@ -62,6 +62,7 @@ def start_shared_memory(
     process: int, segment_fd: int, segment_bytes: int, others: Sequence[_Neighbour]
 ) -> None: ...
 def end_programs() -> None: ...
+def count_pairs(pairs: tuple[int, int, int], start: int, end: int, length: int) -> int: ...
 def place_documents(
     lengths: np.ndarray,
     *,
@@ -69,8 +70,7 @@ def place_documents(
     num_ranks: int,
     tokens_per_rank: int,
     ranks_per_node: int,
-    left: int,
-    right: int,
+    pairs: tuple[int, int, int],
     tolerance_ppm: int,
     max_received: int,
     block: int,
@@ -83,7 +83,7 @@ def move_queries(
     num_ranks: int,
     columns_per_rank: int,
     ranks_per_node: int,
-    window: int,
+    pairs: tuple[int, int, int],
     tolerance_ppm: int,
     query_cost: int,
     key_cost: int,

@@ -30,13 +30,14 @@ class Mixer {
     padding_ = problem.num_ranks * problem.tokens_per_rank;
     for (const Piece& piece : items) {
       padding_ -= piece.num_tokens();
-      // The work of a token first grows, is then constant, and finally falls.
-      const auto [grows, falls] = problem.pairs.Turns(problem.lengths[piece.document]);
-      const int64_t first = std::clamp(grows, piece.start, piece.end);
-      const int64_t last = std::clamp(falls, piece.start, piece.end);
-      Insert({piece.start, first, piece.document});
-      Insert({first, last, piece.document});
-      Insert({last, piece.end, piece.document});
+      // Within an item, the work of a token only grows, stays or falls.
+      int64_t start = piece.start;
+      for (int64_t turn : problem.pairs.Turns(problem.lengths[piece.document])) {
+        const int64_t end = std::clamp(turn, start, piece.end);
+        Insert({start, end, piece.document});
+        start = end;
+      }
+      Insert({start, piece.end, piece.document});
     }
     ranks_.resize(problem.num_ranks);
   }

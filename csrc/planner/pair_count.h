@@ -3,26 +3,21 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
+#include <vector>
 
 namespace cpd {
 
-// A query at p attends to the tokens p - left, ..., p + right of its document.
+// A query at p attends to the tokens p - left, ..., p + right of its document; with chunks, to those
+// of its chunk up to its own. The fields are those of `Mask.pair_count` in Python.
 struct PairCount {
   static constexpr int64_t kNoLimit = -1;
 
   int64_t left = kNoLimit;
   int64_t right = 0;
+  int64_t chunk = 0;  // its tokens; 0: no chunks
 
-  // Attention to the last `window` tokens up to the query, its own included; 0: to all of them.
-  static PairCount Causal(int64_t window) {
-    PairCount pairs;
-    if (window > 0) pairs.left = window - 1;
-    return pairs;
-  }
-
-  // Causal attention without a window.
-  bool IsUnlimited() const { return left == kNoLimit && right == 0; }
+  // Causal attention to the whole document.
+  bool IsUnlimited() const { return left == kNoLimit && right == 0 && chunk == 0; }
 
   // Pairs of the queries [start, end), if no query attends to later tokens.
   int64_t operator()(int64_t start, int64_t end) const { return (*this)(start, end, end); }
@@ -30,11 +25,17 @@ struct PairCount {
   // Pairs of the queries [start, end) of a document of `length` tokens.
   int64_t operator()(int64_t start, int64_t end, int64_t length) const {
     if (IsUnlimited()) return (end * (end + 1) - start * (start + 1)) / 2;
+    if (chunk > 0) return OfChunks(end) - OfChunks(start);
     return Before(end, length) - Before(start, length);
   }
 
-  // Where the pairs of a query stop to grow with its position, and where they begin to fall.
-  std::pair<int64_t, int64_t> Turns(int64_t length) const {
+  // The positions between which the pairs of a query only grow, stay or fall.
+  std::vector<int64_t> Turns(int64_t length) const {
+    if (chunk > 0) {
+      std::vector<int64_t> turns;
+      for (int64_t at = chunk; at < length; at += chunk) turns.push_back(at);
+      return turns;
+    }
     const int64_t no_key_missing = left == kNoLimit ? length : left;
     const int64_t keys_missing = right == kNoLimit ? 0 : length - right;
     const auto [first, last] = std::minmax(no_key_missing, keys_missing);
@@ -53,6 +54,7 @@ struct PairCount {
 
   // The keys [FirstKey, LastKey) of these queries.
   int64_t FirstKey(int64_t start) const {
+    if (chunk > 0) return start - start % chunk;
     return left == kNoLimit ? 0 : std::max<int64_t>(0, start - left);
   }
   int64_t LastKey(int64_t end, int64_t length) const {
@@ -63,6 +65,11 @@ struct PairCount {
   int64_t Before(int64_t end, int64_t length) const {
     const int64_t seen = right == kNoLimit ? end * length : UpTo(right, end, length);
     return left == kNoLimit ? seen : seen - UpTo(-left - 1, end, length);
+  }
+
+  // Pairs of the queries before `end`.
+  int64_t OfChunks(int64_t end) const {
+    return end / chunk * Triangle(chunk, chunk) + Triangle(end % chunk, end % chunk);
   }
 
   // Pairs with query < q, key < k and key <= query + ahead: a triangle that begins `ahead` queries

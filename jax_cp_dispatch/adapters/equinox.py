@@ -40,7 +40,7 @@ def equinox_attention(
       inference: as in the layer.
       process_heads: as in the layer, for one batch row.
       options: keywords of `context_parallel_attention`, except those that `Documents` has.
-        Attention is causal unless `causal=False`.
+        Attention is causal unless `Documents` has a mask.
     Raises:
       TypeError, ValueError: the mask is an array; and see `context_parallel_attention`.
       NotImplementedError: dropout of attention weights.

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch.adapters.documents import document_keywords, refuse, refuse_dropout
 from jax_cp_dispatch.attention import context_parallel_attention
+from jax_cp_dispatch.masks.read import read_mask
 
 _OP = "flax_attention_fn"
 
@@ -24,7 +25,7 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
 
     Args:
       options: keywords of `context_parallel_attention`, except those that `Documents` has.
-        Attention is causal unless `causal=False`.
+        Attention is causal unless a mask is passed here or in `Documents`.
     Raises:
       TypeError, ValueError: in the layer: the mask is an array; see also
         `context_parallel_attention`.
@@ -43,13 +44,14 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
         refuse(_OP, reason, bias=bias, sow_weights=module)
         refuse(_OP, reason, qk_attn_weights_einsum=qk_attn_weights_einsum)
         refuse(_OP, reason, attn_weights_value_einsum=attn_weights_value_einsum)
-        if is_causal and not options.get("causal", True):
+        keywords = document_keywords(_OP, mask) | options
+        attended = read_mask(_OP, keywords.get("mask"))
+        if is_causal and not attended.is_causal:
             raise ValueError(
-                f"{_OP}: got is_causal=True from the layer, but causal=False in the options. Omit "
-                "one of them."
+                f"{_OP}: got is_causal=True from the layer, but mask={attended}. Omit one of them."
             )
         dtype = dtype or jnp.result_type(query, key, value)
         qkv = (x.astype(dtype) for x in (query, key, value))
-        return context_parallel_attention(*qkv, **document_keywords(_OP, mask), **options)
+        return context_parallel_attention(*qkv, **keywords)
 
     return attention_fn

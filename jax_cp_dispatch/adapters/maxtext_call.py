@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_cp_dispatch.attention import zigzag_permutation
+from jax_cp_dispatch.masks import Causal, Full, Mask, SlidingWindow
 
 _MASKS = ("bidirectional_mask", "indexer_mask", "compressed_mask", "decoder_segment_ids_kv")
 _LACKING = ("previous_chunk", "sinks", *_MASKS)
@@ -35,11 +36,16 @@ def attention_keywords(self, query, key, value, decoder_segment_ids, **_) -> dic
         **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads},
         "batch_axis": batch if query.shape[0] % size(batch) == 0 else (),
         "layout": "zigzag" if is_reordered else "contiguous",
-        "causal": kind != "full",
-        "window": self.sliding_window_size if kind == "local_sliding" else None,
+        "mask": _mask(self, kind),
         "scale": 1.0,  # queries are scaled already
         "logit_soft_cap": self.attn_logits_soft_cap or None,
     }
+
+
+def _mask(self, kind: str) -> Mask:
+    if kind == "local_sliding" and self.sliding_window_size:
+        return SlidingWindow(self.sliding_window_size)
+    return Full() if kind == "full" else Causal()
 
 
 def what_is_missing(self, query, key, record_max_logits=False, **given) -> str:

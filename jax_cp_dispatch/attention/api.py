@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
 from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.checks import (
@@ -23,11 +22,15 @@ from jax_cp_dispatch.attention.checks import (
     check_groups,
     check_rows,
     is_stack,
+    read_mask_of_plan,
 )
 from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_causal_mask, read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import is_on_host, words
 
@@ -49,11 +52,10 @@ def context_parallel_attention(
     axis_name: AxisName,
     algorithm: Algorithm | str,
     mesh: Mesh | AbstractMesh | None = None,
-    causal: bool = True,
+    mask: Mask | str | None = None,
     segment_ids: Integer[HostOrDevice, "B T"] | None = None,
     positions: Integer[HostOrDevice, "B T"] | None = None,
     layout: str = "contiguous",
-    window: Window | None = None,
     plan: AttentionPlan | PlacedPlan | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
@@ -85,8 +87,8 @@ def context_parallel_attention(
         the plan, or chooses like `choose_algorithm`, from concrete segment ids.
       mesh: the mesh; None selects the mesh of `jax.set_mesh`, or that of the arrays or, with
         explicit axes, of their types.
-      causal: if true, each token attends to itself and to earlier tokens of its document; otherwise
-        to the whole document.
+      mask: which keys of its document a token sees: "causal", "full", or an object of
+        `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
         Integers of any dtype, with the same meaning for every algorithm. Ids known on the host must
         not be negative, and must be contiguous in their batch row. Of traced ids, negative ones are
@@ -95,10 +97,8 @@ def context_parallel_attention(
         documents.
       layout: "contiguous": tokens are in order. "zigzag": tokens are in the order of
         `zigzag_permutation`; W must divide T.
-      window: with `causal`, an int: the maximum tokens of its document to which a token attends,
-        the last of which is itself. Without, a pair (left, right), see `ring_attention`.
-      plan: for "balanced", a plan for these documents and the window; for "placed", that of
-        `place_tokens`, with the same `causal`. If you also pass segment_ids, or these and positions
+      plan: for "balanced", a plan for these documents; for "placed", that of `place_tokens`. It is
+        for one mask; another one is refused. If you also pass segment_ids, or these and positions
         (for "placed" in placed order), they are compared with the plan's, and a plan of another
         batch is an error on all ranks; without them, the batch is not compared. If the batch is
         sharded over D groups, pass `stack_plans` of D plans, one for the rows of each group.
@@ -134,8 +134,6 @@ def context_parallel_attention(
     check_rows(_OP, q, k, v, segment_ids, positions)
     attention = AttentionOptions(
         read_options(_OP, axes.axis_name, implementation=implementation, deadline=deadline),
-        causal=causal,
-        window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
@@ -143,7 +141,8 @@ def context_parallel_attention(
     options = GlobalOptions(axes, algorithm, attention)
     _check_plan(options, q, plan)
     attention.check()
-    _check_choice(options, plan)
+    attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
+    _check_choice(options, plan, attended)
     if plan is None:
         segment_ids, positions = read_sequences(
             _OP, segment_ids, positions, layout=layout, num_ranks=options.num_ranks
@@ -159,19 +158,19 @@ def context_parallel_attention(
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
+    packed = PackedMask(attended, segment_ids, positions)
     if isinstance(algorithm, Auto):
-        documents = segment_ids, positions
-        algorithm, plan = choose_for_call(options, algorithm, q, k, documents, plan)
+        algorithm, plan = choose_for_call(options, algorithm, q, k, packed, plan)
         options = dataclasses.replace(options, algorithm=algorithm)
-        _check_choice(options, plan)
+        _check_choice(options, plan, attended)
     if isinstance(algorithm, Balanced) and plan is None:
         if segment_ids is None:
-            segment_ids = np.ones(q.shape[:2], np.int32)
+            packed = packed._replace(segment_ids=np.ones(q.shape[:2], np.int32))
         if not (is_traced or axes.batch):
-            plan = options.plan(segment_ids, positions, algorithm.config)
+            plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
-        segment_ids = positions = None  # nothing to compare
-    out = attend_global(q, k, v, plan, (segment_ids, positions), options=options)
+        packed = PackedMask(attended)  # nothing to compare
+    out = attend_global(q, k, v, plan, packed, options=options)
     return out[:, :num_tokens] if missing else out
 
 
@@ -183,7 +182,7 @@ def _pad(x: Any, missing: int) -> Any:
     return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _check_choice(options: GlobalOptions, plan) -> None:
+def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
     """Requires that the algorithm supports the options."""
     attention, name = options.attention, options.algorithm.name
     if name in ("balanced", "placed") and attention.layout != "contiguous":
@@ -191,20 +190,12 @@ def _check_choice(options: GlobalOptions, plan) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
-    if name == "balanced" and not attention.causal:
-        raise ValueError(
-            f"{_OP}: algorithm='balanced' plans causal attention; got causal=False. Choose another "
-            "algorithm, for example 'placed'."
-        )
+    if name == "balanced":
+        read_causal_mask(_OP, mask, "Choose another algorithm, for example 'placed'.")
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "
             f"{type(plan).__name__}. Pass plan=place_tokens(...).plan, and q, k, v in placed order."
-        )
-    if isinstance(plan, PlacedPlan) and plan.causal != attention.causal:
-        raise ValueError(
-            f"{_OP}: the plan is for causal={plan.causal}, but got causal={attention.causal}. Pass "
-            f"causal={plan.causal}, or to place_tokens causal={attention.causal}."
         )
     if name == "balanced" and isinstance(plan, PlacedPlan):
         raise ValueError(
@@ -226,10 +217,6 @@ def _check_plan(options: GlobalOptions, q, plan) -> None:
             f"{_OP}: T is {q.shape[1]} but {axes.described}, which must divide it with a plan, and "
             "with layout='zigzag'. Pad the tokens (segment 0 is padding) before the plan, or the "
             "layout, is made."
-        )
-    if plan is not None and options.attention.window is not None:
-        raise ValueError(
-            f"{_OP}: got both plan and window; pass one of them. A plan is made for a window."
         )
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.attention.program import GlobalOptions
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
@@ -18,31 +19,31 @@ from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 
 def choose_for_call(
-    options: GlobalOptions, auto: Auto, q: Any, k: Any, documents: tuple[Any, Any], plan: Any
+    options: GlobalOptions, auto: Auto, q: Any, k: Any, packed: PackedMask, plan: Any
 ) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
     """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
 
-    All operands are padded to a multiple of the ranks; `documents`: segment ids and positions.
+    All operands are padded to a multiple of the ranks.
     """
     if plan is not None:
         return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config), plan
-    if any(isinstance(x, Tracer) for x in documents):
+    if any(isinstance(x, Tracer) for x in packed[1:]):
         raise ValueError(
             f"{options.attention.op}: algorithm='auto' reads segment_ids on the host, but they are "
             "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
             "the algorithm of its result."
         )
     hardware = auto.hardware or default_hardware()
-    workload = _workload(options, q, k, documents)
+    workload = _workload(options, q, k, packed)
     layout = options.attention.layout
-    if workload.causal and layout == "contiguous":
+    if packed.mask.is_causal and layout == "contiguous":
         if options.axes.batch:  # each group makes its own plan in the program
             estimate = balanced_plan(workload, hardware)
         else:
-            ids, positions = documents
-            ids = np.ones(q.shape[:2], np.int32) if ids is None else ids
+            if packed.segment_ids is None:
+                packed = packed._replace(segment_ids=np.ones(q.shape[:2], np.int32))
             try:
-                estimate = plan = options.plan(ids, positions, auto.config)
+                estimate = plan = options.plan(packed, auto.config)
             except DoesNotFitError:
                 estimate = None
     else:
@@ -54,12 +55,12 @@ def choose_for_call(
     return choice.algorithm, None
 
 
-def _workload(options: GlobalOptions, q: Any, k: Any, documents: tuple[Any, Any]) -> Workload:
+def _workload(options: GlobalOptions, q: Any, k: Any, packed: PackedMask) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     axes, attention, num_ranks = options.axes, options.attention, options.num_ranks
     rows = max(q.shape[0] // axes.num_groups, 1)
     lengths = ((q.shape[1],),) * rows
-    segment_ids, positions = documents
+    mask, segment_ids, positions = packed
     if segment_ids is not None or positions is not None:
         ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
         order = slice(None)
@@ -76,7 +77,6 @@ def _workload(options: GlobalOptions, q: Any, k: Any, documents: tuple[Any, Any]
         num_kv_heads=num_kv_heads // head_devices,
         head_size=q.shape[3],
         itemsize=q.dtype.itemsize,
-        causal=attention.causal,
-        window=attention.window,
+        mask=mask,
         lengths=lengths,
     )

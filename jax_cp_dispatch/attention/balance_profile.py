@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import DTypeLike, Int
+from jaxtyping import DTypeLike
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch._ranks.options import read_options
@@ -24,12 +24,15 @@ from jax_cp_dispatch.attention.algorithms import (
     read_algorithm,
 )
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rank_programs import (
     RankProgram,
     Shape,
     planned_program,
     rotating_program,
 )
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_causal_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
 from jax_cp_dispatch.planner.documents import Row, documents_of
 
@@ -87,7 +90,7 @@ def balance_profile(
     head_size: int,
     dtype: DTypeLike = "bfloat16",
     columns: int | None = None,
-    window: int | None = None,
+    mask: Mask | str | None = None,
     algorithms: Sequence[Algorithm | AttentionPlan | PlacedPlan | str] = _DEFAULT,
     backward: bool = True,
     repeats: int = 3,
@@ -103,7 +106,7 @@ def balance_profile(
     so other processes do not count.
 
     Args:
-      lengths, columns, window: the documents of one batch; see `plan_attention`.
+      lengths, columns, mask: the documents of one batch; see `plan_attention`.
       world_size: number of ranks W.
       num_heads, num_kv_heads, head_size: of the model, on one rank.
       dtype: of q, k and v.
@@ -118,6 +121,7 @@ def balance_profile(
       TypeError, ValueError: as `plan_attention`; or the heads do not match, an algorithm is "auto",
         or a plan is for other sizes.
     """
+    mask = read_causal_mask(_OP, mask, "Omit it for the default.")
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
     documents = documents_of(_OP, lengths, None, None, columns, world_size)
@@ -125,11 +129,11 @@ def balance_profile(
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     qkv = [Shape((*rows, n, head_size), dtype) for n in heads]
-    options = AttentionOptions(read_options(_OP, "ranks"), window=window)
+    options = AttentionOptions(read_options(_OP, "ranks"))
     options.check()
     chosen = [_read(x, world_size, rows) for x in algorithms]
-    ids = documents.numbers()
-    programs = [_program(options, x, ids, qkv, world_size, backward) for x in chosen]
+    packed = PackedMask(mask, documents.numbers())
+    programs = [_program(options, x, packed, qkv, backward) for x in chosen]
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     seconds = _time(programs, repeats, now)
     return tuple(
@@ -165,14 +169,15 @@ def _name(algorithm: Chosen) -> str:
 def _program(
     options: AttentionOptions,
     algorithm: Chosen,
-    segment_ids: Int[np.ndarray, "B T"],
+    packed: PackedMask,
     qkv: list[Shape],
-    world_size: int,
     backward: bool,
 ) -> RankProgram:
-    batch: Any = {"world_size": world_size, "window": options.window}
+    mask, segment_ids, _ = packed
+    world_size = segment_ids.shape[1] // qkv[0].shape[1]
+    batch: Any = {"world_size": world_size, "mask": mask}
     if isinstance(algorithm, Rotating):
-        sizes = qkv, segment_ids, world_size
+        sizes = qkv, packed, world_size
         return rotating_program(options, algorithm, *sizes, backward=backward)
     if isinstance(algorithm, Placed):
         algorithm = place_tokens(segment_ids=segment_ids, **batch).plan

@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.checks import check_arrays, check_operands
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 HostOrDevice: TypeAlias = Array | np.ndarray
@@ -49,6 +51,17 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
     raise TypeError(
         f"{op}: plan is of type {type(plan).__name__}; it needs to be {names}. Pass {sources}."
     )
+
+
+def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask:
+    """Returns the mask of a plan; if one is passed beside it, it must be the same."""
+    if mask is not None and read_mask(op, mask) != plan.mask:
+        given = read_mask(op, mask)
+        raise ValueError(
+            f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "
+            f"mask={given}."
+        )
+    return plan.mask
 
 
 def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:

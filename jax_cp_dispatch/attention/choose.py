@@ -12,12 +12,13 @@ from jaxtyping import Integer
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
-from jax_cp_dispatch._window import Window, reach
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
-from jax_cp_dispatch.cost.pairs import pairs_before, wasted_pairs
+from jax_cp_dispatch.cost.pairs import wasted_pairs
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
@@ -51,8 +52,7 @@ def choose_algorithm(
     num_kv_heads: int,
     head_size: int,
     itemsize: int,
-    causal: bool = True,
-    window: Window | None = None,
+    mask: Mask | str | None = None,
     layout: str = "contiguous",
     can_place: bool = False,
     with_backward: bool = True,
@@ -73,8 +73,7 @@ def choose_algorithm(
       tokens_per_rank: tokens of a batch row on one device.
       num_heads, num_kv_heads, head_size: N, K, H of one device.
       itemsize: bytes of an element of q.
-      causal: as in `context_parallel_attention`; "balanced" needs causal attention.
-      window: as in `context_parallel_attention`.
+      mask: as in `context_parallel_attention`; "balanced" needs a causal one.
       layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
         contiguous tokens, which is included.
       can_place: whether the data loader can reorder the tokens of every batch, as `place_tokens`
@@ -93,7 +92,7 @@ def choose_algorithm(
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
-    reach(op, causal, window)
+    mask = read_mask(op, mask)
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware
@@ -105,12 +104,11 @@ def choose_algorithm(
         tokens_per_rank=tokens_per_rank,
         **sizes,
         itemsize=itemsize,
-        causal=causal,
-        window=window,
+        mask=mask,
         lengths=rows,
     )
     in_order = layout == "contiguous"
-    plan = balanced_plan(workload, hardware) if causal and in_order else None
+    plan = balanced_plan(workload, hardware) if mask.is_causal and in_order else None
     placed = placement(workload, hardware).plan if can_place and in_order else None
     moves = traffic_of_plans(hardware, plan, placed)
     options = {"layout": layout, "with_backward": with_backward}
@@ -129,7 +127,7 @@ def choose_for(
 
     `moves` is the result of `traffic_of_plans`; "balanced" is available if they are known.
     """
-    is_planned = workload.causal and layout == "contiguous"
+    is_planned = workload.visible.is_causal and layout == "contiguous"
     predictions = predict(workload, hardware=hardware, with_backward=with_backward, **moves)
     del predictions["all_gather"]
     if "moved_tokens" not in moves:
@@ -256,14 +254,15 @@ def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> st
 def _about_tiles(workload: Workload) -> str:
     """Returns a sentence if documents are so short that tiles compute much outside the mask."""
     lengths = np.array([x for row in workload.rows for x in row], np.int64)
-    pairs = pairs_before(lengths, lengths, workload.reach).sum()
-    wasted = wasted_pairs(0, lengths, lengths, workload.reach, (_TILE, _TILE)).sum()
+    mask = workload.visible
+    pairs = mask.pairs_before(lengths, lengths).sum()
+    wasted = wasted_pairs(0, lengths, lengths, mask, (_TILE, _TILE)).sum()
     share = wasted / max(1, pairs + wasted)
     if share <= _MUCH:
         return ""
     return (
         f" Tiles of {_TILE} x {_TILE} compute {share:.0%} of their pairs outside the mask, because "
-        "documents or windows are short: balance gains less time than pairs promise."
+        "documents, windows or chunks are short: balance gains less time than pairs promise."
     )
 
 

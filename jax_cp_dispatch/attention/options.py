@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.attention.checks import check_layout
 from jax_cp_dispatch.attention.local.checks import check_softmax
 
@@ -19,14 +18,10 @@ class AttentionOptions:
 
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
-      causal, window, layout: see `ring_attention`. A plan has its own window, and is for causal
-        attention of contiguous rows.
-      scale, logit_soft_cap: see `ring_attention`.
+      layout, scale, logit_soft_cap: see `ring_attention`.
     """
 
     exchange: CollectiveOptions
-    causal: bool = True
-    window: Window | None = None
     layout: str = "contiguous"
     scale: float | None = None
     logit_soft_cap: float | None = None
@@ -35,12 +30,7 @@ class AttentionOptions:
     def op(self) -> str:
         return self.exchange.op
 
-    @property
-    def reach(self) -> Reach:
-        return reach(self.op, self.causal, self.window)
-
     def check(self) -> None:
         """Raises the errors documented in `ring_attention`."""
         check_layout(self.op, self.layout)
         check_softmax(self.op, self.scale, self.logit_soft_cap)
-        reach(self.op, self.causal, self.window)

@@ -24,16 +24,14 @@ def balanced_plan(workload: Workload, hardware: Hardware) -> AttentionPlan:
         num_kv_heads=workload.num_kv_heads,
         ranks_per_node=_ranks_per_node(workload, hardware),
     )
-    window: Any = workload.window
     sizes = _sizes(workload)
-    return plan_attention(lengths=workload.rows, window=window, config=config, **sizes)
+    return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
 
 
 def placement(workload: Workload, hardware: Hardware) -> Placement:
     """Places the tokens of the workload for the nodes of the hardware."""
     config = PlacementConfig(ranks_per_node=_ranks_per_node(workload, hardware))
-    mask: dict[str, Any] = {"causal": workload.causal, "window": workload.window}
-    return place_tokens(workload.rows, **_sizes(workload), **mask, config=config)
+    return place_tokens(workload.rows, **_sizes(workload), mask=workload.mask, config=config)
 
 
 def traffic_of_plans(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
@@ -17,6 +17,7 @@ from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
@@ -41,23 +42,23 @@ class GlobalOptions:
     def num_ranks(self) -> int:
         return self.axes.num_ranks
 
-    def plan(self, segment_ids, positions, config: PlanConfig) -> AttentionPlan:
+    def plan(self, packed: PackedMask, config: PlanConfig) -> AttentionPlan:
         """Plans balanced attention of these documents, on all ranks."""
-        window = cast(int | None, self.attention.window)
-        sizes = {"world_size": self.num_ranks, "window": window}
-        return plan_attention(segment_ids, positions, **sizes, config=config)
+        mask, *documents = packed
+        sizes = {"world_size": self.num_ranks, "mask": mask}
+        return plan_attention(*documents, **sizes, config=config)
 
 
 @partial(jax.jit, static_argnames="options")
-def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
-    """Computes attention from global arrays; `documents`: segment ids and positions, or None."""
+def attend_global(q, k, v, plan, packed: PackedMask, *, options: GlobalOptions):
+    """Computes attention from global arrays."""
     axes = options.axes
     sequence = P(axes.batch, axes.axis_name)
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
     in_specs = (rows, rows, rows, of_plan, sequence)
     k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    operands = (q, k, v, plan, documents)
+    operands: Any = (q, k, v, plan, packed)
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
     if varies_outside(operands, axes.manual):
         shard_map = shard_map_inside
@@ -77,24 +78,23 @@ def attend_global(q, k, v, plan, documents, *, options: GlobalOptions):
     return attend(*operands)
 
 
-def _local(options: GlobalOptions, q, k, v, plan, documents):
+def _local(options: GlobalOptions, q, k, v, plan, packed: PackedMask):
     """Computes one rank's part."""
     algorithm, attention = options.algorithm, options.attention
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     if isinstance(algorithm, Placed):
-        return attend_placed(attention, q, k, v, plan, *documents)
+        return attend_placed(attention, q, k, v, plan, packed)
     if isinstance(algorithm, Balanced):
         if plan is None:
-            plan = named_context(_plan_on_ranks(options, algorithm, documents))
-            documents = None, None  # nothing to compare
-        return attend_balanced(attention, q, k, v, plan, *documents)
+            plan = named_context(_plan_on_ranks(options, algorithm, packed))
+            packed = PackedMask(packed.mask)  # nothing to compare
+        return attend_balanced(attention, q, k, v, plan, packed)
     rotating = cast(Rotating, algorithm)  # "auto" has been replaced
-    return rotating_attention(attention, rotating, q, k, v, *documents)
+    return rotating_attention(attention, rotating, q, k, v, packed)
 
 
-def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, documents) -> AttentionPlan:
+def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
     exchange = options.attention.exchange
-    segment_ids, positions = gather_sequence(exchange, documents, options.num_ranks)
-    return options.plan(segment_ids, positions, algorithm.config)
+    return options.plan(gather_sequence(exchange, packed, options.num_ranks), algorithm.config)

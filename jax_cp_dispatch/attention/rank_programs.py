@@ -16,12 +16,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
+from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.checks import check_operands
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
 from jax_cp_dispatch.attention.rotating.attend import backward as gradients_of_rank, forward
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
-from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import OneRank
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -73,7 +74,7 @@ def rotating_program(
     options: AttentionOptions,
     algorithm: Rotating,
     qkv: list[Shape],
-    segment_ids: Int[np.ndarray, "B T"],
+    packed: PackedMask,
     num_ranks: int,
     *,
     backward: bool,
@@ -83,7 +84,7 @@ def rotating_program(
     Tokens are in the order that the algorithm computes, as in `layout="zigzag"`.
     """
     schedule = schedule_of(options.op, algorithm, num_ranks)
-    sequence = sharded_sequence(options, algorithm, schedule)
+    sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
     rotation = sequence.rotation(*qkv)
 
     rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
@@ -95,8 +96,8 @@ def rotating_program(
         outputs = out, lse, out.astype(operands[0].dtype)
         return out, *gradients_of_rank(rotation, operands, outputs, rank)
 
-    ids, reach = jnp.asarray(segment_ids), options.reach
-    start, end = attended_tokens(ids, None, shape=(ids.shape[0], ids.shape[1]), reach=reach)
+    packed = jax.tree.map(jnp.asarray, packed)
+    start, end = attended_tokens(packed, packed.segment_ids.shape)
     tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
     held = lambda x, token: jnp.where(token >= 0, x[:, token], 0)
     ranges = [(held(start, token), held(end, token)) for token in tokens]

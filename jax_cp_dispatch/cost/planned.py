@@ -74,9 +74,9 @@ def _estimated(workload: Workload) -> tuple[float, float]:
         lengths = np.array(row, float)
         starts = np.concatenate([[0], lengths.cumsum()])
         cuts = np.arange(n) * tokens
-        seen = np.inf if workload.reach.num_keys is None else workload.reach.num_keys
+        seen = workload.visible.num_keys(n * tokens)
         kv += np.minimum(cuts - starts[np.searchsorted(starts, cuts, "right") - 1], seen).sum()
         reach = np.minimum(lengths, seen)
-        shares = lengths * reach / (2 if workload.causal else 1) / max(work.mean(), 1)
+        shares = lengths * reach / (2 if workload.visible.is_causal else 1) / max(work.mean(), 1)
         kv += (reach * shares)[shares > 1].sum()
     return float(q), float(min(kv / n, (n - 1) * workload.rows_per_rank))

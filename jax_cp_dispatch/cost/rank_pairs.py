@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jax_cp_dispatch._window import Reach, Window, reach
 from jax_cp_dispatch.cost.hardware import Hardware
-from jax_cp_dispatch.cost.pairs import pairs_before
 from jax_cp_dispatch.cost.work import Workload
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 
 _ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
 
@@ -19,9 +19,8 @@ def rank_pairs(
     *,
     num_ranks: int,
     tokens_per_rank: int,
-    causal: bool,
     zigzag: bool,
-    window: Window | None = None,
+    mask: Mask | str | None = None,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the query-key pairs of each rank's queries (rows) with each rank's keys (columns).
 
@@ -32,17 +31,15 @@ def rank_pairs(
       lengths: tokens of consecutive documents, from the start of the sequence.
       num_ranks: ranks over which the sequence is sharded.
       tokens_per_rank: tokens of one rank.
-      causal: count the pairs with k <= q, else all pairs of a document.
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
-      window: with `causal`, count only pairs with q - k < window. Without, for a pair (left,
-        right), count only pairs with q - left <= k <= q + right.
+      mask: count the pairs that it admits; None is causal.
     Returns:
       Pairs, as float64.
     """
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
     block = np.arange(2 * num_ranks)
     owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-    return _pairs_of_blocks(lengths, cuts, owner, reach("rank_pairs", causal, window))
+    return _pairs_of_blocks(lengths, cuts, owner, read_mask("rank_pairs", mask))
 
 
 def decisive_pairs(
@@ -56,7 +53,7 @@ def decisive_pairs(
     if algorithm in ("balanced", "placed"):  # equal work on all ranks
         of_ranks = _pairs(workload, False).sum(1)
         return np.array([of_ranks.mean() if cores is None else of_ranks.sum()])
-    pairs = _pairs(workload, workload.causal and algorithm != "ring")
+    pairs = _pairs(workload, workload.visible.is_causal and algorithm != "ring")
     if algorithm == "all_gather":
         return np.array([_decisive(pairs.sum(1), cores)])
     rank = np.arange(workload.num_ranks)
@@ -72,10 +69,10 @@ def pairs_of_contiguous_ranks(workload: Workload) -> Float64[np.ndarray, " num_r
 def _pairs(workload: Workload, zigzag: bool) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the pairs of all batch rows."""
     sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
-    mask = {"causal": workload.causal, "window": workload.window}
+    mask = workload.mask
     pairs = np.zeros((workload.num_ranks, workload.num_ranks))
     for row in workload.rows:
-        pairs += rank_pairs(row, **sizes, **mask, zigzag=zigzag)
+        pairs += rank_pairs(row, **sizes, mask=mask, zigzag=zigzag)
     return pairs
 
 
@@ -91,7 +88,7 @@ def _pairs_of_blocks(
     lengths: Sequence[int],
     cuts: Int64[np.ndarray, " num_cuts"],
     owner: Int64[np.ndarray, " num_blocks"],
-    within: Reach,
+    mask: Mask,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
 
@@ -99,7 +96,7 @@ def _pairs_of_blocks(
       lengths: tokens of consecutive documents, from the start of the sequence.
       cuts: the first token of each block, and the end.
       owner: the rank that holds each block.
-      within: the reach of a query.
+      mask: which keys a query sees.
     """
     num_ranks = int(owner.max()) + 1
     pairs = np.zeros((num_ranks, num_ranks))
@@ -109,13 +106,13 @@ def _pairs_of_blocks(
     first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
     inside = last == first + 1  # documents in one block, usually most of them
     where = owner[first[inside]]
-    np.add.at(pairs, (where, where), pairs_before(sizes[inside], sizes[inside], within))
+    np.add.at(pairs, (where, where), mask.pairs_before(sizes[inside], sizes[inside]))
     for i in np.flatnonzero((sizes > 0) & ~inside):
         ranks = owner[first[i] : last[i]]
         cut = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i]) - starts[i]
         for part in range(0, len(ranks), _ROWS_AT_ONCE):
             rows = slice(part, min(part + _ROWS_AT_ONCE, len(ranks)))
             q = cut[rows.start : rows.stop + 1, None]
-            counted = np.diff(np.diff(pairs_before(q, cut[None], within), axis=0), axis=1)
+            counted = np.diff(np.diff(mask.pairs_before(q, cut[None]), axis=0), axis=1)
             np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
     return pairs

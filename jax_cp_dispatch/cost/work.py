@@ -3,7 +3,8 @@
 import dataclasses
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,16 +18,11 @@ class Workload:
       num_kv_heads: key and value heads.
       head_size: elements of a head.
       itemsize: bytes of an element of q, k, v and the output.
-      causal: a query attends to the keys up to its own position; otherwise to all keys of its
-        document.
       lengths: tokens of the documents of each batch row, in order; the rest of a row is padding.
         None: one batch row with one document.
-      window: with `causal`, the maximum number of keys per query, the last of which is its own.
-        Without, a pair (left, right): the number of keys before and after it; None in the pair
-        means no limit on that side. None: no window.
+      mask: see `context_parallel_attention`; None is causal.
     Raises:
-      TypeError, ValueError: the documents of a batch row exceed the row, an argument is not a valid
-        number, or the window does not match `causal`.
+      TypeError, ValueError: the documents of a batch row exceed the row, or an argument is invalid.
     """
 
     num_ranks: int
@@ -35,14 +31,13 @@ class Workload:
     num_kv_heads: int
     head_size: int
     itemsize: int
-    causal: bool = True
     lengths: tuple[tuple[int, ...], ...] | None = None
-    window: Window | None = None
+    mask: Mask | str | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
         check_positive("Workload", **{name: getattr(self, name) for name in sizes})
-        reach("Workload", self.causal, self.window)
+        object.__setattr__(self, "mask", read_mask("Workload", self.mask))
         num_tokens = self.num_ranks * self.tokens_per_rank
         longest = max(map(sum, self.rows), default=0)
         if longest > num_tokens:
@@ -53,9 +48,9 @@ class Workload:
             )
 
     @property
-    def reach(self) -> Reach:
-        """The number of tokens before and after itself to which a query attends."""
-        return reach("Workload", self.causal, self.window)
+    def visible(self) -> Mask:
+        """`mask`, as an object."""
+        return read_mask("Workload", self.mask)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:

@@ -178,8 +178,7 @@ def _work_of(workload: Workload, *, zigzag: bool) -> Float64[np.ndarray, " W"]:
             row,
             num_ranks=workload.num_ranks,
             tokens_per_rank=workload.tokens_per_rank,
-            causal=True,
             zigzag=zigzag,
-            window=workload.window,
+            mask=workload.mask,
         ).sum(1)
     return work

@@ -13,6 +13,7 @@ from jax_cp_dispatch.plan_command.as_json import as_json
 from jax_cp_dispatch.plan_command.batch import Batch, fill_ranks
 from jax_cp_dispatch.plan_command.compare import Comparison, compare
 from jax_cp_dispatch.plan_command.lengths import read_lengths
+from jax_cp_dispatch.plan_command.mask import FORMS, read_mask_text
 from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
 from jax_cp_dispatch.plots.figure import figure_class
@@ -20,7 +21,7 @@ from jax_cp_dispatch.plots.figure import figure_class
 _MOST_RANKS = 2**14  # these counts then take some gigabytes
 # With these, costs and counts stay below 2**63.
 _LARGEST = {
-    2**31 - 1: ("tokens_per_rank", "window"),
+    2**31 - 1: ("tokens_per_rank",),
     2**16: ("heads", "kv_heads", "head_size"),
     _MOST_RANKS: ("nodes",),
     16: ("itemsize",),
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--itemsize", type=int, default=2, help="bytes of an element of q (default 2)"
     )
-    parser.add_argument("--window", type=int, help="maximum keys of a query (default: no limit)")
+    parser.add_argument("--mask", default="causal", help=f"{FORMS} (default causal)")
     parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h100", help="default h100")
     parser.add_argument(
         "--nodes",
@@ -86,6 +87,7 @@ def main(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     all_ranks = _numbers_of_ranks(options.ranks)
     _check_sizes(options)
+    mask = read_mask_text(options.mask)
     machines = [_hardware(options, num_ranks) for num_ranks in all_ranks]
     if options.pictures is not None:
         _check_pictures(options.pictures)
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
             head_size=options.head_size,
             itemsize=options.itemsize,
             lengths=batch.rows,
-            window=options.window,
+            mask=mask,
         )
         comparison = compare(
             workload,

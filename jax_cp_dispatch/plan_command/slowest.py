@@ -36,7 +36,7 @@ def slowest_rank(workload: Workload) -> Slowest:
     rows = [[x for x in row if x] for row in workload.rows]
     documents = documents_of("plan", rows, None, None, columns, n)
     parts = parts_at_home(documents, n)
-    pairs = parts.pairs(workload.reach)
+    pairs = parts.pairs(workload.visible)
     work = parts.per_rank(pairs, n)
     rank = int(work.argmax())
     here = np.flatnonzero(parts.rank == rank)

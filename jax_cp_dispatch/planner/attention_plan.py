@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
@@ -54,7 +54,7 @@ class AttentionPlan:
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
-      window: maximum keys to which a query attends, or None (static).
+      mask: which keys a query sees; its kind is static.
     """
 
     q_metadata: Leaf
@@ -67,11 +67,11 @@ class AttentionPlan:
     pairs_after: Leaf
     needs: Leaf
     stamp: Leaf
+    mask: Mask
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
-    window: int | None = dataclasses.field(metadata={"static": True})
 
     __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
@@ -99,8 +99,7 @@ class AttentionPlan:
         `rank` (a plan of NumPy arrays then gives NumPy), or inside `jax.shard_map` with
         `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
-        within = reach("AttentionPlan", True, self.window)
-        return key_ranges(local_runs(self, rank), size=self.q_capacity, within=within)
+        return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)
 
     @property
     def fits(self) -> Bool[Array | np.ndarray, ""]:
@@ -155,7 +154,7 @@ class AttentionPlan:
                 "keys": Rows(keys, self.kv_capacity),
             },
             num_tokens=self.num_tokens,
-            within=reach(op, True, self.window),
+            mask=self.mask,
             home=home,
         )
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_array, check_integer
-from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_causal_mask
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
@@ -32,7 +33,7 @@ def needs_inside_jit(
     positions: Ids | None = None,
     *,
     world_size: int,
-    window: int | None = None,
+    mask: Mask | str | None = None,
     config: PlanConfig = PlanConfig(),
 ) -> PlanConfig:
     """Returns the smallest capacities for the plan of one batch that is made inside `jit`.
@@ -43,7 +44,7 @@ def needs_inside_jit(
     assigns queries differently; its own needs are in `AttentionPlan.needs`.
 
     Args:
-      segment_ids, positions, world_size, window: see `plan_attention`.
+      segment_ids, positions, world_size, mask: see `plan_attention`.
       config: block size and balance tolerance.
     Returns:
       The config with its capacities replaced.
@@ -51,18 +52,17 @@ def needs_inside_jit(
       TypeError, ValueError: as `plan_attention`, except for capacities.
     """
     op = "needs_inside_jit"
-    grid = check_shapes(op, segment_ids, positions, world_size, window, config)
+    mask = read_causal_mask(op, mask, "Omit it for the default.")
+    grid = check_shapes(op, segment_ids, positions, world_size, config)
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
-    options = {"window": window, "tolerance": config.balance_tolerance}
+    options = {"mask": mask, "tolerance": config.balance_tolerance}
     with jax.core.eval_context():
         needs = assign(segment_ids, positions, grid=grid, **options).needs
         values = [max(int(x), 1) for x in jax.device_get(needs)]
     return dataclasses.replace(config, **dict(zip(CAPACITIES, values, strict=True)))
 
 
-def check_shapes(
-    op: str, segment_ids, positions, world_size: int, window: int | None, config: PlanConfig
-) -> BlockGrid:
+def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanConfig) -> BlockGrid:
     """Checks types and shapes of a plan's arguments; returns the blocks of the batch."""
     check_config(op, config)
     check_integer(op, "world_size", world_size)
@@ -83,7 +83,6 @@ def check_shapes(
             f"{op}: positions has shape {positions.shape} but segment_ids has "
             f"{segment_ids.shape}. Pass equal shapes, or positions=None."
         )
-    reach(op, True, window)
     batch, columns = segment_ids.shape
     if world_size < 1 or columns % world_size:
         raise ValueError(

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
@@ -64,7 +64,7 @@ def check_traced(op: str, config: Any) -> None:
         )
 
 
-def check_longest_keys(op: str, config: Any, documents: Documents, within: Reach) -> None:
+def check_longest_keys(op: str, config: Any, documents: Documents, mask: Mask) -> None:
     """Rejects a capacity that is too small for the keys of a single query.
 
     Raises:
@@ -75,8 +75,8 @@ def check_longest_keys(op: str, config: Any, documents: Documents, within: Reach
         return
     document = int(lengths.argmax())
     longest = int(lengths[document])
-    keys = longest if within.num_keys is None else min(longest, within.num_keys)
-    query = "the last query" if within.right == 0 else "a query"
+    keys = int(mask.num_keys(longest))
+    query = "the last query" if mask.is_causal else "a query"
     if config.kv_capacity < keys:
         raise DoesNotFitError(
             f"{op}: {query} of {documents.name(document)} attends to {keys} keys, so its "

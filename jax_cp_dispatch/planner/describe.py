@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int32
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import describe_traffic, rows_moved
 from jax_cp_dispatch.planner.parts import Home, Parts
 
@@ -28,7 +28,7 @@ def describe_plan(
     *,
     traffic: Mapping[str, Rows],
     num_tokens: int,
-    within: Reach,
+    mask: Mask,
     home: Home | None,
     speeds: Sequence[float] | None = None,
     ranks_per_node: int | None = None,
@@ -40,7 +40,7 @@ def describe_plan(
       parts: what each rank computes.
       traffic: "keys", and "queries" if they move.
       num_tokens: of a rank.
-      within: how far a query attends.
+      mask: which keys a query sees.
       home: the order of the batch; None if the plan does not know it.
       speeds: relative speeds of the ranks, which determine their shares of the work.
       ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
@@ -49,10 +49,10 @@ def describe_plan(
     num_ranks = len(keys)
     computed = parts.per_rank(parts.end - parts.start, num_ranks)
     all_tokens = num_ranks * num_tokens
-    after = _load(parts, within, num_ranks, speeds)
+    after = _load(parts, mask, num_ranks, speeds)
     at_home = None if home is None else home.parts(parts)
-    before = None if at_home is None else _load(at_home, within, num_ranks, speeds)
-    work = f"{parts.pairs(within).sum():.3e} query-key pairs; max/mean {after.max():.3f}"
+    before = None if at_home is None else _load(at_home, mask, num_ranks, speeds)
+    work = f"{parts.pairs(mask).sum():.3e} query-key pairs; max/mean {after.max():.3f}"
     if speeds is not None:
         work += " relative to the ranks' speeds"
     if before is not None:
@@ -91,9 +91,9 @@ def describe_plan(
         lines += ["", describe_traffic(what, sent)]
     if home is not None and at_home is not None and before is not None:
         lines += ["", "  Ranks with the most work before planning"]
-        lines += _heaviest(at_home, before, within, share, home, queries_move=False)
+        lines += _heaviest(at_home, before, mask, share, home, queries_move=False)
     lines += ["", "  Ranks with the most work as planned"]
-    lines += _heaviest(parts, after, within, share, home, queries_move="queries" in traffic)
+    lines += _heaviest(parts, after, mask, share, home, queries_move="queries" in traffic)
     return "\n".join(lines)
 
 
@@ -102,10 +102,10 @@ def _line(name: str, text: str) -> str:
 
 
 def _load(
-    parts: Parts, within: Reach, num_ranks: int, speeds: Sequence[float] | None
+    parts: Parts, mask: Mask, num_ranks: int, speeds: Sequence[float] | None
 ) -> Float64[np.ndarray, " W"]:
     """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
-    pairs = parts.per_rank(parts.pairs(within), num_ranks).astype(float)
+    pairs = parts.per_rank(parts.pairs(mask), num_ranks).astype(float)
     shares = np.ones(num_ranks) if speeds is None else np.array(speeds)
     shares = pairs.sum() * shares / shares.sum()
     return pairs / shares if pairs.any() else np.ones(num_ranks)
@@ -114,14 +114,14 @@ def _load(
 def _heaviest(
     parts: Parts,
     load: Float64[np.ndarray, " W"],
-    within: Reach,
+    mask: Mask,
     share: str,
     home: Home | None,
     *,
     queries_move: bool,
 ) -> list[str]:
     """Names the ranks with the most work, and the documents that cause most of it."""
-    pairs, keys = parts.pairs(within), parts.keys(within)
+    pairs, keys = parts.pairs(mask), parts.keys(mask)
     lines = []
     for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
         here = np.flatnonzero(parts.rank == rank)

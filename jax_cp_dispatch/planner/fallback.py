@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
@@ -59,7 +59,7 @@ def plan_of_fallback(
     needs: Int32[np.ndarray, " 5"],
     *,
     world_size: int,
-    window: int | None,
+    mask: Mask,
     config: PlanConfig,
     rank: int | None,
 ) -> AttentionPlan:
@@ -68,8 +68,8 @@ def plan_of_fallback(
     With `rank`, it is the part of this rank.
     """
     q, kv, q_slots, kv_slots, num_runs = (getattr(config, name) or 1 for name in CAPACITIES)
-    home, within = home_pieces(documents, world_size), reach("plan_attention", True, window)
-    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)
+    home = home_pieces(documents, world_size)
+    pairs = pairs_of_ranks(home, documents.lengths, mask, world_size)
     pairs = pairs[slice_of_rank(rank)].astype(np.float32)
     num_held = len(pairs)
     by_run = (num_held, num_runs)
@@ -88,5 +88,5 @@ def plan_of_fallback(
         batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        window=window,
+        mask=mask,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.plan import plan_attention
 from jax_cp_dispatch.planner.sample import Needs, SampledPlanner, config_of_sample
@@ -16,7 +17,7 @@ def fit_plan_config(
     world_size: int,
     overflow: float = 1e-4,
     columns: int | None = None,
-    window: int | None = None,
+    mask: Mask | str | None = None,
     config: PlanConfig = PlanConfig(),
 ) -> PlanConfig:
     """Finds capacities for a run from a sample of its batches, for plans made outside `jit`.
@@ -34,7 +35,7 @@ def fit_plan_config(
     Args:
       batches: for each batch its lengths as for `plan_attention`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
-      world_size, columns, window: as for `plan_attention`.
+      world_size, columns, mask: as for `plan_attention`.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: other choices of the plans, such as the numbers of heads. Capacities that it has are
         kept.
@@ -47,7 +48,7 @@ def fit_plan_config(
     check_config(_OP, config)
 
     def needs(**given: Any) -> Needs:
-        plan = plan_attention(world_size=world_size, window=window, **given)
+        plan = plan_attention(world_size=world_size, mask=mask, **given)
         own, all_ranks = plan.num_tokens, plan.num_tokens * world_size
         # A rank sends each of its queries once.
         most = all_ranks, all_ranks, own, all_ranks, all_ranks

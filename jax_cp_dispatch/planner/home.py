@@ -3,8 +3,7 @@
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jax_cp_dispatch._window import Reach
-from jax_cp_dispatch.cost.pairs import pairs_before
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
@@ -27,9 +26,9 @@ def home_pieces(documents: Documents, world_size: int) -> Pieces:
 
 
 def pairs_of_ranks(
-    pieces: Pieces, lengths: Int[np.ndarray, " D"], within: Reach, world_size: int
+    pieces: Pieces, lengths: Int[np.ndarray, " D"], mask: Mask, world_size: int
 ) -> Int64[np.ndarray, " W"]:
     """Returns the query-key pairs of each rank's pieces."""
     keys = lengths[pieces.document]
-    pairs = pairs_before(pieces.end, keys, within) - pairs_before(pieces.start, keys, within)
+    pairs = mask.pairs(pieces.start, pieces.end, keys)
     return sums_of_ranks(pieces.rank, pairs, world_size)

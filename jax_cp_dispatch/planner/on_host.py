@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planner.constraints import (
@@ -50,7 +50,7 @@ def plan_on_host(
     positions: Int[np.ndarray, "B T"] | None,
     *,
     world_size: int,
-    window: int | None,
+    mask: Mask,
     config: PlanConfig,
     fallback: str | None,
     rank: int | None,
@@ -63,29 +63,28 @@ def plan_on_host(
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
     check_ranks(_OP, config, world_size)
-    within = reach(_OP, True, window)
     home = home_pieces(documents, world_size)
-    moves = _moves(documents, home, world_size, window, config)
+    moves = _moves(documents, home, world_size, mask, config)
     needs = moves.needs.max(1).astype(np.int32)
     try:
-        check_longest_keys(_OP, config, documents, within)
+        check_longest_keys(_OP, config, documents, mask)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
         free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        needs = _moves(documents, home, world_size, window, free).needs.max(1).astype(np.int32)
+        needs = _moves(documents, home, world_size, mask, free).needs.max(1).astype(np.int32)
         if fallback is None:
             sizes = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
                 f"{error} The plan with the best balance needs {', '.join(sizes)}."
             ) from None
-        options = {"world_size": world_size, "window": window, "config": config, "rank": rank}
+        options = {"world_size": world_size, "mask": mask, "config": config, "rank": rank}
         return plan_of_fallback(documents, needs, **options)
     pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
     of_ranks = {"world_size": world_size, "rank": rank}
-    counted = documents.lengths, within, world_size
-    digest = digest_of_plan(config, within, *pieces[:4])
+    counted = documents.lengths, mask, world_size
+    digest = digest_of_plan(config, mask, *pieces[:4])
     stamp = stamp_of_pieces(documents, home, positions, digest, world_size=world_size)
     runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q, rank=rank)
     return AttentionPlan(
@@ -101,12 +100,12 @@ def plan_on_host(
         batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        window=window,
+        mask=mask,
     )
 
 
 def _moves(
-    documents: Documents, home: Pieces, world_size: int, window: int | None, config: PlanConfig
+    documents: Documents, home: Pieces, world_size: int, mask: Mask, config: PlanConfig
 ) -> _Moves:
     assigned = native.move_queries(
         np.ascontiguousarray(documents.lengths, np.int64),
@@ -115,7 +114,7 @@ def _moves(
         num_ranks=world_size,
         columns_per_rank=documents.columns // world_size,
         ranks_per_node=config.ranks_per_node or 1,
-        window=min(window or 0, documents.columns),
+        pairs=mask.clipped(documents.columns).pair_count,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
         query_cost=config.query_cost,
         key_cost=config.key_cost,
@@ -124,7 +123,7 @@ def _moves(
         block=config.block or 1,
         wanted_piece=config.rows_per_block,
     )
-    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, reach(_OP, True, window))
+    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, mask)
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
     needs = (

@@ -6,8 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._text import count
-from jax_cp_dispatch._window import Reach
-from jax_cp_dispatch.cost.pairs import pairs_before
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces
@@ -36,17 +35,14 @@ class Parts(NamedTuple):
         """The document's first token, and the start, the end and the length."""
         return self.first, self.start, self.end, self.length
 
-    def pairs(self, within: Reach) -> Int[np.ndarray, " P"]:
+    def pairs(self, mask: Mask) -> Int[np.ndarray, " P"]:
         """Returns the query-key pairs of each part."""
-        before = (pairs_before(x, self.length, within) for x in (self.end, self.start))
-        return np.subtract(*before)
+        return mask.pairs(self.start, self.end, self.length)
 
-    def keys(self, within: Reach) -> Int[np.ndarray, " P"]:
+    def keys(self, mask: Mask) -> Int[np.ndarray, " P"]:
         """Returns the number of keys to which at least one token of each part attends."""
-        left, right = within.clipped(int(self.length.max(initial=0)))
-        earliest = 0 if left is None else np.maximum(self.start - left, 0)
-        latest = self.length if right is None else np.minimum(self.end + right, self.length)
-        return latest - earliest
+        first, end = mask.keys_of(self.start, self.end, self.length)
+        return end - first
 
     def per_rank(self, values: Int[np.ndarray, " P"], world_size: int) -> Int[np.ndarray, " W"]:
         """Returns the sum over the parts of each rank."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.masks import Mask
 
 
 class Pieces(NamedTuple):
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], within: Reach
+    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], mask: Mask
 ) -> tuple[Pieces, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
@@ -41,9 +41,7 @@ def lay_out(
     range of its own rows, and one range of its received rows.
     """
     rank, document, start, end = assigned.T
-    left, right = within
-    earliest = np.zeros_like(start) if left is None else np.maximum(start - left, 0)
-    latest = lengths[document] if right is None else np.minimum(end + right, lengths[document])
+    earliest, latest = mask.keys_of(start, end, lengths[document])
     # Adjacent keys of two pieces of a document form one span.
     new = np.ones(len(assigned), bool)
     new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > latest[:-1])

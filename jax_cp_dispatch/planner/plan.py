@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch._window import reach
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_causal_mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
@@ -43,7 +44,7 @@ def plan_attention(
     world_size: int,
     lengths: Iterable[Row] | Row | None = None,
     columns: int | None = None,
-    window: int | None = None,
+    mask: Mask | str | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     rank: int | None = None,
@@ -81,7 +82,7 @@ def plan_attention(
         one list for a single row. The rest of a row is padding.
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      window: maximum keys to which a query attends, the last of which is its own; None: no limit.
+      mask: which keys a query sees, of `jax_cp_dispatch.masks`; a causal one. None: causal.
       config: block size, capacities, costs and balance tolerance.
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
@@ -92,11 +93,13 @@ def plan_attention(
     Returns:
       The plan for all ranks, the same in every process with the same inputs.
     Raises:
-      TypeError: inputs are not integers.
+      TypeError: inputs are not integers, or mask is no mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in two separate runs of one batch row whose positions do not restart; a position
-        exceeds 32 bits; or a capacity is too small and there is no fallback.
+        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask is not
+        causal.
     """
+    mask = read_causal_mask(_OP, mask, "Use place_tokens.")
     check_config(_OP, config)
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)
@@ -104,13 +107,12 @@ def plan_attention(
     check_rank(_OP, rank, world_size)
     options = {
         "world_size": world_size,
-        "window": window,
+        "mask": mask,
         "config": config,
         "fallback": fallback,
         "rank": rank,
     }
     if segment_ids is None or lengths is not None:
-        reach(_OP, True, window)
         documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
         return plan_on_host(documents, None, **options)
     if isinstance(segment_ids, list | tuple):
@@ -120,7 +122,7 @@ def plan_attention(
         )
     if columns is not None:
         raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
-    grid = check_shapes(_OP, segment_ids, positions, world_size, window, config)
+    grid = check_shapes(_OP, segment_ids, positions, world_size, config)
     if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)):
         ids, places = read_host_documents(_OP, segment_ids, positions)
         documents = documents_of(_OP, None, ids, places, None, world_size)
@@ -134,17 +136,17 @@ def plan_attention(
         )
     capacities = static_capacities(grid, config)
     ids, places = read_documents(_OP, segment_ids, positions)
-    assignment = assign(ids, places, grid=grid, window=window, tolerance=config.balance_tolerance)
+    assignment = assign(ids, places, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     return AttentionPlan(
         **build(assignment, grid=grid, capacities=capacities)._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
-        stamp=_traced_stamp(assignment, segment_ids, positions, world_size, window, config),
+        stamp=_traced_stamp(assignment, segment_ids, positions, world_size, mask, config),
         num_tokens=grid.rows,
         batch=grid.batch,
         q_capacity=capacities.q,
         kv_capacity=capacities.kv,
-        window=window,
+        mask=mask,
     )
 
 
@@ -153,7 +155,7 @@ def _traced_stamp(
     segment_ids: Ids,
     positions: Ids | None,
     world_size: int,
-    window: int | None,
+    mask: Mask,
     config: PlanConfig,
 ) -> Int32[Array, "W 4"]:
     """Returns the stamp; positions that are not given count from 0 in each document."""
@@ -162,7 +164,7 @@ def _traced_stamp(
         places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
         places = words(positions)
-    digest = digest_of_plan(config, reach(_OP, True, window), received.block, received.rank)
+    digest = digest_of_plan(config, mask, received.block, received.rank)
     ids = checksums(words(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
     return make_stamp(jnp.asarray(ids), jnp.asarray(of_places), digest)

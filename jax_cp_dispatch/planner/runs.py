@@ -1,7 +1,7 @@
 """Key ranges of a plan: a short list of runs of rows, expanded inside the program.
 
 A run is a piece of a document in consecutive rows of a rank. Within it, the key range of a row
-depends only on its position in the document, and on the document's length unless attention is
+depends only on its position in the document, and on the document's length unless the mask is
 causal.
 """
 
@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.blocks import running_max
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
 from jax_cp_dispatch.planner.transfers import number_on_rank
+
+# More than any device holds: sums of two row numbers have 32 bits.
+_MOST_ROWS = 2**30
 
 
 class LocalRuns(NamedTuple):
@@ -27,7 +30,7 @@ class LocalRuns(NamedTuple):
       position: the place in its document of that row's token; -1 in a run of padding.
       origin: the received row where the document starts, or would start.
       num_rows: rows in use; all others are padding. -1: a fallback, see `fallback`.
-      length: tokens of the document; None if attention is causal.
+      length: tokens of the document; None if the mask is causal.
     """
 
     row: Int32[Any, " P"]
@@ -89,7 +92,7 @@ def local_runs(plan: Any, rank: Any) -> LocalRuns:
 
 
 def key_ranges(
-    runs: LocalRuns, *, size: int, within: Reach
+    runs: LocalRuns, *, size: int, mask: Mask
 ) -> tuple[Int32[Any, " size"], Int32[Any, " size"]]:
     """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
 
@@ -97,8 +100,8 @@ def key_ranges(
     raised.
 
     Args:
-      runs: of one rank; with their `length` unless attention is causal.
-      within: how far a query attends.
+      runs: of one rank; with their `length` unless the mask is causal.
+      mask: which keys a query sees.
     """
     row, position, origin, num_rows, length = runs
     on_host = all(isinstance(x, np.ndarray | np.generic) for x in (row, position, origin, num_rows))
@@ -111,17 +114,11 @@ def key_ranges(
         numbers = jnp.arange(row.shape[0], dtype=jnp.int32)
         run = running_max(jnp.zeros(size, jnp.int32).at[row].max(numbers, mode="drop"))
     first = position[run]
-    place = index - row[run] + first
-    left, right = within.clipped(np.iinfo(np.int32).max)
-    before = place if left is None else xp.minimum(place, left)
-    after = 0
-    if right != 0:
-        if length is None:
-            raise ValueError("key_ranges: attention to later keys needs the lengths of documents.")
-        after = length[run] - 1 - place
-        after = after if right is None else xp.minimum(after, right)
+    start = origin[run]
+    end = None if length is None else start + length[run]
+    here = index - row[run] + first + start
+    mask = mask.clipped(_MOST_ROWS)
     is_query = (index < num_rows) & (first >= 0)
-    here = origin[run] + place
-    start = xp.where(is_query, here - before, 0).astype(np.int32)
     none = (num_rows < 0).astype(np.int32)
-    return start, xp.where(is_query, here + 1 + after, none).astype(np.int32)
+    k_start = xp.where(is_query, mask.k_start(here, start), 0).astype(np.int32)
+    return k_start, xp.where(is_query, mask.k_end(here, end), none).astype(np.int32)

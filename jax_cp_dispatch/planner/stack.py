@@ -74,7 +74,7 @@ def _check(plans: list[Any]) -> None:
             f"{_OP}: got {', '.join(sorted(kinds))}. Pass plans of plan_attention, or plans of "
             "place_tokens."
         )
-    for name in ("world_size", "num_tokens", "batch", "causal", "window"):
+    for name in ("world_size", "num_tokens", "batch", "mask"):
         values = [getattr(plan, name, None) for plan in plans]
         if any(value != values[0] for value in values):
             raise ValueError(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Integer
 
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
 from jax_cp_dispatch.planner.blocks import (
@@ -26,8 +27,8 @@ from jax_cp_dispatch.planner.transfers import Transfers
 class Received(NamedTuple):
     """What ranks receive: a sequence of blocks of queries by rank, then in global order.
 
-    Blocks without queries come last, with rank W. A block of queries needs keys from its first
-    document's start, or from the start of its window. Those that its rank does not have from
+    Blocks without queries come last, with rank W. A block of queries needs keys from the first
+    that a query of it sees. Those that its rank does not have from
     earlier blocks are a contiguous range of columns that ends with the block itself, because first
     keys never decrease in global order.
     """
@@ -90,22 +91,18 @@ def kv_transfers_bound(grid: BlockGrid) -> int:
     return grid.batch * (grid.per_piece + grid.world_size - 1)
 
 
-@partial(jax.jit, static_argnames=("grid", "window", "tolerance"))
+@partial(jax.jit, static_argnames=("grid", "mask", "tolerance"))
 def assign(
     segment_ids: Integer[Array, "B T"],
     positions: Integer[Array, "B T"] | None,
     *,
     grid: BlockGrid,
-    window: int | None,
+    mask: Mask,
     tolerance: float,
 ) -> Assignment:
     """Assigns each block to a rank; lists what moves."""
     starts = document_starts(segment_ids, positions)
-    first_keys = starts
-    if window is not None:
-        num_tokens = starts.shape[1]
-        first = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None] - min(window, num_tokens)
-        first_keys = jnp.where(starts >= 0, jnp.maximum(starts, first), -1)
+    first_keys = _first_keys(mask, starts)
     first, cost, shift = block_ranges(first_keys, grid)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0
@@ -165,6 +162,14 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
         num_rows=_per_rank(plan.queries.target, plan.queries.tokens, grid),
         needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
     )
+
+
+def _first_keys(mask: Mask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Returns the first column that each column sees; -1 at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    first = mask.clipped(num_tokens).k_start(column, starts)
+    return starts if first is starts else jnp.where(starts >= 0, first, -1)
 
 
 def _received(rank: Int32[Array, " G"], first: Int32[Array, " G"], grid: BlockGrid) -> Received:

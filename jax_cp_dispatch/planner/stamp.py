@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.segment_ids import Ids, mix, words
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -65,17 +65,17 @@ def checksums_of_runs(
     return _signed(total)
 
 
-def digest_of_plan(config: Any, within: Reach, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
+def digest_of_plan(config: Any, mask: Mask, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
     Args:
       config: of the plan; fields that do not take part in comparisons do not count.
-      within: the mask.
+      mask: of the plan.
       arrays: what the planner has chosen: where each piece or block is computed.
     """
     fields = (x for x in dataclasses.fields(config) if x.compare)
     choices = [(x.name, _plain(getattr(config, x.name))) for x in fields]
-    digest = np.array([zlib.crc32(repr((tuple(within), choices)).encode())], np.uint32)
+    digest = np.array([zlib.crc32(repr((mask, choices)).encode())], np.uint32)
     for x in arrays:
         index = np.arange(len(x), dtype=np.uint32)
         digest = mix(digest + _hash(index, x.astype(np.uint32)).sum(keepdims=True, dtype=np.uint32))

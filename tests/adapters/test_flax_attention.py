@@ -9,6 +9,7 @@ from layers import FEATURES, HEADS, MISSING, SHARDED, B, T, assert_same, batch
 
 from jax_cp_dispatch import place_tokens
 from jax_cp_dispatch.adapters import Documents, flax_attention_fn
+from jax_cp_dispatch.masks import SlidingWindow
 
 nnx = pytest.importorskip("flax.nnx", reason=MISSING)
 linen = pytest.importorskip("flax.linen", reason=MISSING)
@@ -30,7 +31,7 @@ def linen_layer(**options):
 def test_nnx():
     x, g, segment_ids, mask = batch(0, window=9)
     dense, params, rest = nnx_layer()
-    options = {"algorithm": "zigzag", "window": 9, **SHARDED}
+    options = {"algorithm": "zigzag", "mask": SlidingWindow(9), **SHARDED}
     ours, *_ = nnx_layer(attention_fn=flax_attention_fn(**options))
 
     def apply(graph, mask, params, x):
@@ -88,8 +89,8 @@ def test_what_layers_may_pass_and_attention_lacks(error, message, arguments):
 
 def test_causal_or_not():
     q = jnp.zeros((B, T, HEADS, 8))
-    full = flax_attention_fn(algorithm="ring", causal=False, **SHARDED)
-    with pytest.raises(ValueError, match="got is_causal=True from the layer, but causal=False"):
+    full = flax_attention_fn(algorithm="ring", mask="full", **SHARDED)
+    with pytest.raises(ValueError, match="got is_causal=True from the layer, but mask=Full\\(\\)"):
         full(q, q, q, is_causal=True)
 
 

@@ -9,6 +9,7 @@ from on_mesh import AXIS, mesh_of
 from sequences import Case, dense, draw
 
 from jax_cp_dispatch import place_tokens, plan_attention, stack_plans
+from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.profiling import (
     Span,
     balanced_attention_profile,
@@ -41,7 +42,7 @@ def profile(algorithm, *operands, **options):
         ("zigzag", {}, True),
         (
             "hamilton",
-            {"layout": "zigzag", "window": 5, "cycles": "direct"},
+            {"layout": "zigzag", "mask": SlidingWindow(5), "cycles": "direct"},
             False,
         ),
     ],
@@ -130,8 +131,8 @@ def test_plans_that_do_not_suit_the_call():
         call(plan, mesh=mesh_of(2))
     with pytest.raises(ValueError, match="got stacked plans"):
         call(stack_plans([plan]))
-    with pytest.raises(TypeError, match="balanced_attention_profile: got causal; it takes the"):
-        call(plan, causal=False)
+    with pytest.raises(TypeError, match="balanced_attention_profile: got layout; it takes the"):
+        call(plan, layout="zigzag")
     with pytest.raises(TypeError, match="plan is of type ndarray; it needs to be an AttentionPlan"):
         call(segment_ids)
 
@@ -179,7 +180,7 @@ def test_trace_of_any_spans(tmp_path):
         ("zigzag", {"repeats": 0}, "zigzag_ring_attention_profile: repeats is 0"),
         ("zigzag", {"mesh": mesh_of(5)}, "T is 12 but 'cp' has 5 devices, which need to divide it"),
         ("ring", {"layout": "spiral"}, "ring_attention_profile: layout is 'spiral'"),
-        ("ring", {"window": 3, "causal": False}, "window is 3 with causal=False"),
+        ("ring", {"mask": 3}, "ring_attention_profile: mask is 3; it needs to be"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks"),
         ("hamilton", {"positions": np.zeros((1, 5), np.int32)}, r"positions has shape \(1, 5\)"),
     ],

@@ -13,7 +13,9 @@ from sequences import attended
 from jax_cp_dispatch import Hamilton, PlanConfig, Ring, Zigzag, place_tokens, plan_attention
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rank_programs import RankProgram, Shape
+from jax_cp_dispatch.masks import SlidingWindow
 from jax_cp_dispatch.planner.documents import documents_of
 from jax_cp_dispatch.profiling import BalanceProfile, balance_profile
 
@@ -22,15 +24,17 @@ module = importlib.import_module("jax_cp_dispatch.attention.balance_profile")
 W, T = 3, 8  # ranks, and columns of each
 LENGTHS = [[13, 2, 7], [21, 3]]
 IDS = np.array([[1] * 13 + [2] * 2 + [3] * 7 + [0] * 2, [1] * 21 + [2] * 3])
-WINDOW = 9
+MASK = SlidingWindow(9)
 HEADS: Any = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8}
 QKV = [Shape((2, T, n, 8), np.dtype("float32")) for n in (4, 2, 2)]
 TOLERANCE = 1e-5  # of float32, relative to the largest entry
 
 
 def program_of(algorithm) -> Any:
-    options = AttentionOptions(read_options("test", "ranks"), window=WINDOW)
-    program = module._program(options, algorithm, documents().numbers(), QKV, W, True)
+    options = AttentionOptions(read_options("test", "ranks"))
+    program = module._program(
+        options, algorithm, PackedMask(MASK, documents().numbers()), QKV, True
+    )
     compiled = jax.jit(program.run)
     return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, *program.ranges[rank])
 
@@ -48,7 +52,7 @@ def drawn():
 
 def dense(qkv, live=None):
     """Returns the pairs of each token, and output and gradients, of all or the `live` queries."""
-    start, end = attended(IDS.shape, IDS, None, True, WINDOW)
+    start, end = attended(IDS.shape, IDS, None, MASK)
     if live is not None:
         end = np.where(live, end, start)
     q, k, v = qkv
@@ -70,9 +74,9 @@ def planned(kind) -> Any:
     """Returns the plan, what it moves of queries and of keys, and the order of rows."""
     if kind == "balanced":
         config = PlanConfig(q_capacity=24, kv_capacity=48)
-        plan = plan_attention(IDS, world_size=W, window=WINDOW, config=config)
+        plan = plan_attention(IDS, world_size=W, mask=MASK, config=config)
         return plan, vars(plan.q_metadata), vars(plan.kv_metadata), lambda x: x
-    placement = place_tokens(segment_ids=IDS, world_size=W, window=WINDOW)
+    placement = place_tokens(segment_ids=IDS, world_size=W, mask=MASK)
     return placement.plan, None, vars(placement.plan.kv_metadata), placement.apply
 
 
@@ -132,8 +136,8 @@ def test_documents_have_numbers():
 
 
 def test_profiles_count_the_pairs_of_each_rank():
-    algorithms = "ring", place_tokens(LENGTHS, world_size=W, columns=W * T, window=WINDOW).plan
-    given = {"columns": W * T, "window": WINDOW, "repeats": 1, "backward": False, **HEADS}
+    algorithms = "ring", place_tokens(LENGTHS, world_size=W, columns=W * T, mask=MASK).plan
+    given = {"columns": W * T, "mask": MASK, "repeats": 1, "backward": False, **HEADS}
     got = balance_profile(iter(LENGTHS), world_size=W, algorithms=algorithms, **given)
     pairs = of_ranks(drawn()[1]).sum(1).tolist()
     assert [x.algorithm for x in got] == ["ring", "placed"]

@@ -19,6 +19,7 @@ from jax_cp_dispatch import (
     context_parallel_attention,
     plan_attention,
 )
+from jax_cp_dispatch.masks import SlidingWindow
 
 CONFIG = PlanConfig(block=16)
 
@@ -89,7 +90,7 @@ def test_window_and_tokens_that_do_not_divide():
     start = np.maximum(start, end - 19)
     out, lse = attention(q, k, v, start, end)
     references = out, *attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
-    fn = attend(segment_ids, mesh_of(4), window=19)
+    fn = attend(segment_ids, mesh_of(4), mask=SlidingWindow(19))
     assert_close(jax.jit(lambda *x: out_and_gradients(fn, *x))(q, k, v, g), references)
 
 
@@ -283,12 +284,15 @@ def call(small, **options):
             {"mesh": mesh_of(3), "layout": "zigzag", "algorithm": "zigzag"},
             "T is 128 but mesh axis 'cp' has 3 devices, which must divide it",
         ),
-        ({"causal": False}, "algorithm='balanced' plans causal attention; got causal=False"),
+        (
+            {"mask": "full"},
+            "balanced attention needs a causal mask.*'placed'",
+        ),
         (
             {"layout": "zigzag"},
             "plans attention of tokens in order; got layout='zigzag'. Choose another algorithm",
         ),
-        ({"window": 0}, "context_parallel_attention: window is 0; it needs to be at least 1"),
+        ({"mask": "no"}, "context_parallel_attention: mask is 'no'; it needs to be"),
         ({"algorithm": Balanced}, r"it needs to be one of.*object with options: Balanced\(\), "),
         ({"segment_ids": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\) but q has"),
         ({"q": np.zeros((1, 128, 8), np.float32)}, r"q, k, v have shapes \(1, 128, 8\)"),

@@ -14,20 +14,25 @@ from packed_batches import pack
 from properties import examples
 from sequences import attended
 
-from jax_cp_dispatch._window import reach
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring
+from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
-from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.layout import (
     contiguous_layout,
     halves_in_zigzag,
     zigzag_layout,
 )
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
+from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
 
 PLACEMENTS = [contiguous_layout, zigzag_layout, halves_in_zigzag]
 few_examples = examples(15)
-compiled_attended_tokens = jax.jit(attended_tokens, static_argnames=("shape", "reach"))
+compiled_attended_tokens = jax.jit(attended_tokens, static_argnames="shape")
+MASKS = [
+    *(Causal(), Full(), Chunked(1), Chunked(5), Chunked(2**40)),
+    *(SlidingWindow(5), SlidingWindow(4, 0), SlidingWindow(None, 2), SlidingWindow(2, 99)),
+]
 
 
 def schedules(num_ranks):
@@ -93,16 +98,7 @@ def test_every_token_is_on_one_rank_in_order(make, num_ranks, per_rank):
     seed=st.integers(0, 2**32 - 1),
     longest=st.sampled_from([1, 4, 30]),
     told_by=st.sampled_from(["segments", "positions", "both"]),
-    mask=st.sampled_from(
-        [
-            (True, None),
-            (True, 5),
-            (False, None),
-            (False, (3, 0)),
-            (False, (None, 2)),
-            (False, (1, 99)),
-        ]
-    ),
+    mask=st.sampled_from(MASKS),
 )
 @few_examples
 def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
@@ -113,15 +109,15 @@ def test_attended_tokens_follow_the_definition(seed, longest, told_by, mask):
     positions = None if told_by == "segments" else positions
     segment_ids = np.ones_like(segment_ids) if told_by == "positions" else segment_ids
     documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
-    got = compiled_attended_tokens(*documents, shape=shape, reach=reach("test", *mask))
-    want = attended(shape, segment_ids, positions, *mask)
+    got = compiled_attended_tokens(PackedMask(mask, *documents), shape)
+    want = attended(shape, segment_ids, positions, mask)
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_segment_ids_each_row_is_one_document(causal):
-    got = attended_tokens(None, None, shape=(2, 6), reach=reach("test", causal, None))
-    np.testing.assert_array_equal(got, attended((2, 6), None, None, causal, None))
+@pytest.mark.parametrize("mask", [Causal(), Full(), Chunked(4)])
+def test_without_segment_ids_each_row_is_one_document(mask):
+    got = attended_tokens(PackedMask(mask), (2, 6))
+    np.testing.assert_array_equal(got, attended((2, 6), None, None, mask))
 
 
 # ---- Chunks.

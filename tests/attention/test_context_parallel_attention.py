@@ -29,6 +29,7 @@ from jax_cp_dispatch import (
 from jax_cp_dispatch.attention import api, auto, program as call_program
 from jax_cp_dispatch.attention.choose import choose_for
 from jax_cp_dispatch.cost import HARDWARE
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.profiling import Choice
 
@@ -57,12 +58,12 @@ def program(mesh, **options):
 @pytest.mark.parametrize(
     "algorithm, options",
     [
-        (Balanced(PlanConfig(block=2)), {"window": 5}),
-        ("ring", {"window": 5, "scale": 0.3}),
+        (Balanced(PlanConfig(block=2)), {"mask": Chunked(5)}),
+        ("ring", {"mask": SlidingWindow(5), "scale": 0.3}),
         ("zigzag", {"logit_soft_cap": 2.0}),
-        ("hamilton", {"causal": False, "window": (3, 4)}),
-        ("auto", {"window": 3}),
-        ("auto", {"window": (2, 5), "causal": False}),
+        ("hamilton", {"mask": SlidingWindow(4, 4)}),
+        ("auto", {"mask": SlidingWindow(3)}),
+        ("auto", {"mask": SlidingWindow(3, 5)}),
     ],
 )
 def test_equals_dense_attention(algorithm, options):
@@ -89,7 +90,7 @@ def test_axes_of_batch_and_heads(axes):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("told_by", ["segments", "positions"])
 def test_auto_sees_the_documents(layout, told_by, monkeypatch):
-    """`"auto"` receives them in sequence order, for one group of the batch, with the window."""
+    """`"auto"` receives them in sequence order, for one group of the batch, with the mask."""
     lengths = ((5, 1, 6), (3, 9))
     rows = [[(n, at) for n, length in enumerate(row) for at in range(length)] for row in lengths]
     segment_ids, positions = np.moveaxis(np.array(rows), -1, 0)
@@ -108,11 +109,12 @@ def test_auto_sees_the_documents(layout, told_by, monkeypatch):
     x = np.ones((4, 12, 2, 8), np.float32)
     documents = {key: None if y is None else np.tile(y, (2, 1)) for key, y in documents.items()}
     mesh = permuted_mesh((2, 2), ("data", AXIS))
-    options = {"layout": layout, "window": 4, "batch_axis": "data"}
+    options = {"layout": layout, "mask": SlidingWindow(4), "batch_axis": "data"}
     attend = partial(context_parallel_attention, mesh=mesh, axis_name=AXIS, algorithm="auto")
     jax.eval_shape(partial(attend, **documents, **options), x, x, x)
     assert seen["lengths"] == lengths
-    assert (seen["window"], seen["layout"], seen["tokens_per_rank"]) == (4, layout, 6)
+    assert (seen["layout"], seen["tokens_per_rank"]) == (layout, 6)
+    assert seen["mask"] == SlidingWindow(4)
 
 
 ROWS = np.array([[0, 1]])
@@ -246,7 +248,10 @@ def test_auto_without_a_plan_that_fits(plans, programs):
         ({"algorithm": Hamilton(nodes=3)}, "nodes is 3 but there are 2 ranks"),
         ({"algorithm": Hamilton(nodes=2, cycles="direct")}, "got both nodes and cycles"),
         ({"algorithm": "ring", "plan": 1}, "got a plan with algorithm='ring'"),
-        ({"plan": 1, "window": 3}, "got both plan and window"),
+        (
+            {"plan": 1, "mask": Chunked(3)},
+            r"mask is Chunked\(size=3\), but the plan is for Causal\(\). Omit mask",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")

@@ -23,7 +23,7 @@ def with_cotangents(q, k, v, kv_start, kv_end, dout, dlse, **options):
     return out, lse, *vjp((dout, dlse))
 
 
-ORACLE_OPTIONS = ("scale", "logit_soft_cap", "window")
+ORACLE_OPTIONS = ("scale", "logit_soft_cap")
 static_jit = functools.partial(
     jax.jit, static_argnames=(*ORACLE_OPTIONS, "block_q", "block_kv", "block_heads")
 )
@@ -31,7 +31,7 @@ static_jit = functools.partial(
 run = static_jit(with_cotangents)
 forward = static_jit(local_attention)
 backward = static_jit(local_attention_backward)
-ALL_OPTIONS = {"scale": -0.9, "logit_soft_cap": 0.7, "window": 9}
+ALL_OPTIONS = {"scale": -0.9, "logit_soft_cap": 0.7}
 
 
 def assert_equals_oracle(operands, ranges, tolerance=1e-5, **options):
@@ -72,10 +72,8 @@ def test_query_heads_share_kv_heads(K, block_heads):
     "options",
     [
         ALL_OPTIONS,
-        {"window": 1, "block_q": 7, "block_kv": 1},
-        {"window": (6, 3), "logit_soft_cap": 0.7},
-        {"window": (None, 0), "block_q": 7},
-        {"window": (2**40, 11), "block_kv": 5},
+        {"block_q": 7, "block_kv": 1},
+        {"logit_soft_cap": 0.7, "block_kv": 5},
         {"block_q": None, "block_kv": None, "block_heads": 1},
     ],
     ids=str,
@@ -167,7 +165,7 @@ def test_merged_pieces_are_the_whole(first):
     q, k, v, dout, dlse = inputs(11, S=40)
     start, end = random_ranges(12, 2, 37, 40)
     start = jnp.maximum(start, first)
-    options = BLOCKS | {"window": 25}
+    options = BLOCKS
     pieces = [(k[:, c : c + 20], v[:, c : c + 20], start - c, end - c) for c in (0, 20)]
     whole = run(q, k, v, start, end, dout, dlse, **options)
     parts = [forward(q, *piece, **options) for piece in pieces]
@@ -285,7 +283,6 @@ def test_memory_is_linear():
         ({"kv_start": (2, 36)}, {}, ValueError, r"one range per query row, \[2, 37\]"),
         ({}, {"scale": "a"}, TypeError, "scale is 'a', but must be a number"),
         ({}, {"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap is 0.0"),
-        ({}, {"window": 0}, ValueError, "window is 0"),
         ({}, {"block_q": 0}, ValueError, "block_q is 0"),
         ({}, {"block_heads": 3}, ValueError, "block_heads is 3, but must be .* divides the 2 KV"),
         ({}, {"block_heads": 2.0}, ValueError, "block_heads is 2.0, but must be an integer"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from attention_oracle import attention, attention_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
-from packed_batches import causal_ranges, pack
+from packed_batches import pack
 
 from jax_cp_dispatch import (
     PlacementConfig,
@@ -21,6 +22,7 @@ from jax_cp_dispatch import (
     plan_attention,
     stack_plans,
 )
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 
 def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.float32):
@@ -32,25 +34,9 @@ def draw(seed, *, batch, num_tokens, num_kv_heads=2, max_length=200, dtype=np.fl
     return *arrays, segment_ids
 
 
-def key_ranges(segment_ids, window):
-    """Returns first and last + 1 key of each query; a pair is a window that is not causal."""
-    start, end = causal_ranges(segment_ids)
-    if not isinstance(window, tuple):
-        return (start if window is None else np.maximum(start, end - window)), end
-    size = segment_ids.shape[1]
-    (left, right), token = ((size if x is None else x for x in window), np.arange(size))
-    last = np.zeros_like(end)  # of the document
-    for row, starts, ends in zip(last, start, end, strict=True):
-        np.maximum.at(row, starts, ends)
-        row[:] = row[starts]
-    is_token = segment_ids > 0
-    start = np.where(is_token, np.maximum(start, token - left), 0)
-    return start, np.where(is_token, np.minimum(last, token + right + 1), 0)
-
-
-def expected(arrays, segment_ids, window=None, **options):
+def expected(arrays, segment_ids, mask: Any = "causal", **options):
     """Returns output and gradients in float64, for the batch before placement."""
-    start, end = key_ranges(segment_ids, window)
+    start, end = batch_ranges(mask, segment_ids)
     q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
     out, lse = attention(q, k, v, start, end, **options)
     gradients = attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape), **options)
@@ -97,31 +83,26 @@ def test_equals_dense_attention(world_size):
     assert_close(results, expected(arrays, segment_ids))
 
 
-@pytest.mark.parametrize("window", [1, 19, 500])
-def test_window(window):
+WINDOWS = [SlidingWindow(*x) for x in ((1,), (19,), (8, 19), (501, 2), (None, 5), (4, None))]
+
+
+@pytest.mark.parametrize("mask", [*WINDOWS, Chunked(7), Chunked(1), Chunked(500)], ids=str)
+def test_masks(mask):
     *arrays, segment_ids = draw(5, batch=1, num_tokens=4 * 48, max_length=150)
-    placement = place_tokens(segment_ids=segment_ids, world_size=4, window=window)
+    placement = place_tokens(segment_ids=segment_ids, world_size=4, mask=mask)
     results = attend_placed(arrays, placement, mesh_of(4))
     # If a token attends only to itself, its gradients are differences of equal numbers.
-    least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if window == 1 else 1e-30
-    assert_close(results, expected(arrays, segment_ids, window=window), least=least)
+    only_itself = mask in (SlidingWindow(1), Chunked(1))
+    least = float(np.prod([np.abs(x).max() for x in arrays[1:]])) if only_itself else 1e-30
+    assert_close(results, expected(arrays, segment_ids, mask), least=least)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_full_attention(world_size):
     *arrays, segment_ids = draw(10 + world_size, batch=2, num_tokens=world_size * 24)
-    placement = place_tokens(segment_ids=segment_ids, world_size=world_size, causal=False)
-    results = attend_placed(arrays, placement, mesh_of(world_size), causal=False)
-    assert_close(results, expected(arrays, segment_ids, window=(None, None)))
-
-
-@pytest.mark.parametrize("window", [(7, 19), (500, 2), (None, 5), (3, None)])
-def test_window_on_both_sides(window):
-    *arrays, segment_ids = draw(5, batch=1, num_tokens=4 * 48, max_length=150)
-    options: dict[str, Any] = {"world_size": 4, "causal": False, "window": window}
-    placement = place_tokens(segment_ids=segment_ids, **options)
-    results = attend_placed(arrays, placement, mesh_of(4), causal=False)
-    assert_close(results, expected(arrays, segment_ids, window=window))
+    placement = place_tokens(segment_ids=segment_ids, world_size=world_size, mask="full")
+    results = attend_placed(arrays, placement, mesh_of(world_size), mask="full")
+    assert_close(results, expected(arrays, segment_ids, "full"))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -216,8 +197,8 @@ def test_plans_are_for_their_own_algorithm():
         attend(algorithm="balanced", plan=placed)
     with pytest.raises(ValueError, match="only 'balanced' and 'placed' follow a plan"):
         attend(algorithm="ring", plan=placed)
-    with pytest.raises(ValueError, match=r"is for causal=True, but got causal=False\. Pass"):
-        attend(algorithm="placed", plan=placed, causal=False)
+    with pytest.raises(ValueError, match=r"mask is Full\(\), but the plan is for Causal"):
+        attend(algorithm="placed", plan=placed, mask="full")
     with pytest.raises(ValueError, match="'placed' plans attention of tokens in order; got layout"):
         attend(algorithm="placed", plan=placed, layout="zigzag")
     with pytest.raises(ValueError, match="16 rows but the plan is for 8"):

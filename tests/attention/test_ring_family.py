@@ -19,35 +19,40 @@ from jax_cp_dispatch.attention.rotating import sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import CycleSchedule, DirectSchedule
 from jax_cp_dispatch.cycles import chunk_maps
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 MAPS = chunk_maps(((0, 1, 2), (2, 1, 0)))
 # Ranks 0 and 1, and 2 and 3, exchange their chunk: it never reaches the others.
 TWO_PAIRS = 2 * ([[-1, 0, -1, -1], [0, -1, -1, -1], [-1, -1, -1, 0], [-1, -1, 0, -1]],)
 # If 2 * chunks does not divide the rows, blocks and chunks are uneven, some of them empty.
 CASES = [
-    Case("ring", 5, 6, causal=True, window=7, layout="zigzag", heads=(3, 1), check_vma=False,
+    Case("ring", 5, 6, mask=SlidingWindow(7), layout="zigzag", heads=(3, 1), check_vma=False,
          dtype="bfloat16"),
-    Case("ring", 2, 1, documents="positions", window=2, batch=2, heads=(4, 2),
+    Case("ring", 2, 1, documents="positions", mask=SlidingWindow(2), batch=2, heads=(4, 2),
          implementation="xla"),
-    Case("zigzag", 8, 6, documents="segments", causal=False, layout="zigzag", heads=(4, 2),
+    Case("zigzag", 8, 6, documents="segments", mask="full", layout="zigzag", heads=(4, 2),
          logit_soft_cap=2.0, check_vma=False, dtype="bfloat16"),
     Case("hamilton", 1, 5, documents="both"),
-    Case("hamilton", 4, 6, causal=False, batch=2),  # direct: 4 ranks have no cycles
-    Case("hamilton", 7, 4, documents="both", window=9, batch=2, logit_soft_cap=2.0,
+    Case("hamilton", 4, 6, mask="full", batch=2),  # direct: 4 ranks have no cycles
+    Case("hamilton", 7, 4, documents="both", mask=SlidingWindow(9), batch=2, logit_soft_cap=2.0,
          check_vma=False, dtype="bfloat16"),
-    Case("hamilton", 8, 3, documents="both", causal=False, layout="zigzag", heads=(4, 2),
+    Case("hamilton", 8, 3, documents="both", mask="full", layout="zigzag", heads=(4, 2),
          implementation="xla"),
     Case("hamilton", 5, 5, cycles="direct", documents="both", layout="zigzag", batch=2,
          heads=(3, 1), logit_soft_cap=2.0, implementation="xla", check_vma=False),
-    Case("hamilton", 6, 7, nodes=3, documents="positions", causal=False, layout="zigzag",
+    Case("hamilton", 6, 7, nodes=3, documents="positions", mask="full", layout="zigzag",
          logit_soft_cap=2.0, check_vma=False),
     Case("hamilton", 8, 13, nodes=2),
-    Case("ring", 4, 7, documents="segments", causal=False, window=(5, 3), batch=2, heads=(4, 2)),
-    Case("zigzag", 3, 5, documents="both", causal=False, window=(None, 2), layout="zigzag"),
-    Case("hamilton", 5, 3, documents="segments", causal=False, window=(2, 6), heads=(3, 1),
+    Case("ring", 4, 7, documents="segments", mask=SlidingWindow(6, 3), batch=2, heads=(4, 2)),
+    Case("zigzag", 3, 5, documents="both", mask=SlidingWindow(None, 2), layout="zigzag"),
+    Case("hamilton", 5, 3, documents="segments", mask=SlidingWindow(3, 6), heads=(3, 1),
          logit_soft_cap=2.0),
-    Case("hamilton", 2, 9, causal=False, window=(4, None), implementation="xla"),
-    Case("ring", 1, 6, documents="segments", causal=False, window=(1, 1)),
+    Case("hamilton", 2, 9, mask=SlidingWindow(5, None), implementation="xla"),
+    Case("ring", 1, 6, documents="segments", mask=SlidingWindow(2, 1)),
+    Case("ring", 3, 7, documents="segments", mask=Chunked(4), batch=2, heads=(4, 2)),
+    Case("zigzag", 8, 5, documents="both", mask=Chunked(7), layout="zigzag"),
+    Case("hamilton", 3, 8, documents="positions", mask=Chunked(3), implementation="xla"),
+    Case("zigzag", 1, 9, documents="segments", mask=Chunked(2)),
     Case("hamilton", 5, 4, maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))),
          documents="segments"),
     Case("hamilton", 5, 2, cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)), documents="segments",
@@ -69,8 +74,8 @@ def test_equals_dense_attention(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("hamilton", 3, 26, documents="both", window=30, batch=2, heads=(4, 2)),
-        Case("hamilton", 4, 21, documents="segments", causal=False, layout="zigzag", heads=(4, 1)),
+        Case("hamilton", 3, 26, documents="both", mask=SlidingWindow(30), batch=2, heads=(4, 2)),
+        Case("hamilton", 4, 21, documents="segments", mask="full", layout="zigzag", heads=(4, 1)),
         Case("zigzag", 4, 27, documents="segments", check_vma=False),
     ],
     ids=str,
@@ -175,8 +180,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
     "algorithm, options, message",
     [
         ("ring", {"layout": "spiral"}, "layout is 'spiral'; it needs to be one of 'contiguous'"),
-        ("zigzag", {"causal": False, "window": 3}, "window is 3 with causal=False"),
-        ("ring", {"window": 0}, "window is 0; it needs to be at least 1"),
+        ("zigzag", {"mask": "casual"}, "mask is 'casual'; it needs to be 'causal', 'full', or"),
         ("ring", {"implementation": "smoke"}, "implementation is 'smoke'; it needs to be 'in_pr"),
         ("ring", {"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, but must be > 0"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks; it needs to divide them"),
@@ -199,7 +203,7 @@ ONE_LINK_TWICE = r"rows 0 and 1 of cycles both go from rank 0 to rank 1"
             r"chunk 0 goes from rank 0 along \[0, 1\] and is back where it began",
         ),
         ("hamilton", {"num_ranks": 1, "cycles": ((0, 1),)}, "cycles"),
-        ("ring", {"window": 2.5}, "window is 2.5; it needs to be an int, a pair"),
+        ("ring", {"mask": np.tri(12, dtype=bool)}, r"mask is an array of shape \[12, 12\]"),
     ],
 )
 def test_invalid_options_are_rejected(algorithm, options, message):

@@ -20,6 +20,7 @@ from jax_cp_dispatch import (
     plan_attention,
     stack_plans,
 )
+from jax_cp_dispatch.masks import SlidingWindow
 
 D, W, B, T = 2, 2, 2, 48  # groups, ranks of a group, rows of a group, tokens
 CASE = Case("ring", 1, T, documents="segments", heads=(4, 2))
@@ -233,11 +234,11 @@ def test_errors_name_the_plans_that_are_needed():
 
 def test_plans_that_cannot_be_stacked():
     moved, placed = Moved(draw(0, D * B)[4]).plans[0], Placed(draw(0, D * B)[4]).plans[0]
-    window = place_tokens([[T], [T]], world_size=W, window=5).plan
+    window = place_tokens([[T], [T]], world_size=W, mask=SlidingWindow(5)).plan
     for plans, error, match in (
         ([], ValueError, "got no plan"),
         ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
-        ([placed, window], ValueError, r"window is \[None, 5\]"),
+        ([placed, window], ValueError, r"mask is \[Causal\(\), SlidingWindow\(left=5, right=0\)\]"),
         ([placed, stack_plans([placed])], ValueError, "stamps of shapes"),
         ([placed, place_tokens([[T]], world_size=W).plan], ValueError, r"num_tokens is \[48, 24\]"),
     ):

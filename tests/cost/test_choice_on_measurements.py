@@ -87,7 +87,10 @@ def from_attention():
         packed = case.startswith("packed")
         assert not packed or case == "packed, dist_wlbllm.json"
         options = {"num_ranks": 8, "tokens_per_rank": tokens // 8, **EIGHT_HEADS}
-        options |= {"itemsize": 4 if dtype == "float32" else 2, "causal": case != "full"}
+        options |= {
+            "itemsize": 4 if dtype == "float32" else 2,
+            "mask": "full" if case == "full" else "causal",
+        }
         options |= {"lengths": published("wlbllm", tokens) if packed else None}
         yield Measured(f"{case}, {dtype}", options, ms)
 

@@ -9,17 +9,18 @@ import dataclasses
 
 import numpy as np
 import pytest
+from mask_oracle import visible
 
 from jax_cp_dispatch.cost import (
     ALGORITHMS,
     HARDWARE,
     Hardware,
     Workload,
-    count_pairs,
     predict,
     rank_pairs,
     step_costs,
 )
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 SLOW = Hardware(matmul_flops=4.0, link_bandwidth=1.0, link_latency=1.0, topology="full_mesh")
 NODES = dataclasses.replace(
@@ -31,24 +32,18 @@ TINY = Workload(
 ON_LINKS = [x for x in ALGORITHMS if x not in ("balanced", "placed", "all_gather")]
 
 
-def model(num_ranks=8, tokens_per_rank=4096, causal=False, lengths=None):
+def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
     """32 heads of 128 in bfloat16."""
-    return Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, causal, lengths)
+    return Workload(num_ranks, tokens_per_rank, 32, 32, 128, 2, lengths, mask)
 
 
-def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag, window=None):
+def brute_force(lengths, num_ranks, tokens_per_rank, mask, zigzag):
     total = num_ranks * tokens_per_rank
-    document = np.full(total, -1)
-    document[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
-    seen = (document[:, None] == document) & (document >= 0)
-    if causal:
-        seen = np.tril(seen)
-    if isinstance(window, tuple):
-        ahead = np.arange(total) - np.arange(total)[:, None]
-        left, right = (total if x is None else x for x in window)
-        seen = seen & (-left <= ahead) & (ahead <= right)
-    elif window is not None:
-        seen = np.triu(seen, 1 - window)
+    seen = np.zeros((total, total), bool)
+    at = 0
+    for length in lengths:
+        seen[at : at + length, at : at + length] = visible(mask, length)
+        at += length
     owner = np.arange(total) // tokens_per_rank
     if zigzag:
         block = np.arange(total) // (tokens_per_rank // 2)
@@ -57,40 +52,20 @@ def brute_force(lengths, num_ranks, tokens_per_rank, causal, zigzag, window=None
     return one_hot.T @ seen @ one_hot
 
 
-def test_pairs_of_some_queries_of_a_document():
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        length = int(rng.integers(1, 20))
-        start, end = np.sort(rng.integers(0, length + 1, 2))
-        q, k = np.mgrid[start:end, 0:length]
-        width, left, right = (int(x) for x in rng.integers(0, 24, 3))
-        for causal, window, mask in (
-            (True, None, k <= q),
-            (True, width + 1, (k <= q) & (k > q - width - 1)),
-            (False, None, k >= 0),
-            (False, (left, right), (k >= q - left) & (k <= q + right)),
-            (False, (None, right), k <= q + right),
-        ):
-            options = {"length": length, "causal": causal, "window": window}
-            assert count_pairs(start, end, **options) == mask.sum()
+WINDOWS = ((1,), (7,), (1, 0), (4, 2), (1, 9), (6, None), (None, 4), (99, 99))
+MASKS = ["causal", "full", *(SlidingWindow(*x) for x in WINDOWS), *map(Chunked, (1, 3, 8, 99))]
 
 
-@pytest.mark.parametrize(
-    "causal, window",
-    [
-        *((True, None), (True, 1), (True, 7), (False, None)),
-        *((False, x) for x in ((0, 0), (3, 2), (0, 9), (5, None), (None, 4), (99, 99))),
-    ],
-)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_pairs_of_ranks(causal, window, zigzag):
+def test_pairs_of_ranks(mask, zigzag):
     rng = np.random.default_rng(0)
     for num_ranks in range(1, 8):
         for tokens in (2, 4, 10):
             lengths = []
             while sum(lengths) < num_ranks * tokens - 5:  # the rest is padding
                 lengths.append(int(rng.integers(0, num_ranks * tokens - sum(lengths) + 1)))
-            placed = {"causal": causal, "zigzag": zigzag, "window": window}
+            placed = {"mask": mask, "zigzag": zigzag}
             got = rank_pairs(lengths, num_ranks=num_ranks, tokens_per_rank=tokens, **placed)
             np.testing.assert_array_equal(got, brute_force(lengths, num_ranks, tokens, **placed))
 
@@ -167,10 +142,10 @@ def test_two_nodes(rails, ring, flat, two_level):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
-@pytest.mark.parametrize("causal", [True, False])
-def test_schedules_differ_in_links_only(num_ranks, causal):
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_schedules_differ_in_links_only(num_ranks, mask):
     """Equal bytes and steps; if links cost nothing, equal times."""
-    workload = model(num_ranks, causal=causal)
+    workload = model(num_ranks, mask=mask)
     for backward in (False, True):
         sent = {
             tuple(y.sent_bytes for y in step_costs(x, workload, hardware=SLOW, backward=backward))
@@ -181,7 +156,9 @@ def test_schedules_differ_in_links_only(num_ranks, causal):
     predictions = predict(workload, hardware=free, with_backward=True)
     assert predictions["hamilton"].total == pytest.approx(predictions["zigzag"].total)
     assert predictions["balanced"].total == pytest.approx(predictions["zigzag"].total)
-    slowest = 2 - 1 / num_ranks if causal else 1  # of the ring, whose first step is half as long
+    slowest = (
+        2 - 1 / num_ranks if mask == "causal" else 1
+    )  # of the ring, whose first step is half as long
     assert predictions["ring"].total == pytest.approx(slowest * predictions["zigzag"].total, 1e-3)
 
 
@@ -200,28 +177,28 @@ def test_more_bandwidth_never_takes_more_time(num_ranks):
 
 def test_balanced_estimate():
     """Short documents stay local; one long document moves everywhere; a given plan decides."""
-    short = model(lengths=((4096,) * 8,), causal=True)
+    short = model(lengths=((4096,) * 8,), mask="causal")
     assert predict(short, hardware=SLOW)["balanced"].bytes_per_rank == 0
-    long = predict(model(causal=True), hardware=SLOW)
+    long = predict(model(mask="causal"), hardware=SLOW)
     assert long["balanced"].bytes_per_rank > 7 * model().kv_bytes(4096)
     assert long["balanced"].imbalance == 1
-    plan = predict(model(causal=True), hardware=SLOW, moved_tokens=(10.0, 20.0))["balanced"]
+    plan = predict(model(mask="causal"), hardware=SLOW, moved_tokens=(10.0, 20.0))["balanced"]
     assert plan.bytes_per_rank == 2 * model().q_bytes(10) + model().kv_bytes(20)
 
 
 def test_packed_documents_cause_imbalance():
     """One document fills half of the sequence, short ones the rest: the slowest rank decides."""
     lengths = ((4 * 4096, *(512,) * 32),)
-    predictions = predict(model(lengths=lengths, causal=True), hardware=HARDWARE["h100"])
+    predictions = predict(model(lengths=lengths, mask="causal"), hardware=HARDWARE["h100"])
     assert predictions["ring"].imbalance > 3
     assert predictions["zigzag"].imbalance > 1.5
     assert predictions["balanced"].imbalance == 1
-    rows = predict(model(lengths=lengths * 3, causal=True), hardware=HARDWARE["h100"])
+    rows = predict(model(lengths=lengths * 3, mask="causal"), hardware=HARDWARE["h100"])
     assert rows["ring"].compute == pytest.approx(3 * predictions["ring"].compute)
 
 
 def test_shared_memory_hides_nothing_and_shares_idle_cores():
-    workload = model(causal=True)
+    workload = model(mask="causal")
     predictions = predict(workload, hardware=HARDWARE["cpu"], with_backward=True)
     for name, prediction in predictions.items():
         assert prediction.total == pytest.approx(prediction.compute + prediction.communication)
@@ -236,11 +213,11 @@ def gain(name, workload, algorithm="hamilton"):
     return predictions["zigzag"].total / predictions[algorithm].total
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096])
-def test_published_trend_of_machines(causal, tokens):
+def test_published_trend_of_machines(mask, tokens):
     """arXiv:2509.26541: largest gain on 8 MI300X, smallest on 8 H100; two H100 nodes between."""
-    one_node, two_nodes = model(8, tokens, causal=causal), model(16, tokens, causal=causal)
+    one_node, two_nodes = model(8, tokens, mask=mask), model(16, tokens, mask=mask)
     full_mesh = gain("mi300x", one_node)
     assert gain("h100", one_node) == 1 < gain("h100", two_nodes) < full_mesh < 7
 
@@ -250,7 +227,7 @@ def test_published_trend_of_sizes(num_ranks):
     """The same paper: there is no gain if computation exceeds 1.5 times the communication."""
     algorithm = "hamilton" if num_ranks == 8 else "hamilton_nodes"
     for tokens in (512, 32768):
-        workload = model(num_ranks, tokens, causal=True)
+        workload = model(num_ranks, tokens, mask="causal")
         step = step_costs("zigzag", workload, hardware=HARDWARE["mi300x"])[1]
         if tokens == 512:
             assert step.compute < 0.1 * step.communication

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, strategies as st
 from properties import examples
 
-from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.cost.pairs import wasted_pairs
+from jax_cp_dispatch.masks import Causal, SlidingWindow
 
 
 def computed_pairs(start, end, offset_q, offset_k, tile):
@@ -33,11 +33,13 @@ def test_waste_is_the_mean_over_all_places_of_the_tiles(data):
     pairs = (last - first).sum()
     places = [(q, k) for q in range(tile[0]) for k in range(tile[1])]
     mean = np.mean([computed_pairs(first, last, q, k, tile) for q, k in places])
-    got = pairs + wasted_pairs(start, end, length, Reach(left, right), tile)
+    got = pairs + wasted_pairs(
+        start, end, length, SlidingWindow(None if left is None else left + 1, right), tile
+    )
     assert abs(got - mean) <= 2 * tile[0] * (tile[0] + tile[1])
 
 
 def test_no_waste_without_tiles_or_queries():
-    causal = Reach(None, 0)
+    causal = Causal()
     assert wasted_pairs(3, 9, 20, causal, (1, 1)) == 0
     assert wasted_pairs(np.array([5]), np.array([5]), np.array([9]), causal, (64, 128)) == 0

@@ -38,7 +38,7 @@ def test_recorded_attention(name, function, causal):
     layout = "zigzag" if causal else "contiguous"
     rows = P(None, AXIS)
     attend = jax.shard_map(
-        partial(function, axis_name=AXIS, causal=causal, layout=layout),
+        partial(function, axis_name=AXIS, mask="causal" if causal else "full", layout=layout),
         mesh=mesh_of(num_ranks),
         in_specs=(rows,) * 3,
         out_specs=rows,

@@ -43,9 +43,11 @@ def test_code_blocks_run():
     want = names["loss"](names["params"], batch, attend)
     np.testing.assert_allclose(values, want, rtol=1e-6)
     x = names["params"]["embedding"][batch["tokens"]]
-    for i, window in enumerate(names["WINDOWS"]):
+    for i, mask in enumerate(names["MASKS"]):
         weights = {name: w[i] for name, w in names["params"]["layers"].items()}
-        x = names["layer"](dense(batch["segment_ids"], window), batch["positions"], x, weights)
+        x = names["layer"](
+            dense(batch["segment_ids"], getattr(mask, "left", None)), batch["positions"], x, weights
+        )
     want = names["mean_loss"](names["params"], batch, x)
     np.testing.assert_allclose(names["windowed"], want, rtol=1e-6)
     short = {name: np.asarray(x) for name, x in names["short"].items()}

@@ -224,7 +224,11 @@ def test_rotating_attention_moves_all_keys_whatever_the_mask(algorithm):
 
     assert exchanges()
     documents = np.repeat(np.arange(1, 9), 4)[None]
-    assert exchanges(segment_ids=documents) == exchanges(window=2) == exchanges()
+    assert (
+        exchanges(segment_ids=documents)
+        == exchanges(mask=cpd.masks.SlidingWindow(2))
+        == exchanges()
+    )
 
 
 def test_a_plan_made_inside_jit_reserves_space_for_all_keys_on_every_rank():

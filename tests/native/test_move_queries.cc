@@ -28,7 +28,9 @@ QueryProblem AnyProblem(Random* random) {
       column += length;
     }
   }
-  problem.pairs = PairCount::Causal(Draw(random, 2) == 0 ? 1 + Draw(random, 60) : 0);
+  const int64_t kind = Draw(random, 3);
+  if (kind == 0) problem.pairs.left = Draw(random, 60);
+  if (kind == 1) problem.pairs.chunk = 1 + Draw(random, 60);
   problem.query_cost = 1 + Draw(random, 8);
   problem.key_cost = 1 + Draw(random, 8);
   if (Draw(random, 2) == 0) problem.max_queries = Draw(random, 2 * problem.columns_per_rank);

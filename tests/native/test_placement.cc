@@ -13,6 +13,10 @@ namespace cpd::test_placement {
 
 PairCount AnyMask(Random* random) {
   PairCount pairs;
+  if (Draw(random, 4) == 0) {
+    pairs.chunk = 1 + Draw(random, 12);
+    return pairs;
+  }
   if (Draw(random, 1) == 0) pairs.left = Draw(random, 12);
   const int64_t kind = Draw(random, 2);
   if (kind == 1) pairs.right = Draw(random, 12);
@@ -30,8 +34,9 @@ void PairsAreThoseOfTheMask(int seed) {
     for (int64_t k = 0; k < length; ++k) {
       const bool is_left = pairs.left == PairCount::kNoLimit || k >= q - pairs.left;
       const bool is_right = pairs.right == PairCount::kNoLimit || k <= q + pairs.right;
-      count += is_left && is_right;
-      if (is_left && is_right) {
+      const bool is_same = pairs.chunk == 0 || q / pairs.chunk == k / pairs.chunk;
+      count += is_left && is_right && is_same;
+      if (is_left && is_right && is_same) {
         Require(k >= pairs.FirstKey(start) && k < pairs.LastKey(end, length), "range", seed);
       }
     }

@@ -3,24 +3,14 @@
 import numpy as np
 
 
-def allowed_keys(kv_start, kv_end, num_keys, window=None):
-    """`[B, T, S]`: the keys that each query attends to; a window keeps only the end of its range.
-
-    A window (left, right) spans `left` keys before to `right` keys after the query. The last query
-    is aligned with the last key.
-    """
+def allowed_keys(kv_start, kv_end, num_keys):
+    """`[B, T, S]`: the keys that each query attends to."""
     position = np.arange(num_keys)
     start, end = np.asarray(kv_start, np.int64)[..., None], np.asarray(kv_end, np.int64)[..., None]
-    allowed = (position >= start) & (position < end)
-    if isinstance(window, tuple):
-        num_queries = start.shape[-2]
-        ahead = position - (np.arange(num_queries)[:, None] + num_keys - num_queries)
-        left, right = (np.inf if x is None else x for x in window)
-        return allowed & (-left <= ahead) & (ahead <= right)
-    return allowed if window is None else allowed & (position >= end - window)
+    return (position >= start) & (position < end)
 
 
-def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window):
+def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
     """Slope of the logits, probabilities `[B, N, T, S]` and lse `[B, N, T]`."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     heads_per_group = q.shape[2] // k.shape[2]
@@ -31,7 +21,7 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window):
     if logit_soft_cap is not None:
         ratio = np.tanh(logits / logit_soft_cap)
         logits, slope = logit_soft_cap * ratio, slope * (1 - ratio**2)
-    mask = allowed_keys(kv_start, kv_end, k.shape[1], window)[:, None]
+    mask = allowed_keys(kv_start, kv_end, k.shape[1])[:, None]
     exponentials = np.where(mask, np.exp(np.where(mask, logits, 0)), 0)
     total = exponentials.sum(-1)
     with np.errstate(divide="ignore"):
@@ -39,18 +29,16 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window):
     return slope, exponentials / np.where(total > 0, total, 1)[..., None], lse
 
 
-def attention(q, k, v, kv_start, kv_end, scale=None, logit_soft_cap=None, window=None):
+def attention(q, k, v, kv_start, kv_end, scale=None, logit_soft_cap=None):
     """`(out [B, T, N, Hv], lse [B, N, T])`; moderate logits only, since no peak is subtracted."""
-    _, p, lse = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window)
+    _, p, lse = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
     v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
     return np.einsum("bnts,bsnh->btnh", p, v), lse
 
 
-def attention_gradients(
-    q, k, v, kv_start, kv_end, dout, dlse, scale=None, logit_soft_cap=None, window=None
-):
+def attention_gradients(q, k, v, kv_start, kv_end, dout, dlse, scale=None, logit_soft_cap=None):
     """`(dq, dk, dv)` for the cotangents `dout [B, T, N, Hv]` and `dlse [B, N, T]`."""
-    slope, p, _ = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap, window)
+    slope, p, _ = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     num_groups = k.shape[2]
     heads_per_group = q.shape[2] // num_groups

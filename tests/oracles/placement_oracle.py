@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from mask_oracle import sees
 
 
 def documents_of(lengths, columns):
@@ -46,17 +47,8 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def reach_of(causal, window):
-    """Returns the number of earlier and of later keys of a query, infinite without a limit."""
-    if causal:
-        return (np.inf if window is None else window - 1), 0
-    left, right = (None, None) if window is None else window
-    return tuple(np.inf if x is None else x for x in (left, right))
-
-
-def check_placement(placement, lengths, window=None, causal=True):
+def check_placement(placement, lengths, mask=None):
     """Asserts that each token has one place and each query its keys; returns pairs, keys moved."""
-    left, right = reach_of(causal, window)
     world_size, columns = placement.world_size, placement.columns
     document, position = documents_of(lengths, columns)
     sizes = np.bincount(document[document >= 0])
@@ -78,9 +70,9 @@ def check_placement(placement, lengths, window=None, causal=True):
             if document[token] < 0:
                 assert start[row] == end[row] == 0
                 continue
-            later = sizes[document[token]] - 1 - position[token]
-            first, last = token - min(position[token], left), token + min(later, right)
-            wanted = np.arange(int(first), int(last) + 1)
+            start_of_document = token - position[token]
+            places = np.arange(int(sizes[document[token]]))
+            wanted = start_of_document + places[sees(mask, position[token], places)]
             assert np.array_equal(keys[rank, start[row] : end[row]], wanted)
             pairs[rank] += len(wanted)
     np.testing.assert_allclose(plan.pairs, pairs, rtol=1e-6)

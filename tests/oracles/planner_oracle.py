@@ -1,32 +1,17 @@
 """Checks a plan one token at a time, from the segment ids alone."""
 
 import numpy as np
+from mask_oracle import batch_ranges
 
 
-def first_keys(segment_ids, positions=None, window=None):
+def first_keys(segment_ids, positions=None, mask=None):
     """First column that each column attends to, [B, T]; -1 at padding."""
-    first = documents(segment_ids, positions)
-    if window is None:
-        return first
-    return np.where(first >= 0, np.maximum(first, np.arange(segment_ids.shape[1]) + 1 - window), -1)
+    start, end = batch_ranges(mask, segment_ids, positions)
+    return np.where(end > 0, start, -1)
 
 
-def documents(segment_ids, positions=None):
-    """First column of the document of each column, [B, T]; -1 at padding."""
-    first = np.full(segment_ids.shape, -1)
-    for b, row in enumerate(segment_ids):
-        for i, segment in enumerate(row):
-            if segment == 0:
-                continue
-            same = i > 0 and row[i - 1] == segment
-            if same and positions is not None:
-                same = positions[b, i] > positions[b, i - 1]
-            first[b, i] = first[b, i - 1] if same else i
-    return first
-
-
-def pairs_per_rank(segment_ids, positions, world_size, window=None):
-    first = first_keys(segment_ids, positions, window)
+def pairs_per_rank(segment_ids, positions, world_size, mask=None):
+    first = first_keys(segment_ids, positions, mask)
     column = np.arange(segment_ids.shape[1])
     pairs = np.where(first >= 0, column + 1 - first, 0)
     return pairs.reshape(len(pairs), world_size, -1).sum((0, 2))
@@ -70,14 +55,14 @@ def deliver(metadata, rows, capacity):
     return buffer
 
 
-def check_plan(plan, segment_ids, positions=None, window=None):
+def check_plan(plan, segment_ids, positions=None, mask=None):
     """Asserts that the plan computes each query once, with the keys that it attends to."""
     batch, columns = segment_ids.shape
     world_size = plan.world_size
     # rows[r] are the token numbers b * columns + column of rank r, in its own order.
     rows = np.arange(batch * columns).reshape(batch, world_size, -1)
     rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    first = first_keys(segment_ids, positions, window).reshape(-1)
+    first = first_keys(segment_ids, positions, mask).reshape(-1)
     base = np.repeat(np.arange(batch) * columns, columns)
 
     queries = deliver(plan.q_metadata, rows, plan.q_capacity)
@@ -100,7 +85,7 @@ def check_plan(plan, segment_ids, positions=None, window=None):
             assert np.array_equal(keys[rank, start:end], prefix), (rank, i, start, end)
     np.testing.assert_array_equal(computed, first >= 0)
     np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
-    before = pairs_per_rank(segment_ids, positions, world_size, window)
+    before = pairs_per_rank(segment_ids, positions, world_size, mask)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
     pieces = (np.asarray(plan.run_row) < np.asarray(plan.num_rows)[:, None]).sum(1)
     slots = (np.asarray(x.num_seqs).max() for x in (plan.q_metadata, plan.kv_metadata))

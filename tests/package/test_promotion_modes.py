@@ -19,6 +19,7 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
+from jax_cp_dispatch.masks import SlidingWindow
 
 W = 4
 
@@ -48,7 +49,7 @@ def on_ranks(fn, in_specs, out_specs):
 def test_attention(algorithm):
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
     ids = np.repeat(np.arange(1, 3, dtype=np.int32), [10, 8 * W - 10])[None]
-    options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": ids, "window": 9}
+    options = {"mesh": mesh_of(W), "axis_name": AXIS, "segment_ids": ids, "mask": SlidingWindow(9)}
     options |= {"logit_soft_cap": 3.0, "algorithm": algorithm}
 
     def loss(q, k, v):
@@ -60,7 +61,7 @@ def test_attention(algorithm):
 
 def test_placed_attention():
     q, k = draw(1, 8 * W, 4, 8), draw(1, 8 * W, 2, 8)
-    placement = place_tokens([[10, 8 * W - 10]], world_size=W, window=9)
+    placement = place_tokens([[10, 8 * W - 10]], world_size=W, mask=SlidingWindow(9))
     q, k = placement.apply((q, k))
     options = {"mesh": mesh_of(W), "axis_name": AXIS, "logit_soft_cap": 3.0}
 

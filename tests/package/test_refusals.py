@@ -104,7 +104,24 @@ CASES = [
     ("plan_attention", lambda: plan(-IDS), "is -1 but must be at least 0. Mark padding"),
     ("plan_attention", lambda: plan(world_size=5), "cannot be split.*Pad the columns"),
     ("plan_attention", lambda: plan(positions=IDS[:, :3]), "Pass equal shapes"),
-    ("plan_attention", lambda: plan(window=0), "window is 0; it needs to be at least 1"),
+    ("plan_attention", lambda: plan(mask="full"), r"mask is Full\(\).*Use place_tokens"),
+    ("SlidingWindow", lambda: cp.masks.SlidingWindow(0), "left is 0; it needs to be at least 1"),
+    (
+        "SlidingWindow",
+        lambda: cp.masks.SlidingWindow(3, -1),
+        "right is -1.*at least 0",
+    ),
+    (
+        "SlidingWindow",
+        lambda: cp.masks.SlidingWindow(cast(Any, 2.5)),
+        "left is 2.5; it needs to be an int",
+    ),
+    ("Chunked", lambda: cp.masks.Chunked(0), "size is 0; it needs to be at least 1"),
+    (
+        "Chunked",
+        lambda: cp.masks.Chunked(cast(Any, None)),
+        "size is None; it needs to be an int",
+    ),
     (
         "plan_attention",
         lambda: plan(np.array([[1, 2, 1, 2]]), world_size=2),

@@ -85,14 +85,10 @@ CASES = [
                 lambda: attend(segment_ids=IDS.tolist()),
                 "segment_ids is of type list; it needs",
             ),
-            (lambda: attend(causal="no"), "causal is 'no'; it needs to be True or False"),
-            (lambda: attend(window=True), "window is True; it needs to be an int, a pair"),
-            (lambda: attend(window=(2, 3)), r"window is \(2, 3\) with causal=True.*Pass an int"),
-            (lambda: attend(window=3, causal=False), "window is 3 with causal=False.*a pair"),
-            (
-                lambda: attend(window=(-1, 3), causal=False),
-                r"window is \(-1, 3\); it needs two",
-            ),
+            (lambda: attend(mask="no"), "mask is 'no'; it needs to be 'causal', 'full', or an"),
+            (lambda: attend(mask=True), "mask is True; it needs to be 'causal', 'full', or an"),
+            (lambda: attend(mask=cp.masks.Causal), "mask is <class.*; it needs to be"),
+            (lambda: attend(mask=np.tri(16, dtype=bool)), r"an array of shape \[16, 16\].*Pass"),
             (
                 lambda: attend(deadline="soon"),
                 "deadline is 'soon'; it needs to be a positive",
@@ -171,7 +167,7 @@ CASES = [
             ({"head_size": 0}, "head_size is 0; it needs to be at least 1"),
             ({"repeats": 0}, "repeats is 0; it needs to be at least 1"),
             ({"dtype": "int32"}, "have dtypes int32.*Cast"),
-            ({"window": 0}, "window is 0"),
+            ({"mask": "full"}, r"mask is Full\(\).*Omit it"),
             ({"columns": 6}, "the lengths of batch row 0 sum to 8"),
             ({"world_size": 3}, "columns cannot be split over world_size=3"),
         )
@@ -180,8 +176,7 @@ CASES = [
     ("choose_algorithm", lambda: choose([]), "no batch row. Pass at least one"),
     ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
     ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
-    ("choose_algorithm", lambda: choose(causal="no"), "causal is 'no'; it needs"),
-    ("choose_algorithm", lambda: choose(window=(1, 2)), r"window is \(1, 2\) with causal=True"),
+    ("choose_algorithm", lambda: choose(mask="no"), "mask is 'no'; it needs"),
     (
         "ring_attention",
         lambda: on_heads(cp.ring_attention, layout="no"),
@@ -192,7 +187,7 @@ CASES = [
         lambda: on_heads(cp.ring_attention, HEADS[:, 0]),
         r"shapes \(4, 2, 8\).*they need",
     ),
-    ("zigzag_ring_attention", lambda: on_heads(cp.zigzag_ring_attention, window=0), "window is 0"),
+    ("zigzag_ring_attention", lambda: on_heads(cp.zigzag_ring_attention, mask=0), "mask is 0"),
     (
         "hamilton_attention",
         lambda: on_heads(cp.hamilton_attention, nodes=3),
@@ -200,16 +195,6 @@ CASES = [
     ),
     ("local_attention", lambda: local(k=Q[:, :4, :, :3]), "4, 2, 3.*needs"),
     ("local_attention", lambda: local(start=RANGES.tolist()), "kv_start is of type list; it needs"),
-    (
-        "local_attention",
-        lambda: local(window=True),
-        "window is True; it needs to be an int, a pair",
-    ),
-    (
-        "local_attention",
-        lambda: local(window=(1, -2)),
-        r"window is \(1, -2\); it needs two",
-    ),
     ("local_attention", lambda: local(block_q=True), "block_q is True, but must be an integer"),
     ("local_attention", lambda: local(start=RANGES * 1.0), "dtype float.*Pass integers"),
     ("local_attention", lambda: local(logit_soft_cap=-1.0), "soft_cap is -1.0, but must be > 0"),

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from any_mask import causal_mask
 from hypothesis import given, strategies as st
 from properties import examples
 
@@ -16,7 +17,6 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
-from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.cost import rows_by_link
 from jax_cp_dispatch.planner.parts import Home, parts_of_plan
 from jax_cp_dispatch.plots import plot_plan
@@ -215,12 +215,12 @@ def test_traced_plans_parts_and_stacks_are_rejected():
 @examples(20)
 @given(
     documents=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=12),
-    window=st.one_of(st.none(), st.integers(1, 12)),
+    mask=causal_mask(12),
     batch=st.integers(1, 2),
     num_ranks=st.sampled_from([1, 2, 4]),
     is_traced=st.booleans(),
 )
-def test_documents_are_read_back_from_a_plan(documents, window, batch, num_ranks, is_traced):
+def test_documents_are_read_back_from_a_plan(documents, mask, batch, num_ranks, is_traced):
     """Every token of every document is computed once; padding may follow it."""
     ids = np.concatenate([np.repeat([i, 0], x) for i, x in enumerate(documents, 1)])
     columns = 64 * num_ranks  # few shapes
@@ -229,12 +229,11 @@ def test_documents_are_read_back_from_a_plan(documents, window, batch, num_ranks
     ids[1:, 0] = 0
 
     make = lambda ids: plan_attention(
-        ids, world_size=num_ranks, window=window, config=PlanConfig(block=8)
+        ids, world_size=num_ranks, mask=mask, config=PlanConfig(block=8)
     )
     plan = jax.jit(make)(ids) if is_traced else make(ids)
     home = Home(batch, columns, num_ranks)
     parts = parts_of_plan("test", plan, home)
-    within = Reach(None if window is None else window - 1, 0)
     computed = np.concatenate(
         [np.arange(f + a, f + b) for f, a, b, _ in zip(*parts.in_batch, strict=True)]
     )
@@ -244,4 +243,4 @@ def test_documents_are_read_back_from_a_plan(documents, window, batch, num_ranks
         assert len(set(flat[first : first + length])) == 1
         assert first + length == flat.size or flat[first + length] != flat[first]
     for found, pairs in ((parts, plan.pairs_after), (home.parts(parts), plan.pairs_before)):
-        np.testing.assert_array_equal(found.per_rank(found.pairs(within), num_ranks), pairs)
+        np.testing.assert_array_equal(found.per_rank(found.pairs(mask), num_ranks), pairs)

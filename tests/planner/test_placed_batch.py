@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_mask import any_mask
 from hypothesis import given, strategies as st
 from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
@@ -56,8 +57,8 @@ def test_the_stamp_is_that_of_the_placed_arrays(data):
     columns = world_size * data.draw(st.integers(1, 12))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     segment_ids, positions = pack(rng, 2, columns, max_length=columns)
-    window = data.draw(st.none() | st.integers(1, columns))
-    options = {"world_size": world_size, "window": window}
+    mask = data.draw(any_mask(columns))
+    options = {"world_size": world_size, "mask": mask}
     given = data.draw(st.none() | st.just(positions + 5 * segment_ids))
     placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
     seen = placement.apply((segment_ids, positions if given is None else given))

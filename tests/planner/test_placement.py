@@ -10,16 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from any_mask import any_mask
 from hypothesis import given, strategies as st
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
 from placement_oracle import check_placement, fewest_keys
 from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 TOKENS = 65536
 PACKED = Path(__file__).parents[1] / "data" / "packed"
 
+MASKS = ["causal", "full", *map(SlidingWindow, (1, 7, 1000)), SlidingWindow(4, 9), Chunked(5)]
 EXTREMES = {
     "one huge document": [[96]],
     "all tiny": [[2] * 48],
@@ -32,21 +35,12 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 1000, (None, None), (3, 9)])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extreme_batches(name, world_size, window):
-    causal = not isinstance(window, tuple)
-    mask: dict[str, Any] = {"causal": causal, "window": window}
-    placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, **mask)
-    check_placement(placement, EXTREMES[name], window, causal)
-
-
-def masks(most):
-    """Draws `causal` and `window`, of at most this many tokens."""
-    side = st.none() | st.integers(0, most)
-    causal = st.tuples(st.just(True), st.none() | st.integers(1, most))
-    return causal | st.tuples(st.just(False), st.none() | st.tuples(side, side))
+def test_extreme_batches(name, world_size, mask):
+    placement = place_tokens(EXTREMES[name], world_size=world_size, columns=96, mask=mask)
+    check_placement(placement, EXTREMES[name], mask)
 
 
 @given(data=st.data())
@@ -55,7 +49,7 @@ def test_any_batch(data):
     """Any lengths on any number of ranks, with padding and any mask."""
     world_size = data.draw(st.integers(1, 8))
     columns = world_size * data.draw(st.integers(1, 24))
-    causal, window = data.draw(masks(columns + 1))
+    mask = data.draw(any_mask(columns + 1))
     lengths = []
     for _ in range(data.draw(st.integers(1, 3))):
         row, left = [], columns
@@ -69,11 +63,10 @@ def test_any_batch(data):
         lengths,
         world_size=world_size,
         columns=columns,
-        causal=causal,
-        window=window,
+        mask=mask,
         config=config,
     )
-    check_placement(placement, lengths, window, causal)
+    check_placement(placement, lengths, mask)
 
 
 UNIT = 64  # tokens; a placement may cut anywhere, the exact search only at multiples of this
@@ -308,9 +301,6 @@ def test_capacities_of_the_config_are_used_or_rejected():
         ({"lengths": [[4]], "columns": 7}, "7 columns cannot be split over world_size=2"),
         ({"lengths": [[4]], "world_size": 0}, "world_size is 0; it needs to be at least 1"),
         ({"lengths": [[4]], "rank": 2}, r"rank is 2; it needs to be in \[0, 2\), or None"),
-        ({"lengths": [[4]], "window": 0}, "window is 0; it needs to be at least 1"),
-        ({"lengths": [[4]], "window": (1, 1)}, r"window is \(1, 1\) with causal=True"),
-        ({"lengths": [[4]], "window": 4, "causal": False}, "window is 4 with causal=False"),
         ({"segment_ids": np.ones(4, int)}, r"shape \(4,\) but must be \[B, columns\]"),
         ({"segment_ids": np.array([[1, -1]])}, r"segment_ids\[0, 1\] is -1"),
         ({"segment_ids": np.array([[1, 2, 1, 1]])}, "segment 1 occurs in separate runs"),
@@ -367,17 +357,16 @@ def test_no_rank_is_above_the_tolerance(seed):
         most = longest if rng.random() < 0.25 else max(longest // 50, 1)
         lengths.append(min(int(rng.integers(1, most + 1)), left))
         left -= lengths[-1]
-    window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
-    causal = seed % 2 == 0
-    if window is not None and not causal:
-        window = (window, int(rng.integers(0, 2 * tokens)))
+    size, right = rng.integers(1, 2 * tokens, 2).tolist()
+    kind = "none" if rng.random() < 0.6 else rng.choice(["window", "chunks"])
+    limited = {"window": SlidingWindow(size, right * (seed % 2)), "chunks": Chunked(size)}
+    mask = limited.get(kind, "full" if seed % 2 else "causal")
     tolerance = float(rng.choice([0.01, 0.1]))
     placement = place_tokens(
         lengths,
         world_size=world_size,
         columns=world_size * tokens,
-        causal=causal,
-        window=window,
+        mask=mask,
         config=PlacementConfig(balance_tolerance=tolerance),
     )
     assert placement.plan.imbalance <= 1 + tolerance + 1e-5

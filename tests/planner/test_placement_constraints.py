@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from any_mask import any_mask
 from hypothesis import given, strategies as st
 from placement_oracle import check_placement, documents_of, fewest_keys
 from properties import examples
@@ -71,17 +72,16 @@ def test_constraints_are_kept_or_refused(data):
         ranks_per_node=data.draw(st.none() | st.sampled_from([1, 2])) if world_size > 1 else None,
         rank_speeds=data.draw(st.none() | st.just(tuple(1.0 + r % 3 for r in range(world_size)))),
     )
-    causal = data.draw(st.booleans())
-    size = st.integers(1, 40)
-    window = data.draw(st.none() | (size if causal else st.tuples(size, st.none() | size)))
-    mask: dict[str, Any] = {"causal": causal, "window": window}
+    mask = data.draw(any_mask(40))
     try:
-        placement = place_tokens(lengths, world_size=world_size, columns=96, **mask, config=config)
+        placement = place_tokens(
+            lengths, world_size=world_size, columns=96, mask=mask, config=config
+        )
     except ValueError as error:
         assert "kv_capacity" in str(error) and "Pass " in str(error)
         assert config.kv_capacity is not None
         return
-    pairs, _ = check_placement(placement, lengths, window, causal)
+    pairs, _ = check_placement(placement, lengths, mask)
     if config.kv_capacity is not None:
         assert placement.plan.kv_capacity == config.kv_capacity
         assert rows_of(placement) <= config.kv_capacity

@@ -9,6 +9,7 @@ import pytest
 from placement_oracle import check_placement, fewest_keys
 
 from jax_cp_dispatch import PlacementConfig, place_tokens, stack_plans
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 TOKENS = 65536
 BATCHES = [
@@ -27,7 +28,7 @@ def keys_of_free_fillers(lengths, world_size):
 
 @pytest.mark.parametrize("lengths, world_size", BATCHES)
 def test_full_attention_is_balanced(lengths, world_size):
-    plan = place_tokens(lengths, world_size=world_size, causal=False).plan
+    plan = place_tokens(lengths, world_size=world_size, mask="full").plan
     plan.kv_metadata.validate()
     assert plan.imbalance <= 1.0101
     assert (plan.num_rows == TOKENS).all()
@@ -37,16 +38,30 @@ def test_full_attention_is_balanced(lengths, world_size):
     assert least <= plan.num_kv_tokens_moved <= 1.4 * least + 0.05 * lengths.sum()
 
 
-@pytest.mark.parametrize("window", [(4096, 4096), (None, 512), (1024, None)])
+@pytest.mark.parametrize("window", [(4097, 4096), (None, 512), (1025, None)])
 @pytest.mark.parametrize("lengths, world_size", [x for x in BATCHES if x.values[1] == 32])
 def test_two_sided_windows_are_balanced(lengths, world_size, window):
-    options: dict[str, Any] = {"world_size": world_size, "causal": False}
-    plan = place_tokens(lengths, window=window, **options).plan
+    plan = place_tokens(lengths, mask=SlidingWindow(*window), world_size=world_size).plan
     assert plan.imbalance <= 1.0101
     assert (plan.num_rows == TOKENS).all()
     if None not in window:  # each cut costs at most the window
         cuts = (plan.run_row < TOKENS).sum() - len(lengths)
-        assert plan.num_kv_tokens_moved <= sum(window) * cuts
+        assert plan.num_kv_tokens_moved <= (sum(window) - 1) * cuts
+
+
+@pytest.mark.parametrize("size", [512, 8192])
+@pytest.mark.parametrize("lengths, world_size", [x for x in BATCHES if x.values[1] == 32])
+def test_chunks_are_balanced(lengths, world_size, size):
+    """As documents of a chunk would be; a cut moves the keys before it in its chunk."""
+    plan = place_tokens(lengths, mask=Chunked(size), world_size=world_size).plan
+    plan.kv_metadata.validate()
+    assert plan.imbalance <= 1.0101
+    assert (plan.num_rows == TOKENS).all()
+    chunks, rest = np.divmod(np.array(lengths, np.int64), size)
+    pairs = chunks * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+    assert plan.pairs.sum() == pytest.approx(pairs.sum(), rel=1e-6)
+    cuts = (plan.run_row < TOKENS).sum() - len(lengths)
+    assert plan.num_kv_tokens_moved <= (size - 1) * cuts
 
 
 UNIT = 64
@@ -63,8 +78,8 @@ def test_near_the_optimum_of_small_cases(seed):
     mean = (lengths**2).sum() / world_size
     for tolerance in (0.05, 0.25, 1.0):
         config = PlacementConfig(balance_tolerance=tolerance)
-        placement = place_tokens([lengths], world_size=world_size, causal=False, config=config)
-        pairs, moved = check_placement(placement, [lengths], causal=False)
+        placement = place_tokens([lengths], world_size=world_size, mask="full", config=config)
+        pairs, moved = check_placement(placement, [lengths], "full")
         limit = (1 + tolerance) * mean
         least = fewest_keys(lengths // UNIT, world_size, limit, unit=UNIT, causal=False)
         if least is not None:
@@ -72,38 +87,29 @@ def test_near_the_optimum_of_small_cases(seed):
             assert moved <= 1.25 * least + 2
 
 
-def test_equal_masks_have_equal_placements():
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(1, 400, 20)
-    options: dict[str, Any] = {"world_size": 8, "columns": 8 * 600}
-    causal = place_tokens(lengths, window=50, **options)
-    pair = place_tokens(lengths, causal=False, window=(49, 0), **options)
-    assert np.array_equal(causal.permutation, pair.permutation)
-    for plan in (pair.plan, place_tokens(lengths, causal=False, window=(0, 49), **options).plan):
-        assert plan.num_kv_tokens_moved == causal.plan.num_kv_tokens_moved
-        np.testing.assert_array_equal(plan.pairs, causal.plan.pairs)
+def test_mirrored_masks_have_mirrored_placements():
+    lengths = np.random.default_rng(3).integers(1, 400, 20)
+    place = lambda mask: place_tokens(lengths, world_size=8, columns=8 * 600, mask=mask).plan
+    causal, mirrored = place(SlidingWindow(50)), place(SlidingWindow(1, 49))
+    assert mirrored.num_kv_tokens_moved == causal.num_kv_tokens_moved
+    np.testing.assert_array_equal(mirrored.pairs, causal.pairs)
 
 
 def test_plans_of_different_masks_differ():
-    masks: list[dict[str, Any]] = [
-        {},
-        {"window": 5},
-        {"causal": False},
-        {"causal": False, "window": (4, 1)},
-    ]
-    plans = [place_tokens([[30, 2]], world_size=4, **mask).plan for mask in masks]
+    masks = [None, SlidingWindow(5), Chunked(5), "full", SlidingWindow(5, 1)]
+    plans = [place_tokens([[30, 2]], world_size=4, mask=mask).plan for mask in masks]
     assert len({plan.stamp[0, 0].item() for plan in plans}) == len(masks)
-    with pytest.raises(ValueError, match=r"causal is \[True, False\]; it needs to be the same"):
-        stack_plans([plans[0], plans[2]])
+    with pytest.raises(ValueError, match=r"mask is \[Causal\(\), Full\(\)\]; it needs"):
+        stack_plans([plans[0], plans[3]])
 
 
 def test_a_part_of_a_document_needs_all_its_keys():
     with pytest.raises(ValueError, match=r"a query of document 0 .* attends to 600 keys.*>=600"):
         config = PlacementConfig(kv_capacity=599)
-        place_tokens([[600, 424]], world_size=4, causal=False, config=config)
+        place_tokens([[600, 424]], world_size=4, mask="full", config=config)
     config = PlacementConfig(kv_capacity=700, balance_tolerance=0.5)
-    options: dict[str, Any] = {"world_size": 4, "columns": 2048, "causal": False, "config": config}
+    options: dict[str, Any] = {"world_size": 4, "columns": 2048, "mask": "full", "config": config}
     placement = place_tokens([[600, 424]], **options)
-    check_placement(placement, [[600, 424]], causal=False)
+    check_placement(placement, [[600, 424]], "full")
     assert placement.plan.num_kv_tokens_moved == 600  # on two ranks; the other is whole
     assert "queries attend to 600 keys" in placement.describe()

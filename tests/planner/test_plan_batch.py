@@ -18,6 +18,7 @@ from jax_cp_dispatch import (
     context_parallel_attention,
     plan_attention,
 )
+from jax_cp_dispatch.masks import Causal, Chunked
 
 W, T = 4, 64
 CONFIG = PlanConfig(8, 72, 128, max_q_transfers=16, max_kv_transfers=16, max_pieces=64)
@@ -169,13 +170,13 @@ def test_ids_beyond_32_bits_match_the_plan():
     all_fail(run(segment_ids=segment_ids), MADE_FOR_ANOTHER)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_ranks_that_follow_plans_of_different_batches(window):
-    """Also plans of one batch with different windows."""
+@pytest.mark.parametrize("mask", [None, Chunked(3)])
+def test_ranks_that_follow_plans_of_different_batches(mask):
+    """Also plans of one batch with different masks."""
     qkv, (ours, _), (others, _) = draw(2)
-    others = ours if window else others
-    others = plan_attention(others, world_size=W, window=window, config=CONFIG)
-    others = dataclasses.replace(others, window=None)
+    others = ours if mask else others
+    others = plan_attention(others, world_size=W, mask=mask, config=CONFIG)
+    others = dataclasses.replace(others, mask=Causal())
     ours = make_plan(ours)
 
     def mixed(mine, theirs):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from any_mask import causal_mask
 from hypothesis import given, strategies as st
 from planner_oracle import check_plan, fewest_bytes
 from properties import examples
@@ -83,8 +84,8 @@ def test_constraints_are_kept_or_refused(data):
         num_kv_heads=data.draw(st.sampled_from([8, 32])),
         backward=data.draw(st.booleans()),
     )
-    window = data.draw(st.none() | st.integers(1, 40))
-    options = {"world_size": world_size, "columns": COLUMNS, "window": window}
+    mask = data.draw(causal_mask(40))
+    options = {"world_size": world_size, "columns": COLUMNS, "mask": mask}
     try:
         plan = plan_attention(lengths=lengths, config=config, **options)
     except ValueError as error:
@@ -92,7 +93,7 @@ def test_constraints_are_kept_or_refused(data):
         assert "Pass " in str(error)
         assert config.q_capacity is not None or config.kv_capacity is not None
         return
-    check_plan(plan, ids_of(lengths, COLUMNS), None, window)
+    check_plan(plan, ids_of(lengths, COLUMNS), None, mask)
     assert config.q_capacity in (None, plan.q_capacity)
     assert config.kv_capacity in (None, plan.kv_capacity)
 

@@ -14,6 +14,7 @@ from jax_cp_dispatch import (
     place_tokens,
     plan_attention,
 )
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 W, T = 4, 64
 FIXED = {"q_capacity": 128, "kv_capacity": 256, "max_q_transfers": 32, "max_kv_transfers": 32}
@@ -96,6 +97,8 @@ def test_every_choice_and_the_mask_are_in_the_checksum():
     segment_ids = np.repeat(np.arange(1, W + 1, dtype=np.int32), T // W)[None]
     choices = [{}, {"backward": True}, {"balance_tolerance": 0.2}, {"block": 8}]
 
+    masks = SlidingWindow(3), SlidingWindow(4), Chunked(4)
+
     def checksum(ids, **options):
         stamp = plan_attention(ids, world_size=W, **options).stamp
         assert stamp.shape == (W, 4)
@@ -103,10 +106,10 @@ def test_every_choice_and_the_mask_are_in_the_checksum():
 
     def all_checksums(ids):
         configs = [checksum(ids, config=PlanConfig(**x)) for x in choices]
-        return [*configs, checksum(ids, window=3), checksum(ids, window=4)]
+        return [*configs, *(checksum(ids, mask=x) for x in masks)]
 
     for run in (all_checksums, jax.jit(all_checksums)):
-        assert len({int(x) for x in run(segment_ids)}) == 6
+        assert len({int(x) for x in run(segment_ids)}) == 7
         assert list(map(int, run(segment_ids))) == list(map(int, run(segment_ids)))
     # The estimate of a sample changes no plan.
     estimate = PlanConfig(expected_overflow=0.1)

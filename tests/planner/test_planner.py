@@ -16,6 +16,7 @@ from properties import examples
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 from jax_cp_dispatch.planner.balance import balance_blocks
 
 # (B, W, T, block); blocks need not divide T, and a block may be longer than T.
@@ -51,11 +52,14 @@ def assert_same(plan, other):
         np.testing.assert_array_equal(x, y)
 
 
-@partial(jax.jit, static_argnames=("world_size", "block", "window"))
-def plan_inside(segment_ids, positions, *, world_size, block, window):
+@partial(jax.jit, static_argnames=("world_size", "block", "mask"))
+def plan_inside(segment_ids, positions, *, world_size, block, mask):
     return plan_attention(
-        segment_ids, positions, world_size=world_size, window=window, config=PlanConfig(block=block)
+        segment_ids, positions, world_size=world_size, mask=mask, config=PlanConfig(block=block)
     )
+
+
+SOME_MASKS = [None, SlidingWindow(7), Chunked(9)]
 
 
 @examples(30)
@@ -69,15 +73,15 @@ def test_plan_is_exact_for_any_packing(data):
     positions = np.broadcast_to(np.arange(world_size * columns), segment_ids.shape)
     if data.draw(st.booleans()):
         segment_ids, positions = told_apart_by_positions(segment_ids)
-    window = data.draw(st.sampled_from([None, 7])) if batch == 3 else None  # one more program
+    mask = data.draw(st.sampled_from(SOME_MASKS)) if batch == 3 else None  # few programs
     tolerance = data.draw(st.sampled_from([0.0, 0.01, 0.5]))
     num_kv_heads = data.draw(st.sampled_from([8, 32]))
     config = PlanConfig(block, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
     arguments = segment_ids, positions
-    plan = plan_attention(*arguments, world_size=world_size, window=window, config=config)
-    check_plan(plan, *arguments, window)
-    inside = plan_inside(*arguments, world_size=world_size, block=block, window=window)
-    check_plan(jax.device_get(inside), *arguments, window)
+    plan = plan_attention(*arguments, world_size=world_size, mask=mask, config=config)
+    check_plan(plan, *arguments, mask)
+    inside = plan_inside(*arguments, world_size=world_size, block=block, mask=mask)
+    check_plan(jax.device_get(inside), *arguments, mask)
     assert inside.q_metadata.num_total_recv_tokens.max() <= 2 * batch * columns + block
 
 
@@ -92,16 +96,16 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("mask", [None, *map(SlidingWindow, (1, 7, 1000)), Chunked(5)], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extreme_batches(name, world_size, window):
+def test_extreme_batches(name, world_size, mask):
     """From lengths; capacities are what the plan needs, rounded up."""
     lengths, block = EXTREMES[name], 4
-    options = {"world_size": world_size, "window": window, "config": PlanConfig(block)}
+    options = {"world_size": world_size, "mask": mask, "config": PlanConfig(block)}
     plan = plan_attention(lengths=lengths, columns=96, **options)
     segment_ids = np.stack([pack(row, 96) for row in lengths])
-    check_plan(plan, segment_ids, None, window)
+    check_plan(plan, segment_ids, None, mask)
     assert_same(plan, plan_attention(segment_ids, **options))
     slots = (x.dst_rank.shape[-1] for x in (plan.q_metadata, plan.kv_metadata))
     capacities = (plan.q_capacity, plan.kv_capacity, *slots, plan.run_row.shape[1])
@@ -122,18 +126,23 @@ def test_no_rank_is_above_the_tolerance(seed):
         most = longest if rng.random() < 0.25 else max(longest // 50, 1)
         lengths.append(min(int(rng.integers(1, most + 1)), left))
         left -= lengths[-1]
-    window = None if rng.random() < 0.7 else int(rng.integers(1, 2 * tokens))
+    size = int(rng.integers(1, 2 * tokens))
+    masks = None, None, SlidingWindow(size), Chunked(size)
+    mask = masks[rng.integers(4)]
     tolerance = float(rng.choice([0.01, 0.1]))
     plan = plan_attention(
         lengths=lengths,
         columns=world_size * tokens,
         world_size=world_size,
-        window=window,
+        mask=mask,
         config=PlanConfig(balance_tolerance=tolerance),
     )
     assert plan.imbalance <= 1 + tolerance + 1e-5
     position = np.concatenate([np.arange(1, x + 1) for x in lengths])
-    pairs = position if window is None else np.minimum(position, window)
+    if mask is not None:
+        limited = isinstance(mask, SlidingWindow)
+        position = np.minimum(position, size) if limited else (position - 1) % size + 1
+    pairs = position
     assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs.sum(dtype=float), rel=1e-5)
 
 

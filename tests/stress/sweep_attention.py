@@ -24,11 +24,12 @@ from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
 
 from jax_cp_dispatch.attention.rotating import sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
+from jax_cp_dispatch.masks import Chunked, SlidingWindow
 
 NUM_RANKS = (*range(1, 10), 16)
 SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles")
 LAYOUTS = ("contiguous", "zigzag")
-MASKS = ("causal", "full", "window", "two-sided")
+MASKS = ("causal", "full", "window", "two-sided", "chunked")
 
 
 def schedule(rng, name, num_ranks) -> dict[str, Any]:
@@ -57,8 +58,7 @@ def draw_case(rng, num_ranks, name, layout, mask):
         rows=choose(1, few, 2 * num_chunks, many),
         **schedule(rng, name, num_ranks),
         documents=choose("none", "segments", "segments", "positions", "both"),
-        causal=mask in ("causal", "window"),
-        window=window(rng, mask),
+        mask=draw_mask(rng, mask),
         layout=layout,
         batch=choose(1, 2),
         heads=choose((2, 2), (4, 2), (3, 1)),
@@ -70,11 +70,13 @@ def draw_case(rng, num_ranks, name, layout, mask):
     )
 
 
-def window(rng, mask):
-    if mask == "window":
-        return int(rng.integers(1, 20))
-    draw = lambda: None if rng.integers(4) == 0 else int(rng.integers(0, 15))
-    return (draw(), draw()) if mask == "two-sided" else None
+def draw_mask(rng, kind):
+    if kind in ("causal", "full"):
+        return kind
+    if kind != "two-sided":
+        return {"window": SlidingWindow, "chunked": Chunked}[kind](int(rng.integers(1, 20)))
+    left, right = (None if rng.integers(4) == 0 else int(rng.integers(0, 15)) for _ in range(2))
+    return SlidingWindow(None if left is None else left + 1, right)
 
 
 def blocks(rng):
@@ -87,7 +89,7 @@ def blocks(rng):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many more programs; see above.")
-    parser.add_argument("--programs", type=int, help="of 360; all if not given")
+    parser.add_argument("--programs", type=int, help="of 600; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start_cpu_devices(max(NUM_RANKS))

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from attention_oracle import attention, attention_gradients
 from jax.sharding import PartitionSpec as P
+from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.masks import Mask
 
 FUNCTIONS: dict[str, Any] = {
     "ring": ring_attention,
@@ -38,8 +40,7 @@ class Case:
     cycles: Any = None
     maps: Any = None  # the chunks that each rank sends to each, instead of cycles
     documents: str = "none"  # "none", "segments", "positions", "both"
-    causal: bool = True
-    window: int | tuple[int | None, int | None] | None = None
+    mask: Mask | str = "causal"
     layout: str = "contiguous"
     batch: int = 1
     heads: tuple[int, int] = (2, 2)  # of queries, of keys
@@ -56,8 +57,7 @@ class Case:
         return partial(
             FUNCTIONS[self.algorithm],
             axis_name=AXIS,
-            causal=self.causal,
-            window=self.window,
+            mask=self.mask,
             layout=self.layout,
             scale=self.scale,
             logit_soft_cap=self.logit_soft_cap,
@@ -131,34 +131,16 @@ def dense(case, operands):
     *arrays, segment_ids, positions = operands
     q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
     options = {"scale": case.scale, "logit_soft_cap": case.logit_soft_cap}
-    start, end = attended(q.shape[:2], segment_ids, positions, case.causal, case.window)
+    start, end = attended(q.shape[:2], segment_ids, positions, case.mask)
     out, lse = attention(q, k, v, start, end, **options)
     dlse = np.zeros(lse.shape)
     return [out, *attention_gradients(q, k, v, start, end, g, dlse, **options)]
 
 
-def attended(shape, segment_ids, positions, causal, window):
-    """Returns the tokens [start, end) that each token attends to, from the definition."""
+def attended(shape, segment_ids, positions, mask):
+    """Returns the tokens [start, end) that each token sees, from the definition."""
     ids = np.ones(shape, int) if segment_ids is None else segment_ids
-    at = np.broadcast_to(np.arange(shape[1]), shape) if positions is None else positions
-    start, end = np.zeros((2, *shape), int)
-    for b, t in np.ndindex(*shape):
-        if ids[b, t] == 0:
-            continue
-        first, last = t, t + 1
-        while first > 0 and ids[b, first - 1] == ids[b, t] and at[b, first - 1] < at[b, first]:
-            first -= 1
-        while last < shape[1] and ids[b, last] == ids[b, t] and at[b, last] > at[b, last - 1]:
-            last += 1
-        start[b, t], end[b, t] = first, last
-        if causal:
-            end[b, t] = t + 1
-        if isinstance(window, tuple):
-            left, right = (shape[1] if x is None else x for x in window)
-            start[b, t], end[b, t] = max(first, t - left), min(last, t + right + 1)
-        elif window is not None:
-            start[b, t] = max(first, t + 1 - window)
-    return start, end
+    return batch_ranges(mask, ids, positions)
 
 
 def relative_errors(got, want):

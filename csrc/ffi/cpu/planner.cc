@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "nanobind/ndarray.h"
+#include "nanobind/stl/tuple.h"
 #include "planner/move_queries.h"
 #include "planner/placement.h"
 
@@ -16,6 +18,16 @@ namespace {
 
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pieces = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
+using Mask = std::tuple<int64_t, int64_t, int64_t>;  // left, right and chunk; negative: no limit
+
+PairCount PairsOf(const Mask& mask) {
+  const auto [left, right, chunk] = mask;
+  PairCount pairs;
+  pairs.left = left < 0 ? PairCount::kNoLimit : left;
+  pairs.right = right < 0 ? PairCount::kNoLimit : right;
+  pairs.chunk = chunk;
+  return pairs;
+}
 
 // Rows (rank, document, start, end), by rank, document and start.
 Pieces RowsOf(const RankPieces& ranks) {
@@ -38,16 +50,15 @@ std::vector<int64_t> VectorOf(const Numbers& numbers) {
 
 // A negative limit is none.
 Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
-                        int64_t tokens_per_rank, int32_t ranks_per_node, int64_t left,
-                        int64_t right, int64_t tolerance_ppm, int64_t max_received, int64_t block) {
+                        int64_t tokens_per_rank, int32_t ranks_per_node, const Mask& pairs,
+                        int64_t tolerance_ppm, int64_t max_received, int64_t block) {
   PlacementProblem problem;
   problem.lengths = VectorOf(lengths);
   problem.speeds = VectorOf(speeds);
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
   problem.ranks_per_node = ranks_per_node;
-  problem.pairs.left = left < 0 ? PairCount::kNoLimit : left;
-  problem.pairs.right = right < 0 ? PairCount::kNoLimit : right;
+  problem.pairs = PairsOf(pairs);
   problem.tolerance_ppm = tolerance_ppm;
   if (max_received >= 0) problem.max_received = max_received;
   problem.block = block;
@@ -62,7 +73,7 @@ Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t n
 // A negative limit is none.
 Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbers& speeds,
                      int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
-                     int64_t window, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
+                     const Mask& pairs, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
                      int64_t max_queries, int64_t max_keys, int64_t block, int64_t wanted_piece) {
   QueryProblem problem;
   problem.lengths = VectorOf(lengths);
@@ -71,7 +82,7 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
   problem.num_ranks = num_ranks;
   problem.columns_per_rank = columns_per_rank;
   problem.ranks_per_node = ranks_per_node;
-  problem.pairs = PairCount::Causal(window);
+  problem.pairs = PairsOf(pairs);
   problem.tolerance_ppm = tolerance_ppm;
   problem.query_cost = query_cost;
   problem.key_cost = key_cost;
@@ -90,13 +101,20 @@ Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbe
 }  // namespace
 
 void BindPlanner(nb::module_& m) {
+  m.def(
+      "count_pairs",
+      [](const Mask& pairs, int64_t start, int64_t end, int64_t length) {
+        return PairsOf(pairs)(start, end, length);
+      },
+      nb::arg("pairs"), nb::arg("start"), nb::arg("end"), nb::arg("length"),
+      "Pairs of the queries [start, end) of a document, as the planner counts them.");
   m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
         nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
-        nb::arg("left"), nb::arg("right"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
+        nb::arg("pairs"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
         nb::arg("block"), "Pieces of documents by rank: rows (rank, document, start, end).");
   m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
         nb::arg("speeds"), nb::arg("num_ranks"), nb::arg("columns_per_rank"),
-        nb::arg("ranks_per_node"), nb::arg("window"), nb::arg("tolerance_ppm"),
+        nb::arg("ranks_per_node"), nb::arg("pairs"), nb::arg("tolerance_ppm"),
         nb::arg("query_cost"), nb::arg("key_cost"), nb::arg("max_queries"), nb::arg("max_keys"),
         nb::arg("block"), nb::arg("wanted_piece"),
         "The pieces that each rank computes, in the same form.");

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.local.backward import begin_dq, cut_cotangents, finish_dq
 from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
 from jax_cp_dispatch.attention.local.checks import check_arrays, check_ranges
@@ -29,7 +28,6 @@ def local_attention(
     *,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
-    window: Window | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -58,10 +56,6 @@ def local_attention(
       kv_end: one past the last key row; a range with `kv_end <= kv_start` is empty.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
-      window: an int: a query attends only the last `window` keys of its range, counted before the
-        range is clipped. A pair (left, right): query row i is at key row p = i + S - T, and attends
-        to key rows p - left, ..., p + right of its range; None in the pair means no limit on that
-        side. None: the whole range.
       block_q: query rows per block; None chooses from the shapes.
       block_kv: key rows per block; None chooses from the shapes.
       block_heads: KV heads whose blocks are computed together, a divisor of K; None chooses from
@@ -79,7 +73,6 @@ def local_attention(
         "local_attention",
         scale=scale,
         logit_soft_cap=logit_soft_cap,
-        window=window,
         block_q=block_q,
         block_kv=block_kv,
         block_heads=block_heads,
@@ -103,7 +96,6 @@ def local_attention_backward(
     *,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
-    window: Window | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
@@ -131,7 +123,6 @@ def local_attention_backward(
         name,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
-        window=window,
         block_q=block_q,
         block_kv=block_kv,
         block_heads=block_heads,

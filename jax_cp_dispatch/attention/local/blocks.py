@@ -17,7 +17,6 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
-from jax_cp_dispatch._window import Reach
 from jax_cp_dispatch.attention.local.options import PassOptions
 
 
@@ -42,18 +41,10 @@ class BlockedOperands(NamedTuple):
 
 def cut_operands(options: PassOptions, q, k, v, kv_start, kv_end) -> BlockedOperands:
     """Cuts checked operands of `local_attention` into blocks."""
-    (B, T), (S, K) = q.shape[:2], k.shape[1:3]
+    B, (S, K) = q.shape[0], k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
     kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
-    if isinstance(options.window, Reach):
-        left, right = options.window.clipped(S + T)
-        row = jnp.arange(T, dtype=kv_start.dtype) + (S - T)
-        kv_start = kv_start if left is None else jnp.maximum(kv_start, (row - left)[None])
-        kv_end = kv_end if right is None else jnp.minimum(kv_end, (row + right + 1)[None])
-    elif options.window is not None:
-        kv_end = jnp.maximum(kv_end, 0)
-        kv_start = jnp.maximum(kv_start, kv_end - options.window)
     start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
     end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
     used = start < end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_cp_dispatch._window import Reach, Window, check_window
 from jax_cp_dispatch.attention.local.checks import (
     check_blocks,
     check_operands,
@@ -28,7 +27,6 @@ class LocalOptions:
     op: str
     scale: float | None = None
     logit_soft_cap: float | None = None
-    window: Window | None = None
     block_q: int | None = None
     block_kv: int | None = None
     block_heads: int | None = None
@@ -38,7 +36,6 @@ class LocalOptions:
         check_operands(self.op, q, k, v)
         (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
         check_softmax(self.op, self.scale, self.logit_soft_cap)
-        window = check_window(self.op, self.window)
         check_blocks(self.op, self.block_q, self.block_kv, self.block_heads, num_kv_heads=K)
         block_q = self.block_q or even_block(T, max(128, _BLOCK // (N // K)))
         block_kv = self.block_kv or even_block(S, _BLOCK)
@@ -46,7 +43,6 @@ class LocalOptions:
         return PassOptions(
             scale=H**-0.5 if self.scale is None else float(self.scale),
             logit_soft_cap=None if self.logit_soft_cap is None else float(self.logit_soft_cap),
-            window=min(window, 2**31 - 1) if isinstance(window, int) else window,
             block_q=block_q,
             block_kv=block_kv,
             block_heads=int(block_heads),
@@ -59,7 +55,6 @@ class PassOptions:
 
     scale: float
     logit_soft_cap: float | None
-    window: int | Reach | None
     block_q: int
     block_kv: int
     block_heads: int  # KV heads of a batch row whose blocks are computed together

@@ -15,6 +15,7 @@ from jax_cp_dispatch.attention.local.api import local_attention, local_attention
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.stamp import rank_stamp
 
@@ -25,12 +26,12 @@ def check_call(
     k: Any,
     v: Any,
     plan: AttentionPlan | PlacedPlan,
-    segment_ids: Any,
-    positions: Any,
-    *,
-    advice: str,
+    packed: PackedMask,
 ) -> None:
     """Requires that the rows match each other and the plan."""
+    _, segment_ids, positions = packed
+    is_placed = isinstance(plan, PlacedPlan)
+    advice = "Place the tokens" if is_placed else "Plan with the segment ids"
     check_rows(options.op, q, k, v, segment_ids, positions)
     if positions is not None and segment_ids is None:
         raise ValueError(
@@ -47,21 +48,21 @@ def check_call(
     if num_tokens != plan.num_tokens:
         raise ValueError(
             f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
-            f"the plan is for {plan.num_tokens}. {advice}"
+            f"the plan is for {plan.num_tokens}. {advice} of this batch."
         )
     if q.shape[0] != plan.batch:  # as many rows, of other columns
         raise ValueError(
             f"{options.op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
-            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice}"
+            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice} of this batch."
         )
 
 
 def stamp_of_call(
-    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, segment_ids: Any, positions: Any
+    options: AttentionOptions, plan: AttentionPlan | PlacedPlan, packed: PackedMask
 ) -> Int32[Array, " 7"]:
     """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     rank = jax.lax.axis_index(options.exchange.axis_name)
-    return rank_stamp(plan.stamp, rank, segment_ids, positions)
+    return rank_stamp(plan.stamp, rank, packed.segment_ids, packed.positions)
 
 
 def attend_rows(

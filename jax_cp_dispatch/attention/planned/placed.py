@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
-from jax_cp_dispatch.attention.checks import check_plan
+from jax_cp_dispatch.attention.checks import check_plan, read_mask_of_plan
 from jax_cp_dispatch.attention.local.derivative_order import not_again
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
     attend_locally_backward,
@@ -20,6 +21,7 @@ from jax_cp_dispatch.attention.planned.call import (
     local_operands,
     stamp_of_call,
 )
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
 
 
@@ -30,6 +32,7 @@ def placed_attention(
     plan: PlacedPlan,
     *,
     axis_name: AxisName,
+    mask: Mask | str | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -52,6 +55,7 @@ def placed_attention(
       v: this rank's values.
       plan: with the mask; `Placement.plan`, or this rank's slice of it (`in_specs=P(axis_name)`).
       axis_name: the mesh axis of the ranks, or several, major axis first.
+      mask: None is that of the plan; another one is refused.
       segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
         determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
         Positions need the ids. Without ids, a plan of another batch is not detected.
@@ -70,16 +74,16 @@ def placed_attention(
     options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
     instead = "context_parallel_attention(..., algorithm='placed')"
     num_ranks_here(options.op, axis_name, instead)
-    return attend_placed(options, q, k, v, plan, segment_ids, positions)
+    check_plan(options.op, plan, PlacedPlan)
+    packed = PackedMask(read_mask_of_plan(options.op, mask, plan), segment_ids, positions)
+    return attend_placed(options, q, k, v, plan, packed)
 
 
-def attend_placed(options: AttentionOptions, q, k, v, plan, segment_ids, positions):
+def attend_placed(options: AttentionOptions, q, k, v, plan, packed: PackedMask):
     """`placed_attention` with options, which name the public function."""
     options.check()
-    check_plan(options.op, plan, PlacedPlan)
-    advice = "Place the tokens of this batch."
-    check_call(options, q, k, v, plan, segment_ids, positions, advice=advice)
-    stamp = stamp_of_call(options, plan, segment_ids, positions)
+    check_call(options, q, k, v, plan, packed)
+    stamp = stamp_of_call(options, plan, packed)
     return attend_rows(_attend, options, q, k, v, plan, stamp)
 
 

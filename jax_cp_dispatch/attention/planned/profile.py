@@ -10,8 +10,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch.attention.checks import HostOrDevice, check_plan, check_rows, is_stack
+from jax_cp_dispatch.attention.checks import (
+    HostOrDevice,
+    check_plan,
+    check_rows,
+    is_stack,
+    read_mask_of_plan,
+)
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import balanced, placed
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.call import attend_received, stamp_of_call
@@ -84,7 +91,7 @@ def placed_attention_profile(
 # Axes that the ranks share: of columns, and of rows that a rank received. Those of a plan and of
 # the documents from which it was made.
 _ROWS, _BY_RANK = 1, 0
-_PLAN = (_BY_RANK, _ROWS, _ROWS)
+_PLAN = (_BY_RANK, _ROWS)
 
 
 class _Call(NamedTuple):
@@ -94,7 +101,7 @@ class _Call(NamedTuple):
       stopwatch: over the ranks.
       options: of attention.
       qkv: the arrays.
-      plan: the plan, segment ids and positions.
+      plan: the plan, and what its tokens see.
     """
 
     stopwatch: Stopwatch
@@ -114,8 +121,8 @@ class _Call(NamedTuple):
         """Times `attend` as one program, then its steps."""
         options, of_call = self.options, [_ROWS, _ROWS, _ROWS, *_PLAN]
 
-        def sent(q, k, v, plan, *documents):
-            stamp = stamp_of_call(options, plan, *documents)
+        def sent(q, k, v, plan, packed):
+            stamp = stamp_of_call(options, plan, packed)
             return send(options, _rows(q), _rows(k), _rows(v), plan, stamp)
 
         def by_batch(out):
@@ -131,8 +138,8 @@ class _Call(NamedTuple):
         ((out, _),) = record.step("attend", computation=(computing, *operands))
         if bring_back is not None:
 
-            def returned(out, plan, *documents):
-                stamp = stamp_of_call(options, plan, *documents)
+            def returned(out, plan, packed):
+                stamp = stamp_of_call(options, plan, packed)
                 return bring_back(options, out, plan, stamp)
 
             returning = self.program(returned, [_BY_RANK, *_PLAN], _BY_RANK)
@@ -155,7 +162,7 @@ def _call(
 ) -> _Call:
     """Checks the arguments and puts the arrays on the mesh."""
     axis_name = stopwatch.axis_name
-    documents, options = read_keywords(op, axis_name, given, {"scale", "logit_soft_cap"})
+    mask, documents, options = read_keywords(op, axis_name, given, {"scale", "logit_soft_cap"})
     check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
     if is_stack(plan):
@@ -166,5 +173,6 @@ def _call(
             f"{stopwatch.num_ranks} devices. Plan again with that world_size."
         )
     put = lambda tree, *axes: jax.device_put(tree, NamedSharding(stopwatch.mesh, P(*axes)))
-    qkv, documents = put((qkv, documents), None, axis_name)
-    return _Call(stopwatch, options, qkv, (put(plan, axis_name), *documents))
+    packed = PackedMask(read_mask_of_plan(op, mask, plan), *documents)
+    qkv, packed = put((qkv, packed), None, axis_name)
+    return _Call(stopwatch, options, qkv, (put(plan, axis_name), packed))

@@ -13,13 +13,13 @@ _DOCUMENTS = ("segment_ids", "positions")
 
 def read_keywords(
     op: str, axis_name: str, given: dict[str, Any], names: set[str]
-) -> tuple[tuple[Any, ...], AttentionOptions]:
-    """Returns segment ids and positions, and the options; `names` are those of the function.
+) -> tuple[Any, tuple[Any, ...], AttentionOptions]:
+    """Returns the mask, segment ids and positions, and the options, which `names` lists.
 
     Raises:
       TypeError: the function has no such keyword.
     """
-    if unknown := given.keys() - names - _EXCHANGE - set(_DOCUMENTS):
+    if unknown := given.keys() - names - _EXCHANGE - {"mask", *_DOCUMENTS}:
         function = op.removesuffix("_profile")
         raise TypeError(
             f"{op}: got {', '.join(sorted(unknown))}; it takes the keywords of {function}."
@@ -27,4 +27,4 @@ def read_keywords(
     exchange = {name: given.get(name) for name in _EXCHANGE}
     others = {name: given[name] for name in names & given.keys()}
     options = AttentionOptions(read_options(op, axis_name, **exchange), **others)
-    return tuple(given.get(name) for name in _DOCUMENTS), options
+    return given.get("mask"), tuple(given.get(name) for name in _DOCUMENTS), options

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch.attention.algorithms import Ring, Rotating
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.attention.rotating.sequence import ShardedSequence, attend_sequence
+from jax_cp_dispatch.masks import Mask
 
 
 def rotating_attention(
@@ -18,20 +20,19 @@ def rotating_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segment_ids: Integer[Array, "B T"] | None,
-    positions: Integer[Array, "B T"] | None,
+    packed: PackedMask,
 ) -> Float[Array, "B T N Hv"]:
     """`ring_attention` and its variants with options, which name the public function."""
     instead = f"context_parallel_attention(..., algorithm={algorithm.name!r})"
     num_ranks = num_ranks_here(options.op, options.exchange.axis_name, instead)
     schedule = schedule_of(options.op, algorithm, num_ranks)
-    sequence = sharded_sequence(options, algorithm, schedule)
-    return attend_sequence(sequence, q, k, v, segment_ids, positions)
+    sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
+    return attend_sequence(sequence, q, k, v, packed)
 
 
 def sharded_sequence(
-    options: AttentionOptions, algorithm: Rotating, schedule: Schedule
+    options: AttentionOptions, algorithm: Rotating, schedule: Schedule, mask: Mask
 ) -> ShardedSequence:
-    """Describes the sequence; causal attention uses zigzag layout, except in a plain ring."""
+    """Describes the sequence; a causal mask uses zigzag layout, except in a plain ring."""
     options.check()
-    return ShardedSequence(options, schedule, options.causal and not isinstance(algorithm, Ring))
+    return ShardedSequence(options, schedule, mask.is_causal and not isinstance(algorithm, Ring))

@@ -6,11 +6,13 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Hamilton
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.cycles.rows import CycleRows
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 
 
 def hamilton_attention(
@@ -19,14 +21,13 @@ def hamilton_attention(
     v: Float[Array, "B T K Hv"],
     *,
     axis_name: AxisName,
-    causal: bool = True,
+    mask: Mask | str | None = None,
     nodes: int | None = None,
     cycles: CycleRows | str | None = None,
     maps: tuple[CycleRows, CycleRows] | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -51,9 +52,9 @@ def hamilton_attention(
       maps: the pair (out_chunk, in_chunk), instead of cycles: which chunk each rank sends to and
         receives from each other rank in every exchange, as returned by `chunk_maps` or your own.
         The maps must be each other's transpose, and bring every chunk to every rank.
-      q, k, v, axis_name, causal: as in `ring_attention`. Gradients of keys and values move with
+      q, k, v, axis_name, mask: as in `ring_attention`. Gradients of keys and values move with
         them, or with "direct" return directly to their owners.
-      segment_ids, positions, layout, window: as `ring_attention`.
+      segment_ids, positions, layout: as `ring_attention`.
       scale, logit_soft_cap, implementation, deadline: as `ring_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
@@ -68,10 +69,9 @@ def hamilton_attention(
         read_options(
             "hamilton_attention", axis_name, implementation=implementation, deadline=deadline
         ),
-        causal=causal,
-        window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return rotating_attention(options, algorithm, q, k, v, segment_ids, positions)
+    packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
+    return rotating_attention(options, algorithm, q, k, v, packed)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
@@ -27,6 +28,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles.rows import CycleRows
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 
@@ -108,18 +110,20 @@ def _profile(
 ) -> AttentionProfile:
     num_ranks, axis_name = stopwatch.num_ranks, stopwatch.axis_name
     schedule = schedule_of(op, algorithm, num_ranks)
-    names = {"causal", "layout", "window", "scale", "logit_soft_cap"}
-    documents, options = read_keywords(op, axis_name, given, names)
+    mask, documents, options = read_keywords(
+        op, axis_name, given, {"layout", "scale", "logit_soft_cap"}
+    )
     check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
-    sequence = sharded_sequence(options, algorithm, schedule)
+    mask = read_mask(op, mask)
+    sequence = sharded_sequence(options, algorithm, schedule, mask)
     documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
-    operands = jax.tree.map(lambda x: jax.device_put(x, sharding), (*qkv, *documents))
-    whole = stopwatch.program(partial(attend_sequence, sequence), 5 * [_ROWS], _ROWS)
-    seconds, _ = stopwatch.run(whole, *operands)
+    *qkv_on_mesh, packed = jax.device_put((*qkv, PackedMask(mask, *documents)), sharding)
+    whole = stopwatch.program(partial(attend_sequence, sequence), 4 * [_ROWS], _ROWS)
+    seconds, _ = stopwatch.run(whole, *qkv_on_mesh, packed)
     record = StepRecord(stopwatch)
-    out = _run_steps(sequence, record, operands[:3], operands[3:])
+    out = _run_steps(sequence, record, qkv_on_mesh, packed)
     name = op.removesuffix("_profile")
     return AttentionProfile(name, max(seconds), tuple(record.steps), tuple(record.spans), out)
 
@@ -128,7 +132,7 @@ def _profile(
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
-def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, documents):
+def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: PackedMask):
     """Runs the steps of `attend_sequence`, each kind as one program."""
     q, k, v = qkv
     num_tokens = q.shape[1] // sequence.num_ranks
@@ -139,11 +143,11 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, documents):
     program, run = record.stopwatch.program, record.stopwatch.run
 
     ranges = program(
-        lambda ids, places: tuple(token_ranges(sequence, rotation, ids, places, shape)),
-        [_ROWS, _ROWS],
+        lambda packed: tuple(token_ranges(sequence, rotation, packed, shape)),
+        [_ROWS],
         (_ROWS, _ROWS),
     )
-    _, of_queries = run(ranges, *documents)
+    _, of_queries = run(ranges, packed)
     place = program(
         lambda *arrays: to_layout(sequence, rotation, arrays), 3 * [_ROWS], 3 * (_ROWS,)
     )

@@ -6,10 +6,12 @@ from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
-from jax_cp_dispatch._window import Window
 from jax_cp_dispatch.attention.algorithms import Ring, Zigzag
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 
 
 def ring_attention(
@@ -18,11 +20,10 @@ def ring_attention(
     v: Float[Array, "B T K Hv"],
     *,
     axis_name: AxisName,
-    causal: bool = True,
+    mask: Mask | str | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -48,17 +49,14 @@ def ring_attention(
       k: keys, in the dtype of q; K divides N.
       v: values.
       axis_name: the mesh axis of the ranks, or several, major axis first.
-      causal: if true, each token attends to itself and to earlier tokens of its document; otherwise
-        to the whole document.
+      mask: which keys of its document a token sees: "causal", "full", or an object of
+        `jax_cp_dispatch.masks`; None is causal.
       segment_ids: the document of each token; padding is 0 (or less). None: each batch row is one
         document.
       positions: the position of each token in its document; None if segment ids alone separate the
         documents. Both are gathered from all ranks, 4 bytes per token.
       layout: the layout of the sequence on the ranks: "contiguous" or "zigzag", see
         `zigzag_permutation`.
-      window: with `causal`, an int: the maximum tokens of its document to which a token attends,
-        the last of which is itself. Without, a pair (left, right): a token at p attends to tokens p
-        - left, ..., p + right of its document; None means no limit on that side.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation, deadline: see `ring_exchange`.
@@ -73,13 +71,12 @@ def ring_attention(
     """
     options = AttentionOptions(
         read_options("ring_attention", axis_name, implementation=implementation, deadline=deadline),
-        causal=causal,
-        window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return rotating_attention(options, Ring(), q, k, v, segment_ids, positions)
+    packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
+    return rotating_attention(options, Ring(), q, k, v, packed)
 
 
 def zigzag_ring_attention(
@@ -88,11 +85,10 @@ def zigzag_ring_attention(
     v: Float[Array, "B T K Hv"],
     *,
     axis_name: AxisName,
-    causal: bool = True,
+    mask: Mask | str | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
-    window: Window | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -113,10 +109,9 @@ def zigzag_ring_attention(
         read_options(
             "zigzag_ring_attention", axis_name, implementation=implementation, deadline=deadline
         ),
-        causal=causal,
-        window=window,
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
     )
-    return rotating_attention(options, Zigzag(), q, k, v, segment_ids, positions)
+    packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
+    return rotating_attention(options, Zigzag(), q, k, v, packed)

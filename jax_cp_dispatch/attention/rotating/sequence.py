@@ -7,20 +7,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.checks import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.options import AttentionOptions
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.attend import Rotation, attend_rotating
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
-from jax_cp_dispatch.attention.rotating.documents import attended_tokens
 from jax_cp_dispatch.attention.rotating.layout import (
     SequenceLayout,
     contiguous_layout,
@@ -82,13 +83,13 @@ def attend_sequence(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segment_ids: Integer[Array, "B T"] | None,
-    positions: Integer[Array, "B T"] | None,
+    packed: PackedMask,
 ) -> Float[Array, "B T N Hv"]:
     """Computes attention of this rank's rows, for all schedules."""
     op = sequence.options.op
+    mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
-    segment_ids, positions = read_documents(op, segment_ids, positions)
+    packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
     B, T, N, _ = q.shape
     if B * T == 0:
         return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
@@ -96,7 +97,7 @@ def attend_sequence(
     q, k, v = in_reverse_only(op, [q, k, v])
     q, k, v = vary_alike([q, k, v], also=sequence.options.exchange.axis_names)
     q, k, v = to_layout(sequence, rotation, (q, k, v))
-    ranges = token_ranges(sequence, rotation, segment_ids, positions, (B, T))
+    ranges = token_ranges(sequence, rotation, packed, (B, T))
     out = attend_rotating(rotation, *vary_alike([q, k, v, *ranges]))
     return from_layout(sequence, out, T)
 
@@ -117,18 +118,18 @@ def from_layout(sequence: ShardedSequence, out, num_tokens: int):
     return out[:, :num_tokens]
 
 
-def token_ranges(sequence: ShardedSequence, rotation: Rotation, segment_ids, positions, shape):
-    """The tokens to which each of this rank's rows attends, in the rows of the rotation."""
+def token_ranges(sequence: ShardedSequence, rotation: Rotation, packed: PackedMask, shape):
+    """The tokens that each of this rank's rows sees, in the rows of the rotation."""
     B, T = shape
     num_tokens = T * sequence.num_ranks
     exchange = sequence.options.exchange
-    if segment_ids is None and positions is not None:
-        segment_ids = jnp.ones(shape, jnp.int32)
-    documents = gather_sequence(exchange, (segment_ids, positions), sequence.num_ranks)
+    if packed.segment_ids is None and packed.positions is not None:
+        packed = packed._replace(segment_ids=jnp.ones(shape, jnp.int32))
+    packed = gather_sequence(exchange, packed, sequence.num_ranks)
     if sequence.options.layout == "zigzag":
         order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
-        documents = jax.tree.map(lambda x: x[:, order], documents)
-    start, end = attended_tokens(*documents, shape=(B, num_tokens), reach=sequence.options.reach)
+        packed = jax.tree.map(lambda x: x[:, order], packed)
+    start, end = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
     return named_context(vary_alike(ranges, also=sequence.options.exchange.axis_names))

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans
@@ -31,8 +31,7 @@ def build_plan(
     *,
     world_size: int,
     num_tokens: int,
-    causal: bool,
-    window: Window | None,
+    mask: Mask,
     config: PlacementConfig,
     rank: int | None,
 ) -> tuple[PlacedPlan, PlacementConfig]:
@@ -61,8 +60,7 @@ def build_plan(
     kv_capacity = size("kv_capacity", "would receive {} rows", received, 1024)
     each = received, sent, held, cut.held, cut.linked
     needs = np.array([max(int(x.max(initial=0)), 1) for x in each], np.int32)
-    within = reach("place_tokens", causal, window)
-    pairs = pairs_of_ranks(pieces, lengths, within, world_size)
+    pairs = pairs_of_ranks(pieces, lengths, mask, world_size)
     part, sizes = slice_of_rank(rank), {"num_runs": num_runs, "num_rows": num_tokens}
     metadata = metadata_of(transfers, world_size=world_size, num_slots=num_slots, rank=rank)
     plan = PlacedPlan(
@@ -77,8 +75,7 @@ def build_plan(
         batch=documents.batch,
         kv_capacity=kv_capacity,
         max_cut_pieces=num_cuts,
-        causal=causal,
-        window=window,
+        mask=mask,
     )
     least = dict(zip(CAPACITIES, needs.tolist(), strict=True))
     return plan, dataclasses.replace(config, **least)

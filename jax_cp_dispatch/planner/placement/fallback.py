@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch._window import Window, reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
@@ -19,8 +19,7 @@ def plan_of_fallback(
     needs: Int32[np.ndarray, " 5"],
     *,
     world_size: int,
-    causal: bool,
-    window: Window | None,
+    mask: Mask,
     config: PlacementConfig,
     rank: int | None,
 ) -> PlacedPlan:
@@ -31,8 +30,8 @@ def plan_of_fallback(
     """
     capacity = config.kv_capacity or 1
     num_tokens = documents.num_tokens // world_size
-    home, within = home_pieces(documents, world_size), reach("place_tokens", causal, window)
-    pairs = pairs_of_ranks(home, documents.lengths, within, world_size)[slice_of_rank(rank)]
+    home = home_pieces(documents, world_size)
+    pairs = pairs_of_ranks(home, documents.lengths, mask, world_size)[slice_of_rank(rank)]
     num_held, num_slots = len(pairs), config.max_transfers or 1
     num_cuts = config.max_cut_pieces or 1
     by_run = (num_held, config.max_pieces or 1)
@@ -51,8 +50,7 @@ def plan_of_fallback(
         batch=documents.batch,
         kv_capacity=capacity,
         max_cut_pieces=num_cuts,
-        causal=causal,
-        window=window,
+        mask=mask,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_type
-from jax_cp_dispatch._window import Window
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.place import place_tokens
 from jax_cp_dispatch.planner.sample import Needs, SampledPlanner, config_of_sample
@@ -18,8 +18,7 @@ def fit_placement_config(
     world_size: int,
     overflow: float = 1e-4,
     columns: int | None = None,
-    causal: bool = True,
-    window: Window | None = None,
+    mask: Mask | str | None = None,
     config: PlacementConfig = PlacementConfig(),
 ) -> PlacementConfig:
     """Finds capacities for a run from a sample of its batches.
@@ -33,7 +32,7 @@ def fit_placement_config(
     Args:
       batches: for each batch its lengths as for `place_tokens`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
-      world_size, columns, causal, window: as for `place_tokens`.
+      world_size, columns, mask: as for `place_tokens`.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: balance and constraints of the placements. Capacities that it has are kept.
     Returns:
@@ -43,10 +42,9 @@ def fit_placement_config(
         `place_tokens`.
     """
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
-    mask: Any = {"causal": causal, "window": window}
 
     def needs(**given: Any) -> Needs:
-        placement = place_tokens(world_size=world_size, **mask, **given)
+        placement = place_tokens(world_size=world_size, mask=mask, **given)
         values = [getattr(placement.needs, name) for name in CAPACITIES]
         own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
         most = all_ranks, all_ranks, own, own, all_ranks

@@ -9,7 +9,8 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks, speeds_in_ppm
 from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
@@ -34,8 +35,7 @@ def place_tokens(
     segment_ids: Int[Any, "B T"] | None = None,
     positions: Int[Any, "B T"] | None = None,
     columns: int | None = None,
-    causal: bool = True,
-    window: Window | None = None,
+    mask: Mask | str | None = None,
     config: PlacementConfig = PlacementConfig(),
     fallback: str | None = None,
     rank: int | None = None,
@@ -59,10 +59,8 @@ def place_tokens(
       positions: with segment ids only; a document also ends where they do not increase.
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      causal: a query attends to the keys up to its own position; otherwise to its whole document,
-        so a rank that holds any of its tokens receives all of its keys.
-      window: with `causal`, the maximum keys to which a query attends, the last of which is its
-        own. Without, a pair (left, right): the keys before and after it. None: no limit.
+      mask: "full", "causal" or an object of `jax_cp_dispatch.masks`; None is causal. With "full", a
+        rank that holds any token of a document receives all of its keys.
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
@@ -73,15 +71,15 @@ def place_tokens(
     Returns:
       The placement. Its plan is for arrays in placed order.
     Raises:
-      TypeError: lengths, ids or the window are not integers.
-      ValueError: sizes do not match, the window does not match `causal`, a document is not
-        contiguous, or the placement exceeds a capacity of the config and there is no fallback.
+      TypeError: lengths or ids are not integers, or mask is no mask.
+      ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
+        capacity of the config and there is no fallback.
     """
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
     check_positive(_OP, world_size=world_size)
     world_size = int(world_size)
     documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
-    reach(_OP, causal, window)
+    mask = read_mask(_OP, mask)
     num_tokens = documents.num_tokens // world_size
     check_ranks(_OP, config, world_size)
     if config.block > max(num_tokens, 1):
@@ -91,7 +89,7 @@ def place_tokens(
         )
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    options: dict[str, Any] = {"world_size": world_size, "causal": causal, "window": window}
+    options: dict[str, Any] = {"world_size": world_size, "mask": mask}
     options |= {"config": config, "rank": rank}
     least, reason = None, None
     try:
@@ -125,23 +123,20 @@ def _place(
     positions: Int[Any, "B T"] | None,
     *,
     world_size: int,
-    causal: bool,
-    window: Window | None,
+    mask: Mask,
     config: PlacementConfig,
     rank: int | None,
 ) -> tuple[PlacedPlan, PlacementConfig, Pieces]:
     """Returns the plan, the capacities that it needs, and the pieces of documents."""
     num_tokens = documents.num_tokens // world_size
-    within = reach(_OP, causal, window)
-    check_longest_keys(_OP, config, documents, within)
-    assigned = _assign(documents, config, world_size, within)
-    pieces, spans = lay_out(assigned, documents.lengths, within)
+    check_longest_keys(_OP, config, documents, mask)
+    assigned = _assign(documents, config, world_size, mask)
+    pieces, spans = lay_out(assigned, documents.lengths, mask)
     sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
-    mask: dict[str, Any] = {"causal": causal, "window": window}
-    digest = digest_of_plan(config, within, *pieces[:4])
+    digest = digest_of_plan(config, mask, *pieces[:4])
     stamp = stamp_of_pieces(documents, pieces, positions, digest, world_size=world_size)
     sizes["rank"] = rank
-    plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, **mask, config=config)
+    plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, mask=mask, config=config)
     return plan, needs, pieces
 
 
@@ -166,19 +161,17 @@ def _capacities_that_suffice(
 
 
 def _assign(
-    documents: Documents, config: PlacementConfig, world_size: int, within: Reach
+    documents: Documents, config: PlacementConfig, world_size: int, mask: Mask
 ) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
     none = -1
-    left, right = within.clipped(documents.num_tokens)
     assigned = native.place_documents(
         np.ascontiguousarray(documents.lengths, np.int64),
         speeds=speeds_in_ppm(config, world_size),
         num_ranks=world_size,
         tokens_per_rank=documents.num_tokens // world_size,
         ranks_per_node=config.ranks_per_node or 1,
-        left=none if left is None else left,
-        right=none if right is None else right,
+        pairs=mask.clipped(documents.num_tokens).pair_count,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
         max_received=none if config.kv_capacity is None else config.kv_capacity,
         block=config.block,

@@ -99,7 +99,7 @@ class Placement:
         if self.reason is not None:  # they do
             return np.asarray(self.plan.pairs)
         home = self._home.parts(self._parts())
-        return home.per_rank(home.pairs(self.plan.within), self.world_size).astype(np.float32)
+        return home.per_rank(home.pairs(self.plan.mask), self.world_size).astype(np.float32)
 
     @property
     def imbalance(self) -> float:
@@ -153,7 +153,7 @@ class Placement:
             self._parts(),
             traffic={"keys": keys},
             num_tokens=plan.num_tokens,
-            within=plan.within,
+            mask=plan.mask,
             home=self._home,
             speeds=self.config.rank_speeds,
             ranks_per_node=self.config.ranks_per_node,

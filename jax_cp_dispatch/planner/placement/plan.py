@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch._window import Reach, Window, reach
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
 from jax_cp_dispatch.planner.parts import parts_of_placed
@@ -54,7 +54,7 @@ class PlacedPlan:
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
       max_cut_pieces: see `PlacementConfig` (static).
-      causal, window: the mask, as in `place_tokens` (static).
+      mask: which keys a query sees; its kind is static.
     """
 
     kv_metadata: Leaf
@@ -67,22 +67,17 @@ class PlacedPlan:
     pairs: Leaf
     needs: Leaf
     stamp: Leaf
+    mask: Mask
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
     max_cut_pieces: int = dataclasses.field(metadata={"static": True})
-    causal: bool = dataclasses.field(metadata={"static": True})
-    window: Window | None = dataclasses.field(metadata={"static": True})
 
     __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
     @property
     def world_size(self) -> int:
         return self.kv_metadata.world_size
-
-    @property
-    def within(self) -> Reach:
-        return reach("PlacedPlan", self.causal, self.window)
 
     def slice_of(self, rank: int) -> "PlacedPlan":
         """Returns the part of one rank: all arrays with a leading axis of size 1.
@@ -102,7 +97,7 @@ class PlacedPlan:
         Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives NumPy), or inside
         `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
         """
-        return key_ranges(local_runs(self, rank), size=self.num_tokens, within=self.within)
+        return key_ranges(local_runs(self, rank), size=self.num_tokens, mask=self.mask)
 
     @property
     def fits(self) -> Bool[Array | np.ndarray, ""]:
@@ -153,7 +148,7 @@ class PlacedPlan:
             parts_of_placed(op, self),
             traffic={"keys": keys},
             num_tokens=self.num_tokens,
-            within=self.within,
+            mask=self.mask,
             home=None,
         )
 

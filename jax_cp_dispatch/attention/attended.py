@@ -1,28 +1,24 @@
-"""The tokens to which each token attends: its document, its causal part, or a window."""
+"""The tokens that each token of packed rows sees, as ranges."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Int
 
-from jax_cp_dispatch._window import Reach
+from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
 
 
 def attended_tokens(
-    segment_ids: Integer[Array, "B T"] | None,
-    positions: Integer[Array, "B T"] | None,
-    *,
-    shape: tuple[int, int],
-    reach: Reach,
+    packed: PackedMask, shape: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns each token's range of tokens [start, end) in its batch row; empty for padding.
 
     Args:
-      segment_ids, positions: of the whole sequence, in order; None: each row is one document.
+      packed: of the whole sequence, in order; without segment ids, each row is one document.
       shape: B and T.
-      reach: the number of tokens before and after itself to which a token attends.
     """
+    mask, segment_ids, positions = packed
     num_tokens = shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     if segment_ids is None:
@@ -34,9 +30,6 @@ def attended_tokens(
         is_last = jnp.pad(start[:, 1:] != start[:, :-1], ((0, 0), (0, 1)), constant_values=True)
         last = jnp.where(is_last, token, num_tokens)
         end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
-    left, right = reach.clipped(num_tokens)
-    if left is not None:
-        start = jnp.maximum(start, (token - left)[None])
-    if right is not None:
-        end = jnp.minimum(end, (token + right + 1)[None])
+    mask = mask.clipped(num_tokens)
+    start, end = mask.k_start(token[None], start), mask.k_end(token[None], end)
     return jnp.where(live, start, 0), jnp.where(live, end, 0)

@@ -1,0 +1,72 @@
+"""`Chunked`: a query sees the keys of its chunk up to its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_cp_dispatch.masks.causal import Causal
+from jax_cp_dispatch.masks.mask import Mask, minimum, triangle
+from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    """A query sees the keys up to its own in its chunk of the document (local layers of Llama 4).
+
+    Chunks count from the start of the document, whatever the layout.
+
+    Attributes:
+      size: tokens of a chunk.
+    """
+
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_tokens(self, "size", self.size, least=1)
+
+    @property
+    def is_causal(self) -> bool:
+        return True
+
+    @property
+    def pair_count(self) -> tuple[int, int, int]:
+        return -1, 0, self.size
+
+    @property
+    def num_diagonals(self) -> int:
+        """Two: the other edges of a chunk cross as many tiles as a diagonal."""
+        return 2
+
+    def k_start(self, q: Any, start: Any) -> Any:
+        return q - _remainder(q - start, self.size)
+
+    def k_end(self, q: Any, end: Any) -> Any:
+        return q + 1
+
+    def pairs_before(self, queries: Any, keys: Any) -> Any:
+        both = np.minimum(queries, keys)
+        whole, rest = both // self.size, both % self.size
+        # Queries after the last key see the keys of its chunk if they are in it.
+        later = np.minimum(queries, (whole + 1) * self.size) - both
+        triangles = whole * triangle(self.size, self.size) + triangle(rest, rest)
+        return triangles + np.maximum(later, 0) * rest
+
+    def num_keys(self, length: Any) -> Any:
+        return minimum(length, self.size)
+
+    def clipped(self, num_tokens: int) -> "Chunked":
+        return Chunked(max(1, min(self.size, num_tokens)))
+
+    def simplified(self) -> Mask:
+        return Causal() if no_limit_if_large(self.size) is None else self
+
+
+def _remainder(x: Any, size: int) -> Any:
+    """Returns x % size of numbers that are not negative, on the device in one operation."""
+    if isinstance(x, jax.Array):
+        return lax.rem(x, jax.numpy.asarray(size, x.dtype))
+    return x % size

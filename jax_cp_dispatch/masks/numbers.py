@@ -1,0 +1,19 @@
+"""Checks the numbers of tokens of a mask."""
+
+from typing import Any
+
+from jax_cp_dispatch._arguments import check_integer
+
+
+def check_tokens(mask: Any, name: str, value: Any, *, least: int) -> None:
+    """Requires an integer of at least `least`, and sets it as one of Python."""
+    op = type(mask).__name__
+    check_integer(op, name, value)
+    if value < least:
+        raise ValueError(f"{op}: {name} is {value}; it needs to be at least {least}.")
+    object.__setattr__(mask, name, int(value))
+
+
+def no_limit_if_large(value: int | None) -> int | None:
+    """Returns None for numbers that no document reaches: positions have 32 bits."""
+    return None if value is None or value >= 2**31 else value

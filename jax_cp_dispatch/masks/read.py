@@ -1,0 +1,36 @@
+"""Reads the argument `mask=`, once, where a function is called."""
+
+from typing import Any
+
+from jax_cp_dispatch.masks.causal import Causal
+from jax_cp_dispatch.masks.full import Full
+from jax_cp_dispatch.masks.mask import Mask
+
+_BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
+
+
+def read_mask(op: str, mask: Any) -> Mask:
+    """Returns a mask, simplified; a name is that of a mask without numbers, None is causal."""
+    if mask is None:
+        return Causal()
+    if isinstance(mask, str) and mask in _BY_NAME:
+        return _BY_NAME[mask]()
+    if isinstance(mask, Mask):
+        return mask.simplified()
+    shape = getattr(mask, "shape", None)
+    got = repr(mask) if shape is None else f"an array of shape {list(shape)}"
+    raise TypeError(
+        f"{op}: mask is {got}; it needs to be 'causal', 'full', or an object of "
+        "jax_cp_dispatch.masks. Pass, for example, masks.SlidingWindow(1024)."
+    )
+
+
+def read_causal_mask(op: str, mask: Any, instead: str) -> Mask:
+    """Returns a mask in which every query sees its own key last."""
+    mask = read_mask(op, mask)
+    if not mask.is_causal:
+        raise ValueError(
+            f"{op}: mask is {mask}, but balanced attention needs a causal mask: no query may see "
+            f"keys after its own. {instead}"
+        )
+    return mask

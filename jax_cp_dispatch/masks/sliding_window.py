@@ -1,0 +1,75 @@
+"""`SlidingWindow`: a query sees the keys near it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jax_cp_dispatch.masks.causal import Causal
+from jax_cp_dispatch.masks.full import Full
+from jax_cp_dispatch.masks.mask import Mask, maximum, minimum, triangle
+from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query at q sees the keys k of its document with q - left < k <= q + right.
+
+    Attributes:
+      left: keys up to the query, its own included, so at least 1; None: no limit.
+      right: keys after the query; None: no limit. With 0 the mask is causal.
+    """
+
+    left: int | None = dataclasses.field(metadata={"static": True})
+    right: int | None = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("left", self.left, 1), ("right", self.right, 0)):
+            if value is not None:
+                check_tokens(self, name, value, least=least)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def pair_count(self) -> tuple[int, int, int]:
+        left = -1 if self.left is None else self.left - 1
+        return left, -1 if self.right is None else self.right, 0
+
+    def k_start(self, q: Any, start: Any) -> Any:
+        return start if self.left is None else maximum(start, q - (self.left - 1))
+
+    def k_end(self, q: Any, end: Any) -> Any:
+        if self.right == 0:
+            return q + 1
+        return end if self.right is None else minimum(end, q + (self.right + 1))
+
+    def pairs_before(self, queries: Any, keys: Any) -> Any:
+        right = self.right
+        seen = queries * keys if right is None else _up_to(right, queries, keys)
+        return seen if self.left is None else seen - _up_to(-self.left, queries, keys)
+
+    def num_keys(self, length: Any) -> Any:
+        if self.left is None or self.right is None:
+            return length
+        return minimum(length, self.left + self.right)
+
+    def clipped(self, num_tokens: int) -> "SlidingWindow":
+        left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
+        return SlidingWindow(None if left is None else max(left, 1), right)
+
+    def simplified(self) -> Mask:
+        left, right = (no_limit_if_large(x) for x in (self.left, self.right))
+        if left is None and right in (None, 0):
+            return Full() if right is None else Causal()
+        return SlidingWindow(left, right)
+
+
+def _up_to(ahead: int, q: Any, k: Any) -> Any:
+    """Pairs with query < q and key < k, and key <= query + ahead.
+
+    A triangle that begins `ahead` queries earlier, minus its part before the first query.
+    """
+    return triangle(q + ahead, k) - triangle(ahead, k)

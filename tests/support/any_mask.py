@@ -1,0 +1,17 @@
+"""Draws masks for properties."""
+
+from hypothesis import strategies as st
+
+from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
+
+
+def causal_mask(most):
+    """Draws a causal mask, with numbers of at most `most` tokens."""
+    size = st.integers(1, most)
+    return st.just(Causal()) | st.builds(SlidingWindow, size) | st.builds(Chunked, size)
+
+
+def any_mask(most):
+    """Draws any mask."""
+    left, right = (st.none() | st.integers(least, most) for least in (1, 0))
+    return causal_mask(most) | st.just(Full()) | st.builds(SlidingWindow, left, right)
