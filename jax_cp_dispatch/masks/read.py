@@ -19,7 +19,8 @@ def read_mask(op: str, mask: Any) -> Mask:
         return mask.simplified()
     shape = getattr(mask, "shape", None)
     got = repr(mask) if shape is None else f"an array of shape {list(shape)}"
-    raise TypeError(
+    error = ValueError if isinstance(mask, str) else TypeError
+    raise error(
         f"{op}: mask is {got}; it needs to be 'causal', 'full', or an object of "
         "jax_cp_dispatch.masks. Pass, for example, masks.SlidingWindow(1024)."
     )

@@ -57,6 +57,7 @@ def test_ranges_of_packed_documents(mask, seed):
     np.testing.assert_array_equal(stop - shift, 20 - seen[:, ::-1].argmax(1))
 
 
+@pytest.mark.usefixtures("unchecked_types")  # NumPy integers are integers
 def test_equal_masks_are_one():
     """So they share a program, and a plan for one is a plan for the other."""
     for mask, simplest in (

@@ -85,7 +85,6 @@ CASES = [
                 lambda: attend(segment_ids=IDS.tolist()),
                 "segment_ids is of type list; it needs",
             ),
-            (lambda: attend(mask="no"), "mask is 'no'; it needs to be 'causal', 'full', or an"),
             (lambda: attend(mask=True), "mask is True; it needs to be 'causal', 'full', or an"),
             (lambda: attend(mask=cp.masks.Causal), "mask is <class.*; it needs to be"),
             (lambda: attend(mask=np.tri(16, dtype=bool)), r"an array of shape \[16, 16\].*Pass"),
