@@ -180,7 +180,7 @@ def test_trace_of_any_spans(tmp_path):
         ("zigzag", {"repeats": 0}, "zigzag_ring_attention_profile: repeats is 0"),
         ("zigzag", {"mesh": mesh_of(5)}, "T is 12 but 'cp' has 5 devices, which need to divide it"),
         ("ring", {"layout": "spiral"}, "ring_attention_profile: layout is 'spiral'"),
-        ("ring", {"mask": 3}, "ring_attention_profile: mask is 3; it needs to be"),
+        ("ring", {"mask": "no"}, "ring_attention_profile: mask is 'no'; it needs to be"),
         ("hamilton", {"nodes": 2}, "nodes is 2 but there are 3 ranks"),
         ("hamilton", {"positions": np.zeros((1, 5), np.int32)}, r"positions has shape \(1, 5\)"),
     ],
