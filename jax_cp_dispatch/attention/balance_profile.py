@@ -124,7 +124,7 @@ def balance_profile(
     mask = read_causal_mask(_OP, mask, "Omit it for the default.")
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
-    documents = documents_of(_OP, lengths, None, None, columns, world_size)
+    documents = documents_of(_OP, world_size=world_size, lengths=lengths, columns=columns)
     rows = documents.batch, documents.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))

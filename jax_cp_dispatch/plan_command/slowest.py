@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_cp_dispatch.cost import Workload
 from jax_cp_dispatch.planner.documents import documents_of
-from jax_cp_dispatch.planner.parts import parts_at_home
+from jax_cp_dispatch.planner.planned_pieces import pieces_at_home
 
 
 class Slowest(NamedTuple):
@@ -34,22 +34,22 @@ def slowest_rank(workload: Workload) -> Slowest:
     n = workload.num_ranks
     columns = n * workload.tokens_per_rank
     rows = [[x for x in row if x] for row in workload.rows]
-    documents = documents_of("plan", rows, None, None, columns, n)
-    parts = parts_at_home(documents, n)
-    pairs = parts.pairs(workload.visible)
-    work = parts.per_rank(pairs, n)
+    documents = documents_of("plan", world_size=n, lengths=rows, columns=columns)
+    pieces = pieces_at_home(documents, n)
+    pairs = pieces.pairs(workload.visible)
+    work = pieces.per_rank(pairs, n)
     rank = int(work.argmax())
-    here = np.flatnonzero(parts.rank == rank)
+    here = np.flatnonzero(pieces.rank == rank)
     at = int(here[pairs[here].argmax()])
-    batch_row = int(parts.first[at]) // columns
+    batch_row = int(pieces.first[at]) // columns
     earlier = sum(map(len, rows[:batch_row]))
-    document = int(np.searchsorted(documents.first, parts.first[at])) - earlier
+    document = int(np.searchsorted(documents.first, pieces.first[at])) - earlier
     return Slowest(
         rank=rank,
         imbalance=float(work[rank] / work.mean()),
         share=float(pairs[at] / work[rank]),
         batch_row=batch_row,
         document=document,
-        queries=int(parts.end[at] - parts.start[at]),
-        length=int(parts.length[at]),
+        queries=int(pieces.end[at] - pieces.start[at]),
+        length=int(pieces.length[at]),
     )

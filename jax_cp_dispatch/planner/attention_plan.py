@@ -12,8 +12,13 @@ from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
-from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
-from jax_cp_dispatch.planner.parts import Home, parts_of_plan
+from jax_cp_dispatch.planner.describe import (
+    PlanToDescribe,
+    Rows,
+    describe_plan,
+    exceeded_capacities,
+)
+from jax_cp_dispatch.planner.planned_pieces import Home, pieces_of_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -147,15 +152,17 @@ class AttentionPlan:
         columns = self.num_tokens // self.batch * self.world_size
         home = Home(self.batch, columns, self.world_size)
         return describe_plan(
-            "AttentionPlan",
-            parts_of_plan(op, self, home),
-            traffic={
-                "queries": Rows(queries, self.q_capacity),
-                "keys": Rows(keys, self.kv_capacity),
-            },
-            num_tokens=self.num_tokens,
-            mask=self.mask,
-            home=home,
+            PlanToDescribe(
+                name="AttentionPlan",
+                pieces=pieces_of_plan(op, self, home),
+                traffic={
+                    "queries": Rows(queries, self.q_capacity),
+                    "keys": Rows(keys, self.kv_capacity),
+                },
+                num_tokens=self.num_tokens,
+                mask=self.mask,
+                home=home,
+            )
         )
 
     @property

@@ -9,10 +9,10 @@ from jaxtyping import Float64, Int, Int32
 from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import describe_traffic, rows_moved
-from jax_cp_dispatch.planner.parts import Home, Parts
+from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces
 
 _NUM_RANKS = 3
-_NUM_PARTS = 2
+_NUM_PIECES = 2
 
 
 class Rows(NamedTuple):
@@ -22,22 +22,12 @@ class Rows(NamedTuple):
     capacity: int
 
 
-def describe_plan(
-    name: str,
-    parts: Parts,
-    *,
-    traffic: Mapping[str, Rows],
-    num_tokens: int,
-    mask: Mask,
-    home: Home | None,
-    speeds: Sequence[float] | None = None,
-    ranks_per_node: int | None = None,
-) -> str:
-    """Returns the text of the `describe` methods.
+class PlanToDescribe(NamedTuple):
+    """A plan of all ranks, as far as its description needs it.
 
-    Args:
+    Attributes:
       name: of the class.
-      parts: what each rank computes.
+      pieces: what each rank computes.
       traffic: "keys", and "queries" if they move.
       num_tokens: of a rank.
       mask: which keys a query sees.
@@ -45,14 +35,28 @@ def describe_plan(
       speeds: relative speeds of the ranks, which determine their shares of the work.
       ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
     """
+
+    name: str
+    pieces: PlannedPieces
+    traffic: Mapping[str, Rows]
+    num_tokens: int
+    mask: Mask
+    home: Home | None
+    speeds: Sequence[float] | None = None
+    ranks_per_node: int | None = None
+
+
+def describe_plan(plan: PlanToDescribe) -> str:
+    """Returns the text of the `describe` methods."""
+    name, planned, traffic, num_tokens, mask, home, speeds, ranks_per_node = plan
     keys = traffic["keys"].sent
     num_ranks = len(keys)
-    computed = parts.per_rank(parts.end - parts.start, num_ranks)
+    computed = planned.per_rank(planned.end - planned.start, num_ranks)
     all_tokens = num_ranks * num_tokens
-    after = _load(parts, mask, num_ranks, speeds)
-    at_home = None if home is None else home.parts(parts)
+    after = _load(planned, mask, num_ranks, speeds)
+    at_home = None if home is None else home.pieces(planned)
     before = None if at_home is None else _load(at_home, mask, num_ranks, speeds)
-    work = f"{parts.pairs(mask).sum():.3e} query-key pairs; max/mean {after.max():.3f}"
+    work = f"{planned.pairs(mask).sum():.3e} query-key pairs; max/mean {after.max():.3f}"
     if speeds is not None:
         work += " relative to the ranks' speeds"
     if before is not None:
@@ -93,7 +97,7 @@ def describe_plan(
         lines += ["", "  Ranks with the most work before planning"]
         lines += _heaviest(at_home, before, mask, share, home, queries_move=False)
     lines += ["", "  Ranks with the most work as planned"]
-    lines += _heaviest(parts, after, mask, share, home, queries_move="queries" in traffic)
+    lines += _heaviest(planned, after, mask, share, home, queries_move="queries" in traffic)
     return "\n".join(lines)
 
 
@@ -102,17 +106,17 @@ def _line(name: str, text: str) -> str:
 
 
 def _load(
-    parts: Parts, mask: Mask, num_ranks: int, speeds: Sequence[float] | None
+    planned: PlannedPieces, mask: Mask, num_ranks: int, speeds: Sequence[float] | None
 ) -> Float64[np.ndarray, " W"]:
     """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
-    pairs = parts.per_rank(parts.pairs(mask), num_ranks).astype(float)
+    pairs = planned.per_rank(planned.pairs(mask), num_ranks).astype(float)
     shares = np.ones(num_ranks) if speeds is None else np.array(speeds)
     shares = pairs.sum() * shares / shares.sum()
     return pairs / shares if pairs.any() else np.ones(num_ranks)
 
 
 def _heaviest(
-    parts: Parts,
+    planned: PlannedPieces,
     load: Float64[np.ndarray, " W"],
     mask: Mask,
     share: str,
@@ -121,16 +125,16 @@ def _heaviest(
     queries_move: bool,
 ) -> list[str]:
     """Names the ranks with the most work, and the documents that cause most of it."""
-    pairs, keys = parts.pairs(mask), parts.keys(mask)
+    pairs, keys = planned.pairs(mask), planned.keys(mask)
     lines = []
     for rank in np.argsort(-load, kind="stable")[:_NUM_RANKS].tolist():
-        here = np.flatnonzero(parts.rank == rank)
+        here = np.flatnonzero(planned.rank == rank)
         num = len(here)
         pieces = "1 piece of a document" if num == 1 else f"{count(num)} pieces of documents"
         lines.append(f"    rank {rank}: {load[rank]:.3f} times {share}, in {pieces}")
         total = max(pairs[here].sum(), 1)
-        for at in here[np.argsort(-pairs[here], kind="stable")][:_NUM_PARTS].tolist():
-            first, start, end, length = (int(x[at]) for x in parts.in_batch)
+        for at in here[np.argsort(-pairs[here], kind="stable")][:_NUM_PIECES].tolist():
+            first, start, end, length = (int(x[at]) for x in planned.in_batch)
             lines.append(
                 f"      {pairs[at] / total:4.0%}: {count(end - start)} queries attend to "
                 f"{count(int(keys[at]))} keys of a document of {count(length)} tokens"

@@ -56,7 +56,13 @@ class Documents(NamedTuple):
 
 
 def documents_of(
-    op: str, lengths: Any, segment_ids: Any, positions: Any, columns: int | None, world_size: int
+    op: str,
+    *,
+    world_size: int,
+    lengths: Any = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    columns: int | None = None,
 ) -> Documents:
     """Returns the documents given by their lengths, or by segment ids and positions.
 

@@ -5,13 +5,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
-from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
-from jax_cp_dispatch.planner.slices import slice_of_rank
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 # Functions that find all capacities, by the function that takes the config.
@@ -54,23 +52,11 @@ def metadata_of_fallback(
     )
 
 
-def plan_of_fallback(
-    documents: Documents,
-    needs: Int32[np.ndarray, " 5"],
-    *,
-    world_size: int,
-    mask: Mask,
-    config: PlanConfig,
-    rank: int | None,
-) -> AttentionPlan:
-    """Returns a plan with `fits` false, of the shapes of all plans with this config.
-
-    With `rank`, it is the part of this rank.
-    """
+def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> AttentionPlan:
+    """Returns a plan with `fits` false, of the shapes of all plans with this config."""
+    config, world_size = request.config, request.world_size
     q, kv, q_slots, kv_slots, num_runs = (getattr(config, name) or 1 for name in CAPACITIES)
-    home = home_pieces(documents, world_size)
-    pairs = pairs_of_ranks(home, documents.lengths, mask, world_size)
-    pairs = pairs[slice_of_rank(rank)].astype(np.float32)
+    pairs = pairs_of_ranks(request, home_pieces(request.documents, world_size))
     num_held = len(pairs)
     by_run = (num_held, num_runs)
     return AttentionPlan(
@@ -84,9 +70,9 @@ def plan_of_fallback(
         pairs_after=pairs,
         needs=np.tile(needs, (num_held, 1)),
         stamp=stamp_of_fallback(num_held),
-        num_tokens=documents.num_tokens // world_size,
-        batch=documents.batch,
+        num_tokens=request.num_tokens,
+        batch=request.documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=mask,
+        mask=request.mask,
     )

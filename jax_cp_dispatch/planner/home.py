@@ -1,11 +1,11 @@
 """What ranks hold before anything moves: pieces of documents, and their work."""
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Float32
 
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
@@ -25,10 +25,9 @@ def home_pieces(documents: Documents, world_size: int) -> Pieces:
     return Pieces(rank, number, start, end, row, row - start)
 
 
-def pairs_of_ranks(
-    pieces: Pieces, lengths: Int[np.ndarray, " D"], mask: Mask, world_size: int
-) -> Int64[np.ndarray, " W"]:
+def pairs_of_ranks(request: PlanRequest, pieces: Pieces) -> Float32[np.ndarray, " held"]:
     """Returns the query-key pairs of each rank's pieces."""
-    keys = lengths[pieces.document]
-    pairs = mask.pairs(pieces.start, pieces.end, keys)
-    return sums_of_ranks(pieces.rank, pairs, world_size)
+    lengths = request.documents.lengths[pieces.document]
+    pairs = request.mask.pairs(pieces.start, pieces.end, lengths)
+    pairs = sums_of_ranks(pieces.rank, pairs, request.world_size)
+    return pairs[request.held].astype(np.float32)

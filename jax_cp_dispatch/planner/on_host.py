@@ -7,23 +7,20 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._ranks.runtime import native
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
-from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig
+from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.constraints import (
     check_longest_keys,
     check_mean_queries,
     check_ranks,
     speeds_in_ppm,
 )
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import plan_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
-from jax_cp_dispatch.planner.slices import slice_of_rank
-from jax_cp_dispatch.planner.stamp import digest_of_plan
 from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
@@ -45,16 +42,7 @@ class _Moves(NamedTuple):
     needs: Int[np.ndarray, "5 W"]
 
 
-def plan_on_host(
-    documents: Documents,
-    positions: Int[np.ndarray, "B T"] | None,
-    *,
-    world_size: int,
-    mask: Mask,
-    config: PlanConfig,
-    fallback: str | None,
-    rank: int | None,
-) -> AttentionPlan:
+def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan:
     """Returns the plan of a batch, or its part of one rank.
 
     Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
@@ -62,51 +50,46 @@ def plan_on_host(
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
+    documents, config, world_size = request.documents, request.config, request.world_size
     check_ranks(_OP, config, world_size)
     home = home_pieces(documents, world_size)
-    moves = _moves(documents, home, world_size, mask, config)
+    moves = _moves(request, home)
     needs = moves.needs.max(1).astype(np.int32)
     try:
-        check_longest_keys(_OP, config, documents, mask)
+        check_longest_keys(_OP, config, documents, request.mask)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
-        q, kv, q_slots, kv_slots, num_runs = _sizes(moves.needs, documents, world_size, config)
+        q, kv, q_slots, kv_slots, num_runs = _sizes(request, moves.needs)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
         free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        needs = _moves(documents, home, world_size, mask, free).needs.max(1).astype(np.int32)
+        needs = _moves(request._replace(config=free), home).needs.max(1).astype(np.int32)
         if fallback is None:
             sizes = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
                 f"{error} The plan with the best balance needs {', '.join(sizes)}."
             ) from None
-        options = {"world_size": world_size, "mask": mask, "config": config, "rank": rank}
-        return plan_of_fallback(documents, needs, **options)
-    pieces, num_pieces, part = moves.pieces, moves.needs[-1], slice_of_rank(rank)
-    of_ranks = {"world_size": world_size, "rank": rank}
-    counted = documents.lengths, mask, world_size
-    digest = digest_of_plan(config, mask, *pieces[:4])
-    stamp = stamp_of_pieces(documents, home, positions, digest, world_size=world_size)
-    runs = runs_of_pieces(pieces, num_pieces, num_runs=num_runs, num_rows=q, rank=rank)
+        return plan_of_fallback(request, needs)
+    pieces, held = moves.pieces, request.held
+    of_ranks = {"world_size": world_size, "rank": request.rank}
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
-        **runs,
-        num_rows=moves.needs[0, part].astype(np.int32),
-        pairs_before=pairs_of_ranks(home, *counted)[part].astype(np.float32),
-        pairs_after=pairs_of_ranks(pieces, *counted)[part].astype(np.float32),
-        needs=np.tile(needs, (world_size, 1))[part],
-        stamp=stamp[part],
-        num_tokens=documents.num_tokens // world_size,
+        **runs_of_pieces(pieces, moves.needs[-1], num_runs=num_runs, num_rows=q, rank=request.rank),
+        num_rows=moves.needs[0, held].astype(np.int32),
+        pairs_before=pairs_of_ranks(request, home),
+        pairs_after=pairs_of_ranks(request, pieces),
+        needs=np.tile(needs, (world_size, 1))[held],
+        stamp=stamp_of_pieces(request, pieces, home)[held],
+        num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=mask,
+        mask=request.mask,
     )
 
 
-def _moves(
-    documents: Documents, home: Pieces, world_size: int, mask: Mask, config: PlanConfig
-) -> _Moves:
+def _moves(request: PlanRequest, home: Pieces) -> _Moves:
+    documents, config, world_size = request.documents, request.config, request.world_size
     assigned = native.move_queries(
         np.ascontiguousarray(documents.lengths, np.int64),
         np.ascontiguousarray(documents.first % documents.columns, np.int64),
@@ -114,7 +97,7 @@ def _moves(
         num_ranks=world_size,
         columns_per_rank=documents.columns // world_size,
         ranks_per_node=config.ranks_per_node or 1,
-        pairs=mask.clipped(documents.columns).pair_count,
+        pairs=request.mask.clipped(documents.columns).pair_count,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
         query_cost=config.query_cost,
         key_cost=config.key_cost,
@@ -123,7 +106,7 @@ def _moves(
         block=config.block or 1,
         wanted_piece=config.rows_per_block,
     )
-    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, mask)
+    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, request.mask)
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
     needs = (
@@ -138,11 +121,10 @@ def _none_is_negative(limit: int | None) -> int:
     return -1 if limit is None else limit
 
 
-def _sizes(
-    needs: Int[np.ndarray, "5 W"], documents: Documents, world_size: int, config: PlanConfig
-) -> list[int]:
+def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:
     """Returns the static sizes, in the order of `CAPACITIES`."""
-    rows = 8 * min(config.rows_per_block, documents.columns // world_size)
+    config, columns = request.config, request.documents.columns // request.world_size
+    rows = 8 * min(config.rows_per_block, columns)
     sizes = (
         ("q_capacity", "would receive {} rows of queries", rows),
         ("kv_capacity", "would receive {} rows of keys", rows),
@@ -151,6 +133,6 @@ def _sizes(
         ("max_pieces", "would compute {} pieces", 8),
     )
     return [
-        static_size(_OP, "PlanConfig", name, what, need, getattr(config, name), least)
-        for (name, what, least), need in zip(sizes, needs, strict=True)
+        static_size(_OP, config, name, what, need, step)
+        for (name, what, step), need in zip(sizes, needs, strict=True)
     ]

@@ -22,6 +22,7 @@ from jax_cp_dispatch.planner.constraints import check_traced
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.on_host import plan_on_host
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import Assignment, assign, build
@@ -105,16 +106,12 @@ def plan_attention(
     world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    options = {
-        "world_size": world_size,
-        "mask": mask,
-        "config": config,
-        "fallback": fallback,
-        "rank": rank,
-    }
+    of_ranks = {"world_size": world_size, "mask": mask, "config": config, "rank": rank}
     if segment_ids is None or lengths is not None:
-        documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
-        return plan_on_host(documents, None, **options)
+        given = {"lengths": lengths, "segment_ids": segment_ids, "positions": positions}
+        documents = documents_of(_OP, world_size=world_size, columns=columns, **given)
+        request = PlanRequest(documents, positions=None, **of_ranks)
+        return plan_on_host(request, fallback=fallback)
     if isinstance(segment_ids, list | tuple):
         raise TypeError(
             f"{_OP}: segment_ids is of type {type(segment_ids).__name__}; it needs to be an array. "
@@ -124,10 +121,12 @@ def plan_attention(
         raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
     grid = check_shapes(_OP, segment_ids, positions, world_size, config)
     if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)):
-        ids, places = read_host_documents(_OP, segment_ids, positions)
-        documents = documents_of(_OP, None, ids, places, None, world_size)
+        ids, positions = read_host_documents(_OP, segment_ids, positions)
+        given_ids = {"segment_ids": ids, "positions": positions}
+        documents = documents_of(_OP, world_size=world_size, **given_ids)
         given = np.asarray(segment_ids).reshape(-1)[documents.first]
-        return plan_on_host(documents._replace(ids=given), places, **options)
+        request = PlanRequest(documents._replace(ids=given), positions=positions, **of_ranks)
+        return plan_on_host(request, fallback=fallback)
     check_traced(_OP, config)
     if rank is not None:
         raise ValueError(

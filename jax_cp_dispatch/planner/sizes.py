@@ -1,6 +1,9 @@
 """Static sizes of a plan made on the host: those configured, or what a batch needs, rounded up."""
 
+from typing import Any
+
 import numpy as np
+from jaxtyping import Int
 
 
 class DoesNotFitError(ValueError):
@@ -8,30 +11,32 @@ class DoesNotFitError(ValueError):
 
 
 def static_size(
-    op: str, config: str, name: str, what: str, needs: np.ndarray, given: int | None, least: int
+    op: str, config: Any, name: str, what: str, needs: Int[np.ndarray, " W"], step: int
 ) -> int:
-    """Returns the given size if sufficient; by default the need, rounded up to share programs.
+    """Returns the size in the config if sufficient; else the need, rounded up to share programs.
 
     Args:
-      op, config, name: the public function, the class and its field, for error messages.
+      op: the public function, for error messages.
+      config, name: the config, and the field with the size; None: by default.
       what: what a rank would do, with `{}` for its need.
       needs: of each rank.
-      least: smallest step of rounding; larger needs are rounded up by at most 1/8.
+      step: smallest step of rounding; larger needs are rounded up by at most 1/8.
     Raises:
       DoesNotFitError: the given size is too small.
     """
     need, rank = int(needs.max()), int(needs.argmax())
+    given = getattr(config, name)
     if need > np.iinfo(np.int32).max:
         raise ValueError(
             f"{op}: rank {rank} {what.format(need)}, but rows have 32-bit numbers. Plan for more "
             "ranks, or fewer tokens at a time."
         )
     if given is None:
-        step = max(least, 1 << max(need.bit_length() - 4, 0))
+        step = max(step, 1 << max(need.bit_length() - 4, 0))
         return max(-(-need // step), 1) * step
     if given < need:
         raise DoesNotFitError(
             f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} or "
-            f"None in {config}."
+            f"None in {type(config).__name__}."
         )
     return given

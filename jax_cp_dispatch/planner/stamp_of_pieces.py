@@ -1,29 +1,34 @@
 """The stamp of a plan that is made on the host, from the pieces of documents that ranks hold."""
 
-from typing import Any
-
 import numpy as np
-from jaxtyping import Int, Int32, UInt32
+from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.segment_ids import words
-from jax_cp_dispatch.planner.stamp import ID_STEP, POSITION_STEP, checksums_of_runs, make_stamp
+from jax_cp_dispatch.planner.stamp import (
+    ID_STEP,
+    POSITION_STEP,
+    checksums_of_runs,
+    digest_of_plan,
+    make_stamp,
+)
 
 
 def stamp_of_pieces(
-    documents: Documents,
-    pieces: Pieces,
-    positions: Int[Any, "B T"] | None,
-    digest: UInt32[np.ndarray, " 1"],
-    *,
-    world_size: int,
+    request: PlanRequest, computed: Pieces, held: Pieces
 ) -> Int32[np.ndarray, "W 4"]:
-    """Returns the stamp of the segment ids and positions in the rows of the ranks.
+    """Returns the stamp of a plan of all ranks.
 
-    Positions that are not given count from 0 in each document. Those of padding do not count.
+    Positions of padding do not count.
+
+    Args:
+      request: with the segment ids and positions of the batch.
+      computed: where each piece is computed.
+      held: the order of the rows that ranks pass to attention.
     """
-    rank, row, length, document, start = _by_row(pieces)
+    documents, positions, world_size = request.documents, request.positions, request.world_size
+    rank, row, length, document, start = _by_row(held)
     ids = checksums_of_runs(
         *_with_padding(
             (rank, row, length, words(documents.ids)[document]),
@@ -42,7 +47,7 @@ def stamp_of_pieces(
         value = words(np.asarray(positions)).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
     places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
-    return make_stamp(ids, places, digest)
+    return make_stamp(ids, places, digest_of_plan(request.config, request.mask, *computed[:4]))
 
 
 def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:

@@ -40,7 +40,7 @@ def program_of(algorithm) -> Any:
 
 
 def documents():
-    return documents_of("test", LENGTHS, None, None, W * T, W)
+    return documents_of("test", world_size=W, lengths=LENGTHS, columns=W * T)
 
 
 def drawn():

@@ -18,7 +18,7 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 from jax_cp_dispatch.cost import rows_by_link
-from jax_cp_dispatch.planner.parts import Home, parts_of_plan
+from jax_cp_dispatch.planner.planned_pieces import Home, pieces_of_plan
 from jax_cp_dispatch.plots import plot_plan
 
 LENGTHS = [[50, 6, 4, 3, 1], [9, 9, 9, 9, 9, 9]]  # 118 of 128 tokens
@@ -154,7 +154,7 @@ def test_rows_between_ranks():
 
 @pytest.mark.parametrize("kind", ["moved", "placement", "placed", "metadata"])
 def test_pictures(kind, tmp_path):
-    """The labels are text in an SVG, where comments repeat them."""
+    """The labels are text in an SVG."""
     placement = place_tokens(LENGTHS, world_size=4, columns=64)
     plan = make_plan()
     before = f"before placing: max/mean {placement.imbalance_before:.2f}"
@@ -166,7 +166,7 @@ def test_pictures(kind, tmp_path):
     }[kind]
     plot_plan(drawn, tmp_path / "plan.svg")
     text = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {label} -->" in text for label in [*labels, "from rank"])
+    assert all(f">{label}</text>" in text for label in [*labels, "from rank"])
 
 
 def test_work_is_relative_to_the_speeds_of_ranks():
@@ -233,14 +233,14 @@ def test_documents_are_read_back_from_a_plan(documents, mask, batch, num_ranks, 
     )
     plan = jax.jit(make)(ids) if is_traced else make(ids)
     home = Home(batch, columns, num_ranks)
-    parts = parts_of_plan("test", plan, home)
+    pieces = pieces_of_plan("test", plan, home)
     computed = np.concatenate(
-        [np.arange(f + a, f + b) for f, a, b, _ in zip(*parts.in_batch, strict=True)]
+        [np.arange(f + a, f + b) for f, a, b, _ in zip(*pieces.in_batch, strict=True)]
     )
     np.testing.assert_array_equal(np.sort(computed), np.flatnonzero(ids))
     flat = ids.reshape(-1)
-    for first, *_, length in zip(*parts.in_batch, strict=True):
+    for first, *_, length in zip(*pieces.in_batch, strict=True):
         assert len(set(flat[first : first + length])) == 1
         assert first + length == flat.size or flat[first + length] != flat[first]
-    for found, pairs in ((parts, plan.pairs_after), (home.parts(parts), plan.pairs_before)):
+    for found, pairs in ((pieces, plan.pairs_after), (home.pieces(pieces), plan.pairs_before)):
         np.testing.assert_array_equal(found.per_rank(found.pairs(mask), num_ranks), pairs)

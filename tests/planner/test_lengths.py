@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cp_dispatch import place_tokens, plan_attention
+from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.planner.sizes import static_size
 
 
@@ -90,10 +90,10 @@ def test_counts_beyond_64_bits_are_rejected(make):
 
 
 def test_received_rows_beyond_32_bits_are_rejected():
-    sizes = "plan", "PlanConfig", "kv_capacity", "would receive {} rows of keys"
+    sizes = "plan", PlanConfig(), "kv_capacity", "would receive {} rows of keys"
     needs = np.array([5, 2**31])
     with pytest.raises(ValueError, match="rank 1 would receive 2147483648 rows of keys, but rows"):
-        static_size(*sizes, needs, None, 8)
+        static_size(*sizes, needs, 8)
 
 
 @both

@@ -3,54 +3,41 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
-from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import no_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
-from jax_cp_dispatch.planner.slices import slice_of_rank
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 
-def plan_of_fallback(
-    documents: Documents,
-    needs: Int32[np.ndarray, " 5"],
-    *,
-    world_size: int,
-    mask: Mask,
-    config: PlacementConfig,
-    rank: int | None,
-) -> PlacedPlan:
+def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> PlacedPlan:
     """Returns a plan with `fits` false, of the shapes of all plans with this config.
 
-    `needs` are those of the placement with the best balance. With `rank`, it is the part of this
-    rank.
+    `needs` are those of the placement with the best balance.
     """
-    capacity = config.kv_capacity or 1
-    num_tokens = documents.num_tokens // world_size
-    home = home_pieces(documents, world_size)
-    pairs = pairs_of_ranks(home, documents.lengths, mask, world_size)[slice_of_rank(rank)]
+    config, world_size = request.config, request.world_size
+    pairs = pairs_of_ranks(request, home_pieces(request.documents, world_size))
     num_held, num_slots = len(pairs), config.max_transfers or 1
-    num_cuts = config.max_cut_pieces or 1
     by_run = (num_held, config.max_pieces or 1)
+    num_cuts = config.max_cut_pieces or 1
     return PlacedPlan(
         kv_metadata=metadata_of_fallback(world_size, num_slots, needs[0], num_held=num_held),
-        run_row=np.full(by_run, num_tokens, np.int32),
+        run_row=np.full(by_run, request.num_tokens, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
         run_length=np.zeros(by_run, np.int32),
         cut_pieces=no_cuts(num_held, num_cuts + (config.max_linked_pieces or 1)),
         num_rows=np.full(num_held, -1, np.int32),
-        pairs=pairs.astype(np.float32),
+        pairs=pairs,
         needs=np.tile(needs, (num_held, 1)),
         stamp=stamp_of_fallback(num_held),
-        num_tokens=num_tokens,
-        batch=documents.batch,
-        kv_capacity=capacity,
+        num_tokens=request.num_tokens,
+        batch=request.documents.batch,
+        kv_capacity=config.kv_capacity or 1,
         max_cut_pieces=num_cuts,
-        mask=mask,
+        mask=request.mask,
     )
 
 

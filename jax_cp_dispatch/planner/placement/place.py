@@ -12,7 +12,7 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks, speeds_in_ppm
-from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
+from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
@@ -20,10 +20,9 @@ from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
-from jax_cp_dispatch.planner.stamp import digest_of_plan
-from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 
 _OP = "place_tokens"
 
@@ -78,38 +77,37 @@ def place_tokens(
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
     check_positive(_OP, world_size=world_size)
     world_size = int(world_size)
-    documents = documents_of(_OP, lengths, segment_ids, positions, columns, world_size)
-    mask = read_mask(_OP, mask)
-    num_tokens = documents.num_tokens // world_size
-    check_ranks(_OP, config, world_size)
-    if config.block > max(num_tokens, 1):
-        raise ValueError(
-            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
-            f"block<={num_tokens}."
-        )
+    documents = documents_of(
+        _OP,
+        world_size=world_size,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        columns=columns,
+    )
+    request = PlanRequest(documents, positions, world_size, read_mask(_OP, mask), config, rank)
+    _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    options: dict[str, Any] = {"world_size": world_size, "mask": mask}
-    options |= {"config": config, "rank": rank}
-    least, reason = None, None
+    needed, reason = None, None
     try:
-        plan, least, pieces = _place(documents, positions, **options)
-        moves = tuple(_moves(documents, pieces, num_tokens, world_size))
+        plan, needed, pieces = _place(request)
+        moves = tuple(_moves(request, pieces))
     except DoesNotFitError as error:
-        text, needs = _capacities_that_suffice(documents, positions, **options)
+        text, needs = _capacities_that_suffice(request)
         reason = str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
-        plan = plan_of_fallback(documents, needs, **options)
+        plan = plan_of_fallback(request, needs)
         moves = moves_of_fallback(documents, world_size)
-    here = order_by_rank(moves[1] // max(num_tokens, 1), rank)
+    here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
         plan=plan,
         config=config,
-        least=least,
+        needed=needed,
         reason=reason,
         rank=rank,
         source=moves[0][here],
@@ -118,69 +116,58 @@ def place_tokens(
     )
 
 
-def _place(
-    documents: Documents,
-    positions: Int[Any, "B T"] | None,
-    *,
-    world_size: int,
-    mask: Mask,
-    config: PlacementConfig,
-    rank: int | None,
-) -> tuple[PlacedPlan, PlacementConfig, Pieces]:
+def _check_config(request: PlanRequest) -> None:
+    """Requires constraints that match the ranks."""
+    check_ranks(_OP, request.config, request.world_size)
+    block, num_tokens = request.config.block, request.num_tokens
+    if block > max(num_tokens, 1):
+        raise ValueError(
+            f"{_OP}: block is {block} but a rank holds {num_tokens} tokens. Pass "
+            f"block<={num_tokens}."
+        )
+
+
+def _place(request: PlanRequest) -> tuple[PlacedPlan, PlacementConfig, Pieces]:
     """Returns the plan, the capacities that it needs, and the pieces of documents."""
-    num_tokens = documents.num_tokens // world_size
-    check_longest_keys(_OP, config, documents, mask)
-    assigned = _assign(documents, config, world_size, mask)
-    pieces, spans = lay_out(assigned, documents.lengths, mask)
-    sizes: dict[str, Any] = {"world_size": world_size, "num_tokens": num_tokens}
-    digest = digest_of_plan(config, mask, *pieces[:4])
-    stamp = stamp_of_pieces(documents, pieces, positions, digest, world_size=world_size)
-    sizes["rank"] = rank
-    plan, needs = build_plan(pieces, spans, stamp, documents, **sizes, mask=mask, config=config)
-    return plan, needs, pieces
+    check_longest_keys(_OP, request.config, request.documents, request.mask)
+    pieces, spans = lay_out(_assign(request), request.documents.lengths, request.mask)
+    return *build_plan(request, pieces, spans), pieces
 
 
-def _capacities_that_suffice(
-    documents: Documents,
-    positions: Int[Any, "B T"] | None,
-    *,
-    config: PlacementConfig,
-    **options: Any,
-) -> tuple[str, Int32[np.ndarray, " 5"]]:
+def _capacities_that_suffice(request: PlanRequest) -> tuple[str, Int32[np.ndarray, " 5"]]:
     """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
 
     Without capacities, it is empty.
     """
     none: dict[str, Any] = dict.fromkeys(CAPACITIES)
-    free = dataclasses.replace(config, **none)
-    if free == config:
+    free = dataclasses.replace(request.config, **none)
+    if free == request.config:
         return "", np.zeros(len(CAPACITIES), np.int32)
-    plan, needs, _ = _place(documents, positions, config=free, **options)
-    sizes = ", ".join(f"{name}={getattr(needs, name)}" for name in CAPACITIES)
+    plan, needed, _ = _place(request._replace(config=free))
+    sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in CAPACITIES)
     return f" The placement with the best balance needs {sizes}.", plan.needs[0]
 
 
-def _assign(
-    documents: Documents, config: PlacementConfig, world_size: int, mask: Mask
-) -> Int[np.ndarray, "P 4"]:
+def _assign(request: PlanRequest) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
-    none = -1
+    documents, config, world_size = request.documents, request.config, request.world_size
     assigned = native.place_documents(
         np.ascontiguousarray(documents.lengths, np.int64),
         speeds=speeds_in_ppm(config, world_size),
         num_ranks=world_size,
-        tokens_per_rank=documents.num_tokens // world_size,
+        tokens_per_rank=request.num_tokens,
         ranks_per_node=config.ranks_per_node or 1,
-        pairs=mask.clipped(documents.num_tokens).pair_count,
+        pairs=request.mask.clipped(documents.num_tokens).pair_count,
         tolerance_ppm=round(1e6 * config.balance_tolerance),
-        max_received=none if config.kv_capacity is None else config.kv_capacity,
+        max_received=-1 if config.kv_capacity is None else config.kv_capacity,
         block=config.block,
     )
     return assigned.astype(np.int64)  # nanobind says "long long"
 
 
-def _moves(documents: Documents, pieces: Pieces, num_tokens: int, world_size: int):
+def _moves(request: PlanRequest, pieces: Pieces):
     """Returns source, place and length of every range, by place; padding comes last per rank."""
+    documents, world_size, num_tokens = request.documents, request.world_size, request.num_tokens
     tokens = pieces.end - pieces.start
     source = documents.first[pieces.document] + pieces.start
     place = pieces.rank * num_tokens + pieces.row

@@ -11,10 +11,10 @@ from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
-from jax_cp_dispatch.planner.describe import Rows, describe_plan
-from jax_cp_dispatch.planner.parts import Home, Parts, parts_of_placed
+from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
 
@@ -36,7 +36,7 @@ class Placement:
       rank: the rank whose part this is; None: all ranks.
       source, place, tokens: i64 `[P]`; the ranges of tokens that stay together: first token in the
         batch (counted row by row), first place, length. Sorted by place; padding included.
-      least: see `needs`; None if the batch does not fit.
+      needed: see `needs`; None if the batch does not fit.
     """
 
     batch: int
@@ -47,7 +47,7 @@ class Placement:
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
-    least: PlacementConfig | None
+    needed: PlacementConfig | None
     reason: str | None = None
     rank: int | None = None
 
@@ -88,9 +88,9 @@ class Placement:
         Raises:
           ValueError: the batch did not fit, so nothing was placed. The message says what it needs.
         """
-        if self.least is None:
+        if self.needed is None:
             raise ValueError(f"Placement.needs: no tokens were placed. {self.reason}")
-        return self.least
+        return self.needed
 
     @property
     def pairs_before(self) -> Float32[np.ndarray, " W"]:
@@ -98,7 +98,7 @@ class Placement:
         self._check_whole("pairs_before")
         if self.reason is not None:  # they do
             return np.asarray(self.plan.pairs)
-        home = self._home.parts(self._parts())
+        home = self._home.pieces(self._pieces())
         return home.per_rank(home.pairs(self.plan.mask), self.world_size).astype(np.float32)
 
     @property
@@ -149,14 +149,16 @@ class Placement:
         plan = self.plan
         keys = Rows(rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)
         return describe_plan(
-            "Placement",
-            self._parts(),
-            traffic={"keys": keys},
-            num_tokens=plan.num_tokens,
-            mask=plan.mask,
-            home=self._home,
-            speeds=self.config.rank_speeds,
-            ranks_per_node=self.config.ranks_per_node,
+            PlanToDescribe(
+                name="Placement",
+                pieces=self._pieces(),
+                traffic={"keys": keys},
+                num_tokens=plan.num_tokens,
+                mask=plan.mask,
+                home=self._home,
+                speeds=self.config.rank_speeds,
+                ranks_per_node=self.config.ranks_per_node,
+            )
         )
 
     @property
@@ -169,12 +171,12 @@ class Placement:
         share = pairs.sum() * speeds / speeds.sum()
         return float((pairs / share).max()) if pairs.sum() > 0 else 1.0
 
-    def _parts(self) -> Parts:
+    def _pieces(self) -> PlannedPieces:
         """Returns what each rank computes."""
-        parts = parts_of_placed("Placement", self.plan)
-        place = parts.rank * self.plan.num_tokens + parts.row
+        pieces = pieces_of_placed("Placement", self.plan)
+        place = pieces.rank * self.plan.num_tokens + pieces.row
         source = self.source[np.searchsorted(self.place, place, side="right") - 1]
-        return parts._replace(first=source - parts.start)
+        return pieces._replace(first=source - pieces.start)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -10,9 +10,14 @@ from jaxtyping import Array, Bool, Int32
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
-from jax_cp_dispatch.planner.describe import Rows, describe_plan, exceeded_capacities
-from jax_cp_dispatch.planner.parts import parts_of_placed
+from jax_cp_dispatch.planner.describe import (
+    PlanToDescribe,
+    Rows,
+    describe_plan,
+    exceeded_capacities,
+)
 from jax_cp_dispatch.planner.placement.config import CAPACITIES
+from jax_cp_dispatch.planner.planned_pieces import pieces_of_placed
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -144,12 +149,14 @@ class PlacedPlan:
             return f"PlacedPlan: the batch does not fit {exceeded}. Nothing was placed."
         keys = Rows(rows_between_ranks(op, self.kv_metadata), self.kv_capacity)
         return describe_plan(
-            "PlacedPlan",
-            parts_of_placed(op, self),
-            traffic={"keys": keys},
-            num_tokens=self.num_tokens,
-            mask=self.mask,
-            home=None,
+            PlanToDescribe(
+                name="PlacedPlan",
+                pieces=pieces_of_placed(op, self),
+                traffic={"keys": keys},
+                num_tokens=self.num_tokens,
+                mask=self.mask,
+                home=None,
+            )
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Parts of documents on ranks, read back from a plan: as planned, and before anything moves."""
+"""Pieces of documents on ranks, read back from a plan: as planned, and before anything moves."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jax_cp_dispatch.planner.home import home_pieces
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
-class Parts(NamedTuple):
+class PlannedPieces(NamedTuple):
     """Tokens [start, end) of documents, in consecutive rows of ranks; sorted by rank and row.
 
     Attributes:
@@ -36,16 +36,16 @@ class Parts(NamedTuple):
         return self.first, self.start, self.end, self.length
 
     def pairs(self, mask: Mask) -> Int[np.ndarray, " P"]:
-        """Returns the query-key pairs of each part."""
+        """Returns the query-key pairs of each piece."""
         return mask.pairs(self.start, self.end, self.length)
 
     def keys(self, mask: Mask) -> Int[np.ndarray, " P"]:
-        """Returns the number of keys to which at least one token of each part attends."""
+        """Returns the number of keys to which at least one token of each piece attends."""
         first, end = mask.keys_of(self.start, self.end, self.length)
         return end - first
 
     def per_rank(self, values: Int[np.ndarray, " P"], world_size: int) -> Int[np.ndarray, " W"]:
-        """Returns the sum over the parts of each rank."""
+        """Returns the sum over the pieces of each rank."""
         return sums_of_ranks(self.rank, values, world_size)
 
 
@@ -56,12 +56,12 @@ class Home(NamedTuple):
     columns: int
     num_ranks: int
 
-    def parts(self, planned: Parts) -> Parts:
-        """Returns the parts of the same documents that each rank holds before anything moves."""
+    def pieces(self, planned: PlannedPieces) -> PlannedPieces:
+        """Returns the pieces of the same documents that each rank holds before anything moves."""
         first, index = np.unique(planned.first, return_index=True)
         length = planned.length[index]
         documents = Documents(length, first, np.zeros_like(first), self.batch, self.columns)
-        return parts_at_home(documents, self.num_ranks)
+        return pieces_at_home(documents, self.num_ranks)
 
     def place_of(self, first: int, length: int) -> str:
         """Names the columns of a document."""
@@ -74,19 +74,19 @@ class Home(NamedTuple):
         return (column + start) // size, (column + end - 1) // size
 
 
-def parts_at_home(documents: Documents, num_ranks: int) -> Parts:
-    """Returns the parts that each rank holds before anything moves."""
+def pieces_at_home(documents: Documents, num_ranks: int) -> PlannedPieces:
+    """Returns the pieces that each rank holds before anything moves."""
     home = home_pieces(documents, num_ranks)
     order = np.lexsort((home.row, home.rank))
     rank, document, start, end, row = (x[order] for x in home[:5])
     length, first = documents.lengths[document], documents.first[document]
-    return Parts(rank, row, start, end, length, first)
+    return PlannedPieces(rank, row, start, end, length, first)
 
 
-def parts_of_plan(op: str, plan: Any, home: Home) -> Parts:
+def pieces_of_plan(op: str, plan: Any, home: Home) -> PlannedPieces:
     """Returns what the ranks of an `AttentionPlan` compute.
 
-    A run is a part. The range of queries in which it arrives says where its tokens are at home.
+    A run is a piece. The range of queries in which it arrives says where its tokens are at home.
     """
     rank, row, start, end, _ = _runs(op, plan)
     metadata = plan.q_metadata
@@ -104,14 +104,14 @@ def parts_of_plan(op: str, plan: Any, home: Home) -> Parts:
     _, document = np.unique(first, return_inverse=True)
     length = np.zeros(document.max(initial=-1) + 1, np.int64)
     np.maximum.at(length, document, end)  # every token is computed once
-    return Parts(rank, row, start, end, length[document], first)
+    return PlannedPieces(rank, row, start, end, length[document], first)
 
 
-def parts_of_placed(op: str, plan: Any) -> Parts:
+def pieces_of_placed(op: str, plan: Any) -> PlannedPieces:
     """Returns what the ranks of a `PlacedPlan` compute; a plan alone does not know its batch."""
     rank, row, start, end, run = _runs(op, plan)
     length = known(op, plan.run_length).astype(np.int64)[rank, run]
-    return Parts(rank, row, start, end, length, np.full_like(rank, -1))
+    return PlannedPieces(rank, row, start, end, length, np.full_like(rank, -1))
 
 
 def _runs(op: str, plan: Any) -> tuple[Int[np.ndarray, " R"], ...]:

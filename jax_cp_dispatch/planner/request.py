@@ -1,0 +1,40 @@
+"""What a plan on the host is made of: checked once, then passed on as a whole."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.slices import slice_of_rank
+
+
+class PlanRequest(NamedTuple):
+    """A batch, the ranks, and the choices of a plan.
+
+    Attributes:
+      documents: of the batch.
+      positions: of the batch `[B, T]`; None: they count from 0 in each document.
+      world_size: number of ranks W.
+      mask: which keys a query sees.
+      config: a `PlanConfig` or a `PlacementConfig`.
+      rank: the rank whose part is made; None: all.
+    """
+
+    documents: Documents
+    positions: Int[np.ndarray, "B T"] | None
+    world_size: int
+    mask: Mask
+    config: Any
+    rank: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of one rank."""
+        return self.documents.num_tokens // self.world_size
+
+    @property
+    def held(self) -> slice:
+        """The ranks whose parts are made, of arrays of all ranks."""
+        return slice_of_rank(self.rank)
