@@ -63,32 +63,28 @@ def start_shared_memory(
 ) -> None: ...
 def end_programs() -> None: ...
 def count_pairs(pairs: tuple[int, int, int], start: int, end: int, length: int) -> int: ...
-def place_documents(
-    lengths: np.ndarray,
-    *,
-    speeds: np.ndarray,
-    num_ranks: int,
-    tokens_per_rank: int,
-    ranks_per_node: int,
-    pairs: tuple[int, int, int],
-    tolerance_ppm: int,
-    max_received: int,
-    block: int,
-) -> np.ndarray: ...
-def move_queries(
-    lengths: np.ndarray,
-    columns: np.ndarray,
-    *,
-    speeds: np.ndarray,
-    num_ranks: int,
-    columns_per_rank: int,
-    ranks_per_node: int,
-    pairs: tuple[int, int, int],
-    tolerance_ppm: int,
-    query_cost: int,
-    key_cost: int,
-    max_queries: int,
-    max_keys: int,
-    block: int,
-    wanted_piece: int,
-) -> np.ndarray: ...
+
+class _Problem:
+    lengths: Sequence[int]
+    num_ranks: int
+    tolerance_ppm: int
+    speeds: Sequence[int]
+    ranks_per_node: int
+    block: int
+    pairs: tuple[int, int, int]
+
+class PlacementProblem(_Problem):
+    tokens_per_rank: int
+    max_received: int
+
+class QueryProblem(_Problem):
+    columns: Sequence[int]
+    columns_per_rank: int
+    query_cost: int
+    key_cost: int
+    max_queries: int
+    max_keys: int
+    wanted_piece: int
+
+def place_documents(problem: PlacementProblem) -> np.ndarray: ...
+def move_queries(problem: QueryProblem) -> np.ndarray: ...

@@ -183,7 +183,7 @@ RankPieces Plan(const QueryProblem& problem) {
 
 }  // namespace
 
-RankPieces MoveQueries(const QueryProblem& problem) {
+RankPieces MoveQueries(QueryProblem problem) {
   QueryProblem without = problem;
   without.max_queries = without.max_keys = QueryProblem::kNoLimit;
   RankPieces ranks = Plan(without);

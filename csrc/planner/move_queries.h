@@ -35,6 +35,6 @@ struct QueryProblem {
 
 // The pieces that each rank computes. A rank receives each key that its queries need once. Uses
 // integers only and a bounded number of steps: equal problems give equal results on every machine.
-RankPieces MoveQueries(const QueryProblem& problem);
+RankPieces MoveQueries(QueryProblem problem);
 
 }  // namespace cpd

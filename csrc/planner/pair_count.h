@@ -7,8 +7,8 @@
 
 namespace cpd {
 
-// A query at p attends to the tokens p - left, ..., p + right of its document; with chunks, to those
-// of its chunk up to its own. The fields are those of `Mask.pair_count` in Python.
+// A query at p attends to the tokens p - left, ..., p + right of its document; with chunks, to
+// those of its chunk up to its own. The fields are those of `Mask.pair_count` in Python.
 struct PairCount {
   static constexpr int64_t kNoLimit = -1;
 

@@ -3,11 +3,11 @@
 `plan`: the public function. `attention_plan`: its result. `config`: its configuration.
 `stack`: plans of several batches as one.
 On the host: `request`: what a plan is made of. `documents`: their positions in a batch. `home`:
-  what ranks hold of them. `on_host`: the plan, assigned by `csrc/planner`. `pieces`: their rows on
-  ranks. `transfers`: what moves, and its metadata. `runs`: key ranges. `sizes`: static sizes of
-  these arrays. `sample`: the tail of the needs of a sample of batches. `fit`: capacities from it.
-  `fallback`: the plan of a batch that does not fit. `planned_pieces`: what ranks compute, read back
-  from a plan. `describe`: a text for people.
+  what ranks hold of them. `on_host`: the plan, assigned by `csrc/planner`, whose input is
+  `native_problem`. `pieces`: their rows on ranks. `transfers`: what moves, and its metadata.
+  `runs`: key ranges. `sizes`: static sizes of these arrays. `sample`: the tail of the needs of a
+  sample of batches. `fit`: capacities from it. `fallback`: the plan of a batch that does not fit.
+  `planned_pieces`: what ranks compute, read back from a plan. `describe`: a text for people.
 Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
   `stages`: the arrays of the plan. `slots`: metadata.

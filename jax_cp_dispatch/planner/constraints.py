@@ -3,9 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int
-
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
@@ -98,9 +95,3 @@ def check_mean_queries(op: str, config: Any, num_queries: int, world_size: int) 
             f"at least {mean} of them, but q_capacity is {config.q_capacity}. Pass q_capacity>="
             f"{mean} or None in {type(config).__name__}."
         )
-
-
-def speeds_in_ppm(config: Any, world_size: int) -> Int[np.ndarray, " W"]:
-    """Returns the speed of each rank as an integer for `csrc/planner`; the fastest has 10**6."""
-    speeds = np.array(config.rank_speeds or [1.0] * world_size)
-    return np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(np.int64)

@@ -13,10 +13,10 @@ from jax_cp_dispatch.planner.constraints import (
     check_longest_keys,
     check_mean_queries,
     check_ranks,
-    speeds_in_ppm,
 )
 from jax_cp_dispatch.planner.fallback import plan_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
+from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.runs import runs_of_pieces
@@ -90,22 +90,20 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
 
 def _moves(request: PlanRequest, home: Pieces) -> _Moves:
     documents, config, world_size = request.documents, request.config, request.world_size
-    assigned = native.move_queries(
-        np.ascontiguousarray(documents.lengths, np.int64),
-        np.ascontiguousarray(documents.first % documents.columns, np.int64),
-        speeds=speeds_in_ppm(config, world_size),
-        num_ranks=world_size,
-        columns_per_rank=documents.columns // world_size,
-        ranks_per_node=config.ranks_per_node or 1,
-        pairs=request.mask.clipped(documents.columns).pair_count,
-        tolerance_ppm=round(1e6 * config.balance_tolerance),
-        query_cost=config.query_cost,
-        key_cost=config.key_cost,
-        max_queries=_none_is_negative(config.q_capacity),
-        max_keys=_none_is_negative(config.kv_capacity),
-        block=config.block or 1,
-        wanted_piece=config.rows_per_block,
+    problem = native_problem(
+        native.QueryProblem,
+        request,
+        {
+            "columns": (documents.first % documents.columns).tolist(),
+            "columns_per_rank": documents.columns // world_size,
+            "query_cost": config.query_cost,
+            "key_cost": config.key_cost,
+            "max_queries": config.q_capacity,
+            "max_keys": config.kv_capacity,
+            "wanted_piece": config.rows_per_block,
+        },
     )
+    assigned = native.move_queries(problem)
     pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, request.mask)
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
@@ -115,10 +113,6 @@ def _moves(request: PlanRequest, home: Pieces) -> _Moves:
         np.bincount(pieces.rank, minlength=world_size),
     )
     return _Moves(pieces, queries, keys, np.stack(needs))
-
-
-def _none_is_negative(limit: int | None) -> int:
-    return -1 if limit is None else limit
 
 
 def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:

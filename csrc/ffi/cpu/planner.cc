@@ -8,6 +8,7 @@
 
 #include "nanobind/ndarray.h"
 #include "nanobind/stl/tuple.h"
+#include "nanobind/stl/vector.h"
 #include "planner/move_queries.h"
 #include "planner/placement.h"
 
@@ -16,7 +17,6 @@ namespace nb = nanobind;
 namespace cpd {
 namespace {
 
-using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pieces = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
 using Mask = std::tuple<int64_t, int64_t, int64_t>;  // left, right and chunk; negative: no limit
 
@@ -44,58 +44,32 @@ Pieces RowsOf(const RankPieces& ranks) {
   return Pieces(data->data(), {data->size() / 4, 4}, owner);
 }
 
-std::vector<int64_t> VectorOf(const Numbers& numbers) {
-  return {numbers.data(), numbers.data() + numbers.shape(0)};
-}
-
-// A negative limit is none.
-Pieces PlaceDocumentsOf(const Numbers& lengths, const Numbers& speeds, int32_t num_ranks,
-                        int64_t tokens_per_rank, int32_t ranks_per_node, const Mask& pairs,
-                        int64_t tolerance_ppm, int64_t max_received, int64_t block) {
-  PlacementProblem problem;
-  problem.lengths = VectorOf(lengths);
-  problem.speeds = VectorOf(speeds);
-  problem.num_ranks = num_ranks;
-  problem.tokens_per_rank = tokens_per_rank;
-  problem.ranks_per_node = ranks_per_node;
-  problem.pairs = PairsOf(pairs);
-  problem.tolerance_ppm = tolerance_ppm;
-  if (max_received >= 0) problem.max_received = max_received;
-  problem.block = block;
+// Plans without the interpreter.
+template <typename Problem>
+Pieces Plan(RankPieces (*plan)(Problem), const Problem& problem) {
   RankPieces ranks;
   {
     nb::gil_scoped_release release;
-    ranks = PlaceDocuments(problem);
+    ranks = plan(problem);
   }
   return RowsOf(ranks);
 }
 
-// A negative limit is none.
-Pieces MoveQueriesOf(const Numbers& lengths, const Numbers& columns, const Numbers& speeds,
-                     int32_t num_ranks, int64_t columns_per_rank, int32_t ranks_per_node,
-                     const Mask& pairs, int64_t tolerance_ppm, int64_t query_cost, int64_t key_cost,
-                     int64_t max_queries, int64_t max_keys, int64_t block, int64_t wanted_piece) {
-  QueryProblem problem;
-  problem.lengths = VectorOf(lengths);
-  problem.columns = VectorOf(columns);
-  problem.speeds = VectorOf(speeds);
-  problem.num_ranks = num_ranks;
-  problem.columns_per_rank = columns_per_rank;
-  problem.ranks_per_node = ranks_per_node;
-  problem.pairs = PairsOf(pairs);
-  problem.tolerance_ppm = tolerance_ppm;
-  problem.query_cost = query_cost;
-  problem.key_cost = key_cost;
-  if (max_queries >= 0) problem.max_queries = max_queries;
-  if (max_keys >= 0) problem.max_keys = max_keys;
-  problem.block = block;
-  problem.wanted_piece = wanted_piece;
-  RankPieces ranks;
-  {
-    nb::gil_scoped_release release;
-    ranks = MoveQueries(problem);
-  }
-  return RowsOf(ranks);
+// The fields that both problems have; the headers of `csrc/planner` describe them.
+template <typename Problem>
+nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
+  return nb::class_<Problem>(m, name)
+      .def(nb::init<>())
+      .def_rw("lengths", &Problem::lengths)
+      .def_rw("num_ranks", &Problem::num_ranks)
+      .def_rw("tolerance_ppm", &Problem::tolerance_ppm)
+      .def_rw("speeds", &Problem::speeds)
+      .def_rw("ranks_per_node", &Problem::ranks_per_node)
+      .def_rw("block", &Problem::block)
+      .def_prop_rw(
+          "pairs",
+          [](const Problem& x) { return Mask(x.pairs.left, x.pairs.right, x.pairs.chunk); },
+          [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); });
 }
 
 }  // namespace
@@ -108,16 +82,24 @@ void BindPlanner(nb::module_& m) {
       },
       nb::arg("pairs"), nb::arg("start"), nb::arg("end"), nb::arg("length"),
       "Pairs of the queries [start, end) of a document, as the planner counts them.");
-  m.def("place_documents", &PlaceDocumentsOf, nb::arg("lengths"), nb::kw_only(), nb::arg("speeds"),
-        nb::arg("num_ranks"), nb::arg("tokens_per_rank"), nb::arg("ranks_per_node"),
-        nb::arg("pairs"), nb::arg("tolerance_ppm"), nb::arg("max_received"),
-        nb::arg("block"), "Pieces of documents by rank: rows (rank, document, start, end).");
-  m.def("move_queries", &MoveQueriesOf, nb::arg("lengths"), nb::arg("columns"), nb::kw_only(),
-        nb::arg("speeds"), nb::arg("num_ranks"), nb::arg("columns_per_rank"),
-        nb::arg("ranks_per_node"), nb::arg("pairs"), nb::arg("tolerance_ppm"),
-        nb::arg("query_cost"), nb::arg("key_cost"), nb::arg("max_queries"), nb::arg("max_keys"),
-        nb::arg("block"), nb::arg("wanted_piece"),
-        "The pieces that each rank computes, in the same form.");
+  BindProblem<PlacementProblem>(m, "PlacementProblem")
+      .def_rw("tokens_per_rank", &PlacementProblem::tokens_per_rank)
+      .def_rw("max_received", &PlacementProblem::max_received);
+  BindProblem<QueryProblem>(m, "QueryProblem")
+      .def_rw("columns", &QueryProblem::columns)
+      .def_rw("columns_per_rank", &QueryProblem::columns_per_rank)
+      .def_rw("query_cost", &QueryProblem::query_cost)
+      .def_rw("key_cost", &QueryProblem::key_cost)
+      .def_rw("max_queries", &QueryProblem::max_queries)
+      .def_rw("max_keys", &QueryProblem::max_keys)
+      .def_rw("wanted_piece", &QueryProblem::wanted_piece);
+  m.def(
+      "place_documents",
+      [](const PlacementProblem& problem) { return Plan(&PlaceDocuments, problem); },
+      nb::arg("problem"), "Pieces of documents by rank: rows (rank, document, start, end).");
+  m.def(
+      "move_queries", [](const QueryProblem& problem) { return Plan(&MoveQueries, problem); },
+      nb::arg("problem"), "The pieces that each rank computes, in the same form.");
 }
 
 }  // namespace cpd

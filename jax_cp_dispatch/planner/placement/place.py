@@ -11,9 +11,10 @@ from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
-from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks, speeds_in_ppm
+from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
+from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import build_plan
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
@@ -150,18 +151,12 @@ def _capacities_that_suffice(request: PlanRequest) -> tuple[str, Int32[np.ndarra
 
 def _assign(request: PlanRequest) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
-    documents, config, world_size = request.documents, request.config, request.world_size
-    assigned = native.place_documents(
-        np.ascontiguousarray(documents.lengths, np.int64),
-        speeds=speeds_in_ppm(config, world_size),
-        num_ranks=world_size,
-        tokens_per_rank=request.num_tokens,
-        ranks_per_node=config.ranks_per_node or 1,
-        pairs=request.mask.clipped(documents.num_tokens).pair_count,
-        tolerance_ppm=round(1e6 * config.balance_tolerance),
-        max_received=-1 if config.kv_capacity is None else config.kv_capacity,
-        block=config.block,
-    )
+    limits = {
+        "tokens_per_rank": request.num_tokens,
+        "max_received": request.config.kv_capacity,
+    }
+    problem = native_problem(native.PlacementProblem, request, limits)
+    assigned = native.place_documents(problem)
     return assigned.astype(np.int64)  # nanobind says "long long"
 
 
