@@ -42,12 +42,15 @@ def by_sender(transfers: Transfers, world_size: int) -> Slots:
 
 def to_metadata(
     transfers: Transfers,
-    is_sent: Bool[Array, " X"] | None,
     *,
     world_size: int,
     num_slots: int,
+    is_sent: Bool[Array, " X"] | None = None,
 ) -> Metadata:
-    """Returns the metadata; the counts also contain what is not sent, or not in `num_slots`."""
+    """Returns the metadata; the counts also contain what is not sent, or not in `num_slots`.
+
+    `is_sent` of None: all transfers are.
+    """
     slots = by_sender(transfers, world_size)
     source, slot = transfers.source, slots.slot
     if is_sent is not None:

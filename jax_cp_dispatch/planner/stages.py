@@ -151,10 +151,13 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
     row, position, origin = _runs(plan, grid, capacities)
     return PlanArrays(
         q_metadata=to_metadata(
-            plan.queries, has_runs, world_size=grid.world_size, num_slots=capacities.q_transfers
+            plan.queries,
+            world_size=grid.world_size,
+            num_slots=capacities.q_transfers,
+            is_sent=has_runs,
         ),
         kv_metadata=to_metadata(
-            plan.keys, None, world_size=grid.world_size, num_slots=capacities.kv_transfers
+            plan.keys, world_size=grid.world_size, num_slots=capacities.kv_transfers
         ),
         run_row=row,
         run_position=position,
