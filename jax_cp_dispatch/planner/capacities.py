@@ -72,7 +72,7 @@ def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanC
     for name, x in arrays.items():
         check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype} but must be integers.")
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs an integer dtype.")
     if segment_ids.ndim != 2 or 0 in segment_ids.shape:
         raise ValueError(
             f"{op}: segment_ids has shape {segment_ids.shape} but must be [B, columns], "
@@ -91,7 +91,7 @@ def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanC
         )
     if batch * columns >= 2**31:
         raise ValueError(
-            f"{op}: {batch} x {columns} rows do not fit 32-bit row numbers. "
+            f"{op}: {batch} x {columns} rows exceed 32-bit row numbers. "
             "Plan fewer batch rows at a time."
         )
     columns //= world_size

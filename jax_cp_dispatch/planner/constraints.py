@@ -15,7 +15,7 @@ def check_domains(config: Any, capacities: tuple[str, ...]) -> None:
     if not 0 <= config.balance_tolerance <= 1:
         raise ValueError(
             f"{op}: balance_tolerance is {config.balance_tolerance}; it needs to be in [0, 1]. "
-            "0.01 allows 1 % above the share of a rank."
+            "Pass 0.01 to allow a rank 1 % more than its share."
         )
     optional = (*capacities, "ranks_per_node", "block")
     values = {name: getattr(config, name) for name in optional}
@@ -56,7 +56,7 @@ def check_traced(op: str, config: Any) -> None:
     given = [name for name in names if getattr(config, name) != getattr(defaults, name)]
     if given:
         raise ValueError(
-            f"{op}: plans made inside jit do not keep {', '.join(given)} of PlanConfig. Plan "
+            f"{op}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
             "outside jit, for example in the data loader, or omit them."
         )
 

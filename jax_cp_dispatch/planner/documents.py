@@ -129,7 +129,7 @@ def _check_sizes(op: str, documents: Documents, world_size: int) -> None:
     num_tokens = documents.num_tokens // world_size
     if num_tokens > _MOST_ROWS:
         raise ValueError(
-            f"{op}: a rank would hold {num_tokens} tokens, but rows have 32-bit numbers. Pass a "
+            f"{op}: a rank would hold {num_tokens} tokens, but row numbers have 32 bits. Pass a "
             "larger world_size, or fewer tokens."
         )
     if np.square(documents.lengths.astype(float)).sum() >= 2.0**62:
@@ -170,13 +170,13 @@ def _row(op: str, b: int, given: Any) -> Int[np.ndarray, " D"]:
         row, what = np.empty((0, 0)), "numbers and lists"
     if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
         raise TypeError(
-            f"{op}: lengths of batch row {b} are {what} but must be a list of integers. Pass one "
-            "list of lengths per batch row."
+            f"{op}: lengths of batch row {b} are {what}; they need to be a list of integers. "
+            "Pass one list of lengths per batch row."
         )
     if row.size and row.min() < 0:
         raise ValueError(
-            f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()} but "
-            "needs at least 0 tokens."
+            f"{op}: document {int(row.argmin())} of batch row {b} has length {row.min()}. "
+            "Pass lengths of at least 0 tokens."
         )
     if row.size and row.max() > _MOST_ROWS:
         raise ValueError(
@@ -216,5 +216,5 @@ def from_segment_ids(op: str, segment_ids: Any, positions: Any) -> Documents:
 def _integers(op: str, name: str, values: Any) -> np.ndarray:
     values = np.asarray(values)
     if not np.issubdtype(values.dtype, np.integer):
-        raise TypeError(f"{op}: {name} has dtype {values.dtype} but must be integers.")
+        raise TypeError(f"{op}: {name} has dtype {values.dtype}; it needs an integer dtype.")
     return values

@@ -70,7 +70,7 @@ def config_of_sample(
             "batches. Pass [segment_ids] for a single one, or lists of lengths."
         )
     if not 0 < overflow < 1:
-        raise ValueError(f"{op}: overflow is {overflow} but must be between 0 and 1.")
+        raise ValueError(f"{op}: overflow is {overflow}; it needs to be between 0 and 1.")
     is_free = [getattr(config, name) is None for name in capacities]
     free = [name for name, x in zip(capacities, is_free, strict=True) if x]
     none: dict[str, Any] = dict.fromkeys(free)
@@ -87,7 +87,9 @@ def config_of_sample(
         given = {"segment_ids": batch} if is_ids else {"lengths": batch, "columns": columns}
         seen.append(needs(config=open_config, **given))
     if not seen:
-        raise ValueError(f"{op}: there are no batches. Pass at least one, better a few hundred.")
+        raise ValueError(
+            f"{op}: batches is empty. Pass at least one batch, preferably a few hundred."
+        )
     sizes_of_ranks = {need.num_tokens for need in seen}
     if len(sizes_of_ranks) > 1:
         warn_caller(

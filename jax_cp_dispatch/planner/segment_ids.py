@@ -105,8 +105,8 @@ def _check_signs(op: str, segment_ids: np.ndarray) -> None:
     if segment_ids.size and segment_ids.min() < 0:
         row, column = np.argwhere(segment_ids < 0)[0]
         raise ValueError(
-            f"{op}: segment_ids[{row}, {column}] is {segment_ids[row, column]} but must be at "
-            "least 0. Mark padding with 0 and number documents from 1."
+            f"{op}: segment_ids[{row}, {column}] is {segment_ids[row, column]}; it needs to "
+            "be at least 0. Mark padding with 0 and number documents from 1."
         )
 
 

@@ -28,7 +28,7 @@ def static_size(
     given = getattr(config, name)
     if need > np.iinfo(np.int32).max:
         raise ValueError(
-            f"{op}: rank {rank} {what.format(need)}, but rows have 32-bit numbers. Plan for more "
+            f"{op}: rank {rank} {what.format(need)}, but row numbers have 32 bits. Plan for more "
             "ranks, or fewer tokens at a time."
         )
     if given is None:

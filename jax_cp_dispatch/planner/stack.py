@@ -67,7 +67,7 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
 
 def _check(plans: list[Any]) -> None:
     if not plans:
-        raise ValueError(f"{_OP}: got no plan. Pass at least one.")
+        raise ValueError(f"{_OP}: got an empty list. Pass at least one plan.")
     kinds = {type(plan).__name__ for plan in plans}
     if len(kinds) > 1 or not isinstance(plans[0], AttentionPlan | PlacedPlan):
         raise TypeError(

@@ -139,7 +139,7 @@ def check_batch(
     if (stamp[:, 1] == NO_RANK).any():
         raise ValueError(
             f"{op}: this plan is a fallback: its batch does not fit the config, so nothing was "
-            "planned. Read `fits` first, and use a ring for this batch."
+            "planned. Check `fits` first, and use a ring for this batch."
         )
     named = {"segment_ids": segment_ids, "positions": positions}
     for name, x in named.items():

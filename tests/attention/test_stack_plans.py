@@ -236,7 +236,7 @@ def test_plans_that_cannot_be_stacked():
     moved, placed = Moved(draw(0, D * B)[4]).plans[0], Placed(draw(0, D * B)[4]).plans[0]
     window = place_tokens([[T], [T]], world_size=W, mask=SlidingWindow(5)).plan
     for plans, error, match in (
-        ([], ValueError, "got no plan"),
+        ([], ValueError, "got an empty list"),
         ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
         ([placed, window], ValueError, r"mask is \[Causal\(\), SlidingWindow\(left=5, right=0\)\]"),
         ([placed, stack_plans([placed])], ValueError, "stamps of shapes"),

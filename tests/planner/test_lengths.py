@@ -57,8 +57,8 @@ def test_numpy_sizes_do_not_overflow(make, unchecked_types):
     "lengths, message",
     [
         (5, r"lengths is 5; it needs a list of lengths, such as \[700, 200\]"),
-        ([3, [4]], "batch row 0 are numbers and lists but must be a list of integers"),
-        ([[4], 3], r"batch row 1 are int64 of shape \(\) but must be a list of integers"),
+        ([3, [4]], "batch row 0 are numbers and lists; they need to be a list"),
+        ([[4], 3], r"batch row 1 are int64 of shape \(\); they need to be a list of integers"),
         ([[True]], r"batch row 0 are bool of shape \(1,\)"),
     ],
 )
@@ -73,7 +73,7 @@ def test_other_types_are_rejected(make, lengths, message, unchecked_types):
     [
         ([7, 2**31], "document 1 of batch row 0 has 2147483648 tokens, but positions have 32 bits"),
         (np.array([2**63 + 5], np.uint64), "has 9223372036854775813 tokens, but positions have 32"),
-        ([2**30] * 16, "a rank would hold 8589934592 tokens, but rows have 32-bit numbers"),
+        ([2**30] * 16, "a rank would hold 8589934592 tokens, but row numbers have 32 bits"),
     ],
 )
 def test_sizes_beyond_32_bits_are_rejected(make, lengths, message):
@@ -92,7 +92,7 @@ def test_counts_beyond_64_bits_are_rejected(make):
 def test_received_rows_beyond_32_bits_are_rejected():
     sizes = "plan", PlanConfig(), "kv_capacity", "would receive {} rows of keys"
     needs = np.array([5, 2**31])
-    with pytest.raises(ValueError, match="rank 1 would receive 2147483648 rows of keys, but rows"):
+    with pytest.raises(ValueError, match="rank 1 would receive 2147483648 rows of keys, but row"):
         static_size(*sizes, needs, 8)
 
 

@@ -313,7 +313,7 @@ def test_invalid_calls_are_rejected(arguments, message, unchecked_types):
 
 @pytest.mark.parametrize("arguments", [{"lengths": [[1.5]]}, {"segment_ids": np.ones((1, 4))}])
 def test_lengths_and_ids_are_integers(arguments, unchecked_types):
-    with pytest.raises(TypeError, match="integers"):
+    with pytest.raises(TypeError, match="integer"):
         place_tokens(world_size=2, **arguments)
 
 

@@ -270,7 +270,7 @@ def test_lengths_passed_as_segment_ids_are_named(unchecked_types):
 
 def test_constraints_are_refused_inside_jit():
     config = PlanConfig(rank_speeds=(1.0, 2.0), ranks_per_node=2)
-    with pytest.raises(ValueError, match="do not keep rank_speeds, ranks_per_node of PlanConfig"):
+    with pytest.raises(ValueError, match="do not support rank_speeds, ranks_per_node of PlanCo"):
         jax.eval_shape(
             lambda x: plan_attention(x, world_size=2, config=config), np.ones((1, 8), np.int32)
         )

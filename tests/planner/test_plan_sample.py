@@ -110,7 +110,7 @@ def test_other_choices_and_given_capacities_are_kept(kind):
 @KINDS
 @pytest.mark.parametrize(
     "batches, overflow, message",
-    [([], 0.1, "there are no batches"), ([[4]], 0.0, "overflow is 0.0 but must be between")],
+    [([], 0.1, "batches is empty"), ([[4]], 0.0, "overflow is 0.0; it needs to be between")],
 )
 def test_refusals(kind, batches, overflow, message):
     with pytest.raises(ValueError, match=f"{FIT[kind].__name__}: {message}"):

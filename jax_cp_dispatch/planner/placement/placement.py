@@ -221,7 +221,7 @@ class Placement:
         if tuple(x.shape[:2]) != (self.batch, self.columns):
             raise ValueError(
                 f"Placement.{name}: an array has shape {list(x.shape)} but the placement is for "
-                f"[{self.batch}, {self.columns}, ...]. Pad the columns as segment 0, or place the "
-                "tokens of this batch."
+                f"[{self.batch}, {self.columns}, ...]. Pad the columns with segment 0, or place "
+                "the tokens of this batch."
             )
         return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
