@@ -146,7 +146,9 @@ def compute_metadata_kv(
         inputs.require_range(name, 0, _MAX_UINT32)
     inputs.require_range("q_to_num_kv_seq", 0, _MAX_INT32)
     needed = _check_kv(inputs) if inputs.known else None
-    plan_inputs = lambda *arrays, num_slots: plan_kv(KvInputs(*arrays), num_slots=num_slots)
+    plan_inputs = lambda *arrays, num_slots: plan_kv(
+        KvInputs(*map(jnp.asarray, arrays)), num_slots=num_slots
+    )
     return _forward_reverse(plan_inputs, inputs, needed, max_recv_seqs)
 
 

@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from jax_cp_dispatch.metadata.fields import Metadata
@@ -44,14 +43,14 @@ def plan(
 class KvInputs:
     """The arguments of `compute_metadata_kv`, in its order."""
 
-    kv_to_q_mapping: Int32[Array | np.ndarray, "W S C 2"]
-    kv_to_q_rank: Int32[Array | np.ndarray, "W S C"]
-    kv_context_size: UInt32[Array | np.ndarray, "W S"]
-    q_to_num_kv_seq: Int32[Array | np.ndarray, "W S"]
-    q_to_num_kv_token: UInt32[Array | np.ndarray, "W S"]
-    seq_len: UInt32[Array | np.ndarray, "W S"]
-    num_seqs: Int32[Array | np.ndarray, " W"]
-    q_dispatch: Int32[Array | np.ndarray, "W S"]
+    kv_to_q_mapping: Int32[Array, "W S C 2"]
+    kv_to_q_rank: Int32[Array, "W S C"]
+    kv_context_size: UInt32[Array, "W S"]
+    q_to_num_kv_seq: Int32[Array, "W S"]
+    q_to_num_kv_token: UInt32[Array, "W S"]
+    seq_len: UInt32[Array, "W S"]
+    num_seqs: Int32[Array, " W"]
+    q_dispatch: Int32[Array, "W S"]
 
 
 @partial(jax.jit, static_argnames="num_slots")

@@ -176,7 +176,7 @@ plan_q, plan_lengths = compute_metadata, compute_attn_layout_seqlens
         (lambda: plan_q(SEQ_LEN, DISPATCH[:, :2]), ValueError, r"needs \[2, 3\] or"),
         (lambda: plan_q(SEQ_LEN, DISPATCH + 1), ValueError, "dispatch at rank 0, slot 0 is"),
         (lambda: plan_q(-SEQ_LEN, DISPATCH), ValueError, "seq_len at rank 0, slot 0 is -4"),
-        (lambda: plan_q(SEQ_LEN * 2**29, DISPATCH), ValueError, "needs at most 4294967295"),
+        (lambda: plan_q(SEQ_LEN * 2**29, DISPATCH), ValueError, "at most 4294967295"),
         (lambda: plan_q(SEQ_LEN, DISPATCH, max_recv_seqs=2), ValueError, "max_recv_seqs>=3"),
         (lambda: plan_q(SEQ_LEN, DISPATCH, max_recv_seqs=0), ValueError, "at least 1"),
         (lambda: jax.jit(plan_q)(SEQ_LEN, DISPATCH), ValueError, "Pass max_recv_seqs"),
