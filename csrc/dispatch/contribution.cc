@@ -56,9 +56,9 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
     part->buffers.push_back(buffer);
     part->types.push_back(types);
   }
-  uint8_t has_src_offset = 0, has_stamp = 0;
+  uint8_t has_src_offset = 0, has_fingerprint = 0;
   if (!reader->Get(&part->num_slots) || !reader->Get(&part->num_replicas) ||
-      !reader->Get(&has_src_offset) || !reader->Get(&has_stamp)) {
+      !reader->Get(&has_src_offset) || !reader->Get(&has_fingerprint)) {
     return false;
   }
   const int64_t slots = part->num_slots, replicas = part->num_replicas;
@@ -70,7 +70,7 @@ bool ReadPart(ByteReader* reader, DispatchContribution* rank, DispatchPart* part
          ReadIntegers(reader, slots * replicas, rank, &part->dst_rank) &&
          ReadIntegers(reader, slots * replicas, rank, &part->dst_offset) &&
          (!has_src_offset || ReadIntegers(reader, slots, rank, &part->src_offset)) &&
-         (!has_stamp || ReadIntegers(reader, kStampSize, rank, &part->stamp));
+         (!has_fingerprint || ReadIntegers(reader, kFingerprintSize, rank, &part->fingerprint));
 }
 
 }  // namespace
@@ -100,13 +100,13 @@ std::string DispatchContribution::Write() const {
     writer.Put(part.num_slots);
     writer.Put(part.num_replicas);
     writer.Put<uint8_t>(part.src_offset ? 1 : 0);
-    writer.Put<uint8_t>(part.stamp ? 1 : 0);
+    writer.Put<uint8_t>(part.fingerprint ? 1 : 0);
     WriteIntegers(part.num_recv_tokens, num_ranks + 1, &writer);
     WriteIntegers(part.seq_len, part.num_slots, &writer);
     WriteIntegers(part.dst_rank, part.num_slots * part.num_replicas, &writer);
     WriteIntegers(part.dst_offset, part.num_slots * part.num_replicas, &writer);
     if (part.src_offset) WriteIntegers(part.src_offset, part.num_slots, &writer);
-    if (part.stamp) WriteIntegers(part.stamp, kStampSize, &writer);
+    if (part.fingerprint) WriteIntegers(part.fingerprint, kFingerprintSize, &writer);
   }
   return std::move(writer).Finish();
 }

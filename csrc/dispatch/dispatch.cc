@@ -271,7 +271,7 @@ Status PlanParts(const std::string& op,
   Status status = SplitParts(op, contributions, &parts);
   for (size_t p = 0; p < parts.size() && status.ok(); ++p) {
     status = IsFallback(parts[p]) ? RefuseFallback(op, parts, words.capacity_names)
-                                  : CheckStamps(op, parts[p], words.processes);
+                                  : CheckFingerprints(op, parts[p], words.processes);
   }
   TaskList<Piece> tasks;
   std::vector<StagedCopy> staging;

@@ -41,16 +41,16 @@ struct DispatchPart {
   IntArray seq_len;          // [S]
   IntArray src_offset;       // [S]; absent: shards are consecutive
   IntArray num_recv_tokens;  // [W + 1], tokens from each rank and their sum
-  IntArray stamp;            // [kStampSize], or absent: the plan that the rank follows
+  IntArray fingerprint;      // [kFingerprintSize], or absent: the plan that the rank follows
 
-  // W or 1: until Select keeps the view of one rank, each field but the stamp is [W, ...].
+  // W or 1: until Select keeps the view of one rank, each field but the fingerprint is [W, ...].
   int64_t num_views = 1;
   void Select(int64_t rank);
 };
 
 // First the checksum of the whole plan, which is equal on all ranks. Then pairs of what the plan
 // says and what this rank sees: its rank, and checksums of its segment ids and of its positions.
-constexpr int64_t kStampSize = 7;
+constexpr int64_t kFingerprintSize = 7;
 // The plan's rank in a fallback, which no rank may follow.
 constexpr int64_t kNoRank = -1;
 

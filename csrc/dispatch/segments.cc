@@ -164,28 +164,29 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 }  // namespace
 
-Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes) {
+Status CheckFingerprints(const std::string& op, const Ranks& ranks,
+                         const std::vector<int>* processes) {
   constexpr const char* kNames[] = {"rank", "segment ids", "positions"};
-  static_assert(kStampSize == 1 + 2 * std::size(kNames));
+  static_assert(kFingerprintSize == 1 + 2 * std::size(kNames));
   const auto name = [&](size_t rank) {
     const std::string text = "rank " + std::to_string(rank);
     return processes ? text + " of process " + std::to_string((*processes)[rank]) : text;
   };
   for (size_t r = 0; r < ranks.size(); ++r) {
-    const IntArray &stamp = ranks[r]->stamp, &first = ranks[0]->stamp;
-    if (static_cast<bool>(stamp) != static_cast<bool>(first)) {
-      return Invalid(op, ": ", name(r), " has ", stamp ? "" : "no ", "checksums of its batch but ",
-                     name(0), first ? " has them" : " has none",
+    const IntArray &fingerprint = ranks[r]->fingerprint, &first = ranks[0]->fingerprint;
+    if (static_cast<bool>(fingerprint) != static_cast<bool>(first)) {
+      return Invalid(op, ": ", name(r), " has ", fingerprint ? "" : "no ",
+                     "checksums of its batch but ", name(0), first ? " has them" : " has none",
                      ". All ranks must run the same program.");
     }
-    if (!stamp) continue;
-    if (stamp[0] != first[0]) {
-      return Invalid(op, ": ", name(r), " follows the plan with checksum ", stamp[0], " but ",
+    if (!fingerprint) continue;
+    if (fingerprint[0] != first[0]) {
+      return Invalid(op, ": ", name(r), " follows the plan with checksum ", fingerprint[0], " but ",
                      name(0), " follows another one, with checksum ", first[0],
                      ". Plan the same batch, with the same config and mask, in every process.");
     }
     for (size_t i = 0; i < std::size(kNames); ++i) {
-      const int64_t expected = stamp[1 + 2 * i], seen = stamp[2 + 2 * i];
+      const int64_t expected = fingerprint[1 + 2 * i], seen = fingerprint[2 + 2 * i];
       if (expected == seen) continue;
       if (i == 0) {
         return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
@@ -202,7 +203,7 @@ Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<
 
 bool IsFallback(const Ranks& ranks) {
   return std::all_of(ranks.begin(), ranks.end(), [](const DispatchPart* rank) {
-    return rank->stamp && rank->stamp[1] == kNoRank;
+    return rank->fingerprint && rank->fingerprint[1] == kNoRank;
   });
 }
 

@@ -30,7 +30,8 @@ Status Invalid(const Parts&... parts) {
 }
 
 // Checks that all ranks follow the plan of one batch, and that it is the batch each of them sees.
-Status CheckStamps(const std::string& op, const Ranks& ranks, const std::vector<int>* processes);
+Status CheckFingerprints(const std::string& op, const Ranks& ranks,
+                         const std::vector<int>* processes);
 
 // Whether the plan was not made: its batch does not fit.
 bool IsFallback(const Ranks& ranks);

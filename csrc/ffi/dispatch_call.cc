@@ -72,7 +72,7 @@ class Reader {
     size_t num_arrays = 0;
     for (size_t p = 0; p < call_.parts.size(); ++p) {
       num_fields += options_.has_src_offset[p] != 0 ? 5 : 4;
-      if (options_.has_stamp[p] != 0) ++num_fields;
+      if (options_.has_fingerprint[p] != 0) ++num_fields;
       num_arrays += options_.num_arrays[p];  // checked: positive, and few in total
     }
     const size_t num_args = num_fields + num_arrays;
@@ -83,7 +83,7 @@ class Reader {
     }
     Status status;
     for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Metadata(p);
-    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Stamp(p);
+    for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Fingerprint(p);
     for (size_t p = 0; p < call_.parts.size() && status.ok(); ++p) status = Arrays(p);
     return status;
   }
@@ -141,13 +141,13 @@ class Reader {
     return Status::Ok();
   }
 
-  Status Stamp(size_t p) {
-    if (options_.has_stamp[p] == 0) return Status::Ok();
+  Status Fingerprint(size_t p) {
+    if (options_.has_fingerprint[p] == 0) return Status::Ok();
     Dims dims;
     has_views_dim_ = false;
-    Status status = Field(p, "stamp", 1, &call_.parts[p].stamp, &dims);
-    if (status.ok() && dims.front() != kStampSize) {
-      status = Wrong(call_, "stamp of plan ", p, " has shape ", Text(dims));
+    Status status = Field(p, "fingerprint", 1, &call_.parts[p].fingerprint, &dims);
+    if (status.ok() && dims.front() != kFingerprintSize) {
+      status = Wrong(call_, "fingerprint of plan ", p, " has shape ", Text(dims));
     }
     return status;
   }
@@ -233,7 +233,7 @@ void ReadOptions(AttributeReader* attributes, DispatchOptions* options) {
   a.Read("deadline_ms", &o.deadline_ms);
   a.Read("capacity_names", &o.capacity_names);
   a.Read("has_src_offset", &o.has_src_offset);
-  a.Read("has_stamp", &o.has_stamp);
+  a.Read("has_fingerprint", &o.has_fingerprint);
   a.Read("num_arrays", &o.num_arrays);
   a.Read("num_tokens", &o.num_tokens);
   a.Read("capacity", &o.capacity);
@@ -254,8 +254,8 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
   call->num_ranks = static_cast<int>(options.num_ranks);
   call->deadline = std::chrono::milliseconds(options.deadline_ms);
   const size_t num_parts = options.num_arrays.size();
-  for (const auto* of_parts : {&options.has_src_offset, &options.has_stamp, &options.num_tokens,
-                               &options.capacity, &options.buffer}) {
+  for (const auto* of_parts : {&options.has_src_offset, &options.has_fingerprint,
+                               &options.num_tokens, &options.capacity, &options.buffer}) {
     if (num_parts > 0 && num_parts <= kMostArrays && of_parts->size() == num_parts) continue;
     return Wrong(*call, "num_arrays has ", num_parts, " entries, another attribute ",
                  of_parts->size());

@@ -19,13 +19,13 @@ struct DispatchOptions {
   std::string axis;  // likewise
   int64_t num_ranks;
   int64_t deadline_ms;
-  std::string capacity_names;           // of all parts, for messages; see dispatch/dispatch.h
-  std::vector<int64_t> has_src_offset;  // whether the metadata ends with src_offset
-  std::vector<int64_t> has_stamp;       // whether there is a stamp
-  std::vector<int64_t> num_arrays;      // arrays that move
-  std::vector<int64_t> num_tokens;      // rows in the owner's layout, of one rank
-  std::vector<int64_t> capacity;        // rows of the receive buffer, of one rank
-  std::vector<int64_t> buffer;          // id of the registered buffer with its limits, or 0
+  std::string capacity_names;            // of all parts, for messages; see dispatch/dispatch.h
+  std::vector<int64_t> has_src_offset;   // whether the metadata ends with src_offset
+  std::vector<int64_t> has_fingerprint;  // whether there is a fingerprint
+  std::vector<int64_t> num_arrays;       // arrays that move
+  std::vector<int64_t> num_tokens;       // rows in the owner's layout, of one rank
+  std::vector<int64_t> capacity;         // rows of the receive buffer, of one rank
+  std::vector<int64_t> buffer;           // id of the registered buffer with its limits, or 0
 };
 
 // Reads the attributes that CPU and GPU calls have in common.
@@ -51,8 +51,8 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 //
 // Operands: first the metadata of all parts, each field as one rank's view [...] or [1, ...], or as
 // the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
-// dst_offset [S(, C)], and src_offset [S] if present. Then the stamp [7], of this rank only, of
-// each part that has one. Then the arrays of all parts: x [T, feature...] for dispatch, y
+// dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [7], of this rank only,
+// of each part that has one. Then the arrays of all parts: x [T, feature...] for dispatch, y
 // [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
 // [capacity, feature...] for dispatch, [T, feature...] for combine.
 Status ReadOperands(const DispatchOptions& options, const xla::ffi::RemainingArgs& args,

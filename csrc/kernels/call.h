@@ -14,7 +14,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
-constexpr int64_t kStampSize = 7;
+constexpr int64_t kFingerprintSize = 7;
 constexpr int64_t kNoRank = -1;  // the plan's rank in a fallback
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
@@ -38,7 +38,7 @@ struct Part {
   IntArray dst_rank;         // [S, C]
   IntArray dst_offset;       // [S, C]
   IntArray src_offset;       // [S], or absent
-  IntArray stamp;            // [kStampSize] of this rank, or absent; see dispatch/dispatch.h
+  IntArray fingerprint;      // [kFingerprintSize] of this rank, or absent; see dispatch/dispatch.h
   bool has_all_views;        // fields are [W, ...]; each rank reads its own
   int64_t num_slots;
   int64_t num_replicas;

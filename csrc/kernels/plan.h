@@ -95,25 +95,25 @@ CPD_DEVICE void CutSlots(const Block& block, const Rank& rank, int p, PlanScratc
   block.Sync();
 }
 
-// The checksum of the plan that a rank follows; 0 without a stamp.
+// The checksum of the plan that a rank follows; 0 without a fingerprint.
 CPD_DEVICE uint64_t ChecksumOfPlan(const Call& call, int p) {
-  const IntArray& stamp = call.parts[p].stamp;
-  return stamp ? static_cast<uint64_t>(stamp[0]) : 0;
+  const IntArray& fingerprint = call.parts[p].fingerprint;
+  return fingerprint ? static_cast<uint64_t>(fingerprint[0]) : 0;
 }
 
 // Checks that the plan was made for this rank, and for the batch that it sees.
-CPD_DEVICE bool CheckStamp(const Block& block, const Rank& rank, int p) {
-  const IntArray& stamp = rank.call.parts[p].stamp;
-  if (!stamp) return true;
-  for (int64_t i = 1; i < kStampSize; i += 2) {
-    if (stamp[i] == stamp[i + 1]) continue;
+CPD_DEVICE bool CheckFingerprint(const Block& block, const Rank& rank, int p) {
+  const IntArray& fingerprint = rank.call.parts[p].fingerprint;
+  if (!fingerprint) return true;
+  for (int64_t i = 1; i < kFingerprintSize; i += 2) {
+    if (fingerprint[i] == fingerprint[i + 1]) continue;
     if (block.thread == 0) {
       ErrorRecord error{};
       error.failure = Failure::kBatch;
       error.part = p;
       error.slot = i / 2;
-      error.expected = stamp[i];
-      error.seen = stamp[i + 1];
+      error.expected = fingerprint[i];
+      error.seen = fingerprint[i + 1];
       Raise(rank, error);
     }
     return false;
@@ -222,7 +222,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   }
   for (int p = 0; p < call.num_parts; ++p) {
     CutSlots(block, rank, p, scratch);
-    is_fine = is_fine && CheckStamp(block, rank, p);
+    is_fine = is_fine && CheckFingerprint(block, rank, p);
     is_fine = is_fine && CheckPart(block, rank, p, scratch);
     if constexpr (Fabric::kHasNetwork) {
       if (!call.is_dispatch) is_fine = is_fine && CutFetches<Fabric>(block, rank, p, scratch);

@@ -30,7 +30,7 @@ class Argument(NamedTuple):
       buffer: id of a registered buffer; 0 is none.
       limits: what the buffer allows; None without one.
       capacity_name: the argument that sets the capacity, for messages.
-      stamp: this rank's stamp, i32 [7], or None; see csrc/dispatch/dispatch.h.
+      fingerprint: this rank's fingerprint, i32 [7], or None; see csrc/dispatch/dispatch.h.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Argument(NamedTuple):
     buffer: int = 0
     limits: BufferLimits | None = None
     capacity_name: str = "capacity"
-    stamp: Array | None = None
+    fingerprint: Array | None = None
 
     def in_buffer(self, op: str, buffer: int | None) -> "Argument":
         """Returns the same with the limits of a registered buffer, if there is one."""

@@ -37,21 +37,28 @@ def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
     ranks = XlaRanks(rank_index(axis_names), axis_names, exchange.comm.num_ranks, ragged)
     sums = exchange.sums or [""] * exchange.num_arrays
     outs = []
-    for group, metadata, stamp, arrays, dtypes in zip(
+    for group, metadata, fingerprint, arrays, dtypes in zip(
         exchange.groups,
         split.metadata,
-        split.stamps,
+        split.fingerprints,
         by_group(split.arrays, exchange),
         by_group(sums, exchange),
         strict=True,
     ):
         if exchange.sums is None:
             arrays = _without_padding(arrays, group.num_tokens)
-            outs += dispatch_with_xla(ranks, metadata, arrays, capacity=group.capacity, stamp=stamp)
+            outs += dispatch_with_xla(
+                ranks, metadata, arrays, capacity=group.capacity, fingerprint=fingerprint
+            )
         else:
             arrays = _without_padding(arrays, group.capacity)
             outs += combine_with_xla(
-                ranks, metadata, arrays, num_tokens=group.num_tokens, dtypes=dtypes, stamp=stamp
+                ranks,
+                metadata,
+                arrays,
+                num_tokens=group.num_tokens,
+                dtypes=dtypes,
+                fingerprint=fingerprint,
             )
     return outs
 

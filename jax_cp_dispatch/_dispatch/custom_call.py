@@ -21,7 +21,7 @@ def attributes_of(exchange: Exchange) -> dict[str, Any]:
         **exchange.comm.attributes(),
         "capacity_names": ",".join(group.capacity_name for group in groups),
         "has_src_offset": _span(group.has_src_offset for group in groups),
-        "has_stamp": _span(group.has_stamp for group in groups),
+        "has_fingerprint": _span(group.has_fingerprint for group in groups),
         "num_arrays": _span(group.num_arrays for group in groups),
         "num_tokens": _span(group.num_tokens for group in groups),
         "capacity": _span(group.capacity for group in groups),

@@ -35,7 +35,7 @@ def move(
     num_ranks = comm.num_ranks or arguments[0].metadata.world_size
     comm = dataclasses.replace(comm, num_ranks=num_ranks)
 
-    groups, fields, stamps, arrays, storage, sums = [], [], [], [], [], []
+    groups, fields, fingerprints, arrays, storage, sums = [], [], [], [], [], []
     for argument in arguments:
         metadata = read_metadata(
             op, argument.metadata, comm.axis_names, num_ranks, all_ranks=context.is_global
@@ -62,11 +62,11 @@ def move(
             has_src_offset=metadata.src_offset is not None,
             buffer=argument.buffer,
             capacity_name=argument.capacity_name,
-            has_stamp=argument.stamp is not None,
+            has_fingerprint=argument.fingerprint is not None,
         )
         groups.append(group)
         fields += metadata.present()
-        stamps += [] if argument.stamp is None else [argument.stamp]
+        fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
         factor = num_ranks if context.is_global else 1
         for i in moving:
             what = f"{argument.name} goes to {argument.num_rows} rows per rank"
@@ -87,7 +87,7 @@ def move(
         is_global=context.is_global,
         by_collectives=by_collectives,
     )
-    moved = _run(exchange, context, fields + stamps, arrays, storage) if groups else []
+    moved = _run(exchange, context, fields + fingerprints, arrays, storage) if groups else []
     return _results(arguments, moved, num_ranks if context.is_global else 1)
 
 

@@ -1,7 +1,7 @@
 """The static parts of one exchange, and the order of its operands.
 
-Operands: the metadata of every group, then the stamp of every group that has one, then the arrays
-of every group, then for `dispatch`, maybe, storage to reuse (one for each array).
+Operands: the metadata of every group, then the fingerprint of every group that has one, then the
+arrays of every group, then for `dispatch`, maybe, storage to reuse (one for each array).
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class OperandGroup(NamedTuple):
     has_src_offset: bool
     buffer: int = 0  # id of the registered buffer whose limits apply; 0: none
     capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
-    has_stamp: bool = False
+    has_fingerprint: bool = False
 
     @property
     def num_fields(self) -> int:
@@ -82,8 +82,8 @@ class Exchange(NamedTuple):
 
     @property
     def num_before_arrays(self) -> int:
-        """The number of operands before the arrays: metadata and stamps of all groups."""
-        return sum(group.num_fields + group.has_stamp for group in self.groups)
+        """The number of operands before the arrays: metadata and fingerprints of all groups."""
+        return sum(group.num_fields + group.has_fingerprint for group in self.groups)
 
     @property
     def num_arrays(self) -> int:
@@ -101,22 +101,31 @@ class Operands(NamedTuple):
     """The operands of an exchange, or other values in the same order."""
 
     metadata: list[MetadataOperands]  # per group
-    stamps: list[Any]  # per group, None where there is none: i32 [7], see csrc/dispatch/dispatch.h
+    fingerprints: list[
+        Any
+    ]  # per group, None where there is none: i32 [7], see csrc/dispatch/dispatch.h
     arrays: list[Any]  # of all groups
     storage: list[Any]
 
     def flat(self) -> list[Any]:
         fields = [field for metadata in self.metadata for field in metadata.present()]
-        return [*fields, *(x for x in self.stamps if x is not None), *self.arrays, *self.storage]
+        return [
+            *fields,
+            *(x for x in self.fingerprints if x is not None),
+            *self.arrays,
+            *self.storage,
+        ]
 
 
 def read_operands(operands: Sequence[Any], exchange: Exchange) -> Operands:
     """Separates flat operands, or other values in their order."""
     rest = list(operands)
     metadata = [MetadataOperands(*_take(rest, group.num_fields)) for group in exchange.groups]
-    stamps = [_take(rest, 1)[0] if group.has_stamp else None for group in exchange.groups]
+    fingerprints = [
+        _take(rest, 1)[0] if group.has_fingerprint else None for group in exchange.groups
+    ]
     arrays = _take(rest, exchange.num_arrays)
-    return Operands(metadata, stamps, arrays, rest)
+    return Operands(metadata, fingerprints, arrays, rest)
 
 
 def by_group(per_array: Sequence[Any], exchange: Exchange) -> list[list[Any]]:
@@ -151,7 +160,7 @@ def select_arrays(
         sums = tuple(dtype for dtype, kept in zip(sums, keep, strict=True) if kept)
     return operands._replace(
         metadata=[m for m, count in zip(operands.metadata, counts, strict=True) if count],
-        stamps=[x for x, count in zip(operands.stamps, counts, strict=True) if count],
+        fingerprints=[x for x, count in zip(operands.fingerprints, counts, strict=True) if count],
         arrays=[x for x, kept in zip(operands.arrays, keep, strict=True) if kept],
         storage=[],
     ), exchange._replace(groups=tuple(groups), sums=sums)

@@ -59,13 +59,13 @@ def _num_held(exchange: Exchange) -> int:
 
 
 # ---- Batching. A batch axis of an array moves behind its rows: still one call, with wider rows.
-# Metadata or stamps that differ per example need one exchange per example.
+# Metadata or fingerprints that differ per example need one exchange per example.
 
 
 def _batch(primitive, operands, dims, *, exchange: Exchange):
     split, dims = read_operands(operands, exchange), read_operands(dims, exchange)
     split, dims = split._replace(storage=[]), dims._replace(storage=[])
-    before = [*itertools.chain(*dims.metadata), *dims.stamps]
+    before = [*itertools.chain(*dims.metadata), *dims.fingerprints]
     if all(dim is None for dim in before):
         moved = [
             x if dim is None else jnp.moveaxis(x, dim, 1)
@@ -86,10 +86,12 @@ def _flat_dims(dims: Operands, operands: Operands) -> list[Any]:
         for metadata, of_fields in zip(operands.metadata, dims.metadata, strict=True)
         for dim in of_fields[: len(metadata.present())]
     ]
-    stamps = [
-        dim for stamp, dim in zip(operands.stamps, dims.stamps, strict=True) if stamp is not None
+    fingerprints = [
+        dim
+        for fingerprint, dim in zip(operands.fingerprints, dims.fingerprints, strict=True)
+        if fingerprint is not None
     ]
-    return [*fields, *stamps, *dims.arrays]
+    return [*fields, *fingerprints, *dims.arrays]
 
 
 # ---- Derivatives. Only arrays with a tangent take part in the linear call; integer arrays move

@@ -30,7 +30,7 @@ def dispatch_with_xla(
     arrays: Sequence[Shaped[Array, "rows ..."]],
     *,
     capacity: int,
-    stamp: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 7"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
@@ -41,14 +41,16 @@ def dispatch_with_xla(
       metadata: one rank's view, or that of all ranks.
       arrays: `[T, ...]`, or without axes `[W * T, ...]`.
       capacity: rows per rank of the results.
-      stamp: for which batch the plan was made, and which this rank sees.
+      fingerprint: for which batch the plan was made, and which this rank sees.
     Returns:
       `[capacity, ...]`, or without axes `[W * capacity, ...]`; rows that no rank writes are zero.
     """
     dtypes = [x.dtype for x in arrays]
     bits = [_to_bits(x) for x in arrays]
     num_tokens = ranks.rows_of_each(bits[0])
-    plan = read_plan(metadata, ranks, num_tokens=num_tokens, capacity=capacity, stamp=stamp)
+    plan = read_plan(
+        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
+    )
     if ranks.are_ragged(num_tokens, plan):
         received = send_rows(plan, ranks, bits, capacity=capacity)
     else:
@@ -69,7 +71,7 @@ def combine_with_xla(
     *,
     num_tokens: int,
     dtypes: Sequence[str],
-    stamp: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 7"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 
@@ -83,14 +85,16 @@ def combine_with_xla(
       arrays: `[capacity, ...]`, or without axes `[W * capacity, ...]`.
       num_tokens: rows per rank T of the results.
       dtypes: of the results.
-      stamp: as in `dispatch_with_xla`.
+      fingerprint: as in `dispatch_with_xla`.
     Returns:
       `[T, ...]`, or without axes `[W * T, ...]`; rows that no shard names are zero.
     """
     dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
     bits = [_to_bits(y) for y in arrays]
     capacity = ranks.rows_of_each(bits[0])
-    plan = read_plan(metadata, ranks, num_tokens=num_tokens, capacity=capacity, stamp=stamp)
+    plan = read_plan(
+        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
+    )
     is_named_once = metadata.src_offset is None
     # What returns to a rank at most: all replicas of its rows, and no more than all ranks hold,
     # since a plan in which ranges overlap there is not valid.

@@ -77,7 +77,7 @@ def read_plan(
     *,
     num_tokens: int,
     capacity: int,
-    stamp: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 7"] | None = None,
 ) -> Plan:
     """Gathers the metadata of all ranks and checks it.
 
@@ -86,7 +86,7 @@ def read_plan(
       ranks: of the exchange.
       num_tokens: rows per rank of the sender's arrays.
       capacity: rows per rank of the receive buffers.
-      stamp: for which batch the plan was made, and which this rank sees.
+      fingerprint: for which batch the plan was made, and which this rank sees.
     Returns:
       The plan. If it is not valid, its other fields are undefined.
     """
@@ -129,16 +129,18 @@ def read_plan(
         | jnp.any(metadata.num_recv_tokens[:, :-1] != moved_from)
         | _overlap(received)
     )
-    if stamp is not None:
-        is_valid &= _are_stamps_right(stamp, ranks.axis_names)
+    if fingerprint is not None:
+        is_valid &= _do_fingerprints_match(fingerprint, ranks.axis_names)
     return Plan(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
 
 
-def _are_stamps_right(stamp: Int32[Array, " 7"], axis_names: tuple[str, ...]) -> Bool[Array, ""]:
+def _do_fingerprints_match(
+    fingerprint: Int32[Array, " 7"], axis_names: tuple[str, ...]
+) -> Bool[Array, ""]:
     """Whether all ranks follow the plan of one batch, and see that batch."""
-    stamps = lax.all_gather(stamp, axis_names)
-    is_right = jnp.all(stamps[:, 1::2] == stamps[:, 2::2])
-    return is_right & jnp.all(stamps[:, 0] == stamps[0, 0])
+    fingerprints = lax.all_gather(fingerprint, axis_names)
+    is_right = jnp.all(fingerprints[:, 1::2] == fingerprints[:, 2::2])
+    return is_right & jnp.all(fingerprints[:, 0] == fingerprints[0, 0])
 
 
 def find_sources(plan: Plan, rank: Array, capacity: int) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_causal_mask, read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import is_on_host, words
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
 
 _OP = "context_parallel_attention"
 _ON_A_RANK = {
@@ -149,7 +149,8 @@ def context_parallel_attention(
         )
     else:
         segment_ids, positions = (
-            words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
+            fold_to_int32(x) if x is not None and is_on_host(x) else x
+            for x in (segment_ids, positions)
         )
     num_tokens = q.shape[1]
     missing = -num_tokens % options.num_ranks

@@ -150,8 +150,8 @@ def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
             raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
         return algorithm
     held = given.batch, given.num_tokens // given.batch
-    if given.stamp.shape[:-1] != (world_size,) or held != rows:
-        ranks = list(given.stamp.shape[:-1])
+    if given.fingerprint.shape[:-1] != (world_size,) or held != rows:
+        ranks = list(given.fingerprint.shape[:-1])
         raise ValueError(
             f"{_OP}: got a plan of {ranks} ranks with {held[0]} x {held[1]} rows, but the "
             f"documents need one of [{world_size}] with {rows[0]} x {rows[1]}. Pass the "

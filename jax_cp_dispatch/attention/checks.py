@@ -66,12 +66,12 @@ def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> M
 
 def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:
     """Whether this is a result of `stack_plans`, or a part of it with its leading axis."""
-    return plan is not None and plan.stamp.ndim > 2
+    return plan is not None and plan.fingerprint.ndim > 2
 
 
 def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...]) -> None:
     """Requires one plan for each group of the batch; a single group may have it in a stack."""
-    held = plan.stamp.shape[-2] if plan.stamp.ndim > 1 else 1
+    held = plan.fingerprint.shape[-2] if plan.fingerprint.ndim > 1 else 1
     if held != plan.world_size:
         raise ValueError(
             f"{op}: the plan is the part of {held} of {plan.world_size} ranks. Pass the plan of "
@@ -87,10 +87,10 @@ def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...])
                 "all rows, which each group then computes."
             )
         return
-    if plan.stamp.shape[:-2] != (num_groups,):
+    if plan.fingerprint.shape[:-2] != (num_groups,):
         groups = groups if num_groups > 1 else "the batch is not sharded"
         raise ValueError(
-            f"{op}: got plans stacked as {list(plan.stamp.shape[:-2])}, but {groups}. Pass "
+            f"{op}: got plans stacked as {list(plan.fingerprint.shape[:-2])}, but {groups}. Pass "
             "stack_plans of one plan per group, and name the axis of the groups as batch_axis. For "
             "micro-batches, call attention inside jax.lax.scan over their plans."
         )

@@ -11,8 +11,8 @@ On the host: `request`: what a plan is made of. `documents`: their positions in 
 Inside `jit`: `capacities`: sizes that are always sufficient. `blocks`: documents on a grid of
   blocks, and their cost. `balance`: assigns blocks to ranks; replace this part for another planner.
   `stages`: the arrays of the plan. `slots`: metadata.
-`segment_ids`: the meaning of segment ids, for all of attention. `stamp`: checksums that tie a plan
-  to its batch, its rank and the plans of other ranks; `stamp_of_pieces`: on the host.
+`segment_ids`: the meaning of segment ids, for all of attention. `fingerprint`: checksums that tie a
+  plan to its batch, its rank and the plans of other ranks; `fingerprint_of_pieces`: on the host.
 `placement/`: places tokens before the step instead, so that queries do not move.
 """
 

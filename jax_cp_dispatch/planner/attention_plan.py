@@ -18,11 +18,11 @@ from jax_cp_dispatch.planner.describe import (
     describe_plan,
     exceeded_capacities,
 )
+from jax_cp_dispatch.planner.fingerprint import check_batch
 from jax_cp_dispatch.planner.planned_pieces import Home, pieces_of_plan
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
-from jax_cp_dispatch.planner.stamp import check_batch
 from jax_cp_dispatch.planner.traffic import num_moved
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
@@ -53,8 +53,8 @@ class AttentionPlan:
         of the mean.
       needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows of
         keys, ranges of queries sent, ranges of keys sent, pieces. See `fits`.
-      stamp: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask and
-        batch; the rank; the checksums of its own columns of segment ids and positions. See
+      fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
+        and batch; the rank; the checksums of its own columns of segment ids and positions. See
         `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
@@ -71,7 +71,7 @@ class AttentionPlan:
     pairs_before: Leaf
     pairs_after: Leaf
     needs: Leaf
-    stamp: Leaf
+    fingerprint: Leaf
     mask: Mask
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
@@ -132,7 +132,7 @@ class AttentionPlan:
             not fit, so nothing was planned.
         """
         op = "AttentionPlan.validate"
-        check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
+        check_batch(op, self.fingerprint, segment_ids, positions, num_tokens=self.num_tokens)
 
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.

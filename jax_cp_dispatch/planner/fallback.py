@@ -8,9 +8,9 @@ from jaxtyping import Int32
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.config import CAPACITIES
+from jax_cp_dispatch.planner.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 # Functions that find all capacities, by the function that takes the config.
 _FIT = {"plan_attention": "fit_plan_config", "place_tokens": "fit_placement_config"}
@@ -69,7 +69,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> At
         pairs_before=pairs,
         pairs_after=pairs,
         needs=np.tile(needs, (num_held, 1)),
-        stamp=stamp_of_fallback(num_held),
+        fingerprint=fingerprint_of_fallback(num_held),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         q_capacity=q,

@@ -15,13 +15,13 @@ from jax_cp_dispatch.planner.constraints import (
     check_ranks,
 )
 from jax_cp_dispatch.planner.fallback import plan_of_fallback
+from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
-from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 from jax_cp_dispatch.planner.transfers import (
     Transfers,
     list_transfers,
@@ -79,7 +79,7 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
         pairs_before=pairs_of_ranks(request, home),
         pairs_after=pairs_of_ranks(request, pieces),
         needs=np.tile(needs, (world_size, 1))[held],
-        stamp=stamp_of_pieces(request, pieces, home)[held],
+        fingerprint=fingerprint_of_pieces(request, pieces, home)[held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q,

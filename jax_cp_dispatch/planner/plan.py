@@ -21,18 +21,18 @@ from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.constraints import check_traced
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
-from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.segment_ids import Ids, read_documents, words
-from jax_cp_dispatch.planner.slices import check_rank
-from jax_cp_dispatch.planner.stages import Assignment, assign, build
-from jax_cp_dispatch.planner.stamp import (
+from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums,
     digest_of_plan,
-    make_stamp,
+    make_fingerprint,
 )
+from jax_cp_dispatch.planner.on_host import plan_on_host
+from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
+from jax_cp_dispatch.planner.slices import check_rank
+from jax_cp_dispatch.planner.stages import Assignment, assign, build
 
 _OP = "plan_attention"
 
@@ -140,7 +140,9 @@ def plan_attention(
         **build(assignment, grid=grid, capacities=capacities)._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
-        stamp=_traced_stamp(assignment, segment_ids, positions, world_size, mask, config),
+        fingerprint=_traced_fingerprint(
+            assignment, segment_ids, positions, world_size, mask, config
+        ),
         num_tokens=grid.rows,
         batch=grid.batch,
         q_capacity=capacities.q,
@@ -149,7 +151,7 @@ def plan_attention(
     )
 
 
-def _traced_stamp(
+def _traced_fingerprint(
     assignment: Assignment,
     segment_ids: Ids,
     positions: Ids | None,
@@ -157,13 +159,13 @@ def _traced_stamp(
     mask: Mask,
     config: PlanConfig,
 ) -> Int32[Array, "W 4"]:
-    """Returns the stamp; positions that are not given count from 0 in each document."""
+    """Returns the fingerprint; positions that are not given count from 0 in each document."""
     starts, received = assignment.starts, assignment.received
     if positions is None:
         places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
-        places = words(positions)
+        places = fold_to_int32(positions)
     digest = digest_of_plan(config, mask, received.block, received.rank)
-    ids = checksums(words(segment_ids), world_size, step=ID_STEP)
+    ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
-    return make_stamp(jnp.asarray(ids), jnp.asarray(of_places), digest)
+    return make_fingerprint(jnp.asarray(ids), jnp.asarray(of_places), digest)

@@ -63,7 +63,7 @@ def is_on_host(x: Array | np.ndarray) -> bool:
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
-def words(x: Integer[Array | np.ndarray, "..."]) -> Any:
+def fold_to_int32(x: Integer[Array | np.ndarray, "..."]) -> Any:
     """Maps each integer to one int32 of its sign: itself if it fits, else a mix of all its bits.
 
     Returns NumPy for NumPy, so that JAX's default of 32 bits loses nothing.

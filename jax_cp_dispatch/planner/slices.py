@@ -31,7 +31,7 @@ def check_all_ranks(op: str, held: int, world_size: int) -> None:
 def slice_of(op: str, plan: Plan, rank: int) -> Plan:
     """Returns the part of one rank of the plan of all ranks; for the methods of this name."""
     whole: Any = plan
-    held, world_size = np.shape(whole.stamp)[0], whole.world_size
+    held, world_size = np.shape(whole.fingerprint)[0], whole.world_size
     check_integer(op, "rank", rank)
     if not 0 <= rank < world_size or held != world_size:
         raise ValueError(

@@ -81,11 +81,11 @@ def _check(plans: list[Any]) -> None:
                 f"{_OP}: {name} is {values}; it needs to be the same in all plans. Plan batches of "
                 "one shape (by lengths, pass columns=) for the same ranks, with the same mask."
             )
-    shapes = [np.shape(plan.stamp) for plan in plans]
+    shapes = [np.shape(plan.fingerprint) for plan in plans]
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"{_OP}: the plans have stamps of shapes {shapes}. Stack plans of all ranks only, or "
-            "stacks of the same number of plans."
+            f"{_OP}: the plans have fingerprints of shapes {shapes}. Stack plans of all ranks "
+            "only, or stacks of the same number of plans."
         )
 
 

@@ -48,8 +48,8 @@ def states_before(
     for name, arrays, metadata in (("states", states, links.first), ("maps", maps, links.others)):
         part = outgoing(exchange.op, name, arrays, metadata, capacity=shape[0] * shape[1])
         parts.append(part._replace(capacity_name="PlacementConfig.max_linked_pieces"))
-    if pieces.stamp is not None:
-        parts[0] = parts[0]._replace(stamp=pieces.stamp)
+    if pieces.fingerprint is not None:
+        parts[0] = parts[0]._replace(fingerprint=pieces.fingerprint)
     received = move(exchange, parts)
     by_step = lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, 0)
     kind, first, others = jax.tree.map(by_step, (links.kind, *received))

@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_layout,
 )
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
-from jax_cp_dispatch.planner.segment_ids import read_documents, words
+from jax_cp_dispatch.planner.segment_ids import read_documents
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
@@ -71,10 +71,10 @@ def pieces_of_ids(options: Options, segment_ids: Any, positions: Any, shape: Any
     if segment_ids is None:
         segment_ids = np.ones(shape, np.int32)
     segment_ids, positions = read_documents(options.op, segment_ids, positions)
-    segment_ids = words(segment_ids)
+    segment_ids = fold_to_int32(segment_ids)
     ids, places = _grouped(layout, segment_ids), None
     if positions is not None:
-        places = _grouped(layout, words(positions))
+        places = _grouped(layout, fold_to_int32(positions))
     starts = document_starts(ids, places)
     group = jnp.arange(len(starts), dtype=jnp.int32)[:, None] * layout.block_rows
     edges = gather_sequence(options.exchange, _edges(layout, ids, places, starts, batch), num_ranks)

@@ -11,8 +11,8 @@ from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.attention.checks import is_stack
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.planner.blocks import running_max
+from jax_cp_dispatch.planner.fingerprint import rank_fingerprint
 from jax_cp_dispatch.planner.runs import local_runs
-from jax_cp_dispatch.planner.stamp import rank_stamp
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
@@ -38,7 +38,7 @@ def pieces_of_plan(
         later=cuts._replace(document=jnp.where(start > 0, document, -1)),
         earlier=cuts._replace(document=jnp.where(rest > 0, document, -1)),
         rank=rank,
-        stamp=rank_stamp(plan.stamp, rank, *documents),
+        fingerprint=rank_fingerprint(plan.fingerprint, rank, *documents),
         batch=shape[0],
         num_tokens=shape[1],
         world_size=plan.world_size,
@@ -57,8 +57,8 @@ def _check(options: Options, plan: PlacedPlan, shape: tuple[int, ...]) -> None:
         )
     if is_stack(plan):
         raise ValueError(
-            f"{op}: got stacked plans, of {list(plan.stamp.shape[:-2])}. Pass one of them, as "
-            "jax.lax.scan over them does."
+            f"{op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of them, "
+            "as jax.lax.scan over them does."
         )
     num_tokens = shape[0] * shape[1]
     if num_tokens != plan.num_tokens or shape[0] != plan.batch:

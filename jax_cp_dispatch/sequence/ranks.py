@@ -18,7 +18,7 @@ from jax_cp_dispatch.attention.mesh_axes import Caller, MeshAxes, find_axes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import is_on_host, words
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
 from jax_cp_dispatch.sequence.documents import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
@@ -150,7 +150,8 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     if plan is not None:
         _check_plan(op, plan, found, num_tokens)
         segment_ids, positions = (
-            words(x) if x is not None and is_on_host(x) else x for x in (segment_ids, positions)
+            fold_to_int32(x) if x is not None and is_on_host(x) else x
+            for x in (segment_ids, positions)
         )
     else:
         if missing and options.layout == "zigzag":

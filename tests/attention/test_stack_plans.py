@@ -123,7 +123,7 @@ def test_micro_batches_share_a_program():
     micro_batches = [draw(seed, D * B) for seed in range(3)]
     placements = [Placed(operands[4]) for operands in micro_batches]
     plans = stack_plans([stack_plans(placement.plans) for placement in placements])
-    assert plans.stamp.shape == (3, D, W, 4)
+    assert plans.fingerprint.shape == (3, D, W, 4)
     options = {"axis_name": AXIS, "batch_axis": "data", "algorithm": "placed"}
     run = function(mesh, **options)
     traced = []
@@ -160,7 +160,7 @@ def test_plans_made_inside_the_program_are_stacked():
     def planned(*operands):
         groups = jnp.split(operands[4], D)
         plan = stack_plans([plan_attention(ids, world_size=W) for ids in groups])
-        assert plan.stamp.shape == (D, W, 4) and isinstance(plan.stamp, Tracer)
+        assert plan.fingerprint.shape == (D, W, 4) and isinstance(plan.fingerprint, Tracer)
         return run(*operands, plan)
 
     check(planned(*operands), operands)
@@ -239,7 +239,7 @@ def test_plans_that_cannot_be_stacked():
         ([], ValueError, "got an empty list"),
         ([moved, placed], TypeError, "AttentionPlan, PlacedPlan.*place_tokens"),
         ([placed, window], ValueError, r"mask is \[Causal\(\), SlidingWindow\(left=5, right=0\)\]"),
-        ([placed, stack_plans([placed])], ValueError, "stamps of shapes"),
+        ([placed, stack_plans([placed])], ValueError, "fingerprints of shapes"),
         ([placed, place_tokens([[T]], world_size=W).plan], ValueError, r"num_tokens is \[48, 24\]"),
     ):
         with pytest.raises(error, match=match):

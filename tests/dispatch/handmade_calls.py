@@ -75,7 +75,7 @@ def right_call(target) -> Call:
             "deadline_ms": np.int64(1000),
             "capacity_names": "capacity",
             "has_src_offset": int64(0),
-            "has_stamp": int64(0),
+            "has_fingerprint": int64(0),
             "num_arrays": int64(1),
             "num_tokens": int64(NUM_TOKENS),
             "capacity": int64(CAPACITY),
@@ -124,7 +124,7 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "an array too many": ({"num_arrays": int64(2)}, "there are 5 operands and 1 results"),
         "many arrays": ({"num_arrays": int64(HUGE)}, f"num_arrays is {HUGE}"),
         "a field too many": ({"has_src_offset": int64(1)}, "there are 5 operands"),
-        "no stamp": ({"has_stamp": int64(1)}, "there are 5 operands"),
+        "no fingerprint": ({"has_fingerprint": int64(1)}, "there are 5 operands"),
         "too many tokens": ({"num_tokens": int64(NUM_TOKENS + 1)}, "the attributes say"),
         "too few tokens": ({"num_tokens": int64(NUM_TOKENS - 1)}, "the attributes say"),
         "too much capacity": ({"capacity": int64(CAPACITY + 1)}, "the attributes say"),
@@ -136,7 +136,7 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         "no such buffer": ({"buffer": int64(HUGE)}, f"there is no buffer {HUGE}"),
         "a negative buffer": ({"buffer": int64(-7)}, "there is no buffer -7"),
     }
-    lists = ("has_src_offset", "has_stamp", "num_arrays", "num_tokens", "capacity", "buffer")
+    lists = ("has_src_offset", "has_fingerprint", "num_arrays", "num_tokens", "capacity", "buffer")
     for name in lists:
         by_attributes |= {
             f"{name} is empty": ({name: int64()}, "entries"),
@@ -233,15 +233,19 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
     wrong |= {name: (call.with_metadata(i, m), text) for name, (i, m, text) in by_metadata.items()}
     wrong |= {name: (call.with_arrays(a, r), text) for name, (a, r, text) in by_arrays.items()}
 
-    for name, stamp, text in (
-        ("a stamp is shorter", int32(1, 1, 1), "stamp of plan 0 has shape [3]"),
-        ("a stamp is of floats", array_of(np.float32, [0] * 7), "stamp of plan 0 has no integers"),
-        ("a stamp is a scalar", np.int32(1), "stamp of plan 0 has shape []"),
+    for name, fingerprint, text in (
+        ("a fingerprint is shorter", int32(1, 1, 1), "fingerprint of plan 0 has shape [3]"),
+        (
+            "a fingerprint is of floats",
+            array_of(np.float32, [0] * 7),
+            "fingerprint of plan 0 has no integers",
+        ),
+        ("a fingerprint is a scalar", np.int32(1), "fingerprint of plan 0 has shape []"),
         ("another batch", int32(1, 0, 0, 2, 2, 3, 4), "the plan was made for another batch"),
         ("the part of another rank", int32(1, 3, 0, 2, 2, 3, 3), "the part of rank 3, on rank 0"),
     ):
-        stamped = dataclasses.replace(call, metadata=[*call.metadata, stamp])
-        wrong[name] = stamped.with_attributes(has_stamp=int64(1)), text
+        fingerprinted = dataclasses.replace(call, metadata=[*call.metadata, fingerprint])
+        wrong[name] = fingerprinted.with_attributes(has_fingerprint=int64(1)), text
 
     sources = dataclasses.replace(call, metadata=[*call.metadata, int32(0, 3)])
     sources = sources.with_attributes(has_src_offset=int64(1))

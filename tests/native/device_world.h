@@ -33,7 +33,7 @@ inline int64_t Draw(Rng& rng, int64_t low, int64_t high) {
 struct Plan {
   Seen<int32_t> num_recv_tokens, seq_len, dst_rank, src_offset;
   Seen<int64_t> dst_offset;
-  Seen<int32_t> stamp = {};  // empty, or kStampSize checksums
+  Seen<int32_t> fingerprint = {};  // empty, or kFingerprintSize checksums
 };
 
 // A world of ranks with one channel; the same plans serve dispatch and combine.
@@ -83,7 +83,7 @@ struct World {
       part.dst_rank = {plan.dst_rank.data(), IntType::kI32};
       part.dst_offset = {plan.dst_offset.data(), IntType::kI64};
       if (use_src_offset) part.src_offset = {plan.src_offset.data(), IntType::kU32};
-      if (!plan.stamp.empty()) part.stamp = {plan.stamp.data(), IntType::kI32};
+      if (!plan.fingerprint.empty()) part.fingerprint = {plan.fingerprint.data(), IntType::kI32};
       part.num_slots = made.num_slots;
       part.num_replicas = made.num_replicas;
       part.num_tokens = made.num_tokens;

@@ -19,9 +19,9 @@ using Numbers = std::vector<int64_t>;
 struct Program {
   Direction direction;
   int64_t num_ranks, deadline_ms;
-  Numbers has_src_offset, has_stamp, num_arrays, num_tokens, capacity, buffer, device_table;
+  Numbers has_src_offset, has_fingerprint, num_arrays, num_tokens, capacity, buffer, device_table;
   std::vector<Shape> args, results;
-  size_t num_fields = 0;  // of args, which are metadata and stamps
+  size_t num_fields = 0;  // of args, which are metadata and fingerprints
 
   DispatchOptions options() const {
     DispatchOptions o;
@@ -31,7 +31,7 @@ struct Program {
     o.deadline_ms = deadline_ms;
     o.capacity_names = "first,second";
     o.has_src_offset = has_src_offset;
-    o.has_stamp = has_stamp;
+    o.has_fingerprint = has_fingerprint;
     o.num_arrays = num_arrays;
     o.num_tokens = num_tokens;
     o.capacity = capacity;
@@ -50,13 +50,13 @@ Program Write(Chooser& c, int64_t num_held_of) {
   p.direction = c.Flag() ? Direction::kDispatch : Direction::kCombine;
   const bool is_dispatch = p.direction == Direction::kDispatch;
   const int64_t num_ranks = c.Number(1, 4), num_held = num_held_of == 0 ? 1 : num_ranks;
-  std::vector<Shape> stamps, arrays;
+  std::vector<Shape> fingerprints, arrays;
   for (int64_t part = c.Number(1, 2); part > 0; --part) {
     const int64_t num_slots = c.Number(0, 4), replicas = c.Number(0, 3);
     const int64_t views = c.Number(0, 2);  // none, one, or all
     const bool has_src_offset = c.Flag();
     p.has_src_offset.push_back(has_src_offset);
-    p.has_stamp.push_back(c.Flag());
+    p.has_fingerprint.push_back(c.Flag());
     p.num_arrays.push_back(c.Number(1, 2));
     p.num_tokens.push_back(c.Number(0, 6));
     p.capacity.push_back(c.Number(0, 6));
@@ -70,8 +70,8 @@ Program Write(Chooser& c, int64_t num_held_of) {
     for (int i = 0; i < 2; ++i)
       field(replicas > 0 ? Numbers{num_slots, replicas} : Numbers{num_slots});
     if (has_src_offset) field({num_slots});
-    if (p.has_stamp.back() != 0) {
-      stamps.push_back({c.Type(kIntegers[c.Number(0, 3)]), c.Dims({kStampSize})});
+    if (p.has_fingerprint.back() != 0) {
+      fingerprints.push_back({c.Type(kIntegers[c.Number(0, 3)]), c.Dims({kFingerprintSize})});
     }
     for (int64_t a = 0; a < p.num_arrays.back(); ++a) {
       Numbers in = {num_held * (is_dispatch ? p.num_tokens : p.capacity).back()};
@@ -87,15 +87,15 @@ Program Write(Chooser& c, int64_t num_held_of) {
       p.results.push_back({c.Type(widens ? XLA_FFI_DataType_F32 : type), c.Dims(std::move(out))});
     }
   }
-  p.args.insert(p.args.end(), stamps.begin(), stamps.end());
+  p.args.insert(p.args.end(), fingerprints.begin(), fingerprints.end());
   p.num_fields = p.args.size();
   p.args.insert(p.args.end(), arrays.begin(), arrays.end());
   if (c.Flag() && is_dispatch) p.args.insert(p.args.end(), p.results.begin(), p.results.end());
 
   p.num_ranks = c.MostlyOrHostile(num_ranks);
   p.deadline_ms = c.MostlyOrHostile(5000);
-  for (Numbers* list :
-       {&p.has_src_offset, &p.has_stamp, &p.num_arrays, &p.num_tokens, &p.capacity, &p.buffer}) {
+  for (Numbers* list : {&p.has_src_offset, &p.has_fingerprint, &p.num_arrays, &p.num_tokens,
+                        &p.capacity, &p.buffer}) {
     for (int64_t& number : *list) number = c.MostlyOrHostile(number);
     if (c.Seldom()) list->resize(c.Number(0, 3));
   }
@@ -164,7 +164,8 @@ void Touch(const kernels::Call& call) {
     read(part.dst_rank, targets);
     read(part.dst_offset, targets);
     if (part.src_offset) read(part.src_offset, part.num_slots);
-    for (int64_t i = 0; part.stamp && i < kStampSize; ++i) seen = seen + part.stamp[i] % 2;
+    for (int64_t i = 0; part.fingerprint && i < kFingerprintSize; ++i)
+      seen = seen + part.fingerprint[i] % 2;
     const int64_t in_rows = call.is_dispatch ? part.num_tokens : part.capacity;
     const int64_t out_rows = call.is_dispatch ? part.capacity : part.num_tokens;
     if (part.rows_per_piece < 1) __builtin_trap();

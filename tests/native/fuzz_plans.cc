@@ -74,7 +74,8 @@ void Fuzz(FuzzedDataProvider& data) {
       part.seq_len = memory.Integers(data, part.num_slots);
       if (has_src_offset) part.src_offset = memory.Integers(data, part.num_slots);
       part.num_recv_tokens = memory.Integers(data, num_ranks + 1);
-      if (data.ConsumeIntegralInRange(0, 7) == 0) part.stamp = memory.Integers(data, kStampSize);
+      if (data.ConsumeIntegralInRange(0, 7) == 0)
+        part.fingerprint = memory.Integers(data, kFingerprintSize);
       const RowArray tokens = Rows(data, memory, row_elements * kTypeBytes[type]);
       const RowArray buffers = Rows(data, memory, row_elements * kTypeBytes[type]);
       for (int64_t a = Alike(data, num_arrays, 2); a > 0; --a) {

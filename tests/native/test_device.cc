@@ -70,9 +70,12 @@ void BadPlansAreRefusedEverywhere() {
   const Case cases[] = {
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[1] = 3; }},
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[0] = -2; }},
-      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 2, 1, -3, -3, 5, 5}; }},
-      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 1, 1, -3, -2, 5, 5}; }},
-      {Failure::kBatch, [](World::Made*, Plan* plan) { plan->stamp = {7, 1, 1, -3, -3, 5, 6}; }},
+      {Failure::kBatch,
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 2, 1, -3, -3, 5, 5}; }},
+      {Failure::kBatch,
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -2, 5, 5}; }},
+      {Failure::kBatch,
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -3, 5, 6}; }},
       {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
       {Failure::kTokens,
        [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},
@@ -112,7 +115,8 @@ void BadPlansAreRefusedEverywhere() {
 // A rank follows another plan than the others, with the same counts: all ranks see it.
 void PlansAreCompared() {
   World world = SmallWorld(3, true);
-  for (int r = 0; r < 3; ++r) world.parts[0].plans[r].stamp = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2};
+  for (int r = 0; r < 3; ++r)
+    world.parts[0].plans[r].fingerprint = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2};
   RunRanks(world);
   for (int r = 0; r < 3; ++r) {
     const ErrorRecord error = world.Take(r);
@@ -120,7 +124,7 @@ void PlansAreCompared() {
     CHECK(error.expected == (r == 1 ? 8 : -7) && error.seen == (r == 1 ? -7 : 8));
     CHECK(IsSpoiled(world, r));
   }
-  world.parts[0].plans[1].stamp[0] = -7;
+  world.parts[0].plans[1].fingerprint[0] = -7;
   RunRanks(world, 3);
   CHECK(world.IsFine());
   CheckDispatched(world);

@@ -97,14 +97,14 @@ void OverflowsNameTheLargestNeedOfEveryPart() {
 }
 
 // Rejects a rank whose batch is not that of the plan, and a plan of another batch.
-void StampsAreCompared() {
+void FingerprintsAreCompared() {
   std::vector<std::vector<std::array<int64_t, 4>>> need(1, {{}, {}, {}});
-  using Stamp = std::array<int32_t, kStampSize>;
-  const auto plan = [&](std::array<Stamp, 3> stamps) {
+  using Fingerprint = std::array<int32_t, kFingerprintSize>;
+  const auto plan = [&](std::array<Fingerprint, 3> fingerprints) {
     auto contributions = Announcing(&need);
     for (int rank = 0; rank < 3; ++rank) {
       auto* mine = static_cast<DispatchContribution*>(contributions[rank].get());
-      mine->parts[0].stamp = {stamps[rank].data(), IntType::kI32};
+      mine->parts[0].fingerprint = {fingerprints[rank].data(), IntType::kI32};
       // As other processes read it.
       contributions[rank] = ReadDispatchContribution(Direction::kDispatch, 3, mine->Write());
       CHECK(contributions[rank] != nullptr);
@@ -113,7 +113,7 @@ void StampsAreCompared() {
     const std::vector<int> processes = {4, 4, 6};
     return PlanDispatch("send", contributions, &work, {"", &processes});
   };
-  const auto of = [](int rank) { return Stamp{7, rank, rank, -1, -1, 0, 0}; };
+  const auto of = [](int rank) { return Fingerprint{7, rank, rank, -1, -1, 0, 0}; };
   CHECK(plan({of(0), of(1), of(2)}).ok());
   CHECK(
       Contains(plan({of(0), of(1), {7, 2, 2, -1, 5, 0, 0}}),
@@ -126,7 +126,7 @@ void StampsAreCompared() {
                  "follows another one, with checksum 7"));
   CHECK(Contains(plan({of(0), {7, 2, 1, -1, -1, 0, 0}, of(2)}),
                  "this is the part of rank 2, on rank 1 of process 4"));
-  const auto fallback = [](int rank) { return Stamp{0, kNoRank, rank, 0, 0, 0, 0}; };
+  const auto fallback = [](int rank) { return Fingerprint{0, kNoRank, rank, 0, 0, 0, 0}; };
   CHECK(Contains(plan({fallback(0), fallback(1), fallback(2)}), "the plan is a fallback"));
 }
 
@@ -160,7 +160,7 @@ const Register kTests("test_dispatch_plans", [](const Numbers&) {
   HostileNumbersAreRefused(-1, 1, 0, "both must be at least 0");
   HostileNumbersWithoutArrays();
   OverflowsNameTheLargestNeedOfEveryPart();
-  StampsAreCompared();
+  FingerprintsAreCompared();
 });
 
 }  // namespace cpd::test_dispatch_plans

@@ -40,7 +40,7 @@ def test_all_forms_are_the_same_lengths(make, unchecked_types):
     expected = make([[5, 3, 4]], world_size=2)
     for lengths in forms():
         found = make(lengths, world_size=2)
-        for name in ("run_row", "run_position", "run_origin", "stamp"):
+        for name in ("run_row", "run_position", "run_origin", "fingerprint"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
         assert found.num_tokens == expected.num_tokens == 6
 

@@ -13,7 +13,7 @@ from packed_batches import pack
 from properties import examples
 
 from jax_cp_dispatch import PlacementConfig, context_parallel_attention, place_tokens
-from jax_cp_dispatch.planner.stamp import ID_STEP, POSITION_STEP, checksums
+from jax_cp_dispatch.planner.fingerprint import ID_STEP, POSITION_STEP, checksums
 
 W, T = 4, 64
 CONFIG = PlacementConfig(
@@ -51,7 +51,7 @@ def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
 
 @given(data=st.data())
 @examples(20)
-def test_the_stamp_is_that_of_the_placed_arrays(data):
+def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
     world_size = data.draw(st.integers(1, 6))
     columns = world_size * data.draw(st.integers(1, 12))
@@ -69,7 +69,7 @@ def test_the_stamp_is_that_of_the_placed_arrays(data):
         checksums(ids, world_size, step=ID_STEP),
         checksums(places, world_size, step=POSITION_STEP, counts=ids > 0),
     )
-    np.testing.assert_array_equal(placement.plan.stamp[:, 2:], np.stack(own, 1))
+    np.testing.assert_array_equal(placement.plan.fingerprint[:, 2:], np.stack(own, 1))
     others = np.array(ids)
     others[rng.integers(2), rng.integers(columns)] += 1
     with pytest.raises(ValueError, match=MADE_FOR_ANOTHER + ": the segment_ids of rank"):

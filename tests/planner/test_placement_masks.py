@@ -98,7 +98,7 @@ def test_mirrored_masks_have_mirrored_placements():
 def test_plans_of_different_masks_differ():
     masks = [None, SlidingWindow(5), Chunked(5), "full", SlidingWindow(5, 1)]
     plans = [place_tokens([[30, 2]], world_size=4, mask=mask).plan for mask in masks]
-    assert len({plan.stamp[0, 0].item() for plan in plans}) == len(masks)
+    assert len({plan.fingerprint[0, 0].item() for plan in plans}) == len(masks)
     with pytest.raises(ValueError, match=r"mask is \[Causal\(\), Full\(\)\]; it needs"):
         stack_plans([plans[0], plans[3]])
 

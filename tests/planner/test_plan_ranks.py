@@ -100,9 +100,9 @@ def test_every_choice_and_the_mask_are_in_the_checksum():
     masks = SlidingWindow(3), SlidingWindow(4), Chunked(4)
 
     def checksum(ids, **options):
-        stamp = plan_attention(ids, world_size=W, **options).stamp
-        assert stamp.shape == (W, 4)
-        return stamp[0, 0]
+        fingerprint = plan_attention(ids, world_size=W, **options).fingerprint
+        assert fingerprint.shape == (W, 4)
+        return fingerprint[0, 0]
 
     def all_checksums(ids):
         configs = [checksum(ids, config=PlanConfig(**x)) for x in choices]
@@ -120,4 +120,4 @@ def test_every_choice_and_the_mask_are_in_the_checksum():
 def test_equal_numbers_of_a_config_are_equal(algorithm, plan_of):
     """A process may read its config as NumPy's numbers."""
     plans = [plan_of([T], balance_tolerance=x) for x in (0.125, np.float64(0.125))]
-    assert len({plan.stamp.tobytes() for plan in plans}) == 1
+    assert len({plan.fingerprint.tobytes() for plan in plans}) == 1

@@ -107,7 +107,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
     part.dst_rank = read.dst_rank;
     part.dst_offset = read.dst_offset;
     part.src_offset = read.src_offset;
-    part.stamp = read.stamp;
+    part.fingerprint = read.fingerprint;
     part.has_all_views = read.num_views > 1;
     part.num_slots = read.num_slots;
     part.num_replicas = read.num_replicas;

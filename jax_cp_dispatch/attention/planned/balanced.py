@@ -18,8 +18,8 @@ from jax_cp_dispatch.attention.planned.call import (
     attend_received,
     attend_rows,
     check_call,
+    fingerprint_of_call,
     local_operands,
-    stamp_of_call,
 )
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import AttentionPlan
@@ -91,32 +91,32 @@ def attend_balanced(options: AttentionOptions, q, k, v, plan, packed: PackedMask
     """`balanced_attention` with options, which name the public function."""
     options.check()
     check_call(options, q, k, v, plan, packed)
-    stamp = stamp_of_call(options, plan, packed)
-    return attend_rows(_attend, options, q, k, v, plan, stamp)
+    fingerprint = fingerprint_of_call(options, plan, packed)
+    return attend_rows(_attend, options, q, k, v, plan, fingerprint)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan, stamp):
-    return _forward(options, q, k, v, plan, stamp)[0]
+def _attend(options, q, k, v, plan, fingerprint):
+    return _forward(options, q, k, v, plan, fingerprint)[0]
 
 
-def send(options, q, k, v, plan, stamp):
+def send(options, q, k, v, plan, fingerprint):
     """Sends the rows as planned; returns the operands of local attention, `[1, rows, ...]`."""
-    received = exchanges.send_qkv(options.exchange, plan, q, (k, v), stamp)
+    received = exchanges.send_qkv(options.exchange, plan, q, (k, v), fingerprint)
     received_q, received_kv = named_context_received(received)
     return local_operands(options, plan, received_q, received_kv)
 
 
-def bring_back(options, out, plan, stamp):
+def bring_back(options, out, plan, fingerprint):
     """Returns the output of local attention to the ranks of its queries."""
-    return named_context(exchanges.return_q(options.exchange, plan, out[0], stamp))
+    return named_context(exchanges.return_q(options.exchange, plan, out[0], fingerprint))
 
 
-def _forward(options, q, k, v, plan, stamp):
+def _forward(options, q, k, v, plan, fingerprint):
     q, k, v = not_again(options.op, [q, k, v])
-    operands = send(options, q, k, v, plan, stamp)
+    operands = send(options, q, k, v, plan, fingerprint)
     out, lse = attend_received(options, *operands)
-    return bring_back(options, out, plan, stamp), (operands, out, lse, plan)
+    return bring_back(options, out, plan, fingerprint), (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):

@@ -17,7 +17,7 @@ from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.stamp import rank_stamp
+from jax_cp_dispatch.planner.fingerprint import rank_fingerprint
 
 
 def check_call(
@@ -40,9 +40,9 @@ def check_call(
         )
     if is_stack(plan):
         raise ValueError(
-            f"{options.op}: got stacked plans, of {list(plan.stamp.shape[:-2])}. Pass one of them: "
-            "each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) is the "
-            "i-th."
+            f"{options.op}: got stacked plans, of {list(plan.fingerprint.shape[:-2])}. Pass one of "
+            "them: each step of jax.lax.scan has its own, and jax.tree.map(lambda x: x[i], plans) "
+            "is the i-th."
         )
     num_tokens = q.shape[0] * q.shape[1]
     if num_tokens != plan.num_tokens:
@@ -57,12 +57,12 @@ def check_call(
         )
 
 
-def stamp_of_call(
+def fingerprint_of_call(
     options: AttentionOptions, plan: AttentionPlan | PlacedPlan, packed: PackedMask
 ) -> Int32[Array, " 7"]:
     """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     rank = jax.lax.axis_index(options.exchange.axis_name)
-    return rank_stamp(plan.stamp, rank, packed.segment_ids, packed.positions)
+    return rank_fingerprint(plan.fingerprint, rank, packed.segment_ids, packed.positions)
 
 
 def attend_rows(

@@ -11,21 +11,21 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, 
 
 
 def send_qkv(
-    exchange: CollectiveOptions, plan: AttentionPlan, q, kv, stamp: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: AttentionPlan, q, kv, fingerprint: Int32[Array, " 7"]
 ) -> tuple[Float[Array, "q_capacity N H"], tuple[Float[Array, "kv_capacity K _"], ...]]:
-    """Sends queries, keys and values to the ranks that use them, if the stamps match."""
+    """Sends queries, keys and values to the ranks that use them, if the fingerprints match."""
     queries = _outgoing(exchange, "q", q, plan)
     keys = _outgoing(exchange, "kv", kv, plan)
-    q, kv = move(exchange, [queries._replace(stamp=stamp), keys])
+    q, kv = move(exchange, [queries._replace(fingerprint=fingerprint), keys])
     return q, kv
 
 
 def send_kv(
-    exchange: CollectiveOptions, plan: PlacedPlan, kv, stamp: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: PlacedPlan, kv, fingerprint: Int32[Array, " 7"]
 ) -> tuple[Float[Array, "kv_capacity K _"], ...]:
-    """Sends keys and values, if the stamps match; queries do not move."""
+    """Sends keys and values, if the fingerprints match; queries do not move."""
     keys = _outgoing(exchange, "kv", kv, plan)
-    return move(exchange, [keys._replace(stamp=stamp)])[0]
+    return move(exchange, [keys._replace(fingerprint=fingerprint)])[0]
 
 
 def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLike):
@@ -34,11 +34,11 @@ def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLi
 
 
 def return_q(
-    exchange: CollectiveOptions, plan: AttentionPlan, out, stamp: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: AttentionPlan, out, fingerprint: Int32[Array, " 7"]
 ) -> Float[Array, "T N H"]:
-    """Returns the output. If no error can be raised, a wrong stamp makes all of it NaN."""
+    """Returns the output. If no error can be raised, a wrong fingerprint makes all of it NaN."""
     out = _returning(exchange, "q", out, plan)
-    return move(exchange, [out._replace(stamp=stamp)])[0]
+    return move(exchange, [out._replace(fingerprint=fingerprint)])[0]
 
 
 def send_q(

@@ -18,8 +18,8 @@ from jax_cp_dispatch.attention.planned.call import (
     attend_received,
     attend_rows,
     check_call,
+    fingerprint_of_call,
     local_operands,
-    stamp_of_call,
 )
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
@@ -83,24 +83,26 @@ def attend_placed(options: AttentionOptions, q, k, v, plan, packed: PackedMask):
     """`placed_attention` with options, which name the public function."""
     options.check()
     check_call(options, q, k, v, plan, packed)
-    stamp = stamp_of_call(options, plan, packed)
-    return attend_rows(_attend, options, q, k, v, plan, stamp)
+    fingerprint = fingerprint_of_call(options, plan, packed)
+    return attend_rows(_attend, options, q, k, v, plan, fingerprint)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan, stamp):
-    return _forward(options, q, k, v, plan, stamp)[0]
+def _attend(options, q, k, v, plan, fingerprint):
+    return _forward(options, q, k, v, plan, fingerprint)[0]
 
 
-def send(options, q, k, v, plan, stamp):
+def send(options, q, k, v, plan, fingerprint):
     """Sends keys and values; returns the operands of local attention, `[1, rows, ...]`."""
-    received = named_context_received(exchanges.send_kv(options.exchange, plan, (k, v), stamp))
+    received = named_context_received(
+        exchanges.send_kv(options.exchange, plan, (k, v), fingerprint)
+    )
     return local_operands(options, plan, q, received)
 
 
-def _forward(options, q, k, v, plan, stamp):
+def _forward(options, q, k, v, plan, fingerprint):
     q, k, v = not_again(options.op, [q, k, v])
-    operands = send(options, q, k, v, plan, stamp)
+    operands = send(options, q, k, v, plan, fingerprint)
     out, lse = attend_received(options, *operands)
     return out[0], (operands, out, lse, plan)
 

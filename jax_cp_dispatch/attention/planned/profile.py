@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import balanced, placed
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
-from jax_cp_dispatch.attention.planned.call import attend_received, stamp_of_call
+from jax_cp_dispatch.attention.planned.call import attend_received, fingerprint_of_call
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
@@ -122,8 +122,8 @@ class _Call(NamedTuple):
         options, of_call = self.options, [_ROWS, _ROWS, _ROWS, *_PLAN]
 
         def sent(q, k, v, plan, packed):
-            stamp = stamp_of_call(options, plan, packed)
-            return send(options, _rows(q), _rows(k), _rows(v), plan, stamp)
+            fingerprint = fingerprint_of_call(options, plan, packed)
+            return send(options, _rows(q), _rows(k), _rows(v), plan, fingerprint)
 
         def by_batch(out):
             batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
@@ -139,8 +139,8 @@ class _Call(NamedTuple):
         if bring_back is not None:
 
             def returned(out, plan, packed):
-                stamp = stamp_of_call(options, plan, packed)
-                return bring_back(options, out, plan, stamp)
+                fingerprint = fingerprint_of_call(options, plan, packed)
+                return bring_back(options, out, plan, fingerprint)
 
             returning = self.program(returned, [_BY_RANK, *_PLAN], _BY_RANK)
             (out,) = record.step("return", communication=(returning, out, *self.plan))

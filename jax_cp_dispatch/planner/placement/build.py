@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
@@ -12,7 +13,6 @@ from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import static_size
-from jax_cp_dispatch.planner.stamp_of_pieces import stamp_of_pieces
 from jax_cp_dispatch.planner.transfers import (
     list_transfers,
     metadata_of,
@@ -64,7 +64,7 @@ def build_plan(
         num_rows=rows.astype(np.int32),
         pairs=pairs_of_ranks(request, pieces),
         needs=np.tile(np.array([needed[x] for x in CAPACITIES], np.int32), (len(rows), 1)),
-        stamp=stamp_of_pieces(request, pieces, pieces)[held].copy(),
+        fingerprint=fingerprint_of_pieces(request, pieces, pieces)[held].copy(),
         num_tokens=request.num_tokens,
         batch=documents.batch,
         kv_capacity=kv_capacity,

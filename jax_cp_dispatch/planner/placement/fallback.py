@@ -5,11 +5,11 @@ from jaxtyping import Int32
 
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.fallback import metadata_of_fallback
+from jax_cp_dispatch.planner.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.cuts import no_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.stamp import stamp_of_fallback
 
 
 def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> PlacedPlan:
@@ -32,7 +32,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
         num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs,
         needs=np.tile(needs, (num_held, 1)),
-        stamp=stamp_of_fallback(num_held),
+        fingerprint=fingerprint_of_fallback(num_held),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         kv_capacity=config.kv_capacity or 1,

@@ -16,12 +16,12 @@ from jax_cp_dispatch.planner.describe import (
     describe_plan,
     exceeded_capacities,
 )
+from jax_cp_dispatch.planner.fingerprint import check_batch
 from jax_cp_dispatch.planner.placement.config import CAPACITIES
 from jax_cp_dispatch.planner.planned_pieces import pieces_of_placed
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
-from jax_cp_dispatch.planner.stamp import check_batch
 from jax_cp_dispatch.planner.traffic import num_moved
 
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
@@ -52,9 +52,9 @@ class PlacedPlan:
       pairs: f32 `[W]`; query-key pairs of each rank.
       needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of keys, ranges of keys
         sent, pieces, cut pieces, linked pieces. See `PlacementConfig`.
-      stamp: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask and
-        placed batch; the rank; the checksums of its own rows of segment ids and positions in placed
-        order. See `validate`.
+      fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
+        and placed batch; the rank; the checksums of its own rows of segment ids and positions in
+        placed order. See `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
@@ -71,7 +71,7 @@ class PlacedPlan:
     num_rows: Leaf
     pairs: Leaf
     needs: Leaf
-    stamp: Leaf
+    fingerprint: Leaf
     mask: Mask
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
@@ -130,7 +130,7 @@ class PlacedPlan:
             not fit, so nothing was planned.
         """
         op = "PlacedPlan.validate"
-        check_batch(op, self.stamp, segment_ids, positions, num_tokens=self.num_tokens)
+        check_batch(op, self.fingerprint, segment_ids, positions, num_tokens=self.num_tokens)
 
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.

@@ -15,20 +15,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.planner.segment_ids import Ids, mix, words
+from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, mix
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
 # What a row of a run adds to the value of the row before it.
 ID_STEP, POSITION_STEP = 0, 1
-# The rank in the stamp of a fallback, which no rank may follow.
+# The rank in the fingerprint of a fallback, which no rank may follow.
 NO_RANK = -1
 
 
 def checksums(
     x: Words, num_ranks: int, *, step: int, counts: Bool[Any, "B T"] | None = None
 ) -> Int32[Array | np.ndarray, " W"]:
-    """Returns the checksum of each rank's columns of `words`.
+    """Returns the checksum of each rank's columns of `x`.
 
     Different batches have equal checksums with probability 2**-32. With `counts`, other values do
     not matter.
@@ -82,12 +82,12 @@ def digest_of_plan(config: Any, mask: Mask, *arrays: Int[Any, " N"]) -> UInt32[A
     return digest
 
 
-def make_stamp(
+def make_fingerprint(
     ids: Int32[Array | np.ndarray, " W"],
     positions: Int32[Array | np.ndarray, " W"],
     digest: UInt32[Any, " 1"],
 ) -> Int32[Any, "W 4"]:
-    """Returns the stamp of a plan from the checksums of each rank's segment ids and positions.
+    """Returns the fingerprint of a plan from checksums of each rank's segment ids and positions.
 
     In each rank's row: the checksum of the plan and its whole batch, the rank, then the rank's own
     two checksums.
@@ -101,42 +101,47 @@ def make_stamp(
     return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own], axis=1)
 
 
-def stamp_of_fallback(num_held: int) -> Int32[np.ndarray, "R 4"]:
-    """Returns a stamp that every rank refuses."""
+def fingerprint_of_fallback(num_held: int) -> Int32[np.ndarray, "R 4"]:
+    """Returns a fingerprint that every rank refuses."""
     return np.tile(np.array([0, NO_RANK, 0, 0], np.int32), (num_held, 1))
 
 
-def rank_stamp(
-    stamp: Int32[Any, "..."], rank: Any, segment_ids: Ids | None, positions: Ids | None
+def rank_fingerprint(
+    fingerprint: Int32[Any, "..."], rank: Any, segment_ids: Ids | None, positions: Ids | None
 ) -> Int32[Array, " 7"]:
     """Returns what is sent with an exchange: the plan's checksum, then pairs (expected, seen).
 
     Args:
-      stamp: of the plan of all ranks, or of a rank's slice.
+      fingerprint: of the plan of all ranks, or of a rank's slice.
       rank: the index on the mesh axis.
       segment_ids, positions: this rank's columns; None counts as expected. Positions of padding do
         not count, so they need the ids.
     """
-    stamp = jnp.asarray(stamp)
-    if stamp.ndim > 1:
-        stamp = stamp[0] if stamp.shape[0] == 1 else stamp[rank]
-    digest, *expected = stamp
+    fingerprint = jnp.asarray(fingerprint)
+    if fingerprint.ndim > 1:
+        fingerprint = fingerprint[0] if fingerprint.shape[0] == 1 else fingerprint[rank]
+    digest, *expected = fingerprint
     seen = rank, *_seen(segment_ids, positions, 1)
     pairs = [(x, x if y is None else y.reshape(())) for x, y in zip(expected, seen, strict=True)]
     return jnp.stack([digest, *(value for pair in pairs for value in pair)])
 
 
 def check_batch(
-    op: str, stamp: Int32[Any, "... 4"], segment_ids: Ids, positions: Ids | None, *, num_tokens: int
+    op: str,
+    fingerprint: Int32[Any, "... 4"],
+    segment_ids: Ids,
+    positions: Ids | None,
+    *,
+    num_tokens: int,
 ) -> None:
-    """Raises unless the stamp of a plan is that of these arrays; for `validate` of a plan."""
-    if stamp.ndim != 2:
+    """Raises unless the fingerprint of a plan is that of these arrays; for `validate` of a plan."""
+    if fingerprint.ndim != 2:
         raise ValueError(
-            f"{op}: this is not the plan of all ranks of one batch; its stamp has shape "
-            f"{stamp.shape}. Validate each plan before stack_plans."
+            f"{op}: this is not the plan of all ranks of one batch; its fingerprint has shape "
+            f"{fingerprint.shape}. Validate each plan before stack_plans."
         )
-    num_ranks, stamp = len(stamp), np.asarray(stamp)
-    if (stamp[:, 1] == NO_RANK).any():
+    num_ranks, fingerprint = len(fingerprint), np.asarray(fingerprint)
+    if (fingerprint[:, 1] == NO_RANK).any():
         raise ValueError(
             f"{op}: this plan is a fallback: its batch does not fit the config, so nothing was "
             "planned. Check `fits` first, and use a ring for this batch."
@@ -151,7 +156,7 @@ def check_batch(
                 f"{num_tokens} rows. Pass the plan of this batch."
             )
     all_seen = _seen(segment_ids, positions, num_ranks)
-    for name, expected, seen in zip(named, stamp[:, 2:].T, all_seen, strict=True):
+    for name, expected, seen in zip(named, fingerprint[:, 2:].T, all_seen, strict=True):
         differs = expected != (expected if seen is None else np.asarray(seen))
         if differs.any():
             raise ValueError(
@@ -165,11 +170,13 @@ def _seen(segment_ids: Ids | None, positions: Ids | None, num_ranks: int) -> tup
     """Returns the checksums of ids and of positions; None of arrays that are not given."""
     if segment_ids is None:
         return None, None
-    ids = words(segment_ids)
+    ids = fold_to_int32(segment_ids)
     of_ids = checksums(ids, num_ranks, step=ID_STEP)
     if positions is None:
         return of_ids, None
-    return of_ids, checksums(words(positions), num_ranks, step=POSITION_STEP, counts=ids > 0)
+    return of_ids, checksums(
+        fold_to_int32(positions), num_ranks, step=POSITION_STEP, counts=ids > 0
+    )
 
 
 def _by_rank(x: Any, num_ranks: int) -> Any:

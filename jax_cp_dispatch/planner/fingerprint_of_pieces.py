@@ -1,24 +1,24 @@
-"""The stamp of a plan that is made on the host, from the pieces of documents that ranks hold."""
+"""The fingerprint of a plan made on the host, from the pieces of documents that ranks hold."""
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.planner.pieces import Pieces
-from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.segment_ids import words
-from jax_cp_dispatch.planner.stamp import (
+from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums_of_runs,
     digest_of_plan,
-    make_stamp,
+    make_fingerprint,
 )
+from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
 
-def stamp_of_pieces(
+def fingerprint_of_pieces(
     request: PlanRequest, computed: Pieces, held: Pieces
 ) -> Int32[np.ndarray, "W 4"]:
-    """Returns the stamp of a plan of all ranks.
+    """Returns the fingerprint of a plan of all ranks.
 
     Positions of padding do not count.
 
@@ -31,7 +31,7 @@ def stamp_of_pieces(
     rank, row, length, document, start = _by_row(held)
     ids = checksums_of_runs(
         *_with_padding(
-            (rank, row, length, words(documents.ids)[document]),
+            (rank, row, length, fold_to_int32(documents.ids)[document]),
             documents.num_tokens // world_size,
             world_size,
         ),
@@ -44,10 +44,12 @@ def stamp_of_pieces(
         rank, row, token = (
             np.repeat(x, length) for x in (rank, row, documents.first[document] + start)
         )
-        value = words(np.asarray(positions)).reshape(-1)[token + within]
+        value = fold_to_int32(np.asarray(positions)).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
     places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
-    return make_stamp(ids, places, digest_of_plan(request.config, request.mask, *computed[:4]))
+    return make_fingerprint(
+        ids, places, digest_of_plan(request.config, request.mask, *computed[:4])
+    )
 
 
 def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
