@@ -15,7 +15,7 @@ _GRAPH_MODE = "xla_gpu_command_buffer_scheduling_mode"
 _GRAPH_REGION = "xla_gpu_graph_enable_concurrent_region"
 
 
-def _why_not(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
+def _why_not_cuda(platforms: Sequence[str]) -> str | None:
     """Does not look for a GPU: programs can be lowered without one."""
     other = [platform for platform in platforms if platform != "cuda"]
     if other:
@@ -24,10 +24,20 @@ def _why_not(name: str, platforms: Sequence[str], groups: Groups | None) -> str 
         return runtime.cuda_reason
     if flag := _concurrent_graphs():
         return f"XLA_FLAGS has {flag}: XLA would run calls that share a buffer at the same time"
-    if name == "cuda_peer":
-        if jax.process_count() > 1:
-            return f"there are {jax.process_count()} processes, but it serves the GPUs of one"
-        return None
+    return None
+
+
+def _why_not_in_one_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
+    missing = _why_not_cuda(platforms)
+    if missing is None and jax.process_count() > 1:
+        return f"there are {jax.process_count()} processes, but it serves the GPUs of one"
+    return missing
+
+
+def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
+    missing = _why_not_cuda(platforms)
+    if missing is not None:
+        return missing
     if jax.process_count() == 1:
         return "there is one process"
     world = connected_gpus()
@@ -51,26 +61,36 @@ def _concurrent_graphs() -> str | None:
     return None
 
 
-def _transport(name: str, serves: str, *, spans_processes: bool = True) -> Implementation:
-    return Implementation(
-        name=name,
-        platform="cuda",
-        spans_processes=spans_processes,
-        why_not=functools.partial(_why_not, name),
-        serves=lambda: serves,
-        remedy="Pass implementation='xla'.",
-        rank_attributes=functools.partial(gpu_attributes, "slab" if spans_processes else "devices"),
-    )
+_REMEDY = "Pass implementation='xla'."
 
+CUDA_PEER = Implementation(
+    name="cuda_peer",
+    platform="cuda",
+    spans_processes=False,
+    why_not=_why_not_in_one_process,
+    serves=lambda: "the GPUs of this process reach each other's memory",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "devices"),
+)
 
-CUDA_PEER = _transport(
-    "cuda_peer", "the GPUs of this process reach each other's memory", spans_processes=False
+NVSHMEM = Implementation(
+    name="nvshmem",
+    platform="cuda",
+    spans_processes=True,
+    why_not=functools.partial(_why_not_connected, "nvshmem"),
+    serves=lambda: "one process per GPU, over NVSHMEM: through pointers, or over the network",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "slab"),
 )
-NVSHMEM = _transport(
-    "nvshmem", "one process per GPU, over NVSHMEM: through pointers, or over the network"
-)
-CUDA_IPC = _transport(
-    "cuda_ipc", "one process per GPU of one host, whose memory CUDA maps into all of them"
+
+CUDA_IPC = Implementation(
+    name="cuda_ipc",
+    platform="cuda",
+    spans_processes=True,
+    why_not=functools.partial(_why_not_connected, "cuda_ipc"),
+    serves=lambda: "one process per GPU of one host, whose memory CUDA maps into all of them",
+    remedy=_REMEDY,
+    rank_attributes=functools.partial(gpu_attributes, "slab"),
 )
 
 ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)
