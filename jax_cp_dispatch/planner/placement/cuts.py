@@ -91,3 +91,27 @@ def cut_table(
 def no_cuts(num_held: int, num_entries: int) -> Int32[np.ndarray, "held X 9"]:
     """Returns the table of a placement that cuts nothing."""
     return np.full((num_held, num_entries, NUM_COLUMNS), -1, np.int32)
+
+
+def describe_cuts(table: Int32[np.ndarray, "W X 9"], num_tokens: int) -> list[str]:
+    """Returns lines on what layers beside attention move and compute; `num_tokens` of a rank."""
+    rank = np.arange(len(table))[:, None]
+    own = table[(table[..., 5] == rank) & (table[..., 0] >= 0)]
+    own = own[np.lexsort((own[:, 7], own[:, 0]))]
+    document, start, length, rest, holder = own[:, [0, 1, 2, 4, 5]].T
+    follows = np.zeros(len(own), bool)
+    follows[1:] = (document[1:] == document[:-1]) & (holder[1:] != holder[:-1])
+    states = maps = 0
+    for i in np.flatnonzero(rest > 0):
+        later = (document == document[i]) & (start > start[i]) & (holder != holder[i])
+        receivers = len(np.unique(holder[later]))
+        states, maps = states + receivers * (start[i] == 0), maps + receivers * (start[i] > 0)
+    middle = int(length[(start > 0) & (rest > 0)].sum())
+    share = 100 * middle / max(len(table) * num_tokens, 1)
+    documents = len(np.unique(document))
+    return [
+        f"  cuts      {documents} documents in {len(own)} pieces; a convolution of W taps moves "
+        f"{int(follows.sum())} x (W - 1) rows",
+        f"            a recurrence moves {states} states and {maps} maps; {share:.1f} % of the "
+        "tokens are in middle pieces",
+    ]

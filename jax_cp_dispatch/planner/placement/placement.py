@@ -13,6 +13,7 @@ from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
+from jax_cp_dispatch.planner.placement.cuts import describe_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
@@ -141,14 +142,14 @@ class Placement:
         """Returns the text of `PlacedPlan.describe`, and what the batch is without placement.
 
         For the three ranks with the most work, in the order of the batch and as placed, it names
-        the documents that cause it.
+        the documents that cause it. It also says what layers beside attention move.
         """
         op = "Placement.describe"
         if self.reason is not None:
             return f"{op}: no tokens were placed. {self.reason}"
         plan = self.plan
         keys = Rows(rows_between_ranks(op, plan.kv_metadata), plan.kv_capacity)
-        return describe_plan(
+        text = describe_plan(
             PlanToDescribe(
                 name="Placement",
                 pieces=self._pieces(),
@@ -160,6 +161,7 @@ class Placement:
                 ranks_per_node=self.config.ranks_per_node,
             )
         )
+        return "\n".join([text, "", *describe_cuts(plan.cut_pieces, plan.num_tokens)])
 
     @property
     def _home(self) -> Home:

@@ -1,0 +1,69 @@
+"""What moves, counted in the metadata of the exchanges: nothing for documents that are whole."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_mesh import AXIS, mesh_of
+from orders import BATCHES, Order
+
+from jax_cp_dispatch.planner.placement.cuts import describe_cuts
+from jax_cp_dispatch.sequence.chains import _links
+from jax_cp_dispatch.sequence.documents import pieces_of_ids
+from jax_cp_dispatch.sequence.halo import _metadata
+from jax_cp_dispatch.sequence.options import Options
+from jax_cp_dispatch.sequence.placed import pieces_of_plan
+
+
+def moved(name, batch, num_ranks=8, width=3):
+    """Rows between different ranks: of a halo before and after, of states, of maps."""
+    order = Order(name, BATCHES[batch], num_ranks)
+    ids = order.apply(BATCHES[batch])
+    layout = "contiguous" if name == "placed" else name
+
+    def counts(ids, plan):
+        options = Options.of_call("test", AXIS, layout)
+        if plan is None:
+            pieces = pieces_of_ids(options, ids, None, ids.shape)
+        else:
+            pieces = pieces_of_plan(options, plan, (ids, None), ids.shape)
+        links = _links(pieces)
+        before, after = (_metadata(pieces, width, side, True) for side in (False, True))
+        exchanges = before, after, links.first, links.others
+        return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])
+
+    plan = order.placement.plan if order.placement is not None else None
+    mapped = jax.shard_map(
+        counts, mesh=mesh_of(num_ranks), in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS)
+    )
+    received = [np.asarray(x).astype(int) for x in jax.jit(mapped)(ids, plan)]
+    return [int(x.sum() - np.trace(x)) for x in received], order.placement
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "placed"])
+def test_whole_documents_move_nothing(order):
+    rows, placement = moved(order, "whole")
+    if order != "zigzag":  # which halves the documents
+        assert rows == [0, 0, 0, 0]
+    if placement is not None:
+        assert "0 documents in 0 pieces" in placement.describe()
+
+
+def test_a_giant_document_in_contiguous_order():
+    """7 cuts of 3 rows; the first piece sends its state to 7 ranks, piece r its map to 7 - r."""
+    rows, _ = moved("contiguous", "giant")
+    assert rows == [21, 21, 7, sum(7 - r for r in range(1, 7))]
+
+
+def test_a_giant_document_in_zigzag_order():
+    """15 cuts of 16 pieces, one of them within a rank."""
+    rows, _ = moved("zigzag", "giant")
+    assert rows[:3] == [42, 42, 7]
+
+
+def test_the_description_of_a_placement_counts_the_same():
+    rows, placement = moved("placed", "mixed", width=1)
+    assert placement is not None
+    text = "\n".join(describe_cuts(placement.plan.cut_pieces, placement.plan.num_tokens))
+    assert f"moves {rows[0]} x (W - 1) rows" in text and rows[0] == rows[1]
+    assert f"moves {rows[2]} states and {rows[3]} maps" in text
