@@ -10,8 +10,10 @@ killed. The exit code is that of the first process that failed, or 128 + n after
 
 import argparse
 import contextlib
+import errno
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -29,12 +31,25 @@ _TERMINATION_SECONDS = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     options = _parse(arguments)
+    try:
+        return _launch(options)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _refuse(
+            f"cannot start {options.processes} processes: {error.strerror}. Each needs pipes here; "
+            f"raise the limit with `ulimit -n`, which is {limit}, or pass fewer --processes."
+        )
+
+
+def _launch(options: argparse.Namespace) -> int:
     address, meeting = _free_addresses(2)
     service = host_service(address, options.processes)
     what = ["-m", options.program] if options.module else [options.program]
     workers: list[subprocess.Popen] = []
     printers: list[threading.Thread] = []
-    lock = threading.Lock()
+    output = _Output()
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
@@ -49,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
             workers.append(worker)
             for pipe, stream in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
                 printers.append(
-                    threading.Thread(target=_print_lines, args=(process, pipe, stream, lock))
+                    threading.Thread(target=output.print_lines, args=(process, pipe, stream))
                 )
                 printers[-1].start()
-        return _wait(workers, received, options.grace)
+        code = _wait(workers, received, options.grace)
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -61,6 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
         for printer in printers:
             printer.join(timeout=5)  # a grandchild may keep the pipe open
         service.shutdown()
+    return code or output.code()
+
+
+def _refuse(reason: str) -> int:
+    print(f"launch: {reason}", file=sys.stderr)
+    return 2
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -111,12 +132,38 @@ def _environment(
     }
 
 
-def _print_lines(process: int, pipe: IO[bytes], stream: IO[str], lock: threading.Lock) -> None:
-    for line in pipe:
-        text = line.decode(errors="replace")
-        with lock:
-            stream.write(f"[{process}] {text}" if text.endswith("\n") else f"[{process}] {text}\n")
-            stream.flush()
+class _Output:
+    """The lines of all processes. If they cannot be written, the processes still run to their end.
+
+    Otherwise a process would wait for room in its pipe.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._errors: dict[IO[str], OSError] = {}
+
+    def print_lines(self, process: int, pipe: IO[bytes], stream: IO[str]) -> None:
+        for line in pipe:
+            text = line.decode(errors="replace").removesuffix("\n")
+            with self._lock:
+                if stream in self._errors:
+                    continue
+                try:
+                    stream.write(f"[{process}] {text}\n")
+                    stream.flush()
+                except OSError as error:
+                    self._errors[stream] = error
+                    # Python flushes once more at its end.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    def code(self) -> int:
+        """Returns 2 and says why if lines were lost; not if the reader has seen enough."""
+        lost = [x for x in self._errors.values() if not isinstance(x, BrokenPipeError)]
+        if not lost:
+            return 0
+        return _refuse(
+            f"cannot write the output: {lost[0].strerror}. Free some space, or write elsewhere."
+        )
 
 
 def _wait(workers: list[subprocess.Popen], received: list[int], grace: float) -> int:

@@ -253,6 +253,32 @@ def test_a_grace_that_is_no_time_is_refused(capsys, grace):
     assert message in said.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "limits, output, processes, message",
+    [
+        ("ulimit -n 24", "/dev/null", 8, "cannot start 8 processes: Too many open files."),
+        ("true", "/dev/full", 2, "cannot write the output: No space left on device."),
+    ],
+)
+def test_the_launcher_says_what_the_system_lacks(tmp_path, limits, output, processes, message):
+    """In one line, with exit code 2; a full output ends no process."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib\n"
+        "print('x' * 100_000)\n"
+        f"(pathlib.Path({str(tmp_path)!r}) / os.environ['JAX_PROCESS_ID']).touch()\n"
+    )
+    command = f"{limits}; exec {sys.executable} -m jax_cp_dispatch.launch --processes={processes}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {program} > {output}"],
+        stderr=subprocess.PIPE, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"launch: {message}" in done.stderr
+    if output == "/dev/full":
+        assert all((tmp_path / str(process)).exists() for process in range(processes))
+
+
 def test_the_launcher_forwards_signals(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
