@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch import context_parallel_attention, hamilton_attention, local_attention
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
 from jax_cp_dispatch.masks.read import read_mask
 
@@ -23,7 +24,7 @@ AXIS = "cp"
 OURS = ("ring", "zigzag", "hamilton", "balanced")
 DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
 VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
-DENSE, PACKAGE, LOCAL = "jax.nn, sharded by XLA", "ringattention", "local attention, one device"
+PACKAGE, LOCAL = "ringattention", "local attention, one device"
 LARGEST_PACKAGE = 32768  # tokens; one run at 64K takes minutes
 LARGEST_DENSE = 8192  # tokens; the logits of 8 heads take 11 GB, and four times as much at 16K
 
@@ -45,12 +46,6 @@ class Case:
     dtype: str
     mask: str = "causal"
     segment_ids: Any = None
-
-    def arrays(self) -> list[np.ndarray]:
-        """Draws q, k, v and the cotangent of the output."""
-        rng = np.random.default_rng(self.num_tokens)
-        shape = (1, self.num_tokens, NUM_HEADS, HEAD_SIZE)
-        return [rng.standard_normal(shape, np.float32).astype(self.dtype) for _ in range(4)]
 
     def ranges(self) -> tuple[jax.Array, jax.Array]:
         shape = (1, self.num_tokens)
@@ -81,13 +76,10 @@ def program(method: str, case: Case) -> tuple[Callable, list[jax.Array]] | str:
     if isinstance(attend, str):
         return attend
     sharding = jax.devices()[0] if method == LOCAL else NamedSharding(mesh(), P(None, AXIS))
-    operands = [jax.device_put(x, sharding) for x in case.arrays()]
+    arrays = random_operands(case.num_tokens, NUM_HEADS, HEAD_SIZE, case.dtype)
+    operands = [jax.device_put(x, sharding) for x in arrays]
 
-    def gradients(q, k, v, cotangent):
-        out, pull_back = jax.vjp(attend, q, k, v)
-        return pull_back(cotangent.astype(out.dtype))
-
-    return jax.jit(gradients).lower(*operands).compile(), operands
+    return jax.jit(gradients(attend)).lower(*operands).compile(), operands
 
 
 def _attention(method: str, case: Case):

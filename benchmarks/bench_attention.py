@@ -11,15 +11,15 @@ from pathlib import Path
 
 import attention_programs as programs
 import common
-import jax
 import jax.numpy as jnp
-import numpy as np
 import packing
 
 from jax_cp_dispatch import choose_algorithm, document_lengths
+from jax_cp_dispatch.bench_command.attention import square_product
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 LENGTHS = packing.PUBLISHED / "dist_wlbllm.json"
+MATMUL = 2048
 METHODS = (*programs.OURS, *programs.VARIANTS, programs.LOCAL, programs.PACKAGE, programs.DENSE)
 
 
@@ -57,12 +57,6 @@ def chosen(case: programs.Case) -> str:
     return choice.algorithm.name
 
 
-def matmul(dtype: str):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2048, 2048)), dtype)
-    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
-    return lambda: product(x)
-
-
 def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]:
     ready, reasons = {}, {}
     for method in methods:
@@ -74,8 +68,8 @@ def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]
         else:
             ready[method] = built
     runs = {name: lambda fn=fn, x=operands: fn(*x) for name, (fn, operands) in ready.items()}
-    seconds = common.interleaved({"matmul": matmul("float32"), **runs}, repeats)
-    peak = 2 * 2048**3 / seconds["matmul"]
+    seconds = common.interleaved({"matmul": square_product(MATMUL, "float32"), **runs}, repeats)
+    peak = 2 * MATMUL**3 / seconds["matmul"]
     choice = chosen(case)
     rows = []
     for method in methods:

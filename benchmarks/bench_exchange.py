@@ -10,28 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import common
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import chunk_exchange, ring_exchange
+from jax_cp_dispatch.bench_command.movement import scanned
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.cycles import chunk_maps, hamiltonian_cycles
 
-AXIS, STEPS = "cp", 10
+STEPS = 10
 IMPLEMENTATIONS = ("in_process", "xla")
 
 
-def scanned(exchange, x):
-    return jax.lax.scan(lambda x, _: (exchange(x), None), x, length=STEPS)[0]
-
-
 def measure(num_ranks: int, num_bytes: int, repeats: int) -> list[dict]:
-    mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
+    ranks = Ranks.of_devices(num_ranks, repeats)
     maps = chunk_maps(hamiltonian_cycles(num_ranks))
     shape = (num_ranks * (num_ranks - 1), num_bytes // 4 // (num_ranks - 1))
     x = np.random.default_rng(0).standard_normal(shape, np.float32)
-    sharded = jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+    sharded = ranks.put(x)
     operations = {
         "ring_exchange": functools.partial(ring_exchange, axis_name=AXIS),
         "chunk_exchange": lambda x, **options: chunk_exchange(
@@ -44,13 +40,11 @@ def measure(num_ranks: int, num_bytes: int, repeats: int) -> list[dict]:
     for name, operation in operations.items():
         for implementation in IMPLEMENTATIONS:
             exchange = functools.partial(operation, implementation=implementation)
-            fn = jax.shard_map(
-                functools.partial(scanned, exchange), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
-            )
-            runs[f"{name} {implementation}"] = functools.partial(jax.jit(fn), sharded)
+            program = ranks.program(scanned(exchange, STEPS))
+            runs[f"{name} {implementation}"] = functools.partial(program, sharded)
         ours, xla = (runs[f"{name} {implementation}"]() for implementation in IMPLEMENTATIONS)
         np.testing.assert_array_equal(ours, xla, name)
-    seconds = common.interleaved(runs, repeats)
+    seconds = ranks.measure(runs)
     rows = []
     for key in list(runs)[1:]:
         (name, implementation), value = key.split(), seconds[key]

@@ -8,41 +8,32 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import compute_metadata, dispatch
+from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-AXIS = "cp"
 PAYLOADS = ((1024, 256), (64, 8))  # float32 per rank: 1 MiB, and 2 KiB
 
 
 def measure(world_size, shape, repeats):
-    mesh = Mesh(np.array(jax.devices()[:world_size]), (AXIS,))
-    num_tokens = shape[0]
-
-    def on_ranks(fn, **options):
-        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), **options)
-
-    def put(x):
-        return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
-
+    over, num_tokens = Ranks.of_devices(world_size, repeats), shape[0]
     ranks = np.arange(world_size, dtype=np.int32)
     lengths = np.diff(np.linspace(0, num_tokens, world_size + 1).astype(np.int32))
     # The destination of a part rotates with the sender, so every rank receives one of each.
     to = (ranks[:, None] + ranks) % world_size
     plan, _ = compute_metadata(np.tile(lengths, (world_size, 1)), to)
-    metadata = jax.tree.map(put, plan)
+    metadata = jax.tree.map(over.put, plan)
     rows = np.random.default_rng(0).normal(size=(world_size, *shape)).astype(np.float32)
-    x = put(rows.reshape(-1, *shape[1:]))
+    x = over.put(rows.reshape(-1, *shape[1:]))
 
-    fresh = on_ranks(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=num_tokens))
-    reuse = on_ranks(
+    fresh = over.program(lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=num_tokens))
+    reuse = over.program(
         lambda x, m, out: dispatch(x, m, axis_name=AXIS, capacity=num_tokens, out=out),
         donate_argnums=2,
     )
     to_next = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
-    neighbour = on_ranks(lambda x: jax.lax.ppermute(x, AXIS, to_next))
+    neighbour = over.program(lambda x: jax.lax.ppermute(x, AXIS, to_next))
     window = jnp.copy(fresh(x, metadata))
 
     def into_donated_window():
@@ -57,14 +48,13 @@ def measure(world_size, shape, repeats):
         np.testing.assert_array_equal(result, expected)
 
     destination, origin = np.zeros(x.nbytes, np.uint8), np.ones(x.nbytes, np.uint8)
-    seconds = common.interleaved(
+    seconds = over.measure(
         {
             "donated": into_donated_window,
             "fresh": lambda: fresh(x, metadata),
             "ppermute": lambda: neighbour(x),
             "memcpy": lambda: np.copyto(destination, origin),
-        },
-        repeats,
+        }
     )
     return {
         "devices": world_size,

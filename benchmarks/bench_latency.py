@@ -12,29 +12,12 @@ import time
 import common
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch import combine, compute_metadata, dispatch
+from jax_cp_dispatch.bench_command.movement import SMALL, SmallExchange, scanned
+from jax_cp_dispatch.bench_command.ranks import Ranks
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-T, FEATURE = 16, 8
-AXIS = "cp"
 STEPS = 200
-
-
-def operations(world_size):
-    """Returns functions of one rank's rows and metadata; combine moves rows in reverse."""
-    to_next = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
-    return {
-        "dispatch": lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=T),
-        "combine": lambda x, m: combine(x, m, axis_name=AXIS, num_tokens=T),
-        "ppermute": lambda x, _: jax.lax.ppermute(x, AXIS, to_next),
-        "no exchange": lambda x, _: x + 1,
-    }
-
-
-def scanned(operation, x, metadata):
-    return jax.lax.scan(lambda x, _: (operation(x, metadata), None), x, length=STEPS)[0]
 
 
 def calls(programs, x, metadata, repeats):
@@ -55,30 +38,20 @@ def calls(programs, x, metadata, repeats):
 
 
 def measure(world_size, repeats):
-    mesh = Mesh(np.array(jax.devices()[:world_size]), (AXIS,))
-
-    def on_ranks(fn):
-        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
-
-    def put(x):
-        return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
-
-    ranks = np.arange(world_size, dtype=np.int32)
-    plan, _ = compute_metadata(np.full((world_size, 1), T), ((ranks + 1) % world_size)[:, None])
-    metadata = jax.tree.map(put, plan)
-    rows = np.random.default_rng(0).normal(size=(world_size, T, FEATURE)).astype(np.float32)
-    x = put(rows.reshape(-1, FEATURE))
-
-    ops = operations(world_size)
-    programs = {name: on_ranks(op) for name, op in ops.items()}
-    loops = {name: on_ranks(functools.partial(scanned, op)) for name, op in ops.items()}
+    ranks = Ranks.of_devices(world_size, repeats)
+    exchange = SmallExchange(ranks)
+    x, metadata = exchange.x, exchange.metadata
+    rows = np.asarray(x).reshape(world_size, *SMALL)
+    ops = exchange.operations | {"no exchange": lambda x, _: x + 1}
+    programs = {name: ranks.program(op) for name, op in ops.items()}
+    loops = {name: ranks.program(scanned(op, STEPS)) for name, op in ops.items()}
     for step, name in ((1, "dispatch"), (1, "ppermute"), (-1, "combine")):
         for moved, num_steps in ((programs, 1), (loops, STEPS)):
-            expected = np.roll(rows, step * num_steps, axis=0).reshape(-1, FEATURE)
+            expected = np.roll(rows, step * num_steps, axis=0).reshape(-1, SMALL[1])
             np.testing.assert_array_equal(moved[name](x, metadata), expected, name)
 
     def trace(op):  # a new function, because JAX caches traces
-        return on_ranks(lambda x, m: op(x, m)).trace(x, metadata)
+        return ranks.program(lambda x, m: op(x, m)).trace(x, metadata)
 
     loop = common.interleaved(
         {name: functools.partial(fn, x, metadata) for name, fn in loops.items()}, repeats
@@ -115,7 +88,7 @@ def main() -> None:
                 "{call_done_us:9.1f}".format(**row),
                 flush=True,
             )
-    common.write(arguments.output, f"[{T}, {FEATURE}] float32 per rank", rows)
+    common.write(arguments.output, f"{list(SMALL)} float32 per rank", rows)
 
 
 if __name__ == "__main__":

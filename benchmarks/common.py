@@ -4,13 +4,10 @@ import argparse
 import datetime
 import json
 import pathlib
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import jax
 
 from jax_cp_dispatch._measuring import interleaved, machine, versions
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -43,14 +40,9 @@ def options(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace
 
 def seconds_in_a_row(run: Callable[[], Any], repeats: int) -> float:
     """Returns the median seconds of a call on a GPU, in batches of ten to hide host overhead."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(10)][-1])
-        times.append((time.perf_counter() - start) / 10)
+    seconds = interleaved({"run": run}, repeats, longest=None, calls=10)["run"]
     raise_gpu_errors()
-    return statistics.median(times)
+    return seconds
 
 
 class Report:

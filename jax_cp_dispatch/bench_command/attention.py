@@ -29,13 +29,18 @@ CAUSAL = ("ring", "zigzag", "balanced")
 PACKED = ("zigzag", "balanced", "placed")
 
 
+def square_product(size: int, dtype: str) -> Callable[[], jax.Array]:
+    """Returns a run of a square matrix product, in float32."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((size, size)), dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    return lambda: product(x)
+
+
 def peak(ranks: Ranks, dtype: str) -> float:
     """Returns the FLOP/s of square matrix products: of the host, or of all GPUs together."""
     n = _MATMUL["gpu" if ranks.is_gpu else "cpu"]
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((n, n)), dtype)
-    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
     # Virtual devices share the cores, and one product uses them all.
-    seconds = ranks.measure({"product": lambda: product(x)})["product"]
+    seconds = ranks.measure({"product": square_product(n, dtype)})["product"]
     return 2 * n**3 / seconds * (ranks.count if ranks.is_gpu else 1)
 
 
@@ -44,7 +49,7 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
     flops_per_second = peak(ranks, dtype)
     packed = drawn_lengths(tokens, seed=0, median=tokens / 16)
     for case, lengths, algorithms in (("causal", [tokens], CAUSAL), ("packed", packed, PACKED)):
-        operands = _operands(tokens, heads, head_size, dtype)
+        operands = random_operands(tokens, heads, head_size, dtype)
         runs = {a: _Gradients(ranks, _ours(ranks, a, lengths), operands) for a in algorithms}
         dense = _Gradients(ranks, _dense(lengths), operands)
         if is_measured := _has_memory(ranks, dense):
@@ -73,7 +78,17 @@ def measure(ranks: Ranks, tokens: int, heads: int, head_size: int, dtype: str) -
             )
 
 
-def _operands(tokens: int, heads: int, head_size: int, dtype: str) -> list[np.ndarray]:
+def gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of q, k, v and the cotangent of the output: the gradients."""
+
+    def of(q, k, v, cotangent):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return pull_back(cotangent.astype(out.dtype))
+
+    return of
+
+
+def random_operands(tokens: int, heads: int, head_size: int, dtype: str) -> list[np.ndarray]:
     """Draws q, k, v and the cotangent of the output."""
     rng = np.random.default_rng(tokens)
     shape = (1, tokens, heads, head_size)
@@ -84,12 +99,8 @@ class _Gradients:
     """The compiled gradients of one algorithm with its operands; a call computes them."""
 
     def __init__(self, ranks: Ranks, attend: Callable[..., Any], operands: list[np.ndarray]):
-        def gradients(q, k, v, cotangent):
-            out, pull_back = jax.vjp(attend, q, k, v)
-            return pull_back(cotangent.astype(out.dtype))
-
         self._operands = [ranks.put(x, _ROWS) for x in operands]
-        program = jax.jit(gradients, out_shardings=NamedSharding(ranks.mesh, _ROWS))
+        program = jax.jit(gradients(attend), out_shardings=NamedSharding(ranks.mesh, _ROWS))
         self.program = program.lower(*self._operands).compile()
 
     def __call__(self) -> Any:

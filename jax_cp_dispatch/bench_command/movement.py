@@ -1,6 +1,7 @@
 """Movement: dispatch and combine of random segments, against XLA's collectives and memcpy."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -160,25 +161,44 @@ def large(
         )
 
 
+class SmallExchange:
+    """One segment of each rank to the next; `combine` moves rows in reverse.
+
+    Attributes:
+      x, metadata: operands, over all ranks.
+      operations: functions of one rank's rows and metadata, by name.
+    """
+
+    def __init__(self, ranks: Ranks):
+        num_ranks, (tokens, width) = ranks.count, SMALL
+        to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
+        plan, _ = compute_metadata(np.full((num_ranks, 1), tokens), to_next[:, None])
+        pairs = list(enumerate(to_next.tolist()))
+        x = np.random.default_rng(0).standard_normal((num_ranks * tokens, width), np.float32)
+        self.x, self.metadata = ranks.put(x), jax.tree.map(ranks.put, plan)
+        self.operations: dict[str, Callable[..., Any]] = {
+            "dispatch": lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=tokens),
+            "combine": lambda x, m: combine(x, m, axis_name=AXIS, num_tokens=tokens),
+            "ppermute": lambda x, m: jax.lax.ppermute(x, AXIS, pairs),
+        }
+
+
+def scanned(operation: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """Returns a function that repeats the operation inside `lax.scan`."""
+    return lambda x, *more: jax.lax.scan(lambda x, _: (operation(x, *more), None), x, length=steps)[
+        0
+    ]
+
+
 def small(ranks: Ranks, section: str) -> Iterator[Row]:
     """Measures the time of one small exchange inside `lax.scan`."""
-    num_ranks = ranks.count
-    to_next = (np.arange(num_ranks, dtype=np.int32) + 1) % num_ranks
-    plan, _ = compute_metadata(np.full((num_ranks, 1), SMALL[0]), to_next[:, None])
-    metadata = jax.tree.map(ranks.put, plan)
-    x = ranks.put(np.zeros((num_ranks * SMALL[0], SMALL[1]), np.float32))
-    pairs = list(enumerate(to_next.tolist()))
-    operations = {
-        "dispatch": lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=SMALL[0]),
-        "ppermute": lambda x, m: jax.lax.ppermute(x, AXIS, pairs),
+    exchange = SmallExchange(ranks)
+    loops = {
+        name: ranks.program(scanned(exchange.operations[name], STEPS))
+        for name in ("dispatch", "ppermute")
     }
-
-    def scanned(operation):
-        loop = lambda x, m: jax.lax.scan(lambda x, _: (operation(x, m), None), x, length=STEPS)[0]
-        program = ranks.program(loop)
-        return lambda: program(x, metadata)
-
-    seconds = ranks.measure({name: scanned(operation) for name, operation in operations.items()})
+    runs = {name: partial(loop, exchange.x, exchange.metadata) for name, loop in loops.items()}
+    seconds = ranks.measure(runs)
     yield Row(
         section,
         SMALL_DISPATCH,
