@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch.planner.blocks import running_sum
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4
@@ -66,7 +67,7 @@ def _dearest(
     )
     block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
     _, ordered_cost, order = lax.sort((-per_row, by_rank(cost), block), dimension=1, num_keys=1)
-    total = jnp.cumsum(ordered_cost, axis=1, dtype=jnp.int32)
+    total = running_sum(ordered_cost)
     given = (total <= surplus[:, None]) & (ordered_cost > 0)
     _, given = lax.sort((order, given), dimension=1, num_keys=1)
     return given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
@@ -75,8 +76,8 @@ def _dearest(
 def _pour(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
     """Returns the rank in whose share of the concatenated deficits each block's middle lies."""
     flat = cost.reshape(-1)
-    middle = jnp.cumsum(flat, dtype=jnp.int32) - flat + flat // 2
-    ends = jnp.cumsum(deficit, dtype=jnp.int32)
+    middle = running_sum(flat) - flat + flat // 2
+    ends = running_sum(deficit)
     # `jnp.searchsorted` cannot be traced inside a partly manual `shard_map` in JAX 0.10.
     rank = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32)
     return rank.reshape(cost.shape)
@@ -93,14 +94,15 @@ def _repair(
     """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
     shape, num_ranks = assigned.shape, assigned.shape[1]
     assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
-    zeros = jnp.zeros(num_ranks, jnp.int32)
+    sizes = jnp.stack([cost, num_rows], -1)
 
     def go_on(state):
-        _, load, _, moves_left = state
-        return (moves_left > 0) & (load.max() > target)
+        _, held, moves_left = state
+        return (moves_left > 0) & (held[:, 0].max() > target)
 
     def move(state):
-        assigned, load, rows, moves_left = state
+        assigned, held, moves_left = state
+        load, rows = held.T
         giver, taker = lax.argmax(load, 0, jnp.int32), lax.argmin(load, 0, jnp.int32)
         fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
         # The larger of the two loads after the move; values below the mean gain nothing.
@@ -111,17 +113,10 @@ def _repair(
         taker = jnp.where(helps, taker, giver)
         return [
             assigned.at[block].set(jnp.where(helps, taker, assigned[block])),
-            load.at[giver].add(-cost[block]).at[taker].add(cost[block]),
-            rows.at[giver].add(-num_rows[block]).at[taker].add(num_rows[block]),
+            held.at[giver].add(-sizes[block]).at[taker].add(sizes[block]),
             jnp.where(helps, moves_left - 1, 0),
         ]
 
-    state = vary_alike(
-        [
-            assigned,
-            zeros.at[assigned].add(cost),
-            zeros.at[assigned].add(num_rows),
-            jnp.int32(_MOVES_PER_RANK * num_ranks),
-        ]
-    )
+    held = jnp.zeros((num_ranks, 2), jnp.int32).at[assigned].add(sizes)
+    state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
     return lax.while_loop(go_on, move, state)[0].reshape(shape)

@@ -1,9 +1,15 @@
-"""Metadata of transfers that are traced: one slot for each range that a rank sends."""
+"""Metadata of transfers that are traced: one slot for each range that a rank sends.
 
+Queries and keys are numbered and written together: each sort, scatter and running sum takes time to
+compile, so there is one for both.
+"""
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch.metadata import Metadata
@@ -19,60 +25,83 @@ class Slots(NamedTuple):
     counts: Int32[Array, " W"]  # slots of each sender
 
 
-def by_sender(transfers: Transfers, world_size: int) -> Slots:
-    """Numbers the slots of each sender, in the order of the transfers."""
-    source, target, source_row, target_row, tokens = transfers
+class Sent(NamedTuple):
+    """Transfers of one kind of row, and the slots of the metadata that describes them."""
+
+    transfers: Transfers
+    slots: Slots
+    is_sent: Bool[Array, " X"] | None  # None: all
+    num_slots: int
+
+
+def by_sender(kinds: Sequence[Transfers], world_size: int) -> tuple[Slots, ...]:
+    """Numbers the slots of each sender, for each kind, in the order of the transfers."""
+    sizes = [len(x.source) for x in kinds]
+    source, target, source_row, target_row, tokens = map(jnp.concatenate, zip(*kinds, strict=True))
+    kind = np.repeat(np.arange(len(kinds), dtype=np.int32), sizes)
+    is_used = source < world_size
+    num_senders = len(kinds) * world_size
+    sender = jnp.where(is_used, kind * world_size + source, num_senders)
     follows = (
-        (source[1:] == source[:-1])
+        (sender[1:] == sender[:-1])
         & (target[1:] == target[:-1])
         & (source_row[1:] == source_row[:-1] + tokens[:-1])
         & (target_row[1:] == target_row[:-1] + tokens[:-1])
     )
-    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & (source < world_size)
-    place = jnp.arange(source.shape[0], dtype=jnp.int32)
-    source, place, first = jax.lax.sort((source, place, is_first), num_keys=1)
+    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & is_used
+    place = jnp.arange(len(source), dtype=jnp.int32)
+    sender, place, first = jax.lax.sort((sender, place, is_first), num_keys=1)
     first = first.astype(jnp.int32)
-    number = running_sum(first) - 1
-    counts = jnp.zeros(world_size, jnp.int32).at[source].add(first, mode="drop")
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    number = number - jnp.pad(before, (0, 1))[source]
-    slot = jnp.zeros_like(number).at[place].set(number, unique_indices=True)
-    return Slots(slot, is_first, counts)
+    counts = jnp.zeros(num_senders, jnp.int32).at[sender].add(first, mode="drop")
+    before = running_sum(counts) - counts
+    number = running_sum(first) - 1 - jnp.pad(before, (0, 1))[sender]
+    _, slot = jax.lax.sort((place, number), num_keys=1)
+    ends = np.cumsum(sizes)
+    parts = (jnp.split(x, ends[:-1]) for x in (slot, is_first))
+    counts = counts.reshape(len(kinds), world_size)
+    return tuple(map(Slots, *parts, counts))
 
 
-def to_metadata(
-    transfers: Transfers,
-    *,
-    world_size: int,
-    num_slots: int,
-    is_sent: Bool[Array, " X"] | None = None,
-) -> Metadata:
-    """Returns the metadata; the counts also contain what is not sent, or not in `num_slots`.
+def to_metadata(kinds: Sequence[Sent], world_size: int) -> list[Metadata]:
+    """Returns the metadata of each kind; counts also contain what is not sent, or in no slot."""
+    offsets = world_size * np.cumsum([0, *(x.num_slots for x in kinds)])
+    cells, firsts, pairs = [], [], []
+    for number, (transfers, slots, is_sent, num_slots) in enumerate(kinds):
+        is_used = transfers.source < world_size
+        has_cell = is_used & (slots.slot < num_slots)
+        if is_sent is not None:
+            has_cell &= is_sent
+        cell = offsets[number] + transfers.source * num_slots + slots.slot
+        cells.append(jnp.where(has_cell, cell, offsets[-1]))  # out of bounds: dropped
+        firsts.append(jnp.where(slots.is_first, cells[-1], offsets[-1]))
+        pair = (number * world_size + transfers.target) * world_size + transfers.source
+        pairs.append(jnp.where(is_used, pair, len(kinds) * world_size**2))
+    cell, first, pair = map(jnp.concatenate, (cells, firsts, pairs))
+    joined = zip(*(x.transfers for x in kinds), strict=True)
+    _, target, source_row, target_row, tokens = map(jnp.concatenate, joined)
 
-    `is_sent` of None: all transfers are.
-    """
-    slots = by_sender(transfers, world_size)
-    source, slot = transfers.source, slots.slot
-    if is_sent is not None:
-        source = jnp.where(is_sent, source, world_size)
-    first = jnp.where(slots.is_first, source, world_size)
-
-    def of_first(values, fill, dtype):
-        out = jnp.full((world_size, num_slots), fill, dtype)
-        return out.at[first, slot].set(values.astype(dtype), mode="drop")
-
-    tokens = jnp.zeros((world_size, world_size), jnp.int32)
-    tokens = tokens.at[transfers.target, transfers.source].add(transfers.tokens, mode="drop")
-    total = tokens.sum(1, dtype=jnp.int32)
-    lengths = jnp.zeros((world_size, num_slots), jnp.int32)
-    lengths = lengths.at[source, slot].add(transfers.tokens, mode="drop")
-    return Metadata(
-        dst_rank=of_first(transfers.target, -1, jnp.int32),
-        dst_offset=of_first(transfers.target_row, 0, jnp.uint32),
-        seq_len=lengths.astype(jnp.uint32),
-        src_offset=of_first(transfers.source_row, 0, jnp.uint32),
-        num_recv_tokens=jnp.concatenate([tokens, total[:, None]], axis=1).astype(jnp.uint32),
-        num_seqs=jnp.minimum(slots.counts, num_slots),
-        num_total_recv_tokens=total.astype(jnp.uint32),
-        world_size=world_size,
-    )
+    table = jnp.broadcast_to(jnp.array([-1, 0, 0], jnp.int32), (offsets[-1], 3))
+    values = jnp.stack([target, target_row, source_row], -1)
+    table = table.at[first].set(values, mode="drop")
+    lengths = jnp.zeros(offsets[-1], jnp.int32).at[cell].add(tokens, mode="drop")
+    received = jnp.zeros(len(kinds) * world_size**2, jnp.int32).at[pair].add(tokens, mode="drop")
+    received = received.reshape(len(kinds), world_size, world_size)
+    total = received.sum(2, dtype=jnp.int32)
+    received = jnp.concatenate([received, total[..., None]], axis=2).astype(jnp.uint32)
+    metadata = []
+    for number, kind in enumerate(kinds):
+        at = slice(offsets[number], offsets[number + 1])
+        by_slot = lambda x, at=at, n=kind.num_slots: x[at].reshape(world_size, n)
+        metadata.append(
+            Metadata(
+                dst_rank=by_slot(table[:, 0]),
+                dst_offset=by_slot(table[:, 1]).astype(jnp.uint32),
+                seq_len=by_slot(lengths).astype(jnp.uint32),
+                src_offset=by_slot(table[:, 2]).astype(jnp.uint32),
+                num_recv_tokens=received[number],
+                num_seqs=jnp.minimum(kind.slots.counts, kind.num_slots),
+                num_total_recv_tokens=total[number].astype(jnp.uint32),
+                world_size=world_size,
+            )
+        )
+    return metadata

@@ -20,7 +20,7 @@ from jax_cp_dispatch.planner.blocks import (
     document_starts,
     running_sum,
 )
-from jax_cp_dispatch.planner.slots import by_sender, to_metadata
+from jax_cp_dispatch.planner.slots import Sent, Slots, by_sender, to_metadata
 from jax_cp_dispatch.planner.transfers import Transfers
 
 
@@ -38,6 +38,10 @@ class Received(NamedTuple):
     row: Int32[Array, " G"]  # where its rank receives its first query
     first_column: Int32[Array, " G"]  # of the range of keys
     kv_row: Int32[Array, " G"]  # where its rank receives the range
+    num_keys: Int32[Array, " G"]  # of the range
+    runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
+    num_runs: Int32[Array, " G"]  # that begin in the block
+    pairs: Int32[Array, " G"]  # query-key pairs, in the unit of `block_ranges`
 
 
 class Assignment(NamedTuple):
@@ -47,9 +51,9 @@ class Assignment(NamedTuple):
     received: Received
     queries: Transfers
     keys: Transfers
+    slots: tuple[Slots, Slots]  # of queries, and of keys
     begins_run: Bool[Array, "B W J block"]
-    num_runs: Int32[Array, " G"]  # that begin in each block
-    runs_before: Int32[Array, " G"]  # on its rank, by block
+    num_rows: Int32[Array, " W"]  # of queries that each rank receives
     needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
     pairs_after: Float32[Array, " W"]
@@ -110,59 +114,48 @@ def assign(
     rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance)
     rank = jnp.where(live, rank, grid.world_size).reshape(-1)
 
-    received = _received(rank, first.reshape(-1), grid)
-    queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
     begins = _run_begins(starts, rank, grid)
-    num_runs = begins.sum(-1, dtype=jnp.int32).reshape(-1)
-    before = _before_on_rank(num_runs[received.block], received.rank)
-    runs_before = jnp.zeros_like(num_runs).at[received.block].set(before, unique_indices=True)
+    received = _received(rank, first, begins.sum(-1, dtype=jnp.int32), cost, grid)
+    queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
+    slots = by_sender((queries, keys), grid.world_size)
 
-    ranks = jnp.arange(grid.world_size, dtype=jnp.int32)
-    home = jnp.broadcast_to(ranks[:, None], grid.shape).reshape(-1)
-    pairs = cost.reshape(-1)
+    *_, length = _places(received.block, grid)
+    counted = jnp.stack([length, received.num_keys, received.num_runs, received.pairs], -1)
+    totals = jnp.zeros((grid.world_size, counted.shape[1]), jnp.int32)
+    num_rows, num_keys, num_runs, pairs = totals.at[received.rank].add(counted, mode="drop").T
     unit = jnp.ldexp(jnp.float32(1), shift)
-    needs = (
-        _per_rank(queries.target, queries.tokens, grid),
-        _per_rank(keys.target, keys.tokens, grid),
-        by_sender(queries, grid.world_size).counts,
-        by_sender(keys, grid.world_size).counts,
-        _per_rank(rank, num_runs, grid),
-    )
+    needs = (num_rows, num_keys, *(x.counts for x in slots), num_runs)
     return Assignment(
         starts=starts,
         received=received,
         queries=queries,
         keys=keys,
+        slots=slots,
         begins_run=begins,
-        num_runs=num_runs,
-        runs_before=runs_before,
+        num_rows=num_rows,
         needs=jnp.stack([x.max() for x in needs]),
-        pairs_before=_per_rank(home, pairs, grid).astype(jnp.float32) * unit,
-        pairs_after=_per_rank(rank, pairs, grid).astype(jnp.float32) * unit,
+        pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
+        pairs_after=pairs.astype(jnp.float32) * unit,
     )
 
 
 @partial(jax.jit, static_argnames=("grid", "capacities"))
 def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanArrays:
     """Builds the arrays of an assignment; cuts off what exceeds the capacities."""
-    block = plan.received.block
+    received = plan.received
     # Without its runs, a block would attend to wrong keys. It is not sent, which the counts show.
-    has_runs = (plan.runs_before + plan.num_runs <= capacities.pieces)[block]
+    has_runs = received.runs_before + received.num_runs <= capacities.pieces
+    queries = Sent(plan.queries, plan.slots[0], has_runs, capacities.q_transfers)
+    keys = Sent(plan.keys, plan.slots[1], None, capacities.kv_transfers)
+    q_metadata, kv_metadata = to_metadata((queries, keys), grid.world_size)
     row, position, origin = _runs(plan, grid, capacities)
     return PlanArrays(
-        q_metadata=to_metadata(
-            plan.queries,
-            world_size=grid.world_size,
-            num_slots=capacities.q_transfers,
-            is_sent=has_runs,
-        ),
-        kv_metadata=to_metadata(
-            plan.keys, world_size=grid.world_size, num_slots=capacities.kv_transfers
-        ),
+        q_metadata=q_metadata,
+        kv_metadata=kv_metadata,
         run_row=row,
         run_position=position,
         run_origin=origin,
-        num_rows=_per_rank(plan.queries.target, plan.queries.tokens, grid),
+        num_rows=plan.num_rows,
         needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
     )
 
@@ -175,41 +168,55 @@ def _first_keys(mask: Mask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
     return starts if first is starts else jnp.where(starts >= 0, first, -1)
 
 
-def _received(rank: Int32[Array, " G"], first: Int32[Array, " G"], grid: BlockGrid) -> Received:
+def _received(
+    rank: Int32[Array, " G"],
+    first: Int32[Array, "B W J"],
+    num_runs: Int32[Array, "B W J"],
+    pairs: Int32[Array, "B W J"],
+    grid: BlockGrid,
+) -> Received:
+    # Sorts take what later steps need of each block along; gathers would compile separately.
     block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
-    rank, block = jax.lax.sort((rank, block), num_keys=1)
-    first_block = grid.block_of(jnp.maximum(first, 0).reshape(grid.shape)).reshape(-1)[block]
+    first_block = grid.block_of(jnp.maximum(first, 0))
+    values = (x.reshape(-1) for x in (first_block, num_runs, pairs))
+    rank, block, first_block, num_runs, pairs = jax.lax.sort((rank, block, *values), num_keys=1)
     previous = jnp.pad(block[:-1], (1, 0))
     follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
     first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
-    column = grid.first_columns().reshape(-1)
-    length = _lengths(grid)[block]
-    num_keys = column[block] + length - column[first_block]
+    _, home, start, length = _places(block, grid)
+    _, first_home, first_start, _ = _places(first_block, grid)
+    first_column = first_home * grid.columns + first_start
+    num_keys = home * grid.columns + start + length - first_column
+    row, kv_row, runs_before = _before_on_rank(jnp.stack([length, num_keys, num_runs]), rank)
     return Received(
         block=block,
         rank=rank,
-        row=_before_on_rank(length, rank),
-        first_column=column[first_block],
-        kv_row=_before_on_rank(num_keys, rank),
+        row=row,
+        first_column=first_column,
+        kv_row=kv_row,
+        num_keys=num_keys,
+        runs_before=runs_before,
+        num_runs=num_runs,
+        pairs=pairs,
     )
 
 
 def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
-    batch, home, start = _places(received.block, grid)
+    batch, home, start, length = _places(received.block, grid)
     is_used = received.rank < grid.world_size
     return Transfers(
         source=jnp.where(is_used, home, grid.world_size),
         target=received.rank,
         source_row=batch * grid.columns + start,
         target_row=received.row,
-        tokens=jnp.where(is_used, _lengths(grid)[received.block], 0),
+        tokens=jnp.where(is_used, length, 0),
     )
 
 
 def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     """Cuts the range of keys of each block where it crosses from one home to the next."""
-    batch, home, start = _places(received.block, grid)
-    end = home * grid.columns + start + _lengths(grid)[received.block]
+    batch, home, start, length = _places(received.block, grid)
+    end = home * grid.columns + start + length
     first_home = received.first_column // grid.columns
     is_used = received.rank < grid.world_size
     count = jnp.where(is_used, home - first_home + 1, 0)
@@ -220,15 +227,18 @@ def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     )
     of = jnp.maximum(running_sum(begins) - 1, 0)  # every used block has at least one
     place = jnp.arange(size, dtype=jnp.int32)
-    source = first_home[of] + place - (total - count)[of]
     is_used = place < total[-1]
-    first = jnp.maximum(received.first_column[of], source * grid.columns)
-    last = jnp.minimum(end[of], (source + 1) * grid.columns)
+    by_block = (first_home - (total - count), received.first_column, end, received.rank, batch)
+    by_block = jnp.stack([*by_block, received.kv_row - received.first_column], -1)
+    source, first_column, end, rank, batch, to_row = by_block[of].T
+    source = source + place
+    first = jnp.maximum(first_column, source * grid.columns)
+    last = jnp.minimum(end, (source + 1) * grid.columns)
     return Transfers(
         source=jnp.where(is_used, source, grid.world_size),
-        target=jnp.where(is_used, received.rank[of], grid.world_size),
-        source_row=batch[of] * grid.columns + first - source * grid.columns,
-        target_row=received.kv_row[of] + first - received.first_column[of],
+        target=jnp.where(is_used, rank, grid.world_size),
+        source_row=batch * grid.columns + first - source * grid.columns,
+        target_row=first + to_row,
         tokens=jnp.where(is_used, last - first, 0),
     )
 
@@ -246,17 +256,16 @@ def _run_begins(
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     """Returns row, position and origin of each rank's runs, `[W, P]`."""
     world_size, size = grid.world_size, capacities.pieces
-    block, rank = plan.received.block, plan.received.rank
-
-    def by_block(x):
-        return jnp.zeros(grid.num_blocks, jnp.int32).at[block].set(x, unique_indices=True)
+    received = plan.received
+    values = (received.rank, received.runs_before, received.row)
+    values = (*values, received.kv_row - received.first_column)
+    # By block in global order.
+    _, rank, before, row, to_row = jax.lax.sort((received.block, *values), num_keys=1)
 
     # Column, counted over the batch, at which each run begins.
-    index = plan.runs_before.reshape(grid.shape)[..., None] + running_sum(
-        plan.begins_run.astype(jnp.int32)
-    )
+    index = before.reshape(grid.shape)[..., None] + running_sum(plan.begins_run.astype(jnp.int32))
     index = jnp.where(plan.begins_run, index - 1, size)
-    owner = jnp.broadcast_to(by_block(rank).reshape(grid.shape)[..., None], index.shape)
+    owner = jnp.broadcast_to(rank.reshape(grid.shape)[..., None], index.shape)
     place = jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
     begins = jnp.full((world_size, size), -1, jnp.int32)
     begins = begins.at[owner.reshape(-1), index.reshape(-1)].set(place.reshape(-1), mode="drop")
@@ -264,11 +273,11 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     is_used = begins >= 0
     begins = jnp.maximum(begins, 0)
     of, within = begins // grid.block, begins % grid.block
-    batch, home, first = _places(of, grid)
+    batch, home, first, _ = _places(of, grid)
     column = home * grid.columns + first + within
     start = plan.starts.reshape(-1)[batch * plan.starts.shape[1] + column]
-    row = by_block(plan.received.row)[of] + within
-    to_row = by_block(plan.received.kv_row - plan.received.first_column)[of]
+    row, to_row = jnp.moveaxis(jnp.stack([row, to_row], -1)[of], -1, 0)
+    row = row + within
     is_query = is_used & (start >= 0)
     return (
         jnp.where(is_used, row, capacities.q),
@@ -278,27 +287,18 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
 
 
 def _places(block: Int32[Array, "..."], grid: BlockGrid):
-    """Returns batch row, home and first of its columns there, of blocks in global order."""
+    """Returns batch row, home, first of its columns there, and length of blocks in global order."""
     piece, number = block // grid.per_piece, block % grid.per_piece
-    return piece // grid.world_size, piece % grid.world_size, number * grid.block
+    start = number * grid.block
+    length = jnp.minimum(grid.columns - start, grid.block)
+    return piece // grid.world_size, piece % grid.world_size, start, length
 
 
-def _lengths(grid: BlockGrid) -> Int32[Array, " G"]:
-    return jnp.broadcast_to(grid.lengths, grid.shape).reshape(-1)
-
-
-def _before_on_rank(x: Int32[Array, " G"], rank: Int32[Array, " G"]) -> Int32[Array, " G"]:
-    """Returns the sum of earlier values of the same rank; ranks ascend."""
+def _before_on_rank(x: Int32[Array, "K G"], rank: Int32[Array, " G"]) -> Int32[Array, "K G"]:
+    """Returns the sums of earlier values of the same rank; ranks ascend."""
     # The sum over all ranks may exceed 32 bits, its differences do not.
     before = running_sum(x) - x
     begins = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True)
-    index = jnp.where(begins, rank, x.shape[0] + 1)  # out of bounds: dropped
-    first = jnp.zeros(x.shape[0] + 1, jnp.int32).at[index].set(before, mode="drop")
-    return before - first[rank]
-
-
-def _per_rank(
-    rank: Int32[Array, " N"], x: Int32[Array, " N"], grid: BlockGrid
-) -> Int32[Array, " W"]:
-    """Returns the sum of each rank; entries of rank W do not count."""
-    return jnp.zeros(grid.world_size, jnp.int32).at[rank].add(x, mode="drop")
+    index = jnp.where(begins, rank, x.shape[1] + 1)  # out of bounds: dropped
+    first = jnp.zeros((len(x), x.shape[1] + 1), jnp.int32).at[:, index].set(before, mode="drop")
+    return before - first[:, rank]
