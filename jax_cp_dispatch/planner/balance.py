@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.planner.blocks import running_sum
+from jax_cp_dispatch.planner.blocks import running_sum, sum_by_key
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4
@@ -117,6 +117,6 @@ def _repair(
             jnp.where(helps, moves_left - 1, 0),
         ]
 
-    held = jnp.zeros((num_ranks, 2), jnp.int32).at[assigned].add(sizes)
+    held = jnp.stack(sum_by_key([cost, num_rows], assigned, num_ranks), -1)
     state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
     return lax.while_loop(go_on, move, state)[0].reshape(shape)

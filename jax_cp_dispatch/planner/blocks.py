@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32, Integer, Shaped
+from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,67 @@ def running_sum(x: Int32[Array, "*lead n"]) -> Int32[Array, "*lead n"]:
     return _running(x, jnp.add, partial(jnp.sum, dtype=jnp.int32), fill=0)
 
 
+def running_sum_by_key(
+    values: Sequence[Int32[Array, " n"]], key: Int32[Array, " n"], num_keys: int
+) -> list[Int32[Array, " n"]]:
+    """Inclusive sums of values, over the elements with the same key, in [0, num_keys]."""
+    size = len(key)
+    place = jnp.arange(size, dtype=jnp.int32)
+    if size**2 <= _FEW_PAIRS:
+        return _sums(values, (place[None] <= place[:, None]) & (key[None] == key[:, None]))
+    key, place, *values = lax.sort((key, place, *values), num_keys=1)
+    x = jnp.stack(values)
+    # The sum over all keys may exceed 32 bits, its differences do not.
+    total = running_sum(x)
+    begins = jnp.pad(key[1:] != key[:-1], (1, 0), constant_values=True)
+    first = jnp.where(begins, key, num_keys + 1)  # out of bounds: dropped
+    before = jnp.zeros((len(x), num_keys + 1), jnp.int32).at[:, first].set(total - x, mode="drop")
+    _, *sums = lax.sort((place, *(total - before[:, key])), num_keys=1)
+    return sums
+
+
+def sum_by_key(
+    values: Sequence[Int32[Array, " n"]], key: Int32[Array, " n"], num_keys: int
+) -> list[Int32[Array, " num_keys"]]:
+    """Returns the sums of values of each key; a key of `num_keys` does not count."""
+    if len(key) * num_keys <= _FEW_PAIRS:
+        return _sums(values, key[None] == jnp.arange(num_keys, dtype=jnp.int32)[:, None])
+    totals = jnp.zeros((len(values), num_keys), jnp.int32)
+    return list(totals.at[:, key].add(jnp.stack(values), mode="drop"))
+
+
+def _sums(values: Sequence[Int32[Array, " n"]], counts: Bool[Array, "m n"]) -> list[Array]:
+    """Returns, for each value, the sums of what counts: together, as one pass that compiles once.
+
+    XLA for CPU rewrites the reduction of a single array into several.
+    """
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+    counted = tuple(jnp.where(counts, x[None], 0) for x in values)
+    zeros = tuple(jnp.zeros((), jnp.int32) for _ in values)
+    return list(lax.reduce(counted, zeros, add, (1,)))
+
+
+def repeated(
+    count: Int32[Array, " n"], size: int
+) -> tuple[Int32[Array, " size"], Int32[Array, " n"], Int32[Array, ""]]:
+    """Returns, for `size` places, which element each belongs to if it has `count` places.
+
+    Returns:
+      of: the element; any of them for places after the last.
+      first: the first place of each element.
+      total: the number of places of all.
+    """
+    total = running_sum(count)
+    place = jnp.arange(size, dtype=jnp.int32)
+    if size * len(count) <= _FEW_PAIRS:
+        of = (total[None] <= place[:, None]).sum(1, dtype=jnp.int32)
+        of = jnp.minimum(of, len(count) - 1)
+    else:
+        begins = jnp.zeros(size, jnp.int32).at[total].add(1, mode="drop")
+        of = jnp.minimum(running_sum(begins), len(count) - 1)
+    return of, total - count, total[-1]
+
+
 def _running(x, combine, reduce, *, fill):
     size = x.shape[-1]
     if math.prod(x.shape) * size <= _FEW_PAIRS:  # one fused pass compiles fastest
@@ -99,8 +161,6 @@ def _running(x, combine, reduce, *, fill):
         is_seen = jnp.broadcast_to(place[None] <= place[:, None], (*x.shape, size))
         x = jnp.where(is_seen, x[..., None, :], fill)
         return reduce(x, axis=-1, initial=fill)
-    # Processes segments in parallel, each starting from the reduction of the earlier ones. For
-    # 2**21 elements on a CPU this takes 7 ms; the strided passes of `lax.cummax` take 120 ms.
     width = 128
     num_runs = -(-size // width)
     pad = [(0, 0)] * (x.ndim - 1)
@@ -108,6 +168,11 @@ def _running(x, combine, reduce, *, fill):
     x = x.reshape(*x.shape[:-1], num_runs, width)
     before = _running(reduce(x, axis=-1)[..., :-1], combine, reduce, fill=fill)
     before = jnp.pad(before, [*pad, (1, 0)], constant_values=fill)
+    if math.prod(x.shape) * width <= _FEW_PAIRS:
+        x = combine(before[..., None], _running(x, combine, reduce, fill=fill))
+        return x.reshape(*x.shape[:-2], num_runs * width)[..., :size]
+    # Processes segments in parallel, each starting from the reduction of the earlier ones. For
+    # 2**21 elements on a CPU this takes 7 ms; the strided passes of `lax.cummax` take 120 ms.
 
     def step(so_far, x):
         so_far = combine(so_far, x)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Integer
 
 from jax_cp_dispatch.masks import Mask
@@ -18,7 +20,10 @@ from jax_cp_dispatch.planner.blocks import (
     BlockGrid,
     block_ranges,
     document_starts,
+    repeated,
     running_sum,
+    running_sum_by_key,
+    sum_by_key,
 )
 from jax_cp_dispatch.planner.slots import Sent, Slots, by_sender, to_metadata
 from jax_cp_dispatch.planner.transfers import Transfers
@@ -51,7 +56,7 @@ class Assignment(NamedTuple):
     received: Received
     queries: Transfers
     keys: Transfers
-    slots: tuple[Slots, Slots]  # of queries, and of keys
+    slots: tuple[Slots, ...]  # of queries, and of keys
     begins_run: Bool[Array, "B W J block"]
     num_rows: Int32[Array, " W"]  # of queries that each rank receives
     needs: Int32[Array, " 5"]
@@ -120,11 +125,10 @@ def assign(
     slots = by_sender((queries, keys), grid.world_size)
 
     *_, length = _places(received.block, grid)
-    counted = jnp.stack([length, received.num_keys, received.num_runs, received.pairs], -1)
-    totals = jnp.zeros((grid.world_size, counted.shape[1]), jnp.int32)
-    num_rows, num_keys, num_runs, pairs = totals.at[received.rank].add(counted, mode="drop").T
+    counted = (length, received.num_keys, received.num_runs, received.pairs)
+    num_rows, num_keys, num_runs, pairs = sum_by_key(counted, received.rank, grid.world_size)
     unit = jnp.ldexp(jnp.float32(1), shift)
-    needs = (num_rows, num_keys, *(x.counts for x in slots), num_runs)
+    needs = jnp.stack([num_rows, num_keys, *(x.counts for x in slots), num_runs])
     return Assignment(
         starts=starts,
         received=received,
@@ -133,7 +137,7 @@ def assign(
         slots=slots,
         begins_run=begins,
         num_rows=num_rows,
-        needs=jnp.stack([x.max() for x in needs]),
+        needs=needs.max(1),
         pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
         pairs_after=pairs.astype(jnp.float32) * unit,
     )
@@ -179,7 +183,7 @@ def _received(
     block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
     first_block = grid.block_of(jnp.maximum(first, 0))
     values = (x.reshape(-1) for x in (first_block, num_runs, pairs))
-    rank, block, first_block, num_runs, pairs = jax.lax.sort((rank, block, *values), num_keys=1)
+    rank, block, first_block, num_runs, pairs = lax.sort((rank, block, *values), num_keys=1)
     previous = jnp.pad(block[:-1], (1, 0))
     follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
     first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
@@ -187,7 +191,9 @@ def _received(
     _, first_home, first_start, _ = _places(first_block, grid)
     first_column = first_home * grid.columns + first_start
     num_keys = home * grid.columns + start + length - first_column
-    row, kv_row, runs_before = _before_on_rank(jnp.stack([length, num_keys, num_runs]), rank)
+    values = (length, num_keys, num_runs)
+    sums = running_sum_by_key(values, rank, grid.world_size)
+    row, kv_row, runs_before = (x - y for x, y in zip(sums, values, strict=True))
     return Received(
         block=block,
         rank=rank,
@@ -217,18 +223,14 @@ def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     """Cuts the range of keys of each block where it crosses from one home to the next."""
     batch, home, start, length = _places(received.block, grid)
     end = home * grid.columns + start + length
-    first_home = received.first_column // grid.columns
+    first_home, _ = _divided(received.first_column, grid.columns)
     is_used = received.rank < grid.world_size
     count = jnp.where(is_used, home - first_home + 1, 0)
-    total = running_sum(count)
     size = kv_transfers_bound(grid) * grid.world_size
-    begins = (
-        jnp.zeros(size, jnp.int32).at[total - count].add(is_used.astype(jnp.int32), mode="drop")
-    )
-    of = jnp.maximum(running_sum(begins) - 1, 0)  # every used block has at least one
+    of, first_place, total = repeated(count, size)
     place = jnp.arange(size, dtype=jnp.int32)
-    is_used = place < total[-1]
-    by_block = (first_home - (total - count), received.first_column, end, received.rank, batch)
+    is_used = place < total
+    by_block = (first_home - first_place, received.first_column, end, received.rank, batch)
     by_block = jnp.stack([*by_block, received.kv_row - received.first_column], -1)
     source, first_column, end, rank, batch, to_row = by_block[of].T
     source = source + place
@@ -260,7 +262,7 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     values = (received.rank, received.runs_before, received.row)
     values = (*values, received.kv_row - received.first_column)
     # By block in global order.
-    _, rank, before, row, to_row = jax.lax.sort((received.block, *values), num_keys=1)
+    _, rank, before, row, to_row = lax.sort((received.block, *values), num_keys=1)
 
     # Column, counted over the batch, at which each run begins.
     index = before.reshape(grid.shape)[..., None] + running_sum(plan.begins_run.astype(jnp.int32))
@@ -272,7 +274,7 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
 
     is_used = begins >= 0
     begins = jnp.maximum(begins, 0)
-    of, within = begins // grid.block, begins % grid.block
+    of, within = _divided(begins, grid.block)
     batch, home, first, _ = _places(of, grid)
     column = home * grid.columns + first + within
     start = plan.starts.reshape(-1)[batch * plan.starts.shape[1] + column]
@@ -288,17 +290,12 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
 
 def _places(block: Int32[Array, "..."], grid: BlockGrid):
     """Returns batch row, home, first of its columns there, and length of blocks in global order."""
-    piece, number = block // grid.per_piece, block % grid.per_piece
+    piece, number = _divided(block, grid.per_piece)
     start = number * grid.block
     length = jnp.minimum(grid.columns - start, grid.block)
-    return piece // grid.world_size, piece % grid.world_size, start, length
+    return *_divided(piece, grid.world_size), start, length
 
 
-def _before_on_rank(x: Int32[Array, "K G"], rank: Int32[Array, " G"]) -> Int32[Array, "K G"]:
-    """Returns the sums of earlier values of the same rank; ranks ascend."""
-    # The sum over all ranks may exceed 32 bits, its differences do not.
-    before = running_sum(x) - x
-    begins = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True)
-    index = jnp.where(begins, rank, x.shape[1] + 1)  # out of bounds: dropped
-    first = jnp.zeros((len(x), x.shape[1] + 1), jnp.int32).at[:, index].set(before, mode="drop")
-    return before - first[:, rank]
+def _divided(x: Int32[Array, "..."], divisor: int):
+    """Quotient and remainder of numbers that are not negative; `//` would compile to more."""
+    return lax.div(x, np.int32(divisor)), lax.rem(x, np.int32(divisor))
