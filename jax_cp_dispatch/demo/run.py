@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         packed = pack_documents(
             read_documents(folder, pattern=pattern, seed=arguments.seed),
             num_tokens=num_tokens,
-            longest=max(1, num_tokens // 4),
+            longest=max(1, num_tokens // 8),  # the reference has all logits in memory
         )
     if not packed.spans:
         raise InputError(f"no text file matches {pattern!r} below {folder}. Pass --pattern.")
