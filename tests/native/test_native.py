@@ -81,7 +81,7 @@ def programs(tmp_path_factory):
         units = {name: sorted((ROOT / "csrc" / name).glob("*.cc")) for name in folders}
         for number, names in enumerate(GROUPS[sanitizer]):
             units[f"tests_{number}"] = [ROOT / f"tests/native/{name}.cc" for name in names]
-        units["more"] = SOURCES
+        units["more"] = list(SOURCES)
         headers = [f"#include <{name}>\n" for name in STANDARD_HEADERS]
         (folder / "standard.h").write_text("".join(headers))
         compile_(folder, *options, "-x", "c++-header", "standard.h", "-o", "standard.h.gch")

@@ -126,10 +126,10 @@ def test_a_wrong_result_is_noticed():
     rng = np.random.default_rng(0)
     operands = [rng.normal(size=(1, 345, n, 8)).astype(np.float32) for n in (4, 2, 2, 4)]
     length = np.repeat([0, 300, 340], [300, 40, 5])  # where the document begins
-    ranges = length[None], np.where(np.arange(345) < 340, np.arange(1, 346), 340)[None]
-    wide = [x.astype(np.float64) for x in operands]
-    out, lse = attention(*wide[:3], *ranges)
-    gradients = attention_gradients(*wide[:3], *ranges, wide[3], np.zeros(lse.shape))
+    start, end = length[None], np.where(np.arange(345) < 340, np.arange(1, 346), 340)[None]
+    q, k, v, g = (x.astype(np.float64) for x in operands)
+    out, lse = attention(q, k, v, start, end)
+    gradients = attention_gradients(q, k, v, start, end, g, np.zeros(lse.shape))
     right = [out, *gradients]
     assert max(largest_difference(packed, operands, right, lambda _: None).values()) < 1e-5
     right[2][0, 7] *= 1.01
