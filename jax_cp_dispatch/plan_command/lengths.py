@@ -151,9 +151,8 @@ def _from_ids(
             "[B, T]."
         )
     try:
-        lengths = document_lengths(
-            *(x if x is None else np.atleast_2d(x) for x in (ids, positions))
-        )
+        places = None if positions is None else np.atleast_2d(positions)
+        lengths = document_lengths(np.atleast_2d(ids), places)
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     rows = [

@@ -22,7 +22,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_layout,
 )
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
-from jax_cp_dispatch.planner.segment_ids import read_documents
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32, read_documents
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
