@@ -60,7 +60,7 @@ def by_sender(kinds: Sequence[Transfers], world_size: int) -> tuple[Slots, ...]:
 
 def to_metadata(kinds: Sequence[Sent], world_size: int) -> list[Metadata]:
     """Returns the metadata of each kind; counts also contain what is not sent, or in no slot."""
-    offsets = world_size * np.cumsum([0, *(x.num_slots for x in kinds)])
+    offsets = (world_size * np.cumsum([0, *(x.num_slots for x in kinds)])).tolist()
     end = offsets[-1] + len(kinds) * world_size**2  # out of bounds: dropped
     cells, pairs = [], []
     for number, (transfers, slots, is_sent, num_slots) in enumerate(kinds):

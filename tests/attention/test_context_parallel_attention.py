@@ -176,9 +176,9 @@ def plans(monkeypatch):
     """The configs of plans that are made on the host."""
     configs = []
 
-    def plan(*operands, **options):
-        configs.append(options["config"])
-        return plan_on_host(*operands, **options)
+    def plan(request, **options):
+        configs.append(request.config)
+        return plan_on_host(request, **options)
 
     monkeypatch.setattr("jax_cp_dispatch.planner.plan.plan_on_host", plan)
     return configs

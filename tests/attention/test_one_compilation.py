@@ -232,7 +232,7 @@ def test_a_fallback_whose_rows_fit_fails_too(made, limit):
     q = np.zeros((1, 256, 1, 4), np.float32)
     algorithm = "placed" if is_placed else "balanced"
     options = {"mesh": mesh_of(2), "axis_name": AXIS, "algorithm": algorithm, "plan": plan}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"fallback.*`describe` says all"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"fallback.*`describe` says what"):
         jax.block_until_ready(context_parallel_attention(q, q, q, **options))
 
 
