@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
-from jax_cp_dispatch.attention.auto import choose_for_call
-from jax_cp_dispatch.attention.checks import (
+from jax_cp_dispatch.attention.arguments import (
     HostOrDevice,
     check_global,
     check_groups,
@@ -24,6 +23,7 @@ from jax_cp_dispatch.attention.checks import (
     is_stack,
     read_mask_of_plan,
 )
+from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask

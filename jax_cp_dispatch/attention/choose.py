@@ -13,7 +13,7 @@ from jaxtyping import Integer
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._text import duration
 from jax_cp_dispatch.attention.algorithms import Balanced, Hamilton, Placed, Ring, Zigzag
-from jax_cp_dispatch.attention.checks import check_layout
+from jax_cp_dispatch.attention.arguments import check_layout
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs

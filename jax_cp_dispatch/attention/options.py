@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
-from jax_cp_dispatch.attention.checks import check_layout
-from jax_cp_dispatch.attention.local.checks import check_softmax
+from jax_cp_dispatch.attention.arguments import check_layout
+from jax_cp_dispatch.attention.local.arguments import check_softmax
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating
-from jax_cp_dispatch.attention.checks import is_stack
+from jax_cp_dispatch.attention.arguments import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.local.checks import check_operands
+from jax_cp_dispatch.attention.local.arguments import check_operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward

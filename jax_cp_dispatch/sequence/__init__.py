@@ -11,7 +11,7 @@
 
 from jax_cp_dispatch.sequence.conv import causal_conv
 from jax_cp_dispatch.sequence.delta_rule import gated_delta_rule
-from jax_cp_dispatch.sequence.documents import document_pieces
+from jax_cp_dispatch.sequence.document_pieces import document_pieces
 from jax_cp_dispatch.sequence.linear_attention import linear_attention
 from jax_cp_dispatch.sequence.linear_recurrence import linear_recurrence
 from jax_cp_dispatch.sequence.loader import shift_documents

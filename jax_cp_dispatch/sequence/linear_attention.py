@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
-from jax_cp_dispatch.attention.checks import HostOrDevice
+from jax_cp_dispatch.attention.arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, split_heads
 from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of, finite

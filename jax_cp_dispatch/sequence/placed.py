@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.attention.checks import is_stack
+from jax_cp_dispatch.attention.arguments import is_stack
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.planner.blocks import running_max
 from jax_cp_dispatch.planner.fingerprint import rank_fingerprint

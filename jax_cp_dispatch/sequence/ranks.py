@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
-from jax_cp_dispatch.attention.checks import check_groups, check_plan, is_stack
+from jax_cp_dispatch.attention.arguments import check_groups, check_plan, is_stack
 from jax_cp_dispatch.attention.mesh_axes import Caller, MeshAxes, find_axes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.planner import PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
-from jax_cp_dispatch.sequence.documents import pieces_of_ids
+from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.placed import pieces_of_plan

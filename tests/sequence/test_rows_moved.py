@@ -9,7 +9,7 @@ from orders import BATCHES, Order
 
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
 from jax_cp_dispatch.sequence.chains import _links
-from jax_cp_dispatch.sequence.documents import pieces_of_ids
+from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
 from jax_cp_dispatch.sequence.halo import _metadata
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.placed import pieces_of_plan

@@ -11,10 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.local.arguments import check_arrays, check_ranges
 from jax_cp_dispatch.attention.local.backward import begin_dq, cut_cotangents, finish_dq
 from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
-from jax_cp_dispatch.attention.local.checks import check_arrays, check_ranges
-from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only, not_again
+from jax_cp_dispatch.attention.local.derivative_order import (
+    forbid_second_derivative,
+    in_reverse_only,
+)
 from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 
@@ -140,8 +143,8 @@ def local_attention_backward(
         if x is not None and x.shape != shape:
             raise ValueError(f"{name}: {what} has shape {x.shape}, but q and v need {shape}.")
     whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
-    q, k, v = not_again(name, [q, k, v])
-    whole = not_again(name, whole)
+    q, k, v = forbid_second_derivative(name, [q, k, v])
+    whole = forbid_second_derivative(name, whole)
     return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *whole]))
 
 
@@ -152,7 +155,7 @@ def _attention(options, q, k, v, kv_start, kv_end):
 
 def _attention_fwd(options, *primals):
     q, k, v, *ranges = (primal.value for primal in primals)
-    operands = (*not_again("local_attention", [q, k, v]), *ranges)
+    operands = (*forbid_second_derivative("local_attention", [q, k, v]), *ranges)
     out, lse = named_context(_forward(options, *operands))
     return (out, lse), (*operands, out, lse)
 
@@ -162,7 +165,9 @@ def _attention_bwd(options, residuals, cotangents):
     if isinstance(dout, SymbolicZero):
         (dout,) = vary_like([jnp.zeros_like(residuals[-2])], residuals[0])
     dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
-    grads = _backward(options, *residuals, *not_again("local_attention", [dout, *dlse]))
+    grads = _backward(
+        options, *residuals, *forbid_second_derivative("local_attention", [dout, *dlse])
+    )
     return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
 
 

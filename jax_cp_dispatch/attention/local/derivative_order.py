@@ -18,7 +18,7 @@ def in_reverse_only(op: str, arrays: Sequence[Any]) -> list[Any]:
     return reverse_only_p.bind(*arrays, op=op)
 
 
-def not_again(op: str, arrays: Sequence[Any]) -> list[Any]:
+def forbid_second_derivative(op: str, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays for the rules of a derivative, which is not differentiable itself."""
     return not_again_p.bind(*arrays, op=op)
 
@@ -38,7 +38,7 @@ def _refuse_second_derivative(*_, op, **__):
 
 
 reverse_only_p = Primitive("in_reverse_only")
-not_again_p = Primitive("not_again")
+not_again_p = Primitive("forbid_second_derivative")
 tangents_p = Primitive("tangents_to_transpose")
 
 

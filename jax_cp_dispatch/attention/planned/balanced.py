@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context, named_context_received
-from jax_cp_dispatch.attention.checks import check_plan, read_mask_of_plan
-from jax_cp_dispatch.attention.local.derivative_order import not_again
+from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
+from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
@@ -107,21 +107,21 @@ def send(options, q, k, v, plan, fingerprint):
     return local_operands(options, plan, received_q, received_kv)
 
 
-def bring_back(options, out, plan, fingerprint):
+def return_output(options, out, plan, fingerprint):
     """Returns the output of local attention to the ranks of its queries."""
     return named_context(exchanges.return_q(options.exchange, plan, out[0], fingerprint))
 
 
 def _forward(options, q, k, v, plan, fingerprint):
-    q, k, v = not_again(options.op, [q, k, v])
+    q, k, v = forbid_second_derivative(options.op, [q, k, v])
     operands = send(options, q, k, v, plan, fingerprint)
     out, lse = attend_received(options, *operands)
-    return bring_back(options, out, plan, fingerprint), (operands, out, lse, plan)
+    return return_output(options, out, plan, fingerprint), (operands, out, lse, plan)
 
 
 def _backward(options, residuals, dhome):
     operands, out, lse, plan = residuals
-    (dhome,) = not_again(options.op, [dhome])
+    (dhome,) = forbid_second_derivative(options.op, [dhome])
     dout = exchanges.send_q(options.exchange, plan, dhome)
     dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
     # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.

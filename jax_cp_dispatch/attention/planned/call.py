@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.checks import check_rows, is_stack
+from jax_cp_dispatch.attention.arguments import check_rows, is_stack
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks

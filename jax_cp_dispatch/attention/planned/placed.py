@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
-from jax_cp_dispatch.attention.checks import check_plan, read_mask_of_plan
-from jax_cp_dispatch.attention.local.derivative_order import not_again
+from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
+from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
@@ -101,7 +101,7 @@ def send(options, q, k, v, plan, fingerprint):
 
 
 def _forward(options, q, k, v, plan, fingerprint):
-    q, k, v = not_again(options.op, [q, k, v])
+    q, k, v = forbid_second_derivative(options.op, [q, k, v])
     operands = send(options, q, k, v, plan, fingerprint)
     out, lse = attend_received(options, *operands)
     return out[0], (operands, out, lse, plan)
@@ -109,7 +109,7 @@ def _forward(options, q, k, v, plan, fingerprint):
 
 def _backward(options, residuals, dout):
     operands, out, lse, plan = residuals
-    (dout,), dtype = not_again(options.op, [dout]), dout.dtype
+    (dout,), dtype = forbid_second_derivative(options.op, [dout]), dout.dtype
     dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
     dk, dv = exchanges.return_kv(options.exchange, plan, tuple(x[0] for x in dkv), dtype)
     return dq[0].astype(dtype), dk, dv, None, None

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from jax_cp_dispatch.attention.checks import (
+from jax_cp_dispatch.attention.arguments import (
     HostOrDevice,
     check_plan,
     check_rows,
@@ -63,7 +63,7 @@ def balanced_attention_profile(
     stopwatch = stopwatch_over(op, mesh, axis_name, repeats)
     check_plan(op, plan, AttentionPlan)
     call = _call(op, stopwatch, (q, k, v), plan, options)
-    return call.profile(attend_balanced, balanced.send, balanced.bring_back)
+    return call.profile(attend_balanced, balanced.send, balanced.return_output)
 
 
 def placed_attention_profile(
@@ -116,7 +116,7 @@ class _Call(NamedTuple):
         self,
         attend: Callable[..., Any],
         send: Callable[..., Any],
-        bring_back: Callable[..., Any] | None = None,
+        return_output: Callable[..., Any] | None = None,
     ) -> AttentionProfile:
         """Times `attend` as one program, then its steps."""
         options, of_call = self.options, [_ROWS, _ROWS, _ROWS, *_PLAN]
@@ -136,11 +136,11 @@ class _Call(NamedTuple):
         (operands,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
         computing = self.program(partial(attend_received, options), 5 * [_BY_RANK], _BY_RANK)
         ((out, _),) = record.step("attend", computation=(computing, *operands))
-        if bring_back is not None:
+        if return_output is not None:
 
             def returned(out, plan, packed):
                 fingerprint = fingerprint_of_call(options, plan, packed)
-                return bring_back(options, out, plan, fingerprint)
+                return return_output(options, out, plan, fingerprint)
 
             returning = self.program(returned, [_BY_RANK, *_PLAN], _BY_RANK)
             (out,) = record.step("return", communication=(returning, out, *self.plan))

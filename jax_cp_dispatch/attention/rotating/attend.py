@@ -25,7 +25,7 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import cut_queries, cut_ranges
-from jax_cp_dispatch.attention.local.derivative_order import not_again
+from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
@@ -70,12 +70,12 @@ class Rotation:
     def cut_cotangents(self, start, end, out, lse, dout) -> OutputCotangents:
         return cut_cotangents(self.passes, start < end, out, lse, dout, None, self.num_groups)
 
-    def bring(self, own, held, step):
+    def fetch_keys(self, own, held, step):
         """Fetches the chunks of the next step."""
-        return self.schedule.bring(self.exchange, own, held, step)
+        return self.schedule.fetch_keys(self.exchange, own, held, step)
 
-    def settle(self, travelling, home, step):
-        return self.schedule.settle(self.exchange, travelling, home, step)
+    def return_gradients(self, travelling, home, step):
+        return self.schedule.return_gradients(self.exchange, travelling, home, step)
 
     def key_order(self, step, rank=None) -> KeyOrder:
         """Returns the order of the keys that a rank, by default this one, holds at a step."""
@@ -129,7 +129,7 @@ def forward(rotation: Rotation, operands, rank=None):
 
     def one_step(carry, step):
         held, seen = carry
-        following = rotation.bring(own, held, step)
+        following = rotation.fetch_keys(own, held, step)
         return (following, rotation.attend(queries, ranges, held, seen, step, rank)), None
 
     held = own
@@ -149,7 +149,7 @@ def backward(rotation: Rotation, operands, outputs, rank=None):
         return rotation.gradients(queries, ranges, held, cotangents, dq, order)
 
     def add_step(held, dq, travelling, home, step):
-        arrived, home = rotation.settle(travelling, home, step)
+        arrived, home = rotation.return_gradients(travelling, home, step)
         dq, dkv = gradients(held, dq, step)
         if arrived is not None:
             dkv = jax.tree.map(jnp.add, arrived, dkv)
@@ -157,10 +157,10 @@ def backward(rotation: Rotation, operands, outputs, rank=None):
 
     def one_step(carry, step):
         held, dq, travelling, home = carry
-        following = rotation.bring(own, held, step)
+        following = rotation.fetch_keys(own, held, step)
         return (following, *add_step(held, dq, travelling, home, step)), None
 
-    held = rotation.bring(own, own, 0) if last else own
+    held = rotation.fetch_keys(own, own, 0) if last else own
     dq, dkv = gradients(own, begin_dq(queries), 0)
     if last:
         travelling, home = rotation.schedule.begin(dkv)
@@ -169,20 +169,20 @@ def backward(rotation: Rotation, operands, outputs, rank=None):
             carry, _ = lax.scan(one_step, carry, jnp.arange(1, last, dtype=jnp.int32))
         held, dq, travelling, home = carry
         dq, travelling, home = add_step(held, dq, travelling, home, last)
-        arrived, home = rotation.settle(travelling, home, last + 1)
+        arrived, home = rotation.return_gradients(travelling, home, last + 1)
         dkv = home if arrived is None else arrived
     return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)
 
 
 def _forward(rotation, q, k, v, start, end):
-    operands = (*not_again(rotation.exchange.op, [q, k, v]), start, end)
+    operands = (*forbid_second_derivative(rotation.exchange.op, [q, k, v]), start, end)
     out, lse = named_context(forward(rotation, operands))
     return out.astype(q.dtype), (operands, out, lse)
 
 
 def _backward(rotation, residuals, dout):
     operands, out, lse = residuals
-    (dout,) = not_again(rotation.exchange.op, [dout])
+    (dout,) = forbid_second_derivative(rotation.exchange.op, [dout])
     gradients = backward(rotation, operands, (out, lse, dout))
     arrays = zip(gradients, operands[:3], strict=True)
     return *(gradient.astype(x.dtype) for gradient, x in arrays), None, None

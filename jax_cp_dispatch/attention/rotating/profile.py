@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
-from jax_cp_dispatch.attention.checks import HostOrDevice, check_rows
+from jax_cp_dispatch.attention.arguments import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
@@ -159,14 +159,14 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
     begin = program(rotation.begin, 5 * [_ROWS], (_BLOCKS, pair, softmax))
     _, (queries, own, seen) = run(begin, q, k, v, *of_queries)
-    bring = program(rotation.bring, [pair, pair, _SCALAR], pair)
+    fetch_keys = program(rotation.fetch_keys, [pair, pair, _SCALAR], pair)
     attend = program(rotation.attend, [_BLOCKS, 2 * (_ROWS,), pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
         computing = {COMPUTATION: (attend, queries, of_queries, held, seen, np.int32(step))}
         if step < rotation.last_step:
-            bringing = {COMMUNICATION: (bring, own, held, np.int32(step))}
-            held, seen = record.step(f"step {step}", **bringing, **computing)
+            fetching = {COMMUNICATION: (fetch_keys, own, held, np.int32(step))}
+            held, seen = record.step(f"step {step}", **fetching, **computing)
         else:
             (seen,) = record.step(f"step {step}", **computing)
     _, out = run(

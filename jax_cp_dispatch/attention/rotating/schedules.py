@@ -43,7 +43,7 @@ class Schedule(Protocol):
         """Returns the chunks that `rank` holds at `step`."""
         ...
 
-    def bring(self, exchange: CollectiveOptions, own, held, step):
+    def fetch_keys(self, exchange: CollectiveOptions, own, held, step):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
         ...
 
@@ -51,7 +51,9 @@ class Schedule(Protocol):
         """Returns `travelling` and `home` after step 0, given the gradients of own chunks."""
         ...
 
-    def settle(self, exchange: CollectiveOptions, travelling, home, step) -> tuple[Any, Any]:
+    def return_gradients(
+        self, exchange: CollectiveOptions, travelling, home, step
+    ) -> tuple[Any, Any]:
         """Moves the gradients of step - 1 while those of `step` are computed.
 
         Returns the gradients to add to those of `step` before they move on, or None; and `home`.
@@ -82,13 +84,13 @@ class CycleSchedule(NamedTuple):
         chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
         return HeldChunks(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
 
-    def bring(self, exchange, own, held, step):
+    def fetch_keys(self, exchange, own, held, step):
         return move_chunks(exchange, held, routes_of_cycles(self.rows))
 
     def begin(self, gradients):
         return gradients, ()
 
-    def settle(self, exchange, travelling, home, step):
+    def return_gradients(self, exchange, travelling, home, step):
         return move_chunks(exchange, travelling, routes_of_cycles(self.rows)), home
 
 
@@ -120,14 +122,14 @@ class DirectSchedule(NamedTuple):
         source = jnp.where(is_own, rank, (rank - 1 - slot) % self.num_ranks)
         return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
 
-    def bring(self, exchange, own, held, step):
+    def fetch_keys(self, exchange, own, held, step):
         chunks = self._chunks(step + 1)
         return move_chunks(exchange, jax.tree.map(lambda x: x[chunks], own), self._routes)
 
     def begin(self, gradients):
         return jax.tree.map(jnp.zeros_like, gradients), gradients
 
-    def settle(self, exchange, travelling, home, step):
+    def return_gradients(self, exchange, travelling, home, step):
         back = move_chunks(exchange, travelling, reverse(self._routes))
         slots = jnp.argsort(self._chunks(step - 1))
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
@@ -149,11 +151,11 @@ class OneRank(NamedTuple):
     def held(self, rank, step):
         return self.schedule.held(rank, step)
 
-    def bring(self, exchange, own, held, step):
+    def fetch_keys(self, exchange, own, held, step):
         return held
 
     def begin(self, gradients):
         return gradients, ()
 
-    def settle(self, exchange, travelling, home, step):
+    def return_gradients(self, exchange, travelling, home, step):
         return travelling, home

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
-from jax_cp_dispatch.attention.checks import check_rows
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
-from jax_cp_dispatch.attention.local.checks import check_arrays, check_operands
+from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
