@@ -59,7 +59,7 @@ def gated_delta_rule(
 
     Args:
       q, k: queries and keys; K divides N. They are not normalised here: the recurrence diverges
-        unless beta |k|^2 <= 2.
+        unless `beta` times the squared norm of k is at most 2.
       v: values.
       log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
         the state.

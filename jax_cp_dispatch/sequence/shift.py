@@ -43,9 +43,9 @@ def shift(
         y[t] = x[t - offset]
 
     Call inside `jax.shard_map` over `axis_name`, on every rank, or on global arrays. Linear in `x`;
-    its derivative shifts back. For each cut of a document, |offset| rows move, in one exchange for
-    all arrays. To shift labels or tokens, `shift_documents` in the data loader moves nothing in the
-    step.
+    its derivative shifts back. For each cut of a document, abs(offset) rows move, in one exchange
+    for all arrays. To shift labels or tokens, `shift_documents` in the data loader moves nothing in
+    the step.
 
     Args:
       x: arrays of any dtype.
