@@ -19,6 +19,17 @@ Status Failed(const std::string& op, const char* what, cudaError_t error) {
   return {StatusCode::kInternal, op + ": " + what + " failed: " + cudaGetErrorString(error)};
 }
 
+// Copies on a separate stream: the default stream waits for others, on which ranks may wait.
+cudaError_t CopyToDevice(char* to, const std::vector<char>& from) {
+  cudaStream_t stream = nullptr;
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error != cudaSuccess) return error;
+  error = cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return error;
+}
+
 // The state and error records of `num_ranks` ranks on the current device.
 Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, uint64_t first_epoch,
                  Channel::Local* local) {
@@ -28,9 +39,7 @@ Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank, u
     reinterpret_cast<kernels::State*>(state.data() + r * bytes_per_rank)->epoch = first_epoch;
   }
   cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&local->state), bytes);
-  if (error == cudaSuccess) {
-    error = cudaMemcpy(local->state, state.data(), bytes, cudaMemcpyHostToDevice);
-  }
+  if (error == cudaSuccess) error = CopyToDevice(local->state, state);
   if (error == cudaSuccess) {
     error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
                           num_ranks * sizeof(kernels::ErrorRecord),

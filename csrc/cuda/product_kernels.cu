@@ -115,7 +115,7 @@ cudaError_t LaunchSum(const SumCall& call, int num_blocks, cudaStream_t stream) 
 }
 
 cudaError_t LaunchColumns(const ColumnsCall& call, int num_blocks, cudaStream_t stream) {
-  const int64_t at_once = call.by_column == 1 ? kLanes : 1;
+  const int64_t at_once = call.by_column == 1 ? kColumns : 1;
   const unsigned blocks = Blocks((call.num_columns + at_once - 1) / at_once, num_blocks);
   ColumnsOf(call.type, call.out_type)<<<blocks, kThreads, 0, stream>>>(call);
   return cudaGetLastError();

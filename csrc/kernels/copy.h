@@ -17,6 +17,12 @@ struct alignas(16) Vector16 {
   uint32_t words[4];
 };
 
+// Neighbouring elements, which a thread loads or stores by up to 16 bytes at once.
+template <typename T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
+  T items[N];
+};
+
 // bytes = head, then `count` vectors of `width` bytes, then tail; head and tail are shorter than
 // `width`.
 struct Cut {

@@ -41,8 +41,8 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
     tags[i] = TagOf(state.epoch, rank.rank());
   }
   for (int p = 0; p < call.num_parts; ++p) {
-    CopyIn(block, rank, call.parts[p], call.parts[p].staged_rows, rank.channel(), &Array::staged,
-           ByRegisters{});
+    const Part& part = call.parts[p];
+    CopyIn(block, rank, part, {part.staged_rows, rank.channel(), &Array::staged}, ByRegisters{});
   }
 }
 

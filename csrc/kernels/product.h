@@ -6,6 +6,7 @@
 
 #include "kernels/block.h"
 #include "kernels/call.h"
+#include "kernels/copy.h"
 #include "numerics/element.h"
 
 namespace cpd::kernels {
@@ -41,28 +42,71 @@ CPD_DEVICE float GeluDerivative(float x) {
   return 0.5f * (1 + tanh) + 0.5f * x * bend;
 }
 
+// N elements from element `at` on.
+template <typename T, int N>
+CPD_DEVICE const Elements<T, N>& ElementsAt(const char* data, int64_t at) {
+  return *reinterpret_cast<const Elements<T, N>*>(reinterpret_cast<const T*>(data) + at);
+}
+template <typename T, int N>
+CPD_DEVICE Elements<T, N>& ElementsAt(char* data, int64_t at) {
+  return *reinterpret_cast<Elements<T, N>*>(reinterpret_cast<T*>(data) + at);
+}
+
+CPD_DEVICE uint64_t AddressOf(const char* data) { return reinterpret_cast<uint64_t>(data); }
+
+// Elements of which a thread takes 16 bytes of the narrower type, if everything is aligned.
+template <typename In, typename Out>
+constexpr int kElementsAtOnce = 16 / (sizeof(In) < sizeof(Out) ? sizeof(In) : sizeof(Out));
+
+// N neighbouring elements of the result.
+template <typename In, typename Out, int N>
+CPD_DEVICE void StoreSum(const SumCall& call, int64_t row, int64_t column) {
+  const int64_t from = row * call.pitch + column, at = row * call.to_pitch + column;
+  float sums[N] = {};
+  CPD_NO_UNROLL
+  for (int s = 0; s < call.num_sources; ++s) {
+    const Elements<In, N> part = ElementsAt<In, N>(call.sources[s], from);
+    CPD_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const auto value = static_cast<float>(part.items[n]);
+      sums[n] = s == 0 ? value : sums[n] + value;  // keeps -0
+    }
+  }
+  Elements<Out, N> bias{}, input{}, pre{}, out{};
+  if (call.bias) bias = ElementsAt<Out, N>(call.bias, column);
+  if (call.gelu_input) input = ElementsAt<Out, N>(call.gelu_input, at);
+  CPD_UNROLL
+  for (int n = 0; n < N; ++n) {
+    float sum = sums[n];
+    if (call.bias) sum += static_cast<float>(bias.items[n]);
+    if (call.gelu_input) {
+      sum *= GeluDerivative(static_cast<float>(input.items[n]));
+    } else if (call.gelu) {
+      pre.items[n] = Round<Out>(sum);
+      sum = Gelu(sum);
+    }
+    out.items[n] = Round<Out>(sum);
+  }
+  if (call.gelu && call.pre_gelu && !call.gelu_input) ElementsAt<Out, N>(call.pre_gelu, at) = pre;
+  ElementsAt<Out, N>(call.to, at) = out;
+}
+
 template <typename In, typename Out>
 CPD_DEVICE void StoreSums(const Block& block, const SumCall& call) {
-  const auto* bias = reinterpret_cast<const Out*>(call.bias);
-  const auto* gelu_input = reinterpret_cast<const Out*>(call.gelu_input);
-  auto* pre_gelu = reinterpret_cast<Out*>(call.pre_gelu);
-  auto* to = reinterpret_cast<Out*>(call.to);
+  constexpr int kAtOnce = kElementsAtOnce<In, Out>;
+  uint64_t addresses = AddressOf(call.to) | AddressOf(call.bias) | AddressOf(call.gelu_input) |
+                       AddressOf(call.pre_gelu);
+  for (int s = 0; s < call.num_sources; ++s) addresses |= AddressOf(call.sources[s]);
+  const bool is_aligned =
+      addresses % 16 == 0 && call.pitch % kAtOnce == 0 && call.to_pitch % kAtOnce == 0;
+  const int64_t num_wide = is_aligned ? call.num_columns / kAtOnce : 0;
   for (int64_t row = block.index; row < call.num_rows; row += block.num_blocks) {
-    for (int64_t column = block.thread; column < call.num_columns; column += block.num_threads) {
-      const int64_t from = row * call.pitch + column, at = row * call.to_pitch + column;
-      float sum = 0;
-      for (int s = 0; s < call.num_sources; ++s) {
-        const auto part = static_cast<float>(reinterpret_cast<const In*>(call.sources[s])[from]);
-        sum = s == 0 ? part : sum + part;  // keeps -0
-      }
-      if (bias) sum += static_cast<float>(bias[column]);
-      if (gelu_input) {
-        sum *= GeluDerivative(static_cast<float>(gelu_input[at]));
-      } else if (call.gelu) {
-        if (pre_gelu) pre_gelu[at] = Round<Out>(sum);
-        sum = Gelu(sum);
-      }
-      to[at] = Round<Out>(sum);
+    for (int64_t i = block.thread; i < num_wide; i += block.num_threads) {
+      StoreSum<In, Out, kAtOnce>(call, row, i * kAtOnce);
+    }
+    for (int64_t column = num_wide * kAtOnce + block.thread; column < call.num_columns;
+         column += block.num_threads) {
+      StoreSum<In, Out, 1>(call, row, column);
     }
   }
 }
@@ -79,48 +123,88 @@ struct ColumnsCall {
   DataType out_type;
 };
 
-constexpr int kLanes = 32, kMaxGroups = 32;
+// Columns that a block takes at a time, if a row's elements are neighbours, and groups of threads
+// that take rows in turn.
+constexpr int kColumns = 32, kMaxGroups = 128;
 
 struct ColumnsScratch {
-  float sums[kMaxGroups][kLanes];
+  float sums[kMaxGroups][kColumns];
 };
 
-// A block takes 32 columns, whose rows alternate among groups of 32 threads; if columns are
-// contiguous, all threads take one column. Sums of groups or threads are added in order.
+// A block takes 32 columns: each thread N neighbouring ones, each group of threads a row.
+template <typename In, typename Out, int N>
+CPD_DEVICE void SumAcrossRows(const Block& block, const ColumnsCall& call,
+                              ColumnsScratch* scratch) {
+  constexpr int kLanes = kColumns / N;
+  const int lane = block.thread % kLanes, group = block.thread / kLanes;
+  const int all = block.num_threads / kLanes, num_groups = all < kMaxGroups ? all : kMaxGroups;
+  for (int64_t begin = int64_t{block.index} * kColumns; begin < call.num_columns;
+       begin += int64_t{block.num_blocks} * kColumns) {
+    const int64_t column = begin + lane * N;
+    float sums[N] = {};
+    if (group < num_groups && column < call.num_columns) {
+      for (int64_t row = group; row < call.num_rows; row += num_groups) {
+        const Elements<In, N> read = ElementsAt<In, N>(call.data, row * call.by_row + column);
+        CPD_UNROLL
+        for (int n = 0; n < N; ++n) sums[n] += static_cast<float>(read.items[n]);
+      }
+    }
+    if (group < num_groups) {
+      CPD_UNROLL
+      for (int n = 0; n < N; ++n) scratch->sums[group][lane * N + n] = sums[n];
+    }
+    block.Sync();
+    if (block.thread < kColumns && begin + block.thread < call.num_columns) {
+      float total = 0;
+      for (int g = 0; g < num_groups; ++g) total += scratch->sums[g][block.thread];
+      const float scale = call.scale ? *call.scale : 1;
+      ElementsAt<Out, 1>(call.out, begin + block.thread) = {Round<Out>(total * scale)};
+    }
+    block.Sync();
+  }
+}
+
+// All threads of a block take one column, N of its rows at a time.
+template <typename In, typename Out, int N>
+CPD_DEVICE void SumAlongColumns(const Block& block, const ColumnsCall& call,
+                                ColumnsScratch* scratch) {
+  for (int64_t column = block.index; column < call.num_columns; column += block.num_blocks) {
+    float sum = 0;
+    for (int64_t row = int64_t{block.thread} * N; row < call.num_rows;
+         row += int64_t{block.num_threads} * N) {
+      const Elements<In, N> read = ElementsAt<In, N>(call.data, row + column * call.by_column);
+      CPD_UNROLL
+      for (int n = 0; n < N; ++n) sum += static_cast<float>(read.items[n]);
+    }
+    scratch->sums[block.thread / kColumns][block.thread % kColumns] = sum;
+    block.Sync();
+    if (block.thread == 0) {
+      float total = 0;
+      for (int t = 0; t < block.num_threads; ++t) {
+        total += scratch->sums[t / kColumns][t % kColumns];
+      }
+      const float scale = call.scale ? *call.scale : 1;
+      ElementsAt<Out, 1>(call.out, column) = {Round<Out>(total * scale)};
+    }
+    block.Sync();
+  }
+}
+
+// Sums of threads are added in order. A thread reads 16 bytes at a time if everything is aligned.
 template <typename In, typename Out>
 CPD_DEVICE void SumColumns(const Block& block, const ColumnsCall& call, ColumnsScratch* scratch) {
-  const auto* data = reinterpret_cast<const In*>(call.data);
-  auto* out = reinterpret_cast<Out*>(call.out);
-  const int lane = block.thread % kLanes, group = block.thread / kLanes;
-  const int num_groups = block.num_threads / kLanes;
-  const bool is_across = call.by_column == 1;  // neighbouring threads read one row
-  const int64_t at_once = is_across ? kLanes : 1;
-  const int64_t first = is_across ? group : block.thread;
-  const int64_t step = is_across ? num_groups : block.num_threads;
-  const float scale = call.scale ? *call.scale : 1;
-  for (int64_t begin = block.index * at_once; begin < call.num_columns;
-       begin += block.num_blocks * at_once) {
-    const int64_t column = is_across ? begin + lane : begin;
-    float sum = 0;
-    if (column < call.num_columns) {
-      for (int64_t row = first; row < call.num_rows; row += step) {
-        sum += static_cast<float>(data[row * call.by_row + column * call.by_column]);
-      }
-    }
-    scratch->sums[group][lane] = sum;
-    block.Sync();
-    if (group == 0 && (is_across || lane == 0) && column < call.num_columns) {
-      float total = 0;
-      for (int g = 0; g < num_groups; ++g) {
-        if (is_across) {
-          total += scratch->sums[g][lane];
-        } else {
-          for (int l = 0; l < kLanes; ++l) total += scratch->sums[g][l];
-        }
-      }
-      out[column] = Round<Out>(total * scale);
-    }
-    block.Sync();
+  constexpr int kAtOnce = 16 / sizeof(In);
+  const bool is_across = call.by_column == 1;  // a row's elements are neighbours
+  const int64_t neighbours = is_across ? call.num_columns : call.num_rows;
+  const int64_t pitch = is_across ? call.by_row : call.by_column;
+  const bool is_wide =
+      AddressOf(call.data) % 16 == 0 && neighbours % kAtOnce == 0 && pitch % kAtOnce == 0;
+  if (is_across) {
+    is_wide ? SumAcrossRows<In, Out, kAtOnce>(block, call, scratch)
+            : SumAcrossRows<In, Out, 1>(block, call, scratch);
+  } else {
+    is_wide ? SumAlongColumns<In, Out, kAtOnce>(block, call, scratch)
+            : SumAlongColumns<In, Out, 1>(block, call, scratch);
   }
 }
 

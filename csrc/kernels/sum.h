@@ -14,17 +14,25 @@
 
 namespace cpd::kernels {
 
-// Copies rows [0, num_rows) of a part into this rank's own channel, from the address `place`.
+// Where rows of a part lie in a channel: those of each array at `base` plus its offset.
+struct RowsInChannel {
+  int64_t num_rows;
+  char* base;
+  int64_t Array::* offset;
+};
+
+// Copies the first rows of a part into this rank's own channel.
 template <typename CopyPath>
-CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part, int64_t num_rows,
-                       char* base, int64_t Array::* place, const CopyPath& path) {
+CPD_DEVICE void CopyIn(const Block& block, const Rank& rank, const Part& part,
+                       const RowsInChannel& rows, const CopyPath& path) {
+  const int64_t num_rows = rows.num_rows;
   for (int64_t begin = block.index * part.rows_per_piece; begin < num_rows;
        begin += block.num_blocks * part.rows_per_piece) {
     const int64_t n =
         num_rows - begin < part.rows_per_piece ? num_rows - begin : part.rows_per_piece;
     for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
       const Array& array = rank.call.arrays[a];
-      char* to = base + array.*place + begin * array.in_row_bytes;
+      char* to = rows.base + array.*rows.offset + begin * array.in_row_bytes;
       path.Copy(block, rank.in(part, array) + begin * array.in_row_bytes, &to, 1,
                 n * array.in_row_bytes);
     }
@@ -38,8 +46,9 @@ CPD_DEVICE void Stage(const Block& block, const Rank& rank, const CopyPath& path
   const State& state = *rank.state();
   if (state.failed != kFine) return;
   for (int p = 0; p < call.num_parts; ++p) {
-    CopyIn(block, rank, call.parts[p], call.parts[p].capacity, Half(call, rank.rank(), state.epoch),
-           &Array::data, path);
+    const Part& part = call.parts[p];
+    CopyIn(block, rank, part, {part.capacity, Half(call, rank.rank(), state.epoch), &Array::data},
+           path);
   }
 }
 
@@ -58,6 +67,13 @@ constexpr int kMaxSources = 256;
 struct SumScratch {
   int64_t scan[2 * kMaxThreads];
   Source sources[kMaxSources];
+};
+
+// A piece of an owner's rows, [begin, end), and its sources.
+struct OwnedPiece {
+  int64_t begin, end;
+  const Source* gathered;
+  int64_t num_gathered;
 };
 
 // One row of an owner, and the gathered sources of its piece.
@@ -155,11 +171,6 @@ struct Sources {
     block.Sync();
     return total;
   }
-};
-
-template <typename T, int N>
-struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
-  T items[N];
 };
 
 // Small integers, added in one word: no carry leaves the highest bit of any.
@@ -287,21 +298,20 @@ CPD_DEVICE void SumByType(DataType in, DataType out, const Arguments&... argumen
   }
 }
 
-// Pulls rows [begin, end) of one array. The sources of a row are found once; most rows have one,
-// whose bits they keep.
+// Pulls a piece of one array. The sources of a row are found once; most rows have one, whose bits
+// they keep.
 template <typename Fabric>
 CPD_DEVICE void PullRows(const Block& block, const Sources<Fabric>& sources, const Array& array,
-                         int64_t begin, int64_t end, int64_t num_gathered,
-                         const SumScratch& scratch) {
+                         const OwnedPiece& piece) {
   const Block takers = RowTakers(block, array.in_row_bytes);
   if (takers.index >= takers.num_blocks) return;
   char* out = sources.rank.out(sources.part, array);
   const uint64_t places = reinterpret_cast<uint64_t>(array.in) | reinterpret_cast<uint64_t>(out);
   const bool is_wide =
-      num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
+      piece.num_gathered <= kMaxSources && array.in_row_bytes % 16 == 0 && places % 16 == 0;
   CPD_NO_UNROLL
-  for (int64_t row = begin + takers.index; row < end; row += takers.num_blocks) {
-    const OwnedRow owned{row, scratch.sources, num_gathered, out + row * array.out_row_bytes};
+  for (int64_t row = piece.begin + takers.index; row < piece.end; row += takers.num_blocks) {
+    const OwnedRow owned{row, piece.gathered, piece.num_gathered, out + row * array.out_row_bytes};
     const char* from = nullptr;
     int num = 0;
     sources.ForEachOf(owned, [&](const Source& source) {
@@ -336,7 +346,7 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
                               : part.num_tokens;
       const int64_t num_gathered = sources.Gather(block, begin, end, scratch);
       for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-        PullRows(block, sources, call.arrays[a], begin, end, num_gathered, *scratch);
+        PullRows(block, sources, call.arrays[a], {begin, end, scratch->sources, num_gathered});
       }
       block.Sync();
     }

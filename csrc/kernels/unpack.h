@@ -97,22 +97,30 @@ CPD_DEVICE Written CountWritten(const Block& block, const Tagged<kPhase>& tagged
   return scratch->written[turn];
 }
 
-// Takes `n` rows of one array: all at once if their tags are the same, else row by row, some
-// threads of the block each.
+// Rows of one array that arrived, and where they go.
+struct ArrivedRows {
+  const char* from;
+  char* to;
+  int64_t num_rows, row_bytes;
+  bool are_same;  // whether all have the same tag
+};
+
+// Takes rows of one array: all at once if their tags are the same, else row by row, some threads of
+// the block each.
 template <Phase kPhase, typename CopyPath>
-CPD_DEVICE void UnpackRows(const Block& block, const char* from, char* to,
-                           const Tagged<kPhase>& tagged, int64_t n, bool are_same,
-                           int64_t row_bytes, const CopyPath& path) {
-  Block takers = are_same ? block : RowTakers(block, row_bytes);
-  if (are_same) takers.index = 0, takers.num_blocks = 1;
-  const int64_t rows = are_same ? n : 1;
+CPD_DEVICE void UnpackRows(const Block& block, const Tagged<kPhase>& tagged,
+                           const ArrivedRows& arrived, const CopyPath& path) {
+  const int64_t n = arrived.num_rows, row_bytes = arrived.row_bytes;
+  Block takers = arrived.are_same ? block : RowTakers(block, row_bytes);
+  if (arrived.are_same) takers.index = 0, takers.num_blocks = 1;
+  const int64_t rows = arrived.are_same ? n : 1;
   if (takers.index >= takers.num_blocks) return;
   CPD_NO_UNROLL
   for (int64_t r = takers.index * rows; r < n; r += takers.num_blocks * rows) {
-    char* row = to + r * row_bytes;
+    char* row = arrived.to + r * row_bytes;
     const uint64_t tag = tagged[r];
     if (tagged.IsReady(tag)) {
-      path.Copy(takers, from + r * row_bytes, &row, 1, rows * row_bytes);
+      path.Copy(takers, arrived.from + r * row_bytes, &row, 1, rows * row_bytes);
     } else if (kPhase == Phase::kLast && !tagged.IsWritten(tag)) {
       Fill(takers, row, 0, rows * row_bytes);
     }
@@ -146,9 +154,10 @@ CPD_DEVICE void UnpackPart(const Block& block, const Rank& rank, int p, int* tur
     const bool are_same = written.num_ready == n || none_is_written;
     for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
       const Array& array = call.arrays[a];
-      UnpackRows(block, half + array.data + begin * array.in_row_bytes,
-                 rank.out(part, array) + begin * array.out_row_bytes, tagged, n, are_same,
-                 array.in_row_bytes, path);
+      const ArrivedRows arrived{half + array.data + begin * array.in_row_bytes,
+                                rank.out(part, array) + begin * array.out_row_bytes, n,
+                                array.in_row_bytes, are_same};
+      UnpackRows(block, tagged, arrived, path);
     }
   }
 }

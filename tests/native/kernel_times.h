@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "kernels/pieces.h"
 
 #define CUDA(call)                                                                           \
   do {                                                                                       \
@@ -37,6 +38,7 @@ class DeviceMemory {
   explicit DeviceMemory(int64_t bytes) {
     CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), bytes));
     CUDA(cudaMemset(data_, 0, bytes));
+    CUDA(cudaDeviceSynchronize());  // streams that do not block would not wait for it
   }
   ~DeviceMemory() { cudaFree(data_); }
   DeviceMemory(const DeviceMemory&) = delete;
@@ -148,15 +150,12 @@ class TimedCall {
     part.num_replicas = 1;
     part.num_tokens = part.capacity = tokens_;
     part.num_arrays = 1;
-    // As in ffi/cuda/dispatch_call.cc.
-    const int64_t bytes =
-        std::clamp<int64_t>(tokens_ * row_bytes / (4 * num_blocks), 32 << 10, 128 << 10);
-    part.rows_per_piece = std::max<int64_t>(1, bytes / row_bytes);
     const DataType type = timed.is_dispatch ? DataType::kU8 : DataType::kF32;
     call.arrays[0].in = in_.data();
     call.arrays[0].out = out_.data();
     call.arrays[0].in_row_bytes = call.arrays[0].out_row_bytes = row_bytes;
     call.arrays[0].in_type = call.arrays[0].out_type = type;
+    part.rows_per_piece = RowsPerPiece(call, part, num_blocks);
     const int64_t channel_bytes = AlignUp(LayOutChannel(&call));
     channel_ = std::make_unique<DeviceMemory>(kRanks * channel_bytes);
     for (int r = 0; r < kRanks; ++r) call.symmetric[r] = channel_->data() + r * channel_bytes;

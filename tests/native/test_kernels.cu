@@ -8,29 +8,54 @@
 
 #include "cuda/kernels.h"
 
+// Whether host and GPU may access managed memory at the same time, as these tests do. Otherwise
+// mapped memory of the host has to serve.
+inline bool HasManagedMemory() {
+  static const bool has = [] {
+    int device = 0, is_concurrent = 0;
+    void* memory = nullptr;
+    const bool can = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&is_concurrent, cudaDevAttrConcurrentManagedAccess,
+                                            device) == cudaSuccess &&
+                     is_concurrent != 0 && cudaMallocManaged(&memory, 16) == cudaSuccess;
+    cudaGetLastError();
+    cudaFree(memory);
+    return can;
+  }();
+  return has;
+}
+
 // Memory that host and GPU share.
 template <typename T>
-struct Managed {
+struct Shared {
   using value_type = T;
-  Managed() = default;
+  Shared() = default;
   template <typename U>
-  Managed(const Managed<U>&) {}  // NOLINT: allocators convert
+  Shared(const Shared<U>&) {}  // NOLINT: allocators convert
   T* allocate(size_t n) {
     void* memory = nullptr;
-    if (cudaMallocManaged(&memory, n * sizeof(T) + 16) != cudaSuccess) throw std::bad_alloc();
+    const size_t bytes = n * sizeof(T) + 16;
+    // With unified addresses, a GPU accesses mapped memory by the pointer of the host.
+    const cudaError_t error =
+        HasManagedMemory()
+            ? cudaMallocManaged(&memory, bytes)
+            : cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+    if (error != cudaSuccess) throw std::bad_alloc();
     return static_cast<T*>(memory);
   }
-  void deallocate(T* memory, size_t) { cudaFree(memory); }
+  void deallocate(T* memory, size_t) {
+    HasManagedMemory() ? cudaFree(memory) : cudaFreeHost(memory);
+  }
   template <typename U>
-  bool operator==(const Managed<U>&) const {
+  bool operator==(const Shared<U>&) const {
     return true;
   }
   template <typename U>
-  bool operator!=(const Managed<U>&) const {
+  bool operator!=(const Shared<U>&) const {
     return false;
   }
 };
-#define CPD_TEST_ALLOCATOR Managed
+#define CPD_TEST_ALLOCATOR Shared
 
 #include "device_world.h"
 #include "kernel_times.h"

@@ -44,12 +44,12 @@ char* Data(std::vector<T>* values) {
 
 // Bit for bit what the CPU computes.
 template <typename In, typename Out>
-void SumsAreThoseOfTheCpu(bool has_bias) {
-  constexpr int64_t kRows = 5, kColumns = 37, kPitch = 40, kParts = 3;
+void SumsAreThoseOfTheCpu(bool has_bias, int64_t pitch) {
+  constexpr int64_t kRows = 5, kColumns = 37, kParts = 3;
   std::vector<std::vector<In>> parts;
-  for (int i = 0; i < kParts; ++i) parts.push_back(Random<In>(kRows * kPitch));
+  for (int i = 0; i < kParts; ++i) parts.push_back(Random<In>(kRows * pitch));
   const auto bias = Random<Out>(kColumns);
-  std::vector<Out> expected(kRows * kPitch), got(kRows * kPitch);
+  std::vector<Out> expected(kRows * pitch), got(kRows * pitch);
   SumTask task;
   SumCall call{};
   for (int i = 0; i < kParts; ++i) {
@@ -59,7 +59,7 @@ void SumsAreThoseOfTheCpu(bool has_bias) {
   call.num_sources = kParts;
   task.type = call.type = kTypeOf<In>;
   task.to_type = call.to_type = kTypeOf<Out>;
-  task.pitch = call.pitch = task.to_pitch = call.to_pitch = kPitch;
+  task.pitch = call.pitch = task.to_pitch = call.to_pitch = pitch;
   task.num_rows = call.num_rows = kRows;
   task.num_columns = call.num_columns = kColumns;
   task.bias = call.bias = has_bias ? Data(bias) : nullptr;
@@ -98,26 +98,25 @@ void EpiloguesAreThoseOfTheCpu() {
   }
 }
 
-void ColumnsAreSummed(bool is_across) {
-  constexpr int64_t kRows = 70, kColumns = 45;
-  const auto data = Random<BF16>(kRows * kColumns);
+void ColumnsAreSummed(bool is_across, int64_t num_rows, int64_t num_columns) {
+  const auto data = Random<BF16>(num_rows * num_columns);
   const float scale = 0.5f;
-  std::vector<float> got(kColumns, NAN);
+  std::vector<float> got(num_columns, NAN);
   const ColumnsCall call{Data(data),
                          DataType::kBF16,
                          &scale,
-                         is_across ? kColumns : 1,
-                         is_across ? 1 : kRows,
-                         kRows,
-                         kColumns,
+                         is_across ? num_columns : 1,
+                         is_across ? 1 : num_rows,
+                         num_rows,
+                         num_columns,
                          Data(&got),
                          DataType::kF32};
   Launch<ColumnsScratch>(
       2, 64, [&](const Block& b, ColumnsScratch* s) { SumColumns<BF16, float>(b, call, s); });
-  for (int64_t j = 0; j < kColumns; ++j) {
+  for (int64_t j = 0; j < num_columns; ++j) {
     double sum = 0;
-    for (int64_t i = 0; i < kRows; ++i) {
-      sum += static_cast<float>(data[is_across ? i * kColumns + j : j * kRows + i]);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      sum += static_cast<float>(data[is_across ? i * num_columns + j : j * num_rows + i]);
     }
     CHECK(std::abs(got[j] - sum * scale) < 1e-3);
   }
@@ -262,14 +261,17 @@ void AnotherProgramIsNamed() {
 
 const Register kTests("test_product_kernels", [](const Numbers&) {
   for (const bool has_bias : {false, true}) {
-    SumsAreThoseOfTheCpu<float, float>(has_bias);
-    SumsAreThoseOfTheCpu<float, BF16>(has_bias);
-    SumsAreThoseOfTheCpu<BF16, BF16>(has_bias);
-    SumsAreThoseOfTheCpu<F16, float>(has_bias);
+    for (const int64_t pitch : {37, 40}) {  // element by element, and by 16 bytes
+      SumsAreThoseOfTheCpu<float, float>(has_bias, pitch);
+      SumsAreThoseOfTheCpu<float, BF16>(has_bias, pitch);
+      SumsAreThoseOfTheCpu<BF16, BF16>(has_bias, pitch);
+      SumsAreThoseOfTheCpu<F16, float>(has_bias, pitch);
+    }
   }
   EpiloguesAreThoseOfTheCpu();
   for (const bool is_across : {false, true}) {
-    ColumnsAreSummed(is_across);
+    ColumnsAreSummed(is_across, 70, 45);
+    ColumnsAreSummed(is_across, 72, 48);  // by 16 bytes
     ScalesLieAsOnTheCpu(is_across);
   }
   BytesAreTransposed(70, 33, 0);

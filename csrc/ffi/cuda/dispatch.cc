@@ -121,6 +121,8 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
   call.local = channel->local(location.rank).state;
   call.errors = channel->local(location.rank).errors_on_device;
+  // An error of an earlier call. Taken before the launch, after which this call may raise its own.
+  std::string message = is_recorded ? "" : channel->TakeError(op);
   // Launch even after an error: the other ranks run this call too, and wait for this one.
   cudaError_t launched = cudaSuccess, ordered = cudaSuccess;
   const auto launch = [&] { launched = LaunchCall(call, num_blocks, at.stream); };
@@ -138,8 +140,8 @@ Status Move(Direction direction, const CudaOptions& options, const StageOnDevice
     if (const cudaError_t error = cudaStreamSynchronize(at.stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
     }
+    if (message.empty()) message = channel->TakeError(op);
   }
-  const std::string message = channel->TakeError(op);
   return message.empty() ? status : Status::Invalid(message);
 }
 

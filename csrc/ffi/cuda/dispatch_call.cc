@@ -3,34 +3,13 @@
 #include "ffi/cuda/dispatch_call.h"
 
 #include <algorithm>
-#include <numeric>
 
-#include "kernels/copy.h"
+#include "kernels/pieces.h"
 #include "kernels/unpack.h"
 
 namespace ffi = xla::ffi;
 
 namespace cpd {
-namespace {
-
-// Pieces of about 100 kB, and several per block if there is enough data. Each array's share is a
-// whole number of a block's steps if a piece can hold so many rows.
-int64_t RowsPerPiece(const kernels::Call& call, const kernels::Part& part, int num_blocks) {
-  int64_t row_bytes = 0, in_steps = 1;
-  for (int a = part.first_array; a < part.first_array + part.num_arrays; ++a) {
-    const int64_t bytes = call.arrays[a].in_row_bytes;
-    row_bytes += bytes;
-    in_steps = std::lcm(in_steps, kernels::kStepBytes / std::gcd(kernels::kStepBytes, bytes));
-  }
-  const int64_t rows = std::max(part.num_tokens, part.capacity);
-  const int64_t bytes =
-      std::clamp<int64_t>(rows * row_bytes / (4 * num_blocks), 32 << 10, 128 << 10);
-  const int64_t wanted = std::max<int64_t>(1, bytes / std::max<int64_t>(1, row_bytes));
-  return wanted < in_steps ? wanted : wanted - wanted % in_steps;
-}
-
-}  // namespace
-
 Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
@@ -126,7 +105,7 @@ Status ReadCudaOperands(const DispatchOptions& options, const ffi::RemainingArgs
       array.in_type = read.types[a].in;
       array.out_type = read.types[a].out;
     }
-    part.rows_per_piece = RowsPerPiece(*on_device, part, num_blocks);
+    part.rows_per_piece = kernels::RowsPerPiece(*on_device, part, num_blocks);
   }
   on_device->num_early = kernels::NumEarly(*on_device);
   return status;

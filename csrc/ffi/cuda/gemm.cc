@@ -182,6 +182,8 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
       return schedule.team.Enqueue(op, &rehearsal);
     });
   }
+  // An error of an earlier call. Taken before the launch, after which this call may raise its own.
+  std::string message = is_recorded ? "" : channel->TakeError(op);
   const auto launch = [&] {
     if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
     arithmetic->Choose(stream, &scratch[0]);
@@ -211,8 +213,8 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
       return {StatusCode::kInternal, op + ": failed: " + cudaGetErrorString(error)};
     }
+    if (message.empty()) message = channel->TakeError(op);
   }
-  const std::string message = channel->TakeError(op);
   return message.empty() ? status : Status::Invalid(message);
 }
 
