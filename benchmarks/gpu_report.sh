@@ -2,7 +2,8 @@
 # Everything that one GPU can tell, in one go: gpu_report.sh [--dry-run] [--budget SECONDS] [FOLDER].
 # Builds from this tree without network and for this GPU only, tests and measures. The steps come in
 # the order of their worth, and later ones run also when one fails. Each has a time limit of its own,
-# and at most what is left of the budget (540 s); a line at the end says what was left out.
+# and at most what is left of the budget (540 s); a line at the end says what was left out. STEPS, a
+# regular expression, chooses among them: `STEPS='gemm|bandwidth' gpu_report.sh` repeats two.
 #
 # FOLDER is where report.txt (all output, as it comes) and report.json go, and is made if it is not
 # there: `benchmarks/gpu_report.sh /mnt/results`; by default benchmarks/results/gpu. PYTHON names an
@@ -10,8 +11,9 @@
 # pytest-xdist, several tests of one GPU run at a time.
 #
 # GIVEN names a folder with extensions and test_kernels of this tree, built elsewhere by this script
-# (`ARCHITECTURE=90 gpu_report.sh --build-only FOLDER`). They are used if they load and are for this
-# GPU; otherwise everything is built here. --dry-run checks every command and runs none; it says what
+# (`ARCHITECTURE=90 gpu_report.sh --build-only FOLDER`). They are used if their stamp (sources, GPU,
+# Python, versions of XLA's FFI and of NVSHMEM) is that of this machine, and if the package imports
+# with them; otherwise everything is built here. --dry-run checks every command and runs none; it says what
 # is left out if every step takes its limit (a line of the smoke table: what it usually takes).
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,6 +51,8 @@ steps=$out/steps.tsv
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
 export CUDA_DEVICE_MAX_CONNECTIONS=32  # hardware queues: one GPU holds the streams of many ranks
 export JAX_CP_DISPATCH_TEST_LIMIT=40   # seconds of a test
+export JAX_CP_DISPATCH_PROCESS_LIMIT=30  # and of all processes that one starts
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/build/gpu_report_cache}
 command -v nvcc >/dev/null || export PATH=$PATH:/usr/local/cuda/bin
 
 check() {  # check COMMAND...: says what a command lacks; used instead of running it
@@ -63,9 +67,15 @@ check() {  # check COMMAND...: says what a command lacks; used instead of runnin
   done
 }
 
+is_chosen() {  # is_chosen NAME: the machine and the build always are
+  case "$1" in machine | build | import) return 0 ;; esac
+  [ -z "${STEPS:-}" ] || [[ $1 =~ $STEPS ]]
+}
+
 step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
   local name=$1 limit=$2 began=$SECONDS status left
   shift 2
+  is_chosen "$name" || return 1
   if [ "$mode" = dry ]; then left=$((end - supposed)); else left=$((end - SECONDS)); fi
   if [ "$left" -lt "$((limit < least ? limit : least))" ]; then
     left_out+=("$name")
@@ -82,13 +92,17 @@ step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
     printf '%s\t%s\t0\n' "$name" "$status" >>"$steps"
     return "$status"
   fi
-  echo "== $name" | tee -a "$report"
+  echo "== $name: from $began s on, at most $limit s" | tee -a "$report"
   # Interrupted, not terminated: pytest then tells what has failed so far.
-  timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report" | tail -n 60
+  timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report"
   status=${PIPESTATUS[0]}
-  echo "-- $name: status $status after $((SECONDS - began)) s" | tee -a "$report"
-  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - began))" >>"$steps"
-  [ "$status" = 0 ]
+  note "$name" "$status" "$((SECONDS - began))"
+}
+
+note() {  # note NAME STATUS SECONDS: how a step went; fails if it failed
+  echo "-- $1: status $2 after $3 s" | tee -a "$report"
+  printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$steps"
+  [ "$2" = 0 ]
 }
 
 sources() {  # a checksum of what the extensions are built from
@@ -96,13 +110,37 @@ sources() {  # a checksum of what the extensions are built from
 }
 
 stamp() {  # what a build is for
-  echo "$(sources) sm_$architecture $("$python" -c 'import sys; print(sys.version_info[:2])')"
+  echo "$(sources) sm_$architecture $("$python" - <<'PYTHON'
+import importlib.util, pathlib, re, sys
+from importlib import metadata
+
+spec = importlib.util.find_spec("jaxlib")
+header = pathlib.Path(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
+ffi = re.findall(r"define XLA_FFI_API_M\w+OR (\d+)", header.read_text())
+nvshmem = next((d.version for d in metadata.distributions()
+                if (d.metadata["Name"] or "").startswith("nvidia-nvshmem")), "none")
+print(*sys.version_info[:2], "ffi", *ffi, "nvshmem", nvshmem)
+PYTHON
+)"
 }
 
 is_given() {
-  [ -f "$given/stamp" ] && [ "$(cat "$given/stamp")" = "$(stamp)" ] && (cd "$given" && "$python" -c '
-import _cpu, _cuda
-print("given:", *_cuda.registrations())')
+  [ -f "$given/stamp" ] || return
+  [ "$(cat "$given/stamp")" = "$(stamp)" ] || {
+    echo "given: for $(cat "$given/stamp"), but this is $(stamp)"
+    return 1
+  }
+}
+
+import_package() {  # fails unless the package itself accepts the extensions
+  "$python" - <<'PYTHON'
+import sys
+from jax_cp_dispatch._ranks import runtime
+
+if runtime.cuda is None:
+    sys.exit(runtime.cuda_reason)
+print("imported:", *runtime.cuda.registrations(), "- GPUs:", *runtime.cuda.device_count())
+PYTHON
 }
 
 install() {  # install FOLDER NAME...: puts extensions next to the package
@@ -131,7 +169,7 @@ build_nvshmem() {  # next to steps that use the GPU
   grep -q "NVSHMEM: " "$out/configure.log" || { grep "NVSHMEM was not found" "$out/configure.log"; return 1; }
   cmake --build "$build" --target _nvshmem
 }
-export -f configure build_first build_nvshmem
+export -f configure build_first build_nvshmem import_package
 export build out python
 
 architecture=${ARCHITECTURE:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
@@ -152,73 +190,140 @@ versions() {
 }
 export -f versions
 step machine 10 bash -c versions
-kernels=$build/test_kernels
-if [ "$mode" = run ] && is_given | tee -a "$report"; then
-  install "$given" _cpu _cuda _nvshmem
-  kernels=$given/test_kernels
-else
-  step "build" 120 bash -c build_first && [ "$mode" = run ] && install "$build" _cpu _cuda
-fi
-if [ "$mode" = dry ]; then kernels=true; fi
-step "kernels" 15 "$kernels" 20
-
-# ---- Each line its own process.
 untuned="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"  # tests are small and many
 recorded="$untuned --xla_gpu_graph_min_graph_size=1"  # or nothing is recorded
-smoke() {  # smoke LINE [VARIABLE=VALUE...]
-  local line=$1
-  shift
-  step "smoke: $line" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.3 "$@" "$python" tests/gpu/smoke.py "$line"
+measured="${XLA_FLAGS:-} --xla_gpu_enable_triton_gemm=false"  # cuBLAS alone: nothing to tune
+
+# JAX's first programs load its libraries, which takes long. Beside the build: they need no part of
+# this package.
+warm_up() {
+  env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" "$python" - <<'PYTHON'
+import time
+import jax, jax.numpy as jnp
+
+began = time.monotonic()
+say = lambda what: print(f"{what} after {time.monotonic() - began:.1f} s", flush=True)
+print(jax.__version__, jax.devices())
+x = jnp.ones((1024, 1024), jnp.bfloat16)
+jax.block_until_ready(x @ x)
+say("a product")
+f8 = x.astype(jnp.float8_e4m3fn)
+jax.block_until_ready(jax.lax.dot(f8, f8, preferred_element_type=jnp.bfloat16))
+say("a product in 8 bits")
+q = jnp.ones((1, 1024, 8, 128), jnp.bfloat16)
+attend = lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+jax.block_until_ready(jax.jit(jax.grad(lambda q: attend(q).astype(jnp.float32).sum()))(q))
+say("attention of cuDNN and its gradient")
+PYTHON
 }
-usual=6
-smoke dispatch
-smoke combine
-smoke replay XLA_FLAGS="$recorded" JAX_CP_DISPATCH_COLLECTIVE_STREAM=0
-smoke bf16
-smoke fp8
-smoke ring
-smoke pipeline
-smoke causal
-smoke packed
-smoke ipc
-usual=
+export -f warm_up
+export measured
+warming=
+if [ "$mode" = run ] && is_chosen warm-up; then
+  nice timeout 90 bash -c warm_up >"$out/warm_up.log" 2>&1 &
+  warming=$!
+fi
+export warming
+await() {  # await PROCESS LOG: until it ends
+  while kill -0 "$1" 2>/dev/null; do sleep 1; done
+  cat "$2"
+}
+export -f await
+
+# ---- The extensions.
+kernels=$build/test_kernels
+if [ "$mode" = run ] && is_given | tee -a "$report" &&
+  install "$given" _cpu _cuda _nvshmem && step import 20 bash -c import_package; then
+  kernels=$given/test_kernels
+else
+  step build 120 bash -c build_first && [ "$mode" = run ] && install "$build" _cpu _cuda
+  step import 20 bash -c import_package
+fi
+if [ "$mode" = dry ]; then kernels=true; fi
+[ -z "$warming" ] && [ "$mode" = run ] ||
+  usual=10 step warm-up 90 bash -c 'await "$warming" "$out/warm_up.log"'
+rm -f "$out/warm_up.log"
+
+# ---- The kernels without JAX.
+step kernels 15 "$kernels" 20
+step "kernel times" 25 "$kernels" time "$out/kernels.json"
 
 # NVSHMEM apart: it takes longer to build, and everything else works without it.
 nvshmem=
-if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ]; then
+if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ] && is_chosen nvshmem; then
   nice bash -c build_nvshmem >"$out/nvshmem.log" 2>&1 &
   nvshmem=$!
 fi
 export nvshmem
-await_nvshmem() {
-  while kill -0 "$nvshmem" 2>/dev/null; do sleep 1; done
-  cat "$out/nvshmem.log"
-  ls "$build"/_nvshmem.*so
+
+# ---- The smoke table: each line its own process, up to three at a time.
+smoke_line() {
+  local flags=$untuned stream=1
+  [ "$1" != replay ] || { flags=$recorded; stream=0; }
+  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$flags" JAX_CP_DISPATCH_COLLECTIVE_STREAM=$stream \
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" tests/gpu/smoke.py "$1"
 }
-export -f await_nvshmem
+export -f smoke_line
+export untuned recorded
 
-# ---- Bandwidth without JAX, and what limits it.
-step "kernel times" 25 "$kernels" time "$out/kernels.json"
-ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
-if [ -x "$ncu" ]; then
-  step "profile" 25 "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' \
-    --launch-skip 40 --launch-count 6 --metrics \
-    "$(printf '%s,' dram__throughput.avg.pct_of_peak_sustained_elapsed \
-      dram__bytes.sum.per_second sm__warps_active.avg.pct_of_peak_sustained_active)$(
-      printf 'regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio')" \
-    "$kernels" time
+smoke() {  # smoke SECONDS LINE...: these lines at a time
+  local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=()
+  shift
+  for line; do ! is_chosen "smoke: $line" || lines+=("$line"); done
+  if [ "$mode" = dry ] || [ "$left" -lt "$least" ]; then
+    for line in ${lines[@]+"${lines[@]}"}; do
+      usual=5 step "smoke: $line" "$limit" "$python" tests/gpu/smoke.py "$line"
+    done
+    return
+  fi
+  [ "$limit" -le "$left" ] || limit=$left
+  for line in ${lines[@]+"${lines[@]}"}; do
+    {
+      timeout --signal=INT --kill-after=5 "$limit" bash -c 'smoke_line "$1"' - "$line" \
+        >"$out/smoke.$line" 2>&1
+      echo $? >"$out/smoke.$line.status"
+    } &
+    jobs[${#jobs[@]}]=$!
+  done
+  [ "${#jobs[@]}" = 0 ] || wait "${jobs[@]}"
+  jobs=()
+  for line in ${lines[@]+"${lines[@]}"}; do
+    echo "== smoke: $line: from $began s on, at most $limit s" | tee -a "$report"
+    tee -a "$report" <"$out/smoke.$line"
+    note "smoke: $line" "$(cat "$out/smoke.$line.status")" "$((SECONDS - began))"
+    rm -f "$out/smoke.$line" "$out/smoke.$line.status"
+  done
+}
+jobs=()
+smoke 20 dispatch combine replay
+smoke 20 bf16 fp8 ring
+smoke 45 pipeline causal packed
+smoke 45 ipc
+if [ -n "$nvshmem" ]; then
+  step "build nvshmem" 45 bash -c 'await "$nvshmem" "$out/nvshmem.log"; ls "$build"/_nvshmem.*so' &&
+    install "$build" _nvshmem
 fi
+smoke 45 nvshmem put
+rm -f "$out/nvshmem.log"
 
-# ---- Products and attention.
-step "bandwidth" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
+# ---- Measurements.
+step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
 step "bandwidth in bulk" 20 env JAX_PLATFORMS=cuda JAX_CP_DISPATCH_COPY_PATH=bulk "$python" \
   benchmarks/gpu_exchange.py --repeats 3 --output "$out/bandwidth_in_bulk.json"
-step "gemm" 45 env JAX_PLATFORMS=cuda XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
-step "attention rate" 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_attention.py \
-  --documents 8192 1000 --repeats 3 --output "$out/attention.json"
+step "attention rate" 75 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" \
+  "$python" benchmarks/gpu_attention.py --documents 8192 1000 --repeats 3 \
+  --output "$out/attention.json"
+ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
+if [ -x "$ncu" ]; then
+  step profile 40 "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' --metrics \
+    "$(printf '%s,' dram__throughput.avg.pct_of_peak_sustained_elapsed \
+      dram__bytes.sum.per_second sm__warps_active.avg.pct_of_peak_sustained_active)$(
+      printf 'regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio')" \
+    "$kernels" profile
+fi
 
 # ---- Tests of one GPU: as many at a time as its memory holds.
 memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1)
@@ -237,34 +342,22 @@ fi
 step "one GPU" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" "${at_once[@]}" \
   "$python" -m pytest -q ${workers[@]+"${workers[@]}"} \
   tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py tests/gpu/test_gpu_attention.py
-
 step "recorded loops" 20 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" \
   JAX_CP_DISPATCH_COLLECTIVE_STREAM=0 "$python" -m pytest -q -k replays \
   tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_gemm.py
-
-# ---- Several processes.
-if [ -n "$nvshmem" ]; then
-  step "build nvshmem" 20 bash -c await_nvshmem
-  install "$build" _nvshmem
-fi
-usual=6
-smoke nvshmem
-smoke put
-usual=
-rm -f "$out/nvshmem.log"
-together() {  # together NAME SECONDS TEST: tests of several processes
-  step "$1" "$2" env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
-    "$python" -m pytest -v tests/gpu/test_gpu_processes.py -k "$3"
+together() {  # together NAME TEST: tests of several processes; more than the processes may take
+  step "$1" 45 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
+    "$python" -m pytest -v tests/gpu/test_gpu_processes.py -k "$2"
 }
-together "a process that does not call" 20 "does_not_call"
-together "4 by IPC" 30 "4-cuda_ipc"
-together "4 by NVSHMEM" 30 "4-nvshmem"
-together "4 by put and get" 30 "put_and_get and 4"
+together "a process that does not call" "does_not_call"
+together "4 by IPC" "4-cuda_ipc"
+together "4 by NVSHMEM" "4-nvshmem"
+together "4 by put and get" "put_and_get and 4"
 
 # ---- What may take all the rest of the time.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-step "memcheck" 20 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" one-launch 2
-step "racecheck" 20 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" one-launch 2
+step memcheck 20 "$sanitizer" --tool memcheck --error-exitcode 3 "$kernels" one-launch 2
+step racecheck 20 "$sanitizer" --tool racecheck --error-exitcode 3 "$kernels" one-launch 2
 
 say_left_out() {
   local names

@@ -156,6 +156,7 @@ CPD_DEVICE void SumAcrossRows(const Block& block, const ColumnsCall& call,
     block.Sync();
     if (block.thread < kColumns && begin + block.thread < call.num_columns) {
       float total = 0;
+      CPD_NO_UNROLL
       for (int g = 0; g < num_groups; ++g) total += scratch->sums[g][block.thread];
       const float scale = call.scale ? *call.scale : 1;
       ElementsAt<Out, 1>(call.out, begin + block.thread) = {Round<Out>(total * scale)};
@@ -180,6 +181,7 @@ CPD_DEVICE void SumAlongColumns(const Block& block, const ColumnsCall& call,
     block.Sync();
     if (block.thread == 0) {
       float total = 0;
+      CPD_NO_UNROLL
       for (int t = 0; t < block.num_threads; ++t) {
         total += scratch->sums[t / kColumns][t % kColumns];
       }

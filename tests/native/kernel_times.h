@@ -269,6 +269,37 @@ inline bool CopiesInBulk() {
   return major >= 9;
 }
 
+// Calls for a profiler, which replays each kernel several times: small and large rows, by both copy
+// paths, in one pass and through channels.
+inline int ProfileKernels(int num_blocks) {
+  cudaStream_t stream;
+  CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const Timed all[] = {{true, 1, false, 1024},
+                       {true, 1, CopiesInBulk(), 8192},
+                       {true, 2, false, 4096},
+                       {false, 2, false, 4096}};
+  bool is_fine = true;
+  for (const Timed& what : all) {
+    TimedCall timed(what, num_blocks);
+    std::vector<cudaGraph_t> graphs;
+    for (const auto& step : StepsOf(timed.calls, num_blocks, stream, &graphs)) {
+      for (const cudaKernelNodeParams& kernel : step) {
+        CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
+                              kernel.sharedMemBytes, stream));
+      }
+    }
+    CUDA(cudaStreamSynchronize(stream));
+    for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
+    std::printf("%s, %d passes, %s, rows of %lld bytes: %s\n",
+                what.is_dispatch ? "dispatch" : "combine", what.num_passes,
+                what.in_bulk ? "bulk" : "registers", static_cast<long long>(what.row_bytes),
+                timed.IsFine() ? "profiled" : "failed");
+    std::fflush(stdout);
+    is_fine = is_fine && timed.IsFine();
+  }
+  return is_fine ? 0 : 1;
+}
+
 // Everything that is timed: the copy paths next to each other. A combine in one pass only sums.
 inline std::vector<Timed> AllTimed() {
   std::vector<Timed> all;

@@ -1,7 +1,7 @@
 // The GPU kernels on one GPU: one stream per rank, all ranks in one launch, and recorded calls that
 // are replayed, against the same plain loops as test_device.cc. Also for compute-sanitizer.
 // `test_kernels one-launch [WORLDS]` does only the second of these; `test_kernels time [FILE]`
-// times the kernels instead.
+// times the kernels instead, and `test_kernels profile` runs some of them for a profiler.
 #include <cuda_runtime_api.h>
 
 #include <new>
@@ -141,6 +141,7 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "time") == 0) {
     return TimeKernels(num_blocks, argc > 2 ? argv[2] : nullptr);
   }
+  if (argc > 1 && std::strcmp(argv[1], "profile") == 0) return ProfileKernels(num_blocks);
   Rng rng(11);
   std::vector<cudaStream_t> streams(4);
   for (cudaStream_t& stream : streams) {

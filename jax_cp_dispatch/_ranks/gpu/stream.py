@@ -16,7 +16,8 @@ def on_collective_stream(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     XLA knows this stream since jaxlib 0.10.1 (https://github.com/openxla/xla/pull/39604). With
     `JAX_CP_DISPATCH_COLLECTIVE_STREAM=0` it returns `fn`: the call then runs on the stream of the
-    computation, where XLA may record it into a command buffer.
+    computation. XLA may record calls on either stream into command buffers. The variable holds for
+    all calls, so those that share a channel are on one stream.
     """
     if os.environ.get(_VARIABLE, "1") == "0":
         return fn
