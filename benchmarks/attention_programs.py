@@ -17,6 +17,7 @@ from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.bench_command.attention import DENSE, gradients, random_operands
 from jax_cp_dispatch.cost import attention_flops
+from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask
 
 NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
@@ -47,7 +48,7 @@ class Case:
     mask: str = "causal"
     segment_ids: Any = None
 
-    def ranges(self) -> tuple[jax.Array, jax.Array]:
+    def ranges(self) -> MaskRanges:
         shape = (1, self.num_tokens)
         ids = None if self.segment_ids is None else jnp.asarray(self.segment_ids)
         return attended_tokens(PackedMask(read_mask("a benchmark", self.mask), ids), shape)
@@ -55,7 +56,7 @@ class Case:
     @property
     def flops(self) -> float:
         """Floating-point operations of both passes, for pairs that the mask admits."""
-        start, end = self.ranges()
+        start, end, *_ = self.ranges()
         sizes = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE}
         pairs = float(np.sum(np.asarray(end - start), dtype=np.float64))
         passes = [attention_flops(pairs, **sizes, backward=x) for x in (False, True)]
@@ -116,7 +117,7 @@ def _variant(options: dict[str, Any], case: Case):
 
 
 def _local(case: Case):
-    start, end = case.ranges()
+    start, end, *_ = case.ranges()
     return lambda q, k, v: local_attention(q, k, v, start, end)[0].astype(q.dtype)
 
 

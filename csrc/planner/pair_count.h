@@ -8,7 +8,8 @@
 namespace cpd {
 
 // A query at p attends to the tokens p - left, ..., p + right of its document; with chunks, to
-// those of its chunk up to its own. The fields are those of `Mask.pair_count` in Python.
+// those of its chunk up to its own, or without limit to the right up to the end of its chunk. The
+// fields are those of `Mask.pair_count` in Python.
 struct PairCount {
   static constexpr int64_t kNoLimit = -1;
 
@@ -25,12 +26,14 @@ struct PairCount {
   // Pairs of the queries [start, end) of a document of `length` tokens.
   int64_t operator()(int64_t start, int64_t end, int64_t length) const {
     if (IsUnlimited()) return (end * (end + 1) - start * (start + 1)) / 2;
+    if (IsBlockCausal()) return UpToChunk(end, length) - UpToChunk(start, length);
     if (chunk > 0) return OfChunks(end) - OfChunks(start);
     return Before(end, length) - Before(start, length);
   }
 
   // The positions between which the pairs of a query only grow, stay or fall.
   std::vector<int64_t> Turns(int64_t length) const {
+    if (IsBlockCausal()) return {};
     if (chunk > 0) {
       std::vector<int64_t> turns;
       for (int64_t at = chunk; at < length; at += chunk) turns.push_back(at);
@@ -54,14 +57,17 @@ struct PairCount {
 
   // The keys [FirstKey, LastKey) of these queries.
   int64_t FirstKey(int64_t start) const {
-    if (chunk > 0) return start - start % chunk;
+    if (chunk > 0 && !IsBlockCausal()) return start - start % chunk;
     return left == kNoLimit ? 0 : std::max<int64_t>(0, start - left);
   }
   int64_t LastKey(int64_t end, int64_t length) const {
+    if (IsBlockCausal()) return std::min(length, (end + chunk - 1) / chunk * chunk);
     return right == kNoLimit ? length : std::min(length, end + right);
   }
 
  private:
+  bool IsBlockCausal() const { return chunk > 0 && right == kNoLimit; }
+
   int64_t Before(int64_t end, int64_t length) const {
     const int64_t seen = right == kNoLimit ? end * length : UpTo(right, end, length);
     return left == kNoLimit ? seen : seen - UpTo(-left - 1, end, length);
@@ -70,6 +76,13 @@ struct PairCount {
   // Pairs of the queries before `end`.
   int64_t OfChunks(int64_t end) const {
     return end / chunk * Triangle(chunk, chunk) + Triangle(end % chunk, end % chunk);
+  }
+
+  // Pairs of the queries before `end` with the keys up to the ends of their chunks.
+  int64_t UpToChunk(int64_t end, int64_t length) const {
+    const int64_t whole = end / chunk, fewer = std::min(whole, length / chunk);
+    const int64_t keys = chunk * (fewer * (fewer + 1) / 2) + (whole - fewer) * length;
+    return chunk * keys + end % chunk * std::min(length, (whole + 1) * chunk);
   }
 
   // Pairs with query < q, key < k and key <= query + ahead: a triangle that begins `ahead` queries

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.planner.blocks import document_starts, running_max
 
 
-def attended_tokens(
-    packed: PackedMask, shape: tuple[int, int]
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Returns each token's range of tokens [start, end) in its batch row; empty for padding.
+def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
+    """Returns what each token sees, in columns of its batch row; empty ranges for padding.
 
     Args:
       packed: of the whole sequence, in order; without segment ids, each row is one document.
@@ -30,6 +29,5 @@ def attended_tokens(
         is_last = jnp.pad(start[:, 1:] != start[:, :-1], ((0, 0), (0, 1)), constant_values=True)
         last = jnp.where(is_last, token, num_tokens)
         end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
-    mask = mask.clipped(num_tokens)
-    start, end = mask.k_start(token[None], start), mask.k_end(token[None], end)
-    return jnp.where(live, start, 0), jnp.where(live, end, 0)
+    ranges = mask.clipped(num_tokens).ranges(token[None], start, end)
+    return jax.tree.map(lambda x: jnp.where(live, x, 0), ranges)

@@ -97,7 +97,7 @@ def rotating_program(
         return out, *gradients_of_rank(rotation, operands, outputs, rank)
 
     packed = jax.tree.map(jnp.asarray, packed)
-    start, end = attended_tokens(packed, packed.segment_ids.shape)
+    start, end, *_ = attended_tokens(packed, packed.segment_ids.shape)
     tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
     held = lambda x, token: jnp.where(token >= 0, x[:, token], 0)
     ranges = [(held(start, token), held(end, token)) for token in tokens]

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from jax_cp_dispatch.masks.mask import Mask, triangle
+from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Causal(Mask):
+class Causal(StaticMask):
     """A query sees the keys of its document up to its own; `mask="causal"`, and the default."""
 
     @property
@@ -24,7 +24,7 @@ class Causal(Mask):
     def k_start(self, q: Any, start: Any) -> Any:
         return start
 
-    def k_end(self, q: Any, end: Any) -> Any:
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
         return q + 1
 
     def pairs_before(self, queries: Any, keys: Any) -> Any:

@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jax_cp_dispatch.masks.causal import Causal
-from jax_cp_dispatch.masks.mask import Mask, minimum, triangle
-from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large
+from jax_cp_dispatch.masks.mask import minimum
+from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large, remainder
+from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunked(Mask):
+class Chunked(StaticMask):
     """A query sees the keys up to its own in its chunk of the document (local layers of Llama 4).
 
     Chunks count from the start of the document, whatever the layout.
@@ -42,9 +42,9 @@ class Chunked(Mask):
         return 2
 
     def k_start(self, q: Any, start: Any) -> Any:
-        return q - _remainder(q - start, self.size)
+        return q - remainder(q - start, self.size)
 
-    def k_end(self, q: Any, end: Any) -> Any:
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
         return q + 1
 
     def pairs_before(self, queries: Any, keys: Any) -> Any:
@@ -61,12 +61,5 @@ class Chunked(Mask):
     def clipped(self, num_tokens: int) -> "Chunked":
         return Chunked(max(1, min(self.size, num_tokens)))
 
-    def simplified(self) -> Mask:
+    def simplified(self) -> StaticMask:
         return Causal() if no_limit_if_large(self.size) is None else self
-
-
-def _remainder(x: Any, size: int) -> Any:
-    """Returns x % size of numbers that are not negative, on the device in one operation."""
-    if isinstance(x, jax.Array):
-        return lax.rem(x, jax.numpy.asarray(size, x.dtype))
-    return x % size

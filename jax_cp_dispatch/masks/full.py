@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from jax_cp_dispatch.masks.mask import Mask
+from jax_cp_dispatch.masks.static_mask import StaticMask
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Full(Mask):
+class Full(StaticMask):
     """A query sees all keys of its document; `mask="full"`."""
 
     @property
@@ -24,7 +24,7 @@ class Full(Mask):
     def k_start(self, q: Any, start: Any) -> Any:
         return start
 
-    def k_end(self, q: Any, end: Any) -> Any:
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
         return end
 
     def pairs_before(self, queries: Any, keys: Any) -> Any:

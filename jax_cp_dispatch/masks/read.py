@@ -17,11 +17,16 @@ def read_mask(op: str, mask: Any) -> Mask:
         return _BY_NAME[mask]()
     if isinstance(mask, Mask):
         return mask.simplified()
-    shape = getattr(mask, "shape", None)
-    got = repr(mask) if shape is None else f"an array of shape {list(shape)}"
+    if getattr(mask, "shape", None) is not None:
+        raise TypeError(
+            f"{op}: mask is an array of shape {list(mask.shape)}; it needs to be an object of "
+            "jax_cp_dispatch.masks, with one range of keys for each query and one of queries for "
+            "each key. Pass masks.Ranges, PrefixLM, Blocks, SharedPrefix or Tree, of arrays [B, T]; "
+            "for several ranges of keys call local_attention for each, and merge_partials."
+        )
     error = ValueError if isinstance(mask, str) else TypeError
     raise error(
-        f"{op}: mask is {got}; it needs to be 'causal', 'full', or an object of "
+        f"{op}: mask is {mask!r}; it needs to be 'causal', 'full', or an object of "
         "jax_cp_dispatch.masks. Pass, for example, masks.SlidingWindow(1024)."
     )
 

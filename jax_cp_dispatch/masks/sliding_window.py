@@ -7,13 +7,14 @@ import jax
 
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
-from jax_cp_dispatch.masks.mask import Mask, maximum, minimum, triangle
+from jax_cp_dispatch.masks.mask import maximum, minimum
 from jax_cp_dispatch.masks.numbers import check_tokens, no_limit_if_large
+from jax_cp_dispatch.masks.static_mask import StaticMask, triangle
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow(Mask):
+class SlidingWindow(StaticMask):
     """A query at q sees the keys k of its document with q - left < k <= q + right.
 
     Attributes:
@@ -41,7 +42,7 @@ class SlidingWindow(Mask):
     def k_start(self, q: Any, start: Any) -> Any:
         return start if self.left is None else maximum(start, q - (self.left - 1))
 
-    def k_end(self, q: Any, end: Any) -> Any:
+    def k_end(self, q: Any, start: Any, end: Any) -> Any:
         if self.right == 0:
             return q + 1
         return end if self.right is None else minimum(end, q + (self.right + 1))
@@ -60,7 +61,7 @@ class SlidingWindow(Mask):
         left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
         return SlidingWindow(None if left is None else max(left, 1), right)
 
-    def simplified(self) -> Mask:
+    def simplified(self) -> StaticMask:
         left, right = (no_limit_if_large(x) for x in (self.left, self.right))
         if left is None and right in (None, 0):
             return Full() if right is None else Causal()

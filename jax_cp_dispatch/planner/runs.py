@@ -121,4 +121,4 @@ def key_ranges(
     is_query = (index < num_rows) & (first >= 0)
     none = (num_rows < 0).astype(np.int32)
     k_start = xp.where(is_query, mask.k_start(here, start), 0).astype(np.int32)
-    return k_start, xp.where(is_query, mask.k_end(here, end), none).astype(np.int32)
+    return k_start, xp.where(is_query, mask.k_end(here, start, end), none).astype(np.int32)

@@ -17,6 +17,8 @@ def sees(mask: Any, q, k):
     if kind == "SlidingWindow":
         left, right = (np.inf if x is None else x for x in (mask.left, mask.right))
         return (k > q - left) & (k <= q + right)
+    if kind == "BlockCausal":
+        return k // mask.size <= q // mask.size
     assert kind == "Chunked"
     return (q // mask.size == k // mask.size) & (k <= q)
 
@@ -52,3 +54,58 @@ def batch_ranges(mask, segment_ids, positions=None):
                 begin, stop = ranges(mask, last - first)
                 start[b, within], end[b, within] = first + begin, first + stop
     return start, end
+
+
+def batch_visible(segment_ids, sees_in_row):
+    """`[B, q, k]`: the pairs that a mask admits, within documents; False for padding."""
+    ids = np.asarray(segment_ids)
+    runs = np.cumsum(np.diff(ids, axis=1, prepend=0) != 0, axis=1)
+    same = (runs[:, :, None] == runs[:, None]) & (ids > 0)[:, :, None]
+    return same & sees_in_row
+
+
+def _causal(ids):
+    return np.tril(np.ones((ids.shape[1],) * 2, bool))[None]
+
+
+def _same_run(ids):
+    runs = np.cumsum(np.diff(ids, axis=1, prepend=0) != 0, axis=1)
+    return runs[:, :, None] == runs[:, None]
+
+
+def prefix_pairs(in_prefix):
+    return _causal(in_prefix) | (in_prefix[:, :, None] & in_prefix[:, None])
+
+
+def block_pairs(block_ids):
+    return _causal(block_ids) | (_same_run(block_ids) & (block_ids > 0)[:, :, None])
+
+
+def shared_prefix_pairs(ids):
+    return _causal(ids) & ((ids == 0)[:, None] | _same_run(ids))
+
+
+def tree_pairs(span_ids, parents):
+    """The plain ancestor relation: a span, its parent, its parent's parent, ..."""
+    B, S = parents.shape
+    is_ancestor = np.zeros((B, S + 1, S + 1), bool)
+    parents = np.concatenate([np.where(parents < 0, S, parents), np.full((B, 1), S)], axis=1)
+    row, span = np.arange(B)[:, None], np.arange(S + 1)[None]
+    at = np.broadcast_to(span, (B, S + 1))
+    for _ in range(S):
+        is_ancestor[row, span, at] = True
+        at = np.take_along_axis(parents, at, axis=1)
+    is_ancestor[:, S] = is_ancestor[:, :, S] = False
+    spans = np.where(span_ids < 0, S, span_ids)
+    return _causal(span_ids) & is_ancestor[row[:, :, None], spans[:, :, None], spans[:, None]]
+
+
+def range_pairs(k_start, k_end, q_start=None, q_end=None):
+    column = np.arange(k_start.shape[1])
+    seen = (k_start[:, :, None] <= column) & (column < k_end[:, :, None])
+    query = column[:, None]
+    if q_start is not None:
+        seen &= q_start[:, None] <= query
+    if q_end is not None:
+        seen &= query < q_end[:, None]
+    return seen

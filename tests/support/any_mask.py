@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from jax_cp_dispatch.masks import Causal, Chunked, Full, SlidingWindow
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, Full, SlidingWindow
 
 
 def causal_mask(most):
@@ -12,6 +12,7 @@ def causal_mask(most):
 
 
 def any_mask(most):
-    """Draws any mask."""
+    """Draws any mask of numbers."""
     left, right = (st.none() | st.integers(least, most) for least in (1, 0))
-    return causal_mask(most) | st.just(Full()) | st.builds(SlidingWindow, left, right)
+    more = st.builds(SlidingWindow, left, right) | st.builds(BlockCausal, st.integers(1, most))
+    return causal_mask(most) | st.just(Full()) | more

@@ -129,7 +129,7 @@ def token_ranges(sequence: ShardedSequence, rotation: Rotation, packed: PackedMa
     if sequence.options.layout == "zigzag":
         order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    start, end = attended_tokens(packed, (B, num_tokens))
+    start, end, *_ = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
     return named_context(vary_alike(ranges, also=sequence.options.exchange.axis_names))

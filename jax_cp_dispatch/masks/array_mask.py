@@ -1,0 +1,83 @@
+"""`ArrayMask`: a mask that data decides; its registration, and the checks of its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch.masks.mask import Mask, is_traced
+
+_Kind = TypeVar("_Kind", bound="type[ArrayMask]")
+
+
+class ArrayMask(Mask):
+    """A mask of arrays `[B, T]`, in columns of the batch as packed, which move with the tokens.
+
+    Equal only to itself: compare its leaves.
+    """
+
+    @property
+    def has_arrays(self) -> bool:
+        return True
+
+    def _store(self, **arrays: Any) -> None:
+        """Sets the fields, as int32; for constructors, whose arguments may be other arrays."""
+        for name, x in arrays.items():
+            stored = x if x is None else x.astype(np.int32)
+            object.__setattr__(self, name, stored)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self)
+        return f"{type(self).__name__}(arrays of shape {list(np.shape(leaves[0]))})"
+
+
+def array_mask(kind: _Kind) -> _Kind:
+    """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own."""
+    kind = dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def with_keys(mask: Any):
+        return [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names], None
+
+    def unflatten(_, children):
+        mask = object.__new__(kind)
+        for name, x in zip(names, children, strict=True):
+            object.__setattr__(mask, name, x)
+        return mask
+
+    jax.tree_util.register_pytree_with_keys(kind, with_keys, unflatten)
+    return kind
+
+
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Requires integers `[B, T]`, equal shapes; None is allowed for ranges of queries."""
+    shape = None
+    for name, x in arrays.items():
+        if x is None and name in ("q_start", "q_end"):
+            continue
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")
+        if x.ndim != 2 or x.shape != (shape or x.shape):
+            needs = "[B, T]" if shape is None else f"{list(shape)}, as the other arrays"
+            raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it needs to be {needs}.")
+        shape = x.shape
+
+
+def ends_of_runs(x: Any) -> Any:
+    """Returns one past the last column of the run of equal values at each column, `[B, T]`."""
+    num_tokens = x.shape[1]
+    column = np.arange(num_tokens, dtype=np.int32)
+    if not is_traced(x):
+        is_last = np.ones(x.shape, bool)
+        is_last[:, :-1] = x[:, 1:] != x[:, :-1]
+        last = np.where(is_last, column, num_tokens)
+        return np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1] + np.int32(1)
+    is_last = jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.where(is_last, column, num_tokens)
+    return jax.lax.cummin(last, axis=1, reverse=True) + jnp.int32(1)

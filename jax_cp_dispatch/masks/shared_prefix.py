@@ -1,0 +1,68 @@
+"""`SharedPrefix`: completions of one prompt, which see the prompt and themselves."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Integer
+
+from jax_cp_dispatch.masks.array_mask import ArrayMask, array_mask, check_arrays, ends_of_runs
+from jax_cp_dispatch.masks.mask import MaskRanges, is_traced, minimum
+
+_NO_END = np.int32(2**31 - 1)
+
+
+@array_mask
+class SharedPrefix(ArrayMask):
+    """Tokens see the earlier tokens of the prompt of their document and of their completion.
+
+    `SharedPrefix(completion_ids)` takes integers `[B, T]`, which may be traced: 0 in the prompt,
+    another id in each completion after it. A completion is one run of its id; completions that
+    touch have different ids. Positions of a completion usually count on from the prompt; then pass
+    segment ids alone, which separate the documents.
+
+    Attributes:
+      q_end: one past the last column of the completion, for its keys; the largest int32 for those
+        of the prompt.
+    Raises:
+      ValueError: ids known on the host form several runs between two prompts.
+    """
+
+    q_end: Int32[Array | np.ndarray, "B T"]
+
+    def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
+        check_arrays("SharedPrefix", completion_ids=completion_ids)
+        xp = jnp if is_traced(completion_ids) else np
+        if xp is np:
+            _check_runs(completion_ids)
+        ends = ends_of_runs(completion_ids)
+        self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))
+
+    @property
+    def is_causal(self) -> bool:
+        return True
+
+    @property
+    def has_query_ranges(self) -> bool:
+        return True
+
+    def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
+        return MaskRanges(start, column + 1, start, minimum(end, self.q_end))
+
+
+def _check_runs(ids: Integer[np.ndarray, "B T"]) -> None:
+    """Requires one run for each id between two prompts."""
+    is_first = np.ones(ids.shape, bool)
+    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    row, column = np.nonzero(is_first & (ids != 0))
+    prompts = np.cumsum(is_first & (ids == 0), axis=1)[row, column]
+    runs = np.stack([row, prompts, ids[row, column]])
+    order = np.lexsort(runs[::-1])
+    again = np.flatnonzero((np.diff(runs[:, order], axis=1) == 0).all(0))
+    if len(again):
+        i = order[again[0] + 1]
+        raise ValueError(
+            f"SharedPrefix: batch row {row[i]}: completion {ids[row[i], column[i]]} begins again "
+            f"at column {column[i]}; a completion needs to be one run of its id. Pass the "
+            "completions of a prompt one after the other, with different ids."
+        )
