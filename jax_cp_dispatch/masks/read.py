@@ -21,8 +21,8 @@ def read_mask(op: str, mask: Any) -> Mask:
         raise TypeError(
             f"{op}: mask is an array of shape {list(mask.shape)}; it needs to be an object of "
             "jax_cp_dispatch.masks, with one range of keys for each query and one of queries for "
-            "each key. Pass masks.Ranges, PrefixLM, Blocks, SharedPrefix or Tree, of arrays [B, T]; "
-            "for several ranges of keys call local_attention for each, and merge_partials."
+            "each key. Pass masks.Ranges, PrefixLM, Blocks, SharedPrefix or Tree, of arrays "
+            "[B, T]; for several ranges of keys call local_attention for each, and merge_partials."
         )
     error = ValueError if isinstance(mask, str) else TypeError
     raise error(
