@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence as Names
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -30,7 +31,12 @@ from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_causal_mask, read_mask
+from jax_cp_dispatch.masks.read import (
+    check_mask_arrays,
+    read_causal_mask,
+    read_mask,
+    read_mask_of_numbers,
+)
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
 
@@ -142,6 +148,7 @@ def context_parallel_attention(
     _check_plan(options, q, plan)
     attention.check()
     attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
+    check_mask_arrays(_OP, attended, q.shape[:2])
     _check_choice(options, plan, attended)
     if plan is None:
         segment_ids, positions = read_sequences(
@@ -158,6 +165,7 @@ def context_parallel_attention(
     if missing and segment_ids is None and not has_plan:
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
+    attended = jax.tree.map(lambda x: _pad(x, missing), attended)
     is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
     packed = PackedMask(attended, segment_ids, positions)
     if isinstance(algorithm, Auto):
@@ -191,8 +199,10 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
+    if name == "auto":
+        read_mask_of_numbers(_OP, mask, "Choose 'ring', 'zigzag' or 'hamilton'.")
     if name == "balanced":
-        read_causal_mask(_OP, mask, "Choose another algorithm, for example 'placed'.")
+        read_causal_mask(_OP, mask, "Choose another algorithm, for example 'ring'.")
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "

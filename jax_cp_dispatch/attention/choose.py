@@ -18,7 +18,7 @@ from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, 
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
@@ -92,7 +92,7 @@ def choose_algorithm(
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
-    mask = read_mask(op, mask)
+    mask = read_mask_of_numbers(op, mask, "Choose 'ring', 'zigzag' or 'hamilton'.")
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware

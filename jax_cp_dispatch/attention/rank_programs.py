@@ -21,10 +21,15 @@ from jax_cp_dispatch.attention.local.arguments import check_operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
-from jax_cp_dispatch.attention.rotating.attend import backward as gradients_of_rank, forward
+from jax_cp_dispatch.attention.rotating.attend import (
+    TokenRanges,
+    backward as gradients_of_rank,
+    forward,
+)
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import OneRank
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 Shape = jax.ShapeDtypeStruct
@@ -83,13 +88,15 @@ def rotating_program(
 
     Tokens are in the order that the algorithm computes, as in `layout="zigzag"`.
     """
+    read_mask_of_numbers(options.op, packed.mask)
     schedule = schedule_of(options.op, algorithm, num_ranks)
     sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
     rotation = sequence.rotation(*qkv)
 
     rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
-    def run(rank, *operands):
+    def run(rank, q, k, v, start, end):
+        operands = q, k, v, TokenRanges(start, end)
         out, lse = forward(rotation, operands, rank)
         if not backward:
             return out, lse

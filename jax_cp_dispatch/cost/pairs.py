@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 Tokens: TypeAlias = int | np.integer | Int[np.ndarray, "..."]
 
@@ -32,7 +32,7 @@ def count_pairs(
     Raises:
       TypeError: `mask` is no mask.
     """
-    mask = read_mask("count_pairs", mask)
+    mask = read_mask_of_numbers("count_pairs", mask)
     start, end = np.asarray(start, np.int64), np.asarray(end, np.int64)
     length = end if length is None else np.asarray(length, np.int64)
     return mask.pairs(start, end, length)

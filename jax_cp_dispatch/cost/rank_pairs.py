@@ -9,7 +9,7 @@ from jaxtyping import Float64, Int64
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 _ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
 
@@ -39,7 +39,7 @@ def rank_pairs(
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
     block = np.arange(2 * num_ranks)
     owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-    return _pairs_of_blocks(lengths, cuts, owner, read_mask("rank_pairs", mask))
+    return _pairs_of_blocks(lengths, cuts, owner, read_mask_of_numbers("rank_pairs", mask))
 
 
 def decisive_pairs(

@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_cp_dispatch._arguments import check_positive
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Workload:
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
         check_positive("Workload", **{name: getattr(self, name) for name in sizes})
-        object.__setattr__(self, "mask", read_mask("Workload", self.mask))
+        object.__setattr__(self, "mask", read_mask_of_numbers("Workload", self.mask))
         num_tokens = self.num_ranks * self.tokens_per_rank
         longest = max(map(sum, self.rows), default=0)
         if longest > num_tokens:
@@ -50,7 +50,7 @@ class Workload:
     @property
     def visible(self) -> Mask:
         """`mask`, as an object."""
-        return read_mask("Workload", self.mask)
+        return read_mask_of_numbers("Workload", self.mask)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:

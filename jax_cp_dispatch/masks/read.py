@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import Mask
@@ -31,12 +33,33 @@ def read_mask(op: str, mask: Any) -> Mask:
     )
 
 
-def read_causal_mask(op: str, mask: Any, instead: str) -> Mask:
-    """Returns a mask in which every query sees its own key last."""
+def read_mask_of_numbers(op: str, mask: Any, instead: str = "Pass such a mask.") -> Mask:
+    """Returns a mask without arrays, whose pairs follow from the lengths of documents."""
     mask = read_mask(op, mask)
+    if mask.has_arrays:
+        raise ValueError(
+            f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
+            f"SlidingWindow or Chunked. {instead}"
+        )
+    return mask
+
+
+def read_causal_mask(op: str, mask: Any, instead: str) -> Mask:
+    """Returns a mask without arrays in which every query sees its own key last."""
+    mask = read_mask_of_numbers(op, mask, instead)
     if not mask.is_causal:
         raise ValueError(
             f"{op}: mask is {mask}, but balanced attention needs a causal mask: no query may see "
             f"keys after its own. {instead}"
         )
     return mask
+
+
+def check_mask_arrays(op: str, mask: Mask, shape: tuple[int, ...]) -> None:
+    """Requires that the arrays of a mask have one number for each token, `[B, T]`."""
+    for x in jax.tree.leaves(mask):
+        if x.shape != shape:
+            raise ValueError(
+                f"{op}: {mask} needs one number for each token, but the batch has shape "
+                f"{list(shape)}. Pass arrays of that shape."
+            )

@@ -10,7 +10,7 @@ def allowed_keys(kv_start, kv_end, num_keys):
     return (position >= start) & (position < end)
 
 
-def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
+def _weights(q, k, allowed, scale, logit_soft_cap):
     """Slope of the logits, probabilities `[B, N, T, S]` and lse `[B, N, T]`."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     heads_per_group = q.shape[2] // k.shape[2]
@@ -21,7 +21,7 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
     if logit_soft_cap is not None:
         ratio = np.tanh(logits / logit_soft_cap)
         logits, slope = logit_soft_cap * ratio, slope * (1 - ratio**2)
-    mask = allowed_keys(kv_start, kv_end, k.shape[1])[:, None]
+    mask = allowed[:, None]
     exponentials = np.where(mask, np.exp(np.where(mask, logits, 0)), 0)
     total = exponentials.sum(-1)
     with np.errstate(divide="ignore"):
@@ -31,14 +31,27 @@ def _weights(q, k, kv_start, kv_end, scale, logit_soft_cap):
 
 def attention(q, k, v, kv_start, kv_end, scale=None, logit_soft_cap=None):
     """`(out [B, T, N, Hv], lse [B, N, T])`; moderate logits only, since no peak is subtracted."""
-    _, p, lse = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
+    return masked_attention(
+        q, k, v, allowed_keys(kv_start, kv_end, k.shape[1]), scale, logit_soft_cap
+    )
+
+
+def masked_attention(q, k, v, allowed, scale=None, logit_soft_cap=None):
+    """Likewise for the pairs of a boolean mask, `[B, T, S]`."""
+    _, p, lse = _weights(q, k, allowed, scale, logit_soft_cap)
     v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
     return np.einsum("bnts,bsnh->btnh", p, v), lse
 
 
 def attention_gradients(q, k, v, kv_start, kv_end, dout, dlse, scale=None, logit_soft_cap=None):
     """`(dq, dk, dv)` for the cotangents `dout [B, T, N, Hv]` and `dlse [B, N, T]`."""
-    slope, p, _ = _weights(q, k, kv_start, kv_end, scale, logit_soft_cap)
+    allowed = allowed_keys(kv_start, kv_end, k.shape[1])
+    return masked_attention_gradients(q, k, v, allowed, dout, dlse, scale, logit_soft_cap)
+
+
+def masked_attention_gradients(q, k, v, allowed, dout, dlse, scale=None, logit_soft_cap=None):
+    """Likewise for the pairs of a boolean mask, `[B, T, S]`."""
+    slope, p, _ = _weights(q, k, allowed, scale, logit_soft_cap)
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     num_groups = k.shape[2]
     heads_per_group = q.shape[2] // num_groups

@@ -6,36 +6,55 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.local.arguments import check_arrays, check_ranges
-from jax_cp_dispatch.attention.local.backward import begin_dq, cut_cotangents, finish_dq
-from jax_cp_dispatch.attention.local.blocks import accumulator, cut_operands, from_rows
+from jax_cp_dispatch.attention.local.arguments import check_arrays
+from jax_cp_dispatch.attention.local.backward import (
+    SoftmaxGradients,
+    begin_dq,
+    cut_cotangents,
+    finish_dq,
+)
+from jax_cp_dispatch.attention.local.blocks import RowRanges, accumulator, cut_operands
 from jax_cp_dispatch.attention.local.derivative_order import (
     forbid_second_derivative,
     in_reverse_only,
 )
 from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
+from jax_cp_dispatch.attention.local.ranges import read_ranges
+from jax_cp_dispatch.attention.local.rows import from_rows
+from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.masks import Mask, MaskRanges
 
 
 def local_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    kv_start: Int[Array, "B T"],
-    kv_end: Int[Array, "B T"],
+    kv_start: Int[Array, "B T"] | None = None,
+    kv_end: Int[Array, "B T"] | None = None,
     *,
+    q_start: Int[Array, "B S"] | None = None,
+    q_end: Int[Array, "B S"] | None = None,
+    mask: Mask | str | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Computes attention of each query row i over key rows `[kv_start[i], kv_end[i])`.
+    """Computes attention of each query row over a range of key rows, or under a mask.
+
+        visible(i, j) = kv_start[i] <= j < kv_end[i]  and  q_start[j] <= i < q_end[j]
+
+    Without ranges, a mask gives them: within documents of `segment_ids`, or of whole rows. If there
+    are fewer queries than keys, the queries are the last T of the S tokens.
 
     Call anywhere: under `jit`, inside or outside `jax.shard_map` (both values of `check_vma`),
     under `remat`, `scan` and `vmap`. Nothing of size `T * S` is ever stored, and key blocks that no
@@ -57,6 +76,11 @@ def local_attention(
       v: values.
       kv_start: first key row of each query. Ranges are clipped to `[0, S]`.
       kv_end: one past the last key row; a range with `kv_end <= kv_start` is empty.
+      q_start, q_end: the query rows [q_start, q_end) that may see each key row; None: all.
+      mask: instead of ranges: "full", "causal" or an object of `jax_cp_dispatch.masks`, whose
+        arrays are `[B, S]`; None is causal.
+      segment_ids, positions: with a mask only: the documents of all S tokens; see
+        `context_parallel_attention`.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       block_q: query rows per block; None chooses from the shapes.
@@ -80,10 +104,12 @@ def local_attention(
         block_kv=block_kv,
         block_heads=block_heads,
     ).resolved(q, k, v)
-    check_ranges("local_attention", q, kv_start, kv_end)
+    given = (kv_start, kv_end, q_start, q_end)
+    packed = PackedMask(mask, segment_ids, positions)
+    ranges = read_ranges("local_attention", (q.shape, k.shape), MaskRanges(*given), packed)
     q, k, v = in_reverse_only("local_attention", [q, k, v])
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *vary_alike([q, k, v, kv_start, kv_end]))
+        return _attend(options, *_vary((q, k, v, ranges)))
 
 
 def local_attention_backward(
@@ -97,6 +123,8 @@ def local_attention_backward(
     dout: Float[Array, "B T N Hv"],
     dlse: Float[Array, "B N T"] | None = None,
     *,
+    q_start: Int[Array, "B S"] | None = None,
+    q_end: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     block_q: int | None = None,
@@ -111,7 +139,7 @@ def local_attention_backward(
     differentiable.
 
     Args:
-      q, k, v, kv_start, kv_end: as in `local_attention`, and so are all options.
+      q, k, v, kv_start, kv_end, q_start, q_end: as in `local_attention`, and so are all options.
       out: merged output.
       lse: merged logarithm of the sum of exponentials; `-inf` gives zero gradients.
       dout: cotangent of `out`.
@@ -130,7 +158,8 @@ def local_attention_backward(
         block_kv=block_kv,
         block_heads=block_heads,
     ).resolved(q, k, v)
-    check_ranges(name, q, kv_start, kv_end)
+    given = MaskRanges(kv_start, kv_end, q_start, q_end)
+    ranges = read_ranges(name, (q.shape, k.shape), given, None)
     out_shape, lse_shape = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     check_arrays(name, **arrays)
@@ -145,30 +174,40 @@ def local_attention_backward(
     whole = [out, lse, dout] if dlse is None else [out, lse, dout, dlse]
     q, k, v = forbid_second_derivative(name, [q, k, v])
     whole = forbid_second_derivative(name, whole)
-    return _backward(options, *vary_alike([q, k, v, kv_start, kv_end, *whole]))
+    return _backward(options, *_vary((q, k, v, ranges, SoftmaxGradients(*whole))))
+
+
+def _vary(operands):
+    """Makes all arrays of the operands vary over the same mesh axes."""
+    leaves, tree = jax.tree.flatten(operands)
+    return tree.unflatten(vary_alike(leaves))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, kv_start, kv_end):
-    return _forward(options, q, k, v, kv_start, kv_end)
+def _attention(options, q, k, v, ranges):
+    return _forward(options, q, k, v, ranges)
 
 
 def _attention_fwd(options, *primals):
-    q, k, v, *ranges = (primal.value for primal in primals)
-    operands = (*forbid_second_derivative("local_attention", [q, k, v]), *ranges)
+    q, k, v, ranges = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+    operands = (*forbid_second_derivative("local_attention", [q, k, v]), ranges)
     out, lse = named_context(_forward(options, *operands))
     return (out, lse), (*operands, out, lse)
 
 
+def _is_primal(x):
+    return isinstance(x, CustomVJPPrimal)
+
+
 def _attention_bwd(options, residuals, cotangents):
     dout, dlse = cotangents
+    *operands, out, lse = residuals
     if isinstance(dout, SymbolicZero):
-        (dout,) = vary_like([jnp.zeros_like(residuals[-2])], residuals[0])
+        (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
     dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
-    grads = _backward(
-        options, *residuals, *forbid_second_derivative("local_attention", [dout, *dlse])
-    )
-    return *(g.astype(x.dtype) for g, x in zip(grads, residuals[:3], strict=True)), None, None
+    cotangents = forbid_second_derivative("local_attention", [dout, *dlse])
+    grads = _backward(options, *operands, SoftmaxGradients(out, lse, *cotangents))
+    return *(g.astype(x.dtype) for g, x in zip(grads, operands[:3], strict=True)), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -177,26 +216,26 @@ _attend = jax.jit(_attention, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(options, q, k, v, kv_start, kv_end):
+def _forward(options, q, k, v, ranges: RowRanges):
     B, T, N, _ = q.shape
     S, K, Hv = v.shape[1:]
     if B * T * S == 0:
         dtype = accumulator(q)
         empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
         return tuple(vary_like(empty, q))
-    of = cut_operands(options, q, k, v, kv_start, kv_end)
+    of = cut_operands(options, q, k, v, ranges)
     return attend_blocks(options, of.q, of.ranges, of.k, of.v, None).result(q.shape, K)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(options, q, k, v, kv_start, kv_end, out, lse, dout, dlse=None):
+def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     B, T = q.shape[:2]
     S, K = k.shape[1:3]
     if B * T * S == 0:
         dtype = accumulator(q)
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
-    of = cut_operands(options, q, k, v, kv_start, kv_end)
-    cotangents = cut_cotangents(options, of.used, out, lse, dout, dlse, K)
+    of = cut_operands(options, q, k, v, ranges)
+    cotangents = cut_cotangents(options, of.used, whole, K)
     dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, of.k, of.v, begin_dq(of.q))
     dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
     return finish_dq(dq, q.shape, K), dk, dv

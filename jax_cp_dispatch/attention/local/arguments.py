@@ -76,20 +76,6 @@ def check_blocks(name: str, block_q, block_kv, block_heads, *, num_kv_heads: int
         )
 
 
-def check_ranges(name: str, q: Any, kv_start: Any, kv_end: Any) -> None:
-    """Requires one range of rows for each query."""
-    check_arrays(name, kv_start=kv_start, kv_end=kv_end)
-    for what, x in (("kv_start", kv_start), ("kv_end", kv_end)):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
-    B, T = q.shape[:2]
-    if kv_start.shape != (B, T) or kv_end.shape != (B, T):
-        raise ValueError(
-            f"{name}: kv_start and kv_end have shapes {kv_start.shape} and {kv_end.shape}, but q "
-            f"of shape {q.shape} needs one range per query row, [{B}, {T}]."
-        )
-
-
 def _check_number(name: str, what: str, value: Any) -> None:
     try:
         if not isinstance(value, bool | np.bool_):

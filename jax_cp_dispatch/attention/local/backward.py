@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -16,15 +17,17 @@ from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.attention.local.blocks import (
     KeyRanges,
     accumulator,
-    block_of,
     each_query_block,
-    from_rows,
     matmul,
     positions,
-    set_block,
     soft_capped,
-    to_rows,
     widen,
+)
+from jax_cp_dispatch.attention.local.rows import (
+    block_of,
+    from_rows,
+    set_block,
+    to_rows,
 )
 
 
@@ -40,8 +43,18 @@ class OutputCotangents(NamedTuple):
     out: Array | None  # [B*K, nq, G*block_q, Hv]; None if delta is not dout . out
 
 
-def cut_cotangents(options, used, out, lse, dout, dlse, num_groups) -> OutputCotangents:
-    """Blocks of `local_attention_backward`'s arguments; rows outside `used`, `[B, T]`, are zero."""
+class SoftmaxGradients(NamedTuple):
+    """Output and lse of the whole softmax, and their cotangents; None: zero."""
+
+    out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, N, T]
+    dout: Array
+    dlse: Array | None = None
+
+
+def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> OutputCotangents:
+    """Cuts the whole softmax into blocks; rows outside `used`, `[B, T]`, are zero."""
+    out, lse, dout, dlse = whole
     dtype = accumulator(lse)
     dout, lse = dout.astype(dtype), jnp.swapaxes(lse.astype(dtype), 1, 2)
     used = used[:, :, None] & (lse > -jnp.inf)
@@ -68,20 +81,38 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
     q, k, v = options.scale * widen(q), widen(k), widen(v)
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
-    def one_query_block(carry, index, q, dout, lse, delta, start, end, first, last):
-        def add_block(j, carry):
-            dq_block, dk, dv = carry
+    def one_query_block(carry, index):
+        q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents[:3]))
+        start, end, first, last, queries = ranges.of_queries(index)
+
+        def of_pair(j):
+            """Returns what a block of keys adds to the gradients of q, k and v."""
             there = index.at(j)
             k_block, v_block = block_of(k, there), block_of(v, there)
             position = positions(options, j)[None, :, None]
-            logits, slope = soft_capped(options, matmul(k_block, q, (2, 2)))
+            logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
             allowed = (position >= start[:, None]) & (position < end[:, None])
+            if queries is not None:
+                allowed &= jnp.swapaxes(queries.of_keys(there).allow(), 1, 2)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
             ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
-            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
-            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q, (2, 1)))
-            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
-            return dq_block, dk, dv
+            add_dq = matmul(block_of(k_columns, there), ds, (2, 1))
+            return add_dq, matmul(ds, q_block, (2, 1)), matmul(p, dout, (2, 1))
+
+        def of_visible_pair(j):
+            nothing = lambda j: tuple(vary_like(map(jnp.zeros_like, jax.eval_shape(of_pair, j)), q))
+            is_hidden = queries.of_keys(index.at(j)).hide_all()
+            return lax.cond(is_hidden, nothing, of_pair, j)
+
+        def add_block(j, carry):
+            dq_block, dk, dv = carry
+            there = index.at(j)
+            add_dq, *added = of_pair(j) if queries is None else of_visible_pair(j)
+            dk, dv = (
+                set_block(dx, there, block_of(dx, there) + add)
+                for dx, add in zip((dk, dv), added, strict=True)
+            )
+            return dq_block + add_dq, dk, dv
 
         dq, *dkv = carry
         row = block_of(dq, index), *dkv
@@ -89,7 +120,7 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
         return set_block(dq, index, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
-    return each_query_block(options, one_query_block, (dq, *zeros), (q, *cotangents[:3], *ranges))
+    return each_query_block(options, one_query_block, (dq, *zeros), q)
 
 
 def begin_dq(q):

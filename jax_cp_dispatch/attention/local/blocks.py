@@ -18,6 +18,12 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._dtypes import index_dtype, sum_dtype
 from jax_cp_dispatch.attention.local.options import PassOptions
+from jax_cp_dispatch.attention.local.query_ranges import (
+    KeyQueries,
+    QueryRanges,
+    cut_query_ranges,
+)
+from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
 
 
 class KeyRanges(NamedTuple):
@@ -27,6 +33,20 @@ class KeyRanges(NamedTuple):
     end: Array
     first: Array  # [B*K, nq] first key block to visit
     last: Array  # one past the last
+    queries: QueryRanges | None = None  # that may see each key row; None: all
+
+    def of_queries(self, index: BlockIndex) -> KeyRanges:
+        """Returns the ranges of one block of queries."""
+        ranges = (block_of(x, index) for x in self[:4])
+        return KeyRanges(*ranges, self.queries and self.queries.of_queries(index))
+
+
+class RowRanges(NamedTuple):
+    """The key rows [kv_start, kv_end) of each query, `[B, T]`, and who may see each key row."""
+
+    kv_start: Array
+    kv_end: Array
+    queries: KeyQueries | None = None
 
 
 class BlockedOperands(NamedTuple):
@@ -39,32 +59,44 @@ class BlockedOperands(NamedTuple):
     used: Array  # [B, T] queries with a non-empty range
 
 
-def cut_operands(options: PassOptions, q, k, v, kv_start, kv_end) -> BlockedOperands:
+def cut_operands(options: PassOptions, q, k, v, ranges: RowRanges) -> BlockedOperands:
     """Cuts checked operands of `local_attention` into blocks."""
-    B, (S, K) = q.shape[0], k.shape[1:3]
+    kv_start, kv_end, queries = ranges
+    S, K = k.shape[1:3]
     # Constant ranges are common, and XLA takes seconds to fold the code that depends on them.
     kv_start, kv_end = lax.optimization_barrier((kv_start, kv_end))
     kv_start, kv_end = (x.astype(index_dtype(x.dtype)) for x in (kv_start, kv_end))
     start = jnp.clip(kv_start, 0, S).astype(jnp.int32)
     end = jnp.clip(kv_end, 0, S).astype(jnp.int32)
     used = start < end
-
-    row = jnp.arange(B)[:, None]
-    step = used.astype(jnp.int32)
-    edges = jnp.zeros((B, S + 1), jnp.int32).at[row, start].add(step).at[row, end].add(-step)
-    attended = (jnp.cumsum(edges, axis=1)[:, :S] > 0)[:, :, None, None]
-    k, v = (jnp.where(attended, x, 0) for x in (k, v))
+    attended = attended_keys(start, end, S)
+    if queries is not None:
+        attended &= queries.start < queries.end
+    k, v = (jnp.where(attended[:, :, None, None], x, 0) for x in (k, v))
     return BlockedOperands(
         q=cut_queries(options, q, used, K),
         k=to_rows(k, K, options.block_kv),
         v=to_rows(v, K, options.block_kv),
-        ranges=cut_ranges(options, start, end, q.shape, K, S),
+        ranges=cut_ranges(options, RowRanges(start, end, queries), q.shape, K, S),
         used=used,
     )
 
 
-def cut_ranges(options: PassOptions, kv_start, kv_end, q_shape, num_groups, num_keys) -> KeyRanges:
-    """Cuts `[B, T]` ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
+def attended_keys(start: Array, end: Array, num_keys: int) -> Array:
+    """Returns which of the keys are in one of the ranges at least, bool `[B, num_keys]`."""
+    B, used = start.shape[0], start < end
+    row = jnp.arange(B)[:, None]
+    step = used.astype(jnp.int32)
+    edges = jnp.zeros((B, num_keys + 1), jnp.int32).at[row, start].add(step)
+    edges = edges.at[row, end].add(-step)
+    return jnp.cumsum(edges, axis=1)[:, :num_keys] > 0
+
+
+def cut_ranges(
+    options: PassOptions, ranges: RowRanges, q_shape, num_groups: int, num_keys: int
+) -> KeyRanges:
+    """Cuts ranges in `[0, num_keys]`, for queries `[B, T, N, H]`."""
+    kv_start, kv_end, queries = ranges
     used = kv_start < kv_end
     of_heads = lambda x: jnp.broadcast_to(x[:, :, None, None], (*x.shape, q_shape[2], 1))
     start = of_heads(jnp.where(used, kv_start, num_keys))
@@ -73,7 +105,10 @@ def cut_ranges(options: PassOptions, kv_start, kv_end, q_shape, num_groups, num_
     end = to_rows(end, num_groups, options.block_q)[..., 0]
     first = jnp.min(start, axis=-1) // options.block_kv
     last = -(-jnp.max(end, axis=-1) // options.block_kv)
-    return KeyRanges(start, end, first, last)
+    if queries is None:
+        return KeyRanges(start, end, first, last)
+    of_keys = cut_query_ranges(options, queries, used, q_shape, num_groups)
+    return KeyRanges(start, end, first, last, of_keys)
 
 
 def cut_queries(options: PassOptions, q, used, num_groups):
@@ -81,68 +116,19 @@ def cut_queries(options: PassOptions, q, used, num_groups):
     return to_rows(jnp.where(used[:, :, None, None], q, 0), num_groups, options.block_q)
 
 
-def to_rows(x, num_groups, block, fill: int | float = 0):
-    """`[B, L, K*G, F] -> [B*K, num_blocks, G*block, F]`; pads the last block with `fill`."""
-    B, L, N, F = x.shape
-    num_blocks = -(-L // block)
-    widths = ((0, 0), (0, num_blocks * block - L), (0, 0), (0, 0))
-    x = jnp.pad(x, widths, constant_values=fill)
-    x = x.reshape(B, num_blocks, block, num_groups, N // num_groups, F)
-    x = jnp.transpose(x, (0, 3, 1, 4, 2, 5))
-    return x.reshape(B * num_groups, num_blocks, -1, F)
-
-
-def from_rows(x, shape, num_groups):
-    """The inverse: `[B*K, num_blocks, G*block, F] -> [B, L, K*G, F]`, with F of `x`."""
-    B, L, N, _ = shape
-    _, num_blocks, rows, F = x.shape
-    heads = N // num_groups
-    x = x.reshape(B, num_groups, num_blocks, heads, rows // heads, F)
-    return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, -1, N, F)[:, :L]
-
-
-class BlockIndex(NamedTuple):
-    """The index of one block in several matrices, which are computed together."""
-
-    matrix: Array  # the first one
-    num_matrices: int
-    block: Array
-
-    def at(self, block) -> BlockIndex:
-        """Returns another block of the same matrices."""
-        return self._replace(block=block)
-
-
-def each_query_block(options: PassOptions, one_block, carry, xs):
-    """Runs `carry = one_block(carry, index, *blocks)` over the query blocks of all matrices.
+def each_query_block(options: PassOptions, one_block, carry, q):
+    """Runs `carry = one_block(carry, index)` over the blocks of q, of all matrices.
 
     The carry is written in place without a copy; results of a `lax.scan` would be copied.
     """
-    num_matrices, num_blocks = xs[0].shape[:2]
+    num_matrices, num_blocks = q.shape[:2]
     together = options.block_heads
 
     def body(number, carry):
         index = BlockIndex(number // num_blocks * together, together, number % num_blocks)
-        return one_block(carry, index, *(block_of(x, index) for x in xs))
+        return one_block(carry, index)
 
     return lax.fori_loop(0, num_matrices // together * num_blocks, body, carry)
-
-
-def block_of(x, index: BlockIndex):
-    """Returns `x[matrices, block]`, `[matrices, ...]`."""
-    sizes = (index.num_matrices, 1, *x.shape[2:])
-    x = lax.dynamic_slice(x, _corner(x, index), sizes, allow_negative_indices=False)
-    return x.reshape(-1, *x.shape[2:])
-
-
-def set_block(x, index: BlockIndex, block):
-    """Returns `x` with `block` at `index`."""
-    block = block.reshape(index.num_matrices, 1, *block.shape[1:])
-    return lax.dynamic_update_slice(x, block, _corner(x, index), allow_negative_indices=False)
-
-
-def _corner(x, index: BlockIndex):
-    return [jnp.int32(corner) for corner in (index.matrix, index.block, *[0] * (x.ndim - 2))]
 
 
 def positions(options: PassOptions, j):

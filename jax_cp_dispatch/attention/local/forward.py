@@ -17,15 +17,13 @@ from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.attention.local.blocks import (
     KeyRanges,
     accumulator,
-    block_of,
     each_query_block,
-    from_rows,
     matmul,
     positions,
-    set_block,
     soft_capped,
     widen,
 )
+from jax_cp_dispatch.attention.local.rows import block_of, from_rows, set_block
 
 
 class OnlineSoftmax(NamedTuple):
@@ -59,14 +57,17 @@ def attend_blockwise(
     seen = seen or OnlineSoftmax.of_nothing(q, v.shape[3])
     q, k, v = options.scale * widen(q), widen(k), widen(v)
 
-    def one_query_block(seen, index, q, start, end, first, last):
+    def one_query_block(seen, index):
+        q_block, (start, end, first, last, queries) = block_of(q, index), ranges.of_queries(index)
         start_of_all, end_of_all = jnp.max(start), jnp.min(end)
 
-        def exponentials(masked, position, logits, peak):
+        def exponentials(masked, position, logits, peak, of_pair):
             logits, _ = soft_capped(options, logits)
             if masked:
                 column = position[None, None]
                 allowed = (column >= start[..., None]) & (column < end[..., None])
+                if of_pair is not None:
+                    allowed &= of_pair.allow()
                 logits = jnp.where(allowed, logits, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=2))
             return jnp.exp(logits - new_peak[..., None]), new_peak
@@ -74,22 +75,30 @@ def attend_blockwise(
         def add_block(j, row):
             peak, total, acc = row
             position = positions(options, j)
+            of_pair = queries and queries.of_keys(index.at(j))
             # Most blocks are inside all ranges; a mask would cost them a pass over the logits.
+            is_whole = (position[0] >= start_of_all) & (position[-1] < end_of_all)
             p, new_peak = lax.cond(
-                (position[0] >= start_of_all) & (position[-1] < end_of_all),
+                is_whole if of_pair is None else is_whole & of_pair.hide_none(),
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
                 position,
-                matmul(q, block_of(k, index.at(j)), (2, 2)),
+                matmul(q_block, block_of(k, index.at(j)), (2, 2)),
                 peak,
+                of_pair,
             )
             keep = jnp.exp(peak - new_peak)
             total = total * keep + jnp.sum(p, axis=2)
             acc = acc * keep[..., None] + matmul(p, block_of(v, index.at(j)), (2, 1))
             return new_peak, total, acc
 
+        def add_visible_block(j, row):
+            is_hidden = queries.of_keys(index.at(j)).hide_all()
+            return lax.cond(is_hidden, lambda row: row, functools.partial(add_block, j), row)
+
         row = tuple(block_of(x, index) for x in seen)
-        row = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        step = add_block if queries is None else add_visible_block
+        row = lax.fori_loop(jnp.min(first), jnp.max(last), step, row)
         return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
 
-    return each_query_block(options, one_query_block, seen, (q, *ranges))
+    return each_query_block(options, one_query_block, seen, q)

@@ -6,7 +6,6 @@ Lowering selects the implementation: cuDNN for CUDA if it supports the blocks, e
 from __future__ import annotations
 
 import functools
-import operator
 
 import jax
 from jax.extend.core import Primitive
@@ -21,14 +20,13 @@ from jax_cp_dispatch.attention.local.forward import OnlineSoftmax, attend_blockw
 @jax.named_scope("cpd.attention")
 def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None) -> OnlineSoftmax:
     """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
-    return OnlineSoftmax(*attend_p.bind(q, *ranges, k, v, *(seen or ()), options=options))
+    return OnlineSoftmax(*_bind(attend_p, options, q, ranges, k, v, seen))
 
 
 @jax.named_scope("cpd.attention_backward")
 def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
-    arrays = [x for x in cotangents if x is not None]
-    return gradients_p.bind(q, *ranges, k, v, dq, *arrays, options=options)
+    return _bind(gradients_p, options, q, cotangents, ranges, k, v, dq)
 
 
 attend_p = Primitive("attend_blocks")
@@ -36,65 +34,62 @@ gradients_p = Primitive("gradients_of_blocks")
 attend_p.multiple_results = gradients_p.multiple_results = True
 
 
-def _attend(pass_, *operands, options):
-    q, start, end, first, last, k, v, *seen = operands
-    seen = OnlineSoftmax(*seen) if seen else None
-    return pass_(options, q, KeyRanges(start, end, first, last), k, v, seen)
+def _bind(primitive, options, *operands):
+    leaves, tree = jax.tree.flatten(operands)
+    return primitive.bind(*leaves, options=options, tree=tree)
 
 
-def _gradients(pass_, *operands, options):
-    q, start, end, first, last, k, v, dq, *cotangents = operands
-    cotangents = (
-        OutputCotangents(*cotangents)
-        if len(cotangents) == 4
-        else OutputCotangents(*cotangents, out=None)
-    )
-    return pass_(options, q, cotangents, KeyRanges(start, end, first, last), k, v, dq)
+def _call(pass_, *leaves, options, tree):
+    return tuple(pass_(options, *tree.unflatten(leaves)))
 
 
 # ---- Shapes; `update` keeps the mesh axes over which an array varies.
 
 
-def _attend_shapes(*operands, options):
-    q, start, *_, v = operands[:7]
-    row = start.update(dtype=accumulator(q), weak_type=False)
+def _attend_shapes(*leaves, options, tree):
+    q, ranges, _, v, _ = tree.unflatten(leaves)
+    row = ranges.start.update(dtype=accumulator(q), weak_type=False)
     acc = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=row.dtype, weak_type=False)
     return [row, row, acc]
 
 
-def _gradients_shapes(*operands, options):
-    _, _, _, _, _, k, v, dq, *_ = operands
+def _gradients_shapes(*leaves, options, tree):
+    *_, k, v, dq = tree.unflatten(leaves)
     return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
 
 
 # ---- Batching. Every operand has a leading axis of matrices, to which examples are added.
 
 
-def _batch(primitive, operands, dims, *, options):
+def _batch(primitive, operands, dims, **params):
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     moved = (batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True))
-    outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), options=options)
+    outs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in moved), **params)
     return [x.reshape(size, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
 
 
 # ---- Lowering.
 
 
-def _define(primitive, shapes, call, blockwise, by_cudnn):
-    blockwise, by_cudnn = (functools.partial(call, pass_) for pass_ in (blockwise, by_cudnn))
+def _define(primitive, shapes, blockwise, by_cudnn):
+    blockwise, by_cudnn = (functools.partial(_call, pass_) for pass_ in (blockwise, by_cudnn))
 
-    def lower_for_cuda(ctx, *operands, options):
-        takes = cudnn.takes(options, *operator.itemgetter(0, 5, 6)(ctx.avals_in))
+    def lower_for_cuda(ctx, *leaves, options, tree):
+        q, *others = tree.unflatten(ctx.avals_in)
+        (ranges,) = (x for x in others if isinstance(x, KeyRanges))
+        k, v = others[-3:-1]
+        takes = ranges.queries is None and cudnn.takes(options, q, k, v)
         chosen = by_cudnn if takes else blockwise
-        return mlir.lower_fun(chosen, multiple_results=True)(ctx, *operands, options=options)
+        lower = mlir.lower_fun(chosen, multiple_results=True)
+        return lower(ctx, *leaves, options=options, tree=tree)
 
     primitive.def_abstract_eval(shapes)
-    compiled = jax.jit(primitive.bind, static_argnames="options")
+    compiled = jax.jit(primitive.bind, static_argnames=("options", "tree"))
     primitive.def_impl(compiled)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(blockwise, multiple_results=True))
     mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
 
 
-_define(attend_p, _attend_shapes, _attend, attend_blockwise, cudnn.attend)
-_define(gradients_p, _gradients_shapes, _gradients, gradients_blockwise, cudnn.gradients)
+_define(attend_p, _attend_shapes, attend_blockwise, cudnn.attend)
+_define(gradients_p, _gradients_shapes, gradients_blockwise, cudnn.gradients)

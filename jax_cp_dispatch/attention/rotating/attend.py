@@ -11,27 +11,46 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.backward import (
     OutputCotangents,
+    SoftmaxGradients,
     begin_dq,
     cut_cotangents,
     finish_dq,
 )
-from jax_cp_dispatch.attention.local.blocks import cut_queries, cut_ranges
+from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_queries, cut_ranges
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
+from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
+
+
+class TokenRanges(NamedTuple):
+    """The tokens of the sequence that each of a rank's rows sees.
+
+    Attributes:
+      start, end: int32 `[B, rows]`; empty for rows that only pad a block.
+      is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
+      queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
+    """
+
+    start: Array
+    end: Array
+    is_key: Array | None = None
+    queries: KeyQueries | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +72,23 @@ class Rotation:
     def chunking(self) -> Chunking:
         return Chunking(self.layout, self.schedule.num_chunks)
 
-    def cut(self, q, k, v, start, end):
+    def cut(self, q, k, v, ranges: TokenRanges):
         """Cuts query blocks and a rank's own chunks; rows with empty ranges are unused."""
-        used = start < end
-        own = (self.chunking.cut(jnp.where(used[:, :, None, None], x, 0)) for x in (k, v))
+        used = ranges.start < ranges.end
+        is_key = used if ranges.is_key is None else ranges.is_key
+        own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, 0)) for x in (k, v))
         return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
 
-    def begin(self, q, k, v, start, end):
+    def begin(self, q, k, v, ranges: TokenRanges):
         """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
-        queries, own = self.cut(q, k, v, start, end)
+        queries, own = self.cut(q, k, v, ranges)
         return queries, own, OnlineSoftmax.of_nothing(queries, v.shape[3])
 
     def uncut_gradients(self, dkv):
         return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
 
-    def cut_cotangents(self, start, end, out, lse, dout) -> OutputCotangents:
-        return cut_cotangents(self.passes, start < end, out, lse, dout, None, self.num_groups)
+    def cut_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
+        return cut_cotangents(self.passes, ranges.start < ranges.end, whole, self.num_groups)
 
     def fetch_keys(self, own, held, step):
         """Fetches the chunks of the next step."""
@@ -103,20 +123,24 @@ class Rotation:
     def _operands(self, ranges, held, order: KeyOrder):
         block = self.passes.block_kv
         num_rows = -(-self.chunking.most_tokens // block) * block
-        start, end = order.ranges(*ranges)
-        ranges = cut_ranges(self.passes, start, end, self.q_shape, self.num_groups, num_rows)
+        rows = RowRanges(*order.ranges(ranges.start, ranges.end))
+        if ranges.queries is not None:
+            of_keys = order.tokens(num_rows)
+            held_by = lambda x: jnp.where(of_keys >= 0, x[:, jnp.maximum(of_keys, 0)], 0)
+            start, end = map(held_by, ranges.queries[1:])
+            rows = rows._replace(queries=KeyQueries(ranges.queries.index, start, end))
+        ranges = cut_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
         k, v = (order.in_order(x, num_rows) for x in held)
         return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_rotating(rotation: Rotation, q, k, v, start, end):
-    """Computes attention of query rows over tokens [start, end) of the sequence.
+def attend_rotating(rotation: Rotation, q, k, v, ranges: TokenRanges):
+    """Computes attention of query rows over ranges of tokens of the sequence.
 
-    All operands vary over the axis; `start` and `end` are `[B, rows]`, empty for rows that only pad
-    a block. Returns `[B, rows, N, Hv]`.
+    All operands vary over the axis. Returns `[B, rows, N, Hv]`.
     """
-    return _forward(rotation, q, k, v, start, end)[0]
+    return _forward(rotation, q, k, v, ranges)[0]
 
 
 def forward(rotation: Rotation, operands, rank=None):
@@ -125,7 +149,7 @@ def forward(rotation: Rotation, operands, rank=None):
     A given `rank` computes the part of that rank, on one device, if the schedule moves nothing.
     """
     queries, own, seen = rotation.begin(*operands)
-    ranges, last = operands[3:], rotation.last_step
+    ranges, last = operands[3], rotation.last_step
 
     def one_step(carry, step):
         held, seen = carry
@@ -141,8 +165,8 @@ def forward(rotation: Rotation, operands, rank=None):
 def backward(rotation: Rotation, operands, outputs, rank=None):
     """Returns unrounded gradients of q, k and v; `outputs` are those of `forward`, and dout."""
     queries, own = rotation.cut(*operands)
-    ranges, last = operands[3:], rotation.last_step
-    cotangents = rotation.cut_cotangents(*ranges, *outputs)
+    ranges, last = operands[3], rotation.last_step
+    cotangents = rotation.cut_cotangents(ranges, SoftmaxGradients(*outputs))
 
     def gradients(held, dq, step):
         order = rotation.key_order(step, rank)
@@ -174,8 +198,8 @@ def backward(rotation: Rotation, operands, outputs, rank=None):
     return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)
 
 
-def _forward(rotation, q, k, v, start, end):
-    operands = (*forbid_second_derivative(rotation.exchange.op, [q, k, v]), start, end)
+def _forward(rotation, q, k, v, ranges):
+    operands = (*forbid_second_derivative(rotation.exchange.op, [q, k, v]), ranges)
     out, lse = named_context(forward(rotation, operands))
     return out.astype(q.dtype), (operands, out, lse)
 
@@ -185,7 +209,7 @@ def _backward(rotation, residuals, dout):
     (dout,) = forbid_second_derivative(rotation.exchange.op, [dout])
     gradients = backward(rotation, operands, (out, lse, dout))
     arrays = zip(gradients, operands[:3], strict=True)
-    return *(gradient.astype(x.dtype) for gradient, x in arrays), None, None
+    return *(gradient.astype(x.dtype) for gradient, x in arrays), None
 
 
 attend_rotating.defvjp(_forward, _backward)

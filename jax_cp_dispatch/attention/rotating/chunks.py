@@ -87,6 +87,13 @@ class KeyOrder(NamedTuple):
 
         return tokens_before(start), tokens_before(end)
 
+    def tokens(self, num_rows: int) -> Int[Array, " S"]:
+        """Returns the token of each of S = `num_rows` ordered rows; -1 after the last token."""
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        first = self._first_rows()
+        is_in = (row >= first) & (row < first + self.length)
+        return jnp.max(jnp.where(is_in, self.start + row - first, -1), axis=1)
+
     def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
         """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
@@ -118,8 +125,11 @@ class KeyOrder(NamedTuple):
 
     def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
         """Maps each row in slots to its ordered row, and says whether it holds a token."""
-        rows = self.chunking.piece_rows
-        earlier = self.start[None, :] < self.start[:, None]
-        first = jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)
+        rows, first = self.chunking.piece_rows, self._first_rows()
         inside = jnp.arange(rows, dtype=jnp.int32)[None]
         return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)
+
+    def _first_rows(self) -> Int[Array, " pieces"]:
+        """Returns the ordered row of each piece's first token."""
+        earlier = self.start[None, :] < self.start[:, None]
+        return jnp.sum(jnp.where(earlier, self.length, 0), axis=1, dtype=jnp.int32)

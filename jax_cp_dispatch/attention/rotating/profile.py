@@ -17,6 +17,7 @@ from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
 from jax_cp_dispatch.attention.profile.stopwatch import Stopwatch, check_tokens, stopwatch_over
+from jax_cp_dispatch.attention.rotating.attend import TokenRanges
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.sequence import (
@@ -28,7 +29,7 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles.rows import CycleRows
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 
@@ -115,7 +116,7 @@ def _profile(
     )
     check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
-    mask = read_mask(op, mask)
+    mask = read_mask_of_numbers(op, mask)
     sequence = sharded_sequence(options, algorithm, schedule, mask)
     documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
@@ -143,7 +144,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     program, run = record.stopwatch.program, record.stopwatch.run
 
     ranges = program(
-        lambda packed: tuple(token_ranges(sequence, rotation, packed, shape)),
+        lambda packed: tuple(token_ranges(sequence, rotation, packed, shape)[:2]),
         [_ROWS],
         (_ROWS, _ROWS),
     )
@@ -157,10 +158,18 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
         _, (q, k, v) = run(place, q, k, v)
 
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
-    begin = program(rotation.begin, 5 * [_ROWS], (_BLOCKS, pair, softmax))
+    begin = program(
+        lambda *rows: rotation.begin(*rows[:3], TokenRanges(*rows[3:])),
+        5 * [_ROWS],
+        (_BLOCKS, pair, softmax),
+    )
     _, (queries, own, seen) = run(begin, q, k, v, *of_queries)
     fetch_keys = program(rotation.fetch_keys, [pair, pair, _SCALAR], pair)
-    attend = program(rotation.attend, [_BLOCKS, 2 * (_ROWS,), pair, softmax, _SCALAR], softmax)
+    attend = program(
+        lambda queries, ranges, *rest: rotation.attend(queries, TokenRanges(*ranges), *rest),
+        [_BLOCKS, 2 * (_ROWS,), pair, softmax, _SCALAR],
+        softmax,
+    )
     held = own
     for step in range(sequence.num_ranks):
         computing = {COMPUTATION: (attend, queries, of_queries, held, seen, np.int32(step))}

@@ -15,11 +15,13 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.gather import gather_sequence
+from jax_cp_dispatch.attention.local.blocks import attended_keys
 from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
+from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
-from jax_cp_dispatch.attention.rotating.attend import Rotation, attend_rotating
+from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
 from jax_cp_dispatch.attention.rotating.chunks import Chunking
 from jax_cp_dispatch.attention.rotating.communication import move_chunks, reverse
 from jax_cp_dispatch.attention.rotating.layout import (
@@ -30,6 +32,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_permutation,
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -89,6 +92,7 @@ def attend_sequence(
     op = sequence.options.op
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
+    check_mask_arrays(op, mask, q.shape[:2])
     packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
     B, T, N, _ = q.shape
     if B * T == 0:
@@ -98,7 +102,8 @@ def attend_sequence(
     q, k, v = vary_alike([q, k, v], also=sequence.options.exchange.axis_names)
     q, k, v = to_layout(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, packed, (B, T))
-    out = attend_rotating(rotation, *vary_alike([q, k, v, *ranges]))
+    leaves, tree = jax.tree.flatten((q, k, v, ranges))
+    out = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
     return from_layout(sequence, out, T)
 
 
@@ -118,8 +123,10 @@ def from_layout(sequence: ShardedSequence, out, num_tokens: int):
     return out[:, :num_tokens]
 
 
-def token_ranges(sequence: ShardedSequence, rotation: Rotation, packed: PackedMask, shape):
-    """The tokens that each of this rank's rows sees, in the rows of the rotation."""
+def token_ranges(
+    sequence: ShardedSequence, rotation: Rotation, packed: PackedMask, shape
+) -> TokenRanges:
+    """Returns the tokens that each of this rank's rows sees, in the rows of the rotation."""
     B, T = shape
     num_tokens = T * sequence.num_ranks
     exchange = sequence.options.exchange
@@ -129,10 +136,19 @@ def token_ranges(sequence: ShardedSequence, rotation: Rotation, packed: PackedMa
     if sequence.options.layout == "zigzag":
         order = zigzag_permutation(num_tokens, sequence.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    start, end, *_ = attended_tokens(packed, (B, num_tokens))
+    seen = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
-    ranges = [jnp.where(token >= 0, x[:, token], 0) for x in (start, end)]
-    return named_context(vary_alike(ranges, also=sequence.options.exchange.axis_names))
+    of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
+    ranges = TokenRanges(*map(of_rows, seen[:2]))
+    if packed.mask.has_arrays:
+        is_key = attended_keys(*seen[:2], num_tokens)
+        ranges = ranges._replace(is_key=of_rows(is_key))
+    if seen.q_start is not None:
+        index = jnp.broadcast_to(token, ranges.start.shape)
+        ranges = ranges._replace(queries=KeyQueries(index, seen.q_start, seen.q_end))
+    leaves, tree = jax.tree.flatten(ranges)
+    leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
+    return tree.unflatten(leaves)
 
 
 def _zigzag_routes(num_ranks: int):

@@ -10,7 +10,7 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
@@ -86,7 +86,8 @@ def place_tokens(
         positions=positions,
         columns=columns,
     )
-    request = PlanRequest(documents, positions, world_size, read_mask(_OP, mask), config, rank)
+    seen = read_mask_of_numbers(_OP, mask, "Use algorithm='ring', 'zigzag' or 'hamilton'.")
+    request = PlanRequest(documents, positions, world_size, seen, config, rank)
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)

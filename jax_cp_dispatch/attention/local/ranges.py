@@ -1,0 +1,90 @@
+"""Reads the ranges of `local_attention`, given as rows or by a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cp_dispatch.attention.attended import attended_tokens
+from jax_cp_dispatch.attention.local.arguments import check_arrays
+from jax_cp_dispatch.attention.local.blocks import RowRanges
+from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
+from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.planner.segment_ids import read_documents
+
+
+def read_ranges(
+    op: str, shapes: tuple[Any, Any], given: MaskRanges, packed: PackedMask | None
+) -> RowRanges:
+    """Returns the ranges of rows; of a mask, if none are given and `packed` is.
+
+    Args:
+      shapes: of q and of k.
+    """
+    (B, T), S = shapes[0][:2], shapes[1][1]
+    if packed is not None and given.k_start is None and given.k_end is None:
+        if given.q_start is not None or given.q_end is not None:
+            raise TypeError(
+                f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
+                "mask=masks.Ranges(...)."
+            )
+        return _of_mask(op, (B, T, S), packed)
+    if packed is not None and any(x is not None for x in packed):
+        raise TypeError(
+            f"{op}: got ranges of keys, and a mask or documents. Pass either kv_start and kv_end, "
+            "or mask, segment_ids and positions."
+        )
+    check_arrays(op, kv_start=given.k_start, kv_end=given.k_end)
+    _check(op, "kv", (given.k_start, given.k_end), (B, T), "one range per query row")
+    if given.q_start is None and given.q_end is None:
+        return RowRanges(given.k_start, given.k_end)
+    check_arrays(op, q_start=given.q_start, q_end=given.q_end)
+    _check(op, "q", (given.q_start, given.q_end), (B, S), "one range per key row")
+    index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    start, end = (jnp.clip(x, 0, T).astype(jnp.int32) for x in (given.q_start, given.q_end))
+    return RowRanges(given.k_start, given.k_end, KeyQueries(index, start, end))
+
+
+def _of_mask(op: str, sizes: tuple[int, int, int], packed: PackedMask) -> RowRanges:
+    B, T, S = sizes
+    if T > S:
+        raise ValueError(
+            f"{op}: got {T} queries and {S} keys; with a mask, queries are the last of the keys' "
+            "tokens. Pass kv_start and kv_end."
+        )
+    mask = read_mask(op, packed.mask)
+    arrays = {"segment_ids": packed.segment_ids, "positions": packed.positions}
+    for name, x in arrays.items():
+        if x is not None and x.shape != (B, S):
+            raise ValueError(
+                f"{op}: {name} has shape {list(x.shape)}, but k needs one number per token, "
+                f"[{B}, {S}]."
+            )
+    check_mask_arrays(op, mask, (B, S))
+    segment_ids, positions = read_documents(op, packed.segment_ids, packed.positions)
+    if segment_ids is None and positions is not None:
+        segment_ids = jnp.ones((B, S), jnp.int32)
+    packed = jax.tree.map(jnp.asarray, PackedMask(mask, segment_ids, positions))
+    ranges = attended_tokens(packed, (B, S))
+    start, end = (x[:, S - T :] for x in ranges[:2])
+    if ranges.q_start is None:
+        return RowRanges(start, end)
+    index = jnp.broadcast_to(jnp.arange(S - T, S, dtype=jnp.int32), (B, T))
+    return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end))
+
+
+def _check(op: str, of: str, ranges: tuple[Any, Any], shape: tuple[int, int], needs: str) -> None:
+    """Requires integers, one range of rows for each row."""
+    for what, x in zip((f"{of}_start", f"{of}_end"), ranges, strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{op}: {what} has dtype {x.dtype}, but counts rows. Pass integers.")
+    start, end = ranges
+    if start.shape != shape or end.shape != shape:
+        raise ValueError(
+            f"{op}: {of}_start and {of}_end have shapes {start.shape} and {end.shape}, but there "
+            f"needs to be {needs}, {list(shape)}."
+        )

@@ -1,0 +1,253 @@
+"""Attention under masks of arrays equals dense attention, forward and backward.
+
+Their arrays are arguments of the programs, so one program serves many masks of a kind.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_masks import KINDS, random_mask
+from attention_oracle import masked_attention, masked_attention_gradients
+from jax.sharding import PartitionSpec as P
+from mask_oracle import batch_visible
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from packed_batches import pack
+
+from jax_cp_dispatch import (
+    Ring,
+    choose_algorithm,
+    context_parallel_attention,
+    local_attention,
+    place_tokens,
+    plan_attention,
+    ring_attention,
+    zigzag_permutation,
+)
+from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix
+
+BLOCKS = {"block_q": 8, "block_kv": 8, "block_heads": 1}
+
+
+def draw(kind, rng, shape):
+    """Returns q, k, v and cotangents of out and lse, documents, a mask, and its pairs."""
+    B, T = shape
+    sizes = (4, 8), (2, 8), (2, 4), (4, 4)
+    arrays = [rng.normal(size=(B, T, *size)).astype(np.float32) for size in sizes]
+    segment_ids, _ = pack(rng, B, T, max_length=T, padding=0.1)
+    constructor, of_mask, pairs = random_mask(kind, rng, segment_ids)
+    return arrays, segment_ids, constructor(*of_mask), batch_visible(segment_ids, pairs)
+
+
+def check(results, arrays, pairs, tolerance=2e-6):
+    q, k, v, g = arrays
+    out, lse = masked_attention(q, k, v, pairs)
+    wanted = (out, *masked_attention_gradients(q, k, v, pairs, g, np.zeros_like(lse)))
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
+        error = np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), 1e-3)
+        assert error <= tolerance, f"{name}: {error}"
+
+
+def with_gradients(attend):
+    @jax.jit
+    def run(q, k, v, g, *others):
+        out, pull_back = jax.vjp(lambda *x: attend(*x, *others), q, k, v)
+        return out, *pull_back(g)
+
+    return run
+
+
+def poison(arrays, segment_ids):
+    return [np.where((segment_ids > 0)[..., None, None], x, np.float32(np.nan)) for x in arrays]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_local_attention_equals_dense_attention(kind):
+    """In small blocks, many of which are hidden; NaN in padding reaches no result."""
+    rng = np.random.default_rng()
+    attend = lambda q, k, v, ids, mask: local_attention(
+        q, k, v, mask=mask, segment_ids=ids, **BLOCKS
+    )[0]
+    run = with_gradients(attend)
+    for _ in range(3):
+        arrays, segment_ids, mask, pairs = draw(kind, rng, (2, 45))
+        check(run(*poison(arrays, segment_ids), segment_ids, mask), arrays, pairs)
+
+
+def test_ranges_of_rows_are_those_of_the_mask():
+    rng = np.random.default_rng()
+    (q, k, v, _), segment_ids, mask, pairs = draw("ranges", rng, (2, 33))
+    column = np.arange(33)[None]
+    first = np.diff(segment_ids, axis=1, prepend=0) != 0
+    start = np.maximum.accumulate(np.where(first, column, 0), axis=1)
+    last = np.diff(segment_ids, axis=1, append=0) != 0
+    end = np.minimum.accumulate(np.where(last, column + 1, 33)[:, ::-1], axis=1)[:, ::-1]
+    seen = mask.ranges(column, start, end)
+    ranges = [jnp.where(segment_ids > 0, x, 0) for x in seen]
+    q, k, v = map(jnp.asarray, (q, k, v))
+    out, lse = local_attention(q, k, v, *ranges[:2], q_start=ranges[2], q_end=ranges[3], **BLOCKS)
+    for got, want in zip((out, lse), masked_attention(q, k, v, pairs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_fewer_queries_are_the_last_tokens():
+    rng = np.random.default_rng()
+    (q, k, v, _), segment_ids, mask, pairs = draw("tree", rng, (2, 33))
+    attend: Any = jax.jit(lambda *x: local_attention(*x[:3], mask=x[3], segment_ids=x[4])[0])
+    out = attend(q[:, 20:], k, v, mask, segment_ids)
+    want, _ = masked_attention(q[:, 20:], k, v, pairs[:, 20:])
+    np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+
+
+CASES = [
+    ("ring", 8, "prefix", "contiguous"),
+    ("zigzag", 3, "blocks", "contiguous"),
+    ("hamilton", 3, "shared_prefix", "contiguous"),
+    ("zigzag", 8, "tree", "zigzag"),
+    ("ring", 3, "ranges", "zigzag"),
+    ("hamilton", 8, "ranges_of_keys", "contiguous"),
+    ("ring", 1, "tree", "contiguous"),
+    ("hamilton", 4, "tree", "zigzag"),
+]
+
+
+@pytest.mark.parametrize("algorithm, num_ranks, kind, layout", CASES)
+def test_rings_equal_dense_attention(algorithm, num_ranks, kind, layout):
+    """Over global arrays; without zigzag layout, the ranks do not divide the tokens."""
+    rng = np.random.default_rng()
+    T = 6 * num_ranks if layout == "zigzag" else 6 * num_ranks + 1
+    order = zigzag_permutation(T, num_ranks) if layout == "zigzag" else np.arange(T)
+    attend = lambda q, k, v, ids, mask: context_parallel_attention(
+        q, k, v, mesh=mesh_of(num_ranks), axis_name=AXIS, algorithm=algorithm, layout=layout,
+        segment_ids=ids, mask=mask,
+    )  # fmt: skip
+    run = with_gradients(attend)
+    for _ in range(3):
+        arrays, segment_ids, mask, pairs = draw(kind, rng, (2, T))
+        stored = jax.tree.map(
+            lambda x: np.asarray(x)[:, order], (*poison(arrays, segment_ids), segment_ids, mask)
+        )
+        results = [np.asarray(x)[:, np.argsort(order)] for x in run(*stored)]
+        check(results, arrays, pairs)
+
+
+def test_a_sharded_batch_and_one_rank_at_a_time():
+    rng = np.random.default_rng()
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    rows = P("data", AXIS)
+    attend = jax.shard_map(
+        lambda q, k, v, ids, mask: ring_attention(
+            q, k, v, axis_name=AXIS, segment_ids=ids, mask=mask
+        ),
+        mesh=mesh, in_specs=rows, out_specs=rows,
+    )  # fmt: skip
+    arrays, segment_ids, mask, pairs = draw("tree", rng, (2, 24))
+    check(with_gradients(attend)(*poison(arrays, segment_ids), segment_ids, mask), arrays, pairs)
+
+
+def test_a_mask_of_each_layer_inside_a_scan():
+    """`lax.switch` picks the mask of a layer."""
+    rng = np.random.default_rng()
+    (q, k, v, _), segment_ids, mask, pairs = draw("prefix", rng, (1, 24))
+    attend = functools.partial(
+        context_parallel_attention, mesh=mesh_of(4), axis_name=AXIS, algorithm=Ring(),
+        segment_ids=segment_ids,
+    )  # fmt: skip
+
+    @jax.jit
+    def layers(q, mask):
+        branches = [lambda q, m=m: attend(q, k, v, mask=m) for m in (mask, Causal())]
+        return jax.lax.scan(
+            lambda _, kind: (0, jax.lax.switch(kind, branches, q)), 0, jnp.array([0, 1])
+        )[1]
+
+    outs = layers(q, mask)
+    causal = batch_visible(segment_ids, np.tril(np.ones((24, 24), bool))[None])
+    for got, allowed in zip(outs, (pairs, causal), strict=True):
+        np.testing.assert_allclose(got, masked_attention(q, k, v, allowed)[0], rtol=2e-6, atol=2e-6)
+
+
+def test_hidden_blocks_are_not_computed(monkeypatch):
+    """A prompt and its completions: the products of blocks whose queries see no key are skipped."""
+    from jax_cp_dispatch.attention.local import forward
+
+    counted: list[int] = []
+    matmul = forward.matmul
+
+    def counting(x, y, contract):
+        jax.debug.callback(lambda: counted.append(1))
+        return matmul(x, y, contract)
+
+    monkeypatch.setattr(forward, "matmul", counting)
+    ids = np.repeat([0, 0, 1, 2, 3, 4, 5, 6], 8)[None]  # a prompt of 2 blocks, 6 completions of one
+    x = jnp.asarray(np.random.default_rng().normal(size=(1, 64, 1, 8)), jnp.float32)
+    jax.clear_caches()
+    jax.block_until_ready(local_attention(x, x, x, mask=SharedPrefix(ids), **BLOCKS))
+    jax.effects_barrier()
+    jax.clear_caches()
+    assert len(counted) == 2 * (1 + 2 + 6 * 3)  # two products for each pair of blocks
+
+
+def in_prefix(shape=(1, 8)):
+    return PrefixLM(np.ones(shape, bool))
+
+
+X: Any = jnp.zeros((1, 8, 2, 4), jnp.float32)
+ROWS: Any = jnp.zeros((1, 8), jnp.int32)
+REFUSED = {
+    "balanced": (
+        lambda: plan_attention(lengths=[8], world_size=2, mask=in_prefix()),
+        "plan_attention: mask is PrefixLM",
+    ),
+    "placed": (
+        lambda: place_tokens([8], world_size=2, mask=in_prefix()),
+        "place_tokens: mask is PrefixLM.*'ring', 'zigzag' or 'hamilton'",
+    ),
+    "auto": (
+        lambda: context_parallel_attention(
+            X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="auto", mask=in_prefix()
+        ),
+        "mask is PrefixLM.*'ring', 'zigzag' or 'hamilton'",
+    ),
+    "choose_algorithm": (
+        lambda: choose_algorithm(
+            [[8]],
+            num_ranks=2,
+            tokens_per_rank=4,
+            num_heads=2,
+            num_kv_heads=2,
+            head_size=4,
+            itemsize=4,
+            mask=in_prefix(),
+        ),
+        "mask is PrefixLM",
+    ),
+    "arrays of another shape": (
+        lambda: context_parallel_attention(
+            X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="ring", mask=in_prefix((1, 6))
+        ),
+        r"needs one number for each token, but the batch has shape \[1, 8\]",
+    ),
+    "a mask and ranges": (
+        lambda: local_attention(X, X, X, ROWS, ROWS, mask="full"),
+        "got ranges of keys, and a mask",
+    ),
+    "ranges of queries alone": (
+        lambda: local_attention(X, X, X, q_start=ROWS),
+        "q_start or q_end without kv_start",
+    ),
+    "more queries than keys": (
+        lambda: local_attention(X, X[:, :4], X[:, :4], mask="causal"),
+        "8 queries and 4 keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
