@@ -1,15 +1,17 @@
 """Redraws cycles.svg and schedules.svg of ../choose_an_algorithm.md.
 
-Also overlap.svg of ../comm_gemm.md: a prediction, not a measurement.
+Also overlap.svg of ../comm_gemm.md: a prediction, not a measurement; and masks.svg of ../masks.md,
+from the examples of that page.
 """
 
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 
 from jax_cp_dispatch.cost import HARDWARE, CommGemmShape
 from jax_cp_dispatch.cycles import hamiltonian_cycles, two_level_cycles
-from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_overlap, plot_schedules
+from jax_cp_dispatch.plots import CyclesRow, plot_cycles, plot_masks, plot_overlap, plot_schedules
 from jax_cp_dispatch.profiling import OverlapProfile
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION, Span
 
@@ -35,6 +37,10 @@ def draw(folder: pathlib.Path) -> None:
     plot_cycles(rows, folder / "cycles.svg")
     plot_schedules(5, folder / "schedules.svg")
     plot_overlap(overlaps(), folder / "overlap.svg")
+    names: dict = {}
+    page = pathlib.Path(__file__).parents[1] / "masks.md"
+    exec(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[0], names)
+    plot_masks(names["examples"], names["ids"], folder / "masks.svg")
 
 
 def overlaps() -> dict[str, OverlapProfile]:

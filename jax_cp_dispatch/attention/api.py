@@ -202,7 +202,11 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
     if name == "auto":
         read_mask_of_numbers(_OP, mask, "Choose 'ring', 'zigzag' or 'hamilton'.")
     if name == "balanced":
-        read_causal_mask(_OP, mask, "Choose another algorithm, for example 'ring'.")
+        read_causal_mask(
+            _OP,
+            mask,
+            "Choose 'ring', 'zigzag' or 'hamilton', or 'placed' for masks without arrays.",
+        )
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "

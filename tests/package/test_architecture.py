@@ -38,12 +38,12 @@ PACKAGE, CSRC, SHARED = tables_of_page()
 # The folders and files inside a package, likewise.
 INSIDE = {
     "attention": {
-        "local": set(),
+        "packed_mask": set(),
+        "attended": {"packed_mask"},
+        "local": {"packed_mask", "attended"},
         "algorithms": set(),
         "arguments": {"local"},
         "options": {"local", "arguments"},
-        "packed_mask": set(),
-        "attended": {"packed_mask"},
         "transport": {"options"},
         "gather": {"options", "transport"},
         "profile": {"options"},

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float, Int
 
@@ -41,8 +42,8 @@ def local_attention(
     q_start: Int[Array, "B S"] | None = None,
     q_end: Int[Array, "B S"] | None = None,
     mask: Mask | str | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
+    segment_ids: Int[Array | np.ndarray, "B S"] | None = None,
+    positions: Int[Array | np.ndarray, "B S"] | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     block_q: int | None = None,
