@@ -1,0 +1,99 @@
+"""Compiles programs for accelerators on a machine without them, by the accelerators' own compilers.
+
+    python accelerators/compile.py --targets "TPU v5e" --programs "^ring$|^placed$" --output FILE
+
+Prints a line for each program and target: compiled, or the compiler's reason; the memory that it
+needs beside arguments and results; its collectives; and which of them overlap with what. Fails if
+a program does not compile, apart from those known not to (docs/accelerators.md).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from programs import PROGRAMS, Shapes
+from schedule import Program as Scheduled
+from targets import TARGETS, Target, versions
+
+
+def compiled(target: Target, shapes: Shapes, name: str) -> dict[str, Any]:
+    """Compiles one program; returns a row of the table."""
+    row: dict[str, Any] = {"target": target.name, "program": name}
+    began = time.monotonic()
+    try:
+        program = target.lower(PROGRAMS[name](shapes).trace()).compile()
+    except Exception as error:  # the reason is the result
+        reason = " ".join(str(error).split())
+        return row | {"state": "refused", "reason": f"{type(error).__name__}: {reason[:400]}"}
+    text = program.as_text()
+    schedule = Scheduled(text)
+    memory = program.memory_analysis()
+    return row | {
+        "state": "compiled",
+        "seconds": round(time.monotonic() - began, 1),
+        "temporary_MB": memory.temp_size_in_bytes >> 20 if memory else None,
+        "collectives": schedule.collectives(),
+        "overlap": schedule.overlap(),
+        "loops": schedule.count("while"),
+        "conditionals": schedule.count("conditional"),
+        "cudnn": text.count("__cudnn$"),
+        "custom_calls": sorted(set(re.findall(r'custom_call_target="(jax_cp_[^"]+)"', text))),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--targets", default="", help="regular expression of names of targets")
+    parser.add_argument("--programs", default="", help="likewise of programs")
+    parser.add_argument("--platform", default="", help="of the compiler that is installed here")
+    parser.add_argument("--output", type=pathlib.Path, help="write the rows here as JSON")
+    options = parser.parse_args()
+    rows = []
+    for target in TARGETS.values():
+        if options.platform not in ("", target.platform):
+            continue
+        if not re.search(options.targets, target.name):
+            continue
+        try:
+            shapes = Shapes(target.devices())
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            print(f"{target.name}: not tried: {type(error).__name__}: {reason}", flush=True)
+            continue
+        os.environ["JAX_CP_DISPATCH_RAGGED"] = str(int(target.has_ragged))
+        for name in PROGRAMS:
+            if re.search(options.programs, name):
+                rows.append(compiled(target, shapes, name))
+                print(*(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+                write(options.output, rows)
+    unexpected = [
+        f"{row['program']} ({row['target']})"
+        for row in rows
+        if row["state"] != "compiled" and row["program"] not in TARGETS[row["target"]].refused
+    ]
+    if unexpected:
+        sys.exit(f"not compiled: {', '.join(unexpected)}")
+
+
+def write(path: pathlib.Path | None, rows: list[dict[str, Any]]) -> None:
+    if path is None:
+        return
+    held = json.loads(path.read_text())["rows"] if path.is_file() else []
+    new = {(row["target"], row["program"]) for row in rows}
+    held = [row for row in held if (row["target"], row["program"]) not in new]
+    date = time.strftime("%Y-%m-%d")
+    for row in rows:
+        row.setdefault("versions", versions() | {"date": date})
+    path.write_text(json.dumps({"rows": held + rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The programs that are compiled: every public function that runs on devices, with its gradient."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch import sequence
+
+TOKENS = 4096  # of a rank
+HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 128
+ROWS = P(None, "cp")
+
+
+class Program(NamedTuple):
+    """A function of arrays, and their shapes with shardings."""
+
+    run: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    argnums: tuple[int, ...]  # of the arrays with gradients
+
+    def trace(self) -> Any:
+        """Traces the result and the gradients of all floating-point arrays."""
+        if not self.argnums:
+            return jax.jit(self.run).trace(*self.shapes)
+
+        def loss(*arrays: Any) -> Any:
+            results = jax.tree.leaves(self.run(*arrays))
+            return sum((x.astype(jnp.float32) ** 2).sum() for x in results)
+
+        return jax.jit(jax.value_and_grad(loss, self.argnums)).trace(*self.shapes)
+
+
+class Shapes:
+    """The arrays of one rank's size, for a mesh of all devices."""
+
+    def __init__(self, devices: list[Any]):
+        self.mesh = Mesh(np.array(devices).reshape(-1), ("cp",))
+        self.num_ranks = len(devices)
+        self.num_tokens = TOKENS * self.num_ranks
+        random = np.random.default_rng(0)
+        shares = random.dirichlet(np.full(12, 0.4))
+        self.lengths = [random.multinomial(self.num_tokens, shares).tolist()]
+
+    def array(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def tokens(self, *rest: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return self.array((1, self.num_tokens, *rest), dtype, ROWS)
+
+    @property
+    def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self.tokens(n, HEAD_SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
+
+    @property
+    def ids(self) -> jax.ShapeDtypeStruct:
+        return self.tokens(dtype=jnp.int32)
+
+    @functools.cached_property
+    def placement(self) -> cpd.Placement:
+        return cpd.place_tokens(self.lengths, world_size=self.num_ranks)
+
+    @property
+    def on_axis(self) -> dict[str, Any]:
+        return {"mesh": self.mesh, "axis_name": "cp", "implementation": "xla"}
+
+
+def attention(shapes: Shapes, algorithm: str) -> Program:
+    def run(q, k, v, ids):
+        options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
+        if algorithm == "placed":
+            options["plan"] = shapes.placement.plan
+        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+
+    return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
+
+
+def balanced_with_a_plan(shapes: Shapes) -> Program:
+    plan = cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
+    attend = functools.partial(
+        cpd.context_parallel_attention, algorithm="balanced", plan=plan, **shapes.on_axis
+    )
+    return Program(attend, shapes.qkv, (0, 1, 2))
+
+
+def local_attention(shapes: Shapes) -> Program:
+    device = jax.sharding.SingleDeviceSharding(shapes.mesh.devices.flat[0])
+    like = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+    q, k = (like(1, TOKENS, n, HEAD_SIZE) for n in (HEADS, KV_HEADS))
+    ranges = (like(1, TOKENS, dtype=jnp.int32),) * 2
+    return Program(cpd.local_attention, (q, k, k, *ranges), (0, 1, 2))
+
+
+def _movement(shapes: Shapes) -> cpd.Metadata:
+    return shapes.placement.plan.kv_metadata
+
+
+def _rows(shapes: Shapes, num_rows: int) -> jax.ShapeDtypeStruct:
+    return shapes.array((num_rows, KV_HEADS, HEAD_SIZE), jnp.bfloat16, P("cp"))
+
+
+def _on_each_rank(shapes: Shapes, move: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function of one rank's rows and metadata on every rank."""
+    specs = jax.tree.map(lambda _: P("cp"), _movement(shapes))
+    on_ranks = jax.shard_map(
+        move, mesh=shapes.mesh, in_specs=(P("cp"), specs), out_specs=P("cp"), check_vma=False
+    )
+    return lambda x: on_ranks(x, _movement(shapes))
+
+
+def dispatch(shapes: Shapes, *, on_ranks: bool) -> Program:
+    options = {"capacity": shapes.placement.plan.kv_capacity, "axis_name": "cp"}
+    move = functools.partial(cpd.dispatch, implementation="xla", **options)
+    run = lambda x: move(x, _movement(shapes), mesh=shapes.mesh)
+    x = _rows(shapes, shapes.num_tokens)
+    return Program(_on_each_rank(shapes, move) if on_ranks else run, (x,), (0,))
+
+
+def combine(shapes: Shapes, *, on_ranks: bool) -> Program:
+    move = functools.partial(cpd.combine, num_tokens=TOKENS, axis_name="cp", implementation="xla")
+    run = lambda y: move(y, _movement(shapes), mesh=shapes.mesh)
+    y = _rows(shapes, shapes.placement.plan.kv_capacity * shapes.num_ranks)
+    return Program(_on_each_rank(shapes, move) if on_ranks else run, (y,), (0,))
+
+
+def plan_attention(shapes: Shapes) -> Program:
+    run = functools.partial(cpd.plan_attention, world_size=shapes.num_ranks)
+    ids = shapes.array((1, shapes.num_tokens), jnp.int32, P())
+    return Program(run, (ids,), ())
+
+
+def _on_ranks(shapes: Shapes, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    return jax.shard_map(fn, mesh=shapes.mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def all_gather_matmul(shapes: Shapes) -> Program:
+    fn = functools.partial(cpd.all_gather_matmul, axis_name="cp", implementation="xla")
+    run = _on_ranks(shapes, lambda x, w: fn(x, w), (P("cp"), P(None, "cp")), P(None, "cp"))
+    x = shapes.array((shapes.num_tokens, 1024), jnp.bfloat16, P("cp"))
+    w = shapes.array((1024, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
+    return Program(run, (x, w), (0, 1))
+
+
+def matmul_reduce_scatter(shapes: Shapes) -> Program:
+    fn = functools.partial(cpd.matmul_reduce_scatter, axis_name="cp", implementation="xla")
+    run = _on_ranks(shapes, lambda x, w: fn(x, w), (P(None, "cp"), P("cp")), P("cp"))
+    x = shapes.array((shapes.num_tokens, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
+    w = shapes.array((512 * shapes.num_ranks, 1024), jnp.bfloat16, P("cp"))
+    return Program(run, (x, w), (0, 1))
+
+
+def _layer(name: str, shapes: Shapes) -> Program:
+    """A layer of `cpd.sequence` in placed order."""
+    plan, options = shapes.placement.plan, shapes.on_axis
+    heads = shapes.tokens(HEADS, 64)
+    gate = shapes.tokens(HEADS, dtype=jnp.float32)
+    weights = shapes.array((4, 512), jnp.float32, P())
+    features = shapes.tokens(512)
+    layer = functools.partial(getattr(sequence, name), plan=plan, **options)
+    arrays = {
+        "shift": (features,),
+        "causal_conv": (features, weights),
+        "gated_delta_rule": (heads, heads, heads, gate, gate),
+        "linear_attention": (heads, heads, heads, gate),
+        "linear_recurrence": (features, features),
+    }[name]
+    if name == "shift":
+        layer = functools.partial(layer, offset=-1)
+    return Program(lambda *x: layer(*x), arrays, tuple(range(len(arrays))))
+
+
+_LAYERS = ("shift", "causal_conv", "gated_delta_rule", "linear_attention", "linear_recurrence")
+PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
+    "ring": functools.partial(attention, algorithm="ring"),
+    "placed": functools.partial(attention, algorithm="placed"),
+    "dispatch": functools.partial(dispatch, on_ranks=True),
+    "combine": functools.partial(combine, on_ranks=True),
+    "dispatch, global arrays": functools.partial(dispatch, on_ranks=False),
+    "combine, global arrays": functools.partial(combine, on_ranks=False),
+    "zigzag": functools.partial(attention, algorithm="zigzag"),
+    "hamilton": functools.partial(attention, algorithm="hamilton"),
+    "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
+    "balanced, planned before": balanced_with_a_plan,
+    "local_attention": local_attention,
+    "plan_attention": plan_attention,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    **{f"sequence.{name}": functools.partial(_layer, name) for name in _LAYERS},
+}

@@ -1,0 +1,106 @@
+"""Reads a compiled program: its collectives, and what runs between the start and end of each.
+
+The text of a compiled program lists the instructions of each computation in the order in which they
+run. A collective in two parts, `-start` and `-done`, overlaps with what lies between them.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable
+
+KINDS = (
+    *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
+    "reduce-scatter",
+)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+_CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations=\{[^}]*?)=?%([\w.\-]+)")
+_ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+# What the names of operations tell of the work: attention has named scopes.
+_WORK = {"attention": "cpd.attention", "product": "dot_general"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    shape: str
+    op: str
+    rest: str
+
+    @property
+    def kind(self) -> str | None:
+        """The collective, whether in one part or the first of two."""
+        op = self.op.removesuffix("-start")
+        if op in KINDS:
+            return op
+        if op == "async":  # wraps a collective that has no form in two parts
+            return next((kind for kind in KINDS if f"{kind}" in self.rest), None)
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the largest array of the result."""
+        sizes = []
+        for dtype, dims in _ARRAY.findall(self.shape):
+            bits = int(re.findall(r"\d+", dtype)[0]) if dtype != "pred" else 8
+            size = max(1, bits // 8)
+            for dim in filter(None, dims.split(",")):
+                size *= int(dim)
+            sizes.append(size)
+        return max(sizes, default=0)
+
+
+class Program:
+    """The computations of a compiled program."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        current: list[Instruction] = []
+        for line in text.splitlines():
+            if named := _COMPUTATION.match(line):
+                current = self.computations[named[1]] = []
+            elif parts := _INSTRUCTION.match(line):
+                current.append(Instruction(*parts.groups()))
+
+    def collectives(self) -> dict[str, int]:
+        """Returns how often each kind of collective stands in the program."""
+        kinds = (each.kind for steps in self.computations.values() for each in steps)
+        return dict(sorted(collections.Counter(kind for kind in kinds if kind).items()))
+
+    def count(self, op: str) -> int:
+        return sum(each.op == op for steps in self.computations.values() for each in steps)
+
+    def overlap(self) -> dict[str, dict[str, int]]:
+        """Returns, by kind, the bytes that collectives move, and those moved beside some work."""
+        found: dict[str, dict[str, int]] = {}
+        for steps in self.computations.values():
+            for place, step in enumerate(steps):
+                if step.kind is None:
+                    continue
+                row = found.setdefault(step.kind, {"bytes": 0})
+                row["bytes"] += step.num_bytes
+                for work in self._beside(step, steps[place + 1 :]):
+                    row[work] = row.get(work, 0) + step.num_bytes
+        return found
+
+    def _beside(self, start: Instruction, later: Iterable[Instruction]) -> set[str]:
+        """Returns the work between the two parts of a collective."""
+        if not start.op.endswith("-start"):
+            return set()
+        works: set[str] = set()
+        for step in later:
+            if step.op.endswith("-done") and f"%{start.name})" in step.rest:
+                break
+            works |= self._work(step)
+        return works
+
+    def _work(self, step: Instruction, depth: int = 4) -> set[str]:
+        if step.op in ("bitcast", "copy", "get-tuple-element", "tuple", "parameter", "constant"):
+            return set()
+        works = {work for work, scope in _WORK.items() if scope in step.rest}
+        if depth:
+            for name in _CALLED.findall(step.rest):
+                for inner in self.computations.get(name, ()):
+                    works |= self._work(inner, depth - 1)
+        return works

@@ -1,0 +1,74 @@
+"""Writes the tables of docs/accelerators.md from results.json: python accelerators/table.py."""
+
+import json
+import pathlib
+from typing import Any
+
+from targets import TARGETS
+
+HERE = pathlib.Path(__file__).parent
+RESULTS, PAGE = HERE / "results.json", HERE.parent / "docs/accelerators.md"
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+DETAILED = ("TPU v5e 2x2", "8 H100")
+Row = dict[str, Any]
+
+
+def tables(rows: list[Row]) -> str:
+    found = {(row["program"], row["target"]): row for row in rows}
+    programs = list(dict.fromkeys(row["program"] for row in rows))
+    targets = [name for name in TARGETS if any(name == row["target"] for row in rows)]
+    reasons: list[str] = []
+    lines = [f"| program | {' | '.join(targets)} |", "|---" * (1 + len(targets)) + "|"]
+    for program in programs:
+        cells = [_state(found.get((program, target)), reasons) for target in targets]
+        lines.append(f"| {program} | {' | '.join(cells)} |")
+    lines += ["", *(f"({number + 1}) {reason}" for number, reason in enumerate(reasons))]
+    for target in DETAILED:
+        lines += ["", f"{target}:", "", "| program | temporary memory | collectives, overlapped |"]
+        lines += ["|---|---|---|"]
+        rows_here = [found[program, target] for program in programs if (program, target) in found]
+        lines += [_details(row) for row in rows_here if row["state"] == "compiled"]
+    versions = {target: found[programs[0], target]["versions"] for target in targets}
+    lines += ["", *_versions(versions)]
+    return "\n".join(lines)
+
+
+def _state(row: Row | None, reasons: list[str]) -> str:
+    if row is None:
+        return "not tried"
+    if row["state"] == "compiled":
+        return "compiled"
+    reason = row["reason"].split(" Suspected Python")[0].split(" RET_CHECK failure")[0]
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused ({reasons.index(reason) + 1})"
+
+
+def _details(row: Row) -> str:
+    moves = []
+    for kind, count in row["collectives"].items():
+        moved = row["overlap"][kind]
+        beside = max(moved.get("attention", 0), moved.get("product", 0))
+        share = f", {beside / moved['bytes']:.0%}" if beside and moved["bytes"] > 2**16 else ""
+        if moved["bytes"] > 2**16:
+            moves.append(f"{count} {kind}{share}")
+    return f"| {row['program']} | {row['temporary_MB']} MB | {'; '.join(moves) or '-'} |"
+
+
+def _versions(versions: dict[str, dict[str, str]]) -> list[str]:
+    texts: dict[str, list[str]] = {}
+    for target, named in versions.items():
+        text = ", ".join(f"{name} {version}" for name, version in named.items() if name != "date")
+        texts.setdefault(f"{text}, {named['date']}", []).append(target)
+    return [f"{', '.join(targets)}: {text}." for text, targets in texts.items()]
+
+
+def page() -> str:
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    rows = json.loads(RESULTS.read_text())["rows"]
+    return f"{before}{BEGIN}\n{tables(rows)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
