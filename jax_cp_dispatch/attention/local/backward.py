@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.varying import vary_like
@@ -23,6 +21,7 @@ from jax_cp_dispatch.attention.local.blocks import (
     soft_capped,
     widen,
 )
+from jax_cp_dispatch.attention.local.query_ranges import each_key_block
 from jax_cp_dispatch.attention.local.rows import (
     block_of,
     from_rows,
@@ -85,8 +84,8 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
         q_block, dout, lse, delta = (block_of(x, index) for x in (q, *cotangents[:3]))
         start, end, first, last, queries = ranges.of_queries(index)
 
-        def of_pair(j):
-            """Returns what a block of keys adds to the gradients of q, k and v."""
+        def add_block(j, carry):
+            dq_block, dk, dv = carry
             there = index.at(j)
             k_block, v_block = block_of(k, there), block_of(v, there)
             position = positions(options, j)[None, :, None]
@@ -96,27 +95,14 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
                 allowed &= jnp.swapaxes(queries.of_keys(there).allow(), 1, 2)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
             ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
-            add_dq = matmul(block_of(k_columns, there), ds, (2, 1))
-            return add_dq, matmul(ds, q_block, (2, 1)), matmul(p, dout, (2, 1))
-
-        def of_visible_pair(j):
-            nothing = lambda j: tuple(vary_like(map(jnp.zeros_like, jax.eval_shape(of_pair, j)), q))
-            is_hidden = queries.of_keys(index.at(j)).hide_all()
-            return lax.cond(is_hidden, nothing, of_pair, j)
-
-        def add_block(j, carry):
-            dq_block, dk, dv = carry
-            there = index.at(j)
-            add_dq, *added = of_pair(j) if queries is None else of_visible_pair(j)
-            dk, dv = (
-                set_block(dx, there, block_of(dx, there) + add)
-                for dx, add in zip((dk, dv), added, strict=True)
-            )
-            return dq_block + add_dq, dk, dv
+            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q_block, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
+            return dq_block, dk, dv
 
         dq, *dkv = carry
         row = block_of(dq, index), *dkv
-        dq_block, *dkv = lax.fori_loop(jnp.min(first), jnp.max(last), add_block, row)
+        dq_block, *dkv = each_key_block(index, (first, last, queries), add_block, row)
         return set_block(dq, index, dq_block), *dkv
 
     zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)

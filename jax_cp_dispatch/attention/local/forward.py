@@ -23,6 +23,7 @@ from jax_cp_dispatch.attention.local.blocks import (
     soft_capped,
     widen,
 )
+from jax_cp_dispatch.attention.local.query_ranges import each_key_block
 from jax_cp_dispatch.attention.local.rows import block_of, from_rows, set_block
 
 
@@ -92,13 +93,8 @@ def attend_blockwise(
             acc = acc * keep[..., None] + matmul(p, block_of(v, index.at(j)), (2, 1))
             return new_peak, total, acc
 
-        def add_visible_block(j, row):
-            is_hidden = queries.of_keys(index.at(j)).hide_all()
-            return lax.cond(is_hidden, lambda row: row, functools.partial(add_block, j), row)
-
         row = tuple(block_of(x, index) for x in seen)
-        step = add_block if queries is None else add_visible_block
-        row = lax.fori_loop(jnp.min(first), jnp.max(last), step, row)
+        row = each_key_block(index, (first, last, queries), add_block, row)
         return OnlineSoftmax(*(set_block(x, index, y) for x, y in zip(seen, row, strict=True)))
 
     return each_query_block(options, one_query_block, seen, q)

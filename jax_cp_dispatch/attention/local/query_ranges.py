@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch.attention.local.options import PassOptions
@@ -47,12 +49,26 @@ class QueryRanges(NamedTuple):
         names = ("start", "starts", "end", "ends")
         return self._replace(**{name: block_of(getattr(self, name), index) for name in names})
 
-    # ---- Of one block of queries and one of keys.
+    def visible_blocks(
+        self, index: BlockIndex, first: Int32[Array, ""], last: Int32[Array, ""]
+    ) -> tuple[Int32[Array, " nk"], Int32[Array, ""]]:
+        """Returns the key blocks in [first, last) that one block of queries may see, and how many.
 
-    def hide_all(self) -> Bool[Array, ""]:
-        """Whether no query may see a key."""
-        is_late = jnp.min(self.indices[:, 0]) >= jnp.max(self.ends[:, 1])
-        return is_late | (jnp.max(self.indices[:, 1]) < jnp.min(self.starts[:, 0]))
+        The smallest start and the largest end of a block of keys decide.
+        """
+        starts, ends = (
+            lax.dynamic_slice_in_dim(x, index.matrix, index.num_matrices)
+            for x in (self.starts[..., 0], self.ends[..., 1])
+        )
+        block = jnp.arange(ends.shape[1], dtype=jnp.int32)
+        is_visible = (block >= first) & (block < last)
+        is_visible &= jnp.min(starts, 0) <= jnp.max(self.indices[:, 1])
+        is_visible &= jnp.max(ends, 0) > jnp.min(self.indices[:, 0])
+        count = jnp.cumsum(is_visible, dtype=jnp.int32)
+        place = jnp.where(is_visible, count - 1, block.size)
+        return jnp.zeros_like(place).at[place].set(block + 0 * place, mode="drop"), count[-1]
+
+    # ---- Of one block of queries and one of keys.
 
     def hide_none(self) -> Bool[Array, ""]:
         """Whether all queries may see all keys."""
@@ -63,6 +79,20 @@ class QueryRanges(NamedTuple):
         """Whether a query may see a key."""
         index = self.index[..., None]
         return (index >= self.start[:, None]) & (index < self.end[:, None])
+
+
+def each_key_block(
+    index: BlockIndex, bounds: tuple[Array, Array, QueryRanges | None], body: Callable, carry: Any
+) -> Any:
+    """Runs `carry = body(j, carry)` over the key blocks that a block of queries may see.
+
+    `bounds`: its first key block, one past its last, and its `QueryRanges.of_queries`.
+    """
+    first, last, queries = jnp.min(bounds[0]), jnp.max(bounds[1]), bounds[2]
+    if queries is None:
+        return lax.fori_loop(first, last, body, carry)
+    blocks, count = queries.visible_blocks(index, first, last)
+    return lax.fori_loop(0, count, lambda i, carry: body(blocks[i], carry), carry)
 
 
 def cut_query_ranges(
