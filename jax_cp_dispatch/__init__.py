@@ -29,6 +29,7 @@ from jax_cp_dispatch.attention import (
     Hamilton,
     Placed,
     Ring,
+    Ulysses,
     Zigzag,
     balanced_attention,
     choose_algorithm,
@@ -42,6 +43,7 @@ from jax_cp_dispatch.attention import (
     placed_attention,
     ring_attention,
     ring_exchange,
+    ulysses_attention,
     zigzag_permutation,
     zigzag_ring_attention,
 )
@@ -83,6 +85,7 @@ __all__ = [
     "PlanConfig",
     "Ring",
     "TransportChoice",
+    "Ulysses",
     "Zigzag",
     "adapters",
     "all_gather_matmul",
@@ -125,6 +128,7 @@ __all__ = [
     "scenarios",
     "sequence",
     "stack_plans",
+    "ulysses_attention",
     "zigzag_permutation",
     "zigzag_ring_attention",
 ]

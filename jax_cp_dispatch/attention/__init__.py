@@ -16,6 +16,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Hamilton,
     Placed,
     Ring,
+    Ulysses,
     Zigzag,
 )
 from jax_cp_dispatch.attention.api import context_parallel_attention
@@ -43,6 +44,7 @@ from jax_cp_dispatch.attention.rotating.profile import (
     zigzag_ring_attention_profile,
 )
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
 
 __all__ = [
     "AttentionProfile",
@@ -55,6 +57,7 @@ __all__ = [
     "RankProfile",
     "Ring",
     "StepProfile",
+    "Ulysses",
     "Zigzag",
     "balance_profile",
     "balanced_attention",
@@ -73,6 +76,7 @@ __all__ = [
     "ring_attention",
     "ring_attention_profile",
     "ring_exchange",
+    "ulysses_attention",
     "zigzag_permutation",
     "zigzag_ring_attention",
     "zigzag_ring_attention_profile",

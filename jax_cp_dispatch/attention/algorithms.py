@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.cost import Hardware
 from jax_cp_dispatch.cycles.rows import CycleRows, integer_rows
 from jax_cp_dispatch.planner import PlanConfig
@@ -75,6 +76,21 @@ class Hamilton:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ulysses:
+    """Each rank computes a share of the heads, over whole documents; see `ulysses_attention`.
+
+    Use it if the ranks divide the query heads: all ranks have equal work in any mask, and little
+    moves. Tokens and documents stay as they are.
+
+    Attributes:
+      inner: not supported: the mesh axis of an all-to-all inside a ring (USP).
+    """
+
+    name: ClassVar[str] = "ulysses"
+    inner: AxisName | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Placed:
     """Tokens are on the ranks that `place_tokens` selected; see `placed_attention`.
 
@@ -104,10 +120,10 @@ class Auto:
     config: PlanConfig = PlanConfig()
 
 
-Algorithm: TypeAlias = Balanced | Ring | Zigzag | Hamilton | Placed | Auto
+Algorithm: TypeAlias = Balanced | Ring | Zigzag | Hamilton | Ulysses | Placed | Auto
 Rotating: TypeAlias = Ring | Zigzag | Hamilton
 BY_NAME: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (Balanced, Ring, Zigzag, Hamilton, Placed, Auto)
+    kind.name: kind for kind in (Balanced, Ring, Zigzag, Hamilton, Ulysses, Placed, Auto)
 }
 
 
@@ -139,6 +155,12 @@ def check_algorithm(op: str, algorithm: Algorithm) -> None:
         )
     if isinstance(algorithm, Hamilton):
         _check_hamilton(op, algorithm)
+    if isinstance(algorithm, Ulysses) and algorithm.inner is not None:
+        raise NotImplementedError(
+            f"{op}: got Ulysses(inner={algorithm.inner!r}): an all-to-all inside a ring (USP) is "
+            "not supported. Omit inner: the heads are shared over all ranks of axis_name. Or pass "
+            "Hamilton(nodes=...), which also has two levels."
+        )
 
 
 def _check_hamilton(op: str, algorithm: Hamilton) -> None:

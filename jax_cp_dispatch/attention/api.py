@@ -47,6 +47,7 @@ _ON_A_RANK = {
     "ring": "ring_attention",
     "zigzag": "zigzag_ring_attention",
     "hamilton": "hamilton_attention",
+    "ulysses": "ulysses_attention",
 }
 
 
@@ -88,9 +89,9 @@ def context_parallel_attention(
       v: values.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
         devices together. If W does not divide T, padding is added and removed.
-      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Placed()` or `Auto()`, with its
-        own options; or its name in lower case, for all defaults. "auto" selects the algorithm of
-        the plan, or chooses like `choose_algorithm`, from concrete segment ids.
+      algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
+        `Auto()`, with its own options; or its name in lower case, for all defaults. "auto" selects
+        the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids.
       mesh: the mesh; None selects the mesh of `jax.set_mesh`, or that of the arrays or, with
         explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of

@@ -18,6 +18,7 @@ from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.call_context import find_mesh, is_traced
 from jax_cp_dispatch._ranks.varying import mapped_axes, refuse_mapped_explicit_axes
 from jax_cp_dispatch._warning import warn_caller
+from jax_cp_dispatch.attention.kv_heads import kv_copies
 
 Names = str | Sequence[str] | None
 
@@ -75,15 +76,8 @@ class MeshAxes:
         return self.num_devices(self.batch)
 
     def kv_copies(self, num_heads: int, num_kv_heads: int) -> int:
-        """Returns how often to repeat each KV head, so that the devices of the heads divide them.
-
-        The least common multiple of K and the devices divides N if both do, and query head n reads
-        the same head as before, n // (N / K).
-        """
-        if num_heads % num_kv_heads:
-            return 1  # local attention raises the error
-        devices = self.num_devices(self.heads)
-        return math.lcm(num_kv_heads, devices) // num_kv_heads
+        """Returns `kv_copies` for the devices of the heads."""
+        return kv_copies(num_heads, num_kv_heads, self.num_devices(self.heads))
 
     def repeat_kv_heads(self, x: Array | np.ndarray, num_heads: int) -> Array | np.ndarray:
         """Repeats each head of K or V `kv_copies` times; gradients of the copies are summed."""

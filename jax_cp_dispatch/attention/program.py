@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating
+from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating, Ulysses
 from jax_cp_dispatch.attention.arguments import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
@@ -21,6 +21,7 @@ from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
 from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
+from jax_cp_dispatch.attention.ulysses.attend import attend_ulysses
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
 
 
@@ -90,6 +91,8 @@ def _local(options: GlobalOptions, q, k, v, plan, packed: PackedMask):
             plan = named_context(_plan_on_ranks(options, algorithm, packed))
             packed = PackedMask(packed.mask)  # nothing to compare
         return attend_balanced(attention, q, k, v, plan, packed)
+    if isinstance(algorithm, Ulysses):
+        return attend_ulysses(attention, q, k, v, packed)
     rotating = cast(Rotating, algorithm)  # "auto" has been replaced
     return rotating_attention(attention, rotating, q, k, v, packed)
 

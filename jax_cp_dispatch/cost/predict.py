@@ -7,6 +7,7 @@ from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.rank_pairs import decisive_pairs
 from jax_cp_dispatch.cost.steps import ALGORITHMS, step_costs
 from jax_cp_dispatch.cost.traffic import Rows
+from jax_cp_dispatch.cost.ulysses import can_share_heads
 from jax_cp_dispatch.cost.work import Workload
 
 
@@ -50,8 +51,8 @@ def predict(
       with_backward: predict forward and backward pass together, instead of the forward pass.
       moved_tokens, placed_tokens: see `step_costs`.
     Returns:
-      A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes, and "placed"
-      only with `placed_tokens`.
+      A prediction for each of `ALGORITHMS`; "hamilton_nodes" only for several nodes, "placed" only
+      with `placed_tokens`, and "ulysses" only if the ranks divide the query heads.
     Raises:
       ValueError: the ranks do not fill the nodes.
     """
@@ -64,6 +65,8 @@ def predict(
     sums = {}
     for algorithm in ALGORITHMS:
         if algorithm == "placed" and placed_tokens is None:
+            continue
+        if algorithm == "ulysses" and not can_share_heads(workload):
             continue
         costs = [step_costs(algorithm, workload, backward=x, **options) for x in passes]
         steps = list(itertools.chain(*costs))

@@ -50,7 +50,7 @@ def decisive_pairs(
     Those of the slowest rank; if ranks share cores, those of all cores, idle ones included.
     """
     cores = hardware.cores if hardware.topology == "shared_memory" else None
-    if algorithm in ("balanced", "placed"):  # equal work on all ranks
+    if algorithm in ("balanced", "placed", "ulysses"):  # equal work on all ranks
         of_ranks = _pairs(workload, False).sum(1)
         return np.array([of_ranks.mean() if cores is None else of_ranks.sum()])
     pairs = _pairs(workload, workload.visible.is_causal and algorithm != "ring")

@@ -8,10 +8,14 @@ from jaxtyping import Float64
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.planned import Moves, bytes_sent, held_rows, moves_of
 from jax_cp_dispatch.cost.rank_pairs import decisive_pairs
-from jax_cp_dispatch.cost.traffic import Rows, exchange_seconds, rotating_traffic
+from jax_cp_dispatch.cost.traffic import Rows, exchange_seconds, rotating_traffic, spread
+from jax_cp_dispatch.cost.ulysses import bytes_exchanged, can_share_heads, kv_copies
 from jax_cp_dispatch.cost.work import Workload, attention_flops
 
-ALGORITHMS = ("ring", "zigzag", "hamilton", "hamilton_nodes", "balanced", "placed", "all_gather")
+ALGORITHMS = (
+    *("ring", "zigzag", "hamilton", "hamilton_nodes", "ulysses", "balanced", "placed"),
+    "all_gather",
+)
 """Algorithms that `predict` covers, simplest first, so that `min` prefers the simplest on a tie."""
 
 
@@ -46,6 +50,8 @@ def step_costs(
       to 25 % for n = 16.)
     - "hamilton_nodes": m chunks for nodes of m ranks, one of which goes to the next node. For one
       node, the same as "hamilton".
+    - "ulysses": queries, keys and values are exchanged by heads, each rank computes an equal share
+      of the heads, and the output is exchanged back.
     - "balanced": queries, keys and values are sent, all ranks do equal work, and the output
       returns.
     - "placed": keys and values are sent, and all ranks do equal work.
@@ -71,9 +77,11 @@ def step_costs(
       The steps. On "shared_memory", where nothing can be hidden, computation and communication
       alternate.
     Raises:
-      ValueError: the algorithm is unknown, or the ranks do not fill the nodes.
+      ValueError: the algorithm is unknown, the ranks do not fill the nodes, or, for "ulysses", they
+        do not divide the query heads.
     References:
-      Ring: arXiv:2310.01889. Hamilton: arXiv:2509.26541. All-gather: arXiv:2407.21783, 3.3.2.
+      Ring: arXiv:2310.01889. Hamilton: arXiv:2509.26541. Ulysses: arXiv:2309.14509. All-gather:
+      arXiv:2407.21783, 3.3.2.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(
@@ -85,6 +93,8 @@ def step_costs(
         steps = _planned(algorithm, workload, hardware, moves, backward)
         if algorithm == "placed":  # keys arrive before attention; their gradients return after it
             steps = steps[1:] if backward else steps[:-1]
+    elif algorithm == "ulysses":
+        steps = _ulysses(workload, hardware, backward)
     else:
         steps = _rotating(algorithm, workload, hardware, backward)
     if hardware.topology != "shared_memory":
@@ -116,6 +126,27 @@ def _planned(
         StepCost(compute, 0.0, 0.0),
         step(0.0, after, own_after),
     ]
+
+
+def _ulysses(workload: Workload, hardware: Hardware, backward: bool) -> list[StepCost]:
+    n, rows = workload.num_ranks, workload.rows_per_rank
+    if not can_share_heads(workload):
+        raise ValueError(
+            f"step_costs: 'ulysses' shares {workload.num_heads} heads over {n} ranks, which must "
+            "divide them. Use another algorithm, or fewer ranks."
+        )
+    (compute,) = _attention_seconds("ulysses", workload, hardware, backward)
+    compute += _copy_seconds(workload, hardware, rows, kv_copies(workload) * rows, backward)
+
+    def exchange(num_bytes: float) -> StepCost:
+        sent = spread(num_bytes * (n - 1) / n, n, hardware)
+        seconds = exchange_seconds("ulysses", sent, n, hardware, num_bytes / n)
+        return StepCost(
+            0.0, seconds, *(sent.total, sent.between, sent.most_inside, sent.most_between)
+        )
+
+    before, after = map(exchange, bytes_exchanged(workload, backward=backward))
+    return [before, StepCost(compute, 0.0, 0.0), after]
 
 
 def _rotating(

@@ -142,6 +142,7 @@ def _layouts(
     """Returns all layouts, with the bytes that the predicted forward steps send."""
     n = workload.num_ranks
     rotated = 0, n * (n - 1) * workload.rows_per_rank  # all keys travel to all ranks
+    exchanged = (n - 1) * workload.rows_per_rank  # rows of all heads; each rank keeps its share
     contiguous, zigzag = (_work_of(workload, zigzag=x) for x in (False, True))
     moved = int(balanced.num_q_tokens_moved), int(balanced.num_kv_tokens_moved)
     rows: dict[str, tuple[str, np.ndarray, int, int]] = {
@@ -149,6 +150,7 @@ def _layouts(
         "zigzag": ("zigzag, ring", zigzag, *rotated),
         "hamilton": ("zigzag, hamilton", zigzag, *rotated),
         "hamilton_nodes": ("zigzag, hamilton_nodes", zigzag, *rotated),
+        "ulysses": ("contiguous, ulysses", np.full(n, contiguous.sum() / n), exchanged, exchanged),
         "balanced": ("balanced", np.asarray(balanced.pairs_after, float), *moved),
         "placed": ("placed", np.asarray(placed.plan.pairs, float), 0, _keys_moved(placed)),
     }

@@ -1,0 +1,109 @@
+"""Exchanges tokens of all heads for all tokens of a share of the heads, and back: an all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._ranks.options import CollectiveOptions
+from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.transport import dispatch_or_collectives
+from jax_cp_dispatch.metadata import Metadata
+
+
+class HeadExchange(NamedTuple):
+    """The two exchanges of one call; static. Each is the transpose of the other.
+
+    Attributes:
+      exchange: options of the exchanges.
+      num_ranks: W.
+      layout: of the tokens on the ranks.
+    """
+
+    exchange: CollectiveOptions
+    num_ranks: int
+    layout: str
+
+    def to_heads(
+        self, arrays: Sequence[Float[Array, "B T heads H"]]
+    ) -> list[Float[Array, "B W*T heads/W H"]]:
+        """Returns all tokens of this rank's share of the heads, in the order of the sequence."""
+        if self.num_ranks == 1:
+            return list(arrays)
+        parts = self._move([self._by_heads(x) for x in arrays])
+        return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
+
+    def to_tokens(
+        self, arrays: Sequence[Float[Array, "B W*T heads/W H"]]
+    ) -> list[Float[Array, "B T heads H"]]:
+        """Returns this rank's tokens of all heads."""
+        if self.num_ranks == 1:
+            return list(arrays)
+        parts = self._move([self._by_ranks(self._in_stored_order(x)) for x in arrays])
+        return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in parts]
+
+    def _by_heads(self, x: Array) -> Float[Array, "W B T heads/W H"]:
+        return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
+
+    def _by_ranks(self, x: Array) -> Float[Array, "W B T heads/W H"]:
+        return jnp.moveaxis(x.reshape(x.shape[0], self.num_ranks, -1, *x.shape[2:]), 1, 0)
+
+    def _in_sequence_order(self, x: Array) -> Array:
+        if self.layout == "contiguous":
+            return x
+        return x[:, zigzag_permutation(x.shape[1], self.num_ranks, inverse=True)]
+
+    def _in_stored_order(self, x: Array) -> Array:
+        if self.layout == "contiguous":
+            return x
+        return x[:, zigzag_permutation(x.shape[1], self.num_ranks)]
+
+    def _move(self, parts: list[Array]) -> list[Array]:
+        """Sends part c of rank r to rank c, as its part r."""
+        by_collectives = _AllToAll(self.exchange.axis_name)
+        by_xla = lambda parts: by_collectives(parts)
+        by_dispatch = lambda parts: _by_dispatch(self.exchange, parts, by_collectives)
+        return dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+
+
+def _one_after_the_other(x: Float[Array, "W B T heads H"]) -> Float[Array, "B W*T heads H"]:
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+class _AllToAll(NamedTuple):
+    """XLA's all-to-all of each array; its transpose is itself."""
+
+    axis_name: AxisName
+
+    @jax.named_scope("cpd.exchange")
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        return [lax.all_to_all(x, self.axis_name, 0, 0) for x in arrays]
+
+    def transposed(self) -> _AllToAll:
+        return self
+
+
+def _by_dispatch(exchange: CollectiveOptions, parts: list[Array], by_collectives: _AllToAll):
+    """Moves the parts by one `dispatch`: each part is one token, and each token one shard."""
+    num_ranks = parts[0].shape[0]
+    shape = (num_ranks, num_ranks)
+    rank = np.arange(num_ranks)
+    plan = Metadata(
+        dst_rank=np.broadcast_to(rank.astype(np.int32), shape),
+        dst_offset=np.broadcast_to(rank.astype(np.uint32)[:, None], shape),
+        seq_len=np.ones(shape, np.uint32),
+        num_recv_tokens=np.concatenate(
+            [np.ones(shape, np.uint32), np.full((num_ranks, 1), num_ranks, np.uint32)], axis=1
+        ),
+        world_size=num_ranks,
+    )
+    argument: Any = outgoing(exchange.op, "heads", parts, plan, capacity=num_ranks)
+    return move(exchange, [argument], by_collectives)[0]
