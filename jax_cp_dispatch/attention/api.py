@@ -201,12 +201,12 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
             f"layout={attention.layout!r}. Choose another algorithm."
         )
     if name == "auto":
-        read_mask_of_numbers(_OP, mask, "Choose 'ring', 'zigzag' or 'hamilton'.")
+        read_mask_of_numbers(_OP, mask, "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
     if name == "balanced":
         read_causal_mask(
             _OP,
             mask,
-            "Choose 'ring', 'zigzag' or 'hamilton', or 'placed' for masks without arrays.",
+            "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses', or 'placed' if it has no arrays.",
         )
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(

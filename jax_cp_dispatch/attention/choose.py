@@ -38,8 +38,8 @@ class Choice(NamedTuple):
 
     Attributes:
       algorithm: `Balanced()`, `Placed()`, `Ring()`, `Zigzag()`, `Ulysses()` or `Hamilton()` (over
-        several nodes, with `nodes`), for `context_parallel_attention`. `name` is its short name. `Placed()` only
-        if tokens can be placed; each batch then needs `place_tokens`.
+        several nodes, with `nodes`), for `context_parallel_attention`. `name` is its short name.
+        `Placed()` only if tokens can be placed; each batch then needs `place_tokens`.
       predictions: of all available algorithms, by name; "hamilton_nodes" is "hamilton" over several
         nodes.
       reason: explanation as text.
@@ -99,7 +99,7 @@ def choose_algorithm(
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
-    mask = read_mask_of_numbers(op, mask, "Choose 'ring', 'zigzag' or 'hamilton'.")
+    mask = read_mask_of_numbers(op, mask, "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware

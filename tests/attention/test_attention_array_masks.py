@@ -111,6 +111,8 @@ CASES = [
     ("hamilton", 8, "ranges_of_keys", "contiguous"),
     ("ring", 1, "tree", "contiguous"),
     ("hamilton", 4, "tree", "zigzag"),
+    ("ulysses", 4, "tree", "zigzag"),
+    ("ulysses", 2, "prefix", "contiguous"),
 ]
 
 
@@ -204,13 +206,13 @@ REFUSED = {
     ),
     "placed": (
         lambda: place_tokens([8], world_size=2, mask=in_prefix()),
-        "place_tokens: mask is PrefixLM.*'ring', 'zigzag' or 'hamilton'",
+        "place_tokens: mask is PrefixLM.*'ring', 'zigzag', 'hamilton' or 'ulysses'",
     ),
     "auto": (
         lambda: context_parallel_attention(
             X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="auto", mask=in_prefix()
         ),
-        "mask is PrefixLM.*'ring', 'zigzag' or 'hamilton'",
+        "mask is PrefixLM.*'ring', 'zigzag', 'hamilton' or 'ulysses'",
     ),
     "choose_algorithm": (
         lambda: choose_algorithm(

@@ -20,6 +20,7 @@ from jax_cp_dispatch import (
     Hamilton,
     PlanConfig,
     Ring,
+    Ulysses,
     Zigzag,
     choose_algorithm,
     context_parallel_attention,
@@ -262,3 +263,12 @@ def test_invalid_calls_are_rejected(options, message):
     options = {"algorithm": "auto", **options}
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(x, x, x, mesh=mesh_of(2), axis_name=AXIS, **options)
+
+
+def test_ulysses_needs_heads_for_every_rank():
+    x = np.ones((1, T, 3, 8), np.float32)
+    options = {"mesh": mesh_of(2), "axis_name": AXIS}
+    with pytest.raises(ValueError, match=r"3 heads but there are 2 ranks.*'zigzag' or 'balanced'"):
+        context_parallel_attention(x, x, x, algorithm="ulysses", **options)
+    with pytest.raises(NotImplementedError, match=r"inner='ring'.*\(USP\) is not supported"):
+        context_parallel_attention(x, x, x, algorithm=Ulysses(inner="ring"), **options)

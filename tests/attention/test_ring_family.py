@@ -1,4 +1,4 @@
-"""Ring, zigzag and Hamilton attention equal dense attention, forward and backward.
+"""Ring, zigzag, Hamilton and Ulysses attention equal dense attention, forward and backward.
 
 To keep programs few, the cases cover pairs of option values, and every number of ranks up to 8.
 `sweep_attention.py` runs many more.
@@ -55,6 +55,13 @@ CASES = [
     Case("zigzag", 1, 9, documents="segments", mask=Chunked(2)),
     Case("hamilton", 5, 4, maps=chunk_maps(((0, 2, 4, 1, 3), (0, 1, 2, 3, 4))),
          documents="segments"),
+    Case("ulysses", 8, 6, documents="both", mask=SlidingWindow(9), heads=(16, 2), batch=2),
+    Case("ulysses", 4, 5, documents="segments", mask="full", layout="zigzag", heads=(4, 4),
+         logit_soft_cap=2.0, check_vma=False, dtype="bfloat16"),
+    Case("ulysses", 2, 1, documents="positions", heads=(4, 1), implementation="xla"),
+    Case("ulysses", 1, 5, mask=Chunked(3)),
+    Case("ulysses", 3, 7, mask=SlidingWindow(6, 3), heads=(6, 3), layout="contiguous",
+         implementation="xla", documents="segments"),
     Case("hamilton", 5, 2, cycles=((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)), documents="segments",
          batch=2, heads=(4, 2), logit_soft_cap=2.0, check_vma=False),
 ]  # fmt: skip

@@ -29,7 +29,8 @@ NODES = dataclasses.replace(
 TINY = Workload(
     num_ranks=2, tokens_per_rank=2, num_heads=1, num_kv_heads=1, head_size=1, itemsize=1
 )
-ON_LINKS = [x for x in ALGORITHMS if x not in ("balanced", "placed", "all_gather")]
+ROTATING = "ring", "zigzag", "hamilton", "hamilton_nodes"
+ON_LINKS = [x for x in ALGORITHMS if x not in ("ulysses", "balanced", "placed", "all_gather")]
 
 
 def model(num_ranks=8, tokens_per_rank=4096, mask="full", lengths=None):
@@ -97,6 +98,25 @@ def test_two_ranks_by_hand(algorithm, backward, expected):
     assert not any(step.between_bytes for step in steps)
 
 
+@pytest.mark.parametrize(
+    "kv_heads, backward, expected",
+    [
+        # Half of 2 rows of 2 heads of q (4 bytes), k and v (8 bytes) is sent; of the output, too.
+        (2, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),
+        (1, False, [(0, 7, 6), (10, 0, 0), (0, 3, 2)]),  # the KV head is repeated
+        (2, True, [(0, 3, 2), (25, 0, 0), (0, 7, 6)]),
+        (1, True, [(0, 3, 2), (25, 0, 0), (0, 19, 18)]),  # gradients of copies in float32
+    ],
+)
+def test_ulysses_by_hand(kv_heads, backward, expected):
+    workload = dataclasses.replace(TINY, num_heads=2, num_kv_heads=kv_heads)
+    steps = step_costs("ulysses", workload, hardware=SLOW, backward=backward)
+    np.testing.assert_allclose([step[:3] for step in steps], expected)
+    with pytest.raises(ValueError, match="'ulysses' shares 1 heads over 2 ranks"):
+        step_costs("ulysses", TINY, hardware=SLOW)
+    assert "ulysses" not in predict(TINY, hardware=SLOW)
+
+
 def test_prediction_adds_up():
     ring, zigzag = (predict(TINY, hardware=SLOW)[x] for x in ("ring", "zigzag"))
     assert (ring.total, ring.compute, ring.communication) == (9, 7, 5)
@@ -149,7 +169,7 @@ def test_schedules_differ_in_links_only(num_ranks, mask):
     for backward in (False, True):
         sent = {
             tuple(y.sent_bytes for y in step_costs(x, workload, hardware=SLOW, backward=backward))
-            for x in ON_LINKS
+            for x in ROTATING
         }
         assert len(sent) == 1
     free = dataclasses.replace(SLOW, link_bandwidth=1e99, link_latency=0)

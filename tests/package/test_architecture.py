@@ -52,17 +52,22 @@ INSIDE = {
             *("local", "algorithms", "arguments", "options", "transport", "gather", "profile"),
             *("packed_mask", "attended"),
         },
+        "kv_heads": set(),
+        "ulysses": {
+            *("local", "arguments", "options", "transport", "gather", "packed_mask", "attended"),
+            *("rotating", "kv_heads"),
+        },
         "rank_programs": {
             *("algorithms", "local", "options", "packed_mask", "attended", "planned", "rotating"),
         },
         "balance_profile": {"algorithms", "options", "packed_mask", "rank_programs"},
         "planned_traffic": set(),
         "choose": {"algorithms", "arguments", "planned_traffic"},
-        "mesh_axes": set(),
+        "mesh_axes": {"kv_heads"},
         "nested": set(),
         "program": {
             *("algorithms", "arguments", "options", "gather", "planned", "rotating", "mesh_axes"),
-            *("nested", "packed_mask"),
+            *("nested", "packed_mask", "ulysses"),
         },
         "auto": {"algorithms", "packed_mask", "rotating", "planned_traffic", "choose", "program"},
         "api": {

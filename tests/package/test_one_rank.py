@@ -15,7 +15,7 @@ from jax_cp_dispatch.cost import CommGemmShape
 
 T, N, K, H = 32, 4, 2, 8
 IDS = np.repeat([1, 2, 0], [20, 9, 3])[None]
-ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton", "auto")
+ALGORITHMS = ("balanced", "ring", "zigzag", "hamilton", "ulysses", "auto")
 
 # They do not depend on the number of ranks; other tests cover them.
 WITHOUT_RANKS = {
@@ -70,7 +70,11 @@ def test_context_parallel_attention(algorithm):
 
 
 @pytest.mark.parametrize(
-    "function", [cpd.ring_attention, cpd.zigzag_ring_attention, cpd.hamilton_attention]
+    "function",
+    [
+        *(cpd.ring_attention, cpd.zigzag_ring_attention, cpd.hamilton_attention),
+        cpd.ulysses_attention,
+    ],
 )
 def test_rotating_attention(function):
     q, k, v = qkv()

@@ -18,12 +18,14 @@ from packed_batches import pack
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
+from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
 from jax_cp_dispatch.masks import Mask
 
 FUNCTIONS: dict[str, Any] = {
     "ring": ring_attention,
     "zigzag": zigzag_ring_attention,
     "hamilton": hamilton_attention,
+    "ulysses": ulysses_attention,
 }
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-3}

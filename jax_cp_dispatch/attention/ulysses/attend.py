@@ -27,6 +27,8 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
+from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -52,6 +54,7 @@ def attend_ulysses(
     options.check()
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
+    check_mask_arrays(op, mask, q.shape[:2])
     packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
     check_heads(op, q.shape[2], num_ranks)
     B, T, N, _ = q.shape
@@ -61,8 +64,8 @@ def attend_ulysses(
     q, k, v = vary_alike([q, k, v], also=exchange.axis_names)
     heads = HeadExchange(exchange, num_ranks, options.layout)
     call = _Call(options, heads, kv_copies(N, k.shape[2], num_ranks))
-    ranges = token_ranges(heads, packed, (B, T))
-    return _attend(call, *vary_alike([q, k, v, *ranges]))
+    leaves, tree = jax.tree.flatten((q, k, v, token_ranges(heads, packed, (B, T))))
+    return _attend(call, *tree.unflatten(vary_alike(leaves)))
 
 
 def check_heads(op: str, num_heads: int, num_ranks: int) -> None:
@@ -76,8 +79,8 @@ def check_heads(op: str, num_heads: int, num_ranks: int) -> None:
         )
 
 
-def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]):
-    """The tokens that each token of the sequence sees."""
+def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
+    """Returns what each token of the sequence sees."""
     num_tokens = shape[1] * heads.num_ranks
     if packed.segment_ids is None and packed.positions is not None:
         packed = packed._replace(segment_ids=jnp.ones(shape, jnp.int32))
@@ -85,21 +88,21 @@ def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]
     if heads.layout == "zigzag":
         order = zigzag_permutation(num_tokens, heads.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    ranges = attended_tokens(packed, (shape[0], num_tokens))
-    return named_context(vary_alike(ranges, also=heads.exchange.axis_names))
+    leaves, tree = jax.tree.flatten(attended_tokens(packed, (shape[0], num_tokens)))
+    return tree.unflatten(named_context(vary_alike(leaves, also=heads.exchange.axis_names)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, q, k, v, start, end):
-    return _forward(call, q, k, v, start, end)[0]
+def _attend(call: _Call, q, k, v, ranges: MaskRanges):
+    return _forward(call, q, k, v, ranges)[0]
 
 
-def _forward(call: _Call, q, k, v, start, end):
+def _forward(call: _Call, q, k, v, ranges: MaskRanges):
     q, *kv = forbid_second_derivative(call.options.op, [q, k, v])
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
     received = named_context_received(call.heads.to_heads([q, *kv]))
-    operands = *received, start, end
+    operands = *received, ranges
     out, lse = named_context(attend_heads(call.options, *operands))
     (home,) = call.heads.to_tokens([out.astype(q.dtype)])
     return named_context(home), (operands, out, lse)
@@ -109,33 +112,42 @@ def _backward(call: _Call, residuals, dhome):
     operands, out, lse = residuals
     (dhome,) = forbid_second_derivative(call.options.op, [dhome])
     (dout,) = call.heads.to_heads([dhome])
-    dq, *dkv = attend_heads_backward(call.options, *operands, out, lse, dout)
+    dq, *dkv = attend_heads_backward(call.options, operands, (out, lse, dout))
     if call.copies == 1:  # each gradient is final; gradients of copies are summed first
         dkv = [x.astype(dhome.dtype) for x in dkv]
     dq, *dkv = call.heads.to_tokens([dq.astype(dhome.dtype), *dkv])
     if call.copies > 1:
         dkv = [_sum_of_copies(x, call.copies).astype(dhome.dtype) for x in dkv]
-    return dq, *dkv, None, None
+    return dq, *dkv, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def attend_heads(options: AttentionOptions, q, k, v, *ranges):
+def attend_heads(options: AttentionOptions, q, k, v, ranges: MaskRanges):
     """Computes local attention of whole sequences; returns output and lse, unrounded."""
-    return local_attention(q, k, v, *ranges, **_local_keywords(options, q, k))
+    return local_attention(q, k, v, *ranges[:2], **_local_keywords(options, q, k, ranges))
 
 
-def attend_heads_backward(options: AttentionOptions, q, k, v, *operands):
-    """Computes its derivative, unrounded."""
-    return local_attention_backward(q, k, v, *operands, **_local_keywords(options, q, k))
+def attend_heads_backward(options: AttentionOptions, operands, outputs):
+    """Computes its derivative, unrounded; `outputs` are out, lse and dout."""
+    q, k, v, ranges = operands
+    keywords = _local_keywords(options, q, k, ranges)
+    return local_attention_backward(q, k, v, *ranges[:2], *outputs, **keywords)
 
 
-def _local_keywords(options: AttentionOptions, q, k) -> dict[str, Any]:
+def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:
     (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
     blocks = blocks_of_ranks(T, S, N, K, rows=256)
-    return {"scale": options.scale, "logit_soft_cap": options.logit_soft_cap, **blocks}
+    of_keys = {"q_start": ranges.q_start, "q_end": ranges.q_end}
+    return {
+        "scale": options.scale,
+        "logit_soft_cap": options.logit_soft_cap,
+        **of_keys,
+        **blocks,
+    }
 
 
-def _sum_of_copies(x: Float[Array, "B T K*copies H"], copies: int) -> Float[Array, "B T K H"]:
-    return jnp.sum(x.reshape(*x.shape[:2], -1, copies, x.shape[3]), axis=3, dtype=sum_dtype(x.dtype))
+def _sum_of_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:
+    x = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
+    return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))

@@ -32,9 +32,7 @@ class HeadExchange(NamedTuple):
     num_ranks: int
     layout: str
 
-    def to_heads(
-        self, arrays: Sequence[Float[Array, "B T heads H"]]
-    ) -> list[Float[Array, "B W*T heads/W H"]]:
+    def to_heads(self, arrays: Sequence[Float[Array, "B T _ _"]]) -> list[Float[Array, "B WT _ _"]]:
         """Returns all tokens of this rank's share of the heads, in the order of the sequence."""
         if self.num_ranks == 1:
             return list(arrays)
@@ -42,18 +40,18 @@ class HeadExchange(NamedTuple):
         return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
 
     def to_tokens(
-        self, arrays: Sequence[Float[Array, "B W*T heads/W H"]]
-    ) -> list[Float[Array, "B T heads H"]]:
+        self, arrays: Sequence[Float[Array, "B WT _ _"]]
+    ) -> list[Float[Array, "B T _ _"]]:
         """Returns this rank's tokens of all heads."""
         if self.num_ranks == 1:
             return list(arrays)
         parts = self._move([self._by_ranks(self._in_stored_order(x)) for x in arrays])
         return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in parts]
 
-    def _by_heads(self, x: Array) -> Float[Array, "W B T heads/W H"]:
+    def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
         return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
 
-    def _by_ranks(self, x: Array) -> Float[Array, "W B T heads/W H"]:
+    def _by_ranks(self, x: Array) -> Float[Array, "W B T _ _"]:
         return jnp.moveaxis(x.reshape(x.shape[0], self.num_ranks, -1, *x.shape[2:]), 1, 0)
 
     def _in_sequence_order(self, x: Array) -> Array:
@@ -74,7 +72,7 @@ class HeadExchange(NamedTuple):
         return dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
 
 
-def _one_after_the_other(x: Float[Array, "W B T heads H"]) -> Float[Array, "B W*T heads H"]:
+def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 

@@ -86,7 +86,7 @@ def place_tokens(
         positions=positions,
         columns=columns,
     )
-    seen = read_mask_of_numbers(_OP, mask, "Use algorithm='ring', 'zigzag' or 'hamilton'.")
+    seen = read_mask_of_numbers(_OP, mask, "Use 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
     request = PlanRequest(documents, positions, world_size, seen, config, rank)
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
