@@ -28,7 +28,8 @@ def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(
             f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T."
+            "[B, T, heads, features] with equal B and T. For queries and keys of "
+            "different lengths, use local_attention on one device."
         )
     check_operands(op, q, k, v)
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):

@@ -224,7 +224,7 @@ def test_invalid_options_are_rejected(algorithm, options, message):
     "place, change, error, message",
     [
         (0, lambda q: q[:, :, 0], ValueError, r"shapes \(1, 4, 8\).* need \[B, T, heads, features"),
-        (1, lambda k: k[:, ::2], ValueError, "with equal B and T"),
+        (1, lambda k: k[:, ::2], ValueError, "equal B and T.*, use local_attention"),
         (1, lambda k: k[..., :3], ValueError, "hamilton_attention: "),
         (1, lambda k: k.astype(jnp.bfloat16), TypeError, "hamilton_attention: "),
         (0, lambda q: q[:, :, [0, 0, 0]], ValueError, "N must be a multiple of K"),
