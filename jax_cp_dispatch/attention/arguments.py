@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
@@ -54,7 +54,7 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
     )
 
 
-def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask:
+def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> StaticMask:
     """Returns the mask of a plan; if one is passed beside it, it must be the same."""
     if mask is not None and read_mask(op, mask) != plan.mask:
         given = read_mask(op, mask)

@@ -21,6 +21,7 @@ from jax_cp_dispatch.attention.algorithms import (
     Balanced,
     Placed,
     Rotating,
+    Ulysses,
     read_algorithm,
 )
 from jax_cp_dispatch.attention.options import AttentionOptions
@@ -145,9 +146,12 @@ def balance_profile(
 def _read(given: Any, world_size: int, rows: tuple[int, int]) -> Chosen:
     """Returns an algorithm, or a plan of all ranks that hold `rows`, batch rows and columns."""
     if not isinstance(given, AttentionPlan | PlacedPlan):
-        algorithm = read_algorithm(_OP, given)
-        if isinstance(algorithm, Auto):
-            raise ValueError(f"{_OP}: got algorithm 'auto'. Name the algorithms to measure.")
+        algorithm: Any = read_algorithm(_OP, given)
+        if isinstance(algorithm, Auto | Ulysses):
+            raise ValueError(
+                f"{_OP}: got algorithm {algorithm.name!r}. Name algorithms that can be measured: "
+                "'ring', 'zigzag', 'hamilton', 'balanced', 'placed'."
+            )
         return algorithm
     held = given.batch, given.num_tokens // given.batch
     if given.fingerprint.shape[:-1] != (world_size,) or held != rows:

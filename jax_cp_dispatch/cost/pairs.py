@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 Tokens: TypeAlias = int | np.integer | Int[np.ndarray, "..."]
@@ -39,7 +39,7 @@ def count_pairs(
 
 
 def wasted_pairs(
-    start: Tokens, end: Tokens, length: Tokens, mask: Mask, tile: tuple[int, int]
+    start: Tokens, end: Tokens, length: Tokens, mask: StaticMask, tile: tuple[int, int]
 ) -> Int64[np.ndarray, "..."]:
     """Counts the pairs outside the mask that tiles of the queries [start, end) compute.
 

@@ -8,7 +8,7 @@ from jaxtyping import Float64, Int64
 
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 _ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
@@ -88,7 +88,7 @@ def _pairs_of_blocks(
     lengths: Sequence[int],
     cuts: Int64[np.ndarray, " num_cuts"],
     owner: Int64[np.ndarray, " num_blocks"],
-    mask: Mask,
+    mask: StaticMask,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
 
@@ -48,7 +48,7 @@ class Workload:
             )
 
     @property
-    def visible(self) -> Mask:
+    def visible(self) -> StaticMask:
         """`mask`, as an object."""
         return read_mask_of_numbers("Workload", self.mask)
 

@@ -38,8 +38,8 @@ class ArrayMask(Mask):
 
 def array_mask(kind: _Kind) -> _Kind:
     """Makes a frozen dataclass, a pytree of its fields, whose constructor is its own."""
-    kind = dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
-    names = [field.name for field in dataclasses.fields(kind)]
+    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)(kind)  # pyright: ignore
+    names = [field.name for field in dataclasses.fields(made)]
 
     def with_keys(mask: Any):
         return [(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in names], None
@@ -56,10 +56,10 @@ def array_mask(kind: _Kind) -> _Kind:
 
 def check_arrays(op: str, **arrays: Any) -> None:
     """Requires integers `[B, T]`, equal shapes; None is allowed for ranges of queries."""
-    shape = None
-    for name, x in arrays.items():
-        if x is None and name in ("q_start", "q_end"):
-            continue
+    shape: Any = None
+    optional = ("q_start", "q_end")
+    given = [(name, x) for name, x in arrays.items() if name not in optional or x is not None]
+    for name, x in given:
         check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {x.dtype}; it needs to be integers.")

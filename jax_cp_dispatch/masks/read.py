@@ -7,6 +7,7 @@ import jax
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import Mask
+from jax_cp_dispatch.masks.static_mask import StaticMask
 
 _BY_NAME: dict[str, type[Mask]] = {"full": Full, "causal": Causal}
 
@@ -19,9 +20,10 @@ def read_mask(op: str, mask: Any) -> Mask:
         return _BY_NAME[mask]()
     if isinstance(mask, Mask):
         return mask.simplified()
-    if getattr(mask, "shape", None) is not None:
+    shape = getattr(mask, "shape", None)
+    if shape is not None:
         raise TypeError(
-            f"{op}: mask is an array of shape {list(mask.shape)}; it needs to be an object of "
+            f"{op}: mask is an array of shape {list(shape)}; it needs to be an object of "
             "jax_cp_dispatch.masks, with one range of keys for each query and one of queries for "
             "each key. Pass masks.Ranges, PrefixLM, Blocks, SharedPrefix or Tree, of arrays "
             "[B, T]; for several ranges of keys call local_attention for each, and merge_partials."
@@ -33,10 +35,10 @@ def read_mask(op: str, mask: Any) -> Mask:
     )
 
 
-def read_mask_of_numbers(op: str, mask: Any, instead: str = "Pass such a mask.") -> Mask:
+def read_mask_of_numbers(op: str, mask: Any, instead: str = "Pass such a mask.") -> StaticMask:
     """Returns a mask without arrays, whose pairs follow from the lengths of documents."""
     mask = read_mask(op, mask)
-    if mask.has_arrays:
+    if not isinstance(mask, StaticMask):
         raise ValueError(
             f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
             f"SlidingWindow or Chunked. {instead}"
@@ -44,7 +46,7 @@ def read_mask_of_numbers(op: str, mask: Any, instead: str = "Pass such a mask.")
     return mask
 
 
-def read_causal_mask(op: str, mask: Any, instead: str) -> Mask:
+def read_causal_mask(op: str, mask: Any, instead: str) -> StaticMask:
     """Returns a mask without arrays in which every query sees its own key last."""
     mask = read_mask_of_numbers(op, mask, instead)
     if not mask.is_causal:

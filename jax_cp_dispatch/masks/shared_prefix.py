@@ -33,7 +33,7 @@ class SharedPrefix(ArrayMask):
     def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
         check_arrays("SharedPrefix", completion_ids=completion_ids)
         xp = jnp if is_traced(completion_ids) else np
-        if xp is np:
+        if isinstance(completion_ids, np.ndarray):
             _check_runs(completion_ids)
         ends = ends_of_runs(completion_ids)
         self._store(q_end=xp.where(completion_ids == 0, _NO_END, ends))

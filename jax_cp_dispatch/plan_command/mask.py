@@ -1,13 +1,13 @@
 """Reads the mask of the plan command from text."""
 
 from jax_cp_dispatch._command import InputError
-from jax_cp_dispatch.masks import Causal, Chunked, Mask, SlidingWindow
+from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow, StaticMask
 
 _WITH_TOKENS = {"sliding_window": SlidingWindow, "chunked": Chunked}
 FORMS = "causal, " + ", ".join(f"{name}:TOKENS" for name in _WITH_TOKENS)
 
 
-def read_mask_text(text: str) -> Mask:
+def read_mask_text(text: str) -> StaticMask:
     """Returns the causal mask that `--mask` names."""
     if text == "causal":
         return Causal()

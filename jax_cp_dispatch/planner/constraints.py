@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
@@ -61,7 +61,7 @@ def check_traced(op: str, config: Any) -> None:
         )
 
 
-def check_longest_keys(op: str, config: Any, documents: Documents, mask: Mask) -> None:
+def check_longest_keys(op: str, config: Any, documents: Documents, mask: StaticMask) -> None:
     """Rejects a capacity that is too small for the keys of a single query.
 
     Raises:

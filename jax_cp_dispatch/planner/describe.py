@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int32
 
 from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import describe_traffic, rows_moved
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces
 
@@ -40,7 +40,7 @@ class PlanToDescribe(NamedTuple):
     pieces: PlannedPieces
     traffic: Mapping[str, Rows]
     num_tokens: int
-    mask: Mask
+    mask: StaticMask
     home: Home | None
     speeds: Sequence[float] | None = None
     ranks_per_node: int | None = None
@@ -106,7 +106,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _load(
-    planned: PlannedPieces, mask: Mask, num_ranks: int, speeds: Sequence[float] | None
+    planned: PlannedPieces, mask: StaticMask, num_ranks: int, speeds: Sequence[float] | None
 ) -> Float64[np.ndarray, " W"]:
     """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
     pairs = planned.per_rank(planned.pairs(mask), num_ranks).astype(float)
@@ -118,7 +118,7 @@ def _load(
 def _heaviest(
     planned: PlannedPieces,
     load: Float64[np.ndarray, " W"],
-    mask: Mask,
+    mask: StaticMask,
     share: str,
     home: Home | None,
     *,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, mix
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -65,7 +65,7 @@ def checksums_of_runs(
     return _signed(total)
 
 
-def digest_of_plan(config: Any, mask: Mask, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
+def digest_of_plan(config: Any, mask: StaticMask, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
     Args:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 
 
 class Pieces(NamedTuple):
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], mask: Mask
+    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], mask: StaticMask
 ) -> tuple[Pieces, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 

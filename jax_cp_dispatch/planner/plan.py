@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_causal_mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
@@ -156,7 +156,7 @@ def _traced_fingerprint(
     segment_ids: Ids,
     positions: Ids | None,
     world_size: int,
-    mask: Mask,
+    mask: StaticMask,
     config: PlanConfig,
 ) -> Int32[Array, "W 4"]:
     """Returns the fingerprint; positions that are not given count from 0 in each document."""

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_cp_dispatch._text import count
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces
@@ -35,11 +35,11 @@ class PlannedPieces(NamedTuple):
         """The document's first token, and the start, the end and the length."""
         return self.first, self.start, self.end, self.length
 
-    def pairs(self, mask: Mask) -> Int[np.ndarray, " P"]:
+    def pairs(self, mask: StaticMask) -> Int[np.ndarray, " P"]:
         """Returns the query-key pairs of each piece."""
         return mask.pairs(self.start, self.end, self.length)
 
-    def keys(self, mask: Mask) -> Int[np.ndarray, " P"]:
+    def keys(self, mask: StaticMask) -> Int[np.ndarray, " P"]:
         """Returns the number of keys to which at least one token of each piece attends."""
         first, end = mask.keys_of(self.start, self.end, self.length)
         return end - first

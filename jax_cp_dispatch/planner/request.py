@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.slices import slice_of_rank
 
@@ -25,7 +25,7 @@ class PlanRequest(NamedTuple):
     documents: Documents
     positions: Int[np.ndarray, "B T"] | None
     world_size: int
-    mask: Mask
+    mask: StaticMask
     config: Any
     rank: int | None
 

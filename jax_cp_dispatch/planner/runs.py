@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.planner.blocks import running_max
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.slices import order_by_rank, slice_of_rank
@@ -92,7 +92,7 @@ def local_runs(plan: Any, rank: Any) -> LocalRuns:
 
 
 def key_ranges(
-    runs: LocalRuns, *, size: int, mask: Mask
+    runs: LocalRuns, *, size: int, mask: StaticMask
 ) -> tuple[Int32[Any, " size"], Int32[Any, " size"]]:
     """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Integer
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
 from jax_cp_dispatch.planner.blocks import (
@@ -106,7 +106,7 @@ def assign(
     positions: Integer[Array, "B T"] | None,
     *,
     grid: BlockGrid,
-    mask: Mask,
+    mask: StaticMask,
     tolerance: float,
 ) -> Assignment:
     """Assigns each block to a rank; lists what moves."""
@@ -164,7 +164,7 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
     )
 
 
-def _first_keys(mask: Mask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
     """Returns the first column that each column sees; -1 at padding."""
     num_tokens = starts.shape[1]
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]

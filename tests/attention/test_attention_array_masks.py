@@ -29,7 +29,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix
 
-BLOCKS = {"block_q": 8, "block_kv": 8, "block_heads": 1}
+BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 8, "block_heads": 1}
 
 
 def draw(kind, rng, shape):

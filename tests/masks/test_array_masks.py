@@ -103,7 +103,10 @@ INTS = np.zeros((2, 6), np.int32)
         (lambda: PrefixLM(INTS), r"PrefixLM: in_prefix has dtype int32; .*booleans.*Pass"),
         (lambda: PrefixLM(INTS[0] > 0), r"in_prefix has shape \[6\]; it needs to be \[B, T\]"),
         (lambda: Blocks(INTS > 0), "Blocks: block_ids has dtype bool; it needs to be integers"),
-        (lambda: Blocks([[1]]), r"block_ids is of type list.*numpy.asarray"),
+        (
+            lambda: Blocks([[1]]),  # pyright: ignore[reportArgumentType]
+            r"block_ids is of type list.*numpy.asarray",
+        ),
         (lambda: SharedPrefix(INTS[..., None]), r"completion_ids has shape \[2, 6, 1\]"),
         (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3"),
         (lambda: Ranges(INTS, INTS[:1]), r"k_end has shape \[1, 6\]; .*\[2, 6\], as the other"),

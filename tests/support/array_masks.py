@@ -1,5 +1,7 @@
 """Random masks of arrays, each with the pairs that it admits by its definition."""
 
+from typing import Any
+
 import numpy as np
 from mask_oracle import block_pairs, prefix_pairs, range_pairs, shared_prefix_pairs, tree_pairs
 
@@ -22,7 +24,7 @@ def random_trees(rng, rows, tokens, spans):
     return np.where(place < spans, span_ids, -1), parents
 
 
-def random_mask(kind, rng, segment_ids):
+def random_mask(kind, rng, segment_ids) -> Any:
     """Returns arguments of a mask of this kind, its constructor, and its pairs in each row."""
     shape = segment_ids.shape
     if kind == "prefix":
@@ -40,8 +42,8 @@ def random_mask(kind, rng, segment_ids):
         ids = np.where(ids % 4 == 0, 0, ids)
         return SharedPrefix, (ids,), shared_prefix_pairs(ids)
     if kind == "tree":
-        trees = random_trees(rng, *shape, 6)
-        return Tree, trees, tree_pairs(*trees)
+        trees = random_trees(rng, shape[0], shape[1], 6)
+        return Tree, trees, tree_pairs(trees[0], trees[1])
     columns = rng.integers(0, shape[1] + 1, (4, *shape))
     arrays = tuple(columns) if kind == "ranges" else tuple(columns[:2])
     return Ranges, arrays, range_pairs(*arrays)

@@ -1,11 +1,13 @@
 """Inputs and key ranges of local attention, and the comparison of its results."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 # Blocks are smaller than the arrays and do not divide them: every test crosses block borders.
-BLOCKS = {"block_q": 8, "block_kv": 16}
+BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 16}
 
 
 def inputs(seed, B=2, T=37, S=45, N=4, K=2, H=8, Hv=8, dtype=jnp.float32):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def local_attention(
         block_heads=block_heads,
     ).resolved(q, k, v)
     given = (kv_start, kv_end, q_start, q_end)
-    packed = PackedMask(mask, segment_ids, positions)
+    packed = PackedMask(cast(Mask, mask), segment_ids, positions)  # read with the ranges
     ranges = read_ranges("local_attention", (q.shape, k.shape), MaskRanges(*given), packed)
     q, k, v = in_reverse_only("local_attention", [q, k, v])
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it

@@ -37,8 +37,8 @@ class KeyRanges(NamedTuple):
 
     def of_queries(self, index: BlockIndex) -> KeyRanges:
         """Returns the ranges of one block of queries."""
-        ranges = (block_of(x, index) for x in self[:4])
-        return KeyRanges(*ranges, self.queries and self.queries.of_queries(index))
+        start, end, first, last = (block_of(x, index) for x in self[:4])
+        return KeyRanges(start, end, first, last, self.queries and self.queries.of_queries(index))
 
 
 class RowRanges(NamedTuple):

@@ -23,7 +23,7 @@ class KeyQueries(NamedTuple):
       start, end: of each key row; empty for rows that no query sees.
     """
 
-    index: Int32[Array, "B T"]
+    index: Int32[Array, "B T"]  # pyright: ignore[reportIncompatibleMethodOverride]
     start: Int32[Array, "B S"]
     end: Int32[Array, "B S"]
 
@@ -31,7 +31,7 @@ class KeyQueries(NamedTuple):
 class QueryRanges(NamedTuple):
     """`KeyQueries` in blocks, and the smallest and largest numbers of each block."""
 
-    index: Array  # [B*K, nq, G*block_q]
+    index: Array  # [B*K, nq, G*block_q]  # pyright: ignore[reportIncompatibleMethodOverride]
     indices: Array  # [B*K, nq, 2], of queries that see keys
     start: Array  # [B*K, nk, block_kv]
     starts: Array  # [B*K, nk, 2]

@@ -159,7 +159,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
 
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
     begin = program(
-        lambda *rows: rotation.begin(*rows[:3], TokenRanges(*rows[3:])),
+        lambda q, k, v, start, end: rotation.begin(q, k, v, TokenRanges(start, end)),
         5 * [_ROWS],
         (_BLOCKS, pair, softmax),
     )

@@ -139,7 +139,7 @@ def token_ranges(
     seen = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
-    ranges = TokenRanges(*map(of_rows, seen[:2]))
+    ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
     if packed.mask.has_arrays:
         is_key = attended_keys(*seen[:2], num_tokens)
         ranges = ranges._replace(is_key=of_rows(is_key))

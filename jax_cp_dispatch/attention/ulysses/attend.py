@@ -101,8 +101,8 @@ def _forward(call: _Call, q, k, v, ranges: MaskRanges):
     q, *kv = forbid_second_derivative(call.options.op, [q, k, v])
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
-    received = named_context_received(call.heads.to_heads([q, *kv]))
-    operands = *received, ranges
+    q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv]))
+    operands = q_there, k_there, v_there, ranges
     out, lse = named_context(attend_heads(call.options, *operands))
     (home,) = call.heads.to_tokens([out.astype(q.dtype)])
     return named_context(home), (operands, out, lse)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.describe import (
     PlanToDescribe,
@@ -72,7 +72,7 @@ class PlacedPlan:
     pairs: Leaf
     needs: Leaf
     fingerprint: Leaf
-    mask: Mask
+    mask: StaticMask
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
