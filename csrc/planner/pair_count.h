@@ -20,6 +20,9 @@ struct PairCount {
   // Causal attention to the whole document.
   bool IsUnlimited() const { return left == kNoLimit && right == 0 && chunk == 0; }
 
+  // No query attends to later tokens.
+  bool IsCausal() const { return right == 0; }
+
   // Pairs of the queries [start, end), if no query attends to later tokens.
   int64_t operator()(int64_t start, int64_t end) const { return (*this)(start, end, end); }
 
@@ -94,6 +97,63 @@ struct PairCount {
     q = std::max<int64_t>(q, 0);
     const int64_t both = std::min(q, k);
     return both * (both + 1) / 2 + (q - both) * both;
+  }
+};
+
+// The pairs of layers with several masks: each counts as often as layers use it. A rank needs the
+// keys of all of them.
+struct PairSum {
+  struct Term {
+    PairCount pairs;
+    int64_t layers = 1;
+  };
+
+  std::vector<Term> terms;
+
+  PairSum() : PairSum(PairCount()) {}
+  PairSum(const PairCount& pairs) : terms{{pairs, 1}} {}  // NOLINT: one mask is a sum of one
+
+  bool IsCausal() const {
+    return std::all_of(terms.begin(), terms.end(),
+                       [](const Term& x) { return x.pairs.IsCausal(); });
+  }
+
+  int64_t operator()(int64_t start, int64_t end, int64_t length) const {
+    int64_t sum = 0;
+    for (const Term& x : terms) sum += x.layers * x.pairs(start, end, length);
+    return sum;
+  }
+
+  // Sorted; see `PairCount`.
+  std::vector<int64_t> Turns(int64_t length) const {
+    std::vector<int64_t> turns;
+    for (const Term& x : terms) {
+      for (int64_t turn : x.pairs.Turns(length)) turns.push_back(turn);
+    }
+    std::sort(turns.begin(), turns.end());
+    return turns;
+  }
+
+  PairSum Mirrored() const {
+    PairSum mirrored = *this;
+    for (Term& x : mirrored.terms) x.pairs = x.pairs.Mirrored();
+    return mirrored;
+  }
+
+  bool IsForward() const {
+    return std::all_of(terms.begin(), terms.end(),
+                       [](const Term& x) { return x.pairs.IsForward(); });
+  }
+
+  int64_t FirstKey(int64_t start) const {
+    int64_t first = start;
+    for (const Term& x : terms) first = std::min(first, x.pairs.FirstKey(start));
+    return first;
+  }
+  int64_t LastKey(int64_t end, int64_t length) const {
+    int64_t last = end;
+    for (const Term& x : terms) last = std::max(last, x.pairs.LastKey(end, length));
+    return last;
   }
 };
 

@@ -33,12 +33,16 @@ class Spans(NamedTuple):
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"], lengths: Int[np.ndarray, " D"], mask: StaticMask
+    assigned: Int[np.ndarray, "P 4"],
+    lengths: Int[np.ndarray, " D"],
+    mask: StaticMask,
+    held: Pieces | None = None,
 ) -> tuple[Pieces, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
     Cut documents come first on each rank. All its whole documents and the last cut one are then one
-    range of its own rows, and one range of its received rows.
+    range of its own rows, and one range of its received rows. `held` are the same pieces, laid out
+    for another mask: they keep their rows.
     """
     rank, document, start, end = assigned.T
     earliest, latest = mask.keys_of(start, end, lengths[document])
@@ -60,6 +64,8 @@ def lay_out(
     spans = Spans._make(x[order] for x in columns)
 
     piece_order = np.argsort(place[span], kind="stable")
+    if held is not None:
+        piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
     origin = (row - earliest[first])[span][piece_order]
     pieces = Pieces(rank, document, start, end, _before(end - start, rank), origin)

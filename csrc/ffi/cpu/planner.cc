@@ -29,6 +29,9 @@ PairCount PairsOf(const Mask& mask) {
   return pairs;
 }
 
+Mask MaskOf(const PairCount& pairs) { return Mask(pairs.left, pairs.right, pairs.chunk); }
+Mask MaskOf(const PairSum& pairs) { return MaskOf(pairs.terms.front().pairs); }
+
 // Rows (rank, document, start, end), by rank, document and start.
 Pieces RowsOf(const RankPieces& ranks) {
   auto rows = std::make_unique<std::vector<int64_t>>();
@@ -68,7 +71,7 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
       .def_rw("block", &Problem::block)
       .def_prop_rw(
           "pairs",
-          [](const Problem& x) { return Mask(x.pairs.left, x.pairs.right, x.pairs.chunk); },
+          [](const Problem& x) { return MaskOf(x.pairs); },
           [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); });
 }
 
@@ -83,6 +86,15 @@ void BindPlanner(nb::module_& m) {
       nb::arg("pairs"), nb::arg("start"), nb::arg("end"), nb::arg("length"),
       "Pairs of the queries [start, end) of a document, as the planner counts them.");
   BindProblem<PlacementProblem>(m, "PlacementProblem")
+      .def(
+          "set_layers",
+          [](PlacementProblem& x, const std::vector<std::tuple<Mask, int64_t>>& masks) {
+            x.pairs.terms.clear();
+            for (const auto& [mask, layers] : masks) {
+              x.pairs.terms.push_back({PairsOf(mask), layers});
+            }
+          },
+          nb::arg("masks"), "Several masks in place of `pairs`, and how many layers use each.")
       .def_rw("tokens_per_rank", &PlacementProblem::tokens_per_rank)
       .def_rw("max_received", &PlacementProblem::max_received);
   BindProblem<QueryProblem>(m, "QueryProblem")

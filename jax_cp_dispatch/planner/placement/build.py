@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import pairs_of_ranks
-from jax_cp_dispatch.planner.pieces import Pieces, Spans
+from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import cut_pieces, cut_table
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
@@ -19,6 +19,14 @@ from jax_cp_dispatch.planner.transfers import (
     num_sent,
     sums_of_ranks,
 )
+
+
+def plan_of_pieces(request: PlanRequest, held: Pieces) -> tuple[PlacedPlan, PlacementConfig]:
+    """Builds the plan of one mask for pieces in their rows, which are the same for all masks."""
+    order = np.lexsort((held.start, held.document, held.rank))
+    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
+    pieces, spans = lay_out(assigned, request.documents.lengths, request.mask, held)
+    return build_plan(request, pieces, spans)
 
 
 def build_plan(

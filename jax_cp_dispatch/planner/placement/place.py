@@ -1,7 +1,7 @@
 """`place_tokens`: assigns the tokens of a batch to ranks."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,15 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.pieces import Pieces, lay_out
-from jax_cp_dispatch.planner.placement.build import build_plan
+from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
+from jax_cp_dispatch.planner.placement.layers import Layers, read_layers
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
@@ -36,6 +36,8 @@ def place_tokens(
     positions: Int[Any, "B T"] | None = None,
     columns: int | None = None,
     mask: Mask | str | None = None,
+    masks: Sequence[Mask | str] | None = None,
+    layers: Sequence[int] | None = None,
     config: PlacementConfig = PlacementConfig(),
     fallback: str | None = None,
     rank: int | None = None,
@@ -61,6 +63,9 @@ def place_tokens(
         rounded up.
       mask: "full", "causal" or an object of `jax_cp_dispatch.masks`; None is causal. With "full", a
         rank that holds any token of a document receives all of its keys.
+      masks: several masks instead of one, for a model whose layers differ. The placement balances
+        the sum of their pairs and has a plan for each. The keys that move are counted as the union.
+      layers: with masks; how many layers use each. None: equally many.
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
@@ -69,7 +74,7 @@ def place_tokens(
         all ranks, whose counts of rows grow with W * W. It is the index on the mesh axis, not that
         of a process. None: all ranks.
     Returns:
-      The placement. Its plan is for arrays in placed order.
+      The placement. Its plans are for arrays in placed order.
     Raises:
       TypeError: lengths or ids are not integers, or mask is no mask.
       ValueError: sizes do not match, a document is not contiguous, or the placement exceeds a
@@ -86,28 +91,31 @@ def place_tokens(
         positions=positions,
         columns=columns,
     )
-    seen = read_mask_of_numbers(_OP, mask, "Use 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
-    request = PlanRequest(documents, positions, world_size, seen, config, rank)
+    layers_of = read_layers(_OP, mask, masks, layers)
+    first = layers_of.masks[0]
+    request = PlanRequest(documents, positions, world_size, first, config, rank)
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    needed, reason = None, None
+    needed, reason, pieces = None, None, None
     try:
-        plan, needed, pieces = _place(request)
+        plans, needed, pieces = _place(request, layers_of)
         moves = tuple(_moves(request, pieces))
     except DoesNotFitError as error:
-        text, needs = _capacities_that_suffice(request)
+        text, needs = _capacities_that_suffice(request, layers_of)
         reason = str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
-        plan = plan_of_fallback(request, needs)
+        plans = tuple(plan_of_fallback(request._replace(mask=x), needs) for x in layers_of.masks)
         moves = moves_of_fallback(documents, world_size)
     here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
     return Placement(
         batch=documents.batch,
         columns=documents.columns,
         world_size=world_size,
-        plan=plan,
+        plans=plans,
+        layers=layers_of.layers,
+        made_of=(request, pieces),
         config=config,
         needed=needed,
         reason=reason,
@@ -129,14 +137,22 @@ def _check_config(request: PlanRequest) -> None:
         )
 
 
-def _place(request: PlanRequest) -> tuple[PlacedPlan, PlacementConfig, Pieces]:
-    """Returns the plan, the capacities that it needs, and the pieces of documents."""
-    check_longest_keys(_OP, request.config, request.documents, request.mask)
-    pieces, spans = lay_out(_assign(request), request.documents.lengths, request.mask)
-    return *build_plan(request, pieces, spans), pieces
+def _place(
+    request: PlanRequest, layers: Layers
+) -> tuple[tuple[PlacedPlan, ...], PlacementConfig, Pieces]:
+    """Returns a plan for each mask, the capacities that they need, and the pieces of documents."""
+    for mask in layers.masks:
+        check_longest_keys(_OP, request.config, request.documents, mask)
+    assigned = _assign(request, layers)
+    pieces, _ = lay_out(assigned, request.documents.lengths, layers.masks[0])
+    built = [plan_of_pieces(request._replace(mask=x), pieces) for x in layers.masks]
+    most = {name: max(getattr(x, name) for _, x in built) for name in CAPACITIES}
+    return tuple(x for x, _ in built), dataclasses.replace(request.config, **most), pieces
 
 
-def _capacities_that_suffice(request: PlanRequest) -> tuple[str, Int32[np.ndarray, " 5"]]:
+def _capacities_that_suffice(
+    request: PlanRequest, layers: Layers
+) -> tuple[str, Int32[np.ndarray, " 5"]]:
     """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
 
     Without capacities, it is empty.
@@ -145,18 +161,23 @@ def _capacities_that_suffice(request: PlanRequest) -> tuple[str, Int32[np.ndarra
     free = dataclasses.replace(request.config, **none)
     if free == request.config:
         return "", np.zeros(len(CAPACITIES), np.int32)
-    plan, needed, _ = _place(request._replace(config=free))
+    _, needed, _ = _place(request._replace(config=free), layers)
     sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in CAPACITIES)
-    return f" The placement with the best balance needs {sizes}.", plan.needs[0]
+    return f" The placement with the best balance needs {sizes}.", np.array(
+        [getattr(needed, x) for x in CAPACITIES], np.int32
+    )
 
 
-def _assign(request: PlanRequest) -> Int[np.ndarray, "P 4"]:
+def _assign(request: PlanRequest, layers: Layers) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
     limits = {
         "tokens_per_rank": request.num_tokens,
         "max_received": request.config.kv_capacity,
     }
     problem = native_problem(native.PlacementProblem, request, limits)
+    if len(layers.masks) > 1:
+        counts = (x.clipped(request.documents.num_tokens).pair_count for x in layers.masks)
+        problem.set_layers(list(zip(counts, layers.layers, strict=True)))
     assigned = native.place_documents(problem)
     return assigned.astype(np.int64)  # nanobind says "long long"
 

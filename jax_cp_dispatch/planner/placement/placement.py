@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,12 +11,17 @@ import numpy as np
 from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
+from jax_cp_dispatch.planner.pieces import Pieces
+from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
 
@@ -31,7 +37,9 @@ class Placement:
     Attributes:
       batch, columns: shape of the batch.
       world_size: number of ranks.
-      plan: for `context_parallel_attention(algorithm="placed")`.
+      plans: for `context_parallel_attention(algorithm="placed")`; one for each mask.
+      layers: how many layers use each mask, without a common factor.
+      made_of: the batch and its pieces, for `plan_for`.
       config: the choices with which it was made.
       reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
       rank: the rank whose part this is; None: all ranks.
@@ -43,14 +51,34 @@ class Placement:
     batch: int
     columns: int
     world_size: int
-    plan: PlacedPlan
+    plans: tuple[PlacedPlan, ...]
+    layers: tuple[int, ...]
     config: PlacementConfig
+    made_of: tuple[PlanRequest, Pieces | None]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
     needed: PlacementConfig | None
     reason: str | None = None
     rank: int | None = None
+
+    @property
+    def plan(self) -> PlacedPlan:
+        """The plan of the first mask."""
+        return self.plans[0]
+
+    def plan_for(self, mask: Mask | str) -> PlacedPlan:
+        """Returns a plan for another mask over the same tokens; `imbalance` tells its balance.
+
+        Raises:
+          ValueError: no tokens were placed, or the plan exceeds a capacity of the config.
+        """
+        op = "Placement.plan_for"
+        request, pieces = self.made_of
+        if pieces is None:
+            raise ValueError(f"{op}: no tokens were placed. {self.reason}")
+        seen = read_mask_of_numbers(op, mask)
+        return plan_of_pieces(request._replace(mask=seen, rank=self.rank), pieces)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -61,10 +89,10 @@ class Placement:
         Raises:
           ValueError: rank is not in `[0, W)`, or this is a part already.
         """
-        plan = slice_of("Placement.slice_of", self.plan, rank)
-        here = self.place // max(plan.num_tokens, 1) == rank
+        plans = tuple(slice_of("Placement.slice_of", x, rank) for x in self.plans)
+        here = self.place // max(self.plan.num_tokens, 1) == rank
         moves = {name: getattr(self, name)[here] for name in ("source", "place", "tokens")}
-        return dataclasses.replace(self, plan=plan, rank=rank, **moves)
+        return dataclasses.replace(self, plans=plans, rank=rank, **moves)
 
     __repr__ = outline  # a plan has many arrays; `describe` is for reading
 
@@ -95,18 +123,19 @@ class Placement:
 
     @property
     def pairs_before(self) -> Float32[np.ndarray, " W"]:
-        """Query-key pairs of each rank if tokens stay in the order of the batch."""
+        """Query-key pairs of each rank, of all layers, if tokens stay in the order of the batch."""
         self._check_whole("pairs_before")
         if self.reason is not None:  # they do
-            return np.asarray(self.plan.pairs)
+            return self._pairs
         home = self._home.pieces(self._pieces())
-        return home.per_rank(home.pairs(self.plan.mask), self.world_size).astype(np.float32)
+        pairs = self._sum(home.pairs(x.mask) for x in self.plans)
+        return home.per_rank(pairs, self.world_size).astype(np.float32)
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank divided by its share; see `PlacementConfig.rank_speeds`."""
+        """Largest work of a rank in all layers by its share; see `PlacementConfig.rank_speeds`."""
         self._check_whole("imbalance")
-        return self._imbalance(self.plan.pairs)
+        return self._imbalance(self._pairs)
 
     @property
     def imbalance_before(self) -> float:
@@ -166,6 +195,14 @@ class Placement:
     @property
     def _home(self) -> Home:
         return Home(self.batch, self.columns, self.world_size)
+
+    @property
+    def _pairs(self) -> Float32[np.ndarray, " W"]:
+        return self._sum(np.asarray(x.pairs) for x in self.plans)
+
+    def _sum(self, pairs: Iterable[Any]) -> Any:
+        """Returns the sum over the layers."""
+        return sum(n * x for n, x in zip(self.layers, pairs, strict=True))
 
     def _imbalance(self, pairs: Any) -> float:
         pairs = np.asarray(pairs, np.float64)
