@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import sequence
+from jax_cp_dispatch import masks, sequence
 
 TOKENS = 4096  # of a rank
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 128
@@ -55,7 +55,8 @@ class Shapes:
 
     @property
     def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(self.tokens(n, HEAD_SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
+        heads = max(HEADS, self.num_ranks)  # of which every rank can have a share
+        return tuple(self.tokens(n, HEAD_SIZE) for n in (heads, KV_HEADS, KV_HEADS))
 
     @property
     def ids(self) -> jax.ShapeDtypeStruct:
@@ -78,6 +79,17 @@ def attention(shapes: Shapes, algorithm: str) -> Program:
         return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
 
     return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
+
+
+def ring_of_trees(shapes: Shapes) -> Program:
+    """A mask of arrays, whose keys have ranges of queries."""
+
+    def run(q, k, v, ids, subtree_end):
+        mask = masks.Ranges(jnp.zeros_like(ids), ids + 1, jnp.zeros_like(ids), subtree_end)
+        options: dict[str, Any] = {"algorithm": "ring", "mask": mask}
+        return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
+
+    return Program(run, (*shapes.qkv, shapes.ids, shapes.ids), (0, 1, 2))
 
 
 def balanced_with_a_plan(shapes: Shapes) -> Program:
@@ -184,6 +196,8 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "combine, global arrays": functools.partial(combine, on_ranks=False),
     "zigzag": functools.partial(attention, algorithm="zigzag"),
     "hamilton": functools.partial(attention, algorithm="hamilton"),
+    "ulysses": functools.partial(attention, algorithm="ulysses"),
+    "ring, ranges of queries": ring_of_trees,
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,
     "local_attention": local_attention,

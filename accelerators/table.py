@@ -27,7 +27,7 @@ def tables(rows: list[Row]) -> str:
         lines += ["", f"{target}:", "", "| program | temporary memory | collectives, overlapped |"]
         lines += ["|---|---|---|"]
         rows_here = [found[program, target] for program in programs if (program, target) in found]
-        lines += [_details(row) for row in rows_here if row["state"] == "compiled"]
+        lines += [_details(row) for row in rows_here if _overlaps(row)]
     versions = {target: found[programs[0], target]["versions"] for target in targets}
     lines += ["", *_versions(versions)]
     return "\n".join(lines)
@@ -42,6 +42,12 @@ def _state(row: Row | None, reasons: list[str]) -> str:
     if reason not in reasons:
         reasons.append(reason)
     return f"refused ({reasons.index(reason) + 1})"
+
+
+def _overlaps(row: Row) -> bool:
+    """Whether this is a program of attention or of GEMMs, whose collectives could overlap."""
+    works = {work for moved in row.get("overlap", {}).values() for work in moved}
+    return bool(works - {"bytes"}) or row["program"] in ("placed", "balanced, planned before")
 
 
 def _details(row: Row) -> str:
