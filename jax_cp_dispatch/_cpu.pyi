@@ -76,6 +76,7 @@ class _Problem:
 class PlacementProblem(_Problem):
     tokens_per_rank: int
     max_received: int
+    def set_layers(self, masks: Sequence[tuple[tuple[int, int, int], int]]) -> None: ...
 
 class QueryProblem(_Problem):
     columns: Sequence[int]

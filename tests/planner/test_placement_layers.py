@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jax_cp_dispatch import PlacementConfig, place_tokens
-from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, SlidingWindow
+from jax_cp_dispatch.masks import BlockCausal, Causal, Chunked, PrefixLM, SlidingWindow
 
 BOTH = {"masks": ("causal", SlidingWindow(64)), "layers": (8, 40)}
 
@@ -36,7 +36,7 @@ def pairs_of(mask, lengths):
 )
 def test_the_weighted_sum_is_balanced(lengths, local, layers):
     placement = place_tokens(lengths, world_size=4, masks=(Causal(), local), layers=layers)
-    plans, work = placement.plans, 0
+    plans, work = placement.plans, np.zeros(4)
     for plan, mask, count in zip(plans, (Causal(), local), layers, strict=True):
         assert plan.mask == mask
         plan.kv_metadata.validate()
@@ -73,6 +73,14 @@ def test_a_plan_for_another_mask_and_of_one_rank():
     part = place_tokens(lengths, world_size=4, rank=2, **BOTH)
     for a, b, c in zip(part.plans, placement.slice_of(2).plans, placement.plans, strict=True):
         assert same(a, b) and same(a, c.slice_of(2)) and same(part.plan_for(c.mask), a)
+
+
+def test_apply_permutes_the_arrays_of_a_mask():
+    placement = place_tokens([[700, 200], [90]], world_size=4, columns=1024)
+    mask = PrefixLM(np.random.default_rng(0).random((2, 1024)) < 0.5)
+    placed = placement.apply(mask)
+    assert same(placed, PrefixLM(placement.apply(mask.in_prefix)))
+    assert same(placement.restore(placed), mask)
 
 
 def test_a_fallback_has_a_plan_for_each_mask():
