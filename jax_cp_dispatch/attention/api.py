@@ -25,7 +25,9 @@ from jax_cp_dispatch.attention.arguments import (
     read_mask_of_plan,
 )
 from jax_cp_dispatch.attention.auto import choose_for_call
+from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
@@ -66,11 +68,14 @@ def context_parallel_attention(
     plan: AttentionPlan | PlacedPlan | None = None,
     batch_axis: str | Names[str] | None = None,
     head_axis: str | Names[str] | None = None,
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes attention over packed documents, with the sequence sharded over a mesh axis.
 
     Call outside `jax.shard_map`, under `jit` or not, with global arrays. Differentiable once, in
@@ -114,6 +119,13 @@ def context_parallel_attention(
         known only for placed arrays outside `jit`; otherwise a warning asks for the name. Arrays
         are gathered over axes that are not named.
       head_axis: the same for N and K. If its devices do not divide K, KV heads are repeated.
+      sink: a learned logit for each query head, without a value: it adds `exp(sink)` to the
+        denominator of each row with keys. Differentiable; gradients are summed over all ranks.
+      return_lse: also return `lse` `[B, T, N]`, differentiable: the logarithm of the denominator
+        (with the sink), in float32 (float64 for float64), -inf for padding.
+      return_max_logits: also return the largest logit of each head `[N]`, of all ranks and rows,
+        scaled and capped, without the sink and without derivative. The result is then `(out, lse)`,
+        `(out, max_logits)` or `(out, lse, max_logits)`.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -144,10 +156,13 @@ def context_parallel_attention(
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     options = GlobalOptions(axes, algorithm, attention)
     _check_plan(options, q, plan)
     attention.check()
+    check_sink(_OP, sink, q.shape[2])
     attended = read_mask(_OP, mask) if plan is None else read_mask_of_plan(_OP, mask, plan)
     check_mask_arrays(_OP, attended, q.shape[:2])
     _check_choice(options, plan, attended)
@@ -180,8 +195,11 @@ def context_parallel_attention(
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
         packed = PackedMask(attended)  # nothing to compare
-    out = attend_global(q, k, v, plan, packed, options=options)
-    return out[:, :num_tokens] if missing else out
+    outputs = attend_global(Operands(q, k, v, sink), plan, packed, options=options)
+    if missing:
+        cut = lambda x: x if x is None else x[:, :num_tokens]
+        outputs = outputs._replace(out=cut(outputs.out), lse=cut(outputs.lse))
+    return attention.returned(outputs)
 
 
 def _pad(x: Any, missing: int) -> Any:

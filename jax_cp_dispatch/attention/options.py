@@ -6,10 +6,12 @@ Options of a single algorithm are in `algorithms.py`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.arguments import check_layout
 from jax_cp_dispatch.attention.local.arguments import check_softmax
+from jax_cp_dispatch.attention.operands import Outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +20,15 @@ class AttentionOptions:
 
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
-      layout, scale, logit_soft_cap: see `ring_attention`.
+      layout, scale, logit_soft_cap, return_lse, return_max_logits: see `ring_attention`.
     """
 
     exchange: CollectiveOptions
     layout: str = "contiguous"
     scale: float | None = None
     logit_soft_cap: float | None = None
+    return_lse: bool = False
+    return_max_logits: bool = False
 
     @property
     def op(self) -> str:
@@ -34,3 +38,9 @@ class AttentionOptions:
         """Raises the errors documented in `ring_attention`."""
         check_layout(self.op, self.layout)
         check_softmax(self.op, self.scale, self.logit_soft_cap)
+
+    def returned(self, outputs: Outputs) -> Any:
+        """Returns what the caller asked for: the output alone, or a tuple."""
+        out, lse, max_logits = outputs
+        asked = [lse] * self.return_lse + [max_logits] * self.return_max_logits
+        return (out, *asked) if asked else out

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying
@@ -16,6 +17,7 @@ from jax_cp_dispatch.attention.arguments import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.balanced import attend_balanced
@@ -51,50 +53,67 @@ class GlobalOptions:
 
 
 @partial(jax.jit, static_argnames="options")
-def attend_global(q, k, v, plan, packed: PackedMask, *, options: GlobalOptions):
+def attend_global(
+    operands: Operands, plan, packed: PackedMask, *, options: GlobalOptions
+) -> Outputs:
     """Computes attention from global arrays."""
     axes = options.axes
     sequence = P(axes.batch, axes.axis_name)
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
-    in_specs = (rows, rows, rows, of_plan, sequence)
+    in_specs = (rows, rows, rows, P(axes.heads), of_plan, sequence)
+    q, k, v, sink = operands
     k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    operands: Any = (q, k, v, plan, packed)
+    sharded: Any = (q, k, v, sink, plan, packed)
+    attention = options.attention
+    out_specs = Outputs(
+        rows,
+        rows if attention.return_lse else None,
+        P(axes.heads) if attention.return_max_logits else None,
+    )
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    if varies_outside(operands, axes.manual):
+    if varies_outside(sharded, axes.manual):
         shard_map = shard_map_inside
     attend = shard_map(
         partial(_local, options),
         mesh=axes.mesh,
         in_specs=in_specs,
-        out_specs=rows,
+        out_specs=out_specs,
         axis_names=axes.manual,
     )
     if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
         shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
-        operands = (
+        sharded = (
             jax.tree.map(partial(reshard, out_shardings=sharding), operand)
-            for operand, sharding in zip(operands, shardings, strict=True)
+            for operand, sharding in zip(sharded, shardings, strict=True)
         )
-    return attend(*operands)
+    return attend(*sharded)
 
 
-def _local(options: GlobalOptions, q, k, v, plan, packed: PackedMask):
+def _local(options: GlobalOptions, *sharded) -> Outputs:
     """Computes one rank's part."""
+    *arrays, plan, packed = sharded
+    outputs = _attend(options, Operands(*arrays), plan, packed)
+    if outputs.max_logits is None or not options.axes.batch:
+        return outputs
+    return outputs._replace(max_logits=lax.pmax(outputs.max_logits, options.axes.batch))
+
+
+def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask) -> Outputs:
     algorithm, attention = options.algorithm, options.attention
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     if isinstance(algorithm, Placed):
-        return attend_placed(attention, q, k, v, plan, packed)
+        return attend_placed(attention, operands, plan, packed)
     if isinstance(algorithm, Balanced):
         if plan is None:
             plan = named_context(_plan_on_ranks(options, algorithm, packed))
             packed = PackedMask(packed.mask)  # nothing to compare
-        return attend_balanced(attention, q, k, v, plan, packed)
+        return attend_balanced(attention, operands, plan, packed)
     if isinstance(algorithm, Ulysses):
-        return attend_ulysses(attention, q, k, v, packed)
+        return attend_ulysses(attention, operands, packed)
     rotating = cast(Rotating, algorithm)  # "auto" has been replaced
-    return rotating_attention(attention, rotating, q, k, v, packed)
+    return rotating_attention(attention, rotating, operands, packed)
 
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> AttentionPlan:

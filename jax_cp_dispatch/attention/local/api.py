@@ -29,6 +29,7 @@ from jax_cp_dispatch.attention.local.options import LocalOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 from jax_cp_dispatch.attention.local.ranges import read_ranges
 from jax_cp_dispatch.attention.local.rows import from_rows
+from jax_cp_dispatch.attention.local.sink import add_sink, check_sink, sink_gradient
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
@@ -45,12 +46,14 @@ def local_attention(
     mask: Mask | str | None = None,
     segment_ids: Int[Array | np.ndarray, "B S"] | None = None,
     positions: Int[Array | np.ndarray, "B S"] | None = None,
+    sink: Float[Array, " N"] | None = None,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "..."], ...]:
     """Computes attention of each query row over a range of key rows, or under a mask.
 
         visible(i, j) = kv_start[i] <= j < kv_end[i]  and  q_start[j] <= i < q_end[j]
@@ -83,6 +86,9 @@ def local_attention(
         arrays are `[B, S]`; None is causal.
       segment_ids, positions: with a mask only: the documents of all S tokens; see
         `context_parallel_attention`.
+      sink: a learned logit per head without a value: it adds `exp(sink)` to the denominator of each
+        row with keys. Differentiable.
+      return_max_logits: also return the largest logit of each head.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       block_q: query rows per block; None chooses from the shapes.
@@ -91,7 +97,11 @@ def local_attention(
         the shapes.
     Returns:
       out: float32 (float64 for float64 inputs), zero where the range is empty.
-      lse: logarithm of the sum of the exponentials of the logits; `-inf` where the range is empty.
+      lse: logarithm of the sum of the exponentials of the logits and the sink, `[B, N, T]`; `-inf`
+        where the range is empty.
+      max_logits: if asked for, float32 `[N]` (float64 for float64 inputs): the largest logit of any
+        visible key, scaled and capped, without the sink; `-inf` if there is none. Without
+        derivative.
     Raises:
       TypeError: other dtypes than above, or ranges that are not integers.
       ValueError: shapes do not match, or an option is out of range.
@@ -105,13 +115,16 @@ def local_attention(
         block_q=block_q,
         block_kv=block_kv,
         block_heads=block_heads,
+        return_max_logits=return_max_logits,
     ).resolved(q, k, v)
+    check_sink("local_attention", sink, q.shape[2])
     given = (kv_start, kv_end, q_start, q_end)
     packed = PackedMask(cast(Mask, mask), segment_ids, positions)  # read with the ranges
     ranges = read_ranges("local_attention", (q.shape, k.shape), MaskRanges(*given), packed)
-    q, k, v = in_reverse_only("local_attention", [q, k, v])
+    q, k, v, *sinks = in_reverse_only("local_attention", [q, k, v] + [sink] * (sink is not None))
+    sink = sinks[0] if sinks else None
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *_vary((q, k, v, ranges)))
+        return _attend(options, *_vary((q, k, v, ranges, sink)))
 
 
 def local_attention_backward(
@@ -136,7 +149,8 @@ def local_attention_backward(
     """Computes the gradients of merged attention for one set of keys.
 
     `out` and `lse` are those of the whole softmax; `k`, `v` and the ranges are any part of its
-    keys. The sum of all parts' `dq` is the gradient of q; `dk` and `dv` are final. With one part,
+    keys (out and lse may include a sink). The sum of all parts' `dq` is the gradient of q; `dk` and
+    `dv` are final. With one part,
     this is the derivative of `local_attention`. Call where `local_attention` may be called. Not
     differentiable.
 
@@ -186,15 +200,15 @@ def _vary(operands):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, ranges):
-    return _forward(options, q, k, v, ranges)
+def _attention(options, q, k, v, ranges, sink):
+    return _forward(options, q, k, v, ranges, sink)
 
 
 def _attention_fwd(options, *primals):
-    q, k, v, ranges = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+    q, k, v, ranges, sink = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     operands = (*forbid_second_derivative("local_attention", [q, k, v]), ranges)
-    out, lse = named_context(_forward(options, *operands))
-    return (out, lse), (*operands, out, lse)
+    out, lse, *rest = named_context(_forward(options, *operands, sink))
+    return (out, lse, *rest), (*operands, out, lse, sink)
 
 
 def _is_primal(x):
@@ -202,14 +216,16 @@ def _is_primal(x):
 
 
 def _attention_bwd(options, residuals, cotangents):
-    dout, dlse = cotangents
-    *operands, out, lse = residuals
+    dout, dlse, *_ = cotangents
+    *operands, out, lse, sink = residuals
     if isinstance(dout, SymbolicZero):
         (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
     dlse = [] if isinstance(dlse, SymbolicZero) else [dlse]  # most programs use `out` alone
     cotangents = forbid_second_derivative("local_attention", [dout, *dlse])
-    grads = _backward(options, *operands, SoftmaxGradients(out, lse, *cotangents))
-    return *(g.astype(x.dtype) for g, x in zip(grads, operands[:3], strict=True)), None
+    whole = SoftmaxGradients(out, lse, *cotangents)
+    grads = _backward(options, *operands, whole)
+    dsink = None if sink is None else sink_gradient(sink, whole)
+    return *(g.astype(x.dtype) for g, x in zip(grads, operands[:3], strict=True)), None, dsink
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -218,15 +234,18 @@ _attend = jax.jit(_attention, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(options, q, k, v, ranges: RowRanges):
+def _forward(options, q, k, v, ranges: RowRanges, sink):
     B, T, N, _ = q.shape
     S, K, Hv = v.shape[1:]
     if B * T * S == 0:
         dtype = accumulator(q)
-        empty = jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        empty = [jnp.zeros((B, T, N, Hv), dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
+        empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
     of = cut_operands(options, q, k, v, ranges)
-    return attend_blocks(options, of.q, of.ranges, of.k, of.v, None).result(q.shape, K)
+    softmax = attend_blocks(options, of.q, of.ranges, of.k, of.v, None)
+    results = add_sink(*softmax.result(q.shape, K), sink)
+    return (*results, softmax.max_logits(q.shape, K)) if options.return_max_logits else results
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -54,6 +54,7 @@ def takes(options: PassOptions, q, k, v) -> bool:
         and H == Hv <= _LARGEST_HEAD
         and H % 8 == 0
         and options.logit_soft_cap is None
+        and not options.return_max_logits  # cuDNN returns no largest logits
     )
 
 

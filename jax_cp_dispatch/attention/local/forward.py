@@ -50,6 +50,11 @@ class OnlineSoftmax(NamedTuple):
         out = from_rows(self.acc / total[..., None], shape, num_groups)
         return out, jnp.swapaxes(from_rows(lse[..., None], shape, num_groups)[..., 0], 1, 2)
 
+    def max_logits(self, shape, num_groups):
+        """Returns the largest logit of each head, `[N]`; -inf if no row has keys."""
+        peak = jnp.where(self.total == 0, -jnp.inf, self.peak)
+        return jnp.max(from_rows(peak[..., None], shape, num_groups)[..., 0], axis=(0, 1))
+
 
 def attend_blockwise(
     options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch.attention.local.sink import add_sink, check_sink
 
 
 def merge_partials(
@@ -14,11 +15,13 @@ def merge_partials(
     lse: Float[Array, "B N T"],
     block_out: Float[Array, "B T N Hv"],
     block_lse: Float[Array, "B N T"],
+    *,
+    sink: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Merges two attention results, weighted by their shares of the softmax's denominator.
 
     Call anywhere. Associative and commutative up to rounding; `(0, -inf)` is the neutral element
-    and does not change the other side. Differentiable in all four arguments; if both sides are
+    and does not change the other side. Differentiable in all arguments; if both sides are
     `-inf`, the result is `(0, -inf)` with zero gradients.
 
     Args:
@@ -26,6 +29,8 @@ def merge_partials(
       lse: their logarithm of the sum of exponentials.
       block_out: output over further keys.
       block_lse: likewise of the further keys.
+      sink: a logit per head without a value, see `local_attention`. Pass it with the last part only:
+        it joins the denominator once.
     Returns:
       out, lse: over all keys, in float32 (float64 if an argument is float64).
     Raises:
@@ -40,6 +45,7 @@ def merge_partials(
             f"block_lse {block_lse.shape} do not match; with out [B, T, N, Hv] both lse must be "
             "[B, N, T]."
         )
+    check_sink("merge_partials", sink, N)
     dtype = sum_dtype(*(x.dtype for x in (out, lse, block_out, block_lse)))
     out, lse, block_out, block_lse = (x.astype(dtype) for x in (out, lse, block_out, block_lse))
 
@@ -55,4 +61,4 @@ def merge_partials(
         return jnp.swapaxes(share, 1, 2)[..., None]
 
     merged = per_row(weight / total) * out + per_row(block_weight / total) * block_out
-    return merged, jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    return add_sink(merged, jnp.where(empty, -jnp.inf, peak + jnp.log(total)), sink)

@@ -30,6 +30,7 @@ class LocalOptions:
     block_q: int | None = None
     block_kv: int | None = None
     block_heads: int | None = None
+    return_max_logits: bool = False
 
     def resolved(self, q, k, v) -> PassOptions:
         """Selects missing options from the shapes; raises the errors of `local_attention`."""
@@ -46,6 +47,7 @@ class LocalOptions:
             block_q=block_q,
             block_kv=block_kv,
             block_heads=int(block_heads),
+            return_max_logits=self.return_max_logits,
         )
 
 
@@ -60,6 +62,7 @@ class PassOptions:
     block_heads: int  # KV heads of a batch row whose blocks are computed together
     # Query rows of a contiguous piece of the sequence, if the rows of a call contain several.
     piece_rows: int | None = None
+    return_max_logits: bool = False
 
 
 def _heads_together(num_groups: int, logits_of_head: int) -> int:

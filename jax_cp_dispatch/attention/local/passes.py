@@ -5,6 +5,7 @@ Lowering selects the implementation: cuDNN for CUDA if it supports the blocks, e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -26,6 +27,7 @@ def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | Non
 @jax.named_scope("cpd.attention_backward")
 def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
+    options = dataclasses.replace(options, return_max_logits=False)
     return _bind(gradients_p, options, q, cotangents, ranges, k, v, dq)
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
@@ -10,6 +11,8 @@ from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
+from jax_cp_dispatch.attention.local.sink import sink_gradient
+from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
@@ -35,11 +38,14 @@ def balanced_attention(
     mask: Mask | str | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes causal attention over packed documents, with equal work on every rank.
 
     Sends each block of queries to the rank in `plan` and each key block to the ranks that need it,
@@ -63,6 +69,7 @@ def balanced_attention(
         plan was made without positions, they count from 0 in each document. Positions of padding
         are not compared. Positions need the ids. Without ids, a plan of another batch is not
         detected.
+      sink, return_lse, return_max_logits: see `context_parallel_attention`.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; see `dispatch`.
@@ -79,25 +86,34 @@ def balanced_attention(
     exchange = read_options(
         "balanced_attention", axis_name, implementation=implementation, deadline=deadline
     )
-    options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
+    options = AttentionOptions(
+        exchange,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+    )
     instead = "context_parallel_attention(..., algorithm='balanced')"
     num_ranks_here(options.op, axis_name, instead)
     check_plan(options.op, plan, AttentionPlan)
     packed = PackedMask(read_mask_of_plan(options.op, mask, plan), segment_ids, positions)
-    return attend_balanced(options, q, k, v, plan, packed)
+    outputs = attend_balanced(options, Operands(q, k, v, sink), plan, packed)
+    return options.returned(outputs)
 
 
-def attend_balanced(options: AttentionOptions, q, k, v, plan, packed: PackedMask):
+def attend_balanced(
+    options: AttentionOptions, operands: Operands, plan, packed: PackedMask
+) -> Outputs:
     """`balanced_attention` with options, which name the public function."""
     options.check()
-    check_call(options, q, k, v, plan, packed)
+    check_call(options, *operands[:3], plan, packed)
     fingerprint = fingerprint_of_call(options, plan, packed)
-    return attend_rows(_attend, options, q, k, v, plan, fingerprint)
+    return attend_rows(_attend, options, operands, plan, fingerprint)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan, fingerprint):
-    return _forward(options, q, k, v, plan, fingerprint)[0]
+def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
+    return _forward(options, operands, plan, fingerprint)[0]
 
 
 def send(options, q, k, v, plan, fingerprint):
@@ -112,24 +128,48 @@ def return_output(options, out, plan, fingerprint):
     return named_context(exchanges.return_q(options.exchange, plan, out[0], fingerprint))
 
 
-def _forward(options, q, k, v, plan, fingerprint):
-    q, k, v = forbid_second_derivative(options.op, [q, k, v])
-    operands = send(options, q, k, v, plan, fingerprint)
-    out, lse = attend_received(options, *operands)
-    return return_output(options, out, plan, fingerprint), (operands, out, lse, plan)
+def _return_with_lse(options, out, lse, plan, fingerprint):
+    """Returns output and lse in one exchange.
+
+    Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and 0 as the
+    smallest normal number, which no sum of exponentials can tell from it.
+    """
+    tiny = jnp.finfo(lse.dtype).tiny
+    lse = jnp.where(lse == -jnp.inf, 0, jnp.where(lse == 0, tiny, lse))
+    arrays = out[0], lse[0].T
+    out, lse = named_context(exchanges.return_q(options.exchange, plan, arrays, fingerprint))
+    return out, jnp.where(lse == 0, -jnp.inf, lse)
 
 
-def _backward(options, residuals, dhome):
-    operands, out, lse, plan = residuals
-    (dhome,) = forbid_second_derivative(options.op, [dhome])
-    dout = exchanges.send_q(options.exchange, plan, dhome)
-    dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
+def _forward(options, operands: Operands, plan, fingerprint):
+    *qkv, sink = operands
+    q, k, v = forbid_second_derivative(options.op, qkv)
+    received = send(options, q, k, v, plan, fingerprint)
+    out, lse, max_logits = attend_received(options, *received, sink=sink)
+    if options.return_lse:
+        home = _return_with_lse(options, out, lse, plan, fingerprint)
+    else:
+        home = return_output(options, out, plan, fingerprint), None
+    return Outputs(*home, max_logits), (received, out, lse, sink, plan)
+
+
+def _backward(options, residuals, dhome: Outputs):
+    received, out, lse, sink, plan = residuals
+    dhome = Outputs(*forbid_second_derivative(options.op, [x for x in dhome[:2] if x is not None]))
+    if dhome.lse is None:
+        cotangents = Outputs(exchanges.send_q(options.exchange, plan, dhome.out)[None])
+    else:
+        arrays = exchanges.send_q(options.exchange, plan, tuple(dhome[:2]))
+        cotangents = Outputs(*(x[None] for x in arrays))
+    whole = softmax_gradients(options.op, out, lse, cotangents)
+    dq, *dkv = attend_locally_backward(options, *received, *whole)
     # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
-    dtype = dhome.dtype
+    dtype = dhome.out.dtype
     dq, (dk, dv) = exchanges.return_qkv(
         options.exchange, plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype
     )
-    return dq, dk, dv, None, None
+    dsink = None if sink is None else sink_gradient(sink, whole)
+    return Operands(dq, dk, dv, dsink), None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
-from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.arguments import check_rows, is_stack
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -68,15 +67,15 @@ def fingerprint_of_call(
 def attend_rows(
     attend: Callable[..., Any],
     options: AttentionOptions,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    *operands: Any,
-) -> Float[Array, "B T N Hv"]:
-    """Calls `attend(options, q, k, v, *operands)` on the concatenated rows of all batch rows."""
-    arrays = vary_alike(in_reverse_only(options.op, [q, k, v]), also=options.exchange.axis_names)
-    rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
-    return attend(options, *rows, *operands).reshape(*q.shape[:3], v.shape[3])
+    operands: Operands,
+    *plan: Any,
+) -> Outputs:
+    """Calls `attend(options, operands, *plan)` on the concatenated rows of all batch rows."""
+    *qkv, sink = operands.varying(options.exchange)
+    rows = (x.reshape(-1, *x.shape[2:]) for x in qkv)
+    out, lse, max_logits = attend(options, Operands(*rows, sink), *plan)
+    by_batch = lambda x: x.reshape(*operands.q.shape[:2], *x.shape[1:])
+    return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
 def local_operands(
@@ -87,18 +86,21 @@ def local_operands(
     return tuple(x[None] for x in (q, *kv, *ranges))
 
 
-def attend_received(options: AttentionOptions, q, *operands):
+def attend_received(options: AttentionOptions, q, *operands, sink=None):
     """Returns the output in the dtype of q, and its lse, from operands of `local_operands`.
 
-    Both are final: all keys of a query are on its rank.
+    Both are final: all keys of a query are on its rank. Also returns the largest logits of all
+    ranks, if they are asked for, otherwise None.
     """
-    out, lse = attend_locally(options, q, *operands)
-    return named_context((out.astype(q.dtype), lse))
+    out, lse, *max_logits = attend_locally(options, q, *operands, sink=sink)
+    max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
+    return *named_context((out.astype(q.dtype), lse)), max_logits
 
 
-def attend_locally(options: AttentionOptions, q, k, *operands):
+def attend_locally(options: AttentionOptions, q, k, *operands, sink=None):
     """Computes `local_attention` of the rows that a rank holds."""
-    return local_attention(q, k, *operands, **_local_keywords(options, q, k))
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    return local_attention(q, k, *operands, **asked, **_local_keywords(options, q, k))
 
 
 def attend_locally_backward(options: AttentionOptions, q, k, *operands):

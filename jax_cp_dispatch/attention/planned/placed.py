@@ -10,6 +10,8 @@ from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
 from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
 from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
+from jax_cp_dispatch.attention.local.sink import sink_gradient
+from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
@@ -35,11 +37,14 @@ def placed_attention(
     mask: Mask | str | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes attention over packed documents whose tokens `place_tokens` has placed.
 
     Every rank receives the keys and values to which its queries attend; nothing else moves. Call
@@ -59,6 +64,7 @@ def placed_attention(
       segment_ids, positions: this rank's columns in placed order (`Placement.apply`). Only the plan
         determines attention; these are compared with it by a checksum, see `PlacedPlan.validate`.
         Positions need the ids. Without ids, a plan of another batch is not detected.
+      sink, return_lse, return_max_logits: see `context_parallel_attention`.
       scale, logit_soft_cap, implementation, deadline: see `balanced_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
@@ -71,25 +77,34 @@ def placed_attention(
     exchange = read_options(
         "placed_attention", axis_name, implementation=implementation, deadline=deadline
     )
-    options = AttentionOptions(exchange, scale=scale, logit_soft_cap=logit_soft_cap)
+    options = AttentionOptions(
+        exchange,
+        scale=scale,
+        logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+    )
     instead = "context_parallel_attention(..., algorithm='placed')"
     num_ranks_here(options.op, axis_name, instead)
     check_plan(options.op, plan, PlacedPlan)
     packed = PackedMask(read_mask_of_plan(options.op, mask, plan), segment_ids, positions)
-    return attend_placed(options, q, k, v, plan, packed)
+    outputs = attend_placed(options, Operands(q, k, v, sink), plan, packed)
+    return options.returned(outputs)
 
 
-def attend_placed(options: AttentionOptions, q, k, v, plan, packed: PackedMask):
+def attend_placed(
+    options: AttentionOptions, operands: Operands, plan, packed: PackedMask
+) -> Outputs:
     """`placed_attention` with options, which name the public function."""
     options.check()
-    check_call(options, q, k, v, plan, packed)
+    check_call(options, *operands[:3], plan, packed)
     fingerprint = fingerprint_of_call(options, plan, packed)
-    return attend_rows(_attend, options, q, k, v, plan, fingerprint)
+    return attend_rows(_attend, options, operands, plan, fingerprint)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, plan, fingerprint):
-    return _forward(options, q, k, v, plan, fingerprint)[0]
+def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
+    return _forward(options, operands, plan, fingerprint)[0]
 
 
 def send(options, q, k, v, plan, fingerprint):
@@ -100,19 +115,24 @@ def send(options, q, k, v, plan, fingerprint):
     return local_operands(options, plan, q, received)
 
 
-def _forward(options, q, k, v, plan, fingerprint):
-    q, k, v = forbid_second_derivative(options.op, [q, k, v])
-    operands = send(options, q, k, v, plan, fingerprint)
-    out, lse = attend_received(options, *operands)
-    return out[0], (operands, out, lse, plan)
+def _forward(options, operands: Operands, plan, fingerprint):
+    *qkv, sink = operands
+    q, k, v = forbid_second_derivative(options.op, qkv)
+    received = send(options, q, k, v, plan, fingerprint)
+    out, lse, max_logits = attend_received(options, *received, sink=sink)
+    returned_lse = lse[0].T if options.return_lse else None
+    return Outputs(out[0], returned_lse, max_logits), (received, out, lse, sink, plan)
 
 
-def _backward(options, residuals, dout):
-    operands, out, lse, plan = residuals
-    (dout,), dtype = forbid_second_derivative(options.op, [dout]), dout.dtype
-    dq, *dkv = attend_locally_backward(options, *operands, out, lse, dout[None])
+def _backward(options, residuals, cotangents: Outputs):
+    received, out, lse, sink, plan = residuals
+    cotangents = jax.tree.map(lambda x: x[None], cotangents)
+    whole = softmax_gradients(options.op, out, lse, cotangents)
+    dtype = whole.dout.dtype
+    dq, *dkv = attend_locally_backward(options, *received, *whole)
     dk, dv = exchanges.return_kv(options.exchange, plan, tuple(x[0] for x in dkv), dtype)
-    return dq[0].astype(dtype), dk, dv, None, None
+    dsink = None if sink is None else sink_gradient(sink, whole)
+    return Operands(dq[0].astype(dtype), dk, dv, dsink), None, None
 
 
 _attend.defvjp(_forward, _backward)

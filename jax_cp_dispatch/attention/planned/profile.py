@@ -17,6 +17,7 @@ from jax_cp_dispatch.attention.arguments import (
     is_stack,
     read_mask_of_plan,
 )
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import balanced, placed
@@ -129,13 +130,14 @@ class _Call(NamedTuple):
             batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
             return out.reshape(batch, tokens, *out.shape[-2:])
 
-        whole = self.program(partial(attend, options), of_call, _ROWS)
+        of_whole = lambda q, k, v, *plan: attend(options, Operands(q, k, v), *plan).out
+        whole = self.program(of_whole, of_call, _ROWS)
         total = max(self.stopwatch.run(whole, *self.qkv, *self.plan)[0])
         record = StepRecord(self.stopwatch)
         sending = self.program(sent, of_call, _BY_RANK)
         (operands,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
         computing = self.program(partial(attend_received, options), 5 * [_BY_RANK], _BY_RANK)
-        ((out, _),) = record.step("attend", computation=(computing, *operands))
+        ((out, *_),) = record.step("attend", computation=(computing, *operands))
         if return_output is not None:
 
             def returned(out, plan, packed):

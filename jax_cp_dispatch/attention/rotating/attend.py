@@ -33,6 +33,8 @@ from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
+from jax_cp_dispatch.attention.local.sink import add_sink, sink_gradient
+from jax_cp_dispatch.attention.operands import Outputs, softmax_gradients
 from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
@@ -63,6 +65,7 @@ class Rotation:
     passes: PassOptions
     q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
     num_groups: int  # K
+    return_lse: bool = False
 
     @property
     def last_step(self) -> int:
@@ -108,8 +111,10 @@ class Rotation:
         return attend_blocks(self.passes, queries, key_ranges, k, v, seen)
 
     def result(self, seen: OnlineSoftmax):
-        """Output and logarithm of the sum of exponentials."""
-        return seen.result(self.q_shape, self.num_groups)
+        """Output, logarithm of the sum of exponentials, and the largest logits or None."""
+        asked = self.passes.return_max_logits
+        max_logits = seen.max_logits(self.q_shape, self.num_groups) if asked else None
+        return *seen.result(self.q_shape, self.num_groups), max_logits
 
     def gradients(self, queries, ranges, held, cotangents: OutputCotangents, dq, order: KeyOrder):
         """Adds to dq, and returns what is added to the gradients of the held chunks."""
@@ -135,16 +140,18 @@ class Rotation:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_rotating(rotation: Rotation, q, k, v, ranges: TokenRanges):
+def attend_rotating(rotation: Rotation, q, k, v, ranges: TokenRanges, sink) -> Outputs:
     """Computes attention of query rows over ranges of tokens of the sequence.
 
-    All operands vary over the axis. Returns `[B, rows, N, Hv]`.
+    All operands vary over the axis; `sink` may be None.
     """
-    return _forward(rotation, q, k, v, ranges)[0]
+    return _forward(rotation, q, k, v, ranges, sink)[0]
 
 
 def forward(rotation: Rotation, operands, rank=None):
-    """Returns output and lse, unrounded; `operands` are those of `attend_rotating`.
+    """Returns output, lse, and the largest logits if asked for, of this rank's rows, unrounded.
+
+    `operands` are those of `attend_rotating`, without the sink.
 
     A given `rank` computes the part of that rank, on one device, if the schedule moves nothing.
     """
@@ -163,7 +170,7 @@ def forward(rotation: Rotation, operands, rank=None):
 
 
 def backward(rotation: Rotation, operands, outputs, rank=None):
-    """Returns unrounded gradients of q, k and v; `outputs` are those of `forward`, and dout."""
+    """Returns unrounded gradients of q, k and v; `outputs`: out, lse, dout, dlse."""
     queries, own = rotation.cut(*operands)
     ranges, last = operands[3], rotation.last_step
     cotangents = rotation.cut_cotangents(ranges, SoftmaxGradients(*outputs))
@@ -198,18 +205,24 @@ def backward(rotation: Rotation, operands, outputs, rank=None):
     return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)
 
 
-def _forward(rotation, q, k, v, ranges):
+def _forward(rotation, q, k, v, ranges, sink):
     operands = (*forbid_second_derivative(rotation.exchange.op, [q, k, v]), ranges)
-    out, lse = named_context(forward(rotation, operands))
-    return out.astype(q.dtype), (operands, out, lse)
+    out, lse, max_logits = forward(rotation, operands)
+    out, lse = named_context(add_sink(out, lse, sink))
+    if max_logits is not None:
+        max_logits = lax.pmax(max_logits, rotation.exchange.axis_name)
+    returned_lse = jnp.swapaxes(lse, 1, 2) if rotation.return_lse else None
+    outputs = Outputs(out.astype(q.dtype), returned_lse, max_logits)
+    return outputs, (operands, out, lse, sink)
 
 
-def _backward(rotation, residuals, dout):
-    operands, out, lse = residuals
-    (dout,) = forbid_second_derivative(rotation.exchange.op, [dout])
-    gradients = backward(rotation, operands, (out, lse, dout))
+def _backward(rotation, residuals, cotangents: Outputs):
+    operands, out, lse, sink = residuals
+    whole = softmax_gradients(rotation.exchange.op, out, lse, cotangents)
+    gradients = backward(rotation, operands, whole)
     arrays = zip(gradients, operands[:3], strict=True)
-    return *(gradient.astype(x.dtype) for gradient, x in arrays), None
+    dsink = None if sink is None else sink_gradient(sink, whole)
+    return *(gradient.astype(x.dtype) for gradient, x in arrays), None, dsink
 
 
 attend_rotating.defvjp(_forward, _backward)

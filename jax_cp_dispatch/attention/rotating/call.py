@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
-
 from jax_cp_dispatch._ranks.axis import num_ranks_here
 from jax_cp_dispatch.attention.algorithms import Ring, Rotating
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
@@ -17,17 +16,15 @@ from jax_cp_dispatch.masks import Mask
 def rotating_attention(
     options: AttentionOptions,
     algorithm: Rotating,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    operands: Operands,
     packed: PackedMask,
-) -> Float[Array, "B T N Hv"]:
+) -> Outputs:
     """`ring_attention` and its variants with options, which name the public function."""
     instead = f"context_parallel_attention(..., algorithm={algorithm.name!r})"
     num_ranks = num_ranks_here(options.op, options.exchange.axis_name, instead)
     schedule = schedule_of(options.op, algorithm, num_ranks)
     sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
-    return attend_sequence(sequence, q, k, v, packed)
+    return attend_sequence(sequence, operands, packed)
 
 
 def sharded_sequence(

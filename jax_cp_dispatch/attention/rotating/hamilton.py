@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Hamilton
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
@@ -28,11 +29,14 @@ def hamilton_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes attention over a sharded sequence, using the links between all ranks at once.
 
     The keys and values of a rank are cut into n - 1 chunks. Each moves along its own Hamiltonian
@@ -55,6 +59,7 @@ def hamilton_attention(
       q, k, v, axis_name, mask: as in `ring_attention`. Gradients of keys and values move with
         them, or with "direct" return directly to their owners.
       segment_ids, positions, layout: as `ring_attention`.
+      sink, return_lse, return_max_logits: as `ring_attention`.
       scale, logit_soft_cap, implementation, deadline: as `ring_attention`.
     Returns:
       The output in the layout and dtype of q; zero for padding.
@@ -72,6 +77,9 @@ def hamilton_attention(
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
-    return rotating_attention(options, algorithm, q, k, v, packed)
+    outputs = rotating_attention(options, algorithm, Operands(q, k, v, sink), packed)
+    return options.returned(outputs)

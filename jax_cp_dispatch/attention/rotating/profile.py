@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import Float
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.arguments import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
 from jax_cp_dispatch.attention.profile.record import AttentionProfile, StepRecord
@@ -121,7 +121,8 @@ def _profile(
     documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
     *qkv_on_mesh, packed = jax.device_put((*qkv, PackedMask(mask, *documents)), sharding)
-    whole = stopwatch.program(partial(attend_sequence, sequence), 4 * [_ROWS], _ROWS)
+    attend = lambda *qkv: attend_sequence(sequence, Operands(*qkv[:3]), qkv[3]).out
+    whole = stopwatch.program(attend, 4 * [_ROWS], _ROWS)
     seconds, _ = stopwatch.run(whole, *qkv_on_mesh, packed)
     record = StepRecord(stopwatch)
     out = _run_steps(sequence, record, qkv_on_mesh, packed)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Ring, Zigzag
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
@@ -24,11 +25,14 @@ def ring_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes attention over a sequence sharded over a mesh axis; queries do not move.
 
     In each of n steps, a rank computes attention over the keys and values that it holds and sends
@@ -57,6 +61,13 @@ def ring_attention(
         documents. Both are gathered from all ranks, 4 bytes per token.
       layout: the layout of the sequence on the ranks: "contiguous" or "zigzag", see
         `zigzag_permutation`.
+      sink: a learned logit for each query head, without a value: it adds `exp(sink)` to the
+        denominator of each row with keys. Differentiable; gradients are summed over all ranks.
+      return_lse: also return `lse` `[B, T, N]`, differentiable: the logarithm of the denominator
+        (with the sink), in float32 (float64 for float64), -inf for padding.
+      return_max_logits: also return the largest logit of each head `[N]`, of all ranks and rows,
+        scaled and capped, without the sink and without derivative. The result is then `(out, lse)`,
+        `(out, max_logits)` or `(out, lse, max_logits)`.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation, deadline: see `ring_exchange`.
@@ -74,9 +85,12 @@ def ring_attention(
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
-    return rotating_attention(options, Ring(), q, k, v, packed)
+    outputs = rotating_attention(options, Ring(), Operands(q, k, v, sink), packed)
+    return options.returned(outputs)
 
 
 def zigzag_ring_attention(
@@ -89,11 +103,14 @@ def zigzag_ring_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Computes ring attention in zigzag layout: equal causal work for all ranks at every step.
 
     The sequence is cut into 2 n blocks; rank r computes blocks r and 2 n - 1 - r. Contiguous rows
@@ -112,6 +129,9 @@ def zigzag_ring_attention(
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
-    return rotating_attention(options, Zigzag(), q, k, v, packed)
+    outputs = rotating_attention(options, Zigzag(), Operands(q, k, v, sink), packed)
+    return options.returned(outputs)

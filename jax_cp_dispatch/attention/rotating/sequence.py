@@ -15,10 +15,10 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.gather import gather_sequence
-from jax_cp_dispatch.attention.local.blocks import attended_keys
-from jax_cp_dispatch.attention.local.derivative_order import in_reverse_only
+from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
+from jax_cp_dispatch.attention.operands import Operands, Outputs
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.attend import Rotation, TokenRanges, attend_rotating
@@ -67,11 +67,13 @@ class ShardedSequence:
             self.options.op,
             scale=self.options.scale,
             logit_soft_cap=self.options.logit_soft_cap,
+            return_max_logits=self.options.return_max_logits,
             **blocks_of_ranks(layout.num_rows, held, N, K, rows=256),
         ).resolved(q, k, v)
         passes = dataclasses.replace(passes, piece_rows=layout.block_rows)
         shape = B, layout.num_rows, N, H
-        return Rotation(self.schedule, layout, self.options.exchange, passes, shape, K)
+        rotation = Rotation(self.schedule, layout, self.options.exchange, passes, shape, K)
+        return dataclasses.replace(rotation, return_lse=self.options.return_lse)
 
     def _layout(self, num_tokens: int) -> SequenceLayout:
         """The layout in which a rank's tokens are computed."""
@@ -83,28 +85,39 @@ class ShardedSequence:
 
 def attend_sequence(
     sequence: ShardedSequence,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    operands: Operands,
     packed: PackedMask,
-) -> Float[Array, "B T N Hv"]:
+) -> Outputs:
     """Computes attention of this rank's rows, for all schedules."""
-    op = sequence.options.op
+    options, op = sequence.options, sequence.options.op
+    q, k, v, sink = operands
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
     check_mask_arrays(op, mask, q.shape[:2])
     packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
     B, T, N, _ = q.shape
     if B * T == 0:
-        return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
+        return empty_outputs(options, operands)
     rotation = sequence.rotation(q, k, v)
-    q, k, v = in_reverse_only(op, [q, k, v])
-    q, k, v = vary_alike([q, k, v], also=sequence.options.exchange.axis_names)
+    q, k, v, sink = operands.varying(options.exchange)
     q, k, v = to_layout(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, packed, (B, T))
-    leaves, tree = jax.tree.flatten((q, k, v, ranges))
-    out = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
-    return from_layout(sequence, out, T)
+    leaves, tree = jax.tree.flatten((q, k, v, ranges, sink))
+    out, lse, max_logits = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
+    if lse is None:
+        return Outputs(*from_layout(sequence, (out,), T), max_logits=max_logits)
+    out, lse = from_layout(sequence, (out, lse[..., None]), T)
+    return Outputs(out, lse[..., 0], max_logits)
+
+
+def empty_outputs(options: AttentionOptions, operands: Operands) -> Outputs:
+    """Returns the outputs of no tokens."""
+    q, _, v, _ = operands
+    B, T, N, _ = q.shape
+    dtype = accumulator(q)
+    lse = jnp.full((B, T, N), -jnp.inf, dtype) if options.return_lse else None
+    max_logits = jnp.full(N, -jnp.inf, dtype) if options.return_max_logits else None
+    return Outputs(jnp.zeros((B, T, N, v.shape[3]), q.dtype), lse, max_logits)
 
 
 def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
@@ -116,11 +129,11 @@ def to_layout(sequence: ShardedSequence, rotation: Rotation, arrays):
     return arrays
 
 
-def from_layout(sequence: ShardedSequence, out, num_tokens: int):
-    """Restores the caller's layout."""
+def from_layout(sequence: ShardedSequence, arrays, num_tokens: int):
+    """Restores the caller's layout of arrays `[B, rows, N, _]`."""
     if sequence.rearranges:
-        (out,) = named_context(_from_zigzag(sequence.options.exchange, (out,)))
-    return out[:, :num_tokens]
+        arrays = named_context(_from_zigzag(sequence.options.exchange, arrays))
+    return tuple(x[:, :num_tokens] for x in arrays)
 
 
 def token_ranges(
