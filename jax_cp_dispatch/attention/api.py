@@ -75,7 +75,7 @@ def context_parallel_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over packed documents, with the sequence sharded over a mesh axis.
 
     Call outside `jax.shard_map`, under `jit` or not, with global arrays. Differentiable once, in

@@ -33,13 +33,13 @@ def shard_map_inside(
     *,
     mesh: Mesh | AbstractMesh,
     in_specs: tuple[P, ...],
-    out_specs: P,
+    out_specs: Any,
     axis_names: set[str],
-    num_differentiable: int = 3,
+    num_differentiable: int,
 ) -> Callable[..., Any]:
     """Returns `jax.shard_map(attend, ...)`, for use inside another.
 
-    Differentiable in the first `num_differentiable` operands (q, k, v), in reverse mode.
+    Differentiable in the first `num_differentiable` operands, in reverse mode.
     """
     shard_map = partial(_whole_shard_map, mesh=mesh, axis_names=axis_names)
     inner = [name for name in mesh.axis_names if name in axis_names]

@@ -73,7 +73,7 @@ def attend_global(
     )
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
     if varies_outside(sharded, axes.manual):
-        shard_map = shard_map_inside
+        shard_map = partial(shard_map_inside, num_differentiable=4)  # q, k, v, sink
     attend = shard_map(
         partial(_local, options),
         mesh=axes.mesh,
@@ -96,7 +96,8 @@ def _local(options: GlobalOptions, *sharded) -> Outputs:
     outputs = _attend(options, Operands(*arrays), plan, packed)
     if outputs.max_logits is None or not options.axes.batch:
         return outputs
-    return outputs._replace(max_logits=lax.pmax(outputs.max_logits, options.axes.batch))
+    largest = lax.stop_gradient(outputs.max_logits)
+    return outputs._replace(max_logits=lax.pmax(largest, options.axes.batch))
 
 
 def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask) -> Outputs:

@@ -36,7 +36,7 @@ from jax_cp_dispatch.comm_gemm.types import CommOverlapMethod, CommOverlapType, 
 Method = CommOverlapMethod | str
 """A member or its name, "ring" for RING_EXCHANGE, or "auto"."""
 
-_Arrays = TypeVar("_Arrays", Float[Array, "..."], tuple[Float[Array, "..."], ...])
+_Arrays = TypeVar("_Arrays", Float[Array, "..."], tuple[Any, ...])
 """One array, or several, whose shapes may differ."""
 
 

@@ -29,6 +29,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.attention import api, auto, program as call_program
 from jax_cp_dispatch.attention.choose import choose_for
+from jax_cp_dispatch.attention.operands import Outputs
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.masks import Chunked, SlidingWindow
 from jax_cp_dispatch.planner.on_host import plan_on_host
@@ -190,9 +191,10 @@ def programs(monkeypatch):
     """The algorithm of each program, and whether it follows a plan; they are not run."""
     seen = []
 
-    def attend(q, k, v, plan, *documents, options):
+    def attend(operands, plan, packed, *, options):
         seen.append((options.algorithm, plan is not None))
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        q, _, v, _ = operands
+        return Outputs(jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype))
 
     monkeypatch.setattr(api, "attend_global", attend)
     return seen

@@ -155,7 +155,7 @@ CASES = [
     *(
         ("balance_profile", lambda options=options: balance(**options), says)
         for options, says in (
-            ({"algorithms": ["auto"]}, "got algorithm 'auto'. Name the algorithms"),
+            ({"algorithms": ["auto"]}, "got algorithm 'auto'. Name algorithms"),
             ({"algorithms": ["no"]}, "algorithm is 'no'; it needs to be one of"),
             ({"algorithms": [PLACEMENT.plan.slice_of(0)]}, r"\[1\] ranks.*Pass the plan of all"),
             (

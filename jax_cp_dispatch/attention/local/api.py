@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def local_attention(
     block_q: int | None = None,
     block_kv: int | None = None,
     block_heads: int | None = None,
-) -> tuple[Float[Array, "..."], ...]:
+) -> tuple[Any, ...]:
     """Computes attention of each query row over a range of key rows, or under a mask.
 
         visible(i, j) = kv_start[i] <= j < kv_end[i]  and  q_start[j] <= i < q_end[j]

@@ -29,8 +29,8 @@ def merge_partials(
       lse: their logarithm of the sum of exponentials.
       block_out: output over further keys.
       block_lse: likewise of the further keys.
-      sink: a logit per head without a value, see `local_attention`. Pass it with the last part only:
-        it joins the denominator once.
+      sink: a logit per head without a value, see `local_attention`. Pass it with the last part
+        only: it joins the denominator once.
     Returns:
       out, lse: over all keys, in float32 (float64 if an argument is float64).
     Raises:

@@ -1,4 +1,4 @@
-"""Sinks: a learned logit per head without a value, added to a softmax that is otherwise complete."""
+"""Sinks: a learned logit per head without a value, added to a complete softmax."""
 
 from __future__ import annotations
 

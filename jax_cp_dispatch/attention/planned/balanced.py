@@ -1,6 +1,7 @@
 """Balanced attention: queries and keys move as planned, and results return."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def balanced_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes causal attention over packed documents, with equal work on every rank.
 
     Sends each block of queries to the rank in `plan` and each key block to the ranks that need it,

@@ -72,8 +72,8 @@ def attend_rows(
 ) -> Outputs:
     """Calls `attend(options, operands, *plan)` on the concatenated rows of all batch rows."""
     *qkv, sink = operands.varying(options.exchange)
-    rows = (x.reshape(-1, *x.shape[2:]) for x in qkv)
-    out, lse, max_logits = attend(options, Operands(*rows, sink), *plan)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in qkv)
+    out, lse, max_logits = attend(options, Operands(q, k, v, sink), *plan)
     by_batch = lambda x: x.reshape(*operands.q.shape[:2], *x.shape[1:])
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32, PyTree
 
 from jax_cp_dispatch._dispatch.arguments import outgoing, returning
 from jax_cp_dispatch._dispatch.exchange import move
@@ -35,15 +35,15 @@ def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLi
 
 def return_q(
     exchange: CollectiveOptions, plan: AttentionPlan, out, fingerprint: Int32[Array, " 7"]
-) -> Float[Array, "T N H"]:
-    """Returns the output. If no error can be raised, a wrong fingerprint makes all of it NaN."""
+) -> PyTree[Float[Array, "T N ..."]]:
+    """Returns the output, with lse if asked for; NaN for a wrong fingerprint without errors."""
     out = _returning(exchange, "q", out, plan)
     return move(exchange, [out._replace(fingerprint=fingerprint)])[0]
 
 
 def send_q(
     exchange: CollectiveOptions, plan: AttentionPlan, dout
-) -> Float[Array, "q_capacity N Hv"]:
+) -> PyTree[Float[Array, "q_capacity N ..."]]:
     """Sends the output's gradients to the ranks of the queries."""
     return move(exchange, [_outgoing(exchange, "q", dout, plan)])[0]
 

@@ -1,6 +1,7 @@
 """Placed attention: queries stay, keys and values move as a placement requires."""
 
 from functools import partial
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Integer
@@ -44,7 +45,7 @@ def placed_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over packed documents whose tokens `place_tokens` has placed.
 
     Every rank receives the keys and values to which its queries attend; nothing else moves. Call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
@@ -36,7 +38,7 @@ def hamilton_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sharded sequence, using the links between all ranks at once.
 
     The keys and values of a rank are cut into n - 1 chunks. Each moves along its own Hamiltonian

@@ -182,7 +182,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     _, out = run(
         program(lambda seen: rotation.result(seen)[0].astype(q.dtype), [softmax], _ROWS), seen
     )
-    finish = program(lambda out: from_layout(sequence, out, num_tokens), [_ROWS], _ROWS)
+    finish = program(lambda out: from_layout(sequence, (out,), num_tokens)[0], [_ROWS], _ROWS)
     if not sequence.rearranges:
         return run(finish, out)[1]
     return record.step("from zigzag", communication=(finish, out))[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
@@ -32,7 +34,7 @@ def ring_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sequence sharded over a mesh axis; queries do not move.
 
     In each of n steps, a rank computes attention over the keys and values that it holds and sends
@@ -110,7 +112,7 @@ def zigzag_ring_attention(
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "..."], ...]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes ring attention in zigzag layout: equal causal work for all ranks at every step.
 
     The sequence is cut into 2 n blocks; rank r computes blocks r and 2 n - 1 - r. Contiguous rows

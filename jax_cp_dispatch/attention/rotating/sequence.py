@@ -95,7 +95,7 @@ def attend_sequence(
     check_rows(op, q, k, v, segment_ids, positions)
     check_mask_arrays(op, mask, q.shape[:2])
     packed = PackedMask(mask, *read_documents(op, segment_ids, positions))
-    B, T, N, _ = q.shape
+    B, T = q.shape[:2]
     if B * T == 0:
         return empty_outputs(options, operands)
     rotation = sequence.rotation(q, k, v)
@@ -103,7 +103,8 @@ def attend_sequence(
     q, k, v = to_layout(sequence, rotation, (q, k, v))
     ranges = token_ranges(sequence, rotation, packed, (B, T))
     leaves, tree = jax.tree.flatten((q, k, v, ranges, sink))
-    out, lse, max_logits = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
+    outputs: Outputs = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
+    out, lse, max_logits = outputs
     if lse is None:
         return Outputs(*from_layout(sequence, (out,), T), max_logits=max_logits)
     out, lse = from_layout(sequence, (out, lse[..., None]), T)

@@ -7,25 +7,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import num_ranks_here
-from jax_cp_dispatch._ranks.varying import vary_alike
+from jax_cp_dispatch._ranks.varying import vary_alike, vary_like
 from jax_cp_dispatch._residuals import named_context, named_context_received
 from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
-from jax_cp_dispatch.attention.local.derivative_order import (
-    forbid_second_derivative,
-    in_reverse_only,
-)
+from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
+from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
+from jax_cp_dispatch.attention.local.sink import sink_gradient
+from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
+from jax_cp_dispatch.attention.rotating.sequence import empty_outputs
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays
@@ -39,19 +41,35 @@ class _Call(NamedTuple):
     heads: HeadExchange
     copies: int  # of each KV head
 
+    def share_of(self, x: Float[Array, " N"]) -> Float[Array, " share"]:
+        """Returns the numbers of this rank's heads."""
+        size = x.shape[0] // self.heads.num_ranks
+        return lax.dynamic_slice_in_dim(x, self._first(size), size)
 
-def attend_ulysses(
-    options: AttentionOptions,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    packed: PackedMask,
-) -> Float[Array, "B T N Hv"]:
+    def of_all_heads(
+        self, share: Float[Array, " share"], others: Float[Array, " N"]
+    ) -> Float[Array, " N"]:
+        """Returns the numbers of all heads: those of this rank's, and of the others."""
+        first = self._first(share.shape[0])
+        return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
+
+    def max_of_all(self, share: Float[Array, " share"], num_heads: int) -> Float[Array, " N"]:
+        """Returns the numbers of all heads, on all ranks."""
+        axis_name = self.options.exchange.axis_name
+        (none,) = vary_like([jnp.full(num_heads, -jnp.inf, share.dtype)], share)
+        return lax.pmax(self.of_all_heads(share, none), axis_name)
+
+    def _first(self, size: int) -> Int[Array, ""]:
+        return lax.axis_index(self.options.exchange.axis_name) * size
+
+
+def attend_ulysses(options: AttentionOptions, operands: Operands, packed: PackedMask) -> Outputs:
     """`ulysses_attention` with options, which name the public function."""
     op, exchange = options.op, options.exchange
     instead = "context_parallel_attention(..., algorithm='ulysses')"
     num_ranks = num_ranks_here(op, exchange.axis_name, instead)
     options.check()
+    q, k, v, _ = operands
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
     check_mask_arrays(op, mask, q.shape[:2])
@@ -59,12 +77,11 @@ def attend_ulysses(
     check_heads(op, q.shape[2], num_ranks)
     B, T, N, _ = q.shape
     if B * T == 0:
-        return jnp.zeros((B, T, N, v.shape[3]), q.dtype)
-    q, k, v = in_reverse_only(op, [q, k, v])
-    q, k, v = vary_alike([q, k, v], also=exchange.axis_names)
+        return empty_outputs(options, operands)
+    operands = operands.varying(exchange)
     heads = HeadExchange(exchange, num_ranks, options.layout)
     call = _Call(options, heads, kv_copies(N, k.shape[2], num_ranks))
-    leaves, tree = jax.tree.flatten((q, k, v, token_ranges(heads, packed, (B, T))))
+    leaves, tree = jax.tree.flatten((operands, token_ranges(heads, packed, (B, T))))
     return _attend(call, *tree.unflatten(vary_alike(leaves)))
 
 
@@ -93,59 +110,74 @@ def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, q, k, v, ranges: MaskRanges):
-    return _forward(call, q, k, v, ranges)[0]
+def _attend(call: _Call, operands: Operands, ranges: MaskRanges) -> Outputs:
+    return _forward(call, operands, ranges)[0]
 
 
-def _forward(call: _Call, q, k, v, ranges: MaskRanges):
-    q, *kv = forbid_second_derivative(call.options.op, [q, k, v])
+def _forward(call: _Call, operands: Operands, ranges: MaskRanges):
+    *qkv, sink = operands
+    q, *kv = forbid_second_derivative(call.options.op, qkv)
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
     q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv]))
-    operands = q_there, k_there, v_there, ranges
-    out, lse = named_context(attend_heads(call.options, *operands))
-    (home,) = call.heads.to_tokens([out.astype(q.dtype)])
-    return named_context(home), (operands, out, lse)
+    received = q_there, k_there, v_there, ranges
+    its_sink = None if sink is None else call.share_of(sink)
+    out, lse, *max_logits = attend_heads(call.options, received, its_sink)
+    out, lse = named_context((out, lse))
+    of_lse = [jnp.swapaxes(lse, 1, 2)[..., None]] if call.options.return_lse else []
+    home, *of_lse = named_context(call.heads.to_tokens([out.astype(q.dtype), *of_lse]))
+    outputs = Outputs(
+        home,
+        of_lse[0][..., 0] if of_lse else None,
+        call.max_of_all(max_logits[0], q.shape[2]) if max_logits else None,
+    )
+    return outputs, (received, out, lse, sink)
 
 
-def _backward(call: _Call, residuals, dhome):
-    operands, out, lse = residuals
-    (dhome,) = forbid_second_derivative(call.options.op, [dhome])
-    (dout,) = call.heads.to_heads([dhome])
-    dq, *dkv = attend_heads_backward(call.options, operands, (out, lse, dout))
+def _backward(call: _Call, residuals, cotangents: Outputs):
+    received, out, lse, sink = residuals
+    dhome, dlse, _ = cotangents
+    of_lse = [] if dlse is None else [dlse[..., None]]
+    dout, *of_lse = call.heads.to_heads([dhome, *of_lse])
+    cotangents = Outputs(dout, of_lse[0][..., 0] if of_lse else None)
+    whole = softmax_gradients(call.options.op, out, lse, cotangents)
+    dq, *dkv = attend_heads_backward(call.options, received, whole)
     if call.copies == 1:  # each gradient is final; gradients of copies are summed first
         dkv = [x.astype(dhome.dtype) for x in dkv]
-    dq, *dkv = call.heads.to_tokens([dq.astype(dhome.dtype), *dkv])
+    dq, dk, dv = call.heads.to_tokens([dq.astype(dhome.dtype), *dkv])
     if call.copies > 1:
-        dkv = [_sum_of_copies(x, call.copies).astype(dhome.dtype) for x in dkv]
-    return dq, *dkv, None
+        dk, dv = (_sum_of_copies(x, call.copies).astype(dhome.dtype) for x in (dk, dv))
+    dsink = None
+    if sink is not None:
+        dsink = call.of_all_heads(sink_gradient(call.share_of(sink), whole), jnp.zeros_like(sink))
+    return Operands(dq, dk, dv, dsink), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def attend_heads(options: AttentionOptions, q, k, v, ranges: MaskRanges):
+def attend_heads(options: AttentionOptions, operands, sink=None):
     """Computes local attention of whole sequences; returns output and lse, unrounded."""
-    return local_attention(q, k, v, *ranges[:2], **_local_keywords(options, q, k, ranges))
-
-
-def attend_heads_backward(options: AttentionOptions, operands, outputs):
-    """Computes its derivative, unrounded; `outputs` are out, lse and dout."""
     q, k, v, ranges = operands
     keywords = _local_keywords(options, q, k, ranges)
-    return local_attention_backward(q, k, v, *ranges[:2], *outputs, **keywords)
+    asked = {"sink": sink, "return_max_logits": options.return_max_logits}
+    return local_attention(q, k, v, *ranges[:2], **keywords, **asked)
+
+
+def attend_heads_backward(options: AttentionOptions, operands, whole: SoftmaxGradients):
+    """Computes its derivative, unrounded."""
+    q, k, v, ranges = operands
+    keywords = _local_keywords(options, q, k, ranges)
+    k_start, k_end = ranges[:2]
+    return local_attention_backward(q, k, v, k_start, k_end, *whole, **keywords)
 
 
 def _local_keywords(options: AttentionOptions, q, k, ranges: MaskRanges) -> dict[str, Any]:
     (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
     blocks = blocks_of_ranks(T, S, N, K, rows=256)
     of_keys = {"q_start": ranges.q_start, "q_end": ranges.q_end}
-    return {
-        "scale": options.scale,
-        "logit_soft_cap": options.logit_soft_cap,
-        **of_keys,
-        **blocks,
-    }
+    softmax = {"scale": options.scale, "logit_soft_cap": options.logit_soft_cap}
+    return {**softmax, **of_keys, **blocks}
 
 
 def _sum_of_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B T K H"]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.ulysses.attend import attend_ulysses
@@ -23,11 +26,14 @@ def ulysses_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     positions: Integer[Array, "B T"] | None = None,
     layout: str = "contiguous",
+    sink: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
     deadline: float | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | Any:
     """Computes attention over a sequence sharded over a mesh axis; ranks share the heads.
 
     An all-to-all gives each rank all tokens of its N / W query heads and of the KV heads that these
@@ -45,8 +51,8 @@ def ulysses_attention(
     Args:
       q: this rank's T rows of the sequence; any T, the same on every rank. W ranks divide N.
       k, v, axis_name, mask, segment_ids, positions: as `ring_attention`.
-      layout, scale, logit_soft_cap, implementation, deadline: as `ring_attention`; "xla" makes an
-        all-to-all of each array.
+      layout, sink, return_lse, return_max_logits, scale, logit_soft_cap, implementation, deadline:
+        as `ring_attention`; "xla" makes an all-to-all of each array.
     Returns:
       The output in the layout and dtype of q; zero for padding.
     Raises:
@@ -62,6 +68,8 @@ def ulysses_attention(
         layout=layout,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     packed = PackedMask(read_mask(options.op, mask), segment_ids, positions)
-    return attend_ulysses(options, q, k, v, packed)
+    return options.returned(attend_ulysses(options, Operands(q, k, v, sink), packed))
