@@ -2,7 +2,8 @@
 
 FLOPs count the matrix products of the query-key pairs in the ranges: two forward, five backward.
 The matmul rates, in float32 and in the operands' dtype, are those of a `jnp.matmul` of 4096^3 in
-the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask.
+the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask. "shared prefix" is a
+prompt with its completions in one row, against a row of prompt and completion for each.
 """
 
 import common
@@ -12,8 +13,9 @@ import numpy as np
 
 from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.cost import attention_flops
+from jax_cp_dispatch.masks import SharedPrefix
 
-NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
+NUM_HEADS, HEAD_SIZE, PACKED_LENGTH, NUM_COMPLETIONS = 8, 64, 1024, 8
 MATMUL_SIZE = 4096
 
 
@@ -23,6 +25,20 @@ def key_ranges(case, num_tokens):
         return 0 * position, 0 * position + num_tokens
     length = PACKED_LENGTH if case == "packed" else num_tokens
     return position // length * length, position + 1
+
+
+def shared_prefix(num_tokens, operands, dtype):
+    """Returns the passes of one row and of separate rows, and the pairs of the former."""
+    prompt, completion = num_tokens * 3 // 4, num_tokens // 4 // NUM_COMPLETIONS
+    ids = np.repeat(np.arange(NUM_COMPLETIONS + 1), [prompt] + NUM_COMPLETIONS * [completion])[None]
+    mask = SharedPrefix(jnp.asarray(ids))
+    runs = passes("local", lambda q, k, v: local_attention(q, k, v, mask=mask)[0], *operands)
+    shape = (4, NUM_COMPLETIONS, prompt + completion, NUM_HEADS, HEAD_SIZE)
+    rows = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype))
+    causal = lambda q, k, v: local_attention(q, k, v, mask="causal")[0]
+    runs |= passes("separate", causal, *rows)
+    of_completion = prompt * completion + completion * (completion + 1) // 2
+    return runs, prompt * (prompt + 1) // 2 + NUM_COMPLETIONS * of_completion
 
 
 def passes(name, attend, q, k, v, dout):
@@ -43,37 +59,44 @@ def measure(dtype, case, num_tokens, repeats):
     rng = np.random.default_rng(0)
     shape = (4, 1, num_tokens, NUM_HEADS, HEAD_SIZE)
     operands = tuple(jnp.asarray(rng.normal(size=shape), dtype))
-    start, end = key_ranges(case, num_tokens)
-    ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
     square = jnp.asarray(rng.normal(size=(MATMUL_SIZE, MATMUL_SIZE)), jnp.float32)
     runs = {
         f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in (square, square.astype(dtype))
     }
-    runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
-    if case == "packed":  # the masked part does not change the time
-        position = np.arange(num_tokens)
-        mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
-        dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
-        runs |= passes("dense", dense, *operands)
+    if case == "shared prefix":
+        more, pairs = shared_prefix(num_tokens, operands, dtype)
+        runs |= more
+    else:
+        start, end = key_ranges(case, num_tokens)
+        pairs = (end - start).sum()
+        ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
+        runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
+        if case == "packed":  # the masked part does not change the time
+            position = np.arange(num_tokens)
+            mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
+            dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
+            runs |= passes("dense", dense, *operands)
     seconds = common.interleaved(runs, repeats)
 
     flops = {
         backward: attention_flops(
-            (end - start).sum(), num_heads=NUM_HEADS, head_size=HEAD_SIZE, backward=backward
+            pairs, num_heads=NUM_HEADS, head_size=HEAD_SIZE, backward=backward
         )
         for backward in (False, True)
     }
     rows = []
     for what, count in (("forward", flops[False]), ("forward_backward", sum(flops.values()))):
-        time, dense = seconds[f"local_{what}"], seconds.get(f"dense_{what}")
+        time = seconds[f"local_{what}"]
         row = {"dtype": dtype, "case": case, "pass": what, "seconds": round(time, 3)}
         row["GFLOP_per_s"] = round(count / time / 1e9, 1)
         for name in ("float32", dtype):
             rate = 2 * MATMUL_SIZE**3 / seconds[f"matmul_{name}"]
             row[f"{name}_matmul_GFLOP_per_s"] = round(rate / 1e9, 1)
             row[f"share_of_{name}_matmul"] = round(count / time / rate, 3)
-        if dense is not None:
-            row |= {"dense_seconds": round(dense, 3), "times_faster": round(dense / time, 1)}
+        for other in ("dense", "separate"):
+            if (slower := seconds.get(f"{other}_{what}")) is not None:
+                row |= {f"{other}_seconds": round(slower, 3)}
+                row |= {"times_faster": round(slower / time, 1)}
         rows.append(row)
     return rows
 
@@ -81,7 +104,7 @@ def measure(dtype, case, num_tokens, repeats):
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full"])
+    parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full", "shared prefix"])
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = common.options(parser, tokens=2048, dtypes=["float32"])
     rows = []

@@ -40,7 +40,7 @@ VIEWS = {
     ),
     "local_attention": View(
         "**Local attention**: {title}, forward and backward, float32. Rate: as above. Speedup: "
-        "over `jax.nn.dot_product_attention` with a mask.",
+        "over `jax.nn.dot_product_attention` with a mask; of a shared prefix, over separate rows.",
         {"": "{case}"},
         {
             "s": "{seconds}",

@@ -24,7 +24,7 @@ struct PlacementProblem {
   std::vector<int64_t> lengths;  // tokens of each document
   int32_t num_ranks = 1;
   int64_t tokens_per_rank =
-      0;  // all ranks together hold at least the documents; the rest is padding
+      0;          // all ranks together hold at least the documents; the rest is padding
   PairSum pairs;  // of all layers
   int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
   std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional

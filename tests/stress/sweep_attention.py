@@ -9,6 +9,7 @@ with 1 if an error exceeds the tolerance or a program does not run.
 """
 
 import argparse
+import dataclasses
 import itertools
 import pathlib
 import sys
@@ -20,16 +21,21 @@ sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("orac
 
 import jax
 import numpy as np
+from array_masks import KINDS, random_mask
+from attention_oracle import masked_attention, masked_attention_gradients
+from jax.sharding import PartitionSpec as P
+from mask_oracle import batch_visible
+from on_mesh import AXIS, mesh_of
 from sequences import NAMES, TOLERANCE, Case, dense, draw, relative_errors, run
 
 from jax_cp_dispatch.attention.rotating import sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.masks import Chunked, SlidingWindow
+from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
 NUM_RANKS = (*range(1, 10), 16)
 SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles")
 LAYOUTS = ("contiguous", "zigzag")
-MASKS = ("causal", "full", "window", "two-sided", "chunked")
+MASKS = ("causal", "full", "window", "two-sided", "chunked", "block-causal", *KINDS)
 
 
 def schedule(rng, name, num_ranks) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def draw_case(rng, num_ranks, name, layout, mask):
         rows=choose(1, few, 2 * num_chunks, many),
         **schedule(rng, name, num_ranks),
         documents=choose("none", "segments", "segments", "positions", "both"),
-        mask=draw_mask(rng, mask),
+        mask=mask if mask in KINDS else draw_mask(rng, mask),
         layout=layout,
         batch=choose(1, 2),
         heads=choose((2, 2), (4, 2), (3, 1)),
@@ -74,9 +80,41 @@ def draw_mask(rng, kind):
     if kind in ("causal", "full"):
         return kind
     if kind != "two-sided":
-        return {"window": SlidingWindow, "chunked": Chunked}[kind](int(rng.integers(1, 20)))
+        kinds = {"window": SlidingWindow, "chunked": Chunked, "block-causal": BlockCausal}
+        return kinds[kind](int(rng.integers(1, 20)))
     left, right = (None if rng.integers(4) == 0 else int(rng.integers(0, 15)) for _ in range(2))
     return SlidingWindow(None if left is None else left + 1, right)
+
+
+def run_mask_of_arrays(case, seed):
+    """Returns results of a random mask of this kind, an argument of the program, and dense ones."""
+    documents = "none" if case.documents == "none" else "segments"
+    plain = dataclasses.replace(case, mask="causal", documents=documents)
+    *arrays, segment_ids, _ = draw(plain, seed)
+    ids = np.ones(arrays[0].shape[:2], int) if segment_ids is None else segment_ids
+    constructor, of_mask, pairs = random_mask(case.mask, np.random.default_rng(seed), ids)
+    attend = jax.shard_map(
+        lambda q, k, v, ids, mask: plain.function(q, k, v, segment_ids=ids, mask=mask),
+        mesh=mesh_of(case.num_ranks),
+        in_specs=P(None, AXIS),
+        out_specs=P(None, AXIS),
+        check_vma=case.check_vma,
+    )
+
+    @jax.jit
+    def program(q, k, v, g, *others):
+        out, pull_back = jax.vjp(lambda *x: attend(*x, *others), q, k, v)
+        return out, *pull_back(g)
+
+    operands = *arrays, segment_ids, constructor(*of_mask)
+    stored = jax.tree.map(lambda x: np.asarray(x)[:, case.order], operands)
+    got = [np.asarray(x)[:, np.argsort(case.order)] for x in program(*stored)]
+    q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
+    options = {"scale": case.scale, "logit_soft_cap": case.logit_soft_cap}
+    pairs = batch_visible(ids, pairs)
+    out, lse = masked_attention(q, k, v, pairs, **options)
+    wanted = masked_attention_gradients(q, k, v, pairs, g, np.zeros(lse.shape), **options)
+    return got, [out, *wanted]
 
 
 def blocks(rng):
@@ -89,7 +127,7 @@ def blocks(rng):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many more programs; see above.")
-    parser.add_argument("--programs", type=int, help="of 600; all if not given")
+    parser.add_argument("--programs", type=int, help="of 1,440; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start_cpu_devices(max(NUM_RANKS))
@@ -101,10 +139,13 @@ def main() -> int:
     failures, begin = [], time.monotonic()
     for number, case in enumerate(cases, 1):
         try:
-            operands = draw(case, number)
             with blocks(rng):
-                got = run(case, operands)
-            errors = relative_errors(got, dense(case, operands))
+                if case.mask in KINDS:
+                    got, wanted = run_mask_of_arrays(case, number)
+                else:
+                    operands = draw(case, number)
+                    got, wanted = run(case, operands), dense(case, operands)
+            errors = relative_errors(got, wanted)
         except Exception as error:
             failures.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
             print(failures[-1], flush=True)

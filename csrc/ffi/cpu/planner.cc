@@ -70,8 +70,7 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
       .def_rw("ranks_per_node", &Problem::ranks_per_node)
       .def_rw("block", &Problem::block)
       .def_prop_rw(
-          "pairs",
-          [](const Problem& x) { return MaskOf(x.pairs); },
+          "pairs", [](const Problem& x) { return MaskOf(x.pairs); },
           [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); });
 }
 
