@@ -88,7 +88,8 @@ def local_attention(
         `context_parallel_attention`.
       sink: a learned logit per head without a value: it adds `exp(sink)` to the denominator of each
         row with keys. Differentiable.
-      return_max_logits: also return the largest logit of each head.
+      return_max_logits: also return the largest logit of each head, over all rows: scaled and
+        capped, without the sink and without derivative.
       scale: factor on the logits, `1 / sqrt(H)` if None.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       block_q: query rows per block; None chooses from the shapes.
@@ -97,11 +98,8 @@ def local_attention(
         the shapes.
     Returns:
       out: float32 (float64 for float64 inputs), zero where the range is empty.
-      lse: logarithm of the sum of the exponentials of the logits and the sink, `[B, N, T]`; `-inf`
-        where the range is empty.
-      max_logits: if asked for, float32 `[N]` (float64 for float64 inputs): the largest logit of any
-        visible key, scaled and capped, without the sink; `-inf` if there is none. Without
-        derivative.
+      lse: logarithm of the denominator, `[B, N, T]`; `-inf` where the range is empty.
+      max_logits: only if asked for, `[N]`; `-inf` if no query has keys.
     Raises:
       TypeError: other dtypes than above, or ranges that are not integers.
       ValueError: shapes do not match, or an option is out of range.
