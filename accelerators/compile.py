@@ -31,7 +31,7 @@ def compiled(target: Target, shapes: Shapes, name: str) -> dict[str, Any]:
     try:
         program = target.lower(PROGRAMS[name](shapes).trace()).compile()
     except Exception as error:  # the reason is the result
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split("Suspected Python Code Location")[0].split())
         return row | {"state": "refused", "reason": f"{type(error).__name__}: {reason[:400]}"}
     text = program.as_text()
     schedule = Scheduled(text)

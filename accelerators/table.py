@@ -38,7 +38,7 @@ def _state(row: Row | None, reasons: list[str]) -> str:
         return "not tried"
     if row["state"] == "compiled":
         return "compiled"
-    reason = row["reason"].split(" Suspected Python")[0].split(" RET_CHECK failure")[0]
+    reason = row["reason"]
     if reason not in reasons:
         reasons.append(reason)
     return f"refused ({reasons.index(reason) + 1})"

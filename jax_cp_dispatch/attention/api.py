@@ -219,13 +219,9 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
             f"layout={attention.layout!r}. Choose another algorithm."
         )
     if name == "auto":
-        read_mask_of_numbers(_OP, mask, "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
+        read_mask_of_numbers(_OP, mask)
     if name == "balanced":
-        read_causal_mask(
-            _OP,
-            mask,
-            "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses', or 'placed' if it has no arrays.",
-        )
+        read_causal_mask(_OP, mask)
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
 from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 HostOrDevice: TypeAlias = Array | np.ndarray
@@ -56,8 +56,8 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
 
 def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> StaticMask:
     """Returns the mask of a plan; if one is passed beside it, it must be the same."""
-    if mask is not None and read_mask(op, mask) != plan.mask:
-        given = read_mask(op, mask)
+    given = plan.mask if mask is None else read_mask_of_numbers(op, mask)
+    if given != plan.mask:
         raise ValueError(
             f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "
             f"mask={given}."

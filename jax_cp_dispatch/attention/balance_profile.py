@@ -122,7 +122,7 @@ def balance_profile(
       TypeError, ValueError: as `plan_attention`; or the heads do not match, an algorithm is "auto",
         or a plan is for other sizes.
     """
-    mask = read_causal_mask(_OP, mask, "Omit it for the default.")
+    mask = read_causal_mask(_OP, mask)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
     documents = documents_of(_OP, world_size=world_size, lengths=lengths, columns=columns)

@@ -99,7 +99,7 @@ def choose_algorithm(
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
-    mask = read_mask_of_numbers(op, mask, "Choose 'ring', 'zigzag', 'hamilton' or 'ulysses'.")
+    mask = read_mask_of_numbers(op, mask)
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
     hardware = default_hardware() if hardware is None else hardware

@@ -35,24 +35,25 @@ def read_mask(op: str, mask: Any) -> Mask:
     )
 
 
-def read_mask_of_numbers(op: str, mask: Any, instead: str = "Pass such a mask.") -> StaticMask:
+def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     """Returns a mask without arrays, whose pairs follow from the lengths of documents."""
     mask = read_mask(op, mask)
     if not isinstance(mask, StaticMask):
         raise ValueError(
             f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
-            f"SlidingWindow or Chunked. {instead}"
+            "SlidingWindow or Chunked. For masks of arrays, choose the algorithm 'ring', 'zigzag', "
+            "'hamilton' or 'ulysses'."
         )
     return mask
 
 
-def read_causal_mask(op: str, mask: Any, instead: str) -> StaticMask:
+def read_causal_mask(op: str, mask: Any) -> StaticMask:
     """Returns a mask without arrays in which every query sees its own key last."""
-    mask = read_mask_of_numbers(op, mask, instead)
+    mask = read_mask_of_numbers(op, mask)
     if not mask.is_causal:
         raise ValueError(
             f"{op}: mask is {mask}, but balanced attention needs a causal mask: no query may see "
-            f"keys after its own. {instead}"
+            "keys after its own. Choose 'placed' with place_tokens, or another algorithm."
         )
     return mask
 

@@ -52,7 +52,7 @@ def needs_inside_jit(
       TypeError, ValueError: as `plan_attention`, except for capacities.
     """
     op = "needs_inside_jit"
-    mask = read_causal_mask(op, mask, "Omit it for the default.")
+    mask = read_causal_mask(op, mask)
     grid = check_shapes(op, segment_ids, positions, world_size, config)
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}

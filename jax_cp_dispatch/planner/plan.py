@@ -100,7 +100,7 @@ def plan_attention(
         exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask is not
         causal.
     """
-    mask = read_causal_mask(_OP, mask, "Use place_tokens.")
+    mask = read_causal_mask(_OP, mask)
     check_config(_OP, config)
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)

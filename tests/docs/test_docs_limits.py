@@ -38,7 +38,6 @@ def dense(names, mask, sink=None):
 
 CAUSAL = COLUMN <= ROW
 MASKS = {
-    "prefix_out": CAUSAL | (COLUMN < 8),
     "streaming_out": CAUSAL & ((COLUMN < 4) | (ROW - COLUMN < 8)),
     "sink_out": CAUSAL,
 }

@@ -166,7 +166,7 @@ CASES = [
             ({"head_size": 0}, "head_size is 0; it needs to be at least 1"),
             ({"repeats": 0}, "repeats is 0; it needs to be at least 1"),
             ({"dtype": "int32"}, "have dtypes int32.*Cast"),
-            ({"mask": "full"}, r"mask is Full\(\).*Omit it"),
+            ({"mask": "full"}, r"mask is Full\(\).*needs a causal mask.*place_tokens"),
             ({"columns": 6}, "the lengths of batch row 0 sum to 8"),
             ({"world_size": 3}, "columns cannot be split over world_size=3"),
         )

@@ -146,11 +146,10 @@ def local_attention_backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
     """Computes the gradients of merged attention for one set of keys.
 
-    `out` and `lse` are those of the whole softmax; `k`, `v` and the ranges are any part of its
-    keys (out and lse may include a sink). The sum of all parts' `dq` is the gradient of q; `dk` and
-    `dv` are final. With one part,
-    this is the derivative of `local_attention`. Call where `local_attention` may be called. Not
-    differentiable.
+    `out` and `lse` are those of the whole softmax, with its sink; `k`, `v` and the ranges are any
+    part of its keys. The sum of all parts' `dq` is the gradient of q; `dk` and `dv` are final. With
+    one part, this is the derivative of `local_attention`. Call where `local_attention` may be
+    called. Not differentiable.
 
     Args:
       q, k, v, kv_start, kv_end, q_start, q_end: as in `local_attention`, and so are all options.

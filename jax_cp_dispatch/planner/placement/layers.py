@@ -8,7 +8,6 @@ from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 
-_INSTEAD = "Use 'ring', 'zigzag', 'hamilton' or 'ulysses'."
 _MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 64 bits
 
 
@@ -26,12 +25,12 @@ def read_layers(
     if masks is None:
         if layers is not None:
             raise ValueError(f"{op}: got layers without masks. Pass masks, one for each number.")
-        return Layers((read_mask_of_numbers(op, mask, _INSTEAD),), (1,))
+        return Layers((read_mask_of_numbers(op, mask),), (1,))
     if mask is not None:
         raise ValueError(f"{op}: got both mask and masks. Pass masks alone.")
     if not isinstance(masks, list | tuple) or not masks:
         raise ValueError(f"{op}: masks is {masks!r}; pass a tuple of at least one mask.")
-    seen = tuple(read_mask_of_numbers(op, x, _INSTEAD) for x in masks)
+    seen = tuple(read_mask_of_numbers(op, x) for x in masks)
     layers = (1,) * len(seen) if layers is None else layers
     if not isinstance(layers, list | tuple) or len(layers) != len(seen):
         raise ValueError(
