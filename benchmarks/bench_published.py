@@ -31,30 +31,6 @@ TOKEN_FLOPS = 2 * WEIGHTS  # forward; backward twice as many
 PAIR_FLOPS = 4 * WIDTH * LAYERS  # forward; backward 2.5 times as many: it recomputes the scores
 BACKWARD = {"linear": 2.0, "attention": 2.5}
 MACHINE = HARDWARE["h100"]
-# What each reports at most, where, and over what. TASP's is of attention alone.
-REPORTED = [
-    {
-        "system": "DistCA",
-        "factor": 1.35,
-        "source": "arXiv:2510.18121",
-        "what": "a training step on up to 512 H200, contexts up to 512K tokens",
-        "baseline": "WLB-LLM, which balances packed documents already",
-    },
-    {
-        "system": "Megatron's dynamic context parallelism",
-        "factor": 1.48,
-        "source": "NVIDIA's technical blog, 2026-01-28",
-        "what": "a training step with documents of different lengths",
-        "baseline": "packing to equal lengths over groups of fixed size",
-    },
-    {
-        "system": "TASP",
-        "factor": 3.58,
-        "source": "arXiv:2509.26541",
-        "what": "attention alone on H100 and MI300X, all ranks on one sequence",
-        "baseline": "ring and zigzag ring attention",
-    },
-]
 
 
 def batches(name: str, world_size: int, count: int) -> Iterator[list[int]]:
@@ -211,7 +187,7 @@ def main() -> None:
         **HEADS,
     }  # fmt: skip
     title = "published rules beside placement, counted"
-    common.write(arguments.output, title, rows, model=model, reported=REPORTED)
+    common.write(arguments.output, title, rows, model=model)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterable
 
 from summary import highlights, other_results
-from tables import VIEWS, reported_gains
+from tables import VIEWS
 from view import Result
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,9 +47,6 @@ def pages(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     first = [VIEWS[x].lines(found[x], "docs/images") for x in ("balance",) if x in found]
     shown = text_of([highlights(found), *first, other_results(found)])
     sections = [view.lines(found[name]) for name, view in VIEWS.items() if name in found]
-    if "published" in found:
-        place = [name for name in VIEWS if name in found].index("published")
-        sections.insert(place + 1, reported_gains(found["published"]))
     every = text_of([introduction(found), *sections])
     return {readme: f"{before}{BEGIN}{shown}{END}{after}", page: every.rstrip() + "\n"}
 

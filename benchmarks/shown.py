@@ -12,7 +12,6 @@ RULES = {
     "whole": "whole documents",
 }
 VARIANTS = ("hamilton, direct", "hamilton, XLA's all-to-all")
-STEPS = {"generous": 0, "middle": 3, "tight": 5}  # of the limits
 
 
 def with_most(field: str) -> Callable[[Result], Iterator[Row]]:
@@ -54,12 +53,6 @@ def planner(result: Result) -> Iterator[Row]:
     for row in result["rows"]:
         if row["num_kv_heads"] < row["num_heads"]:
             yield row | {"plan_MB": row["plan_bytes"] / 1e6}
-
-
-def placement_limits(result: Result) -> Iterator[Row]:
-    for row in result["rows"]:
-        for name, step in STEPS.items():
-            yield row | {"step": name, **row["steps"][step]}
 
 
 def published(result: Result) -> Iterator[Row]:

@@ -1,18 +1,7 @@
 """What docs/benchmarks.md shows of each result file: a table and one line, in order of the page."""
 
 import shown
-from view import NONE, Result, View, cells
-
-# Of each system that reports a gain: the nearest pair of rules, and why the counts differ.
-NEAREST = {
-    "DistCA": ("groups", "placed", "its baseline is balanced in part; a fixed group is not"),
-    "Megatron": (
-        "groups",
-        "hybrid",
-        "it estimates work by the squared length alone, and a round can end early",
-    ),
-    "TASP": ("zigzag", "placed", "its gain is one of links, which packed documents need less"),
-}
+from view import View
 
 VIEWS = {
     "balance": View(
@@ -78,16 +67,6 @@ VIEWS = {
         {"{implementation}, {devices} devices": "{us}"},
         shown.exchange,
     ),
-    "growth": View(
-        "**Growth**: {title}, in equal parts to all ranks; memcpy of all bytes by one thread.",
-        {"devices": "{devices}"},
-        {
-            "dispatch ms": "{donated_ms:.2f}",
-            "ppermute ms": "{ppermute_ms:.2f}",
-            "memcpy ms": "{memcpy_ms:.2f}",
-        },
-        shown.with_most("bytes_per_rank"),
-    ),
     "processes": View(
         "**Between processes of one host**: {title}, one device per process. Cells: ms, and the "
         "speedup over the faster gloo collective.",
@@ -100,9 +79,6 @@ VIEWS = {
         {"": "{layer}, {M} × {K} × {N}"},
         {"{devices} devices, {dtype}": "{of_xla:.2f} ({chosen})"},
         shown.comm_gemm,
-    ),
-    "comm_gemm_tokens": View(
-        "**Overlapped GEMMs, {title}**: ms.", {"": "{way}"}, {"{what}": "{ms}"}
     ),
     "gemm_processes": View(
         "**Overlapped GEMMs between processes**: {title}. Cells: ms, and the speedup over gloo and "
@@ -165,13 +141,6 @@ VIEWS = {
             "min-heap": "{min_heap[bytes_per_token]:,}",
         },
     ),
-    "placement_limits": View(
-        "**Placement under limits of memory**: {tokens_per_rank} tokens per rank. Cells: "
-        "`kv_capacity` per token of a rank, and work, with a lower bound in parentheses.",
-        {"lengths, ranks": "{lengths}, {world_size}"},
-        {"{step}": "{capacity_per_token:.2f}: {imbalance:.2f} ({least_imbalance:.2f})"},
-        shown.placement_limits,
-    ),
     "published": View(
         "**Published rules beside placement, counted.** The step of {model[name]} by a rule, "
         "divided by that of `place_tokens`, with the links of an H100 node; in parentheses, most "
@@ -202,23 +171,3 @@ VIEWS = {
         shown.predicted_nodes,
     ),
 }  # by the name of the result file
-
-
-def reported_gains(result: Result) -> list[str]:
-    """Returns a table: gains that others report, what the counts predict, and why they differ."""
-    rows = {(row["lengths"], row["world_size"], row["method"]): row for row in result["rows"]}
-    lines = [
-        cells("", "reported", "predicted", "of", "over", "why they differ"),
-        "|" + "---|" * len(("system", "reported", "predicted", "of", "over", "why")),
-    ]
-    for x in result["reported"]:
-        method, other, why = NEAREST[x["system"].split("'")[0]]
-        ratios = [
-            row["step_with_links"] / rows[*where, other]["step_with_links"]
-            for (*where, name), row in rows.items()
-            if name == method and (*where, other) in rows
-        ]
-        predicted = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else NONE
-        system = f"{x['system']} ({x['source']})"
-        lines.append(cells(system, x["factor"], predicted, x["what"], x["baseline"], why))
-    return lines

@@ -99,7 +99,7 @@ def test_a_method_that_did_not_run_states_the_reason(pages):
 def test_the_total_time_is_shown_if_every_result_has_one(pages):
     results = {name: result | {"took_s": 60} for name, result in RESULTS.items()}
     assert f"All take {len(results)} minutes." in pages(results)[1]
-    del results["growth"]["took_s"]
+    del results["latency"]["took_s"]
     assert "minutes" not in pages(results)[1]
 
 
@@ -111,27 +111,27 @@ def run_all(*arguments):
 
 
 def test_a_quick_run_writes_results_and_pages_elsewhere(tmp_path):
-    committed = (BENCHMARKS / "results" / "growth.json").read_bytes()
-    done = run_all("--quick", "--folder", tmp_path, "growth", "exchange")
+    committed = (BENCHMARKS / "results" / "latency.json").read_bytes()
+    done = run_all("--quick", "--folder", tmp_path, "exchange", "latency")
     assert done.returncode == 0, done.stderr
-    assert "== 1 of 2: growth" in done.stdout and "== 2 of 2: exchange" in done.stdout
+    assert "== 1 of 2: exchange" in done.stdout and "== 2 of 2: latency" in done.stdout
     written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert written == {"growth.json", "exchange.json"}
-    assert "**Growth**" in (tmp_path / "benchmarks.md").read_text()
-    assert (BENCHMARKS / "results" / "growth.json").read_bytes() == committed
+    assert written == {"latency.json", "exchange.json"}
+    assert "**Latency**" in (tmp_path / "benchmarks.md").read_text()
+    assert (BENCHMARKS / "results" / "latency.json").read_bytes() == committed
 
 
 def test_an_unknown_name_is_rejected():
-    done = run_all("grwth")
-    assert done.returncode == 2 and "no benchmark is called grwth" in done.stderr
+    done = run_all("latncy")
+    assert done.returncode == 2 and "no benchmark is called latncy" in done.stderr
 
 
 def test_a_benchmark_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     import run_all as module  # pyright: ignore[reportMissingImports]
 
     ran = []
-    monkeypatch.setattr(module, "run", lambda name, *_: ran.append(name) or name != "growth")
+    monkeypatch.setattr(module, "run", lambda name, *_: ran.append(name) or name != "latency")
     monkeypatch.setattr(sys, "argv", ["run_all", "--quick", "--folder", str(tmp_path)])
     assert module.main() == 1
     assert ran == module.NAMES
-    assert "failed: growth\n" in capsys.readouterr().err
+    assert "failed: latency\n" in capsys.readouterr().err
