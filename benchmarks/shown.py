@@ -67,19 +67,3 @@ def choice(result: Result) -> Iterator[Row]:
                 mark = "**" if name == row["chosen"] else ""
                 documents = len(row["lengths"])
                 yield row | {"algorithm": name, "ms": ms, "mark": mark, "documents": documents}
-
-
-def predicted_nodes(result: Result) -> Iterator[Row]:
-    """Yields packed documents of fewest tokens per rank, and one document of most tokens."""
-    rows = [row for row in result["rows"] if row["hardware"] == "h100"]
-    total = lambda row: row["ranks"] * row["tokens_per_rank"]
-    packed = [row for row in rows if row["documents"].startswith("packed")]
-    single = [row for row in rows if row not in packed]
-    least = min((row["tokens_per_rank"] for row in packed), default=0)
-    longest = max(map(total, single), default=0)
-    chosen = [row for row in packed if row["tokens_per_rank"] == least]
-    for row in chosen + [row for row in single if total(row) == longest]:
-        for name, numbers in row["algorithms"].items():
-            if name != "all_gather":  # no algorithm of this package
-                three_digits = float(f"{numbers['ms']:.3g}")
-                yield row | {"algorithm": name, "ms": f"{three_digits:,g}"}

@@ -163,11 +163,4 @@ VIEWS = {
         {"{algorithm}": "{mark}{ms}{mark}"},
         shown.choice,
     ),
-    "predicted_nodes": View(
-        "**Predicted, not measured**: ms of one layer, forward and backward, on nodes of H100, "
-        "{heads[0]} query and {heads[1]} KV heads of {heads[2]} in bfloat16.",
-        {"documents, tokens per rank × ranks": "{documents}, {tokens_per_rank} × {ranks}"},
-        {"{algorithm}": "{ms}"},
-        shown.predicted_nodes,
-    ),
 }  # by the name of the result file
