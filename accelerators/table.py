@@ -18,10 +18,15 @@ def tables(rows: list[Row]) -> str:
     programs = list(dict.fromkeys(row["program"] for row in rows))
     targets = [name for name in TARGETS if any(name == row["target"] for row in rows)]
     reasons: list[str] = []
-    lines = [f"| program | {' | '.join(targets)} |", "|---" * (1 + len(targets)) + "|"]
-    for program in programs:
-        cells = [_state(found.get((program, target)), reasons) for target in targets]
-        lines.append(f"| {program} | {' | '.join(cells)} |")
+    states = {
+        program: [_state(found.get((program, target)), reasons) for target in targets]
+        for program in programs
+    }
+    everywhere = [name for name in programs if set(states[name]) == {"compiled"}]
+    lines = [f"Compiled for {', '.join(targets)}: {'; '.join(everywhere)}.", ""]
+    lines += [f"| other programs | {' | '.join(targets)} |", "|---" * (1 + len(targets)) + "|"]
+    others = [name for name in programs if name not in everywhere]
+    lines += [f"| {name} | {' | '.join(states[name])} |" for name in others]
     lines += ["", *(f"({number + 1}) {reason}" for number, reason in enumerate(reasons))]
     for target in DETAILED:
         lines += ["", f"{target}:", "", "| program | temporary memory | collectives, overlapped |"]
