@@ -22,7 +22,7 @@ from jax_cp_dispatch.masks.read import read_mask
 
 NUM_RANKS, NUM_HEADS, HEAD_SIZE = 8, 8, 64
 AXIS = "cp"
-OURS = ("ring", "zigzag", "hamilton", "balanced")
+OURS = ("ring", "zigzag", "hamilton", "ulysses", "balanced")
 DIRECT, BY_XLA = "hamilton, direct", "hamilton, XLA's all-to-all"
 VARIANTS = {DIRECT: {"cycles": "direct"}, BY_XLA: {"implementation": "xla"}}
 PACKAGE, LOCAL = "ringattention", "local attention, one device"

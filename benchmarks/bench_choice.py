@@ -19,7 +19,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
 AXIS, RANKS = "cp", (4, 8)
 FORWARD, BOTH = "forward", "forward and backward"
-ALGORITHMS = ("ring", "zigzag", "balanced", "placed")
+ALGORITHMS = ("ring", "zigzag", "ulysses", "balanced", "placed")
 
 
 class Case(NamedTuple):
@@ -45,6 +45,12 @@ class Case(NamedTuple):
         names = ("num_heads", "num_kv_heads", "head_size")
         sizes = {"num_ranks": self.num_ranks, "tokens_per_rank": self.tokens_per_rank}
         return sizes | dict(zip(names, self.heads, strict=True))
+
+    @property
+    def algorithms(self) -> list[str]:
+        """Those that take the case."""
+        shares_heads = self.heads[0] % self.num_ranks == 0
+        return [x for x in ALGORITHMS if x != "ulysses" or shares_heads]
 
 
 CASES = (
@@ -72,7 +78,7 @@ def call_options(case: Case, algorithm: str) -> dict[str, Any]:
         options = {"world_size": case.num_ranks, "config": config}
         return {"plan": cp.plan_attention(lengths=[case.lengths], **options)}
     ids = segment_ids_of(case.lengths)
-    if algorithm == "ring":
+    if algorithm in ("ring", "ulysses"):
         return {"segment_ids": ids}
     order = cp.zigzag_permutation(ids.shape[1], case.num_ranks)
     return {"layout": "zigzag", "segment_ids": ids[:, order]}
@@ -107,13 +113,14 @@ def measure(cases: tuple[Case, ...], repeats: int) -> Iterator[dict[str, Any]]:
     runs = {
         f"{case}, {passes}, {algorithm}": run
         for case in cases
-        for algorithm in ALGORITHMS
+        for algorithm in case.algorithms
         for passes, run in programs(case, algorithm).items()
     }
     seconds = common.interleaved(runs, repeats)
     for case in cases:
         for passes in (FORWARD, BOTH):
-            ms = {x: float(f"{1e3 * seconds[f'{case}, {passes}, {x}']:.4g}") for x in ALGORITHMS}
+            found = {x: seconds[f"{case}, {passes}, {x}"] for x in case.algorithms}
+            ms = {x: float(f"{1e3 * second:.4g}") for x, second in found.items()}
             options = case.sizes | {"itemsize": 4, "can_place": True}
             choice = cp.choose_algorithm(
                 [case.lengths], **options, with_backward=passes == BOTH
