@@ -72,6 +72,9 @@ class _Problem:
     ranks_per_node: int
     block: int
     pairs: tuple[int, int, int]
+    def set_table(
+        self, pairs_before: np.ndarray, first_key: np.ndarray, last_key: np.ndarray
+    ) -> None: ...
 
 class PlacementProblem(_Problem):
     tokens_per_rank: int

@@ -105,23 +105,25 @@ class Filler {
   }
 
   void ConsiderShare(const Share& share, const Held& held) {
-    const int64_t work = shares_.Work(share.start, share.end);
+    const int64_t work = shares_.Work(share);
     if (work <= room_) Consider(share, share, held);
     const int64_t wanted = std::min(surplus_, room_);
     if (work <= wanted) return;
     // Ends of the part: the last query; the first that leaves the head; where the taker has keys;
     // and where the bytes of n = wanted / end queries and of `end` keys are fewest.
     int64_t ends[4] = {share.end, EndFor(share, wanted), held.taker_end, 0};
-    if (problem_.pairs.IsUnlimited()) {
+    if (problem_.IsUnlimited()) {
       ends[3] = SquareRoot(wanted / problem_.key_cost * problem_.query_cost);
     }
     for (int64_t end : ends) {
       if (end <= share.start || end > share.end) continue;
       end = std::min(share.end, (end + filling_.block - 1) / filling_.block * filling_.block);
       int64_t start = StartFor(share, end, wanted) / filling_.block * filling_.block;
-      if (shares_.Work(std::max(start, share.start), end) > room_) start += filling_.block;
+      if (shares_.Work(share.Cut(std::max(start, share.start), end)) > room_)
+        start += filling_.block;
       start = std::max(share.start, std::min(start, end - filling_.min_queries));
-      if (start - share.start < filling_.min_queries && shares_.Work(share.start, end) <= room_) {
+      if (start - share.start < filling_.min_queries &&
+          shares_.Work(share.Cut(share.start, end)) <= room_) {
         start = share.start;
       }
       Consider(share.Cut(start, end), share, held);
@@ -133,7 +135,7 @@ class Filler {
     int64_t low = share.start, high = end;
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
-      if (shares_.Work(middle, end) >= wanted) {
+      if (shares_.Work(share.Cut(middle, end)) >= wanted) {
         low = middle;
       } else {
         high = middle - 1;
@@ -147,7 +149,7 @@ class Filler {
     int64_t low = share.start, high = share.end;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
-      if (shares_.Work(share.start, middle) >= wanted) {
+      if (shares_.Work(share.Cut(share.start, middle)) >= wanted) {
         high = middle;
       } else {
         low = middle + 1;
@@ -157,12 +159,12 @@ class Filler {
   }
 
   void Consider(const Share& part, const Share& share, const Held& held) {
-    const int64_t work = shares_.Work(part.start, part.end);
+    const int64_t work = shares_.Work(part);
     if (work > room_ || work <= 0) return;
     ++num_considered_;
     if (!shares_.IsAllowed(part, taker_)) return;
-    const int64_t cost = problem_.pairs.IsUnlimited() ? CostChange(part, share, held)
-                                                      : shares_.CostChange(part, taker_);
+    const int64_t cost =
+        problem_.IsUnlimited() ? CostChange(part, share, held) : shares_.CostChange(part, taker_);
     int128_t gain = std::min(work, surplus_);
     if (cost <= 0) gain *= (1 - cost) * int128_t{1'000'000};  // before all that cost something
     int64_t divisor = std::max<int64_t>(1, cost);

@@ -79,7 +79,7 @@ class Relief {
   void Consider(const Share& part, int64_t gain, int32_t taker) {
     ++num_considered_;
     if (taker == giver_ || !shares_.IsAllowed(part, taker)) return;
-    const int64_t work = shares_.Work(part.start, part.end);
+    const int64_t work = shares_.Work(part);
     Product cost = std::max<int64_t>(1, shares_.CostChange(part, taker));
     if (shares_.WorkOf(taker) + work > shares_.Limit(taker)) cost *= 4;
     if (reserve_ > 0) cost *= 1 + work / gain;

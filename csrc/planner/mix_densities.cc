@@ -73,8 +73,7 @@ class Mixer {
 
   // Splits tokens off: the densest ones, or the lightest.
   Piece CutOff(int64_t num, bool is_dense, Piece* piece) const {
-    const int64_t length = problem_.lengths[piece->document];
-    const auto density = [&](int64_t at) { return problem_.pairs(at, at + 1, length); };
+    const auto density = [&](int64_t at) { return problem_.Work({at, at + 1, piece->document}); };
     const bool is_falling = density(piece->start) > density(piece->end - 1);
     Piece part = *piece;
     if (is_dense != is_falling) {

@@ -158,8 +158,10 @@ bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
       const Piece& piece = pieces[i];
       if (i == 0 || pieces[i - 1].document != piece.document) seen = 0;
       queries += piece.num_tokens();
-      keys += piece.end - std::max(seen, problem.pairs.FirstKey(piece.start));
-      seen = piece.end;
+      const int64_t first = std::max(seen, problem.FirstKey(piece.document, piece.start));
+      const int64_t last = problem.LastKey(piece.document, piece.end);
+      keys += std::max<int64_t>(0, last - first);
+      seen = std::max(seen, last);
     }
     if (queries > problem.max_queries || keys > problem.max_keys) return false;
   }

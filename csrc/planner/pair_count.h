@@ -23,9 +23,6 @@ struct PairCount {
   // No query attends to later tokens.
   bool IsCausal() const { return right == 0; }
 
-  // Pairs of the queries [start, end), if no query attends to later tokens.
-  int64_t operator()(int64_t start, int64_t end) const { return (*this)(start, end, end); }
-
   // Pairs of the queries [start, end) of a document of `length` tokens.
   int64_t operator()(int64_t start, int64_t end, int64_t length) const {
     if (IsUnlimited()) return (end * (end + 1) - start * (start + 1)) / 2;

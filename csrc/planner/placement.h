@@ -1,11 +1,13 @@
 // Places the tokens of packed documents on ranks: equal tokens, nearly equal work, few moved keys.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "planner/pair_count.h"
+#include "planner/query_table.h"
 
 namespace cpd {
 
@@ -24,8 +26,9 @@ struct PlacementProblem {
   std::vector<int64_t> lengths;  // tokens of each document
   int32_t num_ranks = 1;
   int64_t tokens_per_rank =
-      0;          // all ranks together hold at least the documents; the rest is padding
-  PairSum pairs;  // of all layers
+      0;              // all ranks together hold at least the documents; the rest is padding
+  PairSum pairs;      // of all layers
+  SharedTable table;  // in place of `pairs`, of all layers too
   int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
   std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
   int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
@@ -35,11 +38,21 @@ struct PlacementProblem {
   std::vector<int64_t> limits;  // work of each rank; see `SetLimits`
 
   int64_t Work(const Piece& piece) const {
-    return pairs(piece.start, piece.end, lengths[piece.document]);
+    const int32_t document = piece.document;
+    return table ? table->Pairs(document, piece.start, piece.end)
+                 : pairs(piece.start, piece.end, lengths[document]);
+  }
+  // The keys that queries from `start` on, and up to `end`, see.
+  int64_t FirstKey(int32_t document, int64_t start) const {
+    return table ? table->FirstKey(document, start) : pairs.FirstKey(start);
+  }
+  int64_t LastKey(int32_t document, int64_t end) const {
+    return table ? table->LastKey(document, end) : pairs.LastKey(end, lengths[document]);
   }
   // Rows that a rank receives for this piece alone, its own included.
   int64_t Rows(const Piece& piece) const {
-    return pairs.LastKey(piece.end, lengths[piece.document]) - pairs.FirstKey(piece.start);
+    const int64_t first = FirstKey(piece.document, piece.start);
+    return std::max<int64_t>(0, LastKey(piece.document, piece.end) - first);
   }
   bool HasCapacity() const { return max_received < kNoLimit; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }

@@ -24,8 +24,8 @@ void ForEachNeed(const PlacementProblem& problem, const std::vector<Piece>& piec
   int32_t document = -1;
   for (const Piece& piece : pieces) {
     if (piece.document != document) document = piece.document, seen = 0;
-    const int64_t start = std::max(seen, problem.pairs.FirstKey(piece.start));
-    seen = problem.pairs.LastKey(piece.end, problem.lengths[document]);
+    const int64_t start = std::max(seen, problem.FirstKey(document, piece.start));
+    seen = std::max(seen, problem.LastKey(document, piece.end));
     if (start < seen) visit(Need{start, seen, document});
   }
 }
@@ -62,7 +62,9 @@ std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speed
 
 void SetLimits(PlacementProblem* problem) {
   int64_t total = 0;
-  for (int64_t length : problem->lengths) total += problem->pairs(0, length, length);
+  for (size_t d = 0; d < problem->lengths.size(); ++d) {
+    total += problem->Work({0, problem->lengths[d], static_cast<int32_t>(d)});
+  }
   if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
   problem->limits = WorkLimits(total, problem->speeds, problem->tolerance_ppm);
 }

@@ -19,7 +19,7 @@ QueryShares::QueryShares(const QueryProblem& problem)
   int64_t total_work = 0;
   for (int32_t document = 0; document < num_documents(); ++document) {
     const int64_t length = problem.lengths[document], column = problem.columns[document];
-    total_work += Work(0, length);
+    total_work += problem.Pairs(document, 0, length);
     for (int64_t start = 0, end; start < length; start = end) {
       const auto rank = static_cast<int32_t>((column + start) / problem.columns_per_rank);
       end = std::min(length, (rank + 1) * problem.columns_per_rank - column);
@@ -64,8 +64,10 @@ void QueryShares::ForEachKeysIf(const Share& part, int32_t rank, int32_t other,
   int64_t seen = 0;
   const auto add = [&](int64_t first, int64_t last) {
     if (first >= last) return;
-    visit(std::max(seen, problem_.pairs.FirstKey(first)), last);
-    seen = last;
+    const int64_t from = std::max(seen, problem_.FirstKey(part.document, first));
+    const int64_t to = problem_.LastKey(part.document, last);
+    if (from < to) visit(from, to);
+    seen = std::max(seen, to);
   };
   for (const Share& share : shares_[part.document]) {
     if (share.end <= start || share.start >= end) {
@@ -172,29 +174,36 @@ void QueryShares::Replace(int32_t document, std::vector<Share> shares) {
 void QueryShares::AddLoads(int32_t document, int64_t sign) {
   const std::vector<Share>& shares = shares_[document];
   for (const Share& share : shares) {
-    work_[share.rank] += sign * Work(share.start, share.end);
+    work_[share.rank] += sign * Work(share);
     queries_[share.rank] += sign * share.num_queries();
   }
   if (problem_.max_keys == QueryProblem::kNoLimit) return;
-  for (const Share& share : shares) {
-    const int64_t from = std::max(seen_[share.rank], problem_.pairs.FirstKey(share.start));
-    keys_[share.rank] += sign * (share.end - from);
-    seen_[share.rank] = share.end;
-  }
-  for (const Share& share : shares) seen_[share.rank] = 0;
+  ForEachKeys(document, [&](const Share& share, int64_t first, int64_t last) {
+    keys_[share.rank] += sign * (last - first);
+  });
 }
 
 int64_t QueryShares::CostOf(int32_t document) {
-  const std::vector<Share>& shares = shares_[document];
   int64_t cost = 0;
-  for (const Share& share : shares) {
-    const int64_t from = std::max(seen_[share.rank], problem_.pairs.FirstKey(share.start));
-    cost += KeysCost(document, share.rank, from, share.end);
+  for (const Share& share : shares_[document]) {
     cost += share.num_queries() * QueryCost(share.home, share.rank);
-    seen_[share.rank] = share.end;
   }
-  for (const Share& share : shares) seen_[share.rank] = 0;
+  ForEachKeys(document, [&](const Share& share, int64_t first, int64_t last) {
+    cost += KeysCost(document, share.rank, first, last);
+  });
   return cost;
+}
+
+template <typename Visit>
+void QueryShares::ForEachKeys(int32_t document, const Visit& visit) {
+  for (const Share& share : shares_[document]) {
+    int64_t& seen = seen_[share.rank];
+    const int64_t first = std::max(seen, problem_.FirstKey(document, share.start));
+    const int64_t last = problem_.LastKey(document, share.end);
+    if (first < last) visit(share, first, last);
+    seen = std::max(seen, last);
+  }
+  for (const Share& share : shares_[document]) seen_[share.rank] = 0;
 }
 
 void QueryShares::Append(const Share& share, std::vector<Share>* shares) {

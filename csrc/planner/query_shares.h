@@ -33,7 +33,9 @@ class QueryShares {
   int32_t num_ranks() const { return problem_.num_ranks; }
   int32_t num_documents() const { return static_cast<int32_t>(shares_.size()); }
   const std::vector<Share>& Of(int32_t document) const { return shares_[document]; }
-  int64_t Work(int64_t start, int64_t end) const { return problem_.pairs(start, end); }
+  int64_t Work(const Share& part) const {
+    return problem_.Pairs(part.document, part.start, part.end);
+  }
   int64_t WorkOf(int32_t rank) const { return work_[rank]; }
   int64_t FairWork(int32_t rank) const { return fair_work_[rank]; }  // without the tolerance
   int64_t Limit(int32_t rank) const { return limits_[rank]; }
@@ -110,6 +112,10 @@ class QueryShares {
     return std::max<int64_t>(0, queries - problem_.max_queries) +
            std::max<int64_t>(0, keys - problem_.max_keys);
   }
+  // Calls `visit(share, first, last)` for the keys that each share of the document adds to those of
+  // earlier shares of its rank. If there are any.
+  template <typename Visit>
+  void ForEachKeys(int32_t document, const Visit& visit);
   bool IsGuest(int32_t document, const Share& share) const {
     return share.rank != share.home &&
            NumAtHome(document, share.rank, 1, 0, problem_.lengths[document]) == 0;

@@ -34,7 +34,7 @@ struct Tail {
     const int64_t most = problem.max_received - tokens_per_rank;
     return FirstThat(0, piece.num_tokens(), [&](int64_t x) {
       const int64_t start = piece.start + x + 1;
-      return start - problem.pairs.FirstKey(start) > most;
+      return start - problem.FirstKey(piece.document, start) > most;
     });
   }
 };

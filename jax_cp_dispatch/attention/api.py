@@ -220,7 +220,7 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
         )
     if name == "auto":
         read_mask_of_numbers(_OP, mask)
-    if name == "balanced":
+    if name == "balanced" and plan is None:
         read_causal_mask(_OP, mask)
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(

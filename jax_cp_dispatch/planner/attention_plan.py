@@ -46,6 +46,7 @@ class AttentionPlan:
       run_position: i32 `[W, P]`; the place of that row's query in its document; -1 for padding.
       run_origin: i32 `[W, P]`; the received row of the document's first key, also if it was not
         sent.
+      run_length: i32 `[W, P]`; tokens of the document; None if the mask is causal.
       num_rows: i32 `[W]`; rows of queries that a rank receives; -1 in a fallback of
         `plan_attention`.
       pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
@@ -73,6 +74,7 @@ class AttentionPlan:
     needs: Leaf
     fingerprint: Leaf
     mask: StaticMask
+    run_length: Leaf = None
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})

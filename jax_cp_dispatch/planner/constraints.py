@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 
@@ -61,19 +60,17 @@ def check_traced(op: str, config: Any) -> None:
         )
 
 
-def check_longest_keys(op: str, config: Any, documents: Documents, mask: StaticMask) -> None:
+def check_longest_keys(op: str, request: PlanRequest) -> None:
     """Rejects a capacity that is too small for the keys of a single query.
 
     Raises:
       DoesNotFitError: names the document.
     """
-    lengths = documents.lengths
-    if not len(lengths) or config.kv_capacity is None:
+    documents, config, seen = request.documents, request.config, request.seen
+    if not len(documents.lengths) or config.kv_capacity is None:
         return
-    document = int(lengths.argmax())
-    longest = int(lengths[document])
-    keys = int(mask.num_keys(longest))
-    query = "the last query" if mask.is_causal else "a query"
+    document, keys = seen.most_keys()
+    query = "the last query" if request.mask.is_causal and seen.table is None else "a query"
     if config.kv_capacity < keys:
         raise DoesNotFitError(
             f"{op}: {query} of {documents.name(document)} attends to {keys} keys, so its "

@@ -65,6 +65,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> At
         run_row=np.full(by_run, q, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
+        run_length=None if request.mask.is_causal else np.zeros(by_run, np.int32),
         num_rows=np.full(num_held, -1, np.int32),
         pairs_before=pairs,
         pairs_after=pairs,

@@ -27,7 +27,6 @@ def home_pieces(documents: Documents, world_size: int) -> Pieces:
 
 def pairs_of_ranks(request: PlanRequest, pieces: Pieces) -> Float32[np.ndarray, " held"]:
     """Returns the query-key pairs of each rank's pieces."""
-    lengths = request.documents.lengths[pieces.document]
-    pairs = request.mask.pairs(pieces.start, pieces.end, lengths)
+    pairs = request.seen.pairs(pieces.document, pieces.start, pieces.end)
     pairs = sums_of_ranks(pieces.rank, pairs, request.world_size)
     return pairs[request.held].astype(np.float32)

@@ -22,7 +22,6 @@ def native_problem(kind: type[Problem], request: PlanRequest, limits: dict[str, 
     fields = {
         "lengths": request.documents.lengths.tolist(),
         "num_ranks": request.world_size,
-        "pairs": request.mask.clipped(request.documents.num_tokens).pair_count,
         "tolerance_ppm": round(1e6 * config.balance_tolerance),
         # Integers; the fastest rank has 10**6.
         "speeds": np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(int).tolist(),
@@ -33,4 +32,5 @@ def native_problem(kind: type[Problem], request: PlanRequest, limits: dict[str, 
     for name, value in (fields | limits).items():
         if value is not None:
             setattr(problem, name, value)
+    request.seen.describe_to(problem, request.documents.num_tokens)
     return problem

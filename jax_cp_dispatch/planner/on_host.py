@@ -56,7 +56,7 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
     moves = _moves(request, home)
     needs = moves.needs.max(1).astype(np.int32)
     try:
-        check_longest_keys(_OP, config, documents, request.mask)
+        check_longest_keys(_OP, request)
         check_mean_queries(_OP, config, int(documents.lengths.sum()), world_size)
         q, kv, q_slots, kv_slots, num_runs = _sizes(request, moves.needs)
     except DoesNotFitError as error:
@@ -71,10 +71,12 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
         return plan_of_fallback(request, needs)
     pieces, held = moves.pieces, request.held
     of_ranks = {"world_size": world_size, "rank": request.rank}
+    lengths = None if request.mask.is_causal else documents.lengths
+    runs = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
-        **runs_of_pieces(pieces, moves.needs[-1], num_runs=num_runs, num_rows=q, rank=request.rank),
+        **runs_of_pieces(pieces, moves.needs[-1], **runs),
         num_rows=moves.needs[0, held].astype(np.int32),
         pairs_before=pairs_of_ranks(request, home),
         pairs_after=pairs_of_ranks(request, pieces),
@@ -104,7 +106,7 @@ def _moves(request: PlanRequest, home: Pieces) -> _Moves:
         },
     )
     assigned = native.move_queries(problem)
-    pieces, spans = lay_out(assigned.astype(np.int64), documents.lengths, request.mask)
+    pieces, spans = lay_out(assigned.astype(np.int64), request.seen)
     computed = Spans(pieces.rank, pieces.document, pieces.start, pieces.end, pieces.row)
     queries, keys = (list_transfers(home, x) for x in (computed, spans))
     needs = (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.planner.seen_keys import SeenKeys
 
 
 class Pieces(NamedTuple):
@@ -34,8 +34,7 @@ class Spans(NamedTuple):
 
 def lay_out(
     assigned: Int[np.ndarray, "P 4"],
-    lengths: Int[np.ndarray, " D"],
-    mask: StaticMask,
+    seen: SeenKeys,
     held: Pieces | None = None,
 ) -> tuple[Pieces, Spans]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
@@ -44,8 +43,10 @@ def lay_out(
     range of its own rows, and one range of its received rows. `held` are the same pieces, laid out
     for another mask: they keep their rows.
     """
+    if seen.table is not None:
+        return _lay_out_documents(assigned, seen, held)
     rank, document, start, end = assigned.T
-    earliest, latest = mask.keys_of(start, end, lengths[document])
+    _, earliest, latest = seen.keys_of(document, start, end)
     # Adjacent keys of two pieces of a document form one span.
     new = np.ones(len(assigned), bool)
     new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0) | (earliest[1:] > latest[:-1])
@@ -70,6 +71,47 @@ def lay_out(
     origin = (row - earliest[first])[span][piece_order]
     pieces = Pieces(rank, document, start, end, _before(end - start, rank), origin)
     return pieces, spans
+
+
+def _lay_out_documents(
+    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: Pieces | None
+) -> tuple[Pieces, Spans]:
+    """`lay_out` if a query may see keys of several spans: those of a document are adjacent rows.
+
+    Keys between them, which no query of the rank sees, are not sent. `origin` has no meaning.
+    """
+    rank, document, start, end = assigned.T
+    new = np.ones(len(assigned), bool)
+    new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0)
+    group, first = np.cumsum(new) - 1, np.flatnonzero(new)  # a document on a rank
+    of_group = rank[first], document[first]
+
+    keys = seen.keys_of(document, start, end)
+    shift = (int(seen.lengths.max(initial=0)) + 1) * group[keys.piece]
+    order = np.argsort(shift + keys.start, kind="stable")
+    begin, stop = (shift + keys.start)[order], np.maximum.accumulate((shift + keys.end)[order])
+    is_first = np.ones(len(begin), bool)
+    is_first[1:] = begin[1:] > stop[:-1]
+    at = np.flatnonzero(is_first)
+    span_start, span_group = keys.start[order][at], group[keys.piece][order][at]
+    span_end = (stop - shift[order])[np.append(at[1:], len(stop)) - 1] if len(at) else span_start
+
+    size, own = np.zeros((2, len(first)), np.int64)
+    np.add.at(size, span_group, span_end - span_start)
+    np.add.at(own, group, end - start)
+    place = np.empty(len(first), np.int64)
+    place[np.lexsort((np.arange(len(first)), size == own, of_group[0]))] = np.arange(len(first))
+    order = np.argsort(place[span_group], kind="stable")
+    columns = (*(x[span_group] for x in of_group), span_start, span_end)
+    ordered = [x[order] for x in columns]
+    spans = Spans(*ordered, _before(ordered[3] - ordered[2], ordered[0]))
+
+    piece_order = np.argsort(place[group], kind="stable")
+    if held is not None:
+        piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
+    rank, document, start, end = assigned[piece_order].T
+    row = _before(end - start, rank)
+    return Pieces(rank, document, start, end, row, np.zeros_like(row)), spans
 
 
 def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_causal_mask
+from jax_cp_dispatch.masks.read import read_causal_mask, read_mask_of_numbers
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
@@ -30,6 +30,7 @@ from jax_cp_dispatch.planner.fingerprint import (
 )
 from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import Assignment, assign, build
@@ -100,17 +101,18 @@ def plan_attention(
         exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask is not
         causal.
     """
-    mask = read_causal_mask(_OP, mask)
+    mask = read_mask_of_numbers(_OP, mask)
     check_config(_OP, config)
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
-    of_ranks = {"world_size": world_size, "mask": mask, "config": config, "rank": rank}
+    of_ranks = {"world_size": world_size, "config": config, "rank": rank}
     if segment_ids is None or lengths is not None:
         given = {"lengths": lengths, "segment_ids": segment_ids, "positions": positions}
         documents = documents_of(_OP, world_size=world_size, columns=columns, **given)
-        request = PlanRequest(documents, positions=None, **of_ranks)
+        seen = seen_keys(mask, documents)
+        request = PlanRequest(documents, positions=None, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     if isinstance(segment_ids, list | tuple):
         raise TypeError(
@@ -125,9 +127,12 @@ def plan_attention(
         given_ids = {"segment_ids": ids, "positions": positions}
         documents = documents_of(_OP, world_size=world_size, **given_ids)
         given = np.asarray(segment_ids).reshape(-1)[documents.first]
-        request = PlanRequest(documents._replace(ids=given), positions=positions, **of_ranks)
+        documents = documents._replace(ids=given)
+        seen = seen_keys(mask, documents)
+        request = PlanRequest(documents, positions=positions, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     check_traced(_OP, config)
+    read_causal_mask(_OP, mask)
     if rank is not None:
         raise ValueError(
             f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "

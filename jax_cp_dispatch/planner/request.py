@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
 from jax_cp_dispatch.planner.slices import slice_of_rank
 
 
@@ -17,7 +18,7 @@ class PlanRequest(NamedTuple):
       documents: of the batch.
       positions: of the batch `[B, T]`; None: they count from 0 in each document.
       world_size: number of ranks W.
-      mask: which keys a query sees.
+      seen: which keys of its document a query sees.
       config: a `PlanConfig` or a `PlacementConfig`.
       rank: the rank whose part is made; None: all.
     """
@@ -25,9 +26,17 @@ class PlanRequest(NamedTuple):
     documents: Documents
     positions: Int[np.ndarray, "B T"] | None
     world_size: int
-    mask: StaticMask
+    seen: SeenKeys
     config: Any
     rank: int | None
+
+    @property
+    def mask(self) -> Mask:
+        return self.seen.mask
+
+    def with_mask(self, mask: Mask) -> "PlanRequest":
+        """Returns the request of a plan for another mask."""
+        return self._replace(seen=seen_keys(mask, self.documents))
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "native_test.h"
@@ -10,6 +12,29 @@
 #include "random_documents.h"
 
 namespace cpd::test_move_queries {
+
+// Any keys of each query.
+SharedTable AnyTable(const std::vector<int64_t>& lengths, Random* random) {
+  QueryTable table;
+  table.pairs_before.push_back(0);
+  for (int64_t length : lengths) {
+    const size_t first = table.first_key.size();
+    table.first_query.push_back(static_cast<int64_t>(first));
+    for (int64_t q = 0; q < length; ++q) {
+      const int64_t start = Draw(random, length), end = Draw(random, length);
+      table.first_key.push_back(start < end ? start : length);
+      table.last_key.push_back(start < end ? end : 0);
+      table.pairs_before.push_back(table.pairs_before.back() + std::max<int64_t>(0, end - start));
+    }
+    for (size_t q = table.first_key.size(); q-- > first + 1;) {
+      table.first_key[q - 1] = std::min(table.first_key[q - 1], table.first_key[q]);
+    }
+    for (size_t q = first + 1; q < table.last_key.size(); ++q) {
+      table.last_key[q] = std::max(table.last_key[q - 1], table.last_key[q]);
+    }
+  }
+  return std::make_shared<const QueryTable>(std::move(table));
+}
 
 QueryProblem AnyProblem(Random* random) {
   QueryProblem problem;
@@ -31,6 +56,10 @@ QueryProblem AnyProblem(Random* random) {
   const int64_t kind = Draw(random, 3);
   if (kind == 0) problem.pairs.left = Draw(random, 60);
   if (kind == 1) problem.pairs.chunk = 1 + Draw(random, 60);
+  if (Draw(random, 2) == 0) {  // later keys too
+    problem.pairs.right = kind == 0 ? Draw(random, 60) : PairCount::kNoLimit;
+  }
+  if (Draw(random, 3) == 0) problem.table = AnyTable(problem.lengths, random);
   problem.query_cost = 1 + Draw(random, 8);
   problem.key_cost = 1 + Draw(random, 8);
   if (Draw(random, 2) == 0) problem.max_queries = Draw(random, 2 * problem.columns_per_rank);

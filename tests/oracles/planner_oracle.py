@@ -4,17 +4,9 @@ import numpy as np
 from mask_oracle import batch_ranges
 
 
-def first_keys(segment_ids, positions=None, mask=None):
-    """First column that each column attends to, [B, T]; -1 at padding."""
-    start, end = batch_ranges(mask, segment_ids, positions)
-    return np.where(end > 0, start, -1)
-
-
 def pairs_per_rank(segment_ids, positions, world_size, mask=None):
-    first = first_keys(segment_ids, positions, mask)
-    column = np.arange(segment_ids.shape[1])
-    pairs = np.where(first >= 0, column + 1 - first, 0)
-    return pairs.reshape(len(pairs), world_size, -1).sum((0, 2))
+    first, last = batch_ranges(mask, segment_ids, positions)
+    return (last - first).reshape(len(first), world_size, -1).sum((0, 2))
 
 
 def deliver(metadata, rows, capacity):
@@ -62,7 +54,7 @@ def check_plan(plan, segment_ids, positions=None, mask=None):
     # rows[r] are the token numbers b * columns + column of rank r, in its own order.
     rows = np.arange(batch * columns).reshape(batch, world_size, -1)
     rows = rows.swapaxes(0, 1).reshape(world_size, -1)
-    first = first_keys(segment_ids, positions, mask).reshape(-1)
+    first, last = (x.reshape(-1) for x in batch_ranges(mask, segment_ids, positions))
     base = np.repeat(np.arange(batch) * columns, columns)
 
     queries = deliver(plan.q_metadata, rows, plan.q_capacity)
@@ -76,14 +68,14 @@ def check_plan(plan, segment_ids, positions=None, mask=None):
         assert kv_start.shape == kv_end.shape == (plan.q_capacity,)
         for i, query in enumerate(queries[rank]):
             start, end = kv_start[i], kv_end[i]
-            if query < 0 or first[query] < 0:
+            if query < 0 or last[query] == 0:
                 assert start == end == 0
                 continue
             computed[query] += 1
             pairs[rank] += end - start
-            prefix = np.arange(int(base[query] + first[query]), query + 1)
-            assert np.array_equal(keys[rank, start:end], prefix), (rank, i, start, end)
-    np.testing.assert_array_equal(computed, first >= 0)
+            seen = base[query] + np.arange(first[query], last[query])
+            assert np.array_equal(keys[rank, start:end], seen), (rank, i, start, end)
+    np.testing.assert_array_equal(computed, last > 0)
     np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
     before = pairs_per_rank(segment_ids, positions, world_size, mask)
     np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)

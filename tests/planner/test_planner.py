@@ -16,7 +16,7 @@ from properties import examples
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
-from jax_cp_dispatch.masks import Chunked, SlidingWindow
+from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
 from jax_cp_dispatch.planner.balance import balance_blocks
 
 # (B, W, T, block); blocks need not divide T, and a block may be longer than T.
@@ -96,7 +96,13 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("mask", [None, *map(SlidingWindow, (1, 7, 1000)), Chunked(5)], ids=str)
+EXTREME_MASKS = [
+    *(None, SlidingWindow(1), SlidingWindow(7), SlidingWindow(1000), Chunked(5)),
+    *(Full(), BlockCausal(6), SlidingWindow(3, 9)),
+]
+
+
+@pytest.mark.parametrize("mask", EXTREME_MASKS, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_batches(name, world_size, mask):
@@ -114,6 +120,20 @@ def test_extreme_batches(name, world_size, mask):
         assert need <= capacity <= max(need + step, need * 9 // 8)
 
 
+def keys_of_queries(mask, length):
+    position = np.arange(length)
+    if mask is None:
+        return position + 1
+    if isinstance(mask, Full):
+        return np.full(length, length)
+    if isinstance(mask, Chunked):
+        return position % mask.size + 1
+    if isinstance(mask, BlockCausal):
+        return np.minimum(length, (position // mask.size + 1) * mask.size)
+    last = np.minimum(length, position + mask.right + 1)
+    return last - np.maximum(0, position - mask.left + 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rank_is_above_the_tolerance(seed):
     """With some hundred tokens per rank, also if most of them are padding."""
@@ -127,8 +147,10 @@ def test_no_rank_is_above_the_tolerance(seed):
         lengths.append(min(int(rng.integers(1, most + 1)), left))
         left -= lengths[-1]
     size = int(rng.integers(1, 2 * tokens))
-    masks = None, None, SlidingWindow(size), Chunked(size)
-    mask = masks[rng.integers(4)]
+    mask = [
+        *(None, None, SlidingWindow(size), Chunked(size)),
+        *(Full(), BlockCausal(size), SlidingWindow(size, size // 2)),
+    ][rng.integers(7)]
     tolerance = float(rng.choice([0.01, 0.1]))
     plan = plan_attention(
         lengths=lengths,
@@ -138,12 +160,8 @@ def test_no_rank_is_above_the_tolerance(seed):
         config=PlanConfig(balance_tolerance=tolerance),
     )
     assert plan.imbalance <= 1 + tolerance + 1e-5
-    position = np.concatenate([np.arange(1, x + 1) for x in lengths])
-    if mask is not None:
-        limited = isinstance(mask, SlidingWindow)
-        position = np.minimum(position, size) if limited else (position - 1) % size + 1
-    pairs = position
-    assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs.sum(dtype=float), rel=1e-5)
+    pairs = sum(keys_of_queries(mask, x).sum(dtype=float) for x in lengths)
+    assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs, rel=1e-5)
 
 
 UNIT = 64  # tokens; the planner may cut anywhere, the exact search at multiples of these

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "nanobind/ndarray.h"
@@ -58,6 +59,26 @@ Pieces Plan(RankPieces (*plan)(Problem), const Problem& problem) {
   return RowsOf(ranks);
 }
 
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::vector<int64_t> ListOf(const Numbers& x) { return {x.data(), x.data() + x.size()}; }
+
+// Requires numbers for each query of the documents that the problem has.
+SharedTable TableOf(const std::vector<int64_t>& lengths, const Numbers& pairs_before,
+                    const Numbers& first_key, const Numbers& last_key) {
+  QueryTable table{{}, ListOf(pairs_before), ListOf(first_key), ListOf(last_key)};
+  size_t num_queries = 0;
+  for (int64_t length : lengths) {
+    table.first_query.push_back(static_cast<int64_t>(num_queries));
+    num_queries += static_cast<size_t>(length);
+  }
+  if (table.pairs_before.size() != num_queries + 1 || table.first_key.size() != num_queries ||
+      table.last_key.size() != num_queries) {
+    throw nb::value_error("set_table: it needs numbers for each query of `lengths`.");
+  }
+  return std::make_shared<const QueryTable>(std::move(table));
+}
+
 // The fields that both problems have; the headers of `csrc/planner` describe them.
 template <typename Problem>
 nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
@@ -71,7 +92,15 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
       .def_rw("block", &Problem::block)
       .def_prop_rw(
           "pairs", [](const Problem& x) { return MaskOf(x.pairs); },
-          [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); });
+          [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); })
+      .def(
+          "set_table",
+          [](Problem& x, const Numbers& pairs_before, const Numbers& first_key,
+             const Numbers& last_key) {
+            x.table = TableOf(x.lengths, pairs_before, first_key, last_key);
+          },
+          nb::arg("pairs_before"), nb::arg("first_key"), nb::arg("last_key"),
+          "In place of `pairs`: numbers of each query of `lengths`, see `QueryTable`.");
 }
 
 }  // namespace

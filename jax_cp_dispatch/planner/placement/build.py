@@ -25,7 +25,7 @@ def plan_of_pieces(request: PlanRequest, held: Pieces) -> tuple[PlacedPlan, Plac
     """Builds the plan of one mask for pieces in their rows, which are the same for all masks."""
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
-    pieces, spans = lay_out(assigned, request.documents.lengths, request.mask, held)
+    pieces, spans = lay_out(assigned, request.seen, held)
     return build_plan(request, pieces, spans)
 
 

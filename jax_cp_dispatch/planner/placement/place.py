@@ -22,6 +22,7 @@ from jax_cp_dispatch.planner.placement.layers import Layers, read_layers
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
 
@@ -93,7 +94,9 @@ def place_tokens(
     )
     layers_of = read_layers(_OP, mask, masks, layers)
     first = layers_of.masks[0]
-    request = PlanRequest(documents, positions, world_size, first, config, rank)
+    request = PlanRequest(
+        documents, positions, world_size, seen_keys(first, documents), config, rank
+    )
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
@@ -106,7 +109,7 @@ def place_tokens(
         reason = str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
-        plans = tuple(plan_of_fallback(request._replace(mask=x), needs) for x in layers_of.masks)
+        plans = tuple(plan_of_fallback(request.with_mask(x), needs) for x in layers_of.masks)
         moves = moves_of_fallback(documents, world_size)
     here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
     return Placement(
@@ -142,10 +145,10 @@ def _place(
 ) -> tuple[tuple[PlacedPlan, ...], PlacementConfig, Pieces]:
     """Returns a plan for each mask, the capacities that they need, and the pieces of documents."""
     for mask in layers.masks:
-        check_longest_keys(_OP, request.config, request.documents, mask)
+        check_longest_keys(_OP, request.with_mask(mask))
     assigned = _assign(request, layers)
-    pieces, _ = lay_out(assigned, request.documents.lengths, layers.masks[0])
-    built = [plan_of_pieces(request._replace(mask=x), pieces) for x in layers.masks]
+    pieces, _ = lay_out(assigned, request.with_mask(layers.masks[0]).seen)
+    built = [plan_of_pieces(request.with_mask(x), pieces) for x in layers.masks]
     most = {name: max(getattr(x, name) for _, x in built) for name in CAPACITIES}
     return tuple(x for x, _ in built), dataclasses.replace(request.config, **most), pieces
 

@@ -78,7 +78,7 @@ class Placement:
         if pieces is None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
         seen = read_mask_of_numbers(op, mask)
-        return plan_of_pieces(request._replace(mask=seen, rank=self.rank), pieces)[0]
+        return plan_of_pieces(request.with_mask(seen)._replace(rank=self.rank), pieces)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
