@@ -35,7 +35,6 @@ from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
-    read_causal_mask,
     read_mask,
     read_mask_of_numbers,
 )
@@ -218,10 +217,8 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
-    if name == "auto":
+    if name in ("auto", "balanced"):
         read_mask_of_numbers(_OP, mask)
-    if name == "balanced" and plan is None:
-        read_causal_mask(_OP, mask)
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "

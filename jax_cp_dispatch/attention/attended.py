@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.planner.blocks import document_starts, running_max
+from jax_cp_dispatch.planner.blocks import document_ends, document_starts
 
 
 def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
@@ -26,8 +26,6 @@ def attended_tokens(packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
     else:
         start = document_starts(segment_ids, positions)
         live = start >= 0
-        is_last = jnp.pad(start[:, 1:] != start[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-        last = jnp.where(is_last, token, num_tokens)
-        end = 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
+        end = document_ends(start)
     ranges = mask.clipped(num_tokens).ranges(token[None], start, end)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), ranges)

@@ -36,7 +36,7 @@ def choose_for_call(
     hardware = auto.hardware or default_hardware()
     workload = _workload(options, q, k, packed)
     layout = options.attention.layout
-    if packed.mask.is_causal and layout == "contiguous":
+    if layout == "contiguous":
         if options.axes.batch:  # each group makes its own plan in the program
             estimate = balanced_plan(workload, hardware)
         else:

@@ -33,7 +33,7 @@ from jax_cp_dispatch.attention.rank_programs import (
     rotating_program,
 )
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_causal_mask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
 from jax_cp_dispatch.planner.documents import Row, documents_of
 
@@ -96,7 +96,7 @@ def balance_profile(
     backward: bool = True,
     repeats: int = 3,
 ) -> tuple[BalanceProfile, ...]:
-    """Times causal attention of each rank of a batch, one rank after the other, on one device.
+    """Times attention of each rank of a batch, one rank after the other, on one device.
 
     A step over many devices takes as long as its busiest rank. This measures the busiest rank, and
     the balance in seconds, of any number of ranks on one device, without a mesh: each rank's
@@ -122,7 +122,7 @@ def balance_profile(
       TypeError, ValueError: as `plan_attention`; or the heads do not match, an algorithm is "auto",
         or a plan is for other sizes.
     """
-    mask = read_causal_mask(_OP, mask)
+    mask = read_mask_of_numbers(_OP, mask)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
     documents = documents_of(_OP, world_size=world_size, lengths=lengths, columns=columns)

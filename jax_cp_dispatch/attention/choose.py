@@ -115,7 +115,7 @@ def choose_algorithm(
         lengths=rows,
     )
     in_order = layout == "contiguous"
-    plan = balanced_plan(workload, hardware) if mask.is_causal and in_order else None
+    plan = balanced_plan(workload, hardware) if in_order else None
     placed = placement(workload, hardware).plan if can_place and in_order else None
     moves = traffic_of_plans(hardware, plan, placed)
     options = {"layout": layout, "with_backward": with_backward}

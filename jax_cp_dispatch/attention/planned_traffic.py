@@ -18,7 +18,7 @@ from jax_cp_dispatch.planner import (
 
 
 def balanced_plan(workload: Workload, hardware: Hardware) -> AttentionPlan:
-    """Plans causal attention for the heads of the workload and the nodes of the hardware."""
+    """Plans attention for the heads of the workload and the nodes of the hardware."""
     config = PlanConfig(
         num_heads=workload.num_heads,
         num_kv_heads=workload.num_kv_heads,

@@ -47,17 +47,6 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     return mask
 
 
-def read_causal_mask(op: str, mask: Any) -> StaticMask:
-    """Returns a mask without arrays in which every query sees its own key last."""
-    mask = read_mask_of_numbers(op, mask)
-    if not mask.is_causal:
-        raise ValueError(
-            f"{op}: mask is {mask}, but balanced attention needs a causal mask: no query may see "
-            "keys after its own. Choose 'placed' with place_tokens, or another algorithm."
-        )
-    return mask
-
-
 def check_mask_arrays(op: str, mask: Mask, shape: tuple[int, ...]) -> None:
     """Requires that the arrays of a mask have one number for each token, `[B, T]`."""
     for x in jax.tree.leaves(mask):

@@ -194,11 +194,22 @@ def document_starts(
     return jnp.where(segment_ids > 0, running_max(jnp.where(new, column, 0)), -1)
 
 
-def block_ranges(
-    starts: Int32[Array, "B T"], grid: BlockGrid
-) -> tuple[Int32[Array, "B W J"], Int32[Array, "B W J"], Int32[Array, ""]]:
-    """Returns the first key and the cost of each block of queries under causal attention.
+def document_ends(starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Returns one past the last column of each column's document."""
+    column = jnp.arange(starts.shape[1], dtype=jnp.int32)
+    is_last = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.where(is_last, column, starts.shape[1])
+    return 1 - jnp.flip(running_max(jnp.flip(-last, axis=1)), axis=1)
 
+
+def block_ranges(
+    starts: Int32[Array, "B T"], grid: BlockGrid, ends: Int32[Array, "B T"] | None = None
+) -> tuple[Int32[Array, "B W J"], Int32[Array, "B W J"], Int32[Array, ""]]:
+    """Returns the first key and the cost of each block of queries.
+
+    Args:
+      starts: the first column that each query sees; -1 at padding.
+      ends: one past the last; None: queries see their own key last.
     Returns:
       first: the first column to which any query of the block attends; -1 without queries.
       cost: query-key pairs in units of 2**shift; their sum is below 2**30, so sums over blocks are
@@ -215,7 +226,8 @@ def block_ranges(
     # Each query's pairs are divided by 2**row_shift, so that a block's pairs fit int32. The
     # divisor is 1 except for huge grids.
     row_shift = max(0, (grid.block * starts.shape[1]).bit_length() - 30)
-    pairs = jnp.where(live, column + 1 - start, 0) + (1 << row_shift) - 1 >> row_shift
+    end = column + 1 if ends is None else grid.split(ends, fill=0)
+    pairs = jnp.where(live, end - start, 0) + (1 << row_shift) - 1 >> row_shift
     cost = pairs.sum(-1, dtype=jnp.int32)
     # `total` * 2**low is an upper bound of the sum. High and low bits are added separately. With so
     # many blocks that the low bits could overflow, their `drop` lowest bits are dropped.

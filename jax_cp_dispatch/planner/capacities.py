@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_array, check_integer
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_causal_mask
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
 from jax_cp_dispatch.planner.stages import Capacities, assign, kv_transfers_bound, q_bound
 
 
-def static_capacities(grid: BlockGrid, config: PlanConfig) -> Capacities:
+def static_capacities(grid: BlockGrid, config: PlanConfig, mask: StaticMask) -> Capacities:
     """Returns the configured capacities of a plan inside `jit`, by default always sufficient."""
     q = config.q_capacity or q_bound(grid)
     return Capacities(
         q=q,
         kv=config.kv_capacity or grid.world_size * grid.rows,
         q_transfers=config.max_q_transfers or grid.batch * grid.per_piece,
-        kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid),
+        kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid, is_causal=mask.is_causal),
         pieces=config.max_pieces or q,
     )
 
@@ -52,7 +52,7 @@ def needs_inside_jit(
       TypeError, ValueError: as `plan_attention`, except for capacities.
     """
     op = "needs_inside_jit"
-    mask = read_causal_mask(op, mask)
+    mask = read_mask_of_numbers(op, mask)
     grid = check_shapes(op, segment_ids, positions, world_size, config)
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_causal_mask, read_mask_of_numbers
+from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
@@ -51,11 +51,10 @@ def plan_attention(
     fallback: str | None = None,
     rank: int | None = None,
 ) -> AttentionPlan:
-    """Plans causal attention over packed documents so that all ranks have nearly equal work.
+    """Plans attention over packed documents so that all ranks have nearly equal work.
 
-    A query attends to the keys of its document at its own and earlier positions. Segment 0 is
-    padding, anywhere in a row. A document is a run of one segment id in one batch row; it also ends
-    where `positions` does not increase.
+    Segment 0 is padding, anywhere in a row. A document is a run of one segment id in one batch row;
+    it also ends where `positions` does not increase.
 
     Call outside `jit` with lengths or concrete arrays, also in worker processes of a data loader:
     it then uses no device and does not initialize JAX. Or call inside `jit` or `shard_map` with
@@ -70,9 +69,9 @@ def plan_attention(
     and each run of a segment id is a separate document. Capacities default to bounds that are
     always large enough: with T rows per rank, B batch rows and J blocks of a rank in one of them,
     `q_capacity` is 2 * T + block, `kv_capacity` is W * T, `max_q_transfers` is B * J,
-    `max_kv_transfers` is B * (J + W - 1), and `max_pieces` is `q_capacity`. If given capacities are
-    too small, `AttentionPlan.fits` is false. The counts in the metadata then contain the true need,
-    and `dispatch` fails on all ranks.
+    `max_kv_transfers` is B * (J + W - 1), or B * (J + 2 * (W - 1)) if queries see later keys, and
+    `max_pieces` is `q_capacity`. If given capacities are too small, `AttentionPlan.fits` is false.
+    The counts in the metadata then contain the true need, and `dispatch` fails on all ranks.
 
     Args:
       segment_ids: integers [B, columns] of any dtype; each rank holds an equal range of columns, in
@@ -84,7 +83,7 @@ def plan_attention(
         one list for a single row. The rest of a row is padding.
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      mask: which keys a query sees, of `jax_cp_dispatch.masks`; a causal one. None: causal.
+      mask: which keys a query sees, of `jax_cp_dispatch.masks`, without arrays. None: causal.
       config: block size, capacities, costs and balance tolerance.
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
@@ -98,8 +97,8 @@ def plan_attention(
       TypeError: inputs are not integers, or mask is no mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in two separate runs of one batch row whose positions do not restart; a position
-        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask is not
-        causal.
+        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask has
+        arrays.
     """
     mask = read_mask_of_numbers(_OP, mask)
     check_config(_OP, config)
@@ -132,13 +131,12 @@ def plan_attention(
         request = PlanRequest(documents, positions=positions, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     check_traced(_OP, config)
-    read_causal_mask(_OP, mask)
     if rank is not None:
         raise ValueError(
             f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "
             "plan outside jit."
         )
-    capacities = static_capacities(grid, config)
+    capacities = static_capacities(grid, config, mask)
     ids, places = read_documents(_OP, segment_ids, positions)
     assignment = assign(ids, places, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     return AttentionPlan(

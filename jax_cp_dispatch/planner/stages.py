@@ -19,6 +19,7 @@ from jax_cp_dispatch.planner.balance import balance_blocks
 from jax_cp_dispatch.planner.blocks import (
     BlockGrid,
     block_ranges,
+    document_ends,
     document_starts,
     repeated,
     running_sum,
@@ -33,9 +34,8 @@ class Received(NamedTuple):
     """What ranks receive: a sequence of blocks of queries by rank, then in global order.
 
     Blocks without queries come last, with rank W. A block of queries needs keys from the first
-    that a query of it sees. Those that its rank does not have from
-    earlier blocks are a contiguous range of columns that ends with the block itself, because first
-    keys never decrease in global order.
+    that a query of it sees to the last. Those that its rank does not have from earlier blocks are a
+    contiguous range of columns, because first and last keys never decrease in global order.
     """
 
     block: Int32[Array, " G"]  # in global order
@@ -47,6 +47,7 @@ class Received(NamedTuple):
     runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
     num_runs: Int32[Array, " G"]  # that begin in the block
     pairs: Int32[Array, " G"]  # query-key pairs, in the unit of `block_ranges`
+    last_block: Int32[Array, " G"] | None  # of the range; None: the block itself
 
 
 class Assignment(NamedTuple):
@@ -62,6 +63,7 @@ class Assignment(NamedTuple):
     needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
     pairs_after: Float32[Array, " W"]
+    lengths: Int32[Array, "B T"] | None  # of each column's document; None: the mask is causal
 
 
 class Capacities(NamedTuple):
@@ -84,6 +86,7 @@ class PlanArrays(NamedTuple):
     run_origin: Int32[Array, "W P"]
     num_rows: Int32[Array, " W"]
     needs: Int32[Array, "W 5"]
+    run_length: Int32[Array, "W P"] | None
 
 
 def q_bound(grid: BlockGrid) -> int:
@@ -91,13 +94,16 @@ def q_bound(grid: BlockGrid) -> int:
     return min(2 * grid.rows + grid.block, grid.world_size * grid.rows)
 
 
-def kv_transfers_bound(grid: BlockGrid) -> int:
-    """Returns the maximum ranges of keys that a rank sends.
+def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
+    """Returns the maximum ranges of keys that a rank sends, if every query sees its own key.
 
-    Each range ends with a block of queries. Of those that end on another rank than they begin, a
-    rank receives at most one from each sender and batch row, because ranges do not overlap.
+    If the mask is causal, each range ends with a block of queries. Of those that end on another
+    rank than they begin, a rank receives at most one from each sender and batch row, because ranges
+    do not overlap. Otherwise, it receives one more: blocks of queries before those of the sender
+    see its first keys, which are one range.
     """
-    return grid.batch * (grid.per_piece + grid.world_size - 1)
+    others = grid.world_size - 1
+    return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
 
 
 @partial(jax.jit, static_argnames=("grid", "mask", "tolerance"))
@@ -112,7 +118,10 @@ def assign(
     """Assigns each block to a rank; lists what moves."""
     starts = document_starts(segment_ids, positions)
     first_keys = _first_keys(mask, starts)
-    first, cost, shift = block_ranges(first_keys, grid)
+    ends = None if mask.is_causal else document_ends(starts)
+    last_keys = None if ends is None else _last_keys(mask, starts, ends)
+    first, cost, shift = block_ranges(first_keys, grid, last_keys)
+    last = None if last_keys is None else grid.split(last_keys, fill=0).max(-1)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0
     num_rows = jnp.where(live, length, 0)
@@ -120,7 +129,8 @@ def assign(
     rank = jnp.where(live, rank, grid.world_size).reshape(-1)
 
     begins = _run_begins(starts, rank, grid)
-    received = _received(rank, first, begins.sum(-1, dtype=jnp.int32), cost, grid)
+    num_runs = begins.sum(-1, dtype=jnp.int32)
+    received = _received(rank, (first, last), (num_runs, cost), grid)
     queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
     slots = by_sender((queries, keys), grid.world_size)
 
@@ -140,6 +150,7 @@ def assign(
         needs=needs.max(1),
         pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
         pairs_after=pairs.astype(jnp.float32) * unit,
+        lengths=None if ends is None else ends - starts,
     )
 
 
@@ -152,7 +163,7 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
     queries = Sent(plan.queries, plan.slots[0], has_runs, capacities.q_transfers)
     keys = Sent(plan.keys, plan.slots[1], None, capacities.kv_transfers)
     q_metadata, kv_metadata = to_metadata((queries, keys), grid.world_size)
-    row, position, origin = _runs(plan, grid, capacities)
+    row, position, origin, length = _runs(plan, grid, capacities)
     return PlanArrays(
         q_metadata=q_metadata,
         kv_metadata=kv_metadata,
@@ -161,6 +172,7 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
         run_origin=origin,
         num_rows=plan.num_rows,
         needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
+        run_length=length,
     )
 
 
@@ -172,25 +184,49 @@ def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "
     return starts if first is starts else jnp.where(starts >= 0, first, -1)
 
 
+def _last_keys(
+    mask: StaticMask, starts: Int32[Array, "B T"], ends: Int32[Array, "B T"]
+) -> Int32[Array, "B T"]:
+    """Returns one past the last column that each column sees; 0 at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return jnp.where(starts >= 0, mask.clipped(num_tokens).k_end(column, starts, ends), 0)
+
+
 def _received(
     rank: Int32[Array, " G"],
-    first: Int32[Array, "B W J"],
-    num_runs: Int32[Array, "B W J"],
-    pairs: Int32[Array, "B W J"],
+    keys: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"] | None],
+    counts: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"]],
     grid: BlockGrid,
 ) -> Received:
+    """Lists what ranks receive.
+
+    Args:
+      rank: of each block.
+      keys: the first of each block, and one past the last; None: the block's own.
+      counts: runs that begin in each block, and its pairs.
+      grid: the blocks.
+    """
     # Sorts take what later steps need of each block along; gathers would compile separately.
+    first, last = keys
     block = jnp.arange(grid.num_blocks, dtype=jnp.int32)
-    first_block = grid.block_of(jnp.maximum(first, 0))
-    values = (x.reshape(-1) for x in (first_block, num_runs, pairs))
-    rank, block, first_block, num_runs, pairs = lax.sort((rank, block, *values), num_keys=1)
-    previous = jnp.pad(block[:-1], (1, 0))
+    values = [grid.block_of(jnp.maximum(first, 0)), *counts]
+    if last is not None:
+        values.append(grid.block_of(jnp.maximum(last - 1, 0)))
+    values = (x.reshape(-1) for x in values)
+    rank, block, first_block, num_runs, pairs, *lasts = lax.sort((rank, block, *values), num_keys=1)
+    last_block = lasts[0] if lasts else block
+    previous = jnp.pad(last_block[:-1], (1, 0))
     follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
     first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
-    _, home, start, length = _places(block, grid)
+    _, home, start, length = _places(last_block, grid)
     _, first_home, first_start, _ = _places(first_block, grid)
     first_column = first_home * grid.columns + first_start
-    num_keys = home * grid.columns + start + length - first_column
+    end_column = home * grid.columns + start + length
+    if lasts:
+        *_, length = _places(block, grid)
+        first_column = jnp.where(first_block > last_block, end_column, first_column)
+    num_keys = end_column - first_column
     values = (length, num_keys, num_runs)
     sums = running_sum_by_key(values, rank, grid.world_size)
     row, kv_row, runs_before = (x - y for x, y in zip(sums, values, strict=True))
@@ -204,6 +240,7 @@ def _received(
         runs_before=runs_before,
         num_runs=num_runs,
         pairs=pairs,
+        last_block=lasts[0] if lasts else None,
     )
 
 
@@ -221,12 +258,17 @@ def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
 
 def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     """Cuts the range of keys of each block where it crosses from one home to the next."""
-    batch, home, start, length = _places(received.block, grid)
+    is_causal = received.last_block is None
+    last_block = received.block if is_causal else received.last_block
+    batch, home, start, length = _places(last_block, grid)
     end = home * grid.columns + start + length
     first_home, _ = _divided(received.first_column, grid.columns)
     is_used = received.rank < grid.world_size
+    if not is_causal:
+        is_used &= received.num_keys > 0
     count = jnp.where(is_used, home - first_home + 1, 0)
-    size = kv_transfers_bound(grid) * grid.world_size
+    # Ranges of all ranks, cut where they cross: no more than one for each block, and those cuts.
+    size = kv_transfers_bound(grid, is_causal=True) * grid.world_size
     of, first_place, total = repeated(count, size)
     place = jnp.arange(size, dtype=jnp.int32)
     is_used = place < total
@@ -256,7 +298,7 @@ def _run_begins(
 
 
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
-    """Returns row, position and origin of each rank's runs, `[W, P]`."""
+    """Returns row, position, origin and length of each rank's runs, `[W, P]`."""
     world_size, size = grid.world_size, capacities.pieces
     received = plan.received
     values = (received.rank, received.runs_before, received.row)
@@ -277,7 +319,9 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     of, within = _divided(begins, grid.block)
     batch, home, first, _ = _places(of, grid)
     column = home * grid.columns + first + within
-    start = plan.starts.reshape(-1)[batch * plan.starts.shape[1] + column]
+    starts = plan.starts.reshape(-1)
+    token = batch * plan.starts.shape[1] + column
+    start = starts[token]
     row, to_row = jnp.moveaxis(jnp.stack([row, to_row], -1)[of], -1, 0)
     row = row + within
     is_query = is_used & (start >= 0)
@@ -285,6 +329,7 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
         jnp.where(is_used, row, capacities.q),
         jnp.where(is_query, column - start, -1),
         jnp.where(is_query, start + to_row, 0),
+        None if plan.lengths is None else jnp.where(is_query, plan.lengths.reshape(-1)[token], 0),
     )
 
 

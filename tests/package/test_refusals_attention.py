@@ -11,6 +11,7 @@ from on_mesh import AXIS, mesh_of
 from refusals import HEADS, IDS, NO_PLAN, Q, W, check_names, check_rejected
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch import masks
 from jax_cp_dispatch.cost import HARDWARE
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
@@ -166,7 +167,7 @@ CASES = [
             ({"head_size": 0}, "head_size is 0; it needs to be at least 1"),
             ({"repeats": 0}, "repeats is 0; it needs to be at least 1"),
             ({"dtype": "int32"}, "have dtypes int32.*Cast"),
-            ({"mask": "full"}, r"mask is Full\(\).*needs a causal mask.*place_tokens"),
+            ({"mask": masks.PrefixLM(np.ones((1, 8), bool))}, "mask is PrefixLM.*without arrays"),
             ({"columns": 6}, "the lengths of batch row 0 sum to 8"),
             ({"world_size": 3}, "columns cannot be split over world_size=3"),
         )

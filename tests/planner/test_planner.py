@@ -59,7 +59,7 @@ def plan_inside(segment_ids, positions, *, world_size, block, mask):
     )
 
 
-SOME_MASKS = [None, SlidingWindow(7), Chunked(9)]
+SOME_MASKS = [None, SlidingWindow(7), Chunked(9), Full(), SlidingWindow(5, 8)]
 
 
 @examples(30)

@@ -47,7 +47,7 @@ def balanced_attention(
     implementation: str | None = None,
     deadline: float | None = None,
 ) -> Float[Array, "B T N Hv"] | Any:
-    """Computes causal attention over packed documents, with equal work on every rank.
+    """Computes attention over packed documents, with equal work on every rank.
 
     Sends each block of queries to the rank in `plan` and each key block to the ranks that need it,
     computes attention there, and returns the output. Call inside `jax.shard_map` over `axis_name`,
