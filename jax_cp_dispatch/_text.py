@@ -14,13 +14,15 @@ Number: TypeAlias = int | float | np.integer | np.floating
 
 
 def outline(self: Any) -> str:
-    """A `__repr__` for a dataclass, in which an array is its dtype and shape: int32[4,8]."""
-    fields = (f"{f.name}={_outlined(getattr(self, f.name))}" for f in dataclasses.fields(self))
+    """A `__repr__` for a dataclass or a NamedTuple: arrays are dtype and shape, int32[4,8]."""
+    is_dataclass = dataclasses.is_dataclass(self)
+    names = [f.name for f in dataclasses.fields(self)] if is_dataclass else self._fields
+    fields = (f"{name}={_outlined(getattr(self, name))}" for name in names)
     return f"{type(self).__name__}({', '.join(fields)})"
 
 
 def _outlined(value: Any) -> str:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
         return outline(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -37,8 +37,11 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
         break;
       }
       text << ": the plan was made for another batch: the "
-           << (e.slot == 1 ? "segment ids" : "positions") << " of rank " << e.rank
-           << " have checksum " << e.seen << " but the plan expects " << e.expected
+           << (e.slot == 1   ? "segment ids"
+               : e.slot == 2 ? "positions"
+                             : "mask")
+           << " of rank " << e.rank << (e.slot == 3 ? " has" : " have") << " checksum " << e.seen
+           << " but the plan expects " << e.expected
            << ". Pass the plan of this batch, and placed tokens in placed order.";
       break;
     case Failure::kLength:

@@ -50,7 +50,7 @@ struct DispatchPart {
 
 // First the checksum of the whole plan, which is equal on all ranks. Then pairs of what the plan
 // says and what this rank sees: its rank, and checksums of its segment ids and of its positions.
-constexpr int64_t kFingerprintSize = 7;
+constexpr int64_t kFingerprintSize = 9;
 // The plan's rank in a fallback, which no rank may follow.
 constexpr int64_t kNoRank = -1;
 

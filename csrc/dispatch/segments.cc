@@ -166,7 +166,7 @@ Status SortByDestination(const std::string& op, size_t num_ranks,
 
 Status CheckFingerprints(const std::string& op, const Ranks& ranks,
                          const std::vector<int>* processes) {
-  constexpr const char* kNames[] = {"rank", "segment ids", "positions"};
+  constexpr const char* kNames[] = {"rank", "segment ids", "positions", "mask"};
   static_assert(kFingerprintSize == 1 + 2 * std::size(kNames));
   const auto name = [&](size_t rank) {
     const std::string text = "rank " + std::to_string(rank);
@@ -194,8 +194,8 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
                        "device the part of its own rank; see `slice_of` of the plan.");
       }
       return Invalid(op, ": the plan was made for another batch: the ", kNames[i], " of ", name(r),
-                     " have checksum ", seen, " but the plan expects ", expected,
-                     ". Pass the plan of this batch, and placed tokens in placed order.");
+                     i == 3 ? " has" : " have", " checksum ", seen, " but the plan expects ",
+                     expected, ". Pass the plan of this batch, and placed tokens in placed order.");
     }
   }
   return Status::Ok();

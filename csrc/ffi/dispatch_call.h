@@ -51,7 +51,7 @@ Status ReadAttributes(Direction direction, const DispatchOptions& options, Dispa
 //
 // Operands: first the metadata of all parts, each field as one rank's view [...] or [1, ...], or as
 // the views of all ranks [W, ...]: num_recv_tokens [W + 1], seq_len [S], dst_rank [S(, C)],
-// dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [7], of this rank only,
+// dst_offset [S(, C)], and src_offset [S] if present. Then the fingerprint [9], of this rank only,
 // of each part that has one. Then the arrays of all parts: x [T, feature...] for dispatch, y
 // [capacity, feature...] for combine. For dispatch, storage to reuse may follow. Results:
 // [capacity, feature...] for dispatch, [T, feature...] for combine.

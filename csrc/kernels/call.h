@@ -14,7 +14,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxParts = 4;
 constexpr int kMaxArrays = 64;
 constexpr int kTagRun = 1024;  // tags that one put sends over the network
-constexpr int64_t kFingerprintSize = 7;
+constexpr int64_t kFingerprintSize = 9;
 constexpr int64_t kNoRank = -1;  // the plan's rank in a fallback
 
 CPD_HOST_DEVICE inline int64_t AlignUp(int64_t bytes) { return (bytes + 255) & ~int64_t{255}; }
@@ -56,11 +56,12 @@ struct Part {
 // `reported`; the first error stays until it has been reported.
 enum class Failure : int64_t {
   kNone,
-  kRank,       // rank: that of the operand, expected: that of the device
-  kBatch,      // slot: 0 rank, 1 segment ids, 2 positions; expected by the plan, seen by the rank
-  kLength,     // slot; seen: seq_len, expected: src_offset
-  kDstRank,    // slot, replica; seen: dst_rank
-  kTokens,     // slot; seen: seq_len, expected: src_offset
+  kRank,     // rank: that of the operand, expected: that of the device
+  kBatch,    // slot: 0 rank, 1 segment ids, 2 positions, 3 mask; expected by the plan, seen by the
+             // rank
+  kLength,   // slot; seen: seq_len, expected: src_offset
+  kDstRank,  // slot, replica; seen: dst_rank
+  kTokens,   // slot; seen: seq_len, expected: src_offset
   kDstOffset,  // slot, replica; seen: dst_offset
   kCapacity,   // peer; seen: rows needed
   kFetched,    // expected: rows that can be fetched, seen: rows to fetch

@@ -30,7 +30,7 @@ class Argument(NamedTuple):
       buffer: id of a registered buffer; 0 is none.
       limits: what the buffer allows; None without one.
       capacity_name: the argument that sets the capacity, for messages.
-      fingerprint: this rank's fingerprint, i32 [7], or None; see csrc/dispatch/dispatch.h.
+      fingerprint: this rank's fingerprint, i32 [9], or None; see csrc/dispatch/dispatch.h.
     """
 
     name: str

@@ -30,7 +30,7 @@ def dispatch_with_xla(
     arrays: Sequence[Shaped[Array, "rows ..."]],
     *,
     capacity: int,
-    fingerprint: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 9"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that `metadata` names, bit for bit.
 
@@ -71,7 +71,7 @@ def combine_with_xla(
     *,
     num_tokens: int,
     dtypes: Sequence[str],
-    fingerprint: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 9"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 

@@ -77,7 +77,7 @@ def read_plan(
     *,
     num_tokens: int,
     capacity: int,
-    fingerprint: Int32[Array, " 7"] | None = None,
+    fingerprint: Int32[Array, " 9"] | None = None,
 ) -> Plan:
     """Gathers the metadata of all ranks and checks it.
 
@@ -135,7 +135,7 @@ def read_plan(
 
 
 def _do_fingerprints_match(
-    fingerprint: Int32[Array, " 7"], axis_names: tuple[str, ...]
+    fingerprint: Int32[Array, " 9"], axis_names: tuple[str, ...]
 ) -> Bool[Array, ""]:
     """Whether all ranks follow the plan of one batch, and see that batch."""
     fingerprints = lax.all_gather(fingerprint, axis_names)

@@ -33,6 +33,7 @@ from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
     read_mask,
@@ -181,8 +182,8 @@ def context_parallel_attention(
         segment_ids = np.ones(q.shape[:2], np.int32)
     q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
     attended = jax.tree.map(lambda x: _pad(x, missing), attended)
-    is_traced = any(isinstance(x, Tracer) for x in (segment_ids, positions))
     packed = PackedMask(attended, segment_ids, positions)
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if isinstance(algorithm, Auto):
         algorithm, plan = choose_for_call(options, algorithm, q, k, packed, plan)
         options = dataclasses.replace(options, algorithm=algorithm)
@@ -193,7 +194,7 @@ def context_parallel_attention(
         if not (is_traced or axes.batch):
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
-        packed = PackedMask(attended)  # nothing to compare
+        packed = PackedMask(plan.mask)  # nothing to compare
     outputs = attend_global(Operands(q, k, v, sink), plan, packed, options=options)
     if missing:
         cut = lambda x: x if x is None else x[:, :num_tokens]
@@ -209,7 +210,7 @@ def _pad(x: Any, missing: int) -> Any:
     return pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
+def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
     """Requires that the algorithm supports the options."""
     attention, name = options.attention, options.algorithm.name
     if name in ("balanced", "placed") and attention.layout != "contiguous":
@@ -217,7 +218,7 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
-    if name in ("auto", "balanced"):
+    if name == "auto":
         read_mask_of_numbers(_OP, mask)
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(

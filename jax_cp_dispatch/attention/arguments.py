@@ -10,8 +10,9 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
-from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.array_mask import MaskKind
+from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
 HostOrDevice: TypeAlias = Array | np.ndarray
@@ -54,15 +55,18 @@ def check_plan(op: str, plan: Any, *kinds: type) -> None:
     )
 
 
-def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> StaticMask:
-    """Returns the mask of a plan; if one is passed beside it, it must be the same."""
-    given = plan.mask if mask is None else read_mask_of_numbers(op, mask)
-    if given != plan.mask:
+def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> Mask | MaskKind:
+    """Returns the mask of a plan, or the one that is passed beside it, which must be the same.
+
+    The arrays of a mask are compared in the step, by their checksum.
+    """
+    given = plan.mask if mask is None else read_mask(op, mask)
+    if (given.kind if isinstance(given, ArrayMask) else given) != plan.mask:
         raise ValueError(
             f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "
             f"mask={given}."
         )
-    return plan.mask
+    return given
 
 
 def is_stack(plan: AttentionPlan | PlacedPlan | None) -> bool:

@@ -109,7 +109,7 @@ def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask
     if isinstance(algorithm, Balanced):
         if plan is None:
             plan = named_context(_plan_on_ranks(options, algorithm, packed))
-            packed = PackedMask(packed.mask)  # nothing to compare
+            packed = PackedMask(plan.mask)  # nothing to compare
         return attend_balanced(attention, operands, plan, packed)
     if isinstance(algorithm, Ulysses):
         return attend_ulysses(attention, operands, packed)

@@ -29,6 +29,7 @@ from jax_cp_dispatch.attention.rotating.attend import (
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import OneRank
+from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 
@@ -62,17 +63,18 @@ def planned_program(
     """Returns the program of balanced or placed attention, for rows like those of `qkv`."""
     check_operands(options.op, *qkv)
 
-    def run(rank, q, k, v, start, end):
-        out, lse = attend_locally(options, q, k, v, start, end)
+    def run(rank, q, k, v, *given):
+        ranges = MaskRanges(*given)
+        out, lse = attend_locally(options, q, k, v, ranges)
         if not backward:
             return out, lse
         dout = out.astype(q.dtype)
-        return out, *attend_locally_backward(options, q, k, v, start, end, out, lse, dout)
+        return out, *attend_locally_backward(options, q, k, v, ranges, out, lse, dout)
 
     ranges = [plan.local_ranges(rank) for rank in range(plan.world_size)]
     rows = len(ranges[0][0]), plan.kv_capacity, plan.kv_capacity
     shapes = [Shape((1, n, *x.shape[2:]), x.dtype) for n, x in zip(rows, qkv, strict=True)]
-    return RankProgram(run, shapes, [(a[None], b[None]) for a, b in ranges])
+    return RankProgram(run, shapes, [tuple(x[None] for x in of_rank) for of_rank in ranges])
 
 
 def rotating_program(

@@ -15,6 +15,23 @@ from jax_cp_dispatch.masks.mask import Mask, is_traced
 _Kind = TypeVar("_Kind", bound="type[ArrayMask]")
 
 
+@jax.tree_util.register_static
+class MaskKind:
+    """The kind of a mask of arrays, for which a plan was made; the plan has what its tokens see."""
+
+    def __init__(self, of: type[ArrayMask]) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskKind) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return hash(self.of)
+
+    def __repr__(self) -> str:
+        return self.of.__name__
+
+
 class ArrayMask(Mask):
     """A mask of arrays `[B, T]`, in columns of the batch as packed, which move with the tokens.
 
@@ -24,6 +41,10 @@ class ArrayMask(Mask):
     @property
     def has_arrays(self) -> bool:
         return True
+
+    @property
+    def kind(self) -> MaskKind:
+        return MaskKind(type(self))
 
     def _store(self, **arrays: Any) -> None:
         """Sets the fields, as int32; for constructors, whose arguments may be other arrays."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
 from jax_cp_dispatch.masks.mask import Mask
@@ -47,8 +48,8 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     return mask
 
 
-def check_mask_arrays(op: str, mask: Mask, shape: tuple[int, ...]) -> None:
-    """Requires that the arrays of a mask have one number for each token, `[B, T]`."""
+def check_mask_arrays(op: str, mask: Mask | MaskKind, shape: tuple[int, ...]) -> None:
+    """Requires that the arrays of a mask, if any, have one number for each token, `[B, T]`."""
     for x in jax.tree.leaves(mask):
         if x.shape != shape:
             raise ValueError(

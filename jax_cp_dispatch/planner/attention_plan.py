@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.describe import (
@@ -20,7 +21,9 @@ from jax_cp_dispatch.planner.describe import (
 )
 from jax_cp_dispatch.planner.fingerprint import check_batch
 from jax_cp_dispatch.planner.planned_pieces import Home, pieces_of_plan
+from jax_cp_dispatch.planner.row_ranges import local_rows
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
+from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
@@ -46,7 +49,9 @@ class AttentionPlan:
       run_position: i32 `[W, P]`; the place of that row's query in its document; -1 for padding.
       run_origin: i32 `[W, P]`; the received row of the document's first key, also if it was not
         sent.
-      run_length: i32 `[W, P]`; tokens of the document; None if the mask is causal.
+      run_length: i32 `[W, P]`; tokens of the document; None if the mask is causal or has arrays.
+      ranges: of a mask with arrays, what received rows see: the keys of each query, i32 `[W,
+        q_capacity]`, and the queries of each key, `[W, kv_capacity]`; see `local_ranges`.
       num_rows: i32 `[W]`; rows of queries that a rank receives; -1 in a fallback of
         `plan_attention`.
       pairs_before, pairs_after: f32 `[W]`; query-key pairs of each rank without movement, and with
@@ -55,12 +60,12 @@ class AttentionPlan:
       needs: i32 `[W, 5]`; in every row the largest need of all ranks: rows of queries, rows of
         keys, ranges of queries sent, ranges of keys sent, pieces. See `fits`.
       fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask
-        and batch; the rank; the checksums of its own columns of segment ids and positions. See
-        `validate`.
+        and batch; the rank; the checksums of its own columns of segment ids and positions, and of
+        the arrays of the mask, if it has them. See `validate`.
       num_tokens: rows of one rank (static).
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       q_capacity, kv_capacity: rows of the receive buffers (static).
-      mask: which keys a query sees; its kind is static.
+      mask: which keys a query sees; of a mask with arrays, its kind.
     """
 
     q_metadata: Leaf
@@ -73,8 +78,9 @@ class AttentionPlan:
     pairs_after: Leaf
     needs: Leaf
     fingerprint: Leaf
-    mask: StaticMask
+    mask: StaticMask | MaskKind
     run_length: Leaf = None
+    ranges: MaskRanges | None = None
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     q_capacity: int = dataclasses.field(metadata={"static": True})
@@ -97,15 +103,17 @@ class AttentionPlan:
         """
         return slice_of("AttentionPlan.slice_of", self, rank)
 
-    def local_ranges(
-        self, rank: Any
-    ) -> tuple[Int32[Array | np.ndarray, " q"], Int32[Array | np.ndarray, " q"]]:
+    def local_ranges(self, rank: Any) -> tuple[Int32[Array | np.ndarray, " rows"], ...]:
         """Returns the first and last + 1 received key of each received query of one rank.
 
-        i32 `[q_capacity]` each; (0, 0) for padding and unused rows. Call anywhere with a concrete
-        `rank` (a plan of NumPy arrays then gives NumPy), or inside `jax.shard_map` with
-        `lax.axis_index`, on the plan of all ranks or this rank's slice.
+        i32 `[q_capacity]` each; (0, 0) for padding and unused rows. If the mask has ranges of
+        queries, also the first and last + 1 received query of each received key, i32
+        `[kv_capacity]`. Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives
+        NumPy), or inside `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this
+        rank's slice.
         """
+        if self.ranges is not None:
+            return tuple(x for x in local_rows(self.ranges, rank) if x is not None)
         return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)
 
     @property
@@ -120,7 +128,9 @@ class AttentionPlan:
         fits = (self.needs <= given).all() & (self.num_rows >= 0).all()
         return np.asarray(fits) if isinstance(fits, np.generic) else fits
 
-    def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
+    def validate(
+        self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None
+    ) -> None:
         """Raises if the plan was made for another batch.
 
         Call on the host, with the plan of all ranks and the arrays from which it was made. A plan
@@ -130,17 +140,19 @@ class AttentionPlan:
         bits per rank.
 
         Raises:
-          ValueError: the shape differs, the ids or positions of some rank differ, or the batch did
-            not fit, so nothing was planned.
+          ValueError: the shape differs, the ids, positions or mask of some rank differ, or the
+            batch did not fit, so nothing was planned.
         """
         op = "AttentionPlan.validate"
-        check_batch(op, self.fingerprint, segment_ids, positions, num_tokens=self.num_tokens)
+        given = segment_ids, positions, mask
+        check_batch(op, self.fingerprint, *given, num_tokens=self.num_tokens)
 
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.
 
         For the three ranks with the most work, before planning and as planned, it names the
-        documents that cause it. Call on the host, with the plan of all ranks.
+        documents that cause it; for a mask with arrays, as planned only. Call on the host, with the
+        plan of all ranks.
 
         Raises:
           TypeError: the values are traced.
@@ -162,8 +174,8 @@ class AttentionPlan:
                     "keys": Rows(keys, self.kv_capacity),
                 },
                 num_tokens=self.num_tokens,
-                mask=self.mask,
-                home=home,
+                mask=self.mask if isinstance(self.mask, StaticMask) else SeenRows.of(self.ranges),
+                home=home if isinstance(self.mask, StaticMask) else None,
             )
         )
 

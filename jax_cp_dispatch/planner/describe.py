@@ -10,6 +10,7 @@ from jax_cp_dispatch._text import RANKS_HEADER, count, table, table_of_ranks
 from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import describe_traffic, rows_moved
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces
+from jax_cp_dispatch.planner.seen_rows import SeenRows
 
 _NUM_RANKS = 3
 _NUM_PIECES = 2
@@ -30,8 +31,8 @@ class PlanToDescribe(NamedTuple):
       pieces: what each rank computes.
       traffic: "keys", and "queries" if they move.
       num_tokens: of a rank.
-      mask: which keys a query sees.
-      home: the order of the batch; None if the plan does not know it.
+      mask: which keys a query sees; of a mask with arrays, what the rows of this plan see.
+      home: the order of the batch; None if the plan does not know it, or not what it sees there.
       speeds: relative speeds of the ranks, which determine their shares of the work.
       ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
     """
@@ -40,7 +41,7 @@ class PlanToDescribe(NamedTuple):
     pieces: PlannedPieces
     traffic: Mapping[str, Rows]
     num_tokens: int
-    mask: StaticMask
+    mask: StaticMask | SeenRows
     home: Home | None
     speeds: Sequence[float] | None = None
     ranks_per_node: int | None = None
@@ -106,7 +107,10 @@ def _line(name: str, text: str) -> str:
 
 
 def _load(
-    planned: PlannedPieces, mask: StaticMask, num_ranks: int, speeds: Sequence[float] | None
+    planned: PlannedPieces,
+    mask: StaticMask | SeenRows,
+    num_ranks: int,
+    speeds: Sequence[float] | None,
 ) -> Float64[np.ndarray, " W"]:
     """Returns the work of each rank, divided by its share of all work; 1 if there is none."""
     pairs = planned.per_rank(planned.pairs(mask), num_ranks).astype(float)
@@ -118,7 +122,7 @@ def _load(
 def _heaviest(
     planned: PlannedPieces,
     load: Float64[np.ndarray, " W"],
-    mask: StaticMask,
+    mask: StaticMask | SeenRows,
     share: str,
     home: Home | None,
     *,

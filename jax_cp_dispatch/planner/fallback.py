@@ -11,6 +11,7 @@ from jax_cp_dispatch.planner.config import CAPACITIES
 from jax_cp_dispatch.planner.fingerprint import fingerprint_of_fallback
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.row_ranges import row_ranges_of_fallback
 
 # Functions that find all capacities, by the function that takes the config.
 _FIT = {"plan_attention": "fit_plan_config", "place_tokens": "fit_placement_config"}
@@ -65,15 +66,16 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> At
         run_row=np.full(by_run, q, np.int32),
         run_position=np.zeros(by_run, np.int32),
         run_origin=np.zeros(by_run, np.int32),
-        run_length=None if request.mask.is_causal else np.zeros(by_run, np.int32),
+        run_length=np.zeros(by_run, np.int32) if request.needs_lengths else None,
+        ranges=row_ranges_of_fallback(request, num_held, num_queries=q, num_keys=kv),
         num_rows=np.full(num_held, -1, np.int32),
         pairs_before=pairs,
         pairs_after=pairs,
         needs=np.tile(needs, (num_held, 1)),
-        fingerprint=fingerprint_of_fallback(num_held),
+        fingerprint=fingerprint_of_fallback(num_held, request.mask),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=request.mask,
+        mask=request.planned_mask,
     )

@@ -7,6 +7,7 @@ runs does not need the rows. NumPy arrays give NumPy, without starting JAX.
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, mix
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -23,6 +25,7 @@ Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 ID_STEP, POSITION_STEP = 0, 1
 # The rank in the fingerprint of a fallback, which no rank may follow.
 NO_RANK = -1
+_FINGERPRINT_SIZE = 9  # that of `csrc/dispatch/dispatch.h`
 
 
 def checksums(
@@ -65,7 +68,9 @@ def checksums_of_runs(
     return _signed(total)
 
 
-def digest_of_plan(config: Any, mask: StaticMask, *arrays: Int[Any, " N"]) -> UInt32[Any, " 1"]:
+def digest_of_plan(
+    config: Any, mask: StaticMask | MaskKind, *arrays: Int[Any, " N"]
+) -> UInt32[Any, " 1"]:
     """Returns a checksum of what a plan depends on besides its batch.
 
     Args:
@@ -82,18 +87,30 @@ def digest_of_plan(config: Any, mask: StaticMask, *arrays: Int[Any, " N"]) -> UI
     return digest
 
 
+def checksums_of_mask(mask: Mask, num_ranks: int) -> Int32[Array | np.ndarray, " W"]:
+    """Returns the checksum of each rank's columns of the arrays of a mask."""
+    total: Any = np.uint32(0)
+    for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(mask)):
+        name = np.uint32(zlib.crc32(str(path[-1]).encode()))
+        each = _bits(checksums(x.astype(np.int32), num_ranks, step=ID_STEP))
+        total = mix(total + mix(each + name) + np.uint32(number))
+    return _signed(total)
+
+
 def make_fingerprint(
-    ids: Int32[Array | np.ndarray, " W"],
-    positions: Int32[Array | np.ndarray, " W"],
-    digest: UInt32[Any, " 1"],
-) -> Int32[Any, "W 4"]:
-    """Returns the fingerprint of a plan from checksums of each rank's segment ids and positions.
+    own: Sequence[Int32[Array | np.ndarray, " W"]], digest: UInt32[Any, " 1"]
+) -> Int32[Any, "W F"]:
+    """Returns the fingerprint of a plan.
 
     In each rank's row: the checksum of the plan and its whole batch, the rank, then the rank's own
-    two checksums.
+    checksums.
+
+    Args:
+      own: checksums of each rank's segment ids, of its positions, and of its mask if it has arrays.
+      digest: of the plan.
     """
-    xp = _module_of(ids)
-    own = xp.stack([ids, positions], axis=1)
+    xp = _module_of(own[0])
+    own = xp.stack(own, axis=1)
     place = np.arange(1, 1 + own.size, dtype=np.uint32).reshape(own.shape)
     each = mix(_bits(own) + place * np.uint32(0x165667B1))
     whole = _signed(mix(each.sum(keepdims=True, dtype=np.uint32) + digest[None]))
@@ -101,36 +118,43 @@ def make_fingerprint(
     return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own], axis=1)
 
 
-def fingerprint_of_fallback(num_held: int) -> Int32[np.ndarray, "R 4"]:
+def fingerprint_of_fallback(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:
     """Returns a fingerprint that every rank refuses."""
-    return np.tile(np.array([0, NO_RANK, 0, 0], np.int32), (num_held, 1))
+    own = [0] * (3 if mask.has_arrays else 2)
+    return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
 
 
 def rank_fingerprint(
-    fingerprint: Int32[Any, "..."], rank: Any, segment_ids: Ids | None, positions: Ids | None
-) -> Int32[Array, " 7"]:
+    fingerprint: Int32[Any, "..."],
+    rank: Any,
+    segment_ids: Ids | None,
+    positions: Ids | None,
+    mask: Any = None,
+) -> Int32[Array, " 9"]:
     """Returns what is sent with an exchange: the plan's checksum, then pairs (expected, seen).
 
     Args:
       fingerprint: of the plan of all ranks, or of a rank's slice.
       rank: the index on the mesh axis.
-      segment_ids, positions: this rank's columns; None counts as expected. Positions of padding do
-        not count, so they need the ids.
+      segment_ids, positions, mask: this rank's columns; None, or a mask without arrays, counts as
+        expected. Positions of padding do not count, so they need the ids.
     """
     fingerprint = jnp.asarray(fingerprint)
     if fingerprint.ndim > 1:
         fingerprint = fingerprint[0] if fingerprint.shape[0] == 1 else fingerprint[rank]
     digest, *expected = fingerprint
-    seen = rank, *_seen(segment_ids, positions, 1)
+    seen = [rank, *_seen(segment_ids, positions, mask, 1)][: len(expected)]
     pairs = [(x, x if y is None else y.reshape(())) for x, y in zip(expected, seen, strict=True)]
-    return jnp.stack([digest, *(value for pair in pairs for value in pair)])
+    values = [digest, *(value for pair in pairs for value in pair)]
+    return jnp.stack(values + (_FINGERPRINT_SIZE - len(values)) * [jnp.int32(0)])
 
 
 def check_batch(
     op: str,
-    fingerprint: Int32[Any, "... 4"],
+    fingerprint: Int32[Any, "... F"],
     segment_ids: Ids,
     positions: Ids | None,
+    mask: Mask | None,
     *,
     num_tokens: int,
 ) -> None:
@@ -155,8 +179,9 @@ def check_batch(
                 f"{op}: {name} has shape {x.shape} but the plan is for {num_ranks} ranks of "
                 f"{num_tokens} rows. Pass the plan of this batch."
             )
-    all_seen = _seen(segment_ids, positions, num_ranks)
-    for name, expected, seen in zip(named, fingerprint[:, 2:].T, all_seen, strict=True):
+    all_seen = _seen(segment_ids, positions, mask, num_ranks)
+    names = *named, "arrays of the mask"
+    for name, expected, seen in zip(names, fingerprint[:, 2:].T, all_seen, strict=False):
         differs = expected != (expected if seen is None else np.asarray(seen))
         if differs.any():
             raise ValueError(
@@ -166,17 +191,17 @@ def check_batch(
             )
 
 
-def _seen(segment_ids: Ids | None, positions: Ids | None, num_ranks: int) -> tuple[Any, Any]:
-    """Returns the checksums of ids and of positions; None of arrays that are not given."""
+def _seen(segment_ids: Any, positions: Any, mask: Any, num_ranks: int) -> tuple[Any, ...]:
+    """Returns the checksums of ids, positions and mask; None of arrays that are not given."""
+    of_mask = checksums_of_mask(mask, num_ranks) if jax.tree.leaves(mask) else None
     if segment_ids is None:
-        return None, None
+        return None, None, of_mask
     ids = fold_to_int32(segment_ids)
     of_ids = checksums(ids, num_ranks, step=ID_STEP)
     if positions is None:
-        return of_ids, None
-    return of_ids, checksums(
-        fold_to_int32(positions), num_ranks, step=POSITION_STEP, counts=ids > 0
-    )
+        return of_ids, None, of_mask
+    places = fold_to_int32(positions)
+    return of_ids, checksums(places, num_ranks, step=POSITION_STEP, counts=ids > 0), of_mask
 
 
 def _by_rank(x: Any, num_ranks: int) -> Any:

@@ -1,11 +1,14 @@
 """The fingerprint of a plan made on the host, from the pieces of documents that ranks hold."""
 
+import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
     POSITION_STEP,
+    checksums_of_mask,
     checksums_of_runs,
     digest_of_plan,
     make_fingerprint,
@@ -16,8 +19,8 @@ from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
 
 def fingerprint_of_pieces(
-    request: PlanRequest, computed: Pieces, held: Pieces
-) -> Int32[np.ndarray, "W 4"]:
+    request: PlanRequest, computed: Pieces, held: Pieces, in_order: Mask | None = None
+) -> Int32[np.ndarray, "W F"]:
     """Returns the fingerprint of a plan of all ranks.
 
     Positions of padding do not count.
@@ -26,6 +29,7 @@ def fingerprint_of_pieces(
       request: with the segment ids and positions of the batch.
       computed: where each piece is computed.
       held: the order of the rows that ranks pass to attention.
+      in_order: a mask of arrays, in this order.
     """
     documents, positions, world_size = request.documents, request.positions, request.world_size
     rank, row, length, document, start = _by_row(held)
@@ -47,9 +51,11 @@ def fingerprint_of_pieces(
         value = fold_to_int32(np.asarray(positions)).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
     places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
-    return make_fingerprint(
-        ids, places, digest_of_plan(request.config, request.mask, *computed[:4])
-    )
+    own = [ids, places]
+    if in_order is not None:
+        own.append(checksums_of_mask(jax.tree.map(np.asarray, in_order), world_size))
+    digest = digest_of_plan(request.config, request.planned_mask, *computed[:4])
+    return make_fingerprint(own, digest)
 
 
 def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:

@@ -20,6 +20,7 @@ from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.native_problem import native_problem
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.row_ranges import row_ranges
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import DoesNotFitError, static_size
 from jax_cp_dispatch.planner.transfers import (
@@ -34,9 +35,10 @@ _OP = "plan_attention"
 
 
 class _Moves(NamedTuple):
-    """What ranks compute, what moves, and the needs of each rank in the order of `CAPACITIES`."""
+    """What ranks compute, its keys, what moves, and the needs in the order of `CAPACITIES`."""
 
     pieces: Pieces
+    spans: Spans
     queries: Transfers
     keys: Transfers
     needs: Int[np.ndarray, "5 W"]
@@ -70,23 +72,25 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
             ) from None
         return plan_of_fallback(request, needs)
     pieces, held = moves.pieces, request.held
+    in_order = request.mask if request.mask.has_arrays else None
     of_ranks = {"world_size": world_size, "rank": request.rank}
-    lengths = None if request.mask.is_causal else documents.lengths
+    lengths = documents.lengths if request.needs_lengths else None
     runs = {"num_runs": num_runs, "num_rows": q, "lengths": lengths, "rank": request.rank}
     return AttentionPlan(
         q_metadata=metadata_of(moves.queries, num_slots=q_slots, **of_ranks),
         kv_metadata=metadata_of(moves.keys, num_slots=kv_slots, **of_ranks),
         **runs_of_pieces(pieces, moves.needs[-1], **runs),
+        ranges=row_ranges(request, pieces, moves.spans, num_queries=q, num_keys=kv),
         num_rows=moves.needs[0, held].astype(np.int32),
         pairs_before=pairs_of_ranks(request, home),
         pairs_after=pairs_of_ranks(request, pieces),
         needs=np.tile(needs, (world_size, 1))[held],
-        fingerprint=fingerprint_of_pieces(request, pieces, home)[held],
+        fingerprint=fingerprint_of_pieces(request, pieces, home, in_order)[held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=request.mask,
+        mask=request.planned_mask,
     )
 
 
@@ -114,7 +118,7 @@ def _moves(request: PlanRequest, home: Pieces) -> _Moves:
         *(num_sent(x, world_size) for x in (queries, keys)),
         np.bincount(pieces.rank, minlength=world_size),
     )
-    return _Moves(pieces, queries, keys, np.stack(needs))
+    return _Moves(pieces, spans, queries, keys, np.stack(needs))
 
 
 def _sizes(request: PlanRequest, needs: Int[np.ndarray, "5 W"]) -> list[int]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_of_numbers
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
@@ -19,7 +19,7 @@ from jax_cp_dispatch.planner.capacities import (
 )
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.constraints import check_traced
-from jax_cp_dispatch.planner.documents import Row, documents_of
+from jax_cp_dispatch.planner.documents import Documents, Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
 from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
@@ -30,8 +30,8 @@ from jax_cp_dispatch.planner.fingerprint import (
 )
 from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.request import PlanRequest
-from jax_cp_dispatch.planner.seen_keys import seen_keys
-from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
+from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
+from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, is_on_host, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import Assignment, assign, build
 
@@ -83,7 +83,8 @@ def plan_attention(
         one list for a single row. The rest of a row is padding.
       columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
         rounded up.
-      mask: which keys a query sees, of `jax_cp_dispatch.masks`, without arrays. None: causal.
+      mask: which keys a query sees, of `jax_cp_dispatch.masks`, with arrays `[B, columns]`. None:
+        causal.
       config: block size, capacities, costs and balance tolerance.
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
@@ -97,20 +98,21 @@ def plan_attention(
       TypeError: inputs are not integers, or mask is no mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in two separate runs of one batch row whose positions do not restart; a position
-        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the mask has
-        arrays.
+        exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
+        the mask have another shape; or a mask with arrays is planned inside `jit`.
     """
-    mask = read_mask_of_numbers(_OP, mask)
+    mask = read_mask(_OP, mask)
     check_config(_OP, config)
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
     of_ranks = {"world_size": world_size, "config": config, "rank": rank}
+    traced_mask = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask))
     if segment_ids is None or lengths is not None:
         given = {"lengths": lengths, "segment_ids": segment_ids, "positions": positions}
         documents = documents_of(_OP, world_size=world_size, columns=columns, **given)
-        seen = seen_keys(mask, documents)
+        seen = _seen_on_host(mask, documents)
         request = PlanRequest(documents, positions=None, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     if isinstance(segment_ids, list | tuple):
@@ -121,16 +123,18 @@ def plan_attention(
     if columns is not None:
         raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
     grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-    if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)):
+    check_mask_arrays(_OP, mask, segment_ids.shape)
+    if not any(isinstance(x, jax.core.Tracer) for x in (segment_ids, positions)) | traced_mask:
         ids, positions = read_host_documents(_OP, segment_ids, positions)
         given_ids = {"segment_ids": ids, "positions": positions}
         documents = documents_of(_OP, world_size=world_size, **given_ids)
         given = np.asarray(segment_ids).reshape(-1)[documents.first]
         documents = documents._replace(ids=given)
-        seen = seen_keys(mask, documents)
+        seen = _seen_on_host(mask, documents)
         request = PlanRequest(documents, positions=positions, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     check_traced(_OP, config)
+    mask = read_mask_of_numbers(_OP, mask)
     if rank is not None:
         raise ValueError(
             f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "
@@ -154,6 +158,17 @@ def plan_attention(
     )
 
 
+def _seen_on_host(mask: Mask, documents: Documents) -> SeenKeys:
+    """Returns what queries see; requires a mask of the batch that this process knows."""
+    check_mask_arrays(_OP, mask, (documents.batch, documents.columns))
+    if not all(is_on_host(x) for x in jax.tree.leaves(mask)):
+        raise ValueError(
+            f"{_OP}: the arrays of {mask} are traced or spread over processes. Pass whole arrays, "
+            "as NumPy, on every process, or plan inside jit, from segment ids."
+        )
+    return seen_keys(mask, documents)
+
+
 def _traced_fingerprint(
     assignment: Assignment,
     segment_ids: Ids,
@@ -171,4 +186,4 @@ def _traced_fingerprint(
     digest = digest_of_plan(config, mask, received.block, received.rank)
     ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
-    return make_fingerprint(jnp.asarray(ids), jnp.asarray(of_places), digest)
+    return make_fingerprint([jnp.asarray(ids), jnp.asarray(of_places)], digest)

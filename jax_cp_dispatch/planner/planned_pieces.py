@@ -10,6 +10,7 @@ from jax_cp_dispatch.masks import StaticMask
 from jax_cp_dispatch.metadata.describe import known
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.home import home_pieces
+from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.transfers import sums_of_ranks
 
 
@@ -35,12 +36,16 @@ class PlannedPieces(NamedTuple):
         """The document's first token, and the start, the end and the length."""
         return self.first, self.start, self.end, self.length
 
-    def pairs(self, mask: StaticMask) -> Int[np.ndarray, " P"]:
+    def pairs(self, mask: StaticMask | SeenRows) -> Int[np.ndarray, " P"]:
         """Returns the query-key pairs of each piece."""
+        if isinstance(mask, SeenRows):
+            return mask.pairs(self.rank, self.row, self.row + self.end - self.start)
         return mask.pairs(self.start, self.end, self.length)
 
-    def keys(self, mask: StaticMask) -> Int[np.ndarray, " P"]:
+    def keys(self, mask: StaticMask | SeenRows) -> Int[np.ndarray, " P"]:
         """Returns the number of keys to which at least one token of each piece attends."""
+        if isinstance(mask, SeenRows):
+            return mask.keys(self.rank, self.row, self.row + self.end - self.start)
         first, end = mask.keys_of(self.start, self.end, self.length)
         return end - first
 

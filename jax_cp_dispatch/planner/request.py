@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import ArrayMask, Mask, StaticMask
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
 from jax_cp_dispatch.planner.slices import slice_of_rank
@@ -33,6 +34,16 @@ class PlanRequest(NamedTuple):
     @property
     def mask(self) -> Mask:
         return self.seen.mask
+
+    @property
+    def planned_mask(self) -> StaticMask | MaskKind:
+        """The mask as a plan has it."""
+        return self.mask.kind if isinstance(self.mask, ArrayMask) else self.mask
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the keys of a query depend on the length of its document."""
+        return self.seen.table is None and not self.mask.is_causal
 
     def with_mask(self, mask: Mask) -> "PlanRequest":
         """Returns the request of a plan for another mask."""

@@ -23,7 +23,6 @@ from jax_cp_dispatch import (
     context_parallel_attention,
     local_attention,
     place_tokens,
-    plan_attention,
     ring_attention,
     zigzag_permutation,
 )
@@ -201,10 +200,6 @@ def in_prefix(shape=(1, 8)):
 X: Any = jnp.zeros((1, 8, 2, 4), jnp.float32)
 ROWS: Any = jnp.zeros((1, 8), jnp.int32)
 REFUSED = {
-    "balanced": (
-        lambda: plan_attention(lengths=[8], world_size=2, mask=in_prefix()),
-        "plan_attention: mask is PrefixLM",
-    ),
     "placed": (
         lambda: place_tokens([8], world_size=2, mask=in_prefix()),
         "place_tokens: mask is PrefixLM.*'ring', 'zigzag', 'hamilton' or 'ulysses'",

@@ -71,11 +71,13 @@ void BadPlansAreRefusedEverywhere() {
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[1] = 3; }},
       {Failure::kDstRank, [](World::Made*, Plan* plan) { plan->dst_rank[0] = -2; }},
       {Failure::kBatch,
-       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 2, 1, -3, -3, 5, 5}; }},
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 2, 1, -3, -3, 5, 5, 0, 0}; }},
       {Failure::kBatch,
-       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -2, 5, 5}; }},
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -2, 5, 5, 0, 0}; }},
       {Failure::kBatch,
-       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -3, 5, 6}; }},
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -3, 5, 6, 0, 0}; }},
+      {Failure::kBatch,
+       [](World::Made*, Plan* plan) { plan->fingerprint = {7, 1, 1, -3, -3, 5, 5, 0, 4}; }},
       {Failure::kLength, [](World::Made*, Plan* plan) { plan->seq_len[2] = -1; }},
       {Failure::kTokens,
        [](World::Made* part, Plan* plan) { plan->src_offset[1] = part->num_tokens; }},
@@ -116,7 +118,7 @@ void BadPlansAreRefusedEverywhere() {
 void PlansAreCompared() {
   World world = SmallWorld(3, true);
   for (int r = 0; r < 3; ++r)
-    world.parts[0].plans[r].fingerprint = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2};
+    world.parts[0].plans[r].fingerprint = {r == 1 ? 8 : -7, r, r, 1, 1, 2, 2, 3, 3};
   RunRanks(world);
   for (int r = 0; r < 3; ++r) {
     const ErrorRecord error = world.Take(r);

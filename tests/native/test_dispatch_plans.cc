@@ -121,6 +121,8 @@ void FingerprintsAreCompared() {
                "have checksum 5 but the plan expects -1"));
   CHECK(Contains(plan({of(0), {7, 1, 1, 4, 4, 0, 2}, of(2)}),
                  "the positions of rank 1 of process 4 have checksum 2"));
+  CHECK(Contains(plan({of(0), {7, 1, 1, 4, 4, 0, 0, 3, 2}, of(2)}),
+                 "the mask of rank 1 of process 4 has checksum 2 but the plan expects 3"));
   CHECK(Contains(plan({of(0), {8, 1, 1, -1, -1, 0, 0}, of(2)}),
                  "rank 1 of process 4 follows the plan with checksum 8 but rank 0 of process 4 "
                  "follows another one, with checksum 7"));

@@ -88,6 +88,40 @@ def check_plan(plan, segment_ids, positions=None, mask=None):
     plan.kv_metadata.validate()
 
 
+def check_plan_of_pairs(plan, segment_ids, visible):
+    """`check_plan` for any mask: `visible[b, q, k]` are the pairs of each batch row."""
+    batch, columns = segment_ids.shape
+    world_size = plan.world_size
+    rows = np.arange(batch * columns).reshape(batch, world_size, -1)
+    rows = rows.swapaxes(0, 1).reshape(world_size, -1)
+    queries = deliver(plan.q_metadata, rows, plan.q_capacity)
+    keys = deliver(plan.kv_metadata, rows, plan.kv_capacity)
+    computed = np.zeros(batch * columns, int)
+    pairs = np.zeros(world_size)
+    for rank in range(world_size):
+        held = keys[rank][keys[rank] >= 0]
+        assert len(np.unique(held)) == len(held), "a key arrives twice"
+        kv_start, kv_end, *of_keys = (np.asarray(x) for x in plan.local_ranges(rank))
+        assert all(x.shape == (plan.kv_capacity,) for x in of_keys)
+        for i, query in enumerate(queries[rank]):
+            if query < 0 or segment_ids.reshape(-1)[query] == 0:
+                assert kv_start[i] == kv_end[i] == 0
+                continue
+            seen = np.arange(kv_start[i], kv_end[i])
+            if of_keys:
+                seen = seen[(of_keys[0][seen] <= i) & (i < of_keys[1][seen])]
+            row, column = divmod(int(query), columns)
+            wanted = row * columns + np.flatnonzero(visible[row, column])
+            assert np.array_equal(keys[rank, seen], wanted), (rank, i)
+            computed[query] += 1
+            pairs[rank] += len(seen)
+    np.testing.assert_array_equal(computed, segment_ids.reshape(-1) > 0)
+    np.testing.assert_allclose(plan.pairs_after, pairs, rtol=1e-6)
+    before = visible.sum(2).reshape(batch, world_size, -1).sum((0, 2))
+    np.testing.assert_allclose(plan.pairs_before, before, rtol=1e-6)
+    assert plan.fits
+
+
 def fewest_bytes(lengths, world_size, limit, unit, q, ranks_per_node=1):
     """The least cost, if no rank may have more pairs, of documents of so many units of tokens.
 

@@ -11,7 +11,7 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, 
 
 
 def send_qkv(
-    exchange: CollectiveOptions, plan: AttentionPlan, q, kv, fingerprint: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: AttentionPlan, q, kv, fingerprint: Int32[Array, " 9"]
 ) -> tuple[Float[Array, "q_capacity N H"], tuple[Float[Array, "kv_capacity K _"], ...]]:
     """Sends queries, keys and values to the ranks that use them, if the fingerprints match."""
     queries = _outgoing(exchange, "q", q, plan)
@@ -21,7 +21,7 @@ def send_qkv(
 
 
 def send_kv(
-    exchange: CollectiveOptions, plan: PlacedPlan, kv, fingerprint: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: PlacedPlan, kv, fingerprint: Int32[Array, " 9"]
 ) -> tuple[Float[Array, "kv_capacity K _"], ...]:
     """Sends keys and values, if the fingerprints match; queries do not move."""
     keys = _outgoing(exchange, "kv", kv, plan)
@@ -34,7 +34,7 @@ def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLi
 
 
 def return_q(
-    exchange: CollectiveOptions, plan: AttentionPlan, out, fingerprint: Int32[Array, " 7"]
+    exchange: CollectiveOptions, plan: AttentionPlan, out, fingerprint: Int32[Array, " 9"]
 ) -> PyTree[Float[Array, "T N ..."]]:
     """Returns the output, with lse if asked for; NaN for a wrong fingerprint without errors."""
     out = _returning(exchange, "q", out, plan)

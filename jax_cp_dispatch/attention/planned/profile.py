@@ -136,7 +136,7 @@ class _Call(NamedTuple):
         record = StepRecord(self.stopwatch)
         sending = self.program(sent, of_call, _BY_RANK)
         (operands,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
-        computing = self.program(partial(attend_received, options), 5 * [_BY_RANK], _BY_RANK)
+        computing = self.program(partial(attend_received, options), 4 * [_BY_RANK], _BY_RANK)
         ((out, *_),) = record.step("attend", computation=(computing, *operands))
         if return_output is not None:
 

@@ -32,12 +32,12 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
         num_rows=np.full(num_held, -1, np.int32),
         pairs=pairs,
         needs=np.tile(needs, (num_held, 1)),
-        fingerprint=fingerprint_of_fallback(num_held),
+        fingerprint=fingerprint_of_fallback(num_held, request.mask),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         kv_capacity=config.kv_capacity or 1,
         max_cut_pieces=num_cuts,
-        mask=request.mask,
+        mask=request.planned_mask,
     )
 
 

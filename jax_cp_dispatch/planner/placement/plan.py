@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.describe import (
     PlanToDescribe,
@@ -116,7 +116,9 @@ class PlacedPlan:
             return np.asarray((num_rows >= 0).all())
         return (num_rows >= 0).all()
 
-    def validate(self, segment_ids: Ids, positions: Ids | None = None) -> None:
+    def validate(
+        self, segment_ids: Ids, positions: Ids | None = None, mask: Mask | None = None
+    ) -> None:
         """Raises if the plan was made for another batch.
 
         Call on the host, with the plan of all ranks and the arrays of its batch in placed order:
@@ -126,11 +128,12 @@ class PlacedPlan:
         `context_parallel_attention` compare the same checksums, with 32 bits per rank.
 
         Raises:
-          ValueError: the shape differs, the ids or positions of some rank differ, or the batch did
-            not fit, so nothing was planned.
+          ValueError: the shape differs, the ids, positions or mask of some rank differ, or the
+            batch did not fit, so nothing was planned.
         """
         op = "PlacedPlan.validate"
-        check_batch(op, self.fingerprint, segment_ids, positions, num_tokens=self.num_tokens)
+        given = segment_ids, positions, mask
+        check_batch(op, self.fingerprint, *given, num_tokens=self.num_tokens)
 
     def describe(self) -> str:
         """Returns a text for people: work, tokens, moves between ranks, and capacities used.
