@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Names
+from collections.abc import Callable, Sequence as Names
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, PyTree
 
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
@@ -25,6 +25,7 @@ from jax_cp_dispatch.attention.arguments import (
     read_mask_of_plan,
 )
 from jax_cp_dispatch.attention.auto import choose_for_call
+from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
 from jax_cp_dispatch.attention.local.sink import check_sink
 from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
 from jax_cp_dispatch.attention.operands import Operands
@@ -55,8 +56,8 @@ _ON_A_RANK = {
 
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
-    k: Float[HostOrDevice, "B T K H"],
-    v: Float[HostOrDevice, "B T K Hv"],
+    k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
+    v: Float[HostOrDevice, "B T K Hv"] | None = None,
     *,
     axis_name: AxisName,
     algorithm: Algorithm | str,
@@ -71,6 +72,9 @@ def context_parallel_attention(
     sink: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
+    expand: Callable[..., Any] | None = None,
+    weights: PyTree[HostOrDevice] = None,
+    weight_specs: Any = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -90,8 +94,8 @@ def context_parallel_attention(
 
     Args:
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts.
-      k: keys; K divides N.
-      v: values.
+      k: keys; K divides N. With `expand`, latent rows instead: a pytree of arrays `[B, T, ...]`.
+      v: values; None with `expand`.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
         devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
@@ -126,6 +130,14 @@ def context_parallel_attention(
       return_max_logits: also return the largest logit of each head `[N]`, of all ranks and rows,
         scaled and capped, without the sink and without derivative. The result is then `(out, lse)`,
         `(out, max_logits)` or `(out, lse, max_logits)`.
+      expand: `f(weights, rows) -> (k, v)`, from rows `[R, ...]` to `[R, K, H]` and `[R, K, Hv]` in
+        q's dtype. The latent rows move, and each rank expands those that it attends to, once per
+        pass; in rings, at every step. It acts on each row alone, and closes over no traced array.
+        Not for "ulysses". Gradients of latent rows are summed over the ranks in float32.
+      weights: a pytree of arrays, the same on all ranks of `axis_name`; their gradients are summed
+        over all ranks.
+      weight_specs: how weights are sharded over `head_axis`: a `PartitionSpec` for each, or for
+        each part of the pytree. On its device, `expand` returns the KV heads of its query heads.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -140,9 +152,9 @@ def context_parallel_attention(
     """
     check_global(_OP, mesh=mesh, axis_name=axis_name, plan=plan)
     algorithm = read_algorithm(_OP, algorithm)
-    check_rows(_OP, q, k, v)
+    operands, expansion = _read_operands(q, k, v, sink, (expand, weights, weight_specs))
     axes = find_axes(
-        *(q, k, v),
+        *(q, *operands.moved),
         caller=Caller(_OP, _ON_A_RANK.get(algorithm.name) or ", or ".join(_ON_A_RANK.values())),
         mesh=mesh,
         axis_name=axis_name,
@@ -150,7 +162,9 @@ def context_parallel_attention(
         head_axis=head_axis,
         covers_batch=plan is not None and not is_stack(plan),
     )
-    check_rows(_OP, q, k, v, segment_ids, positions)
+    check_rows(_OP, q, operands.k, operands.v, segment_ids, positions)
+    if expansion is not None:
+        check_specs(_OP, expansion, axes.heads)
     attention = AttentionOptions(
         read_options(_OP, axes.axis_name, implementation=implementation, deadline=deadline),
         layout=layout,
@@ -158,6 +172,7 @@ def context_parallel_attention(
         logit_soft_cap=logit_soft_cap,
         return_lse=return_lse,
         return_max_logits=return_max_logits,
+        expansion=expansion,
     )
     options = GlobalOptions(axes, algorithm, attention)
     _check_plan(options, q, plan)
@@ -180,26 +195,42 @@ def context_parallel_attention(
     has_plan = plan is not None
     if missing and segment_ids is None and not has_plan:
         segment_ids = np.ones(q.shape[:2], np.int32)
-    q, k, v, segment_ids, positions = (_pad(x, missing) for x in (q, k, v, segment_ids, positions))
-    attended = jax.tree.map(lambda x: _pad(x, missing), attended)
+    pad = lambda tree: jax.tree.map(lambda x: _pad(x, missing), tree)
+    operands = operands._replace(q=pad(q), k=pad(operands.k), v=pad(operands.v))
+    segment_ids, positions, attended = pad((segment_ids, positions, attended))
     packed = PackedMask(attended, segment_ids, positions)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
     if isinstance(algorithm, Auto):
-        algorithm, plan = choose_for_call(options, algorithm, q, k, packed, plan)
+        algorithm, plan = choose_for_call(options, algorithm, operands, packed, plan)
         options = dataclasses.replace(options, algorithm=algorithm)
         _check_choice(options, plan, attended)
     if isinstance(algorithm, Balanced) and plan is None:
         if segment_ids is None:
-            packed = packed._replace(segment_ids=np.ones(q.shape[:2], np.int32))
+            packed = packed._replace(segment_ids=np.ones(operands.q.shape[:2], np.int32))
         if not (is_traced or axes.batch):
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
         packed = PackedMask(plan.mask)  # nothing to compare
-    outputs = attend_global(Operands(q, k, v, sink), plan, packed, options=options)
+    outputs = attend_global(operands, plan, packed, options=options)
     if missing:
         cut = lambda x: x if x is None else x[:, :num_tokens]
         outputs = outputs._replace(out=cut(outputs.out), lse=cut(outputs.lse))
     return attention.returned(outputs)
+
+
+def _read_operands(q, k, v, sink, expanding) -> tuple[Operands, Expansion | None]:
+    """Checks the arrays, with what expands them."""
+    if expanding[0] is None:
+        if v is None:
+            raise TypeError(f"{_OP}: v is missing. Pass k and v, or latent rows with expand=.")
+        if any(x is not None for x in expanding):
+            raise TypeError(f"{_OP}: got weights or weight_specs without expand. Pass it too.")
+        check_rows(_OP, q, k, v)
+        return Operands(q, k, v, sink), None
+    if v is not None:
+        raise TypeError(f"{_OP}: got v with expand. Pass latent rows in place of k, and no v.")
+    latents = read_latents(_OP, q, k, *expanding)
+    return Operands(q, latents.rows, None, sink, latents.weights), latents.expansion
 
 
 def _pad(x: Any, missing: int) -> Any:
@@ -220,6 +251,11 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
         )
     if name == "auto":
         read_mask_of_numbers(_OP, mask)
+    if name == "ulysses" and attention.expansion is not None:
+        raise ValueError(
+            f"{_OP}: got expand with algorithm='ulysses', which moves heads. Pass "
+            "algorithm='balanced', 'placed', 'ring' or 'zigzag'."
+        )
     if name == "placed" and not isinstance(plan, PlacedPlan):
         raise ValueError(
             f"{_OP}: algorithm='placed' needs the plan of a placement, got "

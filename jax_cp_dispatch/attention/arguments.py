@@ -25,14 +25,9 @@ _PLANS = {
 
 def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
-    check_arrays(op, q=q, k=k, v=v, segment_ids=segment_ids, positions=positions)
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
-            "[B, T, heads, features] with equal B and T. For queries and keys of "
-            "different lengths, use local_attention on one device."
-        )
-    check_operands(op, q, k, v)
+    if v is not None:  # not latent rows, which `read_latents` checks
+        _check_qkv(op, q, k, v)
+    check_arrays(op, segment_ids=segment_ids, positions=positions)
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is None:
             continue
@@ -43,6 +38,17 @@ def check_rows(op, q, k, v, segment_ids=None, positions=None) -> None:
                 f"{op}: {name} has shape {x.shape} but q has B, T = {q.shape[:2]}; they need to "
                 "be equal."
             )
+
+
+def _check_qkv(op: str, q: Any, k: Any, v: Any) -> None:
+    check_arrays(op, q=q, k=k, v=v)
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(
+            f"{op}: q, k, v have shapes {q.shape}, {k.shape}, {v.shape}; they need "
+            "[B, T, heads, features] with equal B and T. For queries and keys of "
+            "different lengths, use local_attention on one device."
+        )
+    check_operands(op, q, k, v)
 
 
 def check_plan(op: str, plan: Any, *kinds: type) -> None:

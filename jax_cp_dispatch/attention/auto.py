@@ -9,6 +9,8 @@ from jax.core import Tracer
 
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
+from jax_cp_dispatch.attention.latents import shapes_of_keys
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, traffic_of_plans
 from jax_cp_dispatch.attention.program import GlobalOptions
@@ -19,7 +21,7 @@ from jax_cp_dispatch.planner.sizes import DoesNotFitError
 
 
 def choose_for_call(
-    options: GlobalOptions, auto: Auto, q: Any, k: Any, packed: PackedMask, plan: Any
+    options: GlobalOptions, auto: Auto, operands: Operands, packed: PackedMask, plan: Any
 ) -> tuple[Algorithm, AttentionPlan | PlacedPlan | None]:
     """Returns the algorithm, and its plan, if it has one: that of the call, or else a new one.
 
@@ -34,6 +36,7 @@ def choose_for_call(
             "the algorithm of its result."
         )
     hardware = auto.hardware or default_hardware()
+    q, (k, _) = operands.q, shapes_of_keys(options.attention.expansion, operands)
     workload = _workload(options, q, k, packed)
     layout = options.attention.layout
     if layout == "contiguous":

@@ -32,7 +32,7 @@ def shard_map_inside(
     attend: Callable[..., Any],
     *,
     mesh: Mesh | AbstractMesh,
-    in_specs: tuple[P, ...],
+    in_specs: tuple[Any, ...],
     out_specs: Any,
     axis_names: set[str],
     num_differentiable: int,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jax_cp_dispatch._dtypes import sum_dtype
@@ -21,25 +23,43 @@ class Operands(NamedTuple):
     """What attention reads.
 
     Attributes:
-      q, k, v: queries, keys and values.
+      q, k, v: queries, keys and values. With an expansion, k are the arrays of latent rows,
+        `[B, T, 1, F]` each, and v is None.
       sink: a logit `[N]` for each query head, or None.
+      weights: of the expansion, or None.
     """
 
     q: Any
     k: Any
     v: Any
     sink: Any = None
+    weights: Any = None
+
+    @property
+    def moved(self) -> tuple[Any, ...]:
+        """What moves to the queries: keys and values, or latent rows."""
+        return self.k if self.v is None else (self.k, self.v)
 
     def varying(self, exchange: CollectiveOptions) -> Operands:
         """Returns arrays that vary over the ranks and are differentiable in reverse mode only.
 
-        A sink is the same on all ranks: its gradients are summed over them, in float32.
+        A sink and weights are the same on all ranks: their gradients are summed over them, in
+        float32, and those of latent rows over ranks of other heads.
         """
-        q, k, v, sink = self
-        check_sink(exchange.op, sink, q.shape[2])
-        sinks = [] if sink is None else [sink.astype(sum_dtype(sink.dtype))]
-        arrays = in_reverse_only(exchange.op, [q, k, v, *sinks])
-        return Operands(*vary_alike(arrays, also=exchange.axis_names))
+        check_sink(exchange.op, self.sink, self.q.shape[2])
+        wide = self._replace(sink=_widened(self.sink), weights=_widened(self.weights))
+        if self.v is None:
+            wide = wide._replace(k=_widened(self.k))
+        wide = map_floats(lambda arrays: in_reverse_only(exchange.op, arrays), wide)
+        leaves, tree = jax.tree.flatten(wide)
+        varying: Operands = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
+        narrow = lambda x, like: x.astype(like.dtype)
+        k = jax.tree.map(narrow, varying.k, self.k)
+        return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))
+
+    def derived_once(self, op: str) -> Operands:
+        """Returns the same for the rules of a derivative, which is not differentiable itself."""
+        return map_floats(lambda arrays: forbid_second_derivative(op, arrays), self)
 
 
 class Outputs(NamedTuple):
@@ -54,6 +74,28 @@ class Outputs(NamedTuple):
     out: Any
     lse: Any = None
     max_logits: Any = None
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def map_floats(change: Callable[[list[Any]], list[Any]], tree: Any) -> Any:
+    """Changes the differentiable arrays of a pytree."""
+    leaves, structure = jax.tree.flatten(tree)
+    changed = iter(change([x for x in leaves if is_float(x)]))
+    return structure.unflatten([next(changed) if is_float(x) else x for x in leaves])
+
+
+def rounded(gradients: Any, arrays: Any) -> tuple[Any, ...]:
+    """Returns the gradients of arrays in their dtypes; None for those without derivative."""
+    pairs = zip(gradients, arrays, strict=True)
+    return tuple(None if x is None else x.astype(like.dtype) for x, like in pairs)
+
+
+def _widened(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x, tree)
 
 
 def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> SoftmaxGradients:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch.attention.arguments import check_layout
+from jax_cp_dispatch.attention.latents import Expansion
 from jax_cp_dispatch.attention.local.arguments import check_softmax
 from jax_cp_dispatch.attention.operands import Outputs
 
@@ -21,6 +22,7 @@ class AttentionOptions:
     Attributes:
       exchange: the checked options of the exchanges, with the op and the axis.
       layout, scale, logit_soft_cap, return_lse, return_max_logits: see `ring_attention`.
+      expansion: of latent rows, or None.
     """
 
     exchange: CollectiveOptions
@@ -29,6 +31,7 @@ class AttentionOptions:
     logit_soft_cap: float | None = None
     return_lse: bool = False
     return_max_logits: bool = False
+    expansion: Expansion | None = None
 
     @property
     def op(self) -> str:

@@ -61,11 +61,15 @@ def attend_global(
     sequence = P(axes.batch, axes.axis_name)
     rows = P(*sequence, axes.heads)
     of_plan = sequence if is_stack(plan) else P(axes.axis_name)
-    in_specs = (rows, rows, rows, P(axes.heads), of_plan, sequence)
-    q, k, v, sink = operands
-    k, v = (axes.repeat_kv_heads(x, q.shape[2]) for x in (k, v))
-    sharded: Any = (q, k, v, sink, plan, packed)
     attention = options.attention
+    of_keys, of_weights = rows, P()
+    if attention.expansion is None:
+        k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
+        operands = operands._replace(k=k, v=v)
+    else:
+        of_keys, of_weights = sequence, attention.expansion.specs
+    in_specs = (*Operands(rows, of_keys, of_keys, P(axes.heads), of_weights), of_plan, sequence)
+    sharded: Any = (*operands, plan, packed)
     out_specs = Outputs(
         rows,
         rows if attention.return_lse else None,
@@ -73,7 +77,7 @@ def attend_global(
     )
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
     if varies_outside(sharded, axes.manual):
-        shard_map = partial(shard_map_inside, num_differentiable=4)  # q, k, v, sink
+        shard_map = partial(shard_map_inside, num_differentiable=len(operands))
     attend = shard_map(
         partial(_local, options),
         mesh=axes.mesh,
@@ -82,11 +86,9 @@ def attend_global(
         axis_names=axes.manual,
     )
     if AxisType.Explicit in axes.mesh.axis_types:  # over explicit axes shard_map does not reshard
-        shardings = [NamedSharding(axes.mesh, spec) for spec in in_specs]
-        sharded = (
-            jax.tree.map(partial(reshard, out_shardings=sharding), operand)
-            for operand, sharding in zip(sharded, shardings, strict=True)
-        )
+        put = lambda spec: partial(reshard, out_shardings=NamedSharding(axes.mesh, spec))
+        put_all = lambda spec, part: jax.tree.map(put(spec), part)
+        sharded = jax.tree.map(put_all, in_specs, sharded, is_leaf=lambda x: isinstance(x, P))
     return attend(*sharded)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from jax_cp_dispatch.attention.algorithms import Rotating
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.local.arguments import check_operands
+from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned.call import attend_locally, attend_locally_backward
@@ -98,12 +99,13 @@ def rotating_program(
     rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
     def run(rank, q, k, v, start, end):
-        operands = q, k, v, TokenRanges(start, end)
-        out, lse, _ = forward(rotation, operands, rank)
+        operands, of_tokens = Operands(q, k, v), TokenRanges(start, end)
+        out, lse, _ = forward(rotation, operands, of_tokens, rank)
         if not backward:
             return out, lse
-        outputs = out, lse, out.astype(operands[0].dtype)
-        return out, *gradients_of_rank(rotation, operands, outputs, rank)
+        outputs = out, lse, out.astype(q.dtype)
+        dq, dkv, _ = gradients_of_rank(rotation, operands, of_tokens, outputs, rank)
+        return out, dq, *dkv
 
     packed = jax.tree.map(jnp.asarray, packed)
     start, end, *_ = attended_tokens(packed, packed.segment_ids.shape)

@@ -18,12 +18,14 @@ from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
-    attend_locally_backward,
+    Received,
     attend_received,
     attend_rows,
     check_call,
     fingerprint_of_call,
-    local_operands,
+    gradients_of_received,
+    operand_gradients,
+    received_rows,
 )
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import AttentionPlan
@@ -107,7 +109,7 @@ def attend_balanced(
 ) -> Outputs:
     """`balanced_attention` with options, which name the public function."""
     options.check()
-    check_call(options, *operands[:3], plan, packed)
+    check_call(options, operands, plan, packed)
     fingerprint = fingerprint_of_call(options, plan, packed)
     return attend_rows(_attend, options, operands, plan, fingerprint)
 
@@ -117,11 +119,10 @@ def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
     return _forward(options, operands, plan, fingerprint)[0]
 
 
-def send(options, q, k, v, plan, fingerprint):
-    """Sends the rows as planned; returns the operands of local attention, `[1, rows, ...]`."""
-    received = exchanges.send_qkv(options.exchange, plan, q, (k, v), fingerprint)
-    received_q, received_kv = named_context_received(received)
-    return local_operands(options, plan, received_q, received_kv)
+def send(options, q, kv, plan, fingerprint) -> Received:
+    """Sends the rows as planned."""
+    received = exchanges.send_qkv(options.exchange, plan, q, kv, fingerprint)
+    return received_rows(options, plan, *named_context_received(received))
 
 
 def return_output(options, out, plan, fingerprint):
@@ -143,19 +144,19 @@ def _return_with_lse(options, out, lse, plan, fingerprint):
 
 
 def _forward(options, operands: Operands, plan, fingerprint):
-    *qkv, sink = operands
-    q, k, v = forbid_second_derivative(options.op, qkv)
-    received = send(options, q, k, v, plan, fingerprint)
-    out, lse, max_logits = attend_received(options, *received, sink=sink)
+    operands = operands.derived_once(options.op)
+    *_, sink, weights = operands
+    received = send(options, operands.q, operands.moved, plan, fingerprint)
+    out, lse, max_logits = attend_received(options, received, sink, weights)
     if options.return_lse:
         home = _return_with_lse(options, out, lse, plan, fingerprint)
     else:
         home = return_output(options, out, plan, fingerprint), None
-    return Outputs(*home, max_logits), (received, out, lse, sink, plan)
+    return Outputs(*home, max_logits), (received, out, lse, sink, weights, plan)
 
 
 def _backward(options, residuals, dhome: Outputs):
-    received, out, lse, sink, plan = residuals
+    received, out, lse, sink, weights, plan = residuals
     dhome = Outputs(*forbid_second_derivative(options.op, [x for x in dhome[:2] if x is not None]))
     if dhome.lse is None:
         cotangents = Outputs(exchanges.send_q(options.exchange, plan, dhome.out)[None])
@@ -163,14 +164,14 @@ def _backward(options, residuals, dhome: Outputs):
         arrays = exchanges.send_q(options.exchange, plan, tuple(dhome[:2]))
         cotangents = Outputs(*(x[None] for x in arrays))
     whole = softmax_gradients(options.op, out, lse, cotangents)
-    dq, *dkv = attend_locally_backward(options, *received, *whole)
+    dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
     # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
     dtype = dhome.out.dtype
-    dq, (dk, dv) = exchanges.return_qkv(
-        options.exchange, plan, dq[0].astype(dtype), tuple(x[0] for x in dkv), dtype
+    dq, dkv = exchanges.return_qkv(
+        options.exchange, plan, dq.astype(dtype), dkv, None if options.expansion else dtype
     )
     dsink = None if sink is None else sink_gradient(sink, whole)
-    return Operands(dq, dk, dv, dsink), None, None
+    return operand_gradients(received, dq, dkv, dsink, dweights), None, None
 
 
 _attend.defvjp(_forward, _backward)

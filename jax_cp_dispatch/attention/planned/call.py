@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.arguments import check_rows, is_stack
+from jax_cp_dispatch.attention.latents import UNUSED_ROW
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
+from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
+from jax_cp_dispatch.attention.local.blocks import attended_keys
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
-from jax_cp_dispatch.attention.operands import Operands, Outputs
+from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.masks import MaskRanges
@@ -20,16 +24,34 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.fingerprint import rank_fingerprint
 
 
+class Received(NamedTuple):
+    """What a rank attends, `[1, rows, ...]`.
+
+    Attributes:
+      q: queries.
+      kv: keys and values, or arrays of latent rows.
+      ranges: of rows of keys that each query sees, and of queries that see each key.
+    """
+
+    q: Any
+    kv: Any
+    ranges: MaskRanges
+
+    def rows_to_expand(self) -> list[Any]:
+        """Returns latent rows, without those that no query reads."""
+        is_key = attended_keys(*self.ranges[:2], self.kv[0].shape[1])[0, :, None]
+        return [jnp.where(is_key, x[0, :, 0], UNUSED_ROW) for x in self.kv]
+
+
 def check_call(
     options: AttentionOptions,
-    q: Any,
-    k: Any,
-    v: Any,
+    operands: Operands,
     plan: AttentionPlan | PlacedPlan,
     packed: PackedMask,
 ) -> None:
     """Requires that the rows match each other and the plan."""
     _, segment_ids, positions = packed
+    q, k, v, *_ = operands
     is_placed = isinstance(plan, PlacedPlan)
     advice = "Place the tokens" if is_placed else "Plan with the segment ids"
     check_rows(options.op, q, k, v, segment_ids, positions)
@@ -73,31 +95,56 @@ def attend_rows(
     *plan: Any,
 ) -> Outputs:
     """Calls `attend(options, operands, *plan)` on the concatenated rows of all batch rows."""
-    *qkv, sink = operands.varying(options.exchange)
-    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in qkv)
-    out, lse, max_logits = attend(options, Operands(q, k, v, sink), *plan)
+    q, k, v, *others = operands.varying(options.exchange)
+    q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
+    out, lse, max_logits = attend(options, Operands(q, k, v, *others), *plan)
     by_batch = lambda x: x.reshape(*operands.q.shape[:2], *x.shape[1:])
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
-def local_operands(
+def received_rows(
     options: AttentionOptions, plan: AttentionPlan | PlacedPlan, q: Any, kv: Any
-) -> tuple[Any, ...]:
-    """Returns received q, k and v, and what they see, as operands of local attention."""
+) -> Received:
+    """Returns received rows, and what they see."""
     ranges = named_context(plan.local_ranges(jax.lax.axis_index(options.exchange.axis_name)))
-    q, k, v, *ranges = (x[None] for x in (q, *kv, *ranges))
-    return q, k, v, MaskRanges(*ranges)
+    q, kv, ranges = jax.tree.map(lambda x: x[None], (q, tuple(kv), tuple(ranges)))
+    return Received(q, kv, MaskRanges(*ranges))
 
 
-def attend_received(options: AttentionOptions, q, *operands, sink=None):
-    """Returns the output in the dtype of q, and its lse, from operands of `local_operands`.
+def attend_received(options: AttentionOptions, received: Received, sink=None, weights=None):
+    """Returns the output in the dtype of q, and its lse.
 
     Both are final: all keys of a query are on its rank. Also returns the largest logits of all
     ranks, if they are asked for, otherwise None.
     """
-    out, lse, *max_logits = attend_locally(options, q, *operands, sink=sink)
+    q, kv, ranges = received
+    if options.expansion is not None:
+        kv = [x[None] for x in options.expansion(weights, received.rows_to_expand())]
+    out, lse, *max_logits = attend_locally(options, q, *kv, ranges, sink=sink)
     max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
     return *named_context((out.astype(q.dtype), lse)), max_logits
+
+
+def gradients_of_received(
+    options: AttentionOptions, received: Received, weights: Any, whole: SoftmaxGradients
+) -> tuple[Any, Any, Any]:
+    """Returns the gradients of received queries and rows, unrounded, and those of the weights."""
+    q, kv, ranges = received
+    if options.expansion is None:
+        dq, *dkv = attend_locally_backward(options, q, *kv, ranges, *whole)
+        return dq[0], [x[0] for x in dkv], None
+    expanded = options.expansion.with_transpose(weights, received.rows_to_expand())
+    kv, transpose = [x[None] for x in expanded[0]], expanded[1]
+    dq, dk, dv = attend_locally_backward(options, q, *kv, ranges, *whole)
+    dweights, drows = transpose(dk[0], dv[0])
+    return dq[0], [None if x is None else x[:, None] for x in drows], rounded(dweights, weights)
+
+
+def operand_gradients(received: Received, dq, dkv, dsink, dweights) -> Operands:
+    """Returns the gradients of all operands, from those of what moved, summed over the ranks."""
+    if dweights is None:
+        return Operands(dq, *dkv, dsink)
+    return Operands(dq, rounded(dkv, received.kv), None, dsink, dweights)
 
 
 def attend_locally(options: AttentionOptions, q, k, v, ranges: MaskRanges, sink=None):

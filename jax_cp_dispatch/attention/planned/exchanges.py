@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, DTypeLike, Float, Int32, PyTree
+from jaxtyping import Array, DTypeLike, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._dispatch.arguments import outgoing, returning
 from jax_cp_dispatch._dispatch.exchange import move
@@ -12,7 +12,7 @@ from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, PlacementConfig, 
 
 def send_qkv(
     exchange: CollectiveOptions, plan: AttentionPlan, q, kv, fingerprint: Int32[Array, " 9"]
-) -> tuple[Float[Array, "q_capacity N H"], tuple[Float[Array, "kv_capacity K _"], ...]]:
+) -> tuple[Float[Array, "q_capacity N H"], tuple[Shaped[Array, "kv_capacity _ _"], ...]]:
     """Sends queries, keys and values to the ranks that use them, if the fingerprints match."""
     queries = _outgoing(exchange, "q", q, plan)
     keys = _outgoing(exchange, "kv", kv, plan)
@@ -22,13 +22,13 @@ def send_qkv(
 
 def send_kv(
     exchange: CollectiveOptions, plan: PlacedPlan, kv, fingerprint: Int32[Array, " 9"]
-) -> tuple[Float[Array, "kv_capacity K _"], ...]:
+) -> tuple[Shaped[Array, "kv_capacity _ _"], ...]:
     """Sends keys and values, if the fingerprints match; queries do not move."""
     keys = _outgoing(exchange, "kv", kv, plan)
     return move(exchange, [keys._replace(fingerprint=fingerprint)])[0]
 
 
-def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLike):
+def return_kv(exchange: CollectiveOptions, plan: PlacedPlan, dkv, dtype: DTypeLike | None):
     """Returns the gradients of keys and values."""
     return move(exchange, [_returning(exchange, "kv", dkv, plan, dtype)])[0]
 
@@ -48,9 +48,9 @@ def send_q(
     return move(exchange, [_outgoing(exchange, "q", dout, plan)])[0]
 
 
-def return_qkv(exchange: CollectiveOptions, plan: AttentionPlan, dq, dkv, dtype: DTypeLike):
-    """Returns the gradients, which are summed and then rounded to `dtype`."""
-    queries = _returning(exchange, "q", dq, plan, dtype)
+def return_qkv(exchange: CollectiveOptions, plan: AttentionPlan, dq, dkv, dtype: DTypeLike | None):
+    """Returns the gradients, which are summed; those of keys are then rounded to `dtype`."""
+    queries = _returning(exchange, "q", dq, plan)
     keys = _returning(exchange, "kv", dkv, plan, dtype)
     return move(exchange, [queries, keys])
 

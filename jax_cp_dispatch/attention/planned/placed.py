@@ -10,19 +10,20 @@ from jax_cp_dispatch._ranks.axis import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch._residuals import named_context_received
 from jax_cp_dispatch.attention.arguments import check_plan, read_mask_of_plan
-from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
-    attend_locally_backward,
+    Received,
     attend_received,
     attend_rows,
     check_call,
     fingerprint_of_call,
-    local_operands,
+    gradients_of_received,
+    operand_gradients,
+    received_rows,
 )
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
@@ -98,7 +99,7 @@ def attend_placed(
 ) -> Outputs:
     """`placed_attention` with options, which name the public function."""
     options.check()
-    check_call(options, *operands[:3], plan, packed)
+    check_call(options, operands, plan, packed)
     fingerprint = fingerprint_of_call(options, plan, packed)
     return attend_rows(_attend, options, operands, plan, fingerprint)
 
@@ -108,32 +109,31 @@ def _attend(options, operands: Operands, plan, fingerprint) -> Outputs:
     return _forward(options, operands, plan, fingerprint)[0]
 
 
-def send(options, q, k, v, plan, fingerprint):
-    """Sends keys and values; returns the operands of local attention, `[1, rows, ...]`."""
-    received = named_context_received(
-        exchanges.send_kv(options.exchange, plan, (k, v), fingerprint)
-    )
-    return local_operands(options, plan, q, received)
+def send(options, q, kv, plan, fingerprint) -> Received:
+    """Sends keys and values."""
+    received = named_context_received(exchanges.send_kv(options.exchange, plan, kv, fingerprint))
+    return received_rows(options, plan, q, received)
 
 
 def _forward(options, operands: Operands, plan, fingerprint):
-    *qkv, sink = operands
-    q, k, v = forbid_second_derivative(options.op, qkv)
-    received = send(options, q, k, v, plan, fingerprint)
-    out, lse, max_logits = attend_received(options, *received, sink=sink)
+    operands = operands.derived_once(options.op)
+    *_, sink, weights = operands
+    received = send(options, operands.q, operands.moved, plan, fingerprint)
+    out, lse, max_logits = attend_received(options, received, sink, weights)
     returned_lse = lse[0].T if options.return_lse else None
-    return Outputs(out[0], returned_lse, max_logits), (received, out, lse, sink, plan)
+    return Outputs(out[0], returned_lse, max_logits), (received, out, lse, sink, weights, plan)
 
 
 def _backward(options, residuals, cotangents: Outputs):
-    received, out, lse, sink, plan = residuals
+    received, out, lse, sink, weights, plan = residuals
     cotangents = jax.tree.map(lambda x: x[None], cotangents)
     whole = softmax_gradients(options.op, out, lse, cotangents)
     dtype = whole.dout.dtype
-    dq, *dkv = attend_locally_backward(options, *received, *whole)
-    dk, dv = exchanges.return_kv(options.exchange, plan, tuple(x[0] for x in dkv), dtype)
+    dq, dkv, dweights = gradients_of_received(options, received, weights, whole)
+    dkv = exchanges.return_kv(options.exchange, plan, dkv, None if options.expansion else dtype)
     dsink = None if sink is None else sink_gradient(sink, whole)
-    return Operands(dq[0].astype(dtype), dk, dv, dsink), None, None
+    gradients = operand_gradients(received, dq.astype(dtype), dkv, dsink, dweights)
+    return gradients, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -124,7 +124,7 @@ class _Call(NamedTuple):
 
         def sent(q, k, v, plan, packed):
             fingerprint = fingerprint_of_call(options, plan, packed)
-            return send(options, _rows(q), _rows(k), _rows(v), plan, fingerprint)
+            return send(options, _rows(q), (_rows(k), _rows(v)), plan, fingerprint)
 
         def by_batch(out):
             batch, tokens = self.qkv[0].shape[0], self.qkv[0].shape[1] // self.stopwatch.num_ranks
@@ -135,9 +135,9 @@ class _Call(NamedTuple):
         total = max(self.stopwatch.run(whole, *self.qkv, *self.plan)[0])
         record = StepRecord(self.stopwatch)
         sending = self.program(sent, of_call, _BY_RANK)
-        (operands,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
-        computing = self.program(partial(attend_received, options), 4 * [_BY_RANK], _BY_RANK)
-        ((out, *_),) = record.step("attend", computation=(computing, *operands))
+        (received,) = record.step("send", communication=(sending, *self.qkv, *self.plan))
+        computing = self.program(partial(attend_received, options), [_BY_RANK], _BY_RANK)
+        ((out, *_),) = record.step("attend", computation=(computing, received))
         if return_output is not None:
 
             def returned(out, plan, packed):

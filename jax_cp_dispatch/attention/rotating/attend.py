@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
+from jax_cp_dispatch.attention.latents import UNUSED_ROW, Expansion
 from jax_cp_dispatch.attention.local.backward import (
     OutputCotangents,
     SoftmaxGradients,
@@ -28,13 +29,12 @@ from jax_cp_dispatch.attention.local.backward import (
     finish_dq,
 )
 from jax_cp_dispatch.attention.local.blocks import RowRanges, cut_queries, cut_ranges
-from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
 from jax_cp_dispatch.attention.local.options import PassOptions
 from jax_cp_dispatch.attention.local.passes import attend_blocks, gradients_of_blocks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.local.sink import add_sink, sink_gradient
-from jax_cp_dispatch.attention.operands import Outputs, softmax_gradients
+from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softmax_gradients
 from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
@@ -65,7 +65,9 @@ class Rotation:
     passes: PassOptions
     q_shape: tuple[int, int, int, int]  # [B, rows, N, H]
     num_groups: int  # K
+    value_size: int  # Hv
     return_lse: bool = False
+    expansion: Expansion | None = None  # of latent rows
 
     @property
     def last_step(self) -> int:
@@ -75,20 +77,21 @@ class Rotation:
     def chunking(self) -> Chunking:
         return Chunking(self.layout, self.schedule.num_chunks)
 
-    def cut(self, q, k, v, ranges: TokenRanges):
+    def cut(self, q, kv, ranges: TokenRanges):
         """Cuts query blocks and a rank's own chunks; rows with empty ranges are unused."""
         used = ranges.start < ranges.end
         is_key = used if ranges.is_key is None else ranges.is_key
-        own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, 0)) for x in (k, v))
+        unused = 0 if self.expansion is None else UNUSED_ROW
+        own = (self.chunking.cut(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
         return cut_queries(self.passes, q, used, self.num_groups), tuple(own)
 
-    def begin(self, q, k, v, ranges: TokenRanges):
+    def begin(self, q, kv, ranges: TokenRanges):
         """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
-        queries, own = self.cut(q, k, v, ranges)
-        return queries, own, OnlineSoftmax.of_nothing(queries, v.shape[3])
+        queries, own = self.cut(q, kv, ranges)
+        return queries, own, OnlineSoftmax.of_nothing(queries, self.value_size)
 
     def uncut_gradients(self, dkv):
-        return tuple(self.chunking.uncut(x, self.q_shape[0]) for x in dkv)
+        return jax.tree.map(lambda x: self.chunking.uncut(x, self.q_shape[0]), dkv)
 
     def cut_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
         return cut_cotangents(self.passes, ranges.start < ranges.end, whole, self.num_groups)
@@ -105,10 +108,16 @@ class Rotation:
         rank = lax.axis_index(self.exchange.axis_name) if rank is None else rank
         return self.chunking.key_order(*self.schedule.held(rank, step))
 
-    def attend(self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None) -> OnlineSoftmax:
+    def attend(
+        self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None, weights=None
+    ) -> OnlineSoftmax:
         """Adds the keys that are held at a step."""
-        key_ranges, k, v = self._operands(ranges, held, self.key_order(step, rank))
-        return attend_blocks(self.passes, queries, key_ranges, k, v, seen)
+        order = self.key_order(step, rank)
+        rows = self._ordered(held, order)
+        if self.expansion is not None:
+            rows = self._by_heads(self.expansion(weights, rows))
+        key_ranges = self._key_ranges(ranges, order)
+        return attend_blocks(self.passes, queries, key_ranges, *self._blocks(rows), seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
@@ -116,113 +125,160 @@ class Rotation:
         max_logits = seen.max_logits(self.q_shape, self.num_groups) if asked else None
         return *seen.result(self.q_shape, self.num_groups), max_logits
 
-    def gradients(self, queries, ranges, held, cotangents: OutputCotangents, dq, order: KeyOrder):
-        """Adds to dq, and returns what is added to the gradients of the held chunks."""
-        key_ranges, k, v = self._operands(ranges, held, order)
+    def gradients(
+        self, queries, ranges, held, cotangents: OutputCotangents, dq, order: KeyOrder, weights
+    ):
+        """Adds to dq; returns the gradients of the held chunks, and of the weights or None."""
+        rows, transpose = self._ordered(held, order), None
+        if self.expansion is not None:
+            expanded, transpose = self.expansion.with_transpose(weights, rows)
+            rows = self._by_heads(expanded)
+        key_ranges, (k, v) = self._key_ranges(ranges, order), self._blocks(rows)
         dq, *dkv = gradients_of_blocks(self.passes, queries, cotangents, key_ranges, k, v, dq)
-        return dq, tuple(order.in_slots(x.reshape(x.shape[0], -1, x.shape[3])) for x in dkv)
+        dkv, dweights = [x.reshape(x.shape[0], -1, x.shape[3]) for x in dkv], None
+        if transpose is not None:
+            dweights, dkv = transpose(*map(self._by_rows, dkv))
+            dkv = jax.tree.map(self._of_one_head, dkv)
+        return dq, tuple(jax.tree.map(order.in_slots, dkv)), dweights
 
     def finish_dq(self, dq):
         return finish_dq(dq, self.q_shape, self.num_groups)
 
-    def _operands(self, ranges, held, order: KeyOrder):
+    @property
+    def _num_rows(self) -> int:
         block = self.passes.block_kv
-        num_rows = -(-self.chunking.most_tokens // block) * block
+        return -(-self.chunking.most_tokens // block) * block
+
+    def _ordered(self, held, order: KeyOrder):
+        """Returns held rows in sequence order: `[M, S, H]`, or latent rows `[B S, F]`."""
+        rows = [order.in_order(x, self._num_rows) for x in held]
+        if self.expansion is None:
+            return rows
+        is_row = (jnp.arange(self._num_rows) < jnp.sum(order.length))[:, None]
+        return [jnp.where(is_row, x, UNUSED_ROW).reshape(-1, x.shape[2]) for x in rows]
+
+    def _blocks(self, rows):
+        block = self.passes.block_kv
+        return [x.reshape(x.shape[0], -1, block, x.shape[2]) for x in rows]
+
+    # ---- Expanded rows, `[B S, K, H]`, as matrices `[B K, S, H]`, and back.
+
+    def _by_heads(self, expanded):
+        shape = self.q_shape[0], self._num_rows
+        swapped = (jnp.swapaxes(x.reshape(*shape, *x.shape[1:]), 1, 2) for x in expanded)
+        return [x.reshape(-1, *x.shape[2:]) for x in swapped]
+
+    def _by_rows(self, x):
+        x = jnp.swapaxes(x.reshape(self.q_shape[0], -1, *x.shape[1:]), 1, 2)
+        return x.reshape(-1, *x.shape[2:])
+
+    def _of_one_head(self, x):
+        return x.reshape(self.q_shape[0], self._num_rows, -1)
+
+    def _key_ranges(self, ranges, order: KeyOrder):
+        num_rows = self._num_rows
         rows = RowRanges(*order.ranges(ranges.start, ranges.end))
         if ranges.queries is not None:
             of_keys = order.tokens(num_rows)
             held_by = lambda x: jnp.where(of_keys >= 0, x[:, jnp.maximum(of_keys, 0)], 0)
             start, end = map(held_by, ranges.queries[1:])
             rows = rows._replace(queries=KeyQueries(ranges.queries.index, start, end))
-        ranges = cut_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
-        k, v = (order.in_order(x, num_rows) for x in held)
-        return ranges, *(x.reshape(x.shape[0], -1, block, x.shape[2]) for x in (k, v))
+        return cut_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_rotating(rotation: Rotation, q, k, v, ranges: TokenRanges, sink) -> Outputs:
+def attend_rotating(rotation: Rotation, operands: Operands, ranges: TokenRanges) -> Outputs:
     """Computes attention of query rows over ranges of tokens of the sequence.
 
-    All operands vary over the axis; `sink` may be None.
+    All operands vary over the axis.
     """
-    return _forward(rotation, q, k, v, ranges, sink)[0]
+    return _forward(rotation, operands, ranges)[0]
 
 
-def forward(rotation: Rotation, operands, rank=None):
+def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=None):
     """Returns output, lse, and the largest logits if asked for, of this rank's rows, unrounded.
 
-    `operands` are those of `attend_rotating`, without the sink.
-
-    A given `rank` computes the part of that rank, on one device, if the schedule moves nothing.
+    The sink is not added. A given `rank` computes the part of that rank, on one device, if the
+    schedule moves nothing.
     """
-    queries, own, seen = rotation.begin(*operands)
-    ranges, last = operands[3], rotation.last_step
+    queries, own, seen = rotation.begin(operands.q, operands.moved, ranges)
+    weights, last = operands.weights, rotation.last_step
+
+    def attend(held, seen, step):
+        return rotation.attend(queries, ranges, held, seen, step, rank, weights)
 
     def one_step(carry, step):
         held, seen = carry
         following = rotation.fetch_keys(own, held, step)
-        return (following, rotation.attend(queries, ranges, held, seen, step, rank)), None
+        return (following, attend(held, seen, step)), None
 
     held = own
     if last:
         (held, seen), _ = lax.scan(one_step, (held, seen), jnp.arange(last, dtype=jnp.int32))
-    return rotation.result(rotation.attend(queries, ranges, held, seen, last, rank))
+    return rotation.result(attend(held, seen, last))
 
 
-def backward(rotation: Rotation, operands, outputs, rank=None):
-    """Returns unrounded gradients of q, k and v; `outputs`: out, lse, dout, dlse."""
-    queries, own = rotation.cut(*operands)
-    ranges, last = operands[3], rotation.last_step
+def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, outputs, rank=None):
+    """Returns unrounded gradients of q, of what rotates, and of weights or None.
+
+    `outputs`: out, lse, dout, dlse.
+    """
+    queries, own = rotation.cut(operands.q, operands.moved, ranges)
+    weights, last = operands.weights, rotation.last_step
     cotangents = rotation.cut_cotangents(ranges, SoftmaxGradients(*outputs))
 
     def gradients(held, dq, step):
         order = rotation.key_order(step, rank)
-        return rotation.gradients(queries, ranges, held, cotangents, dq, order)
+        return rotation.gradients(queries, ranges, held, cotangents, dq, order, weights)
 
-    def add_step(held, dq, travelling, home, step):
+    def add_step(held, sums, travelling, home, step):
+        dq, dweights = sums
         arrived, home = rotation.return_gradients(travelling, home, step)
-        dq, dkv = gradients(held, dq, step)
+        dq, dkv, added = gradients(held, dq, step)
         if arrived is not None:
             dkv = jax.tree.map(jnp.add, arrived, dkv)
-        return dq, dkv, home
+        return (dq, jax.tree.map(jnp.add, dweights, added)), dkv, home
 
     def one_step(carry, step):
-        held, dq, travelling, home = carry
+        held, sums, travelling, home = carry
         following = rotation.fetch_keys(own, held, step)
-        return (following, *add_step(held, dq, travelling, home, step)), None
+        return (following, *add_step(held, sums, travelling, home, step)), None
 
     held = rotation.fetch_keys(own, own, 0) if last else own
-    dq, dkv = gradients(own, begin_dq(queries), 0)
+    dq, dkv, dweights = gradients(own, begin_dq(queries), 0)
     if last:
         travelling, home = rotation.schedule.begin(dkv)
-        carry = held, dq, travelling, home
+        carry = held, (dq, dweights), travelling, home
         if last > 1:  # `jax.disable_jit` rejects a scan without steps
             carry, _ = lax.scan(one_step, carry, jnp.arange(1, last, dtype=jnp.int32))
-        held, dq, travelling, home = carry
-        dq, travelling, home = add_step(held, dq, travelling, home, last)
+        held, sums, travelling, home = carry
+        (dq, dweights), travelling, home = add_step(held, sums, travelling, home, last)
         arrived, home = rotation.return_gradients(travelling, home, last + 1)
         dkv = home if arrived is None else arrived
-    return rotation.finish_dq(dq), *rotation.uncut_gradients(dkv)
+    return rotation.finish_dq(dq), rotation.uncut_gradients(dkv), dweights
 
 
-def _forward(rotation, q, k, v, ranges, sink):
-    operands = (*forbid_second_derivative(rotation.exchange.op, [q, k, v]), ranges)
-    out, lse, max_logits = forward(rotation, operands)
-    out, lse = named_context(add_sink(out, lse, sink))
+def _forward(rotation, operands: Operands, ranges):
+    operands = operands.derived_once(rotation.exchange.op)
+    out, lse, max_logits = forward(rotation, operands, ranges)
+    out, lse = named_context(add_sink(out, lse, operands.sink))
     if max_logits is not None:
         max_logits = lax.pmax(max_logits, rotation.exchange.axis_name)
     returned_lse = jnp.swapaxes(lse, 1, 2) if rotation.return_lse else None
-    outputs = Outputs(out.astype(q.dtype), returned_lse, max_logits)
-    return outputs, (operands, out, lse, sink)
+    outputs = Outputs(out.astype(operands.q.dtype), returned_lse, max_logits)
+    return outputs, (operands, ranges, out, lse)
 
 
 def _backward(rotation, residuals, cotangents: Outputs):
-    operands, out, lse, sink = residuals
+    operands, ranges, out, lse = residuals
+    q, _, v, sink, weights = operands
     whole = softmax_gradients(rotation.exchange.op, out, lse, cotangents)
-    gradients = backward(rotation, operands, whole)
-    arrays = zip(gradients, operands[:3], strict=True)
+    dq, moved, dweights = backward(rotation, operands, ranges, whole)
     dsink = None if sink is None else sink_gradient(sink, whole)
-    return *(gradient.astype(x.dtype) for gradient, x in arrays), None, dsink
+    dq, moved = dq.astype(q.dtype), rounded(moved, operands.moved)
+    if v is not None:
+        return Operands(dq, *moved, dsink), None
+    return Operands(dq, moved, None, dsink, rounded(dweights, weights)), None
 
 
 attend_rotating.defvjp(_forward, _backward)

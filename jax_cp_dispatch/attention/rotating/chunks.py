@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 
@@ -40,7 +40,7 @@ class Chunking(NamedTuple):
         lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
         return int(lengths.sum(2).max(1).sum())
 
-    def cut(self, x: Float[Array, "B rows K H"]) -> Float[Array, "C B*K chunk_rows H"]:
+    def cut(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.layout.num_blocks
         B, _, K, H = x.shape
         x = x.reshape(B, P, self.layout.block_rows, K, H)
@@ -49,7 +49,9 @@ class Chunking(NamedTuple):
         x = x.reshape(B, P, C, self.piece_rows, K, H)
         return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
 
-    def uncut(self, x: Float[Array, "C M chunk_rows H"], batch: int) -> Float[Array, "B rows K H"]:
+    def uncut(
+        self, x: Shaped[Array, "C M chunk_rows H"], batch: int
+    ) -> Shaped[Array, "B rows K H"]:
         C, P = self.num_chunks, self.layout.num_blocks
         H = x.shape[3]
         x = x.reshape(C, batch, -1, P, self.piece_rows, H)
@@ -94,14 +96,16 @@ class KeyOrder(NamedTuple):
         is_in = (row >= first) & (row < first + self.length)
         return jnp.max(jnp.where(is_in, self.start + row - first, -1), axis=1)
 
-    def in_order(self, x: Float[Array, "C M chunk_rows H"], num_rows: int) -> Float[Array, "M S H"]:
+    def in_order(
+        self, x: Shaped[Array, "C M chunk_rows H"], num_rows: int
+    ) -> Shaped[Array, "M S H"]:
         """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
         x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
         if self.chunking.is_in_order:
             return jnp.pad(x, ((0, 0), (0, num_rows - x.shape[1]), (0, 0)))
         return x[:, self._slot_rows(num_rows)]
 
-    def in_slots(self, x: Float[Array, "M S H"]) -> Float[Array, "C M chunk_rows H"]:
+    def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
         """The inverse of `in_order`; padding rows of a piece become zero."""
         if self.chunking.is_in_order:
             x = x[:, : self.chunking.chunk_rows]

@@ -160,7 +160,7 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
 
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
     begin = program(
-        lambda q, k, v, start, end: rotation.begin(q, k, v, TokenRanges(start, end)),
+        lambda q, k, v, start, end: rotation.begin(q, (k, v), TokenRanges(start, end)),
         5 * [_ROWS],
         (_BLOCKS, pair, softmax),
     )

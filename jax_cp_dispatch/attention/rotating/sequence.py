@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._ranks.varying import vary_alike
@@ -15,6 +15,7 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.arguments import check_rows
 from jax_cp_dispatch.attention.attended import attended_tokens
 from jax_cp_dispatch.attention.gather import gather_sequence
+from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.local.blocks import accumulator, attended_keys
 from jax_cp_dispatch.attention.local.options import LocalOptions, blocks_of_ranks
 from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
@@ -60,7 +61,7 @@ class ShardedSequence:
 
     def rotation(self, q, k, v) -> Rotation:
         """Returns the rotation of one rank's arrays, or of their shapes and dtypes."""
-        (B, T, N, H), K = q.shape, k.shape[2]
+        (B, T, N, H), K, Hv = q.shape, k.shape[2], v.shape[3]
         layout = self._layout(T)
         held = Chunking(layout, self.schedule.num_chunks).most_tokens
         passes = LocalOptions(
@@ -72,8 +73,11 @@ class ShardedSequence:
         ).resolved(q, k, v)
         passes = dataclasses.replace(passes, piece_rows=layout.block_rows)
         shape = B, layout.num_rows, N, H
-        rotation = Rotation(self.schedule, layout, self.options.exchange, passes, shape, K)
-        return dataclasses.replace(rotation, return_lse=self.options.return_lse)
+        return Rotation(
+            *(self.schedule, layout, self.options.exchange, passes, shape, K, Hv),
+            return_lse=self.options.return_lse,
+            expansion=self.options.expansion,
+        )
 
     def _layout(self, num_tokens: int) -> SequenceLayout:
         """The layout in which a rank's tokens are computed."""
@@ -90,7 +94,7 @@ def attend_sequence(
 ) -> Outputs:
     """Computes attention of this rank's rows, for all schedules."""
     options, op = sequence.options, sequence.options.op
-    q, k, v, sink = operands
+    q, k, v, *_ = operands
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
     check_mask_arrays(op, mask, q.shape[:2])
@@ -98,11 +102,12 @@ def attend_sequence(
     B, T = q.shape[:2]
     if B * T == 0:
         return empty_outputs(options, operands)
-    rotation = sequence.rotation(q, k, v)
-    q, k, v, sink = operands.varying(options.exchange)
-    q, k, v = to_layout(sequence, rotation, (q, k, v))
+    rotation = sequence.rotation(q, *shapes_of_keys(options.expansion, operands))
+    q, k, v, *others = operands.varying(options.exchange)
+    leaves, tree = jax.tree.flatten((q, k, v))
+    q, k, v = tree.unflatten(to_layout(sequence, rotation, leaves))
     ranges = token_ranges(sequence, rotation, packed, (B, T))
-    leaves, tree = jax.tree.flatten((q, k, v, ranges, sink))
+    leaves, tree = jax.tree.flatten((Operands(q, k, v, *others), ranges))
     outputs: Outputs = attend_rotating(rotation, *tree.unflatten(vary_alike(leaves)))
     out, lse, max_logits = outputs
     if lse is None:
@@ -113,7 +118,8 @@ def attend_sequence(
 
 def empty_outputs(options: AttentionOptions, operands: Operands) -> Outputs:
     """Returns the outputs of no tokens."""
-    q, _, v, _ = operands
+    q = operands.q
+    _, v = shapes_of_keys(options.expansion, operands)
     B, T, N, _ = q.shape
     dtype = accumulator(q)
     lse = jnp.full((B, T, N), -jnp.inf, dtype) if options.return_lse else None
@@ -186,11 +192,11 @@ def _from_zigzag(exchange: CollectiveOptions, arrays):
     return tuple(map(_rows, move_chunks(exchange, chunks, routes)))
 
 
-def _halves(x: Float[Array, "B rows N H"]) -> Float[Array, "2 B half N H"]:
+def _halves(x: Shaped[Array, "B rows N H"]) -> Shaped[Array, "2 B half N H"]:
     return jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0)
 
 
-def _rows(x: Float[Array, "2 B half N H"]) -> Float[Array, "B rows N H"]:
+def _rows(x: Shaped[Array, "2 B half N H"]) -> Shaped[Array, "B rows N H"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 

@@ -20,7 +20,6 @@ from jax_cp_dispatch.attention.gather import gather_sequence
 from jax_cp_dispatch.attention.kv_heads import kv_copies
 from jax_cp_dispatch.attention.local.api import local_attention, local_attention_backward
 from jax_cp_dispatch.attention.local.backward import SoftmaxGradients
-from jax_cp_dispatch.attention.local.derivative_order import forbid_second_derivative
 from jax_cp_dispatch.attention.local.options import blocks_of_ranks
 from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
@@ -69,7 +68,7 @@ def attend_ulysses(options: AttentionOptions, operands: Operands, packed: Packed
     instead = "context_parallel_attention(..., algorithm='ulysses')"
     num_ranks = num_ranks_here(op, exchange.axis_name, instead)
     options.check()
-    q, k, v, _ = operands
+    q, k, v, *_ = operands
     mask, segment_ids, positions = packed
     check_rows(op, q, k, v, segment_ids, positions)
     check_mask_arrays(op, mask, q.shape[:2])
@@ -115,8 +114,7 @@ def _attend(call: _Call, operands: Operands, ranges: MaskRanges) -> Outputs:
 
 
 def _forward(call: _Call, operands: Operands, ranges: MaskRanges):
-    *qkv, sink = operands
-    q, *kv = forbid_second_derivative(call.options.op, qkv)
+    q, *kv, sink, _ = operands.derived_once(call.options.op)
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
     q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv]))

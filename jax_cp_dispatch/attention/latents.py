@@ -1,0 +1,180 @@
+"""Latent rows, from which each rank computes keys and values where they arrive: `expand=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
+
+from jax_cp_dispatch._arguments import check_array
+from jax_cp_dispatch._dtypes import sum_dtype
+from jax_cp_dispatch.attention.operands import Operands, is_float
+
+Rows = Sequence[Shaped[Array, "R _"]]
+KeysAndValues = tuple[Float[Array, "R K H"], Float[Array, "R K Hv"]]
+Shape = jax.ShapeDtypeStruct
+# Of latent rows that no query reads: `expand` of zeros may be NaN, and 0 times it in a gradient.
+UNUSED_ROW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Expansion:
+    """How rows become keys and values; static.
+
+    Attributes:
+      function: `(weights, rows) -> (k, v)`.
+      weights, rows: the structures of its arguments.
+      features: the shape of one row, for each array of rows.
+      specs: how each array of weights is sharded over the heads.
+    """
+
+    function: Callable[..., Any]
+    weights: Any
+    rows: Any
+    features: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+
+    def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
+        """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
+        shaped = [x.reshape(-1, *shape) for x, shape in zip(rows, self.features, strict=True)]
+        return self.function(self.weights.unflatten(weights), self.rows.unflatten(shaped))
+
+    def with_transpose(
+        self, weights: Sequence[Array], rows: Rows
+    ) -> tuple[KeysAndValues, Callable[[Array, Array], tuple[Any, Any]]]:
+        """Also returns a function from gradients of keys and values to those of weights and rows.
+
+        These have the dtypes of sums, and None for arrays of integers, which have no derivative.
+        """
+        leaves, tree = jax.tree.flatten((tuple(weights), tuple(rows)))
+        floats = [x for x in leaves if is_float(x)]
+
+        def of_floats(floats):
+            moving = iter(floats)
+            return self(*tree.unflatten([next(moving) if is_float(x) else x for x in leaves]))
+
+        (k, v), transpose = jax.vjp(of_floats, floats)
+
+        def gradients(dk, dv):
+            (moving,) = transpose((dk.astype(k.dtype), dv.astype(v.dtype)))
+            moving = iter([x.astype(sum_dtype(x.dtype)) for x in moving])
+            return tree.unflatten([next(moving) if is_float(x) else None for x in leaves])
+
+        return (k, v), gradients
+
+
+class Latents(NamedTuple):
+    """The latent rows of a call.
+
+    Attributes:
+      expansion: of the rows.
+      weights: its weights, flat.
+      rows: `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
+      keys, values: shapes and dtypes of the keys and values.
+    """
+
+    expansion: Expansion
+    weights: tuple[Any, ...]
+    rows: tuple[Any, ...]
+    keys: Shape
+    values: Shape
+
+
+def read_latents(
+    op: str, q: Any, latents: Any, expand: Any, weights: Any, weight_specs: Any
+) -> Latents:
+    """Checks latent rows and their expansion, for queries `[B, T, N, H]`."""
+    if not callable(expand):
+        raise TypeError(
+            f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
+            "(k, v)."
+        )
+    check_array(op, "q", q)
+    B, T = q.shape[:2]
+    rows, rows_tree = jax.tree.flatten(latents)
+    for x in rows:
+        check_array(op, "an array of latents", x)
+        if x.shape[:2] != (B, T):
+            raise ValueError(
+                f"{op}: an array of latents has shape {list(x.shape)}, but q has B, T = {(B, T)}. "
+                "Pass rows [B, T, ...] of the same tokens."
+            )
+    held, weights_tree = jax.tree.flatten(weights)
+    specs = _specs(op, weights, weight_specs)
+    expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
+    one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
+    operands = Operands(q, one_head, None, weights=tuple(held))
+    _check_expanded(op, q, expansion, operands)
+    return Latents(expansion, operands.weights, one_head, *shapes_of_keys(expansion, operands))
+
+
+def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
+    is_spec = lambda x: isinstance(x, P)
+    if weight_specs is None:
+        return (P(),) * len(jax.tree.leaves(weights))
+    if not all(is_spec(x) for x in jax.tree.leaves(weight_specs, is_leaf=is_spec)):
+        raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
+    try:
+        spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
+        specs = jax.tree.map(spread, weight_specs, weights, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
+            "array of weights, or for each part of the pytree."
+        ) from error
+    return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def check_specs(op: str, expansion: Expansion, heads: Sequence[str]) -> None:
+    """Requires weights that are sharded over the axes of the heads only."""
+    for spec in expansion.specs:
+        for name in jax.tree.leaves(tuple(spec)):
+            if name not in heads:
+                raise ValueError(
+                    f"{op}: weight_specs shard weights over axis {name!r}, but head_axis is "
+                    f"{tuple(heads)}. Name it as head_axis, or omit it; weights are gathered over "
+                    "other axes."
+                )
+
+
+def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:
+    """Requires keys and values of the queries, one for each row."""
+    num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
+    found = expanded_shapes(expansion, operands)
+    needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
+    if not (isinstance(found, tuple | list) and len(found) == 2):
+        raise TypeError(
+            f"{op}: expand returned {type(found).__name__}; it needs to return {needs}."
+        )
+    k, v = found
+    described = (
+        f"{op}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
+        f"{v.dtype}; it needs to return {needs}"
+    )
+    is_right = k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and k.shape[0] == num_rows
+    if not is_right or k.shape[2] != H or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(f"{described}. Each row is expanded alone.")
+    if not k.shape[1] or N % k.shape[1]:
+        raise ValueError(f"{described}, and K needs to divide the {N} query heads.")
+
+
+def expanded_shapes(expansion: Expansion, operands: Operands) -> Any:
+    """Returns shapes and dtypes of what `expand` returns."""
+    B, T = operands.q.shape[:2]
+    weights = [Shape(x.shape, x.dtype) for x in operands.weights]
+    rows = [Shape((B * T, x.shape[3]), x.dtype) for x in operands.k]
+    return jax.eval_shape(expansion, weights, rows)
+
+
+def shapes_of_keys(expansion: Expansion | None, operands: Operands) -> tuple[Any, Any]:
+    """Returns keys and values `[B, T, K, _]`, or their shapes and dtypes if they are expanded."""
+    if expansion is None:
+        return operands.k, operands.v
+    B, T = operands.q.shape[:2]
+    k, v = expanded_shapes(expansion, operands)
+    return Shape((B, T, *k.shape[1:]), k.dtype), Shape((B, T, *v.shape[1:]), v.dtype)

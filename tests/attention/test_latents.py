@@ -1,0 +1,215 @@
+"""Latent rows that each rank expands to keys and values equal the dense formula, with gradients."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxprs import flattened
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from packed_batches import pack
+
+from jax_cp_dispatch import context_parallel_attention, masks, place_tokens, stack_plans
+
+N, H, HV, ROPE, LATENT = 4, 12, 8, 4, 6
+ALGORITHMS = ("balanced", "placed", "ring", "zigzag", "hamilton")
+
+
+def expand(weights, rows):
+    """A block of DeepSeek: the latent row is normalised, then projected; all heads share `rope`."""
+    latent, rope = rows
+    latent = latent / jnp.sqrt(jnp.mean(latent**2, axis=-1, keepdims=True))  # NaN for zeros
+    k, v = (jnp.einsum("rl,lnh->rnh", latent, weights[name]) for name in ("k", "v"))
+    rope = jnp.broadcast_to(rope[:, None], (*k.shape[:2], ROPE))
+    return jnp.concatenate([k, rope], axis=-1), v
+
+
+def dense(q, latents, weights, segment_ids, left):
+    """Windows of documents, by `jax.numpy`."""
+    B, T = q.shape[:2]
+    k, v = expand(weights, [x.reshape(B * T, -1) for x in latents])
+    k, v = (x.reshape(B, T, *x.shape[1:]) for x in (k, v))
+    distance = np.arange(T)[:, None] - np.arange(T)
+    seen = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids > 0)[:, :, None]
+    seen = (seen & (distance >= 0) & (distance < left))[:, None]
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
+    e = jnp.where(seen, jnp.exp(logits), 0)
+    p = e / jnp.where(seen.any(-1), e.sum(-1), 1)[..., None]
+    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest")
+
+
+def draw(B, T):
+    rng = np.random.default_rng()
+    of = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    segment_ids, _ = pack(rng, B, T, max_length=T // 2, padding=0.2)
+    weights = {"k": of(LATENT, N, H - ROPE) / 2, "v": of(LATENT, N, HV)}
+    operands = of(B, T, N, H), (of(B, T, LATENT), of(B, T, ROPE)), weights
+    return operands, of(B, T, N, HV), segment_ids
+
+
+def with_gradients(attend, operands, dout):
+    def both(operands, dout):
+        out, pull = jax.vjp(attend, *operands)
+        return out, pull(dout)
+
+    return jax.jit(both)(operands, dout)
+
+
+def check(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1, np.abs(y).max()))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_output_and_gradients_over_data_context_and_tensor_axes(algorithm):
+    """Weights are sharded by heads; their gradients are summed once, over data and context."""
+    mesh = permuted_mesh((2, 2, 2), ("data", "cp", "tp"))
+    operands, dout, segment_ids = draw(2, 42)
+    mask = masks.SlidingWindow(16)
+    want = with_gradients(partial(dense, segment_ids=segment_ids, left=16), operands, dout)
+    # Rows of padding stay unread: NaN there reaches nothing.
+    q, latents, weights = operands
+    latents = [np.where(segment_ids[..., None] > 0, x, np.nan) for x in latents]
+    options: dict[str, Any] = {"segment_ids": segment_ids, "mask": mask}
+    stored, restored = (lambda x: x), lambda x: x
+    if algorithm == "placed":
+        rows = np.split(segment_ids, 2)
+        groups = [place_tokens(segment_ids=x, world_size=2, mask=mask) for x in rows]
+        each = lambda x, move: np.concatenate(
+            [getattr(p, move)(part) for p, part in zip(groups, np.split(x, 2), strict=True)]
+        )
+        stored = lambda x: each(np.asarray(x), "apply")
+        restored = lambda x: each(np.asarray(x), "restore")
+        plan = stack_plans([p.plan for p in groups])
+        options = {"segment_ids": stored(segment_ids), "plan": plan}
+
+    def attend(q, latents, weights):
+        return context_parallel_attention(
+            *(q, latents), expand=expand, weights=weights,
+            weight_specs=P(None, "tp"), algorithm=algorithm, mesh=mesh, axis_name="cp",
+            batch_axis="data", head_axis="tp", **options,
+        )  # fmt: skip
+
+    moved = jax.tree.map(stored, (q, tuple(latents)))
+    out, (dq, dlatents, dweights) = with_gradients(attend, (*moved, weights), stored(dout))
+    check((*jax.tree.map(restored, (out, (dq, dlatents))), dweights), want)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced", "hamilton"])
+def test_quantised_rows_and_positions_are_expanded_by_the_receiver(algorithm):
+    """8 ranks, tokens that they do not divide; integers move and have no gradient; sinks, lse."""
+    rng = np.random.default_rng()
+    T, K = 61, 2
+    q, scale = rng.normal(size=(1, T, N, H)), rng.uniform(0.01, 0.02, size=(1, T))
+    q, scale = q.astype(np.float32), scale.astype(np.float32)
+    data = rng.integers(-127, 128, size=(1, T, K, H), dtype=np.int8)
+    sink = rng.normal(size=N).astype(np.float32)
+    rows = {"data": data, "scale": scale, "position": np.arange(T, dtype=np.int32)[None]}
+
+    def dequantised(_, rows):
+        k = rows["data"] * rows["scale"][:, None, None]
+        return k * jnp.cos(rows["position"])[:, None, None], k
+
+    def attend(mesh, keys, **options):
+        def loss(q, sink, keys):
+            out, lse = context_parallel_attention(
+                *(q, *keys), mesh=mesh, axis_name=AXIS, algorithm=algorithm, sink=sink,
+                return_lse=True, **options,
+            )  # fmt: skip
+            return (out**2).sum() + lse.sum(), (out, lse)
+
+        grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        return jax.jit(grad)(q, sink, keys)
+
+    k, v = dequantised(None, jax.tree.map(lambda x: x[0], rows))
+    want = attend(mesh_of(1), (k[None], v[None]))
+    check(attend(mesh_of(8), (rows,), expand=dequantised), want)
+
+
+@pytest.mark.parametrize("algorithm", ["placed", "ring"])
+def test_a_layer_of_deepseek_v3_moves_a_sixtieth_of_the_bytes(algorithm):
+    """512 + 64 numbers in place of 128 x (192 + 128), forward and backward, counted."""
+    N, H, HV, T = 128, 192, 128, 16
+    mesh, shape = mesh_of(8), jax.ShapeDtypeStruct
+    plan = place_tokens([[5 * T, 3 * T]], world_size=8).plan if algorithm == "placed" else None
+    of = lambda *features: shape((1, 8 * T, *features), jnp.bfloat16)
+
+    def project(w, rows):
+        latent, rope = rows
+        k = jnp.einsum("rl,lnh->rnh", latent, w["k"])
+        rope = jnp.broadcast_to(rope[:, None], (*k.shape[:2], 64))
+        return jnp.concatenate([k, rope], -1), jnp.einsum("rl,lnh->rnh", latent, w["v"])
+
+    w = {"k": shape((512, N, 128), jnp.bfloat16), "v": shape((512, N, HV), jnp.bfloat16)}
+
+    def moved(*keys, **options):
+        """Bytes that the exchanges of keys, and of their gradients, take from a rank."""
+
+        def loss(q, *keys):
+            out = context_parallel_attention(
+                *(q, *keys[:2]), mesh=mesh, axis_name=AXIS, algorithm=algorithm, plan=plan,
+                weights=keys[2] if options else None, **options,
+            )  # fmt: skip
+            return out.astype(jnp.float32).sum()
+
+        traced = jax.make_jaxpr(jax.grad(loss, argnums=(1,)))(of(N, H), *keys)
+        exchanges = [
+            x for x in flattened(traced.jaxpr) if x.primitive.name in ("dispatch", "combine")
+        ]
+        assert len(exchanges) >= 2
+        arrays = [x.aval for equation in exchanges for x in equation.outvars]
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    latent = moved((of(512), of(64)), None, w, expand=project)
+    assert latent <= moved(of(N, H), of(N, HV)) / 60
+
+
+def test_the_absorbed_form():
+    """One KV head, whose values are a part of its keys: gradients of both uses add up."""
+    rng = np.random.default_rng()
+    q, rows = (rng.normal(size=(1, 40, n, 18)).astype(np.float32) for n in (N, 1))
+
+    def gradients(mesh):
+        def loss(q, rows):
+            out = context_parallel_attention(
+                *(q, rows, rows[..., :16]), mesh=mesh, axis_name=AXIS, algorithm="zigzag"
+            )
+            return (out**2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, rows)
+
+    check(gradients(mesh_of(4)), gradients(mesh_of(1)))
+
+
+Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
+
+
+def keys(rows=16, size=H, heads=2):
+    return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
+
+
+@pytest.mark.parametrize(
+    "given, error, says",
+    [
+        ({"v": Q, "expand": keys()}, TypeError, "got v with expand. Pass latent rows in place of"),
+        ({"k": Q}, TypeError, "v is missing. Pass k and v, or latent rows with expand="),
+        ({"k": Q, "v": Q, "weights": ROWS}, TypeError, "got weights or weight_specs without exp"),
+        ({"k": ROWS[:, :9], "expand": keys()}, ValueError, "shape \\[1, 9, 3\\], but q has B, T"),
+        ({"expand": lambda w, x: x}, TypeError, "expand returned .* it needs to return \\(k, v"),
+        ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
+        ({"expand": keys(size=5)}, ValueError, "it needs to return \\(k, v\\), \\[R, K, 12\\]"),
+        ({"expand": keys(heads=3)}, ValueError, "K needs to divide the 4 query heads"),
+        ({"expand": keys(), "algorithm": "ulysses"}, ValueError, "Pass algorithm='balanced'"),
+        ({"expand": keys(), "weight_specs": P("tp")}, ValueError, "over axis 'tp', but head_axis"),
+        ({"expand": keys(), "weight_specs": [P(), P()]}, ValueError, "does not match weights"),
+        ({"expand": keys(), "weight_specs": "tp"}, TypeError, "a pytree of PartitionSpec"),
+    ],
+)
+def test_what_is_refused(given, error, says):
+    weights = [np.ones(3, np.float32)] if "weight_specs" in given else None
+    options = {"k": ROWS, "algorithm": "ring", "weights": weights, **given}
+    with pytest.raises(error, match=f"^context_parallel_attention: .*{says}"):
+        context_parallel_attention(Q, mesh=mesh_of(4), axis_name=AXIS, **options)
