@@ -25,6 +25,7 @@ from jax_cp_dispatch.attention.planned.placed import attend_placed
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.attention.ulysses.attend import attend_ulysses
 from jax_cp_dispatch.planner import AttentionPlan, PlanConfig, plan_attention
+from jax_cp_dispatch.planner.plan import plan_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,5 +122,9 @@ def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask
 
 def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> AttentionPlan:
     """Makes the same plan on every rank, from the documents of all."""
-    exchange = options.attention.exchange
-    return options.plan(gather_sequence(exchange, packed, options.num_ranks), algorithm.config)
+    exchange, num_ranks = options.attention.exchange, options.num_ranks
+    packed = gather_sequence(exchange, packed, num_ranks)
+    if not packed.mask.has_arrays:
+        return options.plan(packed, algorithm.config)
+    rank = lax.axis_index(exchange.axis_name)
+    return plan_of_rank(packed, world_size=num_ranks, config=algorithm.config, rank=rank)

@@ -42,8 +42,8 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     if not isinstance(mask, StaticMask):
         raise ValueError(
             f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
-            "SlidingWindow or Chunked. For masks of arrays, choose the algorithm 'ring', 'zigzag', "
-            "'hamilton' or 'ulysses'."
+            "SlidingWindow or Chunked. For masks of arrays, choose the algorithm 'balanced', "
+            "'ring', 'zigzag', 'hamilton' or 'ulysses'."
         )
     return mask
 

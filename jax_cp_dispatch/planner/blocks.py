@@ -203,13 +203,13 @@ def document_ends(starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
 
 
 def block_ranges(
-    starts: Int32[Array, "B T"], grid: BlockGrid, ends: Int32[Array, "B T"] | None = None
+    starts: Int32[Array, "B T"], grid: BlockGrid, seen: Int32[Array, "B T"] | None = None
 ) -> tuple[Int32[Array, "B W J"], Int32[Array, "B W J"], Int32[Array, ""]]:
     """Returns the first key and the cost of each block of queries.
 
     Args:
       starts: the first column that each query sees; -1 at padding.
-      ends: one past the last; None: queries see their own key last.
+      seen: the keys that each query sees; None: all from the first one to its own.
     Returns:
       first: the first column to which any query of the block attends; -1 without queries.
       cost: query-key pairs in units of 2**shift; their sum is below 2**30, so sums over blocks are
@@ -226,8 +226,8 @@ def block_ranges(
     # Each query's pairs are divided by 2**row_shift, so that a block's pairs fit int32. The
     # divisor is 1 except for huge grids.
     row_shift = max(0, (grid.block * starts.shape[1]).bit_length() - 30)
-    end = column + 1 if ends is None else grid.split(ends, fill=0)
-    pairs = jnp.where(live, end - start, 0) + (1 << row_shift) - 1 >> row_shift
+    pairs = column + 1 - start if seen is None else grid.split(seen, fill=0)
+    pairs = jnp.where(live, pairs, 0) + (1 << row_shift) - 1 >> row_shift
     cost = pairs.sum(-1, dtype=jnp.int32)
     # `total` * 2**low is an upper bound of the sum. High and low bits are added separately. With so
     # many blocks that the low bits could overflow, their `drop` lowest bits are dropped.
@@ -238,3 +238,16 @@ def block_ranges(
     shift = jnp.maximum(low + 32 - lax.clz(total) - 29, 0)
     cost = cost + (1 << shift >> 1) >> shift
     return jnp.where(first == none, -1, first), cost, shift + row_shift
+
+
+def places(block: Int32[Array, "..."], grid: BlockGrid):
+    """Returns batch row, home, first of its columns there, and length of blocks in global order."""
+    piece, number = divided(block, grid.per_piece)
+    start = number * grid.block
+    length = jnp.minimum(grid.columns - start, grid.block)
+    return *divided(piece, grid.world_size), start, length
+
+
+def divided(x: Int32[Array, "..."], divisor: int):
+    """Quotient and remainder of numbers that are not negative; `//` would compile to more."""
+    return lax.div(x, np.int32(divisor)), lax.rem(x, np.int32(divisor))

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cp_dispatch._arguments import check_array, check_integer
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
+from jax_cp_dispatch.planner.received import Capacities
 from jax_cp_dispatch.planner.segment_ids import Ids, is_on_host, read_documents
-from jax_cp_dispatch.planner.stages import Capacities, assign, kv_transfers_bound, q_bound
+from jax_cp_dispatch.planner.stages import assign, kv_transfers_bound, q_bound
 
 
-def static_capacities(grid: BlockGrid, config: PlanConfig, mask: StaticMask) -> Capacities:
+def static_capacities(grid: BlockGrid, config: PlanConfig, mask: Mask) -> Capacities:
     """Returns the configured capacities of a plan inside `jit`, by default always sufficient."""
     q = config.q_capacity or q_bound(grid)
     return Capacities(
@@ -52,8 +53,9 @@ def needs_inside_jit(
       TypeError, ValueError: as `plan_attention`, except for capacities.
     """
     op = "needs_inside_jit"
-    mask = read_mask_of_numbers(op, mask)
+    mask = read_mask(op, mask)
     grid = check_shapes(op, segment_ids, positions, world_size, config)
+    check_mask_arrays(op, mask, segment_ids.shape)
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}
     with jax.core.eval_context():

@@ -1,6 +1,7 @@
 """`plan_attention`: plans attention of packed documents, on the host or inside a program."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.core
@@ -9,9 +10,10 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_of_numbers
+from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
+from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.capacities import (
     check_shapes,
     read_host_documents,
@@ -25,6 +27,7 @@ from jax_cp_dispatch.planner.fingerprint import (
     ID_STEP,
     POSITION_STEP,
     checksums,
+    checksums_of_mask,
     digest_of_plan,
     make_fingerprint,
 )
@@ -99,7 +102,7 @@ def plan_attention(
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
         occurs in two separate runs of one batch row whose positions do not restart; a position
         exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
-        the mask have another shape; or a mask with arrays is planned inside `jit`.
+        the mask have another shape.
     """
     mask = read_mask(_OP, mask)
     check_config(_OP, config)
@@ -134,17 +137,53 @@ def plan_attention(
         request = PlanRequest(documents, positions=positions, seen=seen, **of_ranks)
         return plan_on_host(request, fallback=fallback)
     check_traced(_OP, config)
-    mask = read_mask_of_numbers(_OP, mask)
     if rank is not None:
         raise ValueError(
             f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit rank, or "
             "plan outside jit."
         )
+    return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+
+
+def plan_of_rank(
+    packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
+) -> AttentionPlan:
+    """`plan_attention` inside `jit`, for one rank alone as far as a mask with arrays allows.
+
+    The arrays of all ranks together would be as many times as large.
+
+    Args:
+      packed: mask, segment ids and positions of all ranks, traced.
+      rank: the index on the mesh axis.
+    """
+    mask, segment_ids, positions = packed
+    grid = check_shapes(_OP, segment_ids, positions, world_size, config)
+    check_mask_arrays(_OP, mask, segment_ids.shape)
+    check_traced(_OP, config)
+    options = {"grid": grid, "mask": mask, "config": config, "rank": rank}
+    return plan_inside(segment_ids, positions, **options)
+
+
+def plan_inside(
+    segment_ids: Ids,
+    positions: Ids | None,
+    *,
+    grid: BlockGrid,
+    mask: Mask,
+    config: PlanConfig,
+    rank: Any = None,
+) -> AttentionPlan:
+    """Returns a plan of traced arrays.
+
+    With `rank`, the index on the mesh axis, what rows see is that of this rank alone, and all else
+    of all ranks.
+    """
+    world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
     ids, places = read_documents(_OP, segment_ids, positions)
     assignment = assign(ids, places, grid=grid, mask=mask, tolerance=config.balance_tolerance)
     return AttentionPlan(
-        **build(assignment, grid=grid, capacities=capacities)._asdict(),
+        **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
         fingerprint=_traced_fingerprint(
@@ -154,7 +193,7 @@ def plan_attention(
         batch=grid.batch,
         q_capacity=capacities.q,
         kv_capacity=capacities.kv,
-        mask=mask,
+        mask=mask.kind if isinstance(mask, ArrayMask) else mask,
     )
 
 
@@ -174,16 +213,20 @@ def _traced_fingerprint(
     segment_ids: Ids,
     positions: Ids | None,
     world_size: int,
-    mask: StaticMask,
+    mask: Mask,
     config: PlanConfig,
-) -> Int32[Array, "W 4"]:
+) -> Int32[Array, "W F"]:
     """Returns the fingerprint; positions that are not given count from 0 in each document."""
     starts, received = assignment.starts, assignment.received
     if positions is None:
         places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
         places = fold_to_int32(positions)
-    digest = digest_of_plan(config, mask, received.block, received.rank)
+    kind = mask.kind if isinstance(mask, ArrayMask) else mask
+    digest = digest_of_plan(config, kind, received.block, received.rank)
     ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
-    return make_fingerprint([jnp.asarray(ids), jnp.asarray(of_places)], digest)
+    own = [jnp.asarray(ids), jnp.asarray(of_places)]
+    if mask.has_arrays:
+        own.append(jnp.asarray(checksums_of_mask(mask, world_size)))
+    return make_fingerprint(own, digest)

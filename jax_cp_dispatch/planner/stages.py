@@ -5,49 +5,32 @@ G counts blocks of the batch, X ranges of keys that move.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Integer
 
-from jax_cp_dispatch.masks import StaticMask
+from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
 from jax_cp_dispatch.planner.blocks import (
     BlockGrid,
     block_ranges,
-    document_ends,
+    divided,
     document_starts,
+    places,
     repeated,
     running_sum,
     running_sum_by_key,
     sum_by_key,
 )
+from jax_cp_dispatch.planner.received import Capacities, Received
+from jax_cp_dispatch.planner.rows_inside import rows_inside
+from jax_cp_dispatch.planner.seen_columns import seen_columns
 from jax_cp_dispatch.planner.slots import Sent, Slots, by_sender, to_metadata
 from jax_cp_dispatch.planner.transfers import Transfers
-
-
-class Received(NamedTuple):
-    """What ranks receive: a sequence of blocks of queries by rank, then in global order.
-
-    Blocks without queries come last, with rank W. A block of queries needs keys from the first
-    that a query of it sees to the last. Those that its rank does not have from earlier blocks are a
-    contiguous range of columns, because first and last keys never decrease in global order.
-    """
-
-    block: Int32[Array, " G"]  # in global order
-    rank: Int32[Array, " G"]
-    row: Int32[Array, " G"]  # where its rank receives its first query
-    first_column: Int32[Array, " G"]  # of the range of keys
-    kv_row: Int32[Array, " G"]  # where its rank receives the range
-    num_keys: Int32[Array, " G"]  # of the range
-    runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
-    num_runs: Int32[Array, " G"]  # that begin in the block
-    pairs: Int32[Array, " G"]  # query-key pairs, in the unit of `block_ranges`
-    last_block: Int32[Array, " G"] | None  # of the range; None: the block itself
 
 
 class Assignment(NamedTuple):
@@ -63,17 +46,8 @@ class Assignment(NamedTuple):
     needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
     pairs_after: Float32[Array, " W"]
-    lengths: Int32[Array, "B T"] | None  # of each column's document; None: the mask is causal
-
-
-class Capacities(NamedTuple):
-    """Static sizes of a plan, in the order of `AttentionPlan.needs`."""
-
-    q: int
-    kv: int
-    q_transfers: int
-    kv_transfers: int
-    pieces: int
+    lengths: Int32[Array, "B T"] | None  # of each column's document, if keys depend on it
+    ranges: MaskRanges | None  # of a mask with arrays, what each column sees
 
 
 class PlanArrays(NamedTuple):
@@ -87,6 +61,7 @@ class PlanArrays(NamedTuple):
     num_rows: Int32[Array, " W"]
     needs: Int32[Array, "W 5"]
     run_length: Int32[Array, "W P"] | None
+    ranges: MaskRanges | None
 
 
 def q_bound(grid: BlockGrid) -> int:
@@ -106,22 +81,20 @@ def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
 
 
-@partial(jax.jit, static_argnames=("grid", "mask", "tolerance"))
+@partial(jax.jit, static_argnames=("grid", "tolerance"))
 def assign(
     segment_ids: Integer[Array, "B T"],
     positions: Integer[Array, "B T"] | None,
     *,
     grid: BlockGrid,
-    mask: StaticMask,
+    mask: Mask,
     tolerance: float,
 ) -> Assignment:
     """Assigns each block to a rank; lists what moves."""
     starts = document_starts(segment_ids, positions)
-    first_keys = _first_keys(mask, starts)
-    ends = None if mask.is_causal else document_ends(starts)
-    last_keys = None if ends is None else _last_keys(mask, starts, ends)
-    first, cost, shift = block_ranges(first_keys, grid, last_keys)
-    last = None if last_keys is None else grid.split(last_keys, fill=0).max(-1)
+    seen = seen_columns(mask, starts)
+    first, cost, shift = block_ranges(seen.first, grid, seen.pairs)
+    last = None if seen.last is None else grid.split(seen.last, fill=0).max(-1)
     length = jnp.broadcast_to(grid.lengths, grid.shape)
     live = first >= 0
     num_rows = jnp.where(live, length, 0)
@@ -134,7 +107,7 @@ def assign(
     queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
     slots = by_sender((queries, keys), grid.world_size)
 
-    *_, length = _places(received.block, grid)
+    *_, length = places(received.block, grid)
     counted = (length, received.num_keys, received.num_runs, received.pairs)
     num_rows, num_keys, num_runs, pairs = sum_by_key(counted, received.rank, grid.world_size)
     unit = jnp.ldexp(jnp.float32(1), shift)
@@ -150,13 +123,19 @@ def assign(
         needs=needs.max(1),
         pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
         pairs_after=pairs.astype(jnp.float32) * unit,
-        lengths=None if ends is None else ends - starts,
+        lengths=seen.lengths,
+        ranges=seen.ranges,
     )
 
 
 @partial(jax.jit, static_argnames=("grid", "capacities"))
-def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanArrays:
-    """Builds the arrays of an assignment; cuts off what exceeds the capacities."""
+def build(
+    plan: Assignment, *, grid: BlockGrid, capacities: Capacities, rank: Any = None
+) -> PlanArrays:
+    """Builds the arrays of an assignment; cuts off what exceeds the capacities.
+
+    With `rank`, `ranges` are those of this rank alone: their size grows with the tokens.
+    """
     received = plan.received
     # Without its runs, a block would attend to wrong keys. It is not sent, which the counts show.
     has_runs = received.runs_before + received.num_runs <= capacities.pieces
@@ -173,24 +152,13 @@ def build(plan: Assignment, *, grid: BlockGrid, capacities: Capacities) -> PlanA
         num_rows=plan.num_rows,
         needs=jnp.broadcast_to(plan.needs, (grid.world_size, len(capacities))),
         run_length=length,
+        ranges=None if plan.ranges is None else _ranges(plan, grid, capacities, rank),
     )
 
 
-def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Returns the first column that each column sees; -1 at padding."""
-    num_tokens = starts.shape[1]
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    first = mask.clipped(num_tokens).k_start(column, starts)
-    return starts if first is starts else jnp.where(starts >= 0, first, -1)
-
-
-def _last_keys(
-    mask: StaticMask, starts: Int32[Array, "B T"], ends: Int32[Array, "B T"]
-) -> Int32[Array, "B T"]:
-    """Returns one past the last column that each column sees; 0 at padding."""
-    num_tokens = starts.shape[1]
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    return jnp.where(starts >= 0, mask.clipped(num_tokens).k_end(column, starts, ends), 0)
+def _ranges(plan: Assignment, grid: BlockGrid, capacities: Capacities, rank: Any) -> MaskRanges:
+    ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
+    return rows_inside(plan.ranges, plan.received, grid, capacities, ranks)
 
 
 def _received(
@@ -219,12 +187,12 @@ def _received(
     previous = jnp.pad(last_block[:-1], (1, 0))
     follows = jnp.pad(rank[1:] == rank[:-1], (1, 0))
     first_block = jnp.where(follows, jnp.maximum(first_block, previous + 1), first_block)
-    _, home, start, length = _places(last_block, grid)
-    _, first_home, first_start, _ = _places(first_block, grid)
+    _, home, start, length = places(last_block, grid)
+    _, first_home, first_start, _ = places(first_block, grid)
     first_column = first_home * grid.columns + first_start
     end_column = home * grid.columns + start + length
     if lasts:
-        *_, length = _places(block, grid)
+        *_, length = places(block, grid)
         first_column = jnp.where(first_block > last_block, end_column, first_column)
     num_keys = end_column - first_column
     values = (length, num_keys, num_runs)
@@ -245,7 +213,7 @@ def _received(
 
 
 def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
-    batch, home, start, length = _places(received.block, grid)
+    batch, home, start, length = places(received.block, grid)
     is_used = received.rank < grid.world_size
     return Transfers(
         source=jnp.where(is_used, home, grid.world_size),
@@ -260,9 +228,9 @@ def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     """Cuts the range of keys of each block where it crosses from one home to the next."""
     is_causal = received.last_block is None
     last_block = received.block if is_causal else received.last_block
-    batch, home, start, length = _places(last_block, grid)
+    batch, home, start, length = places(last_block, grid)
     end = home * grid.columns + start + length
-    first_home, _ = _divided(received.first_column, grid.columns)
+    first_home, _ = divided(received.first_column, grid.columns)
     is_used = received.rank < grid.world_size
     if not is_causal:
         is_used &= received.num_keys > 0
@@ -316,8 +284,8 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
 
     is_used = begins >= 0
     begins = jnp.maximum(begins, 0)
-    of, within = _divided(begins, grid.block)
-    batch, home, first, _ = _places(of, grid)
+    of, within = divided(begins, grid.block)
+    batch, home, first, _ = places(of, grid)
     column = home * grid.columns + first + within
     starts = plan.starts.reshape(-1)
     token = batch * plan.starts.shape[1] + column
@@ -331,16 +299,3 @@ def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
         jnp.where(is_query, start + to_row, 0),
         None if plan.lengths is None else jnp.where(is_query, plan.lengths.reshape(-1)[token], 0),
     )
-
-
-def _places(block: Int32[Array, "..."], grid: BlockGrid):
-    """Returns batch row, home, first of its columns there, and length of blocks in global order."""
-    piece, number = _divided(block, grid.per_piece)
-    start = number * grid.block
-    length = jnp.minimum(grid.columns - start, grid.block)
-    return *_divided(piece, grid.world_size), start, length
-
-
-def _divided(x: Int32[Array, "..."], divisor: int):
-    """Quotient and remainder of numbers that are not negative; `//` would compile to more."""
-    return lax.div(x, np.int32(divisor)), lax.rem(x, np.int32(divisor))

@@ -62,6 +62,25 @@ def test_equals_dense_attention(kind):
         check(attend(arrays, plan, segment_ids, mask), arrays, pairs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_made_inside_the_program_serves_all_masks_of_a_kind(kind):
+    rng = np.random.default_rng()
+
+    @jax.jit
+    def run(arrays, segment_ids, mask):
+        *qkv, g = arrays
+        call = partial(
+            context_parallel_attention, mesh=mesh_of(W), axis_name=AXIS, segment_ids=segment_ids,
+            algorithm=Balanced(PlanConfig(block=8)), mask=mask,
+        )  # fmt: skip
+        out, pull_back = jax.vjp(call, *qkv)
+        return out, *pull_back(g)
+
+    for _ in range(3):
+        arrays, segment_ids, mask, pairs = draw(kind, rng)
+        check(run(arrays, segment_ids, mask), arrays, pairs)
+
+
 def test_a_plan_need_not_be_told_its_mask_again():
     """The call makes the same plan itself, of arrays that it knows."""
     rng = np.random.default_rng()

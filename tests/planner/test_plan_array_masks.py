@@ -32,6 +32,25 @@ def test_plan_is_exact_for_any_mask(kind):
         jax.tree.map(np.testing.assert_array_equal, plan, pickle.loads(pickle.dumps(plan)))
 
 
+@jax.jit
+def plan_inside(segment_ids, mask):
+    return plan_attention(segment_ids, world_size=4, mask=mask, config=PlanConfig(block=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_made_inside_jit_is_exact(kind):
+    """Blocks do not divide the columns of a rank."""
+    rng = np.random.default_rng()
+    for _ in range(8):
+        segment_ids, _ = pack(rng, 2, 4 * 10, max_length=int(rng.choice([6, 40])))
+        constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
+        mask = constructor(*arrays)
+        plan = jax.device_get(plan_inside(segment_ids, mask))
+        check_plan_of_pairs(plan, segment_ids, batch_visible(segment_ids, pairs))
+        plan.validate(segment_ids, None, mask)
+        assert plan.mask == plan_attention(segment_ids, world_size=4, mask=mask).mask
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_is_above_the_tolerance(kind):
     rng = np.random.default_rng(7)

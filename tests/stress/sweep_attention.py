@@ -1,4 +1,4 @@
-"""Compares ring, zigzag and Hamilton attention with dense attention in many more programs.
+"""Compares rings, Hamilton and balanced attention with dense attention in many more programs.
 
     python tests/stress/sweep_attention.py --programs 60 --seed 1
 
@@ -33,14 +33,14 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 from jax_cp_dispatch.masks import BlockCausal, Chunked, SlidingWindow
 
 NUM_RANKS = (*range(1, 10), 16)
-SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles")
+SCHEDULES = ("ring", "zigzag", "hamilton", "two levels", "direct", "own cycles", "balanced")
 LAYOUTS = ("contiguous", "zigzag")
 MASKS = ("causal", "full", "window", "two-sided", "chunked", "block-causal", *KINDS)
 
 
 def schedule(rng, name, num_ranks) -> dict[str, Any]:
     """Algorithm, nodes and cycles."""
-    if name in ("ring", "zigzag"):
+    if name in ("ring", "zigzag", "balanced"):
         return {"algorithm": name}
     options: dict[str, Any] = {"algorithm": "hamilton"}
     if name == "two levels":
@@ -65,7 +65,7 @@ def draw_case(rng, num_ranks, name, layout, mask):
         **schedule(rng, name, num_ranks),
         documents=choose("none", "segments", "segments", "positions", "both"),
         mask=mask if mask in KINDS else draw_mask(rng, mask),
-        layout=layout,
+        layout="contiguous" if name == "balanced" else layout,
         batch=choose(1, 2),
         heads=choose((2, 2), (4, 2), (3, 1)),
         scale=choose(None, 0.2),
@@ -127,7 +127,7 @@ def blocks(rng):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many more programs; see above.")
-    parser.add_argument("--programs", type=int, help="of 1,440; all if not given")
+    parser.add_argument("--programs", type=int, help="of 1,680; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start_cpu_devices(max(NUM_RANKS))

@@ -15,13 +15,31 @@ from mask_oracle import batch_ranges
 from on_mesh import AXIS, mesh_of
 from packed_batches import pack
 
+from jax_cp_dispatch import PlanConfig, balanced_attention, plan_attention
 from jax_cp_dispatch.attention.rotating.hamilton import hamilton_attention
 from jax_cp_dispatch.attention.rotating.layout import zigzag_permutation
 from jax_cp_dispatch.attention.rotating.ring import ring_attention, zigzag_ring_attention
 from jax_cp_dispatch.attention.ulysses.ulysses import ulysses_attention
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask
+
+
+def balanced(q, k, v, *, axis_name, mask, layout, segment_ids=None, positions=None, **options):
+    """Balanced attention of one rank, by a plan that each rank makes of the documents of all."""
+    assert layout == "contiguous"
+    world_size = jax.lax.axis_size(axis_name)
+    ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    ids, positions, mask = jax.tree.map(
+        lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True),
+        (ids, positions, read_mask("balanced_attention", mask)),
+    )
+    config = PlanConfig(block=8)
+    plan = plan_attention(ids, positions, world_size=world_size, mask=mask, config=config)
+    return balanced_attention(q, k, v, plan, axis_name=axis_name, **options)
+
 
 FUNCTIONS: dict[str, Any] = {
+    "balanced": balanced,
     "ring": ring_attention,
     "zigzag": zigzag_ring_attention,
     "hamilton": hamilton_attention,

@@ -1,0 +1,113 @@
+"""What received rows see, under a mask that data decides, inside `jit`; see `row_ranges`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jax_cp_dispatch.masks import MaskRanges
+from jax_cp_dispatch.planner.blocks import BlockGrid, divided, places, running_max, running_sum
+from jax_cp_dispatch.planner.received import Capacities, Received
+
+
+def rows_inside(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    capacities: Capacities,
+    ranks: Int32[Array, " held"],
+) -> MaskRanges:
+    """Returns what the received rows of these ranks see, `[held, rows]`; empty for padding.
+
+    Args:
+      seen: what each column sees, `[B, T]`.
+      received: what ranks receive.
+      grid, capacities: sizes.
+      ranks: all, in order, or one.
+    """
+    start, end = _rows_of_queries(seen, received, grid, capacities.q, ranks)
+    if seen.q_start is None:
+        return MaskRanges(start, end)
+    return MaskRanges(start, end, *_rows_of_keys(seen, received, grid, capacities.kv, ranks))
+
+
+def _rows_of_queries(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    size: int,
+    ranks: Int32[Array, " held"],
+) -> list[Any]:
+    """Returns the keys of each received query.
+
+    The keys of a block of queries are adjacent rows: those that earlier blocks of its rank brought,
+    and those that it brings.
+    """
+    num_blocks = grid.num_blocks
+    of_blocks = received.rank, received.row, received.kv_row - received.first_column
+    table = jnp.zeros((num_blocks, 3), jnp.int32).at[received.block].set(jnp.stack(of_blocks, -1))
+    rank, row, to_row = jnp.moveaxis(table, -1, 0)[..., None]
+    held = rank - ranks[0]  # its place among these ranks
+    is_held = (held >= 0) & (held < len(ranks))
+    within = jnp.arange(grid.block, dtype=jnp.int32)[None]
+    sees = _by_block(seen.k_start < seen.k_end, grid, fill=False)
+    place = jnp.where(is_held & sees & (row + within < size), held * size + row + within, -1)
+    place = jnp.where(place < 0, len(ranks) * size, place).reshape(-1)  # out of bounds: dropped
+    rows = jnp.zeros(len(ranks) * size, jnp.int32)
+    return [
+        rows.at[place]
+        .set((_by_block(x, grid, fill=0) + to_row).reshape(-1), mode="drop")
+        .reshape(len(ranks), size)
+        for x in (seen.k_start, seen.k_end)
+    ]
+
+
+def _rows_of_keys(
+    seen: MaskRanges,
+    received: Received,
+    grid: BlockGrid,
+    size: int,
+    ranks: Int32[Array, " held"],
+) -> list[Any]:
+    """Returns the queries of each received key."""
+    here = received.rank[None] == ranks[:, None]
+    # The entry of `received` that brings each row: the last one that begins before it.
+    brings = here & (received.num_keys > 0)[None]
+    num_held, num_entries = here.shape
+    entry = jnp.broadcast_to(jnp.arange(num_entries, dtype=jnp.int32), here.shape)
+    begin = jnp.where(brings, received.kv_row[None], size)
+    held = jnp.arange(num_held, dtype=jnp.int32)[:, None]
+    of = jnp.zeros((num_held, size), jnp.int32).at[held, begin].max(entry, mode="drop")
+    of = running_max(of)
+    batch, *_ = places(received.block, grid)
+    first, kv_row, num_keys, batch = jnp.stack(
+        [received.first_column, received.kv_row, received.num_keys, batch], -1
+    )[of].transpose(2, 0, 1)
+    row = jnp.arange(size, dtype=jnp.int32)[None] - kv_row
+    total = jnp.where(brings, (received.kv_row + received.num_keys)[None], 0).max(1, keepdims=True)
+    is_key = (row + kv_row < total) & (row < num_keys)
+    num_tokens = grid.world_size * grid.columns
+    token = batch * num_tokens + jnp.where(is_key, first + row, 0)
+
+    # Rows of queries that a rank receives of the blocks before each block, and of all.
+    table = jnp.zeros(grid.num_blocks, jnp.int32).at[received.block].set(received.rank)
+    *_, length = places(jnp.arange(grid.num_blocks, dtype=jnp.int32), grid)
+    is_here = table[None] == ranks[:, None]
+    before = jnp.pad(running_sum(jnp.where(is_here, length[None], 0)), ((0, 0), (1, 0)))
+    is_here = jnp.pad(is_here, ((0, 0), (0, 1)))
+
+    def rows_before(x):
+        position = batch * num_tokens + x.reshape(-1)[token]
+        piece, column = divided(position, grid.columns)
+        number, within = divided(column, grid.block)
+        block = piece * grid.per_piece + number
+        return before[held, block] + jnp.where(is_here[held, block], within, 0)
+
+    return [jnp.where(is_key, rows_before(x), 0) for x in (seen.q_start, seen.q_end)]
+
+
+def _by_block(x: Array, grid: BlockGrid, *, fill: Any) -> Array:
+    """Returns the columns of each block, `[G, block]`."""
+    return grid.split(x, fill=fill).reshape(grid.num_blocks, grid.block)
