@@ -33,6 +33,7 @@ from jax_cp_dispatch.attention.rotating.schedules import OneRank
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import read_mask_of_numbers
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
+from jax_cp_dispatch.planner.seen_rows import SeenRows
 
 Shape = jax.ShapeDtypeStruct
 
@@ -41,21 +42,22 @@ class RankProgram(NamedTuple):
     """A program of one rank, and what differs between the ranks.
 
     Attributes:
-      run: takes a rank, q, k and v, and the range of keys of each query. Returns the output and its
+      run: takes a rank, q, k and v, and these ranges. Returns the output and its
         lse; with the backward pass, the output and the gradients of q, k and v, where the gradient
         of the output is the output itself.
       shapes: of q, k and v.
-      ranges: of each rank, the first and last + 1 key of each query; int32 [B, rows].
+      ranges: of each rank, the first and last + 1 key of each query, int32 [B, rows]; and the
+        queries of each key, if the mask has them.
     """
 
     run: Callable[..., Any]
     shapes: Sequence[Shape]
-    ranges: Sequence[tuple[Array | np.ndarray, Array | np.ndarray]]
+    ranges: Sequence[tuple[Array | np.ndarray, ...]]
 
     def num_pairs(self) -> Int[np.ndarray, " W"]:
         """Returns the query-key pairs of each rank."""
-        keys = (np.asarray(end) - np.asarray(start) for start, end in self.ranges)
-        return np.array([x.sum(dtype=np.int64) for x in keys])
+        counts = [SeenRows.of(MaskRanges(*x)).pairs_before[:, -1].sum() for x in self.ranges]
+        return np.array(counts, np.int64)
 
 
 def planned_program(

@@ -1,7 +1,8 @@
 """`fit_plan_config`: capacities of plans for a run, from a sample of its batches."""
 
-from collections.abc import Iterable
-from typing import Any
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
@@ -17,7 +18,7 @@ def fit_plan_config(
     world_size: int,
     overflow: float = 1e-4,
     columns: int | None = None,
-    mask: Mask | str | None = None,
+    mask: Mask | str | Sequence[Mask] | None = None,
     config: PlanConfig = PlanConfig(),
 ) -> PlanConfig:
     """Finds capacities for a run from a sample of its batches, for plans made outside `jit`.
@@ -35,7 +36,8 @@ def fit_plan_config(
     Args:
       batches: for each batch its lengths as for `plan_attention`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
-      world_size, columns, mask: as for `plan_attention`.
+      world_size, columns: as for `plan_attention`.
+      mask: likewise; masks with arrays as a list, one for each batch.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: other choices of the plans, such as the numbers of heads. Capacities that it has are
         kept.
@@ -47,8 +49,12 @@ def fit_plan_config(
     """
     check_config(_OP, config)
 
+    masks = iter(mask) if isinstance(mask, list | tuple) else itertools.repeat(mask)
+
     def needs(**given: Any) -> Needs:
-        plan = plan_attention(world_size=world_size, mask=mask, **given)
+        if (of_batch := next(masks, masks)) is masks:
+            raise ValueError(f"{_OP}: mask has fewer masks than batches. Pass one for each.")
+        plan = plan_attention(world_size=world_size, mask=cast(Any, of_batch), **given)
         own, all_ranks = plan.num_tokens, plan.num_tokens * world_size
         # A rank sends each of its queries once.
         most = all_ranks, all_ranks, own, all_ranks, all_ranks

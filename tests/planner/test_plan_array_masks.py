@@ -10,7 +10,13 @@ from mask_oracle import batch_visible
 from packed_batches import pack
 from planner_oracle import check_plan_of_pairs, deliver
 
-from jax_cp_dispatch import PlanConfig, plan_attention, stack_plans
+from jax_cp_dispatch import (
+    PlanConfig,
+    fit_plan_config,
+    needs_inside_jit,
+    plan_attention,
+    stack_plans,
+)
 from jax_cp_dispatch.masks import PrefixLM, SharedPrefix
 
 
@@ -115,3 +121,18 @@ def test_arrays_of_another_shape_are_refused():
     for given in ({"lengths": [6]}, {"segment_ids": np.ones((1, 6), np.int32)}):
         with pytest.raises(ValueError, match=r"PrefixLM.* but the batch has shape \[1, 6\]"):
             plan_attention(**given, world_size=2, mask=PrefixLM(np.ones((1, 8), bool)))
+
+
+def test_capacities_from_a_sample_of_batches_and_of_one_inside_jit():
+    rng = np.random.default_rng()
+    batches = [np.repeat([1, 2], [size, 24 - size])[None] for size in (5, 20, 12)]
+    masks = [PrefixLM(rng.random((1, 24)) < 0.5) for _ in batches]
+    config = fit_plan_config(batches, world_size=2, mask=masks)
+    options = {"world_size": 2, "mask": masks[0]}
+    assert plan_attention(batches[0], **options, config=config).fits
+    with pytest.raises(ValueError, match=r"fewer masks than batches\. Pass one for each"):
+        fit_plan_config(batches, world_size=2, mask=masks[:2])
+    block = PlanConfig(block=3)
+    needed = needs_inside_jit(batches[0], **options, config=block)
+    inside = jax.jit(lambda ids, mask: plan_attention(ids, world_size=2, mask=mask, config=needed))
+    assert inside(batches[0], masks[0]).fits
