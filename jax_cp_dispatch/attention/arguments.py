@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._ranks.axis import check_axis_name, check_mesh
 from jax_cp_dispatch.attention.local.arguments import check_arrays, check_operands
-from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import read_mask
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
@@ -67,7 +67,7 @@ def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> M
     The arrays of a mask are compared in the step, by their checksum.
     """
     given = plan.mask if mask is None else read_mask(op, mask)
-    if (given.kind if isinstance(given, ArrayMask) else given) != plan.mask:
+    if given is not plan.mask and given.kind != plan.mask:
         raise ValueError(
             f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "
             f"mask={given}."

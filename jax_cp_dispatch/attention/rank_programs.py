@@ -93,9 +93,9 @@ def rotating_program(
 
     Tokens are in the order that the algorithm computes, as in `layout="zigzag"`.
     """
-    read_mask_of_numbers(options.op, packed.mask)
+    mask = read_mask_of_numbers(options.op, packed.mask)
     schedule = schedule_of(options.op, algorithm, num_ranks)
-    sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
+    sequence = sharded_sequence(options, algorithm, schedule, mask)
     rotation = sequence.rotation(*qkv)
 
     rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))

@@ -49,6 +49,11 @@ class Mask(abc.ABC):
         return False
 
     @property
+    def kind(self) -> Any:
+        """What a plan has of the mask beside ranges of rows: itself; with arrays, a `MaskKind`."""
+        return self
+
+    @property
     def has_query_ranges(self) -> bool:
         """Whether keys have ranges of queries."""
         return False

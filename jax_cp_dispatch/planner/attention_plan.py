@@ -39,7 +39,7 @@ class AttentionPlan:
 
     A rank's rows are its columns of each batch row, one batch row after another. Received queries
     are described by runs (the pieces of documents that a rank computes), so the size of a plan
-    grows with the pieces, not with the tokens. Made outside `jit`, its arrays are NumPy, and it can
+    grows with the pieces, not with the tokens, unless the mask has arrays. Made outside `jit`, its arrays are NumPy, and it can
     be pickled.
 
     Attributes:
@@ -114,6 +114,7 @@ class AttentionPlan:
         """
         if self.ranges is not None:
             return tuple(x for x in local_rows(self.ranges, rank) if x is not None)
+        assert isinstance(self.mask, StaticMask)
         return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)
 
     @property
@@ -174,10 +175,17 @@ class AttentionPlan:
                     "keys": Rows(keys, self.kv_capacity),
                 },
                 num_tokens=self.num_tokens,
-                mask=self.mask if isinstance(self.mask, StaticMask) else SeenRows.of(self.ranges),
-                home=home if isinstance(self.mask, StaticMask) else None,
+                mask=self._seen,
+                home=home if self.ranges is None else None,
             )
         )
+
+    @property
+    def _seen(self) -> StaticMask | SeenRows:
+        if isinstance(self.mask, StaticMask):
+            return self.mask
+        assert self.ranges is not None
+        return SeenRows.of(self.ranges)
 
     @property
     def imbalance(self) -> Float32[Array | np.ndarray, ""]:

@@ -77,5 +77,5 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> At
         batch=request.documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=request.planned_mask,
+        mask=request.mask.kind,
     )

@@ -110,12 +110,12 @@ def make_fingerprint(
       digest: of the plan.
     """
     xp = _module_of(own[0])
-    own = xp.stack(own, axis=1)
-    place = np.arange(1, 1 + own.size, dtype=np.uint32).reshape(own.shape)
-    each = mix(_bits(own) + place * np.uint32(0x165667B1))
+    own_columns: Any = xp.stack(own, axis=1)
+    place = np.arange(1, 1 + own_columns.size, dtype=np.uint32).reshape(own_columns.shape)
+    each = mix(_bits(own_columns) + place * np.uint32(0x165667B1))
     whole = _signed(mix(each.sum(keepdims=True, dtype=np.uint32) + digest[None]))
-    rank = np.arange(len(own), dtype=np.int32)[:, None]
-    return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own], axis=1)
+    rank = np.arange(len(own_columns), dtype=np.int32)[:, None]
+    return xp.concatenate([xp.broadcast_to(whole, rank.shape), rank, own_columns], axis=1)
 
 
 def fingerprint_of_fallback(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F"]:

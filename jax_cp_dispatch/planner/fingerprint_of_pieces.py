@@ -1,5 +1,7 @@
 """The fingerprint of a plan made on the host, from the pieces of documents that ranks hold."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Int, Int32
@@ -51,10 +53,10 @@ def fingerprint_of_pieces(
         value = fold_to_int32(np.asarray(positions)).reshape(-1)[token + within]
         runs = rank, row + within, np.ones_like(row), value
     places = checksums_of_runs(*runs, step=POSITION_STEP, num_ranks=world_size)
-    own = [ids, places]
+    own: list[Any] = [ids, places]
     if in_order is not None:
         own.append(checksums_of_mask(jax.tree.map(np.asarray, in_order), world_size))
-    digest = digest_of_plan(request.config, request.planned_mask, *computed[:4])
+    digest = digest_of_plan(request.config, request.mask.kind, *computed[:4])
     return make_fingerprint(own, digest)
 
 

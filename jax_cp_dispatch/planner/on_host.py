@@ -90,7 +90,7 @@ def plan_on_host(request: PlanRequest, *, fallback: str | None) -> AttentionPlan
         batch=documents.batch,
         q_capacity=q,
         kv_capacity=kv,
-        mask=request.planned_mask,
+        mask=request.mask.kind,
     )
 
 

@@ -103,8 +103,8 @@ def _lay_out_documents(
     place[np.lexsort((np.arange(len(first)), size == own, of_group[0]))] = np.arange(len(first))
     order = np.argsort(place[span_group], kind="stable")
     columns = (*(x[span_group] for x in of_group), span_start, span_end)
-    ordered = [x[order] for x in columns]
-    spans = Spans(*ordered, _before(ordered[3] - ordered[2], ordered[0]))
+    rows = _before((span_end - span_start)[order], of_group[0][span_group][order])
+    spans = Spans._make((*(x[order] for x in columns), rows))
 
     piece_order = np.argsort(place[group], kind="stable")
     if held is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import ArrayMask, Mask
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.blocks import BlockGrid
@@ -193,7 +193,7 @@ def plan_inside(
         batch=grid.batch,
         q_capacity=capacities.q,
         kv_capacity=capacities.kv,
-        mask=mask.kind if isinstance(mask, ArrayMask) else mask,
+        mask=mask.kind,
     )
 
 
@@ -222,8 +222,7 @@ def _traced_fingerprint(
         places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
         places = fold_to_int32(positions)
-    kind = mask.kind if isinstance(mask, ArrayMask) else mask
-    digest = digest_of_plan(config, kind, received.block, received.rank)
+    digest = digest_of_plan(config, mask.kind, received.block, received.rank)
     ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
     own = [jnp.asarray(ids), jnp.asarray(of_places)]

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jax_cp_dispatch.masks import ArrayMask, Mask, StaticMask
-from jax_cp_dispatch.masks.array_mask import MaskKind
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.documents import Documents
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
 from jax_cp_dispatch.planner.slices import slice_of_rank
@@ -34,11 +33,6 @@ class PlanRequest(NamedTuple):
     @property
     def mask(self) -> Mask:
         return self.seen.mask
-
-    @property
-    def planned_mask(self) -> StaticMask | MaskKind:
-        """The mask as a plan has it."""
-        return self.mask.kind if isinstance(self.mask, ArrayMask) else self.mask
 
     @property
     def needs_lengths(self) -> bool:

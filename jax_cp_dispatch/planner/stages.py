@@ -157,6 +157,7 @@ def build(
 
 
 def _ranges(plan: Assignment, grid: BlockGrid, capacities: Capacities, rank: Any) -> MaskRanges:
+    assert plan.ranges is not None
     ranks = jnp.arange(grid.world_size, dtype=jnp.int32) if rank is None else rank[None]
     return rows_inside(plan.ranges, plan.received, grid, capacities, ranks)
 
@@ -227,7 +228,7 @@ def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
 def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
     """Cuts the range of keys of each block where it crosses from one home to the next."""
     is_causal = received.last_block is None
-    last_block = received.block if is_causal else received.last_block
+    last_block = received.block if received.last_block is None else received.last_block
     batch, home, start, length = places(last_block, grid)
     end = home * grid.columns + start + length
     first_home, _ = divided(received.first_column, grid.columns)

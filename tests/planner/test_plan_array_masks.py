@@ -1,6 +1,7 @@
 """Plans for masks of arrays: each query once, with the keys that it sees; work is balanced."""
 
 import pickle
+from typing import Any
 
 import jax
 import numpy as np
@@ -107,7 +108,7 @@ def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
         options = {"world_size": 3, "mask": mask, "fallback": "ring"}
         plans.append(plan_attention(segment_ids, config=config, **options))
     tight = PlanConfig(None, 40, 21, 8, 8, 8)
-    fallback = plan_attention(segment_ids, config=tight, **options)
+    fallback: Any = plan_attention(segment_ids, config=tight, **options)
     assert not fallback.fits and all(plan.fits for plan in plans)
     assert fallback.ranges.k_end.shape == (3, 40)
     assert fallback.fingerprint.shape == plans[0].fingerprint.shape == (3, 5)
@@ -118,6 +119,7 @@ def test_plans_of_one_kind_stack_and_a_fallback_has_their_shapes():
 
 
 def test_arrays_of_another_shape_are_refused():
+    given: dict[str, Any]
     for given in ({"lengths": [6]}, {"segment_ids": np.ones((1, 6), np.int32)}):
         with pytest.raises(ValueError, match=r"PrefixLM.* but the batch has shape \[1, 6\]"):
             plan_attention(**given, world_size=2, mask=PrefixLM(np.ones((1, 8), bool)))

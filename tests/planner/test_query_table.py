@@ -1,5 +1,7 @@
 """Masks as tables of queries: pairs and keys of pieces, and what the planner makes of them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from array_masks import KINDS, random_mask
@@ -25,7 +27,7 @@ def test_pairs_and_keys_of_pieces_are_those_of_the_mask(kind):
     constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
     visible = batch_visible(segment_ids, pairs)
     documents = from_segment_ids("a test", segment_ids, None)
-    seen = seen_keys(constructor(*arrays), documents)
+    seen: Any = seen_keys(constructor(*arrays), documents)
     for document, length in enumerate(documents.lengths.tolist()):
         row, first = divmod(int(documents.first[document]), SHAPE[1])
         of_document = visible[row, first : first + length, first : first + length]

@@ -84,8 +84,8 @@ def fingerprint_of_call(
 ) -> Int32[Array, " 9"]:
     """Returns what a rank compares: checksums of the plan, and of the ids and positions here."""
     rank = jax.lax.axis_index(options.exchange.axis_name)
-    mask, *documents = packed
-    return rank_fingerprint(plan.fingerprint, rank, *documents, mask)
+    mask, segment_ids, positions = packed
+    return rank_fingerprint(plan.fingerprint, rank, segment_ids, positions, mask)
 
 
 def attend_rows(

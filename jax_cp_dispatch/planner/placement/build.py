@@ -77,6 +77,6 @@ def build_plan(
         batch=documents.batch,
         kv_capacity=kv_capacity,
         max_cut_pieces=num_cuts,
-        mask=request.planned_mask,
+        mask=request.mask.kind,
     )
     return plan, dataclasses.replace(request.config, **needed)

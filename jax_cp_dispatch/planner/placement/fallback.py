@@ -37,7 +37,7 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
         batch=request.documents.batch,
         kv_capacity=config.kv_capacity or 1,
         max_cut_pieces=num_cuts,
-        mask=request.planned_mask,
+        mask=request.mask.kind,
     )
 
 
