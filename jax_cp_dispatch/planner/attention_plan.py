@@ -39,8 +39,8 @@ class AttentionPlan:
 
     A rank's rows are its columns of each batch row, one batch row after another. Received queries
     are described by runs (the pieces of documents that a rank computes), so the size of a plan
-    grows with the pieces, not with the tokens, unless the mask has arrays. Made outside `jit`, its arrays are NumPy, and it can
-    be pickled.
+    grows with the pieces, not with the tokens, unless the mask has arrays. Made outside `jit`, its
+    arrays are NumPy, and it can be pickled.
 
     Attributes:
       q_metadata, kv_metadata: forward metadata of queries and of keys; one slot for each range that
