@@ -87,10 +87,10 @@ def context_parallel_attention(
 
     "balanced" makes a plan from the segment ids. Concrete ids are planned immediately, with buffers
     of the size that this batch needs; to plan at another time, pass the plan of `plan_attention`.
-    Traced ids (and ids of a sharded batch) are planned inside the program, with the capacities of
-    `Balanced.config`; its defaults always suffice, but reserve space for all keys on every rank.
-    "placed" needs the plan of `place_tokens`, and q, k, v in its order, which is also the order of
-    the output. The other algorithms need no plan.
+    Traced ids or masks (and those of a sharded batch) are planned inside the program, with the
+    capacities of `Balanced.config`; its defaults always suffice, but reserve space for all keys on
+    every rank. "placed" needs the plan of `place_tokens`, and q, k, v in its order, which is also
+    the order of the output. The other algorithms need no plan.
 
     Args:
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts.

@@ -80,7 +80,7 @@ def choose_algorithm(
       tokens_per_rank: tokens of a batch row on one device.
       num_heads, num_kv_heads, head_size: N, K, H of one device.
       itemsize: bytes of an element of q.
-      mask: as in `context_parallel_attention`; "balanced" needs a causal one.
+      mask: as in `context_parallel_attention`, without arrays.
       layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
         contiguous tokens, which is included.
       can_place: whether the data loader can reorder the tokens of every batch, as `place_tokens`

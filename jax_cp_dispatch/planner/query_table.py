@@ -92,7 +92,7 @@ def query_table(mask: Mask, documents: Documents) -> QueryTable:
     live[token] = True
     counted = seen._replace(k_end=np.where(live.reshape(shape), seen.k_end, 0))
     pairs = pairs_per_query(counted).reshape(-1)[token]
-    of_tokens = lambda x: x.reshape(-1)[token].astype(np.int64) - start
-    clipped = lambda x: np.clip(of_tokens(x), 0, np.repeat(lengths, lengths))
+    longest = np.repeat(lengths, lengths)
+    clipped = lambda x: np.clip(x.reshape(-1)[token] - start, 0, longest).astype(np.int32)
     ranges = MaskRanges(*(x if x is None else clipped(x) for x in seen))
     return QueryTable(ranges, first, np.concatenate([[0], np.cumsum(pairs)]))
