@@ -237,12 +237,16 @@ def wrong_calls(target) -> dict[str, tuple[Call, str]]:
         ("a fingerprint is shorter", int32(1, 1, 1), "fingerprint of plan 0 has shape [3]"),
         (
             "a fingerprint is of floats",
-            array_of(np.float32, [0] * 7),
+            array_of(np.float32, [0] * 9),
             "fingerprint of plan 0 has no integers",
         ),
         ("a fingerprint is a scalar", np.int32(1), "fingerprint of plan 0 has shape []"),
-        ("another batch", int32(1, 0, 0, 2, 2, 3, 4), "the plan was made for another batch"),
-        ("the part of another rank", int32(1, 3, 0, 2, 2, 3, 3), "the part of rank 3, on rank 0"),
+        ("another batch", int32(1, 0, 0, 2, 2, 3, 3, 0, 4), "the plan was made for another batch"),
+        (
+            "the part of another rank",
+            int32(1, 3, 0, 2, 2, 3, 3, 0, 0),
+            "the part of rank 3, on rank 0",
+        ),
     ):
         fingerprinted = dataclasses.replace(call, metadata=[*call.metadata, fingerprint])
         wrong[name] = fingerprinted.with_attributes(has_fingerprint=int64(1)), text

@@ -104,7 +104,7 @@ CASES = [
     ("plan_attention", lambda: plan(-IDS), "is -1; it needs to be at least 0. Mark"),
     ("plan_attention", lambda: plan(world_size=5), "cannot be split.*Pad the columns"),
     ("plan_attention", lambda: plan(positions=IDS[:, :3]), "Pass equal shapes"),
-    ("plan_attention", lambda: plan(mask="full"), r"mask is Full\(\).*place_tokens"),
+    ("plan_attention", lambda: plan(mask="no"), "mask is .no.; it needs to be .causal."),
     ("SlidingWindow", lambda: cp.masks.SlidingWindow(0), "left is 0; it needs to be at least 1"),
     (
         "SlidingWindow",
