@@ -30,6 +30,14 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
                 "false. Its `describe` says what the batch needs.";
         break;
       }
+      if (e.slot == 0 && e.expected == kernels::kOutOfOrder) {
+        text << ": a document has several pieces in its batch row, by the segment ids and "
+                "positions of all ranks, but documents must be contiguous. For tokens in placed "
+                "order, pass algorithm='placed' with their plan; for tokens in zigzag order, "
+                "layout='zigzag'; for tokens in order, omit layout. Different documents need "
+                "different ids, or positions that start again.";
+        break;
+      }
       if (e.slot == 0) {
         text << ": this is the part of rank " << e.expected << ", on rank " << e.seen
              << ". A rank is a position on the mesh axis, not a process. Place on each device the "

@@ -51,8 +51,9 @@ struct DispatchPart {
 // First the checksum of the whole plan, which is equal on all ranks. Then pairs of what the plan
 // says and what this rank sees: its rank, and checksums of its segment ids and of its positions.
 constexpr int64_t kFingerprintSize = 9;
-// The plan's rank in a fallback, which no rank may follow.
-constexpr int64_t kNoRank = -1;
+// The plan's rank in a fallback, which no rank may follow, and of tokens that are not in the order
+// that the call assumes.
+constexpr int64_t kNoRank = -1, kOutOfOrder = -2;
 
 enum class Direction : uint8_t { kDispatch, kCombine };
 

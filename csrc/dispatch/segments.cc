@@ -188,6 +188,14 @@ Status CheckFingerprints(const std::string& op, const Ranks& ranks,
     for (size_t i = 0; i < std::size(kNames); ++i) {
       const int64_t expected = fingerprint[1 + 2 * i], seen = fingerprint[2 + 2 * i];
       if (expected == seen) continue;
+      if (i == 0 && expected == kOutOfOrder) {
+        return Invalid(
+            op, ": a document has several pieces in its batch row, by the segment ids ",
+            "and positions of all ranks, but documents must be contiguous. For tokens ",
+            "in placed order, pass algorithm='placed' with their plan; for tokens in ",
+            "zigzag order, layout='zigzag'; for tokens in order, omit layout. Different ",
+            "documents need different ids, or positions that start again.");
+      }
       if (i == 0) {
         return Invalid(op, ": this is the part of rank ", expected, ", on ", name(r),
                        ". A rank is a position on the mesh axis, not a process. Place on each "

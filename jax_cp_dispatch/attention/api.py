@@ -211,6 +211,9 @@ def context_parallel_attention(
             plan = options.plan(packed, algorithm.config)
     if plan is not None and not has_plan:
         packed = PackedMask(plan.mask)  # nothing to compare
+    if not any(isinstance(x, Tracer) or not is_on_host(x) for x in packed[1:] if x is not None):
+        attention = dataclasses.replace(attention, checks_order=False)  # checked above
+        options = dataclasses.replace(options, attention=attention)
     outputs = attend_global(operands, plan, packed, options=options)
     if missing:
         cut = lambda x: x if x is None else x[:, :num_tokens]

@@ -23,6 +23,8 @@ class AttentionOptions:
       exchange: the checked options of the exchanges, with the op and the axis.
       layout, scale, logit_soft_cap, return_lse, return_max_logits: see `ring_attention`.
       expansion: of latent rows, or None.
+      checks_order: whether ranks check that documents are in the order of the layout; not if that
+        was checked on the host.
     """
 
     exchange: CollectiveOptions
@@ -32,6 +34,7 @@ class AttentionOptions:
     return_lse: bool = False
     return_max_logits: bool = False
     expansion: Expansion | None = None
+    checks_order: bool = True
 
     @property
     def op(self) -> str:

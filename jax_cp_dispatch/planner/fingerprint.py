@@ -23,8 +23,9 @@ Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
 # What a row of a run adds to the value of the row before it.
 ID_STEP, POSITION_STEP = 0, 1
-# The rank in the fingerprint of a fallback, which no rank may follow.
-NO_RANK = -1
+# Instead of the rank: in the fingerprint of a fallback, which no rank may follow, and of tokens
+# that are not in the order that the call assumes.
+NO_RANK, OUT_OF_ORDER = -1, -2
 _FINGERPRINT_SIZE = 9  # that of `csrc/dispatch/dispatch.h`
 
 
@@ -122,6 +123,21 @@ def fingerprint_of_fallback(num_held: int, mask: Mask) -> Int32[np.ndarray, "R F
     """Returns a fingerprint that every rank refuses."""
     own = [0] * (3 if mask.has_arrays else 2)
     return np.tile(np.array([0, NO_RANK, *own], np.int32), (num_held, 1))
+
+
+def refused_out_of_order(
+    fingerprint: Int32[Array, "W F"], is_in_order: Bool[Array, ""]
+) -> Int32[Array, "W F"]:
+    """Returns a fingerprint that every rank refuses if the tokens are not in order."""
+    rank = jnp.where(is_in_order, fingerprint[:, 1], OUT_OF_ORDER)
+    return fingerprint.at[:, 1].set(rank)
+
+
+def fingerprint_of_order(is_in_order: Bool[Array, ""], rank: Any) -> Int32[Array, " 9"]:
+    """Returns what is sent with an exchange without a plan, if the tokens have to be in order."""
+    expected = jnp.where(is_in_order, rank, OUT_OF_ORDER)
+    nothing = jnp.zeros(_FINGERPRINT_SIZE - 3, jnp.int32)
+    return jnp.concatenate([jnp.stack([0 * expected, expected, rank]), nothing])
 
 
 def rank_fingerprint(

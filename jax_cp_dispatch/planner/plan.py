@@ -30,8 +30,10 @@ from jax_cp_dispatch.planner.fingerprint import (
     checksums_of_mask,
     digest_of_plan,
     make_fingerprint,
+    refused_out_of_order,
 )
 from jax_cp_dispatch.planner.on_host import plan_on_host
+from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, is_on_host, read_documents
@@ -228,4 +230,5 @@ def _traced_fingerprint(
     own = [jnp.asarray(ids), jnp.asarray(of_places)]
     if mask.has_arrays:
         own.append(jnp.asarray(checksums_of_mask(mask, world_size)))
-    return make_fingerprint(own, digest)
+    fingerprint = make_fingerprint(own, digest)
+    return refused_out_of_order(fingerprint, is_in_order(segment_ids, positions))

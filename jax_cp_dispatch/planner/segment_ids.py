@@ -2,8 +2,8 @@
 
 A document is a run of one segment id in one batch row; 0 is padding. Only equality with neighbours
 and with 0 matters, so ids may have any integer dtype. Ids that are known on the host are checked.
-Every traced value is valid: negative ids are padding too, and each run of an id is a separate
-document.
+Of traced ids, negative ones are padding too. A document in several pieces is an error: of values
+known on the host here, of traced ones in the program (`order.py`).
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def read_documents(
       order: the columns in the order of the sequence; None: they are in order.
     Raises:
       ValueError: of the values known on the host, an id is negative, a position does not fit 32
-        bits, or a document has separate runs in a batch row that positions do not distinguish.
+        bits, or a document has several pieces in a batch row.
     """
     if positions is not None:
         positions = _widened(positions)
@@ -44,7 +44,10 @@ def read_documents(
             positions = np.asarray(positions)
             _check_positions(op, positions)
             positions = positions.astype(np.int32)
+    columns = slice(None) if order is None else order
     if segment_ids is None:
+        if isinstance(positions, np.ndarray):
+            _check_runs(op, np.ones(positions.shape, np.int32), positions[:, columns])
         return None, positions
     segment_ids = _widened(segment_ids)
     if not is_on_host(segment_ids):
@@ -52,7 +55,6 @@ def read_documents(
     segment_ids = np.asarray(segment_ids)
     _check_signs(op, segment_ids)
     if positions is None or is_on_host(positions):
-        columns = slice(None) if order is None else order
         places = None if positions is None else np.asarray(positions)[:, columns]
         _check_runs(op, segment_ids[:, columns], places)
     return _renumbered(segment_ids), positions
@@ -111,25 +113,28 @@ def _check_signs(op: str, segment_ids: np.ndarray) -> None:
 
 
 def _check_runs(op: str, segment_ids: np.ndarray, positions: np.ndarray | None) -> None:
-    """Rejects documents in separate runs; a run whose positions restart is a new document."""
+    """Rejects documents in several pieces, by the rule of `is_in_order` in `order.py`."""
     begins = np.ones(segment_ids.shape, bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    ends = np.roll(begins, -1, axis=1)
+    if positions is not None:
+        begins[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
     row, first = np.nonzero(begins)
-    last = np.nonzero(ends)[1]
+    last = np.nonzero(np.roll(begins, -1, axis=1))[1]
     segment = segment_ids[row, first]
-    # Sorts runs so that those of one id in one row are adjacent, in order.
-    order = np.lexsort((first, segment, row))
+    order = np.lexsort((first, segment, row))  # runs of one id in one row are adjacent
     row, first, last, segment = (x[order] for x in (row, first, last, segment))
     again = (row[1:] == row[:-1]) & (segment[1:] == segment[:-1]) & (segment[1:] != 0)
     if positions is not None:
-        again &= positions[row[1:], first[1:]] > positions[row[:-1], last[:-1]]
+        start, end = positions[row, first], positions[row, last]
+        is_separate = first[1:] != last[:-1] + 1
+        again &= (start[1:] > start[:-1]) | is_separate & (end[1:] + 1 == start[:-1])
     if again.any():
         at = int(np.flatnonzero(again)[0])
         raise ValueError(
             f"{op}: segment {segment[at]} occurs in separate runs of batch row {row[at]}, but a "
             "document must be contiguous. Give each run its own segment id, or sort the row by "
-            "document."
+            "document. For tokens in placed order, pass algorithm='placed' with their plan; for "
+            "tokens in zigzag order, layout='zigzag'."
         )
 
 

@@ -38,6 +38,7 @@ from jax_cp_dispatch.attention.operands import Operands, Outputs, rounded, softm
 from jax_cp_dispatch.attention.rotating.chunks import Chunking, KeyOrder
 from jax_cp_dispatch.attention.rotating.layout import SequenceLayout
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
 
 
 class TokenRanges(NamedTuple):
@@ -47,12 +48,14 @@ class TokenRanges(NamedTuple):
       start, end: int32 `[B, rows]`; empty for rows that only pad a block.
       is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
       queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
+      is_in_order: whether the tokens are in the order of the layout; None: known to be.
     """
 
     start: Array
     end: Array
     is_key: Array | None = None
     queries: KeyQueries | None = None
+    is_in_order: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +99,9 @@ class Rotation:
     def cut_cotangents(self, ranges: TokenRanges, whole: SoftmaxGradients) -> OutputCotangents:
         return cut_cotangents(self.passes, ranges.start < ranges.end, whole, self.num_groups)
 
-    def fetch_keys(self, own, held, step):
+    def fetch_keys(self, own, held, step, fingerprint=None):
         """Fetches the chunks of the next step."""
-        return self.schedule.fetch_keys(self.exchange, own, held, step)
+        return self.schedule.fetch_keys(self.exchange, own, held, step, fingerprint)
 
     def return_gradients(self, travelling, home, step):
         return self.schedule.return_gradients(self.exchange, travelling, home, step)
@@ -203,13 +206,17 @@ def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=No
     """
     queries, own, seen = rotation.begin(operands.q, operands.moved, ranges)
     weights, last = operands.weights, rotation.last_step
+    fingerprint = None
+    if ranges.is_in_order is not None:
+        here = lax.axis_index(rotation.exchange.axis_name)
+        fingerprint = fingerprint_of_order(ranges.is_in_order, here)
 
     def attend(held, seen, step):
         return rotation.attend(queries, ranges, held, seen, step, rank, weights)
 
     def one_step(carry, step):
         held, seen = carry
-        following = rotation.fetch_keys(own, held, step)
+        following = rotation.fetch_keys(own, held, step, fingerprint)
         return (following, attend(held, seen, step)), None
 
     held = own
@@ -261,7 +268,10 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
 def _forward(rotation, operands: Operands, ranges):
     operands = operands.derived_once(rotation.exchange.op)
     out, lse, max_logits = forward(rotation, operands, ranges)
-    out, lse = named_context(add_sink(out, lse, operands.sink))
+    out, lse = add_sink(out, lse, operands.sink)
+    if ranges.is_in_order is not None:  # one rank, and XLA's collectives, raise no error
+        out = jnp.where(ranges.is_in_order, out, jnp.nan)
+    out, lse = named_context((out, lse))
     if max_logits is not None:
         max_logits = lax.pmax(max_logits, rotation.exchange.axis_name)
     returned_lse = jnp.swapaxes(lse, 1, 2) if rotation.return_lse else None

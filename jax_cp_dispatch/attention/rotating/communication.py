@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._dispatch import move, outgoing
@@ -131,12 +131,20 @@ def reverse(routes: Routes) -> Routes:
     return tuple(map(tuple, back.tolist()))
 
 
-def move_chunks(exchange: CollectiveOptions, chunks: Any, routes: Routes) -> Any:
-    """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero."""
+def move_chunks(
+    exchange: CollectiveOptions,
+    chunks: Any,
+    routes: Routes,
+    fingerprint: Int32[Array, " 9"] | None = None,
+) -> Any:
+    """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero.
+
+    Ranks compare a fingerprint first; XLA's collectives do not.
+    """
     by_collectives = _ByCollectives(routes, exchange.axis_name)
-    by_xla = lambda chunks: _of_leaves(by_collectives, chunks)
-    by_dispatch = lambda chunks: _by_dispatch(exchange, chunks, by_collectives)
-    return dispatch_or_collectives(exchange, chunks, by_dispatch, by_xla)
+    by_xla = lambda moved: _of_leaves(by_collectives, moved[0])
+    by_dispatch = lambda moved: _by_dispatch(exchange, *moved, by_collectives)
+    return dispatch_or_collectives(exchange, (chunks, fingerprint), by_dispatch, by_xla)
 
 
 def _of_leaves(move, chunks):
@@ -182,7 +190,7 @@ def _by_all_to_all(arrays, peers, axis_name):
     return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
-def _by_dispatch(exchange: CollectiveOptions, chunks: Any, by_collectives: _ByCollectives):
+def _by_dispatch(exchange: CollectiveOptions, chunks: Any, fingerprint, by_collectives):
     """Moves chunks by `dispatch`: each chunk is one token, and each token one shard."""
     routes = by_collectives.routes
     num_chunks, num_ranks = len(routes), len(routes[0])
@@ -200,4 +208,4 @@ def _by_dispatch(exchange: CollectiveOptions, chunks: Any, by_collectives: _ByCo
         world_size=num_ranks,
     )
     argument = outgoing(exchange.op, "chunks", chunks, plan, capacity=num_chunks)
-    return move(exchange, [argument], by_collectives)[0]
+    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]

@@ -43,7 +43,7 @@ class Schedule(Protocol):
         """Returns the chunks that `rank` holds at `step`."""
         ...
 
-    def fetch_keys(self, exchange: CollectiveOptions, own, held, step):
+    def fetch_keys(self, exchange: CollectiveOptions, own, held, step, fingerprint=None):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
         ...
 
@@ -84,8 +84,8 @@ class CycleSchedule(NamedTuple):
         chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
         return HeldChunks(jnp.asarray(rows)[chunk, (place - step) % self.num_ranks], chunk)
 
-    def fetch_keys(self, exchange, own, held, step):
-        return move_chunks(exchange, held, routes_of_cycles(self.rows))
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
+        return move_chunks(exchange, held, routes_of_cycles(self.rows), fingerprint)
 
     def begin(self, gradients):
         return gradients, ()
@@ -122,9 +122,9 @@ class DirectSchedule(NamedTuple):
         source = jnp.where(is_own, rank, (rank - 1 - slot) % self.num_ranks)
         return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
 
-    def fetch_keys(self, exchange, own, held, step):
-        chunks = self._chunks(step + 1)
-        return move_chunks(exchange, jax.tree.map(lambda x: x[chunks], own), self._routes)
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
+        chunks = jax.tree.map(lambda x: x[self._chunks(step + 1)], own)
+        return move_chunks(exchange, chunks, self._routes, fingerprint)
 
     def begin(self, gradients):
         return jax.tree.map(jnp.zeros_like, gradients), gradients
@@ -151,7 +151,7 @@ class OneRank(NamedTuple):
     def held(self, rank, step):
         return self.schedule.held(rank, step)
 
-    def fetch_keys(self, exchange, own, held, step):
+    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         return held
 
     def begin(self, gradients):

@@ -34,6 +34,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
 from jax_cp_dispatch.masks.read import check_mask_arrays
+from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -160,6 +161,8 @@ def token_ranges(
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
     of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
     ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
+    if sequence.options.checks_order and packed.segment_ids is not None:
+        ranges = ranges._replace(is_in_order=is_in_order(packed.segment_ids, packed.positions))
     if packed.mask.has_arrays:
         is_key = attended_keys(*seen[:2], num_tokens)
         ranges = ranges._replace(is_key=of_rows(is_key))

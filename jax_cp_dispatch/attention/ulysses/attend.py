@@ -30,6 +30,8 @@ from jax_cp_dispatch.attention.rotating.sequence import empty_outputs
 from jax_cp_dispatch.attention.ulysses.exchange import HeadExchange
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays
+from jax_cp_dispatch.planner.fingerprint import fingerprint_of_order
+from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.segment_ids import read_documents
 
 
@@ -80,7 +82,8 @@ def attend_ulysses(options: AttentionOptions, operands: Operands, packed: Packed
     operands = operands.varying(exchange)
     heads = HeadExchange(exchange, num_ranks, options.layout)
     call = _Call(options, heads, kv_copies(N, k.shape[2], num_ranks))
-    leaves, tree = jax.tree.flatten((operands, token_ranges(heads, packed, (B, T))))
+    ranges, in_order = token_ranges(options, heads, packed, (B, T))
+    leaves, tree = jax.tree.flatten((operands, ranges, in_order))
     return _attend(call, *tree.unflatten(vary_alike(leaves)))
 
 
@@ -95,8 +98,10 @@ def check_heads(op: str, num_heads: int, num_ranks: int) -> None:
         )
 
 
-def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]) -> MaskRanges:
-    """Returns what each token of the sequence sees."""
+def token_ranges(
+    options: AttentionOptions, heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]
+) -> tuple[MaskRanges, Any]:
+    """Returns what each token sees, and whether the tokens are in order; None if that is known."""
     num_tokens = shape[1] * heads.num_ranks
     if packed.segment_ids is None and packed.positions is not None:
         packed = packed._replace(segment_ids=jnp.ones(shape, jnp.int32))
@@ -104,23 +109,33 @@ def token_ranges(heads: HeadExchange, packed: PackedMask, shape: tuple[int, int]
     if heads.layout == "zigzag":
         order = zigzag_permutation(num_tokens, heads.num_ranks, inverse=True)
         packed = jax.tree.map(lambda x: x[:, order], packed)
-    leaves, tree = jax.tree.flatten(attended_tokens(packed, (shape[0], num_tokens)))
+    in_order = None
+    if options.checks_order and packed.segment_ids is not None:
+        in_order = is_in_order(packed.segment_ids, packed.positions)
+    found = attended_tokens(packed, (shape[0], num_tokens)), in_order
+    leaves, tree = jax.tree.flatten(found)
     return tree.unflatten(named_context(vary_alike(leaves, also=heads.exchange.axis_names)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, operands: Operands, ranges: MaskRanges) -> Outputs:
-    return _forward(call, operands, ranges)[0]
+def _attend(call: _Call, operands: Operands, ranges: MaskRanges, in_order) -> Outputs:
+    return _forward(call, operands, ranges, in_order)[0]
 
 
-def _forward(call: _Call, operands: Operands, ranges: MaskRanges):
+def _forward(call: _Call, operands: Operands, ranges: MaskRanges, in_order):
     q, *kv, sink, _ = operands.derived_once(call.options.op)
     if call.copies > 1:
         kv = [jnp.repeat(x, call.copies, axis=2) for x in kv]
-    q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv]))
+    fingerprint = None
+    if in_order is not None:
+        here = lax.axis_index(call.options.exchange.axis_name)
+        fingerprint = fingerprint_of_order(in_order, here)
+    q_there, k_there, v_there = named_context_received(call.heads.to_heads([q, *kv], fingerprint))
     received = q_there, k_there, v_there, ranges
     its_sink = None if sink is None else call.share_of(sink)
     out, lse, *max_logits = attend_heads(call.options, received, its_sink)
+    if in_order is not None:  # one rank, and XLA's collectives, raise no error
+        out = jnp.where(in_order, out, jnp.nan)
     out, lse = named_context((out, lse))
     of_lse = [jnp.swapaxes(lse, 1, 2)[..., None]] if call.options.return_lse else []
     home, *of_lse = named_context(call.heads.to_tokens([out.astype(q.dtype), *of_lse]))
@@ -148,7 +163,7 @@ def _backward(call: _Call, residuals, cotangents: Outputs):
     dsink = None
     if sink is not None:
         dsink = call.of_all_heads(sink_gradient(call.share_of(sink), whole), jnp.zeros_like(sink))
-    return Operands(dq, dk, dv, dsink), None
+    return Operands(dq, dk, dv, dsink), None, None
 
 
 _attend.defvjp(_forward, _backward)

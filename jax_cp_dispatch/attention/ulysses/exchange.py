@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._ranks.axis import AxisName
@@ -32,11 +32,18 @@ class HeadExchange(NamedTuple):
     num_ranks: int
     layout: str
 
-    def to_heads(self, arrays: Sequence[Float[Array, "B T _ _"]]) -> list[Float[Array, "B WT _ _"]]:
-        """Returns all tokens of this rank's share of the heads, in the order of the sequence."""
+    def to_heads(
+        self,
+        arrays: Sequence[Float[Array, "B T _ _"]],
+        fingerprint: Int32[Array, " 9"] | None = None,
+    ) -> list[Float[Array, "B WT _ _"]]:
+        """Returns all tokens of this rank's share of the heads, in the order of the sequence.
+
+        Ranks compare a fingerprint first; XLA's collectives do not.
+        """
         if self.num_ranks == 1:
             return list(arrays)
-        parts = self._move([self._by_heads(x) for x in arrays])
+        parts = self._move([self._by_heads(x) for x in arrays], fingerprint)
         return [self._in_sequence_order(_one_after_the_other(x)) for x in parts]
 
     def to_tokens(
@@ -64,12 +71,12 @@ class HeadExchange(NamedTuple):
             return x
         return x[:, zigzag_permutation(x.shape[1], self.num_ranks)]
 
-    def _move(self, parts: list[Array]) -> list[Array]:
+    def _move(self, parts: list[Array], fingerprint: Array | None = None) -> list[Array]:
         """Sends part c of rank r to rank c, as its part r."""
         by_collectives = _AllToAll(self.exchange.axis_name)
-        by_xla = lambda parts: by_collectives(parts)
-        by_dispatch = lambda parts: _by_dispatch(self.exchange, parts, by_collectives)
-        return dispatch_or_collectives(self.exchange, parts, by_dispatch, by_xla)
+        by_xla = lambda moved: by_collectives(moved[0])
+        by_dispatch = lambda moved: _by_dispatch(self.exchange, *moved, by_collectives)
+        return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
 
 
 def _one_after_the_other(x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
@@ -89,7 +96,12 @@ class _AllToAll(NamedTuple):
         return self
 
 
-def _by_dispatch(exchange: CollectiveOptions, parts: list[Array], by_collectives: _AllToAll):
+def _by_dispatch(
+    exchange: CollectiveOptions,
+    parts: list[Array],
+    fingerprint: Array | None,
+    by_collectives: _AllToAll,
+):
     """Moves the parts by one `dispatch`: each part is one token, and each token one shard."""
     num_ranks = parts[0].shape[0]
     shape = (num_ranks, num_ranks)
@@ -104,4 +116,4 @@ def _by_dispatch(exchange: CollectiveOptions, parts: list[Array], by_collectives
         world_size=num_ranks,
     )
     argument: Any = outgoing(exchange.op, "heads", parts, plan, capacity=num_ranks)
-    return move(exchange, [argument], by_collectives)[0]
+    return move(exchange, [argument._replace(fingerprint=fingerprint)], by_collectives)[0]

@@ -1,0 +1,68 @@
+"""Whether packed tokens are in the order of the sequence: each document in one piece.
+
+Segment ids and positions say so. In another order, such as that of a placement or of another
+layout, a document would silently be taken for several.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32, Integer
+
+from jax_cp_dispatch.planner.blocks import running_max
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32
+
+_Words = Int32[Array, "B T"]
+
+
+def is_in_order(
+    segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
+) -> Bool[Array, ""]:
+    """Whether no document has separate pieces in its batch row.
+
+    Without positions, every run of an id is a piece. With them, a run also ends where positions do
+    not increase, and several documents may have one id: a run continues an earlier one of its id if
+    it starts at a higher position, or ends just before the first of a separate one.
+    """
+    ids = fold_to_int32(segment_ids)
+    is_token = ids > 0
+    # Nearly always, ids ascend. Otherwise all tokens are sorted by id.
+    ascends = jnp.all(~is_token | (ids >= running_max(jnp.where(is_token, ids, 0))))
+    if positions is None:
+        return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
+    positions = fold_to_int32(positions)
+    same = ids[:, 1:] == ids[:, :-1]
+    begins = ~same | (positions[:, 1:] <= positions[:, :-1])
+    begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
+    first = _at(positions, _first_columns(begins))
+    restarts = begins[:, 1:] & same & is_token[:, 1:]
+    continues = restarts & (positions[:, 1:] > first[:, :-1])
+
+    def separate():
+        ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        last = _at(positions, ids.shape[1] - 1 - _first_columns(ends[:, ::-1])[:, ::-1])
+        return _has_no_pieces(ids, (first, last))
+
+    return ~jnp.any(continues) & lax.cond(ascends, lambda: ascends, separate)
+
+
+def _has_no_pieces(ids: _Words, ends_of_runs: tuple[_Words, _Words] | None) -> Bool[Array, ""]:
+    """Compares each run with the previous separate one of its id, by a sort of all tokens."""
+    column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    operands = (ids, column, *(ends_of_runs or ()))
+    ids, column, *runs = lax.sort(operands, dimension=1, num_keys=2)
+    again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0) & (column[:, 1:] != column[:, :-1] + 1)
+    if runs:
+        first, last = runs
+        continues = first[:, 1:] > first[:, :-1]
+        again &= continues | (last[:, 1:] + 1 == first[:, :-1])
+    return ~jnp.any(again)
+
+
+def _first_columns(begins: Bool[Array, "B T"]) -> _Words:
+    """Returns the column at which the run of each column begins."""
+    column = jnp.arange(begins.shape[1], dtype=jnp.int32)
+    return running_max(jnp.where(begins, column, 0))
+
+
+def _at(x: _Words, column: _Words) -> _Words:
+    return jnp.take_along_axis(x, column, axis=1)
