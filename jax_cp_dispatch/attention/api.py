@@ -31,6 +31,7 @@ from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.program import GlobalOptions, attend_global
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.masks import Mask
@@ -54,6 +55,7 @@ _ON_A_RANK = {
 }
 
 
+@explains_peer_arguments
 def context_parallel_attention(
     q: Float[HostOrDevice, "B T N H"],
     k: Float[HostOrDevice, "B T K H"] | PyTree[HostOrDevice],
@@ -107,8 +109,8 @@ def context_parallel_attention(
         `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
       segment_ids: the document of each token, 0 = padding; None: each batch row is one document.
         Integers of any dtype, with the same meaning for every algorithm. Ids known on the host must
-        not be negative, and must be contiguous in their batch row. Of traced ids, negative ones are
-        padding, and each run of an id is a document.
+        not be negative; of traced ids, negative ones are padding. A document in several pieces in
+        its batch row is an error: on the host if ids are known there, else on all ranks.
       positions: the position of each token in its document; None if segment ids alone separate the
         documents.
       layout: "contiguous": tokens are in order. "zigzag": tokens are in the order of

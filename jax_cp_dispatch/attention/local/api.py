@@ -31,9 +31,11 @@ from jax_cp_dispatch.attention.local.ranges import read_ranges
 from jax_cp_dispatch.attention.local.rows import from_rows
 from jax_cp_dispatch.attention.local.sink import add_sink, check_sink, sink_gradient
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
 
+@explains_peer_arguments
 def local_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

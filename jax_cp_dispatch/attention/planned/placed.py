@@ -14,6 +14,7 @@ from jax_cp_dispatch.attention.local.sink import sink_gradient
 from jax_cp_dispatch.attention.operands import Operands, Outputs, softmax_gradients
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.planned import exchanges
 from jax_cp_dispatch.attention.planned.call import (
     Received,
@@ -29,6 +30,7 @@ from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner import PlacedPlan
 
 
+@explains_peer_arguments
 def placed_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

@@ -12,11 +12,13 @@ from jax_cp_dispatch.attention.algorithms import Ring, Zigzag
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.rotating.call import rotating_attention
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 
 
+@explains_peer_arguments
 def ring_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -95,6 +97,7 @@ def ring_attention(
     return options.returned(outputs)
 
 
+@explains_peer_arguments
 def zigzag_ring_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

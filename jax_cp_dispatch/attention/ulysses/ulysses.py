@@ -11,11 +11,13 @@ from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
+from jax_cp_dispatch.attention.peer_arguments import explains_peer_arguments
 from jax_cp_dispatch.attention.ulysses.attend import attend_ulysses
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask
 
 
+@explains_peer_arguments
 def ulysses_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

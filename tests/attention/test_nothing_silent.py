@@ -1,0 +1,161 @@
+"""What a call cannot use is an error: tokens in another order, arguments of other libraries."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxprs import runs
+from on_mesh import AXIS, all_fail, mesh_of
+
+import jax_cp_dispatch as cpd
+from jax_cp_dispatch.attention.peer_arguments import PEER_ARGUMENTS
+from jax_cp_dispatch.planner.order import is_in_order
+from jax_cp_dispatch.planner.segment_ids import read_documents
+
+ALGORITHMS = ("ring", "zigzag", "hamilton", "ulysses", "balanced")
+T = 64
+LENGTHS = [33, 10, 17, 4]  # the last ones are padding
+IDS = np.repeat([1, 2, 3, 0], LENGTHS)[None].astype(np.int32)
+POSITIONS = np.concatenate([np.arange(n) for n in LENGTHS])[None].astype(np.int32)
+ONE, ASCENDING = np.ones((1, T), np.int32), np.arange(T, dtype=np.int32)[None]
+ZIGZAG = cpd.zigzag_permutation(T, 8)
+PLACEMENT = cpd.place_tokens(segment_ids=IDS, positions=POSITIONS, world_size=8)
+Q = np.random.default_rng(0).normal(size=(1, T, 8, 4)).astype(np.float32)
+
+
+def attention(algorithm, num_ranks=8, **options):
+    """Returns a compiled function of traced ids and positions."""
+
+    @jax.jit
+    def attend(segment_ids, positions):
+        return cpd.context_parallel_attention(
+            *(Q, Q, Q), mesh=mesh_of(num_ranks), axis_name=AXIS, algorithm=algorithm,
+            batch_axis=(), head_axis=(), segment_ids=segment_ids, positions=positions, **options,
+        )  # fmt: skip
+
+    return attend
+
+
+WRONG = {
+    "placed order": (PLACEMENT.apply(IDS), PLACEMENT.apply(POSITIONS)),
+    "zigzag order": (IDS[:, ZIGZAG], POSITIONS[:, ZIGZAG]),
+    "zigzag order of one document": (ONE, ASCENDING[:, ZIGZAG]),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tokens_in_another_order_are_an_error_on_all_ranks(algorithm):
+    attend = attention(algorithm)
+    assert np.isfinite(attend(IDS, POSITIONS)).all()
+    for segment_ids, positions in WRONG.values():
+        all_fail(attend(segment_ids, positions), "a document has several pieces in its batch row")
+    assert np.isfinite(attend(ONE, ASCENDING)).all()
+    with pytest.raises(ValueError, match="segment 1 occurs in separate runs of batch row 0"):
+        cpd.context_parallel_attention(
+            *(Q, Q, Q), mesh=mesh_of(8), axis_name=AXIS, algorithm=algorithm,
+            segment_ids=WRONG["placed order"][0], positions=WRONG["placed order"][1],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["zigzag", "ulysses"])
+def test_a_layout_that_the_tokens_do_not_have(algorithm):
+    attend = attention(algorithm, layout="zigzag")
+    assert np.isfinite(attend(IDS[:, ZIGZAG], POSITIONS[:, ZIGZAG])).all()
+    assert np.isfinite(attend(ONE, ASCENDING[:, ZIGZAG])).all()
+    for segment_ids, positions in ((IDS, POSITIONS), (ONE, ASCENDING)):
+        all_fail(attend(segment_ids, positions), "for tokens in order, omit layout")
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
+@pytest.mark.parametrize("num_ranks, options", [(1, {}), (4, {"implementation": "xla"})])
+def test_nan_without_a_transport_of_errors(algorithm, num_ranks, options):
+    attend = attention(algorithm, num_ranks, **options)
+    assert np.isfinite(attend(IDS, POSITIONS)).all()
+    assert np.isnan(attend(*WRONG["placed order"])).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_check_adds_no_exchange(algorithm):
+    """Ids known on the host are checked there: the program has the same exchanges."""
+    call = attention(algorithm)
+    traced = runs(jax.make_jaxpr(call)(IDS, POSITIONS).jaxpr)
+    known = runs(jax.make_jaxpr(lambda: call.__wrapped__(IDS, POSITIONS))().jaxpr)
+    extra = 1 if algorithm == "balanced" else 0  # it gathers the ids, to plan inside the program
+    assert traced["dispatch"] == known["dispatch"] + extra
+    assert traced["combine"] == known["combine"]
+
+
+IN_ORDER = jax.jit(is_in_order)
+
+
+@st.composite
+def packed_rows(draw):
+    """Ids and positions of documents in order; ids may repeat, first documents may be cropped."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    lengths.append(48 - sum(lengths))
+    ids = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    columns = np.repeat(ids, lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    return columns, positions
+
+
+@settings(deadline=None)
+@given(packed_rows(), st.booleans(), st.randoms(use_true_random=False))
+def test_the_program_and_the_host_agree(row, with_positions, random):
+    """For documents in order, and for any shuffle of their tokens."""
+    ids, positions = row
+    if random.random() < 0.7:
+        order = sorted(range(len(ids)), key=lambda _: random.random())
+        cut = random.randrange(len(ids))
+        order = order if random.random() < 0.3 else [*range(cut, len(ids)), *range(cut)]
+        ids, positions = ids[order], positions[order]
+    ids, positions = (x[None].astype(np.int32) for x in (ids, positions))  # [1, 48]
+    places = positions if with_positions else None
+    try:
+        read_documents("op", ids, places)
+        accepted = True
+    except ValueError:
+        accepted = False
+    assert bool(IN_ORDER(ids, places)) == accepted
+
+
+@pytest.mark.parametrize(
+    "ids, positions, accepted",
+    [
+        ([1, 1, 2, 1], None, False),
+        ([1, 1, 0, 1], None, False),
+        ([5, 5, 2, 2], None, True),  # ids in any order
+        ([1, 1, 2, 1], [0, 1, 0, 0], True),  # positions start again: another document
+        ([1, 1, 2, 1], [0, 1, 0, 2], False),
+        ([1, 1, 2, 1], [1, 2, 0, 0], False),  # the tail of a document before its head
+        ([1, 1, 1, 1], [7, 8, 0, 1], True),  # a row that begins inside a document
+        ([1, 1, 1, 1], [2, 3, 0, 1], True),  # likewise: nothing lies between
+        ([1, 1, 1, 1], [0, 2, 1, 3], False),
+        ([0, 0, 0, 0], [3, 1, 3, 2], True),  # padding
+    ],
+)
+def test_what_counts_as_in_order(ids, positions, accepted):
+    ids = jnp.asarray([ids], jnp.int32)
+    assert bool(is_in_order(ids, positions and jnp.asarray([positions], jnp.int32))) == accepted
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(cpd.context_parallel_attention, cpd.local_attention, cpd.ring_attention),
+        *(cpd.zigzag_ring_attention, cpd.hamilton_attention, cpd.ulysses_attention),
+        *(cpd.balanced_attention, cpd.placed_attention),
+    ],
+)
+def test_arguments_of_other_libraries_get_words(function):
+    """Any other unknown argument gets Python's error."""
+    assert not set(PEER_ARGUMENTS) & set(inspect.signature(function).parameters)
+    for name in ("bias", "dropout_rate", "alibi_slopes", "is_causal", "window_size", "sinks"):
+        says = f"^{function.__name__}: {name} is not an argument here: .*See docs/limits.md.$"
+        with pytest.raises(TypeError, match=says):
+            function(1, 2, 3, **{name: None})
+    with pytest.raises(TypeError, match=r"colour|missing"):
+        function(1, 2, 3, colour=None)
