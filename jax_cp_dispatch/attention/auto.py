@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,10 @@ def choose_for_call(
     hardware = auto.hardware or default_hardware()
     q, (k, _) = operands.q, shapes_of_keys(options.attention.expansion, operands)
     workload = _workload(options, q, k, packed)
+    if options.attention.expansion is not None:  # as one projection of all features
+        latent_size = sum(x.shape[3] for x in operands.k)
+        flops = 4.0 * latent_size * workload.num_kv_heads * workload.head_size
+        workload = dataclasses.replace(workload, latent_size=latent_size, expand_flops=flops)
     layout = options.attention.layout
     if layout == "contiguous":
         if options.axes.batch:  # each group makes its own plan in the program

@@ -63,6 +63,8 @@ def choose_algorithm(
     layout: str = "contiguous",
     can_place: bool = False,
     with_backward: bool = True,
+    latent_size: int | None = None,
+    expand_flops: float = 0.0,
     hardware: Hardware | None = None,
 ) -> Choice:
     """Chooses an algorithm by predicted time.
@@ -87,6 +89,8 @@ def choose_algorithm(
         says. If so, "placed" is predicted from the placement of `lengths`; it needs
         `layout="contiguous"`, the order before placement.
       with_backward: predict forward and backward pass, instead of the forward pass.
+      latent_size, expand_flops: for `expand=`: elements of a latent row, and the floating-point
+        operations that expand one; rings repeat these at every step.
       hardware: rates and topology; None: an entry of `cost.HARDWARE` for the default backend.
     Returns:
       The choice. Times within 3 % of the shortest count as equal; among these, the best balanced
@@ -113,6 +117,8 @@ def choose_algorithm(
         itemsize=itemsize,
         mask=mask,
         lengths=rows,
+        latent_size=latent_size,
+        expand_flops=expand_flops,
     )
     in_order = layout == "contiguous"
     plan = balanced_plan(workload, hardware) if in_order else None

@@ -109,7 +109,9 @@ def _planned(
     n = workload.num_ranks
     before, after = bytes_sent(moves, workload, backward=backward)
     (compute,) = _attention_seconds(algorithm, workload, hardware, backward)
-    compute += _copy_seconds(workload, hardware, *held_rows(moves, workload), backward)
+    q_rows, kv_rows = held_rows(moves, workload)
+    compute += _copy_seconds(workload, hardware, q_rows, kv_rows, backward)
+    compute += _expand_seconds(workload, hardware, kv_rows, backward)
     step = lambda x, sent, own: StepCost(
         x,
         exchange_seconds("balanced", sent, n, hardware, own),
@@ -159,6 +161,7 @@ def _rotating(
     rows = workload.rows_per_rank
     keys = rows * n // len(compute)  # of a computation
     compute += _copy_seconds(workload, hardware, rows, keys, backward)
+    compute += _expand_seconds(workload, hardware, keys, backward)
     if algorithm == "all_gather":
         sent = [others * kv, 0, others * dkv * backward]
         compute = np.array([0.0, *compute, 0.0])
@@ -186,6 +189,14 @@ def _attention_seconds(
     rate = hardware.attention_rate(is_planned=algorithm in ("balanced", "placed"))
     pair_seconds = attention_flops(1, **sizes, backward=backward) / rate
     return decisive_pairs(algorithm, workload, hardware) * pair_seconds
+
+
+def _expand_seconds(
+    workload: Workload, hardware: Hardware, rows: int | float, backward: bool
+) -> float:
+    """Returns the seconds to expand latent rows; backward, again, and both its transposes."""
+    products = 3 if backward else 1
+    return rows * workload.expand_flops * products / hardware.matmul_flops
 
 
 def _copy_seconds(

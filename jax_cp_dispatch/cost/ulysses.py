@@ -24,5 +24,5 @@ def bytes_exchanged(workload: Workload, *, backward: bool) -> tuple[float, float
 
 
 def can_share_heads(workload: Workload) -> bool:
-    """Whether the ranks divide the query heads."""
-    return workload.num_heads % workload.num_ranks == 0
+    """Whether the ranks divide the query heads, and move keys, not latent rows."""
+    return workload.num_heads % workload.num_ranks == 0 and workload.latent_size is None

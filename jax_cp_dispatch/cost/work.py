@@ -21,6 +21,8 @@ class Workload:
       lengths: tokens of the documents of each batch row, in order; the rest of a row is padding.
         None: one batch row with one document.
       mask: see `context_parallel_attention`; None is causal.
+      latent_size: elements of a latent row, which moves in place of keys and values (`expand=`).
+      expand_flops: floating-point operations that expand one row, forward.
     Raises:
       TypeError, ValueError: the documents of a batch row exceed the row, or an argument is invalid.
     """
@@ -33,6 +35,8 @@ class Workload:
     itemsize: int
     lengths: tuple[tuple[int, ...], ...] | None = None
     mask: Mask | str | None = None
+    latent_size: int | None = None
+    expand_flops: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
@@ -68,8 +72,12 @@ class Workload:
         return num_tokens * self.num_heads * self.head_size * self.itemsize
 
     def kv_bytes(self, num_tokens: int | float, *, itemsize: int | None = None) -> int | float:
-        """Bytes of `num_tokens` rows of keys and of values; for dK and dV pass itemsize 4."""
-        return 2 * num_tokens * self.num_kv_heads * self.head_size * (itemsize or self.itemsize)
+        """Bytes of `num_tokens` rows of what moves: keys and values, or latents.
+
+        For gradients in float32, pass itemsize 4.
+        """
+        size = self.latent_size or 2 * self.num_kv_heads * self.head_size
+        return num_tokens * size * (itemsize or self.itemsize)
 
 
 def attention_flops(

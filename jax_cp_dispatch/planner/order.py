@@ -9,9 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
 from jax_cp_dispatch.planner.blocks import running_max
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
-_Words = Int32[Array, "B T"]
+_Words = Integer[Array, "B T"]
 
 
 def is_in_order(
@@ -23,15 +22,15 @@ def is_in_order(
     not increase, and several documents may have one id: a run continues an earlier one of its id if
     it starts at a higher position, or ends just before the first of a separate one.
     """
-    ids = fold_to_int32(segment_ids)
+    ids = segment_ids
     is_token = ids > 0
     same = ids[:, 1:] == ids[:, :-1]
     # Nearly always, the ids of runs ascend. Otherwise all tokens are sorted by id.
-    highest = running_max(jnp.where(is_token, ids, 0))
+    highest = jnp.where(is_token, ids, 0)
+    highest = running_max(highest) if ids.dtype == jnp.int32 else lax.cummax(highest, axis=1)
     ascends = jnp.all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
     if positions is None:
         return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
-    positions = fold_to_int32(positions)
     begins = ~same | (positions[:, 1:] <= positions[:, :-1])
     begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
     first = _at(positions, _first_columns(begins))
@@ -59,11 +58,11 @@ def _has_no_pieces(ids: _Words, ends_of_runs: tuple[_Words, _Words] | None) -> B
     return ~jnp.any(again)
 
 
-def _first_columns(begins: Bool[Array, "B T"]) -> _Words:
+def _first_columns(begins: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
     """Returns the column at which the run of each column begins."""
     column = jnp.arange(begins.shape[1], dtype=jnp.int32)
     return running_max(jnp.where(begins, column, 0))
 
 
-def _at(x: _Words, column: _Words) -> _Words:
+def _at(x: _Words, column: Int32[Array, "B T"]) -> _Words:
     return jnp.take_along_axis(x, column, axis=1)

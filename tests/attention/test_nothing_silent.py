@@ -1,11 +1,13 @@
 """What a call cannot use is an error: tokens in another order, arguments of other libraries."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from argument_table import PAGE, page, table
 from hypothesis import given, settings, strategies as st
 from jaxprs import runs
 from on_mesh import AXIS, all_fail, mesh_of
@@ -140,6 +142,16 @@ def test_the_program_and_the_host_agree(row, with_positions, random):
 def test_what_counts_as_in_order(ids, positions, accepted):
     ids = jnp.asarray([ids], jnp.int32)
     assert bool(is_in_order(ids, positions and jnp.asarray([positions], jnp.int32))) == accepted
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_the_table_of_arguments_is_what_happens():
+    """Whatever an algorithm does not take is refused in words, with the name of the function."""
+    shown, errors = table()
+    assert PAGE.read_text() == page(shown), "run python tests/support/argument_table.py"
+    for error in errors:
+        assert error.startswith(("context_parallel_attention: ", "place_tokens: ")), error
+        assert re.search(r"[Pp]ass|[Cc]hoose|use|Pad|Call", error), error
 
 
 @pytest.mark.parametrize(

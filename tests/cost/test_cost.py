@@ -270,3 +270,24 @@ def test_errors_name_the_remedy(unchecked_types):
         dataclasses.replace(SLOW, topology="torus")
     with pytest.raises(ValueError, match=r"have 5 tokens, but .* 2 x 2 = 4.*tokens_per_rank>=3"):
         dataclasses.replace(TINY, lengths=((4,), (2, 3)))
+
+
+def test_latents_by_hand():
+    """Rows of 3 elements move in place of keys and values, and are expanded where they arrive."""
+    workload = dataclasses.replace(TINY, num_kv_heads=1, latent_size=3, expand_flops=0.0)
+    plain = step_costs("ring", TINY, hardware=SLOW, backward=True)
+    latent = step_costs("ring", workload, hardware=SLOW, backward=True)
+    row = 2 * TINY.num_kv_heads * TINY.head_size
+    for x, y in zip(plain, latent, strict=True):
+        assert y.sent_bytes == pytest.approx(x.sent_bytes * 3 / row)
+    costly = dataclasses.replace(workload, expand_flops=7.0)
+    added = [
+        y.compute - x.compute
+        for x, y in zip(
+            latent, step_costs("ring", costly, hardware=SLOW, backward=True), strict=True
+        )
+    ]
+    rows = TINY.rows_per_rank  # of each of two steps; expanded again, and two transposes
+    expected = rows * 7.0 * 3 / SLOW.matmul_flops
+    assert sum(x == pytest.approx(expected) for x in added) == TINY.num_ranks
+    assert "ulysses" not in predict(dataclasses.replace(workload, num_heads=2), hardware=SLOW)

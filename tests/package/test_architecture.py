@@ -39,8 +39,9 @@ PACKAGE, CSRC, SHARED = tables_of_page()
 INSIDE = {
     "attention": {
         "packed_mask": set(),
+        "peer_arguments": set(),
         "attended": {"packed_mask"},
-        "local": {"packed_mask", "attended"},
+        "local": {"peer_arguments", "packed_mask", "attended"},
         "algorithms": set(),
         "arguments": {"local"},
         "operands": {"local"},
@@ -50,6 +51,7 @@ INSIDE = {
         "gather": {"options", "transport"},
         "profile": {"options"},
         "planned": {
+            "peer_arguments",
             "latents",
             "local",
             "arguments",
@@ -59,12 +61,14 @@ INSIDE = {
             "operands",
         },
         "rotating": {
+            "peer_arguments",
             "latents",
             *("local", "algorithms", "arguments", "options", "transport", "gather", "profile"),
             *("packed_mask", "attended", "operands"),
         },
         "kv_heads": set(),
         "ulysses": {
+            "peer_arguments",
             *("local", "arguments", "options", "transport", "gather", "packed_mask", "attended"),
             *("rotating", "kv_heads", "operands"),
         },
@@ -92,6 +96,7 @@ INSIDE = {
             "program",
         },
         "api": {
+            "peer_arguments",
             "latents",
             "algorithms",
             "auto",
