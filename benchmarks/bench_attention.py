@@ -60,8 +60,6 @@ def chosen(case: programs.Case) -> str:
 def measure(case: programs.Case, methods: list[str], repeats: int) -> list[dict]:
     ready, reasons = {}, {}
     for method in methods:
-        if method == "balanced" and case.mask != "causal":
-            continue
         built = programs.program(method, case)
         if isinstance(built, str):
             reasons[method] = built
