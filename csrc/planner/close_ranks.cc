@@ -78,7 +78,7 @@ class Closer : WholeCloser {
   // queries attend to later keys, the head of a document is as dense as its tail.)
   void CloseWithRest(int64_t share) {
     const Piece rest = pool_.back();
-    if (problem_.pairs.IsCausal() || rest.num_tokens() == problem_.lengths[rest.document]) {
+    if (problem_.IsCausal() || rest.num_tokens() == problem_.lengths[rest.document]) {
       CloseWithWhole(share, 0, 0);
       return;
     }

@@ -21,7 +21,7 @@ class ItemPool {
 
   // Grows with the work per token. For whole documents it is the number of tokens.
   int64_t Reach(const Piece& item) const {
-    return problem_.pairs.IsCausal() ? item.end : problem_.lengths[item.document];
+    return problem_.IsCausal() ? item.end : problem_.lengths[item.document];
   }
 
   int64_t size() const { return last_ - first_; }

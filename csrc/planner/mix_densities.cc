@@ -32,7 +32,7 @@ class Mixer {
       padding_ -= piece.num_tokens();
       // Within an item, the work of a token only grows, stays or falls.
       int64_t start = piece.start;
-      for (int64_t turn : problem.pairs.Turns(problem.lengths[piece.document])) {
+      for (int64_t turn : problem.Turns(piece.document)) {
         const int64_t end = std::clamp(turn, start, piece.end);
         Insert({start, end, piece.document});
         start = end;

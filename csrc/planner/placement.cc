@@ -123,7 +123,7 @@ PlacementProblem WithoutCapacity(PlacementProblem problem) {
 }  // namespace
 
 RankPieces PlaceDocuments(PlacementProblem problem) {
-  if (problem.pairs.IsForward()) {
+  if (!problem.table && problem.pairs.IsForward()) {
     problem.pairs = problem.pairs.Mirrored();
     RankPieces ranks = PlaceDocuments(problem);
     for (std::vector<Piece>& pieces : ranks) {

@@ -54,6 +54,12 @@ struct PlacementProblem {
     const int64_t first = FirstKey(piece.document, piece.start);
     return std::max<int64_t>(0, LastKey(piece.document, piece.end) - first);
   }
+  // No query attends to later tokens, for certain.
+  bool IsCausal() const { return !table && pairs.IsCausal(); }
+  // Positions of a document between which the pairs of a query only grow, stay or fall, if known.
+  std::vector<int64_t> Turns(int32_t document) const {
+    return table ? std::vector<int64_t>() : pairs.Turns(lengths[document]);
+  }
   bool HasCapacity() const { return max_received < kNoLimit; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
 };

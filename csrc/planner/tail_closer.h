@@ -135,7 +135,7 @@ class TailCloser : protected ClosingState {
   // both parts of this document need in common. For causal attention, a slice of the longest
   // document costs less.
   bool CloseWithPart(const Tail& tail, const Beside& beside) {
-    if (problem_.pairs.IsCausal() || beside.num >= pool_.size()) return false;
+    if (problem_.IsCausal() || beside.num >= pool_.size()) return false;
     const Piece filler = pool_[beside.num];
     const auto head = [&](int64_t x) {
       return Piece{filler.start, filler.start + x, filler.document};

@@ -64,9 +64,15 @@ class WholeCloser : protected TailCloser {
                          [](int64_t tokens, const Sum& sum) { return tokens < sum.tokens; });
     const Sum& sum = *(above - 1);
     const int64_t next = above - cheapest_.begin() - 1, head = tokens - sum.tokens;
-    const int64_t length =
-        next < pool_.size() ? std::max(head, problem_.lengths[pool_[next].document]) : head;
-    return sum.work + problem_.pairs(0, head, length);
+    if (next >= pool_.size()) {  // more tokens than there are: as causal ones of a document
+      return sum.work + (problem_.table ? head : problem_.pairs(0, head, head));
+    }
+    const Piece& item = pool_[next];
+    if (problem_.table) {
+      const int64_t end = std::min(item.start + head, item.end);
+      return sum.work + problem_.Work({item.start, end, item.document});
+    }
+    return sum.work + problem_.pairs(0, head, std::max(head, problem_.lengths[item.document]));
   }
 
   // Fills the room with the shortest documents. For the missing tokens, swaps one document of the

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.planner.fingerprint_of_pieces import fingerprint_of_pieces
 from jax_cp_dispatch.planner.home import pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces, Spans, lay_out
@@ -11,6 +12,7 @@ from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import cut_pieces, cut_table
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.row_ranges import row_ranges
 from jax_cp_dispatch.planner.runs import runs_of_pieces
 from jax_cp_dispatch.planner.sizes import static_size
 from jax_cp_dispatch.planner.transfers import (
@@ -21,16 +23,21 @@ from jax_cp_dispatch.planner.transfers import (
 )
 
 
-def plan_of_pieces(request: PlanRequest, held: Pieces) -> tuple[PlacedPlan, PlacementConfig]:
-    """Builds the plan of one mask for pieces in their rows, which are the same for all masks."""
+def plan_of_pieces(
+    request: PlanRequest, held: Pieces, in_order: Mask | None
+) -> tuple[PlacedPlan, PlacementConfig]:
+    """Builds the plan of one mask for pieces in their rows, which are the same for all masks.
+
+    `in_order`: a mask with arrays, in placed order; None for others.
+    """
     order = np.lexsort((held.start, held.document, held.rank))
     assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
     pieces, spans = lay_out(assigned, request.seen, held)
-    return build_plan(request, pieces, spans)
+    return build_plan(request, pieces, spans, in_order)
 
 
 def build_plan(
-    request: PlanRequest, pieces: Pieces, spans: Spans
+    request: PlanRequest, pieces: Pieces, spans: Spans, in_order: Mask | None = None
 ) -> tuple[PlacedPlan, PlacementConfig]:
     """Builds the plan of a placement, as arrays of static size, and a config of what it needs.
 
@@ -72,7 +79,10 @@ def build_plan(
         num_rows=rows.astype(np.int32),
         pairs=pairs_of_ranks(request, pieces),
         needs=np.tile(np.array([needed[x] for x in CAPACITIES], np.int32), (len(rows), 1)),
-        fingerprint=fingerprint_of_pieces(request, pieces, pieces)[held].copy(),
+        fingerprint=fingerprint_of_pieces(request, pieces, pieces, in_order)[held].copy(),
+        ranges=row_ranges(
+            request, pieces, spans, num_queries=request.num_tokens, num_keys=kv_capacity
+        ),
         num_tokens=request.num_tokens,
         batch=documents.batch,
         kv_capacity=kv_capacity,

@@ -10,6 +10,7 @@ from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.placement.cuts import no_cuts
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.row_ranges import row_ranges_of_fallback
 
 
 def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> PlacedPlan:
@@ -33,6 +34,9 @@ def plan_of_fallback(request: PlanRequest, needs: Int32[np.ndarray, " 5"]) -> Pl
         pairs=pairs,
         needs=np.tile(needs, (num_held, 1)),
         fingerprint=fingerprint_of_fallback(num_held, request.mask),
+        ranges=row_ranges_of_fallback(
+            request, num_held, num_queries=request.num_tokens, num_keys=config.kv_capacity or 1
+        ),
         num_tokens=request.num_tokens,
         batch=request.documents.batch,
         kv_capacity=config.kv_capacity or 1,

@@ -4,9 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks.read import read_mask
+from jax_cp_dispatch.planner.documents import Documents
+from jax_cp_dispatch.planner.query_table import query_table
+from jax_cp_dispatch.planner.seen_keys import SeenKeys
 
 _MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 64 bits
 
@@ -14,7 +19,7 @@ _MOST = 2**15  # layers, after the common factor is removed: sums of pairs keep 
 class Layers(NamedTuple):
     """Masks, and the layers that use each, without a common factor."""
 
-    masks: tuple[StaticMask, ...]
+    masks: tuple[Mask, ...]
     layers: tuple[int, ...]
 
 
@@ -25,12 +30,12 @@ def read_layers(
     if masks is None:
         if layers is not None:
             raise ValueError(f"{op}: got layers without masks. Pass masks, one for each number.")
-        return Layers((read_mask_of_numbers(op, mask),), (1,))
+        return Layers((read_mask(op, mask),), (1,))
     if mask is not None:
         raise ValueError(f"{op}: got both mask and masks. Pass masks alone.")
     if not isinstance(masks, list | tuple) or not masks:
         raise ValueError(f"{op}: masks is {masks!r}; pass a tuple of at least one mask.")
-    seen = tuple(read_mask_of_numbers(op, x) for x in masks)
+    seen = tuple(read_mask(op, x) for x in masks)
     layers = (1,) * len(seen) if layers is None else layers
     if not isinstance(layers, list | tuple) or len(layers) != len(seen):
         raise ValueError(
@@ -43,3 +48,18 @@ def read_layers(
     if min(layers) < 1 or max(least) > _MOST:
         raise ValueError(f"{op}: layers is {layers!r}; pass numbers from 1 to {_MOST}.")
     return Layers(seen, tuple(least))
+
+
+def describe_layers(
+    problem: Any, seen: Sequence[SeenKeys], layers: Sequence[int], documents: Documents
+) -> None:
+    """Sets several masks of a `PlacementProblem`, and how many layers use each."""
+    if all(x.table is None for x in seen):
+        masks = [x.mask for x in seen if isinstance(x.mask, StaticMask)]
+        counts = (x.clipped(documents.num_tokens).pair_count for x in masks)
+        problem.set_layers(list(zip(counts, layers, strict=True)))
+        return
+    tables = [query_table(x.mask, documents) if x.table is None else x.table for x in seen]
+    pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
+    first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
+    problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -10,6 +10,7 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
@@ -18,7 +19,8 @@ from jax_cp_dispatch.planner.pieces import Pieces, lay_out
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import CAPACITIES, PlacementConfig
 from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_of_fallback
-from jax_cp_dispatch.planner.placement.layers import Layers, read_layers
+from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, read_layers
+from jax_cp_dispatch.planner.placement.order import in_placed_order
 from jax_cp_dispatch.planner.placement.placement import Placement
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
@@ -27,6 +29,8 @@ from jax_cp_dispatch.planner.sizes import DoesNotFitError
 from jax_cp_dispatch.planner.slices import check_rank, order_by_rank
 
 _OP = "place_tokens"
+# A batch with each of the masks.
+Requests: TypeAlias = tuple[PlanRequest, ...]
 
 
 def place_tokens(
@@ -93,23 +97,27 @@ def place_tokens(
         columns=columns,
     )
     layers_of = read_layers(_OP, mask, masks, layers)
-    first = layers_of.masks[0]
-    request = PlanRequest(
-        documents, positions, world_size, seen_keys(first, documents), config, rank
+    for x in layers_of.masks:
+        check_mask_arrays(_OP, x, (documents.batch, documents.columns))
+    of_batch = documents, positions, world_size
+    requests = tuple(
+        PlanRequest(*of_batch, seen_keys(x, documents), config, rank) for x in layers_of.masks
     )
+    request = requests[0]
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)
     check_rank(_OP, rank, world_size)
     needed, reason, pieces = None, None, None
     try:
-        plans, needed, pieces = _place(request, layers_of)
+        pieces = _place(requests, layers_of)
         moves = tuple(_moves(request, pieces))
+        plans, needed = _plans(requests, pieces, moves)
     except DoesNotFitError as error:
-        text, needs = _capacities_that_suffice(request, layers_of)
-        reason = str(error) + text
+        text, needs = _capacities_that_suffice(requests, layers_of)
+        pieces, reason = None, str(error) + text
         if fallback is None:
             raise DoesNotFitError(reason) from None
-        plans = tuple(plan_of_fallback(request.with_mask(x), needs) for x in layers_of.masks)
+        plans = tuple(plan_of_fallback(x, needs) for x in requests)
         moves = moves_of_fallback(documents, world_size)
     here = order_by_rank(moves[1] // max(request.num_tokens, 1), rank)
     return Placement(
@@ -118,7 +126,7 @@ def place_tokens(
         world_size=world_size,
         plans=plans,
         layers=layers_of.layers,
-        made_of=(request, pieces),
+        made_of=(requests, pieces),
         config=config,
         needed=needed,
         reason=reason,
@@ -140,47 +148,52 @@ def _check_config(request: PlanRequest) -> None:
         )
 
 
-def _place(
-    request: PlanRequest, layers: Layers
-) -> tuple[tuple[PlacedPlan, ...], PlacementConfig, Pieces]:
-    """Returns a plan for each mask, the capacities that they need, and the pieces of documents."""
-    for mask in layers.masks:
-        check_longest_keys(_OP, request.with_mask(mask))
-    assigned = _assign(request, layers)
-    pieces, _ = lay_out(assigned, request.with_mask(layers.masks[0]).seen)
-    built = [plan_of_pieces(request.with_mask(x), pieces) for x in layers.masks]
+def _place(requests: Requests, layers: Layers) -> Pieces:
+    """Returns the pieces of documents in the rows of the ranks."""
+    for request in requests:
+        check_longest_keys(_OP, request)
+    return lay_out(_assign(requests, layers), requests[0].seen)[0]
+
+
+def _plans(
+    requests: Requests, pieces: Pieces, moves: Sequence[np.ndarray]
+) -> tuple[tuple[PlacedPlan, ...], PlacementConfig]:
+    """Returns a plan for each mask, and the capacities that they need."""
+    built = [plan_of_pieces(x, pieces, in_placed_order(x, moves)) for x in requests]
     most = {name: max(getattr(x, name) for _, x in built) for name in CAPACITIES}
-    return tuple(x for x, _ in built), dataclasses.replace(request.config, **most), pieces
+    return tuple(x for x, _ in built), dataclasses.replace(requests[0].config, **most)
 
 
 def _capacities_that_suffice(
-    request: PlanRequest, layers: Layers
+    requests: Requests, layers: Layers
 ) -> tuple[str, Int32[np.ndarray, " 5"]]:
     """Returns a sentence with capacities that suffice, all at once, and `PlacedPlan.needs`.
 
     Without capacities, it is empty.
     """
     none: dict[str, Any] = dict.fromkeys(CAPACITIES)
-    free = dataclasses.replace(request.config, **none)
-    if free == request.config:
+    free = dataclasses.replace(requests[0].config, **none)
+    if free == requests[0].config:
         return "", np.zeros(len(CAPACITIES), np.int32)
-    _, needed, _ = _place(request._replace(config=free), layers)
+    requests = tuple(x._replace(config=free) for x in requests)
+    pieces = _place(requests, layers)
+    _, needed = _plans(requests, pieces, _moves(requests[0], pieces))
     sizes = ", ".join(f"{name}={getattr(needed, name)}" for name in CAPACITIES)
     return f" The placement with the best balance needs {sizes}.", np.array(
         [getattr(needed, x) for x in CAPACITIES], np.int32
     )
 
 
-def _assign(request: PlanRequest, layers: Layers) -> Int[np.ndarray, "P 4"]:
+def _assign(requests: Requests, layers: Layers) -> Int[np.ndarray, "P 4"]:
     """Returns the pieces of each rank: rows (rank, document, start, end), sorted."""
     limits = {
-        "tokens_per_rank": request.num_tokens,
-        "max_received": request.config.kv_capacity,
+        "tokens_per_rank": requests[0].num_tokens,
+        "max_received": requests[0].config.kv_capacity,
     }
-    problem = native_problem(native.PlacementProblem, request, limits)
-    if len(layers.masks) > 1:
-        counts = (x.clipped(request.documents.num_tokens).pair_count for x in layers.masks)
-        problem.set_layers(list(zip(counts, layers.layers, strict=True)))
+    problem = native_problem(native.PlacementProblem, requests[0], limits)
+    if len(requests) > 1:
+        seen = [x.seen for x in requests]
+        describe_layers(problem, seen, layers.layers, requests[0].documents)
     assigned = native.place_documents(problem)
     return assigned.astype(np.int64)  # nanobind says "long long"
 

@@ -12,13 +12,15 @@ from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
+from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
 from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
+from jax_cp_dispatch.planner.placement.order import by_columns, in_placed_order, values_of_ranges
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
 from jax_cp_dispatch.planner.request import PlanRequest
@@ -39,7 +41,7 @@ class Placement:
       world_size: number of ranks.
       plans: for `context_parallel_attention(algorithm="placed")`; one for each mask.
       layers: how many layers use each mask, without a common factor.
-      made_of: the batch and its pieces, for `plan_for`.
+      made_of: the batch with each of its masks, and its pieces, for `plan_for`.
       config: the choices with which it was made.
       reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
       rank: the rank whose part this is; None: all ranks.
@@ -54,7 +56,7 @@ class Placement:
     plans: tuple[PlacedPlan, ...]
     layers: tuple[int, ...]
     config: PlacementConfig
-    made_of: tuple[PlanRequest, Pieces | None]
+    made_of: tuple[tuple[PlanRequest, ...], Pieces | None]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
@@ -70,15 +72,25 @@ class Placement:
     def plan_for(self, mask: Mask | str) -> PlacedPlan:
         """Returns a plan for another mask over the same tokens; `imbalance` tells its balance.
 
+        Arrays of a mask are in the order of the batch, `[batch, columns]`.
+
         Raises:
           ValueError: no tokens were placed, or the plan exceeds a capacity of the config.
         """
         op = "Placement.plan_for"
-        request, pieces = self.made_of
+        requests, pieces = self.made_of
         if pieces is None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
-        seen = read_mask_of_numbers(op, mask)
-        return plan_of_pieces(request.with_mask(seen)._replace(rank=self.rank), pieces)[0]
+        read = read_mask(op, mask)
+        check_mask_arrays(op, read, (self.batch, self.columns))
+        request = requests[0].with_mask(read)._replace(rank=self.rank)
+        if read.has_arrays and self.rank is not None:
+            raise ValueError(
+                f"{op}: this is the part of rank {self.rank}, which does not know the order of all "
+                "tokens. Call it on the placement of all ranks, then slice_of."
+            )
+        in_order = in_placed_order(request, (self.source, self.place, self.tokens))
+        return plan_of_pieces(request, pieces, in_order)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -127,9 +139,9 @@ class Placement:
         self._check_whole("pairs_before")
         if self.reason is not None:  # they do
             return self._pairs
-        home = self._home.pieces(self._pieces())
-        pairs = self._sum(home.pairs(x.mask) for x in self.plans)
-        return home.per_rank(pairs, self.world_size).astype(np.float32)
+        requests = [x._replace(rank=None) for x in self.made_of[0]]
+        home = home_pieces(requests[0].documents, self.world_size)
+        return self._sum(pairs_of_ranks(x, home) for x in requests)
 
     @property
     def imbalance(self) -> float:
@@ -184,8 +196,8 @@ class Placement:
                 pieces=self._pieces(),
                 traffic={"keys": keys},
                 num_tokens=plan.num_tokens,
-                mask=plan.mask,
-                home=self._home,
+                mask=plan.seen,
+                home=self._home if plan.ranges is None else None,
                 speeds=self.config.rank_speeds,
                 ranks_per_node=self.config.ranks_per_node,
             )
@@ -223,8 +235,7 @@ class Placement:
     def _map(self, start: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
         """Returns the values of consecutive indices from `first`, of ranges of indices."""
         dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
-        order = np.argsort(start)
-        values = np.repeat((value - start)[order].astype(dtype), self.tokens[order])
+        values = values_of_ranges(start, value, self.tokens).astype(dtype)
         values += np.arange(first, first + len(values), dtype=dtype)
         values.flags.writeable = False  # `apply` and `restore` use them again
         return values
@@ -232,9 +243,7 @@ class Placement:
     def _apply(self, x: Any) -> Any:
         xp, rest = self._check_array("apply", x)
         x = xp.take(x.reshape(self.batch * self.columns, *rest), self.permutation, axis=0)
-        rows = self.columns // self.world_size
-        x = x.reshape(self._num_held, self.batch, rows, *rest).swapaxes(0, 1)
-        return x.reshape(self.batch, self._num_held * rows, *rest)
+        return by_columns(x, self.batch, self._num_held)
 
     def _restore(self, x: Any) -> Any:
         xp, rest = self._check_array("restore", x)

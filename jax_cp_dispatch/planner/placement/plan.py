@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._text import outline
-from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.metadata.describe import known, rows_between_ranks
 from jax_cp_dispatch.planner.describe import (
     PlanToDescribe,
@@ -19,7 +20,9 @@ from jax_cp_dispatch.planner.describe import (
 from jax_cp_dispatch.planner.fingerprint import check_batch
 from jax_cp_dispatch.planner.placement.config import CAPACITIES
 from jax_cp_dispatch.planner.planned_pieces import pieces_of_placed
+from jax_cp_dispatch.planner.row_ranges import local_rows
 from jax_cp_dispatch.planner.runs import key_ranges, local_runs
+from jax_cp_dispatch.planner.seen_rows import SeenRows
 from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
@@ -59,7 +62,8 @@ class PlacedPlan:
       batch: rows of the batch; of one group, if `batch_axis` shards it (static).
       kv_capacity: rows of the receive buffer (static).
       max_cut_pieces: see `PlacementConfig` (static).
-      mask: which keys a query sees; its kind is static.
+      mask: which keys a query sees; of a mask with arrays, its kind.
+      ranges: of a mask with arrays, what each rank's rows see; see `local_ranges`.
     """
 
     kv_metadata: Leaf
@@ -72,7 +76,8 @@ class PlacedPlan:
     pairs: Leaf
     needs: Leaf
     fingerprint: Leaf
-    mask: StaticMask
+    mask: StaticMask | MaskKind
+    ranges: MaskRanges | None = None
     num_tokens: int = dataclasses.field(metadata={"static": True})
     batch: int = dataclasses.field(metadata={"static": True})
     kv_capacity: int = dataclasses.field(metadata={"static": True})
@@ -94,14 +99,17 @@ class PlacedPlan:
         """
         return slice_of("PlacedPlan.slice_of", self, rank)
 
-    def local_ranges(
-        self, rank: Any
-    ) -> tuple[Int32[Array | np.ndarray, " T"], Int32[Array | np.ndarray, " T"]]:
-        """Returns the first and last + 1 received key of each row of one rank; (0, 0) for padding.
+    def local_ranges(self, rank: Any) -> tuple[Int32[Array | np.ndarray, " rows"], ...]:
+        """Returns the first and last + 1 received key of each row of one rank.
 
-        Call anywhere with a concrete `rank` (a plan of NumPy arrays then gives NumPy), or inside
-        `jax.shard_map` with `lax.axis_index`, on the plan of all ranks or this rank's slice.
+        i32 `[T]` each; (0, 0) for padding. If the mask has ranges of queries, also the first and
+        last + 1 row of each received key, i32 `[kv_capacity]`. Call anywhere with a concrete `rank`
+        (a plan of NumPy arrays then gives NumPy), or inside `jax.shard_map` with `lax.axis_index`,
+        on the plan of all ranks or this rank's slice.
         """
+        if self.ranges is not None:
+            return tuple(x for x in local_rows(self.ranges, rank) if x is not None)
+        assert isinstance(self.mask, StaticMask)
         return key_ranges(local_runs(self, rank), size=self.num_tokens, mask=self.mask)
 
     @property
@@ -157,10 +165,18 @@ class PlacedPlan:
                 pieces=pieces_of_placed(op, self),
                 traffic={"keys": keys},
                 num_tokens=self.num_tokens,
-                mask=self.mask,
+                mask=self.seen,
                 home=None,
             )
         )
+
+    @property
+    def seen(self) -> StaticMask | SeenRows:
+        """What the rows see: the mask, or of one with arrays, its ranges."""
+        if isinstance(self.mask, StaticMask):
+            return self.mask
+        assert self.ranges is not None
+        return SeenRows.of(self.ranges)
 
     @property
     def _capacities(self) -> tuple[int, ...]:
