@@ -254,7 +254,7 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
-    if name == "auto":
+    if name == "auto" and plan is None:
         read_mask_of_numbers(_OP, mask)
     if name == "ulysses" and attention.expansion is not None:
         raise ValueError(

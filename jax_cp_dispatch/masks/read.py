@@ -43,7 +43,7 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
         raise ValueError(
             f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
             "SlidingWindow or Chunked. For masks of arrays, choose the algorithm 'balanced', "
-            "'ring', 'zigzag', 'hamilton' or 'ulysses'."
+            "'placed', 'ring', 'zigzag', 'hamilton' or 'ulysses'."
         )
     return mask
 

@@ -26,7 +26,7 @@ from jax_cp_dispatch import (
     ring_attention,
     zigzag_permutation,
 )
-from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix
+from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix, SlidingWindow
 
 BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 8, "block_heads": 1}
 
@@ -193,6 +193,26 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
     assert len(counted) == 2 * (1 + 2 + 6 * 3)  # two products for each pair of blocks
 
 
+@pytest.mark.parametrize("kind", ["tree", "prefix"])
+def test_placed_attention_equals_dense_attention(kind):
+    """Beside a window, over the same tokens; a plan of another mask is an error on all ranks."""
+    rng = np.random.default_rng()
+    arrays, segment_ids, mask, pairs = draw(kind, rng, (2, 48))
+    masks = (SlidingWindow(4), mask)
+    placement = place_tokens(segment_ids=segment_ids, world_size=8, masks=masks, layers=(5, 1))
+    attend = lambda q, k, v, ids, plan, given: context_parallel_attention(
+        q, k, v, mesh=mesh_of(8), axis_name=AXIS, algorithm="placed", segment_ids=ids, plan=plan,
+        mask=given,
+    )  # fmt: skip
+    run = with_gradients(attend)
+    placed = placement.apply((*poison(arrays, segment_ids), segment_ids))
+    results = run(*placed, placement.plans[1], placement.apply(mask))
+    check(map(np.asarray, placement.restore(results)), arrays, pairs)
+    other = draw(kind, rng, (2, 48))[2]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"the mask of rank \d has checksum"):
+        jax.block_until_ready(run(*placed, placement.plans[1], placement.apply(other)))
+
+
 def in_prefix(shape=(1, 8)):
     return PrefixLM(np.ones(shape, bool))
 
@@ -200,15 +220,11 @@ def in_prefix(shape=(1, 8)):
 X: Any = jnp.zeros((1, 8, 2, 4), jnp.float32)
 ROWS: Any = jnp.zeros((1, 8), jnp.int32)
 REFUSED = {
-    "placed": (
-        lambda: place_tokens([8], world_size=2, mask=in_prefix()),
-        "place_tokens: mask is PrefixLM.*'ring', 'zigzag', 'hamilton' or 'ulysses'",
-    ),
     "auto": (
         lambda: context_parallel_attention(
             X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="auto", mask=in_prefix()
         ),
-        "mask is PrefixLM.*'ring', 'zigzag', 'hamilton' or 'ulysses'",
+        "mask is PrefixLM.*'placed', 'ring', 'zigzag', 'hamilton' or 'ulysses'",
     ),
     "choose_algorithm": (
         lambda: choose_algorithm(

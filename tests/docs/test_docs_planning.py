@@ -8,7 +8,7 @@ import pytest
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page, num_blocks", [("placement.md", 6), ("balanced_attention.md", 4)])
+@pytest.mark.parametrize("page, num_blocks", [("placement.md", 7), ("balanced_attention.md", 4)])
 def test_code_blocks_run(page, num_blocks):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.S)
     names: dict = {}

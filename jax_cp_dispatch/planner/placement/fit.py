@@ -1,6 +1,6 @@
 """`fit_placement_config`: capacities of placements for a run, from a sample of its batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_cp_dispatch._arguments import check_type
@@ -19,6 +19,8 @@ def fit_placement_config(
     overflow: float = 1e-4,
     columns: int | None = None,
     mask: Mask | str | None = None,
+    masks: Sequence[Mask | str] | None = None,
+    layers: Sequence[int] | None = None,
     config: PlacementConfig = PlacementConfig(),
 ) -> PlacementConfig:
     """Finds capacities for a run from a sample of its batches.
@@ -32,7 +34,8 @@ def fit_placement_config(
     Args:
       batches: for each batch its lengths as for `place_tokens`, or its segment ids. A
         two-dimensional array is segment ids [B, columns], whatever its values are.
-      world_size, columns, mask: as for `place_tokens`.
+      world_size, columns, mask, masks, layers: as for `place_tokens`; capacities suffice for the
+        plan of each mask. A mask with arrays is that of one batch: see `place_tokens`.
       overflow: wanted share of batches that do not fit, between 0 and 1.
       config: balance and constraints of the placements. Capacities that it has are kept.
     Returns:
@@ -43,8 +46,10 @@ def fit_placement_config(
     """
     check_type(_OP, "config", config, PlacementConfig, "Omit it for the default.")
 
+    seen: dict[str, Any] = {"mask": mask, "masks": masks, "layers": layers}
+
     def needs(**given: Any) -> Needs:
-        placement = place_tokens(world_size=world_size, mask=mask, **given)
+        placement = place_tokens(world_size=world_size, **seen, **given)
         values = [getattr(placement.needs, name) for name in CAPACITIES]
         own, all_ranks = placement.plan.num_tokens, placement.plan.num_tokens * world_size
         most = all_ranks, all_ranks, own, own, all_ranks

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.request import PlanRequest
 
 
@@ -25,6 +26,14 @@ def by_columns(x: Shaped[Any, "places ..."], batch: int, num_held: int) -> Shape
     rows = x.shape[0] // max(batch * num_held, 1)
     x = x.reshape(num_held, batch, rows, *rest).swapaxes(0, 1)
     return x.reshape(batch, num_held * rows, *rest)
+
+
+def pieces_ascend(pieces: Pieces) -> bool:
+    """Whether the pieces of a document on a rank are in order."""
+    order = np.lexsort((pieces.row, pieces.document, pieces.rank))
+    rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))
+    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+    return not (same & (start[1:] < start[:-1])).any()
 
 
 def in_placed_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:

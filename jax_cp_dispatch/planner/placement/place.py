@@ -22,7 +22,7 @@ from jax_cp_dispatch.planner.placement.fallback import moves_of_fallback, plan_o
 from jax_cp_dispatch.planner.placement.layers import Layers, describe_layers, read_layers
 from jax_cp_dispatch.planner.placement.order import in_placed_order
 from jax_cp_dispatch.planner.placement.placement import Placement
-from jax_cp_dispatch.planner.placement.plan import PlacedPlan
+from jax_cp_dispatch.planner.placement.plan import OF_ALL_MASKS, PlacedPlan
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import seen_keys
 from jax_cp_dispatch.planner.sizes import DoesNotFitError
@@ -152,7 +152,9 @@ def _place(requests: Requests, layers: Layers) -> Pieces:
     """Returns the pieces of documents in the rows of the ranks."""
     for request in requests:
         check_longest_keys(_OP, request)
-    return lay_out(_assign(requests, layers), requests[0].seen)[0]
+    # A mask with arrays needs the pieces of a document in order; the others take any order.
+    seen = next((x.seen for x in requests if x.mask.has_arrays), requests[0].seen)
+    return lay_out(_assign(requests, layers), seen)[0]
 
 
 def _plans(
@@ -161,7 +163,10 @@ def _plans(
     """Returns a plan for each mask, and the capacities that they need."""
     built = [plan_of_pieces(x, pieces, in_placed_order(x, moves)) for x in requests]
     most = {name: max(getattr(x, name) for _, x in built) for name in CAPACITIES}
-    return tuple(x for x, _ in built), dataclasses.replace(requests[0].config, **most)
+    first = built[0][0]
+    same = {name: getattr(first, name) for name in OF_ALL_MASKS}
+    plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
+    return plans, dataclasses.replace(requests[0].config, **most)
 
 
 def _capacities_that_suffice(

@@ -20,7 +20,12 @@ from jax_cp_dispatch.planner.pieces import Pieces
 from jax_cp_dispatch.planner.placement.build import plan_of_pieces
 from jax_cp_dispatch.planner.placement.config import PlacementConfig
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
-from jax_cp_dispatch.planner.placement.order import by_columns, in_placed_order, values_of_ranges
+from jax_cp_dispatch.planner.placement.order import (
+    by_columns,
+    in_placed_order,
+    pieces_ascend,
+    values_of_ranges,
+)
 from jax_cp_dispatch.planner.placement.plan import PlacedPlan
 from jax_cp_dispatch.planner.planned_pieces import Home, PlannedPieces, pieces_of_placed
 from jax_cp_dispatch.planner.request import PlanRequest
@@ -88,6 +93,11 @@ class Placement:
             raise ValueError(
                 f"{op}: this is the part of rank {self.rank}, which does not know the order of all "
                 "tokens. Call it on the placement of all ranks, then slice_of."
+            )
+        if read.has_query_ranges and not pieces_ascend(pieces):
+            raise ValueError(
+                f"{op}: a rank holds pieces of a document out of order, and {read} limits the "
+                "queries of each key. Pass it to place_tokens, as one of masks."
             )
         in_order = in_placed_order(request, (self.source, self.place, self.tokens))
         return plan_of_pieces(request, pieces, in_order)[0]
@@ -202,7 +212,12 @@ class Placement:
                 ranks_per_node=self.config.ranks_per_node,
             )
         )
-        return "\n".join([text, "", *describe_cuts(plan.cut_pieces, plan.num_tokens)])
+        lines = [text, "", *describe_cuts(plan.cut_pieces, plan.num_tokens)]
+        if len(self.plans) > 1:
+            lines.append(f"  masks     all layers together: max/mean {self.imbalance:.3f}")
+        for layers, each in zip(self.layers[1:], self.plans[1:], strict=True):
+            lines.append(_line_of_mask(layers, sum(self.layers), each))
+        return "\n".join(lines)
 
     @property
     def _home(self) -> Home:
@@ -273,3 +288,11 @@ class Placement:
                 "the tokens of this batch."
             )
         return (np if isinstance(x, np.ndarray) else jnp), tuple(x.shape[2:])
+
+
+def _line_of_mask(layers: int, all_layers: int, plan: PlacedPlan) -> str:
+    moved = plan.num_kv_tokens_moved
+    return (
+        f"            {plan.mask}, {layers} of {all_layers} layers: max/mean {plan.imbalance:.3f}; "
+        f"{moved:,} keys move"
+    )

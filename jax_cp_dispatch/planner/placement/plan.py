@@ -27,6 +27,8 @@ from jax_cp_dispatch.planner.segment_ids import Ids
 from jax_cp_dispatch.planner.slices import check_all_ranks, slice_of
 from jax_cp_dispatch.planner.traffic import num_moved
 
+# Fields that are equal in the plans of all masks of a placement.
+OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
 # An array or `Metadata`, or anything that a transformation maps over the leaves.
 Leaf: TypeAlias = Any
 
