@@ -66,7 +66,7 @@ def read_mask_of_plan(op: str, mask: Any, plan: AttentionPlan | PlacedPlan) -> M
 
     The arrays of a mask are compared in the step, by their checksum.
     """
-    given = plan.mask if mask is None else read_mask(op, mask)
+    given: Any = plan.mask if mask is None else read_mask(op, mask)
     if given is not plan.mask and given.kind != plan.mask:
         raise ValueError(
             f"{op}: mask is {given}, but the plan is for {plan.mask}. Omit mask, or plan with "

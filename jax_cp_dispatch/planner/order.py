@@ -9,21 +9,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
 from jax_cp_dispatch.planner.blocks import running_max
+from jax_cp_dispatch.planner.segment_ids import Ids
 
 _Words = Integer[Array, "B T"]
 
 
-def is_in_order(
-    segment_ids: Integer[Array, "B T"], positions: Integer[Array, "B T"] | None
-) -> Bool[Array, ""]:
+def is_in_order(segment_ids: Ids, positions: Ids | None) -> Bool[Array, ""]:
     """Whether no document has separate pieces in its batch row.
 
     Without positions, every run of an id is a piece. With them, a run also ends where positions do
     not increase, and several documents may have one id: a run continues an earlier one of its id if
     it starts at a higher position, or ends just before the first of a separate one.
     """
-    ids = segment_ids
+    ids = jnp.asarray(segment_ids)
     is_token = ids > 0
+    positions = None if positions is None else jnp.asarray(positions)
     same = ids[:, 1:] == ids[:, :-1]
     # Nearly always, the ids of runs ascend. Otherwise all tokens are sorted by id.
     highest = jnp.where(is_token, ids, 0)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ PLACEMENT = cpd.place_tokens(segment_ids=IDS, positions=POSITIONS, world_size=8)
 Q = np.random.default_rng(0).normal(size=(1, T, 8, 4)).astype(np.float32)
 
 
-def attention(algorithm, num_ranks=8, **options):
+def attention(algorithm, num_ranks=8, **options) -> Any:
     """Returns a compiled function of traced ids and positions."""
 
     @jax.jit

@@ -63,7 +63,7 @@ def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     placement = place_tokens(segment_ids=segment_ids, positions=given, **options)
     seen = placement.apply((segment_ids, positions if given is None else given))
     placement.plan.validate(*seen)
-    placement.plan.validate(*map(jnp.asarray, seen))
+    placement.plan.validate(jnp.asarray(seen[0]), jnp.asarray(seen[1]))
     ids, places = seen
     own = (
         checksums(ids, world_size, step=ID_STEP),

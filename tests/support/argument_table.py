@@ -5,6 +5,7 @@
 
 import pathlib
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def with_traced_ids(algorithm):
     """Traces a call whose ids are not known on the host."""
     mesh = jax.make_mesh((W,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     q, k, v = arrays()
-    plan = {}
+    plan: dict[str, Any] = {}
     if algorithm == "placed":
         plan = {"plan": cpd.place_tokens(segment_ids=IDS, world_size=W).plan}
 

@@ -111,7 +111,7 @@ def received_rows(
     return Received(q, kv, MaskRanges(*ranges))
 
 
-def attend_received(options: AttentionOptions, received: Received, sink=None, weights=None):
+def attend_received(options: AttentionOptions, received: Received, sink=None, weights: Any = None):
     """Returns the output in the dtype of q, and its lse.
 
     Both are final: all keys of a query are on its rank. Also returns the largest logits of all
@@ -120,7 +120,8 @@ def attend_received(options: AttentionOptions, received: Received, sink=None, we
     q, kv, ranges = received
     if options.expansion is not None:
         kv = [x[None] for x in options.expansion(weights, received.rows_to_expand())]
-    out, lse, *max_logits = attend_locally(options, q, *kv, ranges, sink=sink)
+    k, v = kv
+    out, lse, *max_logits = attend_locally(options, q, k, v, ranges, sink=sink)
     max_logits = jax.lax.pmax(*max_logits, options.exchange.axis_name) if max_logits else None
     return *named_context((out.astype(q.dtype), lse)), max_logits
 
@@ -131,11 +132,11 @@ def gradients_of_received(
     """Returns the gradients of received queries and rows, unrounded, and those of the weights."""
     q, kv, ranges = received
     if options.expansion is None:
-        dq, *dkv = attend_locally_backward(options, q, *kv, ranges, *whole)
+        k, v = kv
+        dq, *dkv = attend_locally_backward(options, q, k, v, ranges, *whole)
         return dq[0], [x[0] for x in dkv], None
-    expanded = options.expansion.with_transpose(weights, received.rows_to_expand())
-    kv, transpose = [x[None] for x in expanded[0]], expanded[1]
-    dq, dk, dv = attend_locally_backward(options, q, *kv, ranges, *whole)
+    (k, v), transpose = options.expansion.with_transpose(weights, received.rows_to_expand())
+    dq, dk, dv = attend_locally_backward(options, q, k[None], v[None], ranges, *whole)
     dweights, drows = transpose(dk[0], dv[0])
     return dq[0], [None if x is None else x[:, None] for x in drows], rounded(dweights, weights)
 
@@ -143,7 +144,8 @@ def gradients_of_received(
 def operand_gradients(received: Received, dq, dkv, dsink, dweights) -> Operands:
     """Returns the gradients of all operands, from those of what moved, summed over the ranks."""
     if dweights is None:
-        return Operands(dq, *dkv, dsink)
+        dk, dv = dkv
+        return Operands(dq, dk, dv, dsink)
     return Operands(dq, rounded(dkv, received.kv), None, dsink, dweights)
 
 

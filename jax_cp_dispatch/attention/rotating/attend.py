@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ class Rotation:
         return self.chunking.key_order(*self.schedule.held(rank, step))
 
     def attend(
-        self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None, weights=None
+        self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None, weights: Any = None
     ) -> OnlineSoftmax:
         """Adds the keys that are held at a step."""
         order = self.key_order(step, rank)
@@ -120,7 +120,8 @@ class Rotation:
         if self.expansion is not None:
             rows = self._by_heads(self.expansion(weights, rows))
         key_ranges = self._key_ranges(ranges, order)
-        return attend_blocks(self.passes, queries, key_ranges, *self._blocks(rows), seen)
+        k, v = self._blocks(rows)
+        return attend_blocks(self.passes, queries, key_ranges, k, v, seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
@@ -287,7 +288,8 @@ def _backward(rotation, residuals, cotangents: Outputs):
     dsink = None if sink is None else sink_gradient(sink, whole)
     dq, moved = dq.astype(q.dtype), rounded(moved, operands.moved)
     if v is not None:
-        return Operands(dq, *moved, dsink), None
+        dk, dv = moved
+        return Operands(dq, dk, dv, dsink), None
     return Operands(dq, moved, None, dsink, rounded(dweights, weights)), None
 
 

@@ -143,7 +143,7 @@ def move_chunks(
     """
     by_collectives = _ByCollectives(routes, exchange.axis_name)
     by_xla = lambda moved: _of_leaves(by_collectives, moved[0])
-    by_dispatch = lambda moved: _by_dispatch(exchange, *moved, by_collectives)
+    by_dispatch = lambda moved: _by_dispatch(exchange, moved[0], moved[1], by_collectives)
     return dispatch_or_collectives(exchange, (chunks, fingerprint), by_dispatch, by_xla)
 
 

@@ -75,7 +75,7 @@ class HeadExchange(NamedTuple):
         """Sends part c of rank r to rank c, as its part r."""
         by_collectives = _AllToAll(self.exchange.axis_name)
         by_xla = lambda moved: by_collectives(moved[0])
-        by_dispatch = lambda moved: _by_dispatch(self.exchange, *moved, by_collectives)
+        by_dispatch = lambda moved: _by_dispatch(self.exchange, moved[0], moved[1], by_collectives)
         return dispatch_or_collectives(self.exchange, (parts, fingerprint), by_dispatch, by_xla)
 
 
