@@ -18,13 +18,14 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
     """Computes the attention of MaxText models that are traced in this block, in training.
 
     Applies to calls whose queries are sharded over several devices by MaxText's logical rules:
-    global, sliding, chunked, full and latent (MLA) attention, of packed documents or not, with
-    MaxText's load balance (its reordering of tokens) or without. The results are MaxText's, except
-    that padding is zero. Chunks count from the start of a row, with load balance too.
+    global, sliding, chunked, block-diffusion, full and latent (MLA) attention, with attention
+    sinks, masks of images and the largest logits, of packed documents or not, with MaxText's load
+    balance (its reordering of tokens) or without. The results are MaxText's, except that padding is
+    zero, and that blocks of image tokens stay within documents, in the order of these.
 
     MaxText computes all other calls: those on one context device, decoding and prefill, and with a
-    warning those that need what `context_parallel_attention` lacks: attention sinks, masks of
-    images, indexers and compressed keys, recorded logits, MoBA, block diffusion, striped tokens.
+    warning those that need what `context_parallel_attention` lacks: masks of indexers and
+    compressed keys, MoBA, striped tokens.
 
     Args:
       algorithm: as in `context_parallel_attention`; "balanced" without load balance only.
@@ -32,6 +33,7 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
     Raises:
       TypeError, ValueError: while a model is traced; see `context_parallel_attention`.
     """
+    from flax import nnx
     from maxtext.layers.attention_op import AttentionOp  # pyright: ignore[reportMissingImports]
 
     dense = AttentionOp.apply_attention
@@ -46,7 +48,12 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
             keywords = None
         if not keywords:
             return dense(*arguments, **named)
-        return context_parallel_attention(algorithm=algorithm, **keywords, **options), None, None
+        out = context_parallel_attention(algorithm=algorithm, **keywords, **options)
+        if keywords["return_max_logits"]:
+            out, largest = out
+            # MaxText's have an axis of batch rows, over which it takes the largest.
+            call["self"].max_logits = nnx.Intermediate(largest[None])
+        return out, None, None
 
     AttentionOp.apply_attention = apply_attention
     try:

@@ -18,7 +18,8 @@ AXES = {"ici_context_parallelism": NUM_RANKS, "ici_tensor_parallelism": 2}
 
 
 def operation(kind: str = "global", load_balance: bool = False, **options: Any) -> AttentionOp:
-    options = {**OPTIONS, **AXES, **options, "context_parallel_load_balance": load_balance}
+    options = {**OPTIONS, **AXES, "causal_block_size": 12, **options}
+    options["context_parallel_load_balance"] = load_balance
     config = pyconfig.initialize(["", *(f"{name}={value}" for name, value in options.items())])
     mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     return AttentionOp(

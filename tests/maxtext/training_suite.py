@@ -31,6 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "sparse_matmul": False},
         **{"base_moe_mlp_dim": 32, "first_num_dense_layers": 1, "base_num_decoder_layers": 2},
         "megablox": False,
+        **{"use_qk_clip": True, "qk_clip_threshold": 0.5},
+    },
+    "gpt_oss": {
+        **{"decoder_block": "gpt_oss", "attention_sink": True, "attention_bias": True},
+        **{"inhomogeneous_layer_cycle_interval": 2, "sliding_window_size": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32},
+        **{"sparse_matmul": False, "megablox": False, "routed_bias": True, "mlp_bias": True},
+        **{"mlp_activations": ["sigmoid", "linear"], "mlp_activations_limit": 7.0},
     },
     "pipeline": {
         **{"ici_pipeline_parallelism": 2, "num_layers_per_pipeline_stage": 1},
@@ -54,6 +62,7 @@ def expected(name: str) -> np.ndarray:
         ("llama", "hamilton", {"remat_policy": "minimal"}),
         ("gemma", "zigzag", {}),
         ("deepseek", "hamilton", IN_ORDER),
+        ("gpt_oss", "zigzag", {}),
         ("pipeline", "ring", {"ici_fsdp_parallelism": 1}),
     ],
 )
