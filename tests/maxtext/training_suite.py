@@ -62,6 +62,7 @@ def expected(name: str) -> np.ndarray:
         ("llama", "hamilton", {"remat_policy": "minimal"}),
         ("gemma", "zigzag", {}),
         ("deepseek", "hamilton", IN_ORDER),
+        ("deepseek", "zigzag", {"use_mla_absorbed_mqa": True, "attention": "dot_product"}),
         ("gpt_oss", "zigzag", {}),
         ("pipeline", "ring", {"ici_fsdp_parallelism": 1}),
     ],
