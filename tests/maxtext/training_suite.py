@@ -17,6 +17,8 @@ from jax_cp_dispatch.adapters import maxtext, maxtext_attention
 
 CONTEXT_4 = {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 2}
 IN_ORDER = {"context_parallel_load_balance": False}
+# DeepSeek's latents as one KV head.
+ABSORBED = {"use_mla_absorbed_mqa": True, "attention": "dot_product", "mla_naive_kvcache": False}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -62,7 +64,7 @@ def expected(name: str) -> np.ndarray:
         ("llama", "hamilton", {"remat_policy": "minimal"}),
         ("gemma", "zigzag", {}),
         ("deepseek", "hamilton", IN_ORDER),
-        ("deepseek", "zigzag", {"use_mla_absorbed_mqa": True, "attention": "dot_product"}),
+        ("deepseek", "zigzag", ABSORBED),
         ("gpt_oss", "zigzag", {}),
         ("pipeline", "ring", {"ici_fsdp_parallelism": 1}),
     ],
