@@ -39,7 +39,6 @@ from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.read import (
     check_mask_arrays,
     read_mask,
-    read_mask_of_numbers,
 )
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
@@ -102,7 +101,8 @@ def context_parallel_attention(
         devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Hamilton()`, `Ulysses()`, `Placed()` or
         `Auto()`, with its own options; or its name in lower case, for all defaults. "auto" selects
-        the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids.
+        the algorithm of the plan, or chooses like `choose_algorithm`, from concrete segment ids;
+        for a mask with arrays it takes "balanced", or "ring" if that does not fit.
       mesh: the mesh; None selects the mesh of `jax.set_mesh`, or that of the arrays or, with
         explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of
@@ -254,8 +254,6 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
             f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
-    if name == "auto" and plan is None:
-        read_mask_of_numbers(_OP, mask)
     if name == "ulysses" and attention.expansion is not None:
         raise ValueError(
             f"{_OP}: got expand with algorithm='ulysses', which moves heads. Pass "

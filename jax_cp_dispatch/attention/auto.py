@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed
+from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, Ring, Zigzag
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.operands import Operands
@@ -36,6 +37,8 @@ def choose_for_call(
             "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
             "the algorithm of its result."
         )
+    if packed.mask.has_arrays:  # equal work, whatever the mask; costs are not counted
+        return _of_any_mask(options, auto, packed)
     hardware = auto.hardware or default_hardware()
     q, (k, _) = operands.q, shapes_of_keys(options.attention.expansion, operands)
     workload = _workload(options, q, k, packed)
@@ -61,6 +64,24 @@ def choose_for_call(
     if isinstance(choice.algorithm, Balanced):
         return Balanced(auto.config), plan
     return choice.algorithm, None
+
+
+def _of_any_mask(
+    options: GlobalOptions, auto: Auto, packed: PackedMask
+) -> tuple[Algorithm, AttentionPlan | None]:
+    """Returns "balanced", or a ring for a batch that does not fit or tokens in zigzag order."""
+    if options.attention.layout == "zigzag":
+        return Zigzag(), None
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
+    if options.axes.batch or is_traced:  # planned in the program
+        return Balanced(auto.config), None
+    if packed.segment_ids is None:
+        shape = jax.tree.leaves(packed.mask)[0].shape
+        packed = packed._replace(segment_ids=np.ones(shape, np.int32))
+    try:
+        return Balanced(auto.config), options.plan(packed, auto.config)
+    except DoesNotFitError:
+        return Ring(), None
 
 
 def _workload(options: GlobalOptions, q: Any, k: Any, packed: PackedMask) -> Workload:

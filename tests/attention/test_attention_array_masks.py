@@ -18,6 +18,8 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch import (
+    Auto,
+    PlanConfig,
     Ring,
     choose_algorithm,
     context_parallel_attention,
@@ -213,6 +215,22 @@ def test_placed_attention_equals_dense_attention(kind):
         jax.block_until_ready(run(*placed, placement.plans[1], placement.apply(other)))
 
 
+def test_auto_balances_any_mask():
+    """Or takes a ring if the batch does not fit; zigzag for tokens in that order."""
+    rng = np.random.default_rng()
+    (q, k, v, _), segment_ids, mask, pairs = draw("tree", rng, (2, 48))
+    attend = functools.partial(
+        context_parallel_attention, *(q, k, v), mesh=mesh_of(4), axis_name=AXIS, mask=mask,
+        segment_ids=segment_ids,
+    )  # fmt: skip
+    small = Auto(config=PlanConfig(kv_capacity=12))
+    for algorithm, same in (("auto", "balanced"), (small, "ring")):
+        out = attend(algorithm=algorithm)
+        np.testing.assert_array_equal(out, attend(algorithm=same))
+        want, _ = masked_attention(q, k, v, pairs)
+        np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+
+
 def in_prefix(shape=(1, 8)):
     return PrefixLM(np.ones(shape, bool))
 
@@ -220,12 +238,6 @@ def in_prefix(shape=(1, 8)):
 X: Any = jnp.zeros((1, 8, 2, 4), jnp.float32)
 ROWS: Any = jnp.zeros((1, 8), jnp.int32)
 REFUSED = {
-    "auto": (
-        lambda: context_parallel_attention(
-            X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="auto", mask=in_prefix()
-        ),
-        "mask is PrefixLM.*'placed', 'ring', 'zigzag', 'hamilton' or 'ulysses'",
-    ),
     "choose_algorithm": (
         lambda: choose_algorithm(
             [[8]],

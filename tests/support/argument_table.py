@@ -137,12 +137,15 @@ def cell(attempt, algorithm) -> tuple[str, str]:
 def table() -> tuple[str, list[str]]:
     """Returns the table, and all errors."""
     lines = [f"| | {' | '.join(ALGORITHMS)} |", "|---" * (1 + len(ALGORITHMS)) + "|"]
-    errors = []
+    errors, by_all = [], []
     for name, attempt in rows():
         cells, found = zip(*(cell(attempt, algorithm) for algorithm in ALGORITHMS), strict=True)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
         errors += [x for x in found if x]
-    return "\n".join(lines) + "\n", errors
+        if set(cells) == {"yes"}:
+            by_all.append(name)
+        else:
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([f"Taken by all: {', '.join(by_all)}.", "", *lines, ""]), errors
 
 
 def page(shown: str) -> str:
