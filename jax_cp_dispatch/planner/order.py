@@ -4,6 +4,7 @@ Segment ids and positions say so. In another order, such as that of a placement 
 layout, a document would silently be taken for several.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
@@ -14,6 +15,7 @@ from jax_cp_dispatch.planner.segment_ids import Ids
 _Words = Integer[Array, "B T"]
 
 
+@jax.named_scope("cpd.plan")
 def is_in_order(segment_ids: Ids, positions: Ids | None) -> Bool[Array, ""]:
     """Whether no document has separate pieces in its batch row.
 
