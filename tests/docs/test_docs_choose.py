@@ -24,7 +24,7 @@ def test_code_blocks_run(capsys, tmp_path, monkeypatch):
         exec(code, names)
         out = capsys.readouterr().out
         assert not printed or out == printed
-    assert len(blocks) == 6
+    assert len(blocks) == 5
     # Other cycles give the same attention.
     profile = names["profile"].out[:, names["in_order"]]
     np.testing.assert_allclose(profile, names["out"], rtol=1e-5, atol=1e-5)
