@@ -75,14 +75,11 @@ class Latents(NamedTuple):
       expansion: of the rows.
       weights: its weights, flat.
       rows: `[B, T, 1, F]` each: as keys of one head, for whatever moves or orders rows.
-      keys, values: shapes and dtypes of the keys and values.
     """
 
     expansion: Expansion
     weights: tuple[Any, ...]
     rows: tuple[Any, ...]
-    keys: Shape
-    values: Shape
 
 
 def read_latents(
@@ -95,6 +92,8 @@ def read_latents(
             "(k, v)."
         )
     check_array(op, "q", q)
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q has shape {list(q.shape)}; it needs [B, T, heads, features].")
     B, T = q.shape[:2]
     rows, rows_tree = jax.tree.flatten(latents)
     for x in rows:
@@ -110,7 +109,7 @@ def read_latents(
     one_head = tuple(x.reshape(B, T, 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, weights=tuple(held))
     _check_expanded(op, q, expansion, operands)
-    return Latents(expansion, operands.weights, one_head, *shapes_of_keys(expansion, operands))
+    return Latents(expansion, operands.weights, one_head)
 
 
 def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
@@ -140,6 +139,16 @@ def check_specs(op: str, expansion: Expansion, heads: Sequence[str]) -> None:
                     f"{tuple(heads)}. Name it as head_axis, or omit it; weights are gathered over "
                     "other axes."
                 )
+
+
+def check_heads_here(op: str, expansion: Expansion, operands: Operands) -> None:
+    """Requires, on one device, the KV heads of the query heads that it holds."""
+    N, K = operands.q.shape[2], shapes_of_keys(expansion, operands)[0].shape[2]
+    if N % K:
+        raise ValueError(
+            f"{op}: expand returns {K} KV heads on a device that holds {N} query heads. Pass "
+            "weight_specs, so that it returns those of its query heads."
+        )
 
 
 def _check_expanded(op: str, q: Any, expansion: Expansion, operands: Operands) -> None:

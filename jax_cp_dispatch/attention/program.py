@@ -15,6 +15,7 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms import Algorithm, Balanced, Placed, Rotating, Ulysses
 from jax_cp_dispatch.attention.arguments import is_stack
 from jax_cp_dispatch.attention.gather import gather_sequence
+from jax_cp_dispatch.attention.latents import check_heads_here
 from jax_cp_dispatch.attention.mesh_axes import MeshAxes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.operands import Operands, Outputs
@@ -105,6 +106,8 @@ def _local(options: GlobalOptions, *sharded) -> Outputs:
 
 def _attend(options: GlobalOptions, operands: Operands, plan, packed: PackedMask) -> Outputs:
     algorithm, attention = options.algorithm, options.attention
+    if attention.expansion is not None:
+        check_heads_here(attention.op, attention.expansion, operands)
     if is_stack(plan):  # of which this group has one
         plan = jax.tree.map(lambda x: x[0], plan)
     if isinstance(algorithm, Placed):

@@ -186,8 +186,8 @@ def _attention_seconds(
 ) -> Float64[np.ndarray, " num_computations"]:
     """Returns the seconds of the FLOPs of each computation."""
     sizes = {"num_heads": workload.num_heads, "head_size": workload.head_size}
-    # Repeated KV heads share no products, as short pieces: on 8 virtual devices, "ulysses" with four
-    # copies took 1.2 of the time of "placed", and without copies 0.9.
+    # Repeated KV heads share no products: on 8 virtual devices, "ulysses" with four copies took 1.2
+    # of the time of "placed", and without copies 0.9.
     is_slow = algorithm == "ulysses" and kv_copies(workload) > 1
     rate = hardware.attention_rate(is_planned=is_slow or algorithm in ("balanced", "placed"))
     pair_seconds = attention_flops(1, **sizes, backward=backward) / rate

@@ -187,6 +187,17 @@ def test_the_absorbed_form():
 Q, ROWS = np.zeros((1, 16, N, H), np.float32), np.zeros((1, 16, 3), np.float32)
 
 
+def test_weights_have_to_follow_the_heads():
+    """Without `weight_specs`, each device would expand the keys of all heads."""
+    mesh = permuted_mesh((2, 2), ("cp", "tp"))
+    (q, latents, weights), _, segment_ids = draw(1, 16)
+    with pytest.raises(ValueError, match="returns 4 KV heads on a device that holds 2 query heads"):
+        context_parallel_attention(
+            *(q, latents), expand=expand, weights=weights, algorithm="ring", mesh=mesh,
+            axis_name="cp", head_axis="tp", segment_ids=segment_ids,
+        )  # fmt: skip
+
+
 def keys(rows=16, size=H, heads=2):
     return lambda *_: (jnp.zeros((rows, heads, size)), jnp.zeros((rows, heads, HV)))
 

@@ -82,6 +82,7 @@ INSIDE = {
         "mesh_axes": {"kv_heads"},
         "nested": set(),
         "program": {
+            "latents",
             *("algorithms", "arguments", "options", "gather", "planned", "rotating", "mesh_axes"),
             *("nested", "packed_mask", "ulysses", "operands"),
         },
