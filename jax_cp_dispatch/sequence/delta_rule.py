@@ -122,7 +122,7 @@ class DeltaRule:
         chunks = chunks_of(piece_ids, self.chunk, k.dtype)
         decays = decays_of(log, chunks)
         weighted = k * beta
-        own, scores = decayed_scores(jnp.stack([weighted, q]), k, decays)
+        own, scores = decayed_scores((weighted, q), k, decays)
         inverse = inverse_of_unit_lower(own * chunks.lower(strict=True))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
         steps = Steps(u, w, k * decays.out, decays.into, chunks)

@@ -102,7 +102,7 @@ class LinearAttention:
         q, k, v, log = map(cut, (q * self.scale, k, inputs["v"], log))
         chunks = chunks_of(piece_ids, self.chunk, k.dtype)
         decays = decays_of(log, chunks)
-        (scores,) = decayed_scores(q[None], k, decays)
+        (scores,) = decayed_scores((q,), k, decays)
         steps = Steps(v, None, k * decays.out, decays.into, chunks)
         return _Parts(steps, q * decays.into, scores * chunks.lower(), log, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -68,21 +69,58 @@ def walk(
         born = jnp.zeros((len(u), *shape), u.dtype)
         born = born.at[at.where].add(remains[..., None] * entry.state)
 
-    def step(state: Any, x: Any) -> Any:
-        u, w, kd, decay, born = x
-        new = u if w is None else u - dot(w, state)
-        return decay * state + dot(kd.swapaxes(-1, -2), new) + born, (state, new)
+    start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
+    if active is None:
+        return _scan(start, u, w, kd, decay, born)
 
     def step_if_active(state: Any, x: Any) -> Any:
         x, is_active = x
-        after = lax.cond(is_active, lambda s, x: step(s, x)[0], lambda s, x: s, state, x)
+        after = lax.cond(is_active, lambda s, x: _step(s, x)[0], lambda s, x: s, state, x)
         return after, state
 
-    start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
-    xs = u, w, kd, decay, born
-    if active is None:
-        return lax.scan(step, start, xs)[1]
-    return lax.scan(step_if_active, start, (xs, active))[1], None
+    return lax.scan(step_if_active, start, ((u, w, kd, decay, born), active))[1], None
+
+
+def _step(state: Any, x: Any) -> Any:
+    u, w, kd, decay, born = x
+    new = u if w is None else u - dot(w, state)
+    return decay * state + dot(kd.swapaxes(-1, -2), new) + born, (state, new)
+
+
+@jax.custom_vjp
+def _scan(start, u, w, kd, decay, born):
+    """Returns the state before each chunk, and what its rows add. The first state is zero."""
+    return lax.scan(_step, start, (u, w, kd, decay, born))[1]
+
+
+def _scan_forward(start, u, w, kd, decay, born):
+    states, new = _scan(start, u, w, kd, decay, born)
+    return (states, new), (start, w, kd, decay, born, states, new)
+
+
+def _scan_backward(saved, gradients):
+    """One scan from behind; the products that need no state are computed for all chunks at once."""
+    start, w, kd, decay, born, states, new = saved
+
+    def step(after: Any, x: Any) -> Any:
+        w, kd, decay, dstate, dnew = x
+        dnew = dnew + dot(kd, after)
+        before = decay * after + dstate
+        if w is not None:
+            before = before - dot(w.swapaxes(-1, -2), dnew)
+        return before, (after, dnew)
+
+    dstart, (after, dnew) = lax.scan(step, start, (w, kd, decay, *gradients), reverse=True)
+    across = lambda x: x.swapaxes(-1, -2)
+    dw = None if w is None else -dot(dnew, across(states))
+    ddecay = (states * after).sum(-1, keepdims=True)
+    if decay.shape[-2] == 1:
+        ddecay = ddecay.sum(-2, keepdims=True)
+    dborn = after if born.shape == after.shape else jnp.zeros_like(born)
+    return dstart, dnew, dw, dot(new, across(after)), ddecay, dborn
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
 
 
 def states_after(

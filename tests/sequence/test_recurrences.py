@@ -198,4 +198,7 @@ def test_checkpoint_and_scan_over_layers_with_the_same_pieces():
     for once in (True, False):
         run = order.on_ranks(lambda *args, once=once, **given: layers(*args, once=once, **given))
         results.append(jax.jit(jax.grad(lambda t, run=run: (run(t, ()) ** 2).sum()))(inputs))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *results)
+    for name in inputs:
+        a, b = (result[name] for result in results)
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error < 5e-6, (name, error)  # XLA fuses the two programs differently
