@@ -51,11 +51,11 @@ def gated_delta_rule(
         out_t = scale * S_t^T q_t
 
     The state of each head starts from zero in each document. Call inside `jax.shard_map` over
-    `axis_name`, on every rank, or on global arrays. Differentiable. Computes in float32 (float64
-    for float64), in chunks of tokens. Nothing moves for documents that are whole on a rank; of a
-    cut one, each piece but the last sends its map, H (H + Hv) numbers per head (H Hv of the first
-    piece), to the ranks that hold later pieces: one exchange, and one for the derivative. Padding
-    is not read and its output is zero.
+    `axis_name`, on every rank, or on global arrays. Differentiable in reverse mode. Computes in
+    float32 (float64 for float64), in chunks of tokens. Nothing moves for documents that are whole
+    on a rank; of a cut one, each piece but the last sends its map, H (H + Hv) numbers per head (H
+    Hv of the first piece), to the ranks that hold later pieces: one exchange, and one for the
+    derivative. Padding is not read and its output is zero.
 
     Args:
       q, k: queries and keys; K divides N. They are not normalised here: the recurrence diverges
