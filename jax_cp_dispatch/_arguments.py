@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def check_array(op: str, name: str, x: Any) -> None:
@@ -36,3 +37,8 @@ def check_positive(op: str, **values: Any) -> None:
         check_integer(op, name, value)
         if value < 1:
             raise ValueError(f"{op}: {name} is {value}; it needs to be at least 1.")
+
+
+def is_on_host(x: jax.Array | np.ndarray) -> bool:
+    """Whether this process knows all values, also while a program is traced."""
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Integer, PyTree
 
+from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch._ranks.options import read_options
 from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, read_algorithm
@@ -41,7 +42,7 @@ from jax_cp_dispatch.masks.read import (
     read_mask,
 )
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
-from jax_cp_dispatch.planner.segment_ids import fold_to_int32, is_on_host
+from jax_cp_dispatch.planner.segment_ids import fold_to_int32
 
 _OP = "context_parallel_attention"
 _ON_A_RANK = {

@@ -33,7 +33,7 @@ from jax_cp_dispatch.attention.rank_programs import (
     rotating_program,
 )
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan, place_tokens, plan_attention
 from jax_cp_dispatch.planner.documents import Row, documents_of
 
@@ -122,10 +122,10 @@ def balance_profile(
       TypeError, ValueError: as `plan_attention`; or the heads do not match, an algorithm is "auto",
         or a plan is for other sizes.
     """
-    mask = read_mask_of_numbers(_OP, mask)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
     documents = documents_of(_OP, world_size=world_size, lengths=lengths, columns=columns)
+    mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
     rows = documents.batch, documents.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -138,7 +138,7 @@ def balance_profile(
     now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     seconds = _time(programs, repeats, now)
     return tuple(
-        BalanceProfile(_name(x), tuple(times), tuple(program.num_pairs().tolist()))
+        BalanceProfile(_name(x), tuple(times), tuple(program.num_pairs.tolist()))
         for x, program, times in zip(chosen, programs, seconds, strict=True)
     )
 
@@ -213,4 +213,4 @@ def _run_of_ranks(program: RankProgram) -> Callable[[int], Any]:
     arrays = jax.device_put([random(x) for x in program.shapes])
     ranges = jax.device_put(program.ranges)
     compiled = jax.jit(program.run)
-    return lambda rank: compiled(np.int32(rank), *arrays, *ranges[rank])
+    return lambda rank: compiled(np.int32(rank), *arrays, ranges[rank])

@@ -24,8 +24,8 @@ from jax_cp_dispatch.attention.arguments import check_layout
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
 from jax_cp_dispatch.cost import HARDWARE, Hardware, Prediction, Workload, predict
 from jax_cp_dispatch.cost.pairs import wasted_pairs
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask, StaticMask
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner.capacities import read_host_documents
 
 _CLOSE = 1.03
@@ -82,7 +82,7 @@ def choose_algorithm(
       tokens_per_rank: tokens of a batch row on one device.
       num_heads, num_kv_heads, head_size: N, K, H of one device.
       itemsize: bytes of an element of q.
-      mask: as in `context_parallel_attention`, without arrays.
+      mask: as in `context_parallel_attention`; arrays as in `cost.Workload`.
       layout: of the tokens. "balanced" needs "contiguous". "zigzag" and "hamilton" rearrange
         contiguous tokens, which is included.
       can_place: whether the data loader can reorder the tokens of every batch, as `place_tokens`
@@ -103,9 +103,9 @@ def choose_algorithm(
     op = "choose_algorithm"
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
-    mask = read_mask_of_numbers(op, mask)
     check_layout(op, layout)
     rows = _rows_of_lengths(op, lengths)
+    mask = read_mask_on_host(op, mask, (len(rows or [0]), num_ranks * tokens_per_rank))
     hardware = default_hardware() if hardware is None else hardware
     check_type(
         "choose_algorithm", "hardware", hardware, Hardware, "Pass an entry of cost.HARDWARE."
@@ -267,8 +267,10 @@ def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> st
 
 def _about_tiles(workload: Workload) -> str:
     """Returns a sentence if documents are so short that tiles compute much outside the mask."""
-    lengths = np.array([x for row in workload.rows for x in row], np.int64)
     mask = workload.visible
+    if not isinstance(mask, StaticMask):
+        return ""
+    lengths = np.array([x for row in workload.rows for x in row], np.int64)
     pairs = mask.pairs_before(lengths, lengths).sum()
     wasted = wasted_pairs(0, lengths, lengths, mask, (_TILE, _TILE)).sum()
     share = wasted / max(1, pairs + wasted)

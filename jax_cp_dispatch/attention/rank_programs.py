@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from jax_cp_dispatch.attention.algorithms import Rotating
 from jax_cp_dispatch.attention.attended import attended_tokens
@@ -30,8 +30,9 @@ from jax_cp_dispatch.attention.rotating.attend import (
 from jax_cp_dispatch.attention.rotating.call import sharded_sequence
 from jax_cp_dispatch.attention.rotating.schedule_of import schedule_of
 from jax_cp_dispatch.attention.rotating.schedules import OneRank
+from jax_cp_dispatch.attention.rotating.sequence import ranges_of_rows
 from jax_cp_dispatch.masks import MaskRanges
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks.pairs import pairs_per_query
 from jax_cp_dispatch.planner import AttentionPlan, PlacedPlan
 from jax_cp_dispatch.planner.seen_rows import SeenRows
 
@@ -46,18 +47,14 @@ class RankProgram(NamedTuple):
         lse; with the backward pass, the output and the gradients of q, k and v, where the gradient
         of the output is the output itself.
       shapes: of q, k and v.
-      ranges: of each rank, the first and last + 1 key of each query, int32 [B, rows]; and the
-        queries of each key, if the mask has them.
+      ranges: of each rank, what its queries see.
+      num_pairs: query-key pairs of each rank.
     """
 
     run: Callable[..., Any]
     shapes: Sequence[Shape]
-    ranges: Sequence[tuple[Array | np.ndarray, ...]]
-
-    def num_pairs(self) -> Int[np.ndarray, " W"]:
-        """Returns the query-key pairs of each rank."""
-        counts = [SeenRows.of(MaskRanges(*x)).pairs_before[:, -1].sum() for x in self.ranges]
-        return np.array(counts, np.int64)
+    ranges: Sequence[MaskRanges | TokenRanges]
+    num_pairs: Int[np.ndarray, " W"]
 
 
 def planned_program(
@@ -66,18 +63,20 @@ def planned_program(
     """Returns the program of balanced or placed attention, for rows like those of `qkv`."""
     check_operands(options.op, *qkv)
 
-    def run(rank, q, k, v, *given):
-        ranges = MaskRanges(*given)
+    def run(rank, q, k, v, ranges):
         out, lse = attend_locally(options, q, k, v, ranges)
         if not backward:
             return out, lse
         dout = out.astype(q.dtype)
         return out, *attend_locally_backward(options, q, k, v, ranges, out, lse, dout)
 
-    ranges = [plan.local_ranges(rank) for rank in range(plan.world_size)]
-    rows = len(ranges[0][0]), plan.kv_capacity, plan.kv_capacity
+    ranges = [
+        MaskRanges(*(x[None] for x in plan.local_ranges(rank))) for rank in range(plan.world_size)
+    ]
+    rows = ranges[0].k_start.shape[1], plan.kv_capacity, plan.kv_capacity
     shapes = [Shape((1, n, *x.shape[2:]), x.dtype) for n, x in zip(rows, qkv, strict=True)]
-    return RankProgram(run, shapes, [tuple(x[None] for x in of_rank) for of_rank in ranges])
+    pairs = np.array([SeenRows.of(x).pairs_before[:, -1].sum() for x in ranges], np.int64)
+    return RankProgram(run, shapes, ranges, pairs)
 
 
 def rotating_program(
@@ -93,15 +92,14 @@ def rotating_program(
 
     Tokens are in the order that the algorithm computes, as in `layout="zigzag"`.
     """
-    mask = read_mask_of_numbers(options.op, packed.mask)
     schedule = schedule_of(options.op, algorithm, num_ranks)
-    sequence = sharded_sequence(options, algorithm, schedule, mask)
+    sequence = sharded_sequence(options, algorithm, schedule, packed.mask)
     rotation = sequence.rotation(*qkv)
 
     rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
 
-    def run(rank, q, k, v, start, end):
-        operands, of_tokens = Operands(q, k, v), TokenRanges(start, end)
+    def run(rank, q, k, v, of_tokens):
+        operands = Operands(q, k, v)
         out, lse, _ = forward(rotation, operands, of_tokens, rank)
         if not backward:
             return out, lse
@@ -110,10 +108,11 @@ def rotating_program(
         return out, dq, *dkv
 
     packed = jax.tree.map(jnp.asarray, packed)
-    start, end, *_ = attended_tokens(packed, packed.segment_ids.shape)
+    seen = attended_tokens(packed, packed.segment_ids.shape)
     tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
-    held = lambda x, token: jnp.where(token >= 0, x[:, token], 0)
-    ranges = [(held(start, token), held(end, token)) for token in tokens]
+    ranges = [ranges_of_rows(packed.mask, seen, token) for token in tokens]
+    pairs = pairs_per_query(jax.tree.map(np.asarray, seen)).sum(0)
+    of_ranks = np.array([pairs[token[token >= 0]].sum() for token in tokens])
     missing = rotation.layout.num_rows - qkv[0].shape[1]
     shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
-    return RankProgram(run, shapes, ranges)
+    return RankProgram(run, shapes, ranges, of_ranks)

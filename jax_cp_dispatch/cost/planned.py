@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_cp_dispatch.cost.hardware import Hardware
-from jax_cp_dispatch.cost.rank_pairs import pairs_of_contiguous_ranks
+from jax_cp_dispatch.cost.rank_pairs import pairs_of_ranks
 from jax_cp_dispatch.cost.traffic import Rows, Traffic, spread
 from jax_cp_dispatch.cost.work import Workload
 
@@ -67,7 +67,7 @@ def _estimated(workload: Workload) -> tuple[float, float]:
     goes to s ranks.
     """
     n, tokens = workload.num_ranks, workload.tokens_per_rank
-    work = pairs_of_contiguous_ranks(workload)
+    work = pairs_of_ranks(workload)
     q = np.maximum(0, 1 - work.mean() / np.maximum(work, 1)).mean() * workload.rows_per_rank
     kv = 0.0
     for row in workload.rows:

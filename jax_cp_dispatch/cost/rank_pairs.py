@@ -1,15 +1,19 @@
 """Counts the query-key pairs between the ranks of a layout, and those that decide its time."""
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from jax_cp_dispatch.cost.hardware import Hardware
 from jax_cp_dispatch.cost.work import Workload
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.pairs import pairs_with_keys
+from jax_cp_dispatch.masks.read import read_mask_on_host
 
 _ROWS_AT_ONCE = 512  # of blocks; bounds the memory for documents over thousands of ranks
 
@@ -32,14 +36,19 @@ def rank_pairs(
       num_ranks: ranks over which the sequence is sharded.
       tokens_per_rank: tokens of one rank.
       zigzag: rank r holds blocks r and 2 * num_ranks - 1 - r, else blocks 2 * r and 2 * r + 1.
-      mask: count the pairs that it admits; None is causal.
+      mask: count the pairs that it admits; None is causal. Its arrays, if any, are NumPy's, of all
+        columns, `[1, num_ranks * tokens_per_rank]`.
     Returns:
       Pairs, as float64.
+    Raises:
+      TypeError, ValueError: `mask` is no mask, or its arrays have another shape.
     """
+    mask = read_mask_on_host("rank_pairs", mask, (1, num_ranks * tokens_per_rank))
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
     block = np.arange(2 * num_ranks)
     owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-    return _pairs_of_blocks(lengths, cuts, owner, read_mask_of_numbers("rank_pairs", mask))
+    count = _pairs_of_blocks if isinstance(mask, StaticMask) else _pairs_of_arrays
+    return count(lengths, cuts, owner, mask)
 
 
 def decisive_pairs(
@@ -51,7 +60,7 @@ def decisive_pairs(
     """
     cores = hardware.cores if hardware.topology == "shared_memory" else None
     if algorithm in ("balanced", "placed", "ulysses"):  # equal work on all ranks
-        of_ranks = _pairs(workload, False).sum(1)
+        of_ranks = pairs_of_ranks(workload)
         return np.array([of_ranks.mean() if cores is None else of_ranks.sum()])
     pairs = _pairs(workload, workload.visible.is_causal and algorithm != "ring")
     if algorithm == "all_gather":
@@ -60,18 +69,18 @@ def decisive_pairs(
     return np.array([_decisive(pairs[rank, rank - step], cores) for step in rank])
 
 
-def pairs_of_contiguous_ranks(workload: Workload) -> Float64[np.ndarray, " num_ranks"]:
-    """Returns the pairs of each rank's queries, if ranks hold tokens in order."""
-    return _pairs(workload, False).sum(1)
+def pairs_of_ranks(workload: Workload, *, zigzag: bool = False) -> Float64[np.ndarray, " W"]:
+    """Returns the pairs of each rank's queries, if ranks hold tokens in this order."""
+    return _pairs(workload, zigzag).sum(1)
 
 
 @functools.lru_cache(maxsize=8)
 def _pairs(workload: Workload, zigzag: bool) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the pairs of all batch rows."""
     sizes = {"num_ranks": workload.num_ranks, "tokens_per_rank": workload.tokens_per_rank}
-    mask = workload.mask
     pairs = np.zeros((workload.num_ranks, workload.num_ranks))
-    for row in workload.rows:
+    for b, row in enumerate(workload.rows):
+        mask = jax.tree.map(lambda x, b=b: x[b : b + 1], workload.visible)
         pairs += rank_pairs(row, **sizes, mask=mask, zigzag=zigzag)
     return pairs
 
@@ -88,7 +97,7 @@ def _pairs_of_blocks(
     lengths: Sequence[int],
     cuts: Int64[np.ndarray, " num_cuts"],
     owner: Int64[np.ndarray, " num_blocks"],
-    mask: StaticMask,
+    mask: Any,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
     """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
 
@@ -115,4 +124,30 @@ def _pairs_of_blocks(
             q = cut[rows.start : rows.stop + 1, None]
             counted = np.diff(np.diff(mask.pairs_before(q, cut[None]), axis=0), axis=1)
             np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
+    return pairs
+
+
+def _pairs_of_arrays(
+    lengths: Sequence[int],
+    cuts: Int64[np.ndarray, " num_cuts"],
+    owner: Int64[np.ndarray, " num_blocks"],
+    mask: Any,
+) -> Float64[np.ndarray, "num_ranks num_ranks"]:
+    """`_pairs_of_blocks` for a mask with arrays, `[1, T]`."""
+    num_ranks = int(owner.max()) + 1
+    pairs = np.zeros((num_ranks, num_ranks))
+    used = sum(lengths)
+    ends = np.repeat(np.cumsum(lengths, dtype=np.int64), lengths)
+    starts = ends - np.repeat(lengths, lengths)
+    mask = jax.tree.map(lambda x: x[:, :used], mask)
+    ranges = mask.ranges(np.arange(used)[None], starts[None], ends[None])
+    holder = np.repeat(owner, np.diff(cuts))
+    for (first, last), rank in zip(itertools.pairwise(cuts.tolist()), owner, strict=True):
+        last = min(last, used)
+        if first >= last:
+            continue
+        seeing = slice(int(starts[first]), int(ends[last - 1]))  # the documents of these keys
+        shifted = (x if x is None else x[:, seeing] - seeing.start for x in ranges)
+        keys = pairs_with_keys(MaskRanges(*shifted), first - seeing.start, last - seeing.start)
+        pairs[:, rank] += np.bincount(holder[seeing], keys[0], num_ranks)
     return pairs

@@ -3,8 +3,8 @@
 import dataclasses
 
 from jax_cp_dispatch._arguments import check_positive
-from jax_cp_dispatch.masks import Mask, StaticMask
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Workload:
       itemsize: bytes of an element of q, k, v and the output.
       lengths: tokens of the documents of each batch row, in order; the rest of a row is padding.
         None: one batch row with one document.
-      mask: see `context_parallel_attention`; None is causal.
+      mask: see `context_parallel_attention`; None is causal. Its arrays, if any, are NumPy's, of
+        all columns of the ranks, where the documents follow one another from the first.
       latent_size: elements of a latent row, which moves in place of keys and values (`expand=`).
       expand_flops: floating-point operations that expand one row, forward.
     Raises:
@@ -41,8 +42,9 @@ class Workload:
     def __post_init__(self) -> None:
         sizes = ("num_ranks", "num_heads", "num_kv_heads", "head_size", "itemsize")
         check_positive("Workload", **{name: getattr(self, name) for name in sizes})
-        object.__setattr__(self, "mask", read_mask_of_numbers("Workload", self.mask))
         num_tokens = self.num_ranks * self.tokens_per_rank
+        mask = read_mask_on_host("Workload", self.mask, (len(self.rows), num_tokens))
+        object.__setattr__(self, "mask", mask)
         longest = max(map(sum, self.rows), default=0)
         if longest > num_tokens:
             raise ValueError(
@@ -52,9 +54,9 @@ class Workload:
             )
 
     @property
-    def visible(self) -> StaticMask:
+    def visible(self) -> Mask:
         """`mask`, as an object."""
-        return read_mask_of_numbers("Workload", self.mask)
+        return read_mask("Workload", self.mask)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:

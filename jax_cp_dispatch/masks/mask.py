@@ -70,6 +70,10 @@ class Mask(abc.ABC):
           end: one past the last.
         """
 
+    def num_keys(self, length: Any) -> Any:
+        """Bounds the keys that a query of a document of `length` tokens sees."""
+        return length
+
     def clipped(self, num_tokens: int) -> Mask:
         """Returns the same mask for documents of at most `num_tokens` tokens, with 32-bit sums."""
         return self

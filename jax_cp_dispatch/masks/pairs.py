@@ -24,6 +24,16 @@ def pairs_per_query(ranges: MaskRanges) -> Int64[np.ndarray, "B T"]:
     return _nested(ranges, np) if _is_nested(ranges) else _visible(ranges, np)
 
 
+def pairs_with_keys(ranges: MaskRanges, first: int, last: int) -> Int64[np.ndarray, "B T"]:
+    """`pairs_per_query` of the keys in the columns [first, last) alone."""
+    if ranges.q_start is not None and _is_nested(ranges):
+        inside = np.zeros(ranges.q_start.shape[1], bool)
+        inside[first:last] = True
+        return _nested(ranges._replace(q_end=np.where(inside, ranges.q_end, 0)), np)
+    k_start, k_end = np.maximum(ranges.k_start, first), np.minimum(ranges.k_end, last)
+    return pairs_per_query(ranges._replace(k_start=k_start, k_end=k_end))
+
+
 def traced_pairs_per_query(ranges: MaskRanges, *, is_causal: bool) -> Int32[Array, "B T"]:
     """`pairs_per_query` inside a program.
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 import jax
+import numpy as np
 
+from jax_cp_dispatch._arguments import is_on_host
 from jax_cp_dispatch.masks.array_mask import MaskKind
 from jax_cp_dispatch.masks.causal import Causal
 from jax_cp_dispatch.masks.full import Full
@@ -42,10 +44,22 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     if not isinstance(mask, StaticMask):
         raise ValueError(
             f"{op}: mask is {mask}, but this needs a mask without arrays, such as causal, "
-            "SlidingWindow or Chunked. For masks of arrays, choose the algorithm 'balanced', "
-            "'placed', 'ring', 'zigzag', 'hamilton' or 'ulysses'."
+            "SlidingWindow or Chunked. For a mask of arrays, plan with plan_attention: the plan "
+            "counts its pairs."
         )
     return mask
+
+
+def read_mask_on_host(op: str, mask: Any, shape: tuple[int, ...]) -> Mask:
+    """Returns a mask whose arrays, if any, are NumPy's, of a batch of `shape`, `[B, T]`."""
+    mask = read_mask(op, mask)
+    check_mask_arrays(op, mask, shape)
+    if not all(is_on_host(x) for x in jax.tree.leaves(mask)):
+        raise ValueError(
+            f"{op}: the arrays of {mask} are traced or spread over processes. Pass whole arrays, "
+            "as NumPy, on every process, or plan inside jit, from segment ids."
+        )
+    return jax.tree.map(np.asarray, mask)
 
 
 def check_mask_arrays(op: str, mask: Mask | MaskKind, shape: tuple[int, ...]) -> None:

@@ -61,10 +61,6 @@ class StaticMask(Mask):
         zero = np.zeros_like(start)
         return self.k_start(start, zero), self.k_end(end - 1, zero, length)
 
-    def num_keys(self, length: Any) -> Any:
-        """Returns the most keys that a query of a document of `length` tokens sees."""
-        return length
-
     def clipped(self, num_tokens: int) -> StaticMask:
         return self
 

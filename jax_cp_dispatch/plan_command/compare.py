@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
 
 from jax_cp_dispatch.attention import Hamilton
 from jax_cp_dispatch.attention.choose import Choice, choose_for
 from jax_cp_dispatch.attention.planned_traffic import balanced_plan, placement, traffic_of_plans
-from jax_cp_dispatch.cost import Hardware, StepCost, Workload, rank_pairs, step_costs
+from jax_cp_dispatch.cost import Hardware, StepCost, Workload, step_costs
+from jax_cp_dispatch.cost.rank_pairs import pairs_of_ranks
 from jax_cp_dispatch.plan_command.slowest import Slowest, slowest_rank
 from jax_cp_dispatch.planner import AttentionPlan, Placement
 
@@ -143,13 +143,16 @@ def _layouts(
     n = workload.num_ranks
     rotated = 0, n * (n - 1) * workload.rows_per_rank  # all keys travel to all ranks
     exchanged = (n - 1) * workload.rows_per_rank  # rows of all heads; each rank keeps its share
-    contiguous, zigzag = (_work_of(workload, zigzag=x) for x in (False, True))
+    contiguous = pairs_of_ranks(workload)
+    is_causal = workload.visible.is_causal
+    order = "zigzag" if is_causal else "contiguous"
+    folded = pairs_of_ranks(workload, zigzag=is_causal)
     moved = int(balanced.num_q_tokens_moved), int(balanced.num_kv_tokens_moved)
     rows: dict[str, tuple[str, np.ndarray, int, int]] = {
         "ring": ("contiguous, ring", contiguous, *rotated),
-        "zigzag": ("zigzag, ring", zigzag, *rotated),
-        "hamilton": ("zigzag, hamilton", zigzag, *rotated),
-        "hamilton_nodes": ("zigzag, hamilton_nodes", zigzag, *rotated),
+        "zigzag": ("zigzag, ring" if is_causal else "contiguous, zigzag", folded, *rotated),
+        "hamilton": (f"{order}, hamilton", folded, *rotated),
+        "hamilton_nodes": (f"{order}, hamilton_nodes", folded, *rotated),
         "ulysses": ("contiguous, ulysses", np.full(n, contiguous.sum() / n), exchanged, exchanged),
         "balanced": ("balanced", np.asarray(balanced.pairs_after, float), *moved),
         "placed": ("placed", np.asarray(placed.plan.pairs, float), 0, _keys_moved(placed)),
@@ -170,17 +173,3 @@ def _layouts(
 
 def _keys_moved(placed: Placement) -> int:
     return int(placed.plan.num_kv_tokens_moved)
-
-
-def _work_of(workload: Workload, *, zigzag: bool) -> Float64[np.ndarray, " W"]:
-    """Returns the query-key pairs of each rank in a fixed layout."""
-    work = np.zeros(workload.num_ranks)
-    for row in workload.rows:
-        work += rank_pairs(
-            row,
-            num_ranks=workload.num_ranks,
-            tokens_per_rank=workload.tokens_per_rank,
-            zigzag=zigzag,
-            mask=workload.mask,
-        ).sum(1)
-    return work

@@ -13,7 +13,7 @@ from jax_cp_dispatch.plan_command.as_json import as_json
 from jax_cp_dispatch.plan_command.batch import Batch, fill_ranks
 from jax_cp_dispatch.plan_command.compare import Comparison, compare
 from jax_cp_dispatch.plan_command.lengths import read_lengths
-from jax_cp_dispatch.plan_command.mask import FORMS, read_mask_text
+from jax_cp_dispatch.plan_command.mask import FORMS, MaskOfArrays, read_mask_text
 from jax_cp_dispatch.plan_command.report import report, summary
 from jax_cp_dispatch.plots import plot_plan, plot_timeline
 from jax_cp_dispatch.plots.figure import figure_class
@@ -87,12 +87,16 @@ def main(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     all_ranks = _numbers_of_ranks(options.ranks)
     _check_sizes(options)
-    mask = read_mask_text(options.mask)
     machines = [_hardware(options, num_ranks) for num_ranks in all_ranks]
     if options.pictures is not None:
         _check_pictures(options.pictures)
     per_rank = options.tokens_per_rank
     found = read_lengths(options.file, join=options.join, row=options.row)
+    mask = read_mask_text(options.mask, options.file, row=options.row)
+    if options.join and isinstance(mask, MaskOfArrays):
+        raise InputError(
+            f"got --join and --mask {mask.name}, whose arrays number columns. Omit one."
+        )
     batches = [
         fill_ranks(found.rows, num_ranks=num_ranks, tokens_per_rank=per_rank)
         for num_ranks in all_ranks
@@ -102,15 +106,16 @@ def _run(options: argparse.Namespace) -> int:
     progress = Progress(_STEPS * len(all_ranks))
     done: list[tuple[Comparison, Batch]] = []
     for num_ranks, hardware, batch in zip(all_ranks, machines, batches, strict=True):
+        tokens = batch.tokens_per_rank
         workload = Workload(
             num_ranks=num_ranks,
-            tokens_per_rank=batch.tokens_per_rank,
+            tokens_per_rank=tokens,
             num_heads=options.heads,
             num_kv_heads=options.kv_heads,
             head_size=options.head_size,
             itemsize=options.itemsize,
             lengths=batch.rows,
-            mask=mask,
+            mask=mask.of(num_ranks * tokens) if isinstance(mask, MaskOfArrays) else mask,
         )
         comparison = compare(
             workload,

@@ -7,6 +7,7 @@ import numpy as np
 from jax_cp_dispatch.cost import Workload
 from jax_cp_dispatch.planner.documents import documents_of
 from jax_cp_dispatch.planner.planned_pieces import pieces_at_home
+from jax_cp_dispatch.planner.seen_keys import seen_keys
 
 
 class Slowest(NamedTuple):
@@ -36,20 +37,20 @@ def slowest_rank(workload: Workload) -> Slowest:
     rows = [[x for x in row if x] for row in workload.rows]
     documents = documents_of("plan", world_size=n, lengths=rows, columns=columns)
     pieces = pieces_at_home(documents, n)
-    pairs = pieces.pairs(workload.visible)
+    document = np.searchsorted(documents.first, pieces.first)
+    pairs = seen_keys(workload.visible, documents).pairs(document, pieces.start, pieces.end)
     work = pieces.per_rank(pairs, n)
     rank = int(work.argmax())
     here = np.flatnonzero(pieces.rank == rank)
     at = int(here[pairs[here].argmax()])
     batch_row = int(pieces.first[at]) // columns
     earlier = sum(map(len, rows[:batch_row]))
-    document = int(np.searchsorted(documents.first, pieces.first[at])) - earlier
     return Slowest(
         rank=rank,
         imbalance=float(work[rank] / work.mean()),
         share=float(pairs[at] / work[rank]),
         batch_row=batch_row,
-        document=document,
+        document=int(document[at]) - earlier,
         queries=int(pieces.end[at] - pieces.start[at]),
         length=int(pieces.length[at]),
     )

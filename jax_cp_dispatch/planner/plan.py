@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.blocks import BlockGrid
 from jax_cp_dispatch.planner.capacities import (
@@ -36,7 +36,7 @@ from jax_cp_dispatch.planner.on_host import plan_on_host
 from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.request import PlanRequest
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
-from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, is_on_host, read_documents
+from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
 from jax_cp_dispatch.planner.stages import Assignment, assign, build
 
@@ -201,13 +201,8 @@ def plan_inside(
 
 def _seen_on_host(mask: Mask, documents: Documents) -> SeenKeys:
     """Returns what queries see; requires a mask of the batch that this process knows."""
-    check_mask_arrays(_OP, mask, (documents.batch, documents.columns))
-    if not all(is_on_host(x) for x in jax.tree.leaves(mask)):
-        raise ValueError(
-            f"{_OP}: the arrays of {mask} are traced or spread over processes. Pass whole arrays, "
-            "as NumPy, on every process, or plan inside jit, from segment ids."
-        )
-    return seen_keys(mask, documents)
+    shape = documents.batch, documents.columns
+    return seen_keys(read_mask_on_host(_OP, mask, shape), documents)
 
 
 def _traced_fingerprint(

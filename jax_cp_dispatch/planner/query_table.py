@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Int, Int64
 
@@ -86,7 +85,7 @@ def query_table(mask: Mask, documents: Documents) -> QueryTable:
     edges = np.zeros((2, documents.num_tokens), np.int64)
     edges[:, token] = start, start + np.repeat(lengths, lengths)
     column = np.arange(documents.columns)[None]
-    seen = jax.tree.map(np.asarray, mask).ranges(column, *edges.reshape(2, *shape))
+    seen = mask.ranges(column, *edges.reshape(2, *shape))
     seen = MaskRanges(*(x if x is None else np.broadcast_to(x, shape) for x in seen))
     live = np.zeros(documents.num_tokens, bool)
     live[token] = True

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
+from jax_cp_dispatch._arguments import is_on_host
+
 Ids = Integer[Array, "B T"] | Integer[np.ndarray, "B T"]
 _INT32 = np.iinfo(np.int32)
 
@@ -58,11 +60,6 @@ def read_documents(
         places = None if positions is None else np.asarray(positions)[:, columns]
         _check_runs(op, segment_ids[:, columns], places)
     return _renumbered(segment_ids), positions
-
-
-def is_on_host(x: Array | np.ndarray) -> bool:
-    """Whether this process knows all values, also while a program is traced."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def fold_to_int32(x: Integer[Array | np.ndarray, "..."]) -> Any:

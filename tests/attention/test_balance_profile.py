@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+from array_masks import random_mask
 from attention_oracle import attention, attention_gradients
 from movement_oracle import combined, dispatched
 from sequences import attended
@@ -36,7 +37,7 @@ def program_of(algorithm) -> Any:
         options, algorithm, PackedMask(MASK, documents().numbers()), QKV, True
     )
     compiled = jax.jit(program.run)
-    return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, *program.ranges[rank])
+    return program, lambda rank, *qkv: compiled(np.int32(rank), *qkv, program.ranges[rank])
 
 
 def documents():
@@ -101,7 +102,7 @@ def test_a_program_by_a_plan_computes_the_rows_of_its_rank(kind):
     check(dq, moved(want[1]))
     for x, y in zip(dkv, want[2:], strict=True):
         check(combined(keys, x, 2 * T), y)
-    assert program.num_pairs().tolist() == moved(pairs).sum(1).tolist()
+    assert program.num_pairs.tolist() == moved(pairs).sum(1).tolist()
 
 
 @pytest.mark.parametrize("algorithm", [Ring(), Zigzag(), Hamilton()], ids=lambda x: x.name)
@@ -121,7 +122,7 @@ def test_a_program_of_rotating_keys_computes_the_rows_of_its_rank(algorithm):
     kv = [np.where(is_padding[..., None, None], 0, x[:, :T]) for x in kv]
     kv = [x[:, np.argsort(order) % T] for x in kv]
     pairs, (out, *_) = dense([q, *kv])
-    assert program.num_pairs().tolist() == [pairs[:, x].sum() for x in tokens]
+    assert program.num_pairs.tolist() == [pairs[:, x].sum() for x in tokens]
     for rank, own in enumerate(tokens):
         got = run(rank, q[:, own], *(x[:, own] for x in kv))
         _, (_, dq, *dkv) = dense([q, *kv], live=np.isin(np.arange(W * T), own))
@@ -145,6 +146,19 @@ def test_profiles_count_the_pairs_of_each_rank():
     assert all(len(x.seconds) == W and min(x.seconds) > 0 for x in got)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "tree"])
+def test_profiles_count_the_pairs_of_masks_of_arrays(kind):
+    make, arrays, seen = random_mask(kind, np.random.default_rng(), np.array(IDS))
+    ids = np.array(IDS)
+    seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] > 0)
+    of_tokens = seen.sum((0, 2))
+    given = {"columns": W * T, "mask": make(*arrays), "repeats": 1, "backward": False, **HEADS}
+    algorithms = "ring", "placed"
+    ring, placed = balance_profile(LENGTHS, world_size=W, algorithms=algorithms, **given)
+    assert list(ring.pairs) == of_tokens.reshape(W, T).sum(1).tolist()
+    assert sum(placed.pairs) == of_tokens.sum()
+
+
 def test_ranks_and_programs_take_turns(monkeypatch):
     """By a fake clock: after one run of each program to compile, each rank once in each round."""
     ran, clock = [], [0.0]
@@ -160,7 +174,10 @@ def test_ranks_and_programs_take_turns(monkeypatch):
         return run
 
     monkeypatch.setattr(module, "_run_of_ranks", lambda program: run_of(program.run))
-    programs = [RankProgram(cast(Any, name), (), cast(Any, range(n))) for name, n in ranks.items()]
+    programs = [
+        RankProgram(cast(Any, name), (), cast(Any, range(n)), np.zeros(n))
+        for name, n in ranks.items()
+    ]
     assert module._time(programs, 3, lambda: clock[0]) == [[3, 2], [7]]
     assert ran == [("a", 0), ("b", 0)] + 3 * list(seconds)
 

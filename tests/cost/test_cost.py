@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from array_masks import KINDS, random_mask
 from mask_oracle import visible
 
 from jax_cp_dispatch.cost import (
@@ -69,6 +70,27 @@ def test_pairs_of_ranks(mask, zigzag):
             placed = {"mask": mask, "zigzag": zigzag}
             got = rank_pairs(lengths, num_ranks=num_ranks, tokens_per_rank=tokens, **placed)
             np.testing.assert_array_equal(got, brute_force(lengths, num_ranks, tokens, **placed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_of_ranks_under_masks_of_arrays(kind):
+    rng = np.random.default_rng()
+    for num_ranks, tokens in ((1, 9), (3, 8), (4, 7)):
+        total = num_ranks * tokens
+        lengths = [[5, 0, total - 8], [total]]
+        ids = np.array([np.repeat([1, 2, 0], [5, total - 8, 3]), np.ones(total, int)])
+        make, arrays, seen = random_mask(kind, rng, ids)
+        seen &= (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] > 0)
+        sizes = {"num_ranks": num_ranks, "tokens_per_rank": tokens}
+        for row, of_row in enumerate(seen):
+            half = np.arange(1, 2 * num_ranks) * tokens // 2  # where blocks begin
+            block = np.searchsorted(half, np.arange(total), "right")
+            mask = make(*(x[row : row + 1] for x in arrays))
+            for zigzag in (False, True):
+                folded = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
+                one_hot = np.eye(num_ranks, dtype=int)[folded]
+                got = rank_pairs(lengths[row], **sizes, mask=mask, zigzag=zigzag)
+                np.testing.assert_array_equal(got, one_hot.T @ of_row @ one_hot)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jax_cp_dispatch import (
 )
 from jax_cp_dispatch.__main__ import main as command
 from jax_cp_dispatch.cost import HARDWARE
+from jax_cp_dispatch.masks import BlockCausal, Blocks, PrefixLM, Ranges, SharedPrefix, Tree
 from jax_cp_dispatch.plan_command.batch import fill_ranks
 from jax_cp_dispatch.plan_command.lengths import Lengths, read_lengths
 from jax_cp_dispatch.plan_command.run import add_arguments, main
@@ -66,6 +67,8 @@ def folder(tmp_path, monkeypatch):
     positions = np.concatenate([np.arange(x) for x in (700, 200)])[None]
     np.savez(tmp_path / "positions.npz", segment_ids=positions * 0 + 1, positions=positions)
     np.savez(tmp_path / "other.npz", ids=ids, tokens=ids)
+    np.savez(tmp_path / "masks.npz", segment_ids=ids, **mask_arrays(ids))
+    np.savez(tmp_path / "padding.npz", segment_ids=[0, 1], in_prefix=[True, True])
     np.save(tmp_path / "floats.npy", ids / 2)
     np.save(tmp_path / "cube.npy", ids[None])
     np.save(tmp_path / "twice.npy", np.array([1, 2, 1]))
@@ -79,6 +82,21 @@ def ids_of(rows):
     for row, lengths in enumerate(rows):
         ids[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return ids
+
+
+def mask_arrays(ids):
+    """Arrays of every mask of arrays, for ids of documents."""
+    half = np.arange(ids.shape[1]) % 40 < 20
+    column = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return {
+        "in_prefix": half & (np.diff(ids, axis=1, prepend=0) != 0),
+        "block_ids": half * ids,
+        "completion_ids": np.where(half, 0, ids),
+        "span_ids": np.where(ids == 0, -1, ids - 1),
+        "parents": np.full((len(ids), 18), -1),
+        "k_start": column - 5,
+        "k_end": column + 9,
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,9 +191,13 @@ def test_filling_ranks_cuts_one_document_per_row():
         (["list.json", "--nodes", "3"], "--nodes 3 does not divide 8 ranks"),
         (["list.json", "--nodes", "2", "--hardware", "cpu"], "has no links between nodes"),
         (
-            ["list.json", "--mask", "full"],
-            "pass one of causal, sliding_window:TOKENS",
+            ["list.json", "--mask", "bidirectional"],
+            "pass one of causal, full, sliding_window:TOKENS",
         ),
+        (["list.json", "--mask", "tree"], "--mask tree needs the arrays segment_ids, span_ids, "),
+        (["ids.npz", "--mask", "blocks"], "ids.npz has no block_ids. Save them in one .npz file"),
+        (["padding.npz", "--mask", "prefix_lm"], "padding.npz has padding before a document"),
+        (["masks.npz", "--mask", "blocks", "--join"], "got --join and --mask blocks"),
         (["list.json", "--mask", "chunked:0"], "--mask is 'chunked:0'; pass one of"),
         (["list.json", "--mask", "chunked:1" + "0" * 23], "--mask is 'chunked:1000000000"),
         (["list.json", "--head-size", "1" + "0" * 23], "--head-size is 1000000000"),
@@ -317,6 +339,37 @@ def test_the_command_chooses_as_choose_algorithm(folder, capsys):
         waits = {name: x["rearrangement_seconds"] for name, x in point["predictions"].items()}
         for algorithm, prediction in choice.predictions.items():
             assert seconds[algorithm] - waits[algorithm] == pytest.approx(prediction.total)
+
+
+@pytest.mark.parametrize("row, tokens", [(0, 128), (1, 104)])
+def test_masks_of_arrays(folder, capsys, row, tokens):
+    """Arrays are cut, or padded, to the columns of the ranks, as the documents are."""
+    ids = ids_of(ROWS)[row : row + 1]
+    mask_of = {
+        "prefix_lm": lambda x: PrefixLM(x["in_prefix"]),
+        "blocks": lambda x: Blocks(x["block_ids"]),
+        "shared_prefix": lambda x: SharedPrefix(x["completion_ids"]),
+        "tree": lambda x: Tree(x["span_ids"], x["parents"]),
+        "ranges": lambda x: Ranges(x["k_start"], x["k_end"]),
+        "full": lambda x: "full",
+        "block_causal:16": lambda x: BlockCausal(16),
+    }
+    sizes: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
+    sizes |= {"num_ranks": 8, "tokens_per_rank": tokens, "can_place": True}
+    columns = 8 * tokens
+    ids = np.pad(ids, ((0, 0), (0, max(0, columns - ids.shape[1]))))[:, :columns]
+    kept = [np.unique_counts(x[x > 0]).counts.tolist() for x in ids]
+    given = mask_arrays(ids_of(ROWS)[row : row + 1])
+    for name, x in given.items():
+        if name != "parents":
+            more = ((0, 0), (0, max(0, columns - x.shape[1])))
+            given[name] = np.pad(x, more, constant_values=-(name == "span_ids"))[:, :columns]
+    for name, make in mask_of.items():
+        arguments = ["masks.npz", "--mask", name, "--row", row, "--ranks", 8]
+        assert run(*arguments, "--tokens-per-rank", tokens, "--json") == 0
+        (point,) = json.loads(capsys.readouterr().out)["points"]
+        choice = choose_algorithm(kept, mask=make(given), hardware=HARDWARE["h100"], **sizes)
+        assert point["reason"] == choice.reason, name
 
 
 def keys_of(value, path=""):

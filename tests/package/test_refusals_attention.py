@@ -167,7 +167,7 @@ CASES = [
             ({"head_size": 0}, "head_size is 0; it needs to be at least 1"),
             ({"repeats": 0}, "repeats is 0; it needs to be at least 1"),
             ({"dtype": "int32"}, "have dtypes int32.*Cast"),
-            ({"mask": masks.PrefixLM(np.ones((1, 8), bool))}, "mask is PrefixLM.*without arrays"),
+            ({"mask": masks.PrefixLM(np.ones((1, 7), bool))}, r"batch has shape \[1, 16\]. Pass"),
             ({"columns": 6}, "the lengths of batch row 0 sum to 8"),
             ({"world_size": 3}, "columns cannot be split over world_size=3"),
         )
@@ -177,6 +177,16 @@ CASES = [
     ("choose_algorithm", lambda: choose(num_ranks=0), "num_ranks is 0; it needs to be at least 1"),
     ("choose_algorithm", lambda: choose(layout="no"), "layout is 'no'; it needs"),
     ("choose_algorithm", lambda: choose(mask="no"), "mask is 'no'; it needs"),
+    (
+        "choose_algorithm",
+        lambda: choose(mask=masks.PrefixLM(np.ones((2, 3), bool))),
+        "PrefixLM.*one number for each token, but the batch has shape",
+    ),
+    (
+        "count_pairs",
+        lambda: cp.cost.count_pairs(0, 8, mask=masks.PrefixLM(np.ones((1, 8), bool))),
+        "needs a mask without arrays.*plan with plan_attention",
+    ),
     (
         "ring_attention",
         lambda: on_heads(cp.ring_attention, layout="no"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from jax_cp_dispatch.attention.algorithms import Hamilton, Ring, Rotating, Zigzag
 from jax_cp_dispatch.attention.arguments import HostOrDevice, check_rows
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
+from jax_cp_dispatch.attention.local.query_ranges import KeyQueries
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.packed_mask import PackedMask
 from jax_cp_dispatch.attention.profile.keywords import read_keywords
@@ -29,7 +30,8 @@ from jax_cp_dispatch.attention.rotating.sequence import (
     token_ranges,
 )
 from jax_cp_dispatch.cycles.rows import CycleRows
-from jax_cp_dispatch.masks.read import read_mask_of_numbers
+from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.timeline import COMMUNICATION, COMPUTATION
 
 
@@ -116,7 +118,7 @@ def _profile(
     )
     check_rows(op, *qkv, *documents)
     check_tokens(op, qkv[0].shape[1], stopwatch)
-    mask = read_mask_of_numbers(op, mask)
+    mask = read_mask_on_host(op, mask, qkv[0].shape[:2])
     sequence = sharded_sequence(options, algorithm, schedule, mask)
     documents = read_sequences(op, *documents, layout=options.layout, num_ranks=num_ranks)
     sharding = NamedSharding(stopwatch.mesh, P(None, axis_name))
@@ -134,6 +136,16 @@ def _profile(
 _ROWS, _CHUNKS, _BLOCKS, _SCALAR = (1, 1, 0, None)
 
 
+def _axes_of_ranges(mask: Mask) -> Any:
+    """Returns the axes of `token_ranges`; all ranks have the queries of every key."""
+    queries: Any = (_ROWS, _SCALAR, _SCALAR)
+    return TokenRanges(
+        *cast(Any, (_ROWS, _ROWS)),
+        is_key=cast(Any, _ROWS if mask.has_arrays else None),
+        queries=KeyQueries(*queries) if mask.has_query_ranges else None,
+    )
+
+
 def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: PackedMask):
     """Runs the steps of `attend_sequence`, each kind as one program."""
     q, k, v = qkv
@@ -144,10 +156,11 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     )
     program, run = record.stopwatch.program, record.stopwatch.run
 
+    sees = _axes_of_ranges(packed.mask)
     ranges = program(
-        lambda packed: tuple(token_ranges(sequence, rotation, packed, shape)[:2]),
+        lambda packed: token_ranges(sequence, rotation, packed, shape)._replace(is_in_order=None),
         [_ROWS],
-        (_ROWS, _ROWS),
+        sees,
     )
     _, of_queries = run(ranges, packed)
     place = program(
@@ -160,17 +173,13 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
 
     pair, softmax = 2 * (_CHUNKS,), OnlineSoftmax._make(3 * [_BLOCKS])
     begin = program(
-        lambda q, k, v, start, end: rotation.begin(q, (k, v), TokenRanges(start, end)),
-        5 * [_ROWS],
+        lambda q, k, v, ranges: rotation.begin(q, (k, v), ranges),
+        [*3 * [_ROWS], sees],
         (_BLOCKS, pair, softmax),
     )
-    _, (queries, own, seen) = run(begin, q, k, v, *of_queries)
+    _, (queries, own, seen) = run(begin, q, k, v, of_queries)
     fetch_keys = program(rotation.fetch_keys, [pair, pair, _SCALAR], pair)
-    attend = program(
-        lambda queries, ranges, *rest: rotation.attend(queries, TokenRanges(*ranges), *rest),
-        [_BLOCKS, 2 * (_ROWS,), pair, softmax, _SCALAR],
-        softmax,
-    )
+    attend = program(rotation.attend, [_BLOCKS, sees, pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
         computing = {COMPUTATION: (attend, queries, of_queries, held, seen, np.int32(step))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jax_cp_dispatch.attention.rotating.layout import (
     zigzag_permutation,
 )
 from jax_cp_dispatch.attention.rotating.schedules import Schedule
+from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planner.order import is_in_order
 from jax_cp_dispatch.planner.segment_ids import read_documents
@@ -159,19 +161,25 @@ def token_ranges(
         packed = jax.tree.map(lambda x: x[:, order], packed)
     seen = attended_tokens(packed, (B, num_tokens))
     token = rotation.layout.positions(lax.axis_index(exchange.axis_name))
-    of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
-    ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
+    ranges = ranges_of_rows(packed.mask, seen, token)
     if sequence.options.checks_order and packed.segment_ids is not None:
         ranges = ranges._replace(is_in_order=is_in_order(packed.segment_ids, packed.positions))
-    if packed.mask.has_arrays:
-        is_key = attended_keys(*seen[:2], num_tokens)
+    leaves, tree = jax.tree.flatten(ranges)
+    leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
+    return tree.unflatten(leaves)
+
+
+def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
+    """Returns what the rows of `token` see, of what all tokens see; token -1 pads a block."""
+    of_rows = lambda x: jnp.where(token >= 0, x[:, token], 0)
+    ranges = TokenRanges(of_rows(seen.k_start), of_rows(seen.k_end))
+    if mask.has_arrays:
+        is_key = attended_keys(seen.k_start, seen.k_end, seen.k_start.shape[1])
         ranges = ranges._replace(is_key=of_rows(is_key))
     if seen.q_start is not None:
         index = jnp.broadcast_to(token, ranges.start.shape)
         ranges = ranges._replace(queries=KeyQueries(index, seen.q_start, seen.q_end))
-    leaves, tree = jax.tree.flatten(ranges)
-    leaves = named_context(vary_alike(leaves, also=sequence.options.exchange.axis_names))
-    return tree.unflatten(leaves)
+    return ranges
 
 
 def _zigzag_routes(num_ranks: int):

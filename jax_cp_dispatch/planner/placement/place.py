@@ -10,7 +10,7 @@ from jaxtyping import Int, Int32
 from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import check_mask_arrays
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.planner.constraints import check_longest_keys, check_ranks
 from jax_cp_dispatch.planner.documents import Row, documents_of
 from jax_cp_dispatch.planner.fallback import check_fallback
@@ -97,12 +97,10 @@ def place_tokens(
         columns=columns,
     )
     layers_of = read_layers(_OP, mask, masks, layers)
-    for x in layers_of.masks:
-        check_mask_arrays(_OP, x, (documents.batch, documents.columns))
+    shape = documents.batch, documents.columns
+    seen = [seen_keys(read_mask_on_host(_OP, x, shape), documents) for x in layers_of.masks]
     of_batch = documents, positions, world_size
-    requests = tuple(
-        PlanRequest(*of_batch, seen_keys(x, documents), config, rank) for x in layers_of.masks
-    )
+    requests = tuple(PlanRequest(*of_batch, x, config, rank) for x in seen)
     request = requests[0]
     _check_config(request)
     check_fallback(_OP, fallback, config, CAPACITIES)

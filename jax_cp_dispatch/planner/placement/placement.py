@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int, PyTree, Shaped
 
 from jax_cp_dispatch._text import outline
 from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
+from jax_cp_dispatch.masks.read import read_mask_on_host
 from jax_cp_dispatch.metadata.describe import rows_between_ranks
 from jax_cp_dispatch.planner.describe import PlanToDescribe, Rows, describe_plan
 from jax_cp_dispatch.planner.home import home_pieces, pairs_of_ranks
@@ -86,8 +86,7 @@ class Placement:
         requests, pieces = self.made_of
         if pieces is None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
-        read = read_mask(op, mask)
-        check_mask_arrays(op, read, (self.batch, self.columns))
+        read = read_mask_on_host(op, mask, (self.batch, self.columns))
         request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
