@@ -3,6 +3,7 @@
 Where beartype is not installed, shapes go unchecked.
 """
 
+import functools
 import gc
 import importlib.util
 import os
@@ -55,6 +56,17 @@ def full_optimization():
     yield
     jax.config.update(name, before)
     jax.clear_caches()
+
+
+@pytest.fixture
+def operations_compiled_once(monkeypatch):
+    """Compiles an operation of a `jax.shard_map` without jit once.
+
+    JAX makes a function of it, by which it finds the program, and forgets it after each call.
+    """
+    from jax._src import shard_map, util
+
+    monkeypatch.setattr(shard_map, "HashablePartial", functools.cache(util.HashablePartial))
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ def test_other_derivatives_of_attention_are_rejected_by_name(name):
     check_second_derivatives(FUNCTIONS[name], op, jax.jit)
 
 
+@pytest.mark.usefixtures("operations_compiled_once")
 def test_other_derivatives_are_rejected_without_jit():
     """Of few operations, each of which is a program: second derivatives compute the first."""
     as_it_is = lambda function: function

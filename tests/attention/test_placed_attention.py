@@ -155,6 +155,7 @@ def test_repeats_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("operations_compiled_once")
 def test_shard_map_outside_of_jit():
     """JAX executes its operations one by one."""
     *arrays, segment_ids = draw(12, batch=1, num_tokens=2 * 24)

@@ -14,6 +14,8 @@ from jax_cp_dispatch import (
     plan_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("operations_compiled_once")
+
 W, LENGTHS = 2, [20, 4, 17, 19, 9, 59]
 IDS = np.repeat(np.arange(1, 1 + len(LENGTHS), dtype=np.int32), LENGTHS)[None]
 PLACEMENT = place_tokens(LENGTHS, world_size=W)
