@@ -29,6 +29,8 @@ class AdverseNetwork {
   }
   // Delivers what is in transit; then the memory may be freed.
   static void Stop() { Instance().reset(); }
+  // Delivers the signals that have been sent.
+  static void DeliverSignals() { Instance()->SendAll(); }
   // What has been asked for so far.
   static int64_t num_puts() { return Instance()->num_puts_; }
   static int64_t num_gets() { return Instance()->num_gets_; }
@@ -165,6 +167,13 @@ class AdverseNetwork {
       Arrive(message.pe, At(message.to, rank, message.pe), message.from, message.bytes);
     }
     __atomic_store_n(At(message.signal, rank, message.pe), message.value, __ATOMIC_RELEASE);
+  }
+
+  void SendAll() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      while (!ranks_[r].signals.empty()) Send(static_cast<int>(r));
+    }
   }
 
   void ShowTo(uint64_t* signal, uint64_t value) {

@@ -60,9 +60,10 @@ void LaunchRanks(const Call& call, int num_blocks, int num_threads, Kernel kerne
   });
 }
 
-// The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h.
+// The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h. Calls
+// `meet` after this device has signalled and before it waits.
 template <typename Fabric, typename CopyPath>
-void RunCallWith(const Call& call, int blocks, int threads) {
+void RunCallWith(const Call& call, int blocks, int threads, const std::function<void()>& meet) {
   constexpr bool kSignalsLast = !Fabric::kHasNetwork;
   LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
     Prepare<Fabric>(b, rank, s);
@@ -101,6 +102,7 @@ void RunCallWith(const Call& call, int blocks, int threads) {
       Signal<Fabric>(b, rank);
     });
   }
+  meet();
   struct Scratch : UnpackScratch {
     typename CopyPath::Scratch of_path;
   };
@@ -135,25 +137,43 @@ void RunCallWith(const Call& call, int blocks, int threads) {
 }
 
 template <typename Fabric = Mapped>
-void RunCall(const Call& call, int blocks, int threads) {
+void RunCall(const Call& call, int blocks, int threads, const std::function<void()>& meet = [] {}) {
   const auto run = !Fabric::kHasNetwork && call.in_bulk ? RunCallWith<Fabric, InBulk<AdverseEngine>>
                                                         : RunCallWith<Fabric, ByRegisters>;
-  run(call, blocks, threads);
+  run(call, blocks, threads, meet);
 }
 
-// All ranks but `absent`, concurrently; `times` calls without synchronization in between.
-inline void RunRanks(World& world, int times = 1, int absent = -1) {
+// Calls `run` for each rank but `absent`, concurrently.
+inline void Concurrently(World& world, int absent, const std::function<void(Call)>& run) {
   std::vector<Call> calls;
   for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
   world.Clear();
   std::vector<std::thread> threads;
   for (int r = 0; r < world.num_ranks; ++r) {
-    if (r == absent) continue;
-    threads.emplace_back([&, r] {
-      for (int i = 0; i < times; ++i) RunCall(calls[r], world.num_blocks, world.num_threads);
-    });
+    if (r != absent) threads.emplace_back(run, calls[r]);
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// All ranks; `times` calls without synchronization in between.
+inline void RunRanks(World& world, int times = 1) {
+  Concurrently(world, -1, [&](const Call& call) {
+    for (int i = 0; i < times; ++i) RunCall(call, world.num_blocks, world.num_threads);
+  });
+}
+
+// All ranks but `absent`. The deadline passes once all of these have signalled, and `deliver` has
+// brought their signals.
+template <typename Fabric = Mapped>
+void RunWithout(World& world, int absent, const std::function<void()>& deliver = [] {}) {
+  Barrier all(world.num_ranks - 1);
+  Concurrently(world, absent, [&](Call call) {
+    call.deadline_ns = 0;
+    RunCall<Fabric>(call, world.num_blocks, world.num_threads, [&] {
+      deliver();
+      all.Wait();
+    });
+  });
 }
 
 }  // namespace cpd::kernels

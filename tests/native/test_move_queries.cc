@@ -98,8 +98,8 @@ void EveryQueryIsComputedOnce(int seed) {
   }
 }
 
-const Register kTests("test_move_queries", [](const Numbers&) {
-  for (int seed = 0; seed < 60; ++seed) EveryQueryIsComputedOnce(seed);
+const Register kTests("test_move_queries", [](const Numbers& numbers) {
+  for (int seed = 0; seed < numbers.Get(0, 20); ++seed) EveryQueryIsComputedOnce(seed);
 });
 
 }  // namespace cpd::test_move_queries

@@ -11,30 +11,27 @@
 
 namespace cpd::kernels::test_network {
 
-// All ranks but `absent`, concurrently; `times` calls without synchronization in between. Returns
-// the number of puts and gets.
-int64_t Run(World& world, int times = 1, int absent = -1) {
+// Runs `ranks` over an adverse network. Returns the number of puts and gets.
+int64_t OverNetwork(World& world, const std::function<void()>& ranks) {
   static unsigned seed = 0;
-  std::vector<Call> calls;
-  for (int r = 0; r < world.num_ranks; ++r) calls.push_back(world.MakeCall(r));
-  world.Clear();
+  world.MakeCall(0);  // makes the memory
   std::vector<char*> memory;
   for (auto& channel : world.symmetric) memory.push_back(reinterpret_cast<char*>(channel.data()));
   AdverseNetwork::Start(memory, 8 * static_cast<int64_t>(world.symmetric[0].size()), ++seed);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world.num_ranks; ++r) {
-    if (r == absent) continue;
-    threads.emplace_back([&, r] {
-      for (int i = 0; i < times; ++i) {
-        const auto run = calls[r].has_network ? RunCall<AdverseNetwork> : RunCall<Mapped>;
-        run(calls[r], world.num_blocks, world.num_threads);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  ranks();
   const int64_t num_moved = AdverseNetwork::num_puts() + AdverseNetwork::num_gets();
   AdverseNetwork::Stop();
   return num_moved;
+}
+
+// `times` calls of all ranks without synchronization in between.
+int64_t Run(World& world, int times = 1) {
+  return OverNetwork(world, [&] {
+    Concurrently(world, -1, [&](const Call& call) {
+      const auto run = call.has_network ? RunCall<AdverseNetwork> : RunCall<Mapped>;
+      for (int i = 0; i < times; ++i) run(call, world.num_blocks, world.num_threads, [] {});
+    });
+  });
 }
 
 void Divide(World* world, Rng& rng) {
@@ -184,8 +181,10 @@ void AnAbsentRankIsNamed() {
     World world = SmallWorld(absent == 1, {0, 1, 0});
     Run(world);
     CHECK(world.IsFine());
-    world.deadline_ns = 2'000'000'000;
-    Run(world, 1, absent);
+    const auto others = [&] {
+      RunWithout<AdverseNetwork>(world, absent, AdverseNetwork::DeliverSignals);
+    };
+    OverNetwork(world, others);
     for (int r = 0; r < 3; ++r) {
       if (r == absent) continue;
       const ErrorRecord error = world.Take(r);
@@ -193,7 +192,7 @@ void AnAbsentRankIsNamed() {
       CHECK(error.expected == 2 && error.seen == 1 && error.epoch == 2);
       CHECK(IsSpoiled(world, r));
     }
-    Run(world, 1, absent);
+    OverNetwork(world, others);
     for (int r = 0; r < 3; ++r) {
       if (r != absent) CHECK(world.Take(r).failure == Failure::kBroken);
     }

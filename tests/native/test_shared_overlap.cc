@@ -141,11 +141,20 @@ void NoRoomIsAnError() {
   CHECK(small.IsRight());
 }
 
+// A failure reaches the ranks after a delay: all problems wait at once.
+void ForEachAtOnce(const std::vector<OverlapProblem>& problems,
+                   const std::function<void(const OverlapProblem&)>& check) {
+  std::vector<std::future<void>> checks;
+  for (const OverlapProblem& problem : problems) {
+    checks.push_back(std::async(std::launch::async, check, problem));
+  }
+  for (std::future<void>& one : checks) one.get();
+}
+
 // Ends a process at any moment: the others are notified at once, and none of their ranks waits for
 // the deadline.
-void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after) {
+void AProcessEnds(Job& job, const OverlapProblem& problem, std::chrono::microseconds after) {
   static const Processes processes = {0, 1, 2};
-  Job& job = NewJob(3, kFewBytes);
   std::thread killer([&] {
     std::this_thread::sleep_for(after);
     job.Kill(2);
@@ -171,9 +180,11 @@ void AProcessEnds(const OverlapProblem& problem, std::chrono::microseconds after
 
 // A GEMM is not done by the deadline: all ranks learn whose part is missing, even those with a
 // longer deadline; its later work does no harm.
-void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
+void APartThatIsNotDone(Job& job, const OverlapProblem& problem) {
   static const Processes processes = {0, 1, 0, 2};
-  Job& job = NewJob(3, kFewBytes);
+  // No rank waits in the middle of a direct all-gather.
+  const char* told =
+      problem.config.copies ? ", signal 'chunk " : "the parts of ranks [1] are not done";
   const Call call(problem);
   std::atomic<bool> is_over{false};
   const GemmFunction gemm = [&](const GemmTask& task) {
@@ -203,8 +214,8 @@ void APartThatIsNotDone(const OverlapProblem& problem, const char* told) {
 void AGemmThatThrows() {
   static const Processes processes = {0, 1, 2, 1};
   Job& job = NewJob(3, kFewBytes);
-  int64_t run_id = 0;
-  for (const OverlapProblem& problem : AllProblems({1, 2, 1, 1})) {
+  std::atomic<int64_t> run_id{0};
+  ForEachAtOnce(AllProblems({1, 2, 1, 1}), [&](const OverlapProblem& problem) {
     const Call call(problem);
     const GemmFunction gemm = [&](const GemmTask& task) {
       if (call.RankOf(task.c) == 1 || call.RankOf(task.b.data) == 1)
@@ -215,23 +226,30 @@ void AGemmThatThrows() {
          JoinAll(job, MakeExchange(++run_id, processes, call.problem(), kLong, gemm), call)) {
       CHECK(Contains(rank.get(), "test: rank 1 threw out of paper"));
     }
-  }
+  });
 }
 
 void Failures() {
   std::vector<OverlapProblem> problems = GatheringProblems({2, 3, 1});
   for (OverlapProblem& problem : ReducingProblems({2, 3, 1})) problems.push_back(problem);
-  int64_t i = 0;
-  for (const OverlapProblem& problem : problems) {
-    AProcessEnds(problem, std::chrono::microseconds(++i * 997 % 4973));
-  }
+  std::mutex mutex;
+  const auto new_job = [&]() -> Job& {
+    std::lock_guard<std::mutex> lock(mutex);
+    return NewJob(3, kFewBytes);
+  };
+  std::atomic<int64_t> i{0};
+  ForEachAtOnce(problems, [&](const OverlapProblem& problem) {
+    AProcessEnds(new_job(), problem, std::chrono::microseconds(++i * 997 % 4973));
+  });
+  std::vector<OverlapProblem> waiting;
   for (const CommMethod method :
        {CommMethod::kNone, CommMethod::kPipeline, CommMethod::kRingExchange}) {
-    APartThatIsNotDone(Problem(CommType::kReduceScatter, method, {1, 1, 1, 1}), ", signal 'chunk ");
+    waiting.push_back(Problem(CommType::kReduceScatter, method, {1, 1, 1, 1}));
   }
-  OverlapProblem direct = Problem(CommType::kAllGather, CommMethod::kRingExchange, {1, 1, 1, 1});
-  direct.config.copies = false;  // no rank waits in the middle
-  APartThatIsNotDone(direct, "the parts of ranks [1] are not done");
+  waiting.push_back(Problem(CommType::kAllGather, CommMethod::kRingExchange, {1, 1, 1, 1}));
+  waiting.back().config.copies = false;
+  ForEachAtOnce(waiting,
+                [&](const OverlapProblem& problem) { APartThatIsNotDone(new_job(), problem); });
 }
 
 const Register kTests("test_shared_overlap", [](const Numbers&) {
