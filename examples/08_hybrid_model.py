@@ -16,7 +16,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 start_cpu_devices(8)
 
 LENGTHS = [100, 30, 1, 125]  # of the documents; the first and the last are longer than a rank
-COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 20, 0.02
+COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 10, 0.02
 SIZE = WIDTH // HEADS
 
 

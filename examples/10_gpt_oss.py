@@ -19,7 +19,7 @@ from jax_cp_dispatch.cpu_devices import start_cpu_devices
 start_cpu_devices(8)
 
 LENGTHS = [100, 30, 1, 125]  # of the documents; the first and the last are longer than a rank
-COLUMNS, VOCAB, WIDTH, PAIRS, STEPS, RATE = 256, 64, 32, 2, 20, 0.1  # PAIRS of layers
+COLUMNS, VOCAB, WIDTH, PAIRS, STEPS, RATE = 256, 64, 32, 2, 10, 0.1  # PAIRS of layers
 N, K, H, WINDOW, NUM_EXPERTS, CHOSEN, HIDDEN = 4, 2, 8, 16, 4, 2, 32
 MASKS = (masks.SlidingWindow(WINDOW), masks.Causal())  # of the layers of a pair
 

@@ -20,10 +20,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))
 # Compilation takes most of the suite's time. LLVM's optimizations, and the code generator for
 # fusions that newer jaxlibs always use, more than double it. Compiling a program in parts, on many
-# threads, takes an eighth more. Programs that a test starts inherit this; `full_optimization` and
-# `environment_of_a_user` undo it where optimizations matter.
+# threads, takes an eighth more, and so does the traceback of each operation. Programs that a test
+# starts inherit this; `full_optimization` and `environment_of_a_user` undo it where optimizations
+# matter.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     flags = ["--xla_cpu_parallel_codegen_split_count=1"]
     if jaxlib.version.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
@@ -72,7 +74,9 @@ def operations_compiled_once(monkeypatch):
 @pytest.fixture
 def environment_of_a_user(monkeypatch):
     """Programs that the test starts compile as they do for a user."""
-    for name in ("PJRT_NPROC", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+    for name in ("DISABLE_MOST_OPTIMIZATIONS", "TRACEBACK_IN_LOCATIONS_LIMIT"):
+        monkeypatch.delenv(f"JAX_{name}", raising=False)
+    for name in ("PJRT_NPROC", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -75,10 +75,10 @@ def sent(made):
 
 
 @pytest.mark.parametrize("kind", [Placed, Balanced])
-def test_two_hundred_batches_compile_once(kind):
+def test_many_batches_compile_once(kind):
     mesh = mesh_of(WORLD_SIZE)
     sizes: dict[str, Any] = {"world_size": WORLD_SIZE, "columns": COLUMNS}
-    sample = list(batches(200))
+    sample = list(batches(80))
     config = kind.fit(sample[:50], **sizes, overflow=0.2)
     # Less than the sample needs, so that some batches do not fit.
     needs = [sent(kind(x, **sizes)) for x in sample[:50]]
@@ -108,7 +108,7 @@ def test_two_hundred_batches_compile_once(kind):
             q, k, v = (x.astype(np.float64) for x in qkv)
             want, _ = attention(q, k, v, start, end)
             np.testing.assert_allclose(out, want, atol=1e-5)
-    assert 100 < seen[True] < 200
+    assert 40 < seen[True] < 80
     assert len(compiled) == 1
     assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 

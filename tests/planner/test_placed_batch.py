@@ -53,8 +53,8 @@ def attend(qkv, plan, segment_ids=None, positions=None, implementation=None):
 @examples(20)
 def test_the_fingerprint_is_that_of_the_placed_arrays(data):
     """Worked out from pieces on the host, it is what the arrays say, in NumPy and on a device."""
-    world_size = data.draw(st.integers(1, 6))
-    columns = world_size * data.draw(st.integers(1, 12))
+    # Few shapes: each is a program.
+    world_size, columns = data.draw(st.sampled_from([(1, 1), (2, 24), (3, 15), (6, 60)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     segment_ids, positions = pack(rng, 2, columns, max_length=columns)
     mask = data.draw(any_mask(columns))

@@ -31,9 +31,9 @@ from movement_oracle import dispatched
 from places import AXIS, T, check, draw, on_ranks, place, plan_of
 
 import jax_cp_dispatch as cp
+from jax_cp_dispatch._ranks.job import publish, read_published
 
 DEADLINE = 3.0
-LATE = 1.5 * DEADLINE  # after the others have given up, while the reason is still recorded
 
 # The expected message after the operation, by kind, with the victim's rank and process.
 TOLD = {
@@ -95,6 +95,7 @@ class Job:
         self.checked = self.dispatch(self.capacity + 2)
         self.proof = self.dispatch(self.capacity + 3, deadline=60.0)
         self.num_calls = 0  # of `call_of`
+        self.num_trials = 0
         # Here for all: JAX treats a program that is first called from another line as a new one.
         self.call(self.checked)
         self.call(self.program)
@@ -180,6 +181,16 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
                 self.call_of(kind)
 
+    def give_up(self):
+        """Tells the victim that this process has its error."""
+        publish("failures", f"{len(self.processes)}/{self.num_trials}", True)
+
+    def wait_for_others(self):
+        """Waits until all others have given up: only then is a call late."""
+        name = f"{len(self.processes)}/{self.num_trials}"
+        while len(read_published("failures", name)) < self.num_ranks - 1:
+            time.sleep(0.01)
+
     def prove(self):
         """All live processes exchange, and start the next trial together."""
         check(
@@ -190,13 +201,13 @@ class Job:
 def fail(kind, job, pid):
     """The action of the victim. Raises what its own call raises."""
     if kind in ("late", "gemm late", "ring late"):
-        time.sleep(LATE)
+        job.wait_for_others()
         job.call_of(kind)
     elif kind == "raises":
         try:
             raise ZeroDivisionError
         except ZeroDivisionError:
-            time.sleep(LATE)  # it continues with another call
+            job.wait_for_others()  # it continues with another call
         raise jax.errors.JaxRuntimeError("its own error, before the call")
     elif kind == "shapes":
         job.call(job.other_shapes)
@@ -239,6 +250,7 @@ def trial(kind, job, pids):
     victim = job.processes[-1]
     here, rank = jax.process_index(), job.num_ranks - 1
     job.prove()
+    job.num_trials += 1
     begin = time.monotonic()
     try:
         if here == victim:
@@ -251,6 +263,8 @@ def trial(kind, job, pids):
         error = "none"
     except (jax.errors.JaxRuntimeError, ValueError) as raised:
         error = str(raised)
+    if here != victim:
+        job.give_up()
     seconds = time.monotonic() - begin
     if kind.endswith("stop") and here == 0:
         os.kill(pids[victim], signal.SIGCONT)
