@@ -40,6 +40,14 @@ if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook("jax_cp_dispatch", "beartype.beartype")
 
 
+# Without them at the beginning, one worker would still run them when the others have ended.
+LONG = ("test_native.py", "test_examples.py", "test_processes.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def unchecked_types():
     """Turns the run-time shape checks off, to see the package's own errors as a user does."""

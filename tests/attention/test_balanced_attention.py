@@ -85,8 +85,14 @@ def test_equals_dense_attention(num_ranks, per_rank):
     assert_close(fn(q, k, v, g), expected(q, k, v, g, segment_ids))
 
 
-@pytest.mark.parametrize("made", ["on the host", "inside jit"])
-@pytest.mark.parametrize("mask", [SlidingWindow(19), Full(), SlidingWindow(9, 14)], ids=str)
+@pytest.mark.parametrize(
+    "mask, made",
+    [
+        *((SlidingWindow(19), "on the host"), (SlidingWindow(9, 14), "on the host")),
+        *((SlidingWindow(9, 14), "inside jit"), (Full(), "inside jit")),
+    ],
+    ids=str,
+)
 def test_masks_and_tokens_that_do_not_divide(mask, made):
     q, k, v, g, segment_ids = draw(5, batch=2, num_tokens=4 * 48 - 5, max_length=120)
     start, end = batch_ranges(mask, segment_ids)
@@ -186,8 +192,13 @@ def test_permuted_mesh():
     assert_close([got], expected(q, k, v, g, segment_ids)[:1])
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axes", [{}, {"batch_axis": "data", "head_axis": "tp"}])
+@pytest.mark.parametrize(
+    "axis_type, axes",
+    [
+        *((AxisType.Auto, {}), (AxisType.Explicit, {})),
+        (AxisType.Auto, {"batch_axis": "data", "head_axis": "tp"}),
+    ],
+)
 def test_one_axis_of_a_larger_mesh(axis_type, axes):
     q, k, v, g, segment_ids = draw(8, batch=2, num_tokens=2 * 64)
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tp"), axis_types=(axis_type,) * 3)
@@ -211,8 +222,7 @@ def test_explicit_mesh_set_for_the_context():
     assert results[0].sharding.spec[1] == AXIS
 
 
-@pytest.mark.parametrize("form", ["global", "slice"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("form, check_vma", [("global", True), ("slice", False), ("slice", True)])
 def test_inside_shard_map(form, check_vma):
     q, k, v, g, segment_ids = draw(10, batch=2, num_tokens=8 * 32)
     plan = plan_attention(segment_ids, None, world_size=8, config=CONFIG)

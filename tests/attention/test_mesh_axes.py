@@ -73,8 +73,7 @@ def spec_of(array):
 # ---- Inferred axes.
 
 
-@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "types alone"])
-@pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
+@pytest.mark.parametrize("algorithm, is_set", zip(SOME_ALGORITHMS, (True, False), strict=True))
 @pytest.mark.usefixtures("no_warning")
 def test_explicit_axes_are_read_from_types(algorithm, is_set):
     mesh = mesh_of_kind(AxisType.Explicit)
@@ -93,8 +92,7 @@ def test_explicit_axes_are_read_from_types(algorithm, is_set):
     check(results, operands)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
+@pytest.mark.parametrize("algorithm, kind", zip(SOME_ALGORITHMS, AxisType, strict=False))
 @pytest.mark.usefixtures("no_warning")
 def test_all_axes_are_read_from_placed_arrays(algorithm, kind):
     mesh = mesh_of_kind(kind)
@@ -242,8 +240,10 @@ def test_a_plan_of_the_whole_batch_is_rejected_for_groups():
 # ---- Fewer KV heads than devices.
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("heads, algorithm", [((4, 1), "balanced"), ((12, 6), "zigzag")])
+@pytest.mark.parametrize(
+    "heads, algorithm, kind",
+    [((4, 1), "balanced", AxisType.Explicit), ((12, 6), "zigzag", AxisType.Auto)],
+)
 def test_kv_heads_are_repeated(heads, algorithm, kind):
     """4 devices: those whose query heads read a KV head hold a copy; gradients are summed."""
     case = Case("ring", 1, T, documents="segments", heads=heads)

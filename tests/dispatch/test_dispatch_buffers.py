@@ -191,6 +191,26 @@ def test_a_buffer_can_be_destroyed_once_results_are_ready():
         destroy_dispatch_buffer(buffer)
 
 
+def test_a_late_rank_gets_the_error_of_the_others():
+    """The group failed without it: it waits for no new meeting. The buffer tells when."""
+    buffer = create()
+    gate = Gate(rank=2)
+    options = {"axis_name": AXIS, "buffer": buffer, "deadline": 2.0}
+    send = lambda x, m: dispatch(gate.wait_at(x), m, **options)
+    result = program(send, check_vma=False)(X, METADATA)
+    while num_in_use(buffer) < W - 1:
+        time.sleep(1e-4)
+    while num_in_use(buffer) > 0:
+        time.sleep(1e-4)
+    gate.may_go.set()
+    for shard in result.addressable_shards:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"deadline of 2000 ms passed: 7/8 ranks arrived.*missing ranks \[2\]",
+        ):
+            np.asarray(shard.data)
+
+
 # ---- All else is as without a buffer.
 
 

@@ -78,7 +78,7 @@ def test_needs_are_the_least_capacities(kind):
 @KINDS
 def test_the_expected_rate_does_not_fit(kind):
     rng = np.random.default_rng(1)
-    sample = [draw(rng) for _ in range(100)]
+    sample = [draw(rng) for _ in range(60)]
 
     def config_for(overflow):
         config = FIT[kind](sample, world_size=WORLD_SIZE, columns=COLUMNS, overflow=overflow)
@@ -92,7 +92,7 @@ def test_the_expected_rate_does_not_fit(kind):
     assert expected <= 1e-6
     assert all(getattr(rare, name) >= getattr(config, name) for name in CAPACITIES[kind])
     assert rare.kv_capacity <= 3 * WORLD_SIZE * COLUMNS
-    rate = np.mean([not fits(draw(rng), config) for _ in range(300)])
+    rate = np.mean([not fits(draw(rng), config) for _ in range(150)])
     assert rate <= 0.05
 
 
