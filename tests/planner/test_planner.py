@@ -1,23 +1,20 @@
-"""`plan_attention`: every query gets exactly its keys, work is balanced, capacities suffice."""
+"""`plan_attention`: every query gets exactly its keys, and capacities suffice."""
 
-import itertools
 import pickle
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
-from planner_oracle import check_plan, fewest_bytes
+from planner_oracle import check_plan
 from properties import examples
 
 from jax_cp_dispatch import PlanConfig, plan_attention
 from jax_cp_dispatch.cost import attention_flops, rows_bytes
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
-from jax_cp_dispatch.planner.balance import balance_blocks
 
 # (B, W, T, block); blocks need not divide T, and a block may be longer than T.
 SHAPES = [(1, 1, 24, 8), (3, 3, 10, 4), (2, 8, 3, 4)]
@@ -103,7 +100,7 @@ EXTREME_MASKS = [
 
 
 @pytest.mark.parametrize("mask", EXTREME_MASKS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_batches(name, world_size, mask):
     """From lengths; capacities are what the plan needs, rounded up."""
@@ -118,83 +115,6 @@ def test_extreme_batches(name, world_size, mask):
     least = (8 * block, 8 * block, 8, 8, 8)
     for need, capacity, step in zip(plan.needs[0], capacities, least, strict=True):
         assert need <= capacity <= max(need + step, need * 9 // 8)
-
-
-def keys_of_queries(mask, length):
-    position = np.arange(length)
-    if mask is None:
-        return position + 1
-    if isinstance(mask, Full):
-        return np.full(length, length)
-    if isinstance(mask, Chunked):
-        return position % mask.size + 1
-    if isinstance(mask, BlockCausal):
-        return np.minimum(length, (position // mask.size + 1) * mask.size)
-    last = np.minimum(length, position + mask.right + 1)
-    return last - np.maximum(0, position - mask.left + 1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_rank_is_above_the_tolerance(seed):
-    """With some hundred tokens per rank, also if most of them are padding."""
-    rng = np.random.default_rng(seed)
-    world_size, tokens = int(rng.integers(2, 33)), int(rng.integers(400, 4000))
-    left = int(world_size * tokens * rng.choice([1, 1, 0.9, 0.3]))
-    longest = int(rng.integers(1, left + 1))
-    lengths = []
-    while left > 0:
-        most = longest if rng.random() < 0.25 else max(longest // 50, 1)
-        lengths.append(min(int(rng.integers(1, most + 1)), left))
-        left -= lengths[-1]
-    size = int(rng.integers(1, 2 * tokens))
-    mask = [
-        *(None, None, SlidingWindow(size), Chunked(size)),
-        *(Full(), BlockCausal(size), SlidingWindow(size, size // 2)),
-    ][rng.integers(7)]
-    tolerance = float(rng.choice([0.01, 0.1]))
-    plan = plan_attention(
-        lengths=lengths,
-        columns=world_size * tokens,
-        world_size=world_size,
-        mask=mask,
-        config=PlanConfig(balance_tolerance=tolerance),
-    )
-    assert plan.imbalance <= 1 + tolerance + 1e-5
-    pairs = sum(keys_of_queries(mask, x).sum(dtype=float) for x in lengths)
-    assert plan.pairs_after.sum(dtype=float) == pytest.approx(pairs, rel=1e-5)
-
-
-UNIT = 64  # tokens; the planner may cut anywhere, the exact search at multiples of these
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_near_the_optimum_of_small_cases(seed):
-    """Never above the limit if some plan is below it, and few more bytes than the least."""
-    rng = np.random.default_rng(seed)
-    world_size = int(rng.integers(2, 4))
-    total = world_size * int(rng.integers(3, 6 if world_size == 2 else 4))
-    cuts = np.sort(rng.choice(np.arange(1, total), int(rng.integers(0, 4)), replace=False))
-    lengths = np.diff([0, *cuts, total])
-    mean = (UNIT * lengths * (UNIT * lengths + 1) / 2).sum() / world_size
-    for num_kv_heads, tolerance in itertools.product((8, 32), (0.05, 0.25)):
-        config = PlanConfig(1, balance_tolerance=tolerance, num_kv_heads=num_kv_heads)
-        plan = plan_attention(lengths=UNIT * lengths, world_size=world_size, config=config)
-        q = 32 // num_kv_heads
-        least = fewest_bytes(lengths, world_size, (1 + tolerance) * mean, unit=UNIT, q=q)
-        if least is not None:
-            assert plan.pairs_after.max() <= (1 + tolerance) * mean * (1 + 1e-6)
-            cost = q * plan.num_q_tokens_moved + plan.num_kv_tokens_moved
-            assert cost <= 1.25 * least + 2
-
-
-def test_more_tolerance_moves_fewer_bytes():
-    lengths = [40_000, 20_000, 10_000] + [500] * 60
-    moved = []
-    for tolerance in (0.01, 0.1, 0.5):
-        config = PlanConfig(balance_tolerance=tolerance)
-        plan = plan_attention(lengths=lengths, columns=100_000, world_size=4, config=config)
-        moved.append(4 * plan.num_q_tokens_moved + plan.num_kv_tokens_moved)
-    assert moved[0] > moved[1] > moved[2]
 
 
 def test_slices_and_pickles():
@@ -219,21 +139,6 @@ def test_all_padding_moves_nothing():
     plan = plan_attention(np.zeros((1, 96), np.int32), world_size=4, config=PlanConfig(block=8))
     assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
     assert plan.imbalance == plan.imbalance_before == 1
-
-
-def test_equal_local_documents_do_not_move():
-    segment_ids = np.repeat(np.arange(1, 5, dtype=np.int32), 24)[None]
-    plan = plan_attention(segment_ids, None, world_size=4, config=PlanConfig(block=8))
-    assert plan.num_q_tokens_moved == plan.num_kv_tokens_moved == 0
-    np.testing.assert_array_equal(plan.pairs_before, plan.pairs_after)
-
-
-def test_a_document_over_all_ranks_is_balanced():
-    segment_ids = np.ones((1, 1024), np.int32)
-    plan = plan_attention(segment_ids, None, world_size=8, config=PlanConfig(block=8))
-    assert plan.imbalance_before > 1.8
-    assert plan.imbalance <= 1.01001
-    check_plan(plan, segment_ids)
 
 
 # Plans of any 96 columns: by default, and with capacities that are too small.
@@ -297,30 +202,6 @@ def test_64_bit_inputs():
             segment_ids.astype(np.int64), None, world_size=4, config=PlanConfig(block=8)
         )
     assert_same(narrow, wide)
-
-
-@examples(30)
-@given(st.data())
-def test_balancer_bounds_rows_for_any_costs(data):
-    shape = (2, 4, 5)
-    length = np.broadcast_to(np.array([8, 8, 8, 8, 3], np.int32), shape)
-    seed = data.draw(st.integers(0, 2**32 - 1))
-    weight = data.draw(st.sampled_from([1, 2, 4, 6]))
-    rng = np.random.default_rng(seed)
-    cost = (10.0 ** rng.uniform(0, weight, shape)).astype(np.int32)
-    cost[rng.random(shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = 0
-    rows = np.where(cost > 0, length, 0)
-    limit = 2 * 2 * 35 + 8
-    assigned = np.asarray(
-        _balance(jnp.asarray(cost), jnp.asarray(rows), row_limit=limit, tolerance=0.01)
-    )
-    assert assigned.min() >= 0 and assigned.max() < 4
-    load = np.bincount(assigned.ravel(), weights=cost.ravel(), minlength=4)
-    assert np.bincount(assigned.ravel(), weights=rows.ravel(), minlength=4).max() <= limit
-    assert load.max() <= max(cost.sum((0, 2)).max(), load.mean() + cost.max())
-
-
-_balance = jax.jit(balance_blocks, static_argnames=("row_limit", "tolerance"))
 
 
 @pytest.mark.parametrize(

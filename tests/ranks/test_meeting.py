@@ -1,0 +1,129 @@
+"""How the processes of a job find each other, and the shared memory that they exchange."""
+
+import concurrent.futures
+import fcntl
+import os
+import socket
+import stat
+from typing import Any
+
+import pytest
+from launching import free_address, in_shared_memory
+
+from jax_cp_dispatch._ranks.processes import segment
+from jax_cp_dispatch._ranks.processes.connect import ConnectionInfo, connect_all, new_token
+from jax_cp_dispatch._ranks.processes.meeting import JobMember, meet
+
+
+def meet_all(places, timeout):
+    """Returns each process's result of the meeting, or its error message."""
+    address = free_address()
+
+    def meet_one(place) -> Any:
+        try:
+            return meet(address, place, timeout)
+        except RuntimeError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(meet_one, places))
+
+
+def test_processes_meet():
+    places = [JobMember(process, 3, "a", "name of a") for process in range(3)]
+    assert meet_all(places, 30.0) == [True] * 3
+    places[1] = places[1]._replace(host="b")
+    assert meet_all(places, 30.0) == [False] * 3
+    assert meet_all([JobMember(0, 1, "a", "name of a")], 30.0) == [True]
+
+
+def test_missing_processes_are_named():
+    places = [JobMember(process, 4, "a", "name of a") for process in range(4)]
+    for told in meet_all(places[:2], 1.0):
+        assert "waited 1 s at 127.0.0.1:" in told
+        assert "for process 2, process 3 of 4, which did not join" in told
+    for process, told in enumerate(meet_all(places[1:], 1.0)):
+        assert f"process {process + 1} waited 1 s for process 0 at 127.0.0.1:" in told
+
+
+def test_processes_of_another_job_are_named():
+    places = [JobMember(0, 2, "a", "name of a"), JobMember(1, 3, "b", "name of b")]
+    for told in meet_all(places, 30.0):
+        assert "process 1 of 3 on host name of b joined a job of 2 processes" in told
+    places = [JobMember(0, 3, "a", "name of a"), *[JobMember(1, 3, "b", "name of b")] * 2]
+    for told in meet_all(places, 30.0):
+        assert "two processes, on hosts name of b and name of b, joined as process 1" in told
+
+
+def test_a_port_of_another_program_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")
+
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            threads.submit(answer)
+            with pytest.raises(RuntimeError, match=r"\(another program answers there\)"):
+                meet(f"127.0.0.1:{port}", JobMember(1, 2, "a", "name of a"), 0.0)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1234"])
+def test_an_address_has_a_port(address):
+    with pytest.raises(RuntimeError, match="it needs to be host:port of process 0"):
+        meet(address, JobMember(1, 2, "a", "name of a"), 1.0)
+
+
+def test_a_segment_is_private_unnamed_and_of_fixed_size(monkeypatch):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, str(1 << 20))
+    before = in_shared_memory()
+    fd, num_bytes = segment.make_segment()
+    status = os.fstat(fd)
+    assert num_bytes == status.st_size == 1 << 20
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert not os.get_inheritable(fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
+    assert in_shared_memory() == before
+    segment.check_segment(1, fd, num_bytes)
+    with pytest.raises(PermissionError, match="process 1 sent a segment with"):
+        segment.check_segment(1, fd, num_bytes + 1)
+    os.fchmod(fd, 0o644)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, fd, num_bytes)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.fchmod(unsealed, 0o600)
+    os.ftruncate(unsealed, 10)
+    with pytest.raises(PermissionError):
+        segment.check_segment(1, unsealed, 10)
+    assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
+    os.close(fd)
+    os.close(unsealed)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-5", "0", str(1 << 60)])
+def test_segment_bytes_must_be_a_number(monkeypatch, text):
+    monkeypatch.setenv(segment.SEGMENT_BYTES, text)
+    with pytest.raises(ValueError, match="JAX_CP_DISPATCH_SEGMENT_BYTES is"):
+        segment.segment_bytes()
+
+
+def test_unauthenticated_connections_are_rejected():
+    """Connections without the token, or without a message, are ignored; the wait has a deadline."""
+    listener, name = segment.listen()
+    peers = {0: ConnectionInfo(name, new_token()), 1: ConnectionInfo("nobody", new_token())}
+    strangers = []
+    for greeting in (b"", b"\1\0\0\0" + bytes(32), b"short", b"\1\0\0\0" + bytes(99)):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + name)
+        if greeting:
+            stranger.send(greeting)
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+        strangers.append(stranger)
+    with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
+        connect_all(listener, 0, peers, segment.make_segment(), timeout=1.0)
+    assert segment.listen()[1] != name
