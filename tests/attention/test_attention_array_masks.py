@@ -21,7 +21,6 @@ from jax_cp_dispatch import (
     Auto,
     PlanConfig,
     Ring,
-    choose_algorithm,
     context_parallel_attention,
     local_attention,
     place_tokens,
@@ -238,19 +237,6 @@ def in_prefix(shape=(1, 8)):
 X: Any = jnp.zeros((1, 8, 2, 4), jnp.float32)
 ROWS: Any = jnp.zeros((1, 8), jnp.int32)
 REFUSED = {
-    "choose_algorithm": (
-        lambda: choose_algorithm(
-            [[8]],
-            num_ranks=2,
-            tokens_per_rank=4,
-            num_heads=2,
-            num_kv_heads=2,
-            head_size=4,
-            itemsize=4,
-            mask=in_prefix(),
-        ),
-        "mask is PrefixLM",
-    ),
     "arrays of another shape": (
         lambda: context_parallel_attention(
             X, X, X, mesh=mesh_of(2), axis_name=AXIS, algorithm="ring", mask=in_prefix((1, 6))

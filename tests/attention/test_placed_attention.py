@@ -74,7 +74,7 @@ def assert_close(results, references, *, relative=1e-5, least=1e-30):
         assert difference <= relative * scale, f"{name}: {difference / scale:.1e}"
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_equals_dense_attention(world_size):
     """Documents of any length, in two batch rows, on any number of ranks."""
     *arrays, segment_ids = draw(world_size, batch=2, num_tokens=world_size * 31)

@@ -215,7 +215,7 @@ void CopiesAreCutAtTheWidestVector() {
 
 const Register kTests("test_device", [](const Numbers& numbers) {
   CopiesAreCutAtTheWidestVector();
-  RandomPlans(numbers.Get(0, 10));
+  RandomPlans(numbers.Get(0, 6));
   ManyReplicasAndSources();
   BadPlansAreRefusedEverywhere();
   PlansAreCompared();

@@ -259,7 +259,7 @@ const Register kTests("test_early_rows", [](const Numbers& numbers) {
   LaterWaitsBeginWithTheFirst();
   RejectedMessagesEndTheRounds();
   OwnRejectedPlan();
-  RandomPlans(numbers.Get(0, 6));
+  RandomPlans(numbers.Get(0, 4));
 });
 
 }  // namespace cpd::kernels::test_early_rows

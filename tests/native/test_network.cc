@@ -219,7 +219,7 @@ void TheSameBits() {
 }
 
 const Register kTests("test_network", [](const Numbers& numbers) {
-  RandomPlans(numbers.Get(0, 10));
+  RandomPlans(numbers.Get(0, 6));
   LongPieces();
   ManySources();
   NothingMoves();
