@@ -41,7 +41,7 @@ if importlib.util.find_spec("beartype"):
 
 
 # Without them at the beginning, one worker would still run them when the others have ended.
-LONG = ("test_native.py", "test_examples.py", "test_processes.py")
+LONG = ("test_native.py", "test_examples.py", "test_processes.py", "test_recurrences.py")
 
 
 def pytest_collection_modifyitems(items):

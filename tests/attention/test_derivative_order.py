@@ -75,6 +75,9 @@ def test_other_derivatives_of_attention_are_rejected_by_name(name):
     op = name.partition(",")[0]
     check_forward_mode(FUNCTIONS[name], op, jax.jit)
     check_second_derivatives(FUNCTIONS[name], op, jax.jit)
+    of_cotangents = jax.grad(lambda g: jax.vjp(FUNCTIONS[name], Q)[1](g)[0].sum())
+    with pytest.raises(NotImplementedError, match=SECOND.format(op=op)):
+        jax.jit(of_cotangents)(Q)
 
 
 @pytest.mark.usefixtures("operations_compiled_once")
