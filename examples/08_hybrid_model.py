@@ -1,7 +1,9 @@
 """A hybrid model with multi-token prediction: packed documents over 8 devices, placed and zigzag.
 
 Twice three delta-rule layers with short convolutions and one of attention; predicts the next token
-and the one after it. Training equals one device that computes each document alone.
+and the one after it. Training equals one device that computes each document alone. In 4 processes:
+
+    python -m jax_cp_dispatch.launch --processes 4 --devices 2 examples/08_hybrid_model.py
 """
 
 import jax
@@ -13,10 +15,11 @@ import jax_cp_dispatch as cpd
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
 
-start_cpu_devices(8)
+if cpd.initialize().implementation == "in_process":  # not one of several processes
+    start_cpu_devices(8)
 
 LENGTHS = [100, 30, 1, 125]  # of the documents; the first and the last are longer than a rank
-COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 10, 0.02
+COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 20, 0.02
 SIZE = WIDTH // HEADS
 
 
@@ -72,24 +75,22 @@ def loss_on_rank(params, tokens, where):
     return jax.lax.psum(total, "cp") / COLUMNS
 
 
-def train(num_ranks, tokens, **where):
+def train(devices, tokens, **where):
     """Returns the loss of each step. `where` has the plan, or segment ids in zigzag order."""
-    mesh, columns = Mesh(np.array(jax.devices()[:num_ranks]), "cp"), P(None, "cp")
-    arrays, specs = where, {name: P("cp") if name == "plan" else columns for name in where}
+    mesh, columns = Mesh(np.array(devices), "cp"), P(None, "cp")
+    specs = P(), columns, {name: P("cp") if name == "plan" else columns for name in where}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params, tokens, arrays = jax.device_put((weights(), tokens, where), shardings)
     static = {"axis_name": "cp"} | ({} if "plan" in where else {"layout": "zigzag"})
-    on_ranks = jax.shard_map(
-        lambda params, tokens, arrays: loss_on_rank(params, tokens, arrays | static),
-        mesh=mesh,
-        in_specs=(P(), columns, specs),
-        out_specs=P(),
-    )
+    on_rank = lambda params, tokens, arrays: loss_on_rank(params, tokens, arrays | static)
+    on_ranks = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P())
 
     @jax.jit
     def step(params, tokens, arrays):
         loss, gradients = jax.value_and_grad(on_ranks)(params, tokens, arrays)
         return loss, jax.tree.map(lambda w, g: w - RATE * g, params, gradients)
 
-    params, losses = jax.device_put(weights(), NamedSharding(mesh, P())), []
+    losses = []
     for _ in range(STEPS):
         loss, params = step(params, tokens, arrays)
         losses.append(float(loss))
@@ -103,18 +104,17 @@ batch = {"token": token, "next": shift(-1), "label_1": shift(-1, fill=-1)}
 batch["label_2"] = shift(-2, fill=-1)
 
 placement = cpd.place_tokens(segment_ids=ids, world_size=8)
-placed = train(8, placement.apply(batch), plan=placement.plan)
+placed = train(jax.devices(), placement.apply(batch), plan=placement.plan)
 order = cpd.zigzag_permutation(COLUMNS, 8)
-in_zigzag = train(8, {name: x[:, order] for name, x in batch.items()}, segment_ids=ids[:, order])
+zigzag = {name: x[:, order] for name, x in batch.items()}
+in_zigzag = train(jax.devices(), zigzag, segment_ids=ids[:, order])
 
-alone = {name: np.full((len(LENGTHS), max(LENGTHS)), -(name > "l")) for name in batch}
-for row, (end, length) in enumerate(zip(np.cumsum(LENGTHS), LENGTHS, strict=True)):
-    for name, x in batch.items():
-        alone[name][row, :length] = x[0, end - length : end]
-lengths = np.array(LENGTHS)[:, None]
-one = train(1, alone, segment_ids=(np.arange(max(LENGTHS)) < lengths).astype(np.int32))
+of_row = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]  # each document in a row of its own
+alone = {name: np.full(of_row.shape, -(name > "l")) for name in batch}
+for name, x in batch.items():
+    alone[name][of_row] = x[0]
+one = train(jax.local_devices()[:1], alone, segment_ids=of_row.astype(np.int32))
 np.testing.assert_allclose(placed, one, rtol=1e-4)
 np.testing.assert_allclose(in_zigzag, one, rtol=1e-4)
-print(
-    f"loss {one[0]:.3f} -> {one[-1]:.3f}: 8 devices, placed and zigzag, equal one device: verified"
-)
+if jax.process_index() == 0:
+    print(f"loss {one[0]:.3f} -> {one[-1]:.3f}: 8 devices, placed and zigzag, equal one: verified")
