@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,20 +30,23 @@ class Place(NamedTuple):
     mask: Float[Array, "P 1 C 1"]
 
 
-class Chunks(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
     """The chunks of rows [G, L]: n for each group, of C rows; the last is padded.
 
     Attributes:
-      num_rows: L.
-      ids: the piece of each row.
-      into: 1 for the rows of a piece that entered the chunk from the one before, else 0.
-      last: 1 for the rows of the piece of the last row.
+      num_rows: L (static).
+      ids: i32 [n, G, C]; the piece of each row.
+      into: [n, G, 1, C, 1]; 1 for the rows of a piece that entered the chunk from the one before,
+        else 0.
+      last: likewise; 1 for the rows of the piece of the last row.
     """
 
-    num_rows: int
-    ids: Int32[Array, "n G C"]
-    into: Float[Array, "n G 1 C 1"]
-    last: Float[Array, "n G 1 C 1"]
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    ids: Any
+    into: Any
+    last: Any
 
     @property
     def size(self) -> int:

@@ -21,7 +21,8 @@ from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
-from jax_cp_dispatch.sequence.states import Entry, Steps, read, states_after, walk
+from jax_cp_dispatch.sequence.states import Entry, Steps, read
+from jax_cp_dispatch.sequence.summaries import products_of_pieces, states_of_pieces
 
 _OP = "gated_delta_rule"
 
@@ -129,21 +130,8 @@ class DeltaRule:
         return _Parts(steps, q * decays.into, scores * chunks.lower(), dtype)
 
     def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
-        steps, chunks = parts.steps, parts.steps.chunks
-        size = steps.kd.shape[-1]
-        # The last chunk of a piece is computed apart.
-        behind = chunks.between(ends.first, ends.last)
-        active = lambda used: (behind & used[:, None]).any(0)
-        states = walk(steps, active=active(ends.used))[0]
-        added = states_after(steps, states, ends.last)
-        unit = jnp.eye(size, dtype=steps.u.dtype)
-        unit = jnp.broadcast_to(unit, (len(ends.used), steps.u.shape[2], size, size))
-        unit = jnp.where(ends.follows[:, None, None, None], unit, 0)
-        entry = Entry(ends.first, ends.used & ends.follows, unit)
-        alone = steps._replace(u=jnp.zeros_like(steps.u, shape=(*steps.u.shape[:-1], size)))
-        states = walk(alone, entry, active=active(entry.used))[0]
-        product = states_after(alone, states, ends.last, entry=entry)
-        return added, (product, added)
+        added = states_of_pieces(parts.steps, ends)
+        return added, (products_of_pieces(parts.steps, ends), added)
 
     def apply(self, map_: Any, state: Any) -> Any:
         product, added = map_

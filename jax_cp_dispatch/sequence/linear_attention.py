@@ -20,7 +20,8 @@ from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
-from jax_cp_dispatch.sequence.states import Entry, Steps, read, states_after, walk
+from jax_cp_dispatch.sequence.states import Entry, Steps, read
+from jax_cp_dispatch.sequence.summaries import states_of_pieces
 
 _OP = "linear_attention"
 
@@ -108,8 +109,7 @@ class LinearAttention:
 
     def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
         steps, chunks = parts.steps, parts.steps.chunks
-        behind = chunks.between(ends.first, ends.last) & ends.used[:, None]
-        added = states_after(steps, walk(steps, active=behind.any(0))[0], ends.last)
+        added = states_of_pieces(steps, ends)
         rows = chunks.rows_between(ends.first, ends.last).astype(parts.log.dtype)
         total = jnp.einsum("pngc,ngmcf->pmf", rows, parts.log, precision="highest")
         return added, (jnp.exp(total), added)

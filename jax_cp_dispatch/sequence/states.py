@@ -1,4 +1,4 @@
-"""The states of a recurrence in chunks: from chunk to chunk, and into and out of cut pieces."""
+"""The states of a recurrence in chunks: from chunk to chunk, and into cut pieces."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def walk(
       entry: the pieces that do not start from zero.
       active: the chunks behind which states are needed; others are skipped.
     Returns:
-      The state before each chunk, and, without `active`, what its rows add.
+      The state before each chunk, and what its rows add.
     """
     u, w, kd, into, chunks = steps
     kd = kd * chunks.last
@@ -60,92 +60,81 @@ def walk(
     if w is not None:
         w = w * chunks.into
     shape = *kd.shape[1:3], kd.shape[-1], u.shape[-1]
-    born = jnp.zeros((len(u), 1, 1, 1, 1), u.dtype)
+    where, born = jnp.zeros((2, 0), jnp.int32), jnp.zeros((0, *shape[1:]), u.dtype)
     if entry is not None:
         at = chunks.place_of(entry.row, entry.used)
         if steps.w is not None:
             u = u.at[at.where].add(-dot(steps.w[at.where], entry.state) * at.mask)
         remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
-        born = jnp.zeros((len(u), *shape), u.dtype)
-        born = born.at[at.where].add(remains[..., None] * entry.state)
-
+        where, born = jnp.stack(at.where), remains[..., None] * entry.state
     start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
-    if active is None:
-        return _scan(start, u, w, kd, decay, born)
-
-    def step_if_active(state: Any, x: Any) -> Any:
-        x, is_active = x
-        after = lax.cond(is_active, lambda s, x: _step(s, x)[0], lambda s, x: s, state, x)
-        return after, state
-
-    return lax.scan(step_if_active, start, ((u, w, kd, decay, born), active))[1], None
-
-
-def _step(state: Any, x: Any) -> Any:
-    u, w, kd, decay, born = x
-    new = u if w is None else u - dot(w, state)
-    return decay * state + dot(kd.swapaxes(-1, -2), new) + born, (state, new)
+    return _scan(where, active, start, u, w, kd, decay, born)
 
 
 @jax.custom_vjp
-def _scan(start, u, w, kd, decay, born):
-    """Returns the state before each chunk, and what its rows add. The first state is zero."""
-    return lax.scan(_step, start, (u, w, kd, decay, born))[1]
+def _scan(where, active, start, u, w, kd, decay, born):
+    """Returns the state before each chunk, and what its rows add. The first state is zero.
+
+    The states `born` [P, N, H, V] are added behind the chunks and in the groups of `where` [2, P].
+    """
+    chunk, group = where
+
+    def step(state: Any, x: Any) -> Any:
+        index, u, w, kd, decay = x
+        new = u if w is None else u - dot(w, state)
+        after = decay * state + dot(kd.swapaxes(-1, -2), new)
+        if len(born):
+            here = chunk == index
+            mine = jnp.where(here[:, None, None, None], born, 0)
+            after = lax.cond(here.any(), lambda x: x.at[group].add(mine), lambda x: x, after)
+        return after, (state, new)
+
+    def skip(state: Any, x: Any) -> Any:
+        return state, (state, jnp.zeros_like(x[1]))
+
+    return _scan_active(step, skip, active, start, (u, w, kd, decay))[1]
 
 
-def _scan_forward(start, u, w, kd, decay, born):
-    states, new = _scan(start, u, w, kd, decay, born)
-    return (states, new), (start, w, kd, decay, born, states, new)
+def _scan_active(step, skip, active, start, xs, *, reverse=False):
+    """Scans over chunks and skips those that are not active; `step` gets the index too."""
+    xs = jnp.arange(len(jax.tree.leaves(xs)[0]), dtype=jnp.int32), *xs
+    if active is None:
+        return lax.scan(step, start, xs, reverse=reverse)
+    chosen = lambda state, x: lax.cond(x[0], step, skip, state, x[1])
+    return lax.scan(chosen, start, (active, xs), reverse=reverse)
+
+
+def _scan_forward(where, active, start, u, w, kd, decay, born):
+    states, new = _scan(where, active, start, u, w, kd, decay, born)
+    return (states, new), (where, active, start, w, kd, decay, states, new)
 
 
 def _scan_backward(saved, gradients):
     """One scan from behind; the products that need no state are computed for all chunks at once."""
-    start, w, kd, decay, born, states, new = saved
+    where, active, start, w, kd, decay, states, new = saved
 
     def step(after: Any, x: Any) -> Any:
-        w, kd, decay, dstate, dnew = x
+        _, w, kd, decay, dstate, dnew = x
         dnew = dnew + dot(kd, after)
         before = decay * after + dstate
         if w is not None:
             before = before - dot(w.swapaxes(-1, -2), dnew)
         return before, (after, dnew)
 
-    dstart, (after, dnew) = lax.scan(step, start, (w, kd, decay, *gradients), reverse=True)
+    def skip(after: Any, x: Any) -> Any:
+        return after + x[-2], (jnp.zeros_like(after), jnp.zeros_like(x[-1]))
+
+    xs = (w, kd, decay, *gradients)
+    dstart, (after, dnew) = _scan_active(step, skip, active, start, xs, reverse=True)
     across = lambda x: x.swapaxes(-1, -2)
     dw = None if w is None else -dot(dnew, across(states))
     ddecay = (states * after).sum(-1, keepdims=True)
     if decay.shape[-2] == 1:
         ddecay = ddecay.sum(-2, keepdims=True)
-    dborn = after if born.shape == after.shape else jnp.zeros_like(born)
-    return dstart, dnew, dw, dot(new, across(after)), ddecay, dborn
+    return None, None, dstart, dnew, dw, dot(new, across(after)), ddecay, after[tuple(where)]
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
-
-
-def states_after(
-    steps: Steps,
-    states: Float[Array, "n G N H V"],
-    last: Int32[Array, " P"],
-    *,
-    entry: Entry | None = None,
-) -> Float[Array, "P N H V"]:
-    """Returns the state after each piece, from those before the chunks of its last row `last`."""
-    chunks = steps.chunks
-    end = chunks.place_of(last, jnp.ones(last.shape, bool))
-    # A piece that starts in its last chunk is entered there, or starts from zero.
-    row = end.row[:, None, None, None]
-    state = states[end.where] * jnp.take_along_axis(chunks.into[end.where], row, 2)
-    if entry is not None:
-        start = chunks.place_of(entry.row, entry.used)
-        is_there = (start.where[0] == end.where[0])[:, None, None, None]
-        state = jnp.where(is_there, entry.state, state)
-    new = steps.u[end.where]
-    if steps.w is not None:
-        new = new - dot(steps.w[end.where], state)
-    decay = jnp.take_along_axis(steps.into[end.where], row, 2)
-    added = dot((steps.kd[end.where] * end.mask).swapaxes(-1, -2), new)
-    return decay[:, :, 0, :, None] * state + added
 
 
 def read(
