@@ -6,7 +6,7 @@ after a strong decay; and a log decay of -inf is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -63,10 +63,24 @@ def decayed_scores(
 
 @jax.custom_vjp
 def _channel_scores(rows, k, log):
-    """By halves of intervals: both factors decay from the middle, so no exponential exceeds 1.
+    """The derivative computes the factors again: they are as large as the keys, for each level."""
+    return _in_slices(_scores_by_halves, rows, k, log)
 
-    The derivative computes the factors again: they are as large as the keys, for each level.
-    """
+
+def _in_slices(fn: Callable[..., Any], *arrays: Any) -> Any:
+    """Applies `fn` to one slice of the batch after another, so that its arrays stay in caches."""
+    batch = jax.tree.leaves(arrays)[0].shape[0]
+    size = 64 if jax.default_backend() == "cpu" else 1024
+    if batch <= size:
+        return fn(*arrays)
+    pad = lambda x: jnp.pad(x, ((0, -batch % size), (0, 0), (0, 0)))
+    cut = lambda x: pad(x).reshape(-1, size, *x.shape[1:])
+    out = jax.lax.map(lambda x: fn(*x), jax.tree.map(cut, arrays))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:batch], out)
+
+
+def _scores_by_halves(rows, k, log):
+    """By halves of intervals: both factors decay from the middle, so no exponential exceeds 1."""
     eye = np.eye(k.shape[-2], dtype=k.dtype)
     out = [(x * k).sum(-1, keepdims=True) * eye for x in rows]
     for inside, pairs in _levels(k.shape[-2], k.dtype):
@@ -81,7 +95,10 @@ def _channel_scores_forward(rows, k, log):
 
 
 def _channel_scores_backward(saved, gradients):
-    rows, k, log = saved
+    return _in_slices(_gradients_by_halves, *saved, gradients)
+
+
+def _gradients_by_halves(rows, k, log, gradients):
     on_diagonal = [jnp.diagonal(g, axis1=-2, axis2=-1)[..., None] for g in gradients]
     drows = [g * k for g in on_diagonal]
     dk = sum(g * x for g, x in zip(on_diagonal, rows, strict=True))

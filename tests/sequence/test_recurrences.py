@@ -101,6 +101,13 @@ def test_decays_near_one_and_near_zero_over_many_chunks(strength, per_channel):
     check("gated_delta_rule", inputs, g, segment_ids, order, place="on_global_arrays")
 
 
+def test_many_heads_with_a_decay_per_channel():
+    """More chunks of heads than one slice of the computation takes."""
+    segment_ids = packed([[200, 81, -2]])
+    inputs, g = draw(segment_ids, op="gated_delta_rule", per_channel=True, heads=(8, 4))
+    check("gated_delta_rule", inputs, g, segment_ids, Order("contiguous", segment_ids, 1))
+
+
 def test_equal_keys():
     """The inverse of a chunk stays exact if all its keys are nearly erased, and nothing decays."""
     segment_ids = packed([[128]])
