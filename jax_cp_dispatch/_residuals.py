@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from jax.ad_checkpoint import checkpoint_name
 
+PAIRS = "cpd.pairs"
+
 T = TypeVar("T")
 
 
@@ -24,3 +26,8 @@ def named_context_received(kept: T) -> T:
 def named_gathered_tokens(kept: T) -> T:
     """Names the rows of all ranks, which the gradient of a weight reads."""
     return checkpoint_name(kept, "gathered_tokens")
+
+
+def named_pairs(kept: T) -> T:
+    """Names what a recurrence computes between pairs of rows; its own policy keeps it."""
+    return checkpoint_name(kept, PAIRS)

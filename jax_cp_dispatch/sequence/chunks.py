@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
+
+from jax_cp_dispatch._residuals import PAIRS
 
 # Float32 inside: without this, TPUs and GPUs round the factors of a product.
 dot = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -37,6 +40,7 @@ class Chunks:
 
     Attributes:
       num_rows: L (static).
+      in_slice: chunks that are computed together, a divisor of n (static).
       ids: i32 [n, G, C]; the piece of each row.
       into: [n, G, 1, C, 1]; 1 for the rows of a piece that entered the chunk from the one before,
         else 0.
@@ -44,6 +48,7 @@ class Chunks:
     """
 
     num_rows: int = dataclasses.field(metadata={"static": True})
+    in_slice: int = dataclasses.field(metadata={"static": True})
     ids: Any
     into: Any
     last: Any
@@ -52,17 +57,25 @@ class Chunks:
     def size(self) -> int:
         return self.ids.shape[2]
 
-    def lower(self, *, strict: bool = False) -> Float[Array, "n G 1 C C"]:
-        """Returns 1 for each row and those before it in its piece."""
-        same = self.ids[..., :, None] == self.ids[..., None, :]
-        below = np.tri(self.size, k=-int(strict), dtype=bool)
-        return (same & below)[:, :, None].astype(self.into.dtype)
+    def apply(self, fn: Callable[..., Any], inputs: PyTree[Shaped[Array, "G L ..."]]) -> Any:
+        """Returns `fn(rows, ids)` of all chunks: arrays [n, ...], from rows [n, G, C, ...].
 
-    def upper(self) -> Float[Array, "n G 1 C C"]:
-        """Returns 1 for each row and those behind it in its piece."""
-        same = self.ids[..., :, None] == self.ids[..., None, :]
-        above = ~np.tri(self.size, dtype=bool)
-        return (same & above)[:, :, None].astype(self.into.dtype)
+        Computed for one slice of chunks after another, and again by the derivative, which keeps
+        `named_pairs`. So memory holds what `fn` returns, and caches what it needs meanwhile.
+        """
+        split_rows = lambda x: jax.tree.map(partial(split, size=self.size), x)
+        count = self.in_slice
+        if len(self.ids) == count:
+            return fn(split_rows(inputs), self.ids)
+        slices = jax.tree.map(partial(split, size=count * self.size), inputs)
+        ids = self.ids.reshape(-1, count, *self.ids.shape[1:])
+        of_slice = jax.checkpoint(
+            lambda x, ids: fn(split_rows(x), ids),
+            prevent_cse=False,
+            policy=jax.checkpoint_policies.save_only_these_names(PAIRS),
+        )
+        out = lax.map(lambda x: of_slice(*x), (slices, ids))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
     def join(self, x: Float[Array, "n G N C V"]) -> Float[Array, "G L N V"]:
         """Puts rows in chunks back."""
@@ -97,23 +110,41 @@ class Chunks:
         return (of(first) <= chunk) & (chunk < of(last))
 
 
-def chunks_of(piece_ids: Int32[Array, "G L"], size: int, dtype: Any) -> Chunks:
+def chunks_of(piece_ids: Int32[Array, "G L"], size: int, num_heads: int, dtype: Any) -> Chunks:
     """Returns the chunks of rows with these pieces; 0 is padding."""
-    ids = split(piece_ids, size)
+    num_chunks, matrices = -(-piece_ids.shape[1] // size), piece_ids.shape[0] * num_heads
+    num_slices = -(-num_chunks // max(1, _matrices_in_slice() // matrices))
+    in_slice = -(-num_chunks // num_slices)
+    ids = split(piece_ids, size, multiple=in_slice)
     before = jnp.pad(ids[:-1, :, -1:], ((1, 0), (0, 0), (0, 0)), constant_values=-1)
     mask = lambda x: x[:, :, None, :, None].astype(dtype)
-    return Chunks(piece_ids.shape[1], ids, mask(ids == before), mask(ids == ids[:, :, -1:]))
+    into, last = mask(ids == before), mask(ids == ids[:, :, -1:])
+    return Chunks(piece_ids.shape[1], in_slice, ids, into, last)
 
 
-def split(x: Shaped[Array, "G L ..."], size: int) -> Shaped[Array, "n G C ..."]:
-    """Cuts rows into chunks; the last is padded with zeros."""
-    missing = -x.shape[1] % size
+def split(
+    x: Shaped[Array, "G L ..."], size: int, *, multiple: int = 1
+) -> Shaped[Array, "n G C ..."]:
+    """Cuts rows into a multiple of so many chunks; the last ones are padded with zeros."""
+    missing = -x.shape[1] % (size * multiple)
     x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
     return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def split_heads(x: Shaped[Array, "G L N F"], size: int) -> Shaped[Array, "n G N C F"]:
-    return split(x, size).swapaxes(2, 3)
+def lower(
+    ids: Int32[Array, "n G C"], dtype: Any, *, strict: bool = False
+) -> Float[Array, "n G 1 C C"]:
+    """Returns 1 for each row and those before it in its piece."""
+    same = ids[..., :, None] == ids[..., None, :]
+    below = np.tri(ids.shape[-1], k=-int(strict), dtype=bool)
+    return (same & below)[:, :, None].astype(dtype)
+
+
+def upper(ids: Int32[Array, "n G C"], dtype: Any) -> Float[Array, "n G 1 C C"]:
+    """Returns 1 for each row and those behind it in its piece."""
+    same = ids[..., :, None] == ids[..., None, :]
+    above = ~np.tri(ids.shape[-1], dtype=bool)
+    return (same & above)[:, :, None].astype(dtype)
 
 
 def blocks_of_four(left: Array, lower: Array, right: Array) -> Array:
@@ -125,3 +156,8 @@ def blocks_of_four(left: Array, lower: Array, right: Array) -> Array:
 def default_chunk() -> int:
     """Rows of a chunk on this platform; see docs/sequence.md for the measurement."""
     return 32 if jax.default_backend() == "cpu" else 64
+
+
+def _matrices_in_slice() -> int:
+    """Chunks of heads that are computed together: a few MB on CPUs."""
+    return 64 if jax.default_backend() == "cpu" else 1024

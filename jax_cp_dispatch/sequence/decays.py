@@ -6,15 +6,16 @@ after a strong decay; and a log decay of -inf is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
-from jax_cp_dispatch.sequence.chunks import Chunks, dot
+from jax_cp_dispatch._residuals import named_pairs
+from jax_cp_dispatch.sequence.chunks import dot, lower, upper
 
 
 class Decays(NamedTuple):
@@ -31,14 +32,10 @@ class Decays(NamedTuple):
     out: Float[Array, "n G N C F"]
 
 
-def finite(log_decay: Array) -> Array:
-    """Replaces -inf by a number whose exponential is zero, so that no product with it is NaN."""
-    return jnp.maximum(log_decay, -120.0 if log_decay.dtype == jnp.float32 else -800.0)
-
-
-def decays_of(log: Float[Array, "n G N C F"], chunks: Chunks) -> Decays:
+def decays_of(log: Float[Array, "n G N C F"], ids: Int32[Array, "n G C"]) -> Decays:
     """Sums log decays within the pieces of each chunk."""
-    return Decays(log, jnp.exp(dot(chunks.lower(), log)), jnp.exp(dot(chunks.upper(), log)))
+    within = lambda mask: jnp.exp(dot(mask(ids, log.dtype), log))
+    return Decays(log, within(lower), within(upper))
 
 
 def decayed_scores(
@@ -54,33 +51,19 @@ def decayed_scores(
     if log.shape[-1] > 1:
         scores = _channel_scores(rows, k, log)
     else:
-        lower = np.tri(size, dtype=k.dtype)
-        between = dot(lower, log * np.tri(size, k=-1, dtype=k.dtype))  # sums over (j, i]
-        decay = jnp.exp(between) * lower
+        below = np.tri(size, dtype=k.dtype)
+        between = dot(below, log * np.tri(size, k=-1, dtype=k.dtype))  # sums over (j, i]
+        decay = jnp.exp(between) * below
         scores = tuple(dot(x, _transposed(k)) * decay for x in rows)
-    return tuple(x.reshape(*shape, size, size) for x in scores)
+    return tuple(named_pairs(x.reshape(*shape, size, size)) for x in scores)
 
 
 @jax.custom_vjp
 def _channel_scores(rows, k, log):
-    """The derivative computes the factors again: they are as large as the keys, for each level."""
-    return _in_slices(_scores_by_halves, rows, k, log)
+    """By halves of intervals: both factors decay from the middle, so no exponential exceeds 1.
 
-
-def _in_slices(fn: Callable[..., Any], *arrays: Any) -> Any:
-    """Applies `fn` to one slice of the batch after another, so that its arrays stay in caches."""
-    batch = jax.tree.leaves(arrays)[0].shape[0]
-    size = 64 if jax.default_backend() == "cpu" else 1024
-    if batch <= size:
-        return fn(*arrays)
-    pad = lambda x: jnp.pad(x, ((0, -batch % size), (0, 0), (0, 0)))
-    cut = lambda x: pad(x).reshape(-1, size, *x.shape[1:])
-    out = jax.lax.map(lambda x: fn(*x), jax.tree.map(cut, arrays))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:batch], out)
-
-
-def _scores_by_halves(rows, k, log):
-    """By halves of intervals: both factors decay from the middle, so no exponential exceeds 1."""
+    The derivative computes the factors again: they are as large as the keys, for each level.
+    """
     eye = np.eye(k.shape[-2], dtype=k.dtype)
     out = [(x * k).sum(-1, keepdims=True) * eye for x in rows]
     for inside, pairs in _levels(k.shape[-2], k.dtype):
@@ -95,10 +78,7 @@ def _channel_scores_forward(rows, k, log):
 
 
 def _channel_scores_backward(saved, gradients):
-    return _in_slices(_gradients_by_halves, *saved, gradients)
-
-
-def _gradients_by_halves(rows, k, log, gradients):
+    rows, k, log = saved
     on_diagonal = [jnp.diagonal(g, axis1=-2, axis2=-1)[..., None] for g in gradients]
     drows = [g * k for g in on_diagonal]
     dk = sum(g * x for g, x in zip(on_diagonal, rows, strict=True))

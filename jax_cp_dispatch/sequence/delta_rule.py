@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Sequence as Names
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
 
 from jax_cp_dispatch._ranks.axis import AxisName
+from jax_cp_dispatch._residuals import named_pairs
 from jax_cp_dispatch.attention.arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, split_heads
-from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of, finite
+from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, dot, lower
+from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
 from jax_cp_dispatch.sequence.inverse import inverse_of_unit_lower
-from jax_cp_dispatch.sequence.operands import check_heads, wide
+from jax_cp_dispatch.sequence.operands import check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
@@ -113,21 +113,19 @@ class DeltaRule:
     chunk: int
 
     def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
-        dtype, inputs = inputs["v"].dtype, wide(inputs)
-        copies = inputs["v"].shape[2] // inputs["k"].shape[2]
-        log, beta = inputs["log_decay"], inputs["beta"][..., None]
-        q, k = (jnp.repeat(inputs[name], copies, axis=2) for name in ("q", "k"))
-        log = finite(log if log.ndim == 4 else log[..., None])
-        cut = lambda x: split_heads(x, self.chunk)
-        q, k, v, log, beta = map(cut, (q * self.scale, k, inputs["v"], log, beta))
-        chunks = chunks_of(piece_ids, self.chunk, k.dtype)
-        decays = decays_of(log, chunks)
-        weighted = k * beta
+        dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
+        chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
+        u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
+        return _Parts(Steps(u, w, kd, into, chunks), q, scores, dtype)
+
+    def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
+        q, k, v, log, beta = heads_first(rows, self.scale)
+        decays, weighted = decays_of(log, ids), k * beta
         own, scores = decayed_scores((weighted, q), k, decays)
-        inverse = inverse_of_unit_lower(own * chunks.lower(strict=True))
+        inverse = named_pairs(inverse_of_unit_lower(own * lower(ids, k.dtype, strict=True)))
         u, w = dot(inverse, v * beta), dot(inverse, weighted * decays.into)
-        steps = Steps(u, w, k * decays.out, decays.into, chunks)
-        return _Parts(steps, q * decays.into, scores * chunks.lower(), dtype)
+        scores = scores * lower(ids, k.dtype)
+        return u, w, k * decays.out, decays.into, q * decays.into, scores
 
     def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
         added = states_of_pieces(parts.steps, ends)

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int32, Integer
 from jax_cp_dispatch._ranks.axis import AxisName
 from jax_cp_dispatch.attention.arguments import HostOrDevice
 from jax_cp_dispatch.planner import PlacedPlan
-from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, split_heads
-from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of, finite
-from jax_cp_dispatch.sequence.operands import check_heads, wide
+from jax_cp_dispatch.sequence.chunks import chunks_of, default_chunk, lower
+from jax_cp_dispatch.sequence.decays import decayed_scores, decays_of
+from jax_cp_dispatch.sequence.operands import check_heads, heads_first, wide_dtype
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
@@ -94,18 +94,17 @@ class LinearAttention:
     chunk: int
 
     def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
-        dtype, inputs = inputs["v"].dtype, wide(inputs)
-        copies = inputs["v"].shape[2] // inputs["k"].shape[2]
-        log = inputs["log_decay"]
-        q, k = (jnp.repeat(inputs[name], copies, axis=2) for name in ("q", "k"))
-        log = finite(log if log.ndim == 4 else log[..., None])
-        cut = lambda x: split_heads(x, self.chunk)
-        q, k, v, log = map(cut, (q * self.scale, k, inputs["v"], log))
-        chunks = chunks_of(piece_ids, self.chunk, k.dtype)
-        decays = decays_of(log, chunks)
+        dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
+        chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
+        u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
+        return _Parts(Steps(u, None, kd, into, chunks), q, scores, log, dtype)
+
+    def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
+        q, k, v, log = heads_first(rows, self.scale)
+        decays = decays_of(log, ids)
         (scores,) = decayed_scores((q,), k, decays)
-        steps = Steps(v, None, k * decays.out, decays.into, chunks)
-        return _Parts(steps, q * decays.into, scores * chunks.lower(), log, dtype)
+        scores = scores * lower(ids, k.dtype)
+        return v, k * decays.out, decays.into, q * decays.into, scores, log
 
     def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
         steps, chunks = parts.steps, parts.steps.chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 def check_heads(op: str, q: Any, k: Any, v: Any, log_decay: Any, beta: Any = None) -> None:
@@ -39,7 +40,27 @@ def check_elementwise(op: str, x: Any, log_decay: Any) -> None:
         )
 
 
+def wide_dtype(inputs: dict[str, Any]) -> Any:
+    """Returns the dtype in which arrays are computed: float32, or float64 if one has it."""
+    return jnp.result_type(jnp.float32, *(x.dtype for x in inputs.values()))
+
+
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns arrays in float32, or float64 if one has it."""
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in inputs.values()))
+    """Widens the arrays."""
+    dtype = wide_dtype(inputs)
     return {name: x.astype(dtype) for name, x in inputs.items()}
+
+
+def heads_first(rows: dict[str, Array], scale: float) -> list[Float[Array, "n G N C F"]]:
+    """Returns scaled q, k, v, log decay and, if given, beta of rows in chunks [n, G, C, N, ...].
+
+    Each head has queries and keys of its own. Log decays are finite: instead of -inf, a number
+    whose exponential is zero, so that no product with it is NaN.
+    """
+    rows = wide(rows)
+    q, k, v, log = (rows[name] for name in ("q", "k", "v", "log_decay"))
+    q, k = (jnp.repeat(x, v.shape[3] // k.shape[3], axis=3) for x in (q * scale, k))
+    log = jnp.maximum(log, -120.0 if log.dtype == jnp.float32 else -800.0)
+    per_head = [log, *([rows["beta"]] if "beta" in rows else [])]
+    log, *beta = (x if x.ndim == 5 else x[..., None] for x in per_head)
+    return [x.swapaxes(2, 3) for x in (q, k, v, log, *beta)]

@@ -55,10 +55,7 @@ def walk(
       The state before each chunk, and what its rows add.
     """
     u, w, kd, into, chunks = steps
-    kd = kd * chunks.last
     decay = (into * chunks.into)[..., -1, :, None]
-    if w is not None:
-        w = w * chunks.into
     shape = *kd.shape[1:3], kd.shape[-1], u.shape[-1]
     where, born = jnp.zeros((2, 0), jnp.int32), jnp.zeros((0, *shape[1:]), u.dtype)
     if entry is not None:
@@ -68,21 +65,22 @@ def walk(
         remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
         where, born = jnp.stack(at.where), remains[..., None] * entry.state
     start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
-    return _scan(where, active, start, u, w, kd, decay, born)
+    return _scan((where, active, chunks.into, chunks.last), start, u, w, kd, decay, born)
 
 
 @jax.custom_vjp
-def _scan(where, active, start, u, w, kd, decay, born):
+def _scan(fixed, start, u, w, kd, decay, born):
     """Returns the state before each chunk, and what its rows add. The first state is zero.
 
     The states `born` [P, N, H, V] are added behind the chunks and in the groups of `where` [2, P].
     """
+    where, active, into, last = fixed
     chunk, group = where
 
     def step(state: Any, x: Any) -> Any:
-        index, u, w, kd, decay = x
-        new = u if w is None else u - dot(w, state)
-        after = decay * state + dot(kd.swapaxes(-1, -2), new)
+        index, u, w, kd, decay, into, last = x
+        new = u if w is None else u - dot(w * into, state)
+        after = decay * state + dot((kd * last).swapaxes(-1, -2), new)
         if len(born):
             here = chunk == index
             mine = jnp.where(here[:, None, None, None], born, 0)
@@ -92,7 +90,7 @@ def _scan(where, active, start, u, w, kd, decay, born):
     def skip(state: Any, x: Any) -> Any:
         return state, (state, jnp.zeros_like(x[1]))
 
-    return _scan_active(step, skip, active, start, (u, w, kd, decay))[1]
+    return _scan_active(step, skip, active, start, (u, w, kd, decay, into, last))[1]
 
 
 def _scan_active(step, skip, active, start, xs, *, reverse=False):
@@ -104,34 +102,36 @@ def _scan_active(step, skip, active, start, xs, *, reverse=False):
     return lax.scan(chosen, start, (active, xs), reverse=reverse)
 
 
-def _scan_forward(where, active, start, u, w, kd, decay, born):
-    states, new = _scan(where, active, start, u, w, kd, decay, born)
-    return (states, new), (where, active, start, w, kd, decay, states, new)
+def _scan_forward(fixed, start, u, w, kd, decay, born):
+    states, new = _scan(fixed, start, u, w, kd, decay, born)
+    return (states, new), (fixed, start, w, kd, decay, states, new)
 
 
 def _scan_backward(saved, gradients):
     """One scan from behind; the products that need no state are computed for all chunks at once."""
-    where, active, start, w, kd, decay, states, new = saved
+    fixed, start, w, kd, decay, states, new = saved
+    where, active, into, last = fixed
 
     def step(after: Any, x: Any) -> Any:
-        _, w, kd, decay, dstate, dnew = x
-        dnew = dnew + dot(kd, after)
+        _, w, kd, decay, into, last, dstate, dnew = x
+        dnew = dnew + dot(kd * last, after)
         before = decay * after + dstate
         if w is not None:
-            before = before - dot(w.swapaxes(-1, -2), dnew)
+            before = before - dot((w * into).swapaxes(-1, -2), dnew)
         return before, (after, dnew)
 
     def skip(after: Any, x: Any) -> Any:
         return after + x[-2], (jnp.zeros_like(after), jnp.zeros_like(x[-1]))
 
-    xs = (w, kd, decay, *gradients)
+    xs = (w, kd, decay, into, last, *gradients)
     dstart, (after, dnew) = _scan_active(step, skip, active, start, xs, reverse=True)
     across = lambda x: x.swapaxes(-1, -2)
-    dw = None if w is None else -dot(dnew, across(states))
+    dw = None if w is None else -dot(dnew * into, across(states))
+    dkd = dot(new * last, across(after))
     ddecay = (states * after).sum(-1, keepdims=True)
     if decay.shape[-2] == 1:
         ddecay = ddecay.sum(-2, keepdims=True)
-    return None, None, dstart, dnew, dw, dot(new, across(after)), ddecay, after[tuple(where)]
+    return None, dstart, dnew, dw, dkd, ddecay, after[tuple(where)]
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
