@@ -35,6 +35,13 @@ def local_attention(result: Result) -> Iterator[Row]:
     return (x for x in rows if x["dtype"] == "float32" and x["pass"] == "forward_backward")
 
 
+def sequence(result: Result) -> Iterator[Row]:
+    for row in result["rows"]:
+        if "backward" in row["pass"]:
+            size = f", {row['size']}" if "size" in row else ""
+            yield row | {"what": row["layer"] + size}
+
+
 def scaling(result: Result) -> Iterator[Row]:
     layer = result["rows"][0]["layer"]
     return (x for x in result["rows"] if x["layer"] == layer and "backward" in x["pass"])

@@ -38,6 +38,21 @@ VIEWS = {
         },
         shown.local_attention,
     ),
+    "sequence": View(
+        "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
+        "and causal `local_attention`. Memory: temporary, by XLA's analysis. Exchange: its share "
+        "of the layer's time.",
+        {"": "{what}"},
+        {
+            "ms": "{ms:.0f}",
+            "of the scan": "{of_scan:.2f}",
+            "of attention": "{of_attention:.2f}",
+            "MB": "{temp_MB}",
+            "of the scan's": "{memory_of_scan:.2f}",
+            "exchange": "{exchange_share:.1%}",
+        },
+        shown.sequence,
+    ),
     "training": View(
         "**Training step**: {title}. Speedup: over dense attention sharded by XLA. Memory: "
         "temporary, of one device, by XLA's analysis. The picture shows the time by named scope.",
