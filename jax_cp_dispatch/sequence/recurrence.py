@@ -101,7 +101,7 @@ def recurrence(
         are [P + 1, ...]; pieces with i >= P start from zero, as `states[P]` does, so
         `states[jnp.minimum(i, P)]` serves all. G counts batch rows, or their halves in zigzag
         order; it is 1 in placed order.
-        `compose(first, second) -> map` may exist; maps are applied one by one.
+        Maps are applied one by one, so a function that composes them is not needed.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first.
       segment_ids, positions, plan, layout: see `causal_conv`.
       mesh, batch_axis, head_axis: for global arrays, see `context_parallel_attention`; `head_axis`

@@ -1,0 +1,129 @@
+"""A convolution and the delta rule as trainers call them: data × context × tensor axes, donation,
+nested `shard_map`; and documents that begin and end at every token.
+
+The expected values are those of one rank, which other tests hold to NumPy.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_mesh import AXIS, mesh_of, permuted_mesh
+from orders import packed
+
+from jax_cp_dispatch import place_tokens, sequence, stack_plans, zigzag_permutation
+
+KEYS, HEADS, SIZE = 2, 4, 8
+CHANNELS = (2 * KEYS + HEADS) * SIZE
+IDS = packed([[1, 20, -2, 9], [7, 25]])
+
+
+def draw(segment_ids):
+    rng = np.random.default_rng()
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    rows = segment_ids.shape
+    tokens = {name: normal(*rows, n, SIZE) for name, n in (("q", KEYS), ("k", KEYS), ("v", HEADS))}
+    tokens["k"] /= np.linalg.norm(tokens["k"], axis=-1, keepdims=True)
+    tokens |= {"beta": rng.random((*rows, HEADS), np.float32), "log": -abs(normal(*rows, HEADS))}
+    return tokens, normal(3, HEADS * SIZE)
+
+
+def layer(tokens, taps, **given):
+    v = sequence.causal_conv(tokens["v"].reshape(*tokens["v"].shape[:2], -1), taps, **given)
+    others = (tokens[name] for name in ("log", "beta"))
+    q, k, v = tokens["q"], tokens["k"], v.reshape(tokens["v"].shape)
+    return sequence.gated_delta_rule(q, k, v, *others, **given)
+
+
+def loss(tokens, taps, **given):
+    return (layer(tokens, taps, **given) ** 2).sum()
+
+
+def on_one_rank(tokens, taps, segment_ids):
+    given = {"axis_name": AXIS, "mesh": mesh_of(1), "batch_axis": (), "head_axis": ()}
+    run = partial(loss, segment_ids=segment_ids, **given)
+    return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(tokens, taps))
+
+
+def check(got, expected):
+    for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "placed"])
+def test_batch_and_heads_are_sharded_and_tokens_donated(order):
+    mesh = permuted_mesh((2, 2, 2), ("data", AXIS, "tensor"))
+    tokens, taps = draw(IDS)
+    expected = on_one_rank(tokens, taps, IDS)
+    given = {"axis_name": AXIS, "mesh": mesh, "batch_axis": "data", "head_axis": "tensor"}
+    placements = [place_tokens(segment_ids=ids[None], world_size=2) for ids in IDS]
+
+    def each(x, restore=False):
+        if order == "contiguous":
+            return x
+        rows = [p.restore if restore else p.apply for p in placements]
+        cut = lambda i: jax.tree.map(lambda x: np.asarray(x)[i : i + 1], x)
+        return jax.tree.map(
+            lambda *x: np.concatenate(x), *(of(cut(i)) for i, of in enumerate(rows))
+        )
+
+    if order == "contiguous":
+        given["segment_ids"] = IDS
+    else:
+        given["plan"] = stack_plans([p.plan for p in placements])
+    sharded = NamedSharding(mesh, P("data", AXIS, "tensor"))
+    operands = jax.device_put(each(tokens), sharded), taps
+    run = jax.jit(jax.value_and_grad(partial(loss, **given), argnums=(0, 1)), donate_argnums=0)
+    value, (of_tokens, of_taps) = run(*operands)
+    assert all(x.is_deleted() for x in operands[0].values())
+    assert of_tokens["v"].sharding.is_equivalent_to(sharded, 4)
+    check((value, (each(of_tokens, restore=True), of_taps)), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_inside_a_shard_map_over_another_axis(kind):
+    mesh = permuted_mesh((2, 2), ("data", AXIS), kind)
+    tokens, taps = draw(IDS)
+    given = {"axis_name": AXIS, "batch_axis": (), "head_axis": ()}
+
+    def of_group(tokens, taps, segment_ids):
+        run = lambda *x: loss(*x, segment_ids=segment_ids, **given)
+        value, (of_tokens, of_taps) = jax.value_and_grad(run, argnums=(0, 1))(tokens, taps)
+        return value[None], of_tokens, of_taps
+
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put((tokens, IDS), NamedSharding(mesh, P("data", AXIS)))
+        run = jax.shard_map(
+            of_group,
+            in_specs=(P("data"), P(), P("data")),
+            out_specs=(P("data"), P("data"), P()),
+            axis_names={"data"},
+        )
+        values, of_tokens, of_taps = jax.jit(run)(arrays[0], taps, arrays[1])
+    check((values.sum(), (of_tokens, of_taps)), on_one_rank(tokens, taps, IDS))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_document_that_begins_and_ends_at_any_token(layout):
+    num_tokens, num_ranks = 16, 4
+    rows = np.arange(num_tokens)
+    begin, end = np.triu_indices(num_tokens + 1, 1)
+    ids = 1 + (rows >= begin[:, None]) + (rows >= end[:, None])  # before, inside and behind it
+    segment_ids = ids.astype(np.int32)
+    tokens, taps = draw(segment_ids)
+    order = np.arange(num_tokens)
+    if layout == "zigzag":
+        order = zigzag_permutation(num_tokens, num_ranks)
+
+    def run(num_ranks, order, **given):
+        given |= {"axis_name": AXIS, "mesh": mesh_of(num_ranks), "batch_axis": (), "head_axis": ()}
+        given["segment_ids"] = segment_ids[:, order]
+        in_order = jax.tree.map(lambda x: x[:, order], tokens)
+        return np.asarray(jax.jit(partial(layer, **given))(in_order, jnp.asarray(taps)))
+
+    got = run(num_ranks, order, layout=layout)
+    expected = run(1, rows)[:, order]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
