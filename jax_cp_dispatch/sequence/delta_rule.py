@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int32, Integer
@@ -20,8 +20,8 @@ from jax_cp_dispatch.sequence.operands import check_heads, heads_first, wide_dty
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
-from jax_cp_dispatch.sequence.states import Entry, Steps, read
+from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.states import Parts, Steps, read
 from jax_cp_dispatch.sequence.summaries import products_of_pieces, states_of_pieces
 
 _OP = "gated_delta_rule"
@@ -85,22 +85,6 @@ def gated_delta_rule(
     return call_layer(layer, tokens, (), where, axes)
 
 
-class _Parts(NamedTuple):
-    """What needs no state.
-
-    Attributes:
-      steps: how the state changes.
-      q: queries, decayed from the start of their piece or chunk.
-      scores: between the rows of a chunk.
-      dtype: of the outputs.
-    """
-
-    steps: Steps
-    q: Float[Array, "n G N C H"]
-    scores: Float[Array, "n G N C C"]
-    dtype: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class DeltaRule:
     """The gated delta rule on one rank, by the WY form in each chunk.
@@ -112,11 +96,11 @@ class DeltaRule:
     scale: float
     chunk: int
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
+    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> Parts:
         dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
         chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
-        return _Parts(Steps(u, w, kd, into, chunks), q, scores, dtype)
+        return Parts(Steps(u, w, kd, into, chunks), q, scores, dtype)
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)
@@ -127,7 +111,7 @@ class DeltaRule:
         scores = scores * lower(ids, k.dtype)
         return u, w, k * decays.out, decays.into, q * decays.into, scores
 
-    def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
+    def summaries(self, parts: Parts, ends: Ends) -> tuple[Any, Any]:
         added = states_of_pieces(parts.steps, ends)
         return added, (products_of_pieces(parts.steps, ends), added)
 
@@ -135,6 +119,5 @@ class DeltaRule:
         product, added = map_
         return dot(product, state) + added
 
-    def finish(self, parts: _Parts, states: Any, starts: Starts | None) -> Float[Array, "G L N V"]:
-        entry = None if starts is None else Entry(starts.first, starts.used, states)
-        return read(parts.steps, parts.q, parts.scores, entry).astype(parts.dtype)
+    def finish(self, parts: Parts, entry: Entry | None) -> Float[Array, "G L N V"]:
+        return read(parts, entry)

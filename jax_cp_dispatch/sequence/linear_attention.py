@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Names
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -19,8 +19,8 @@ from jax_cp_dispatch.sequence.operands import check_heads, heads_first, wide_dty
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
-from jax_cp_dispatch.sequence.states import Entry, Steps, read
+from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
+from jax_cp_dispatch.sequence.states import Parts, Steps, read
 from jax_cp_dispatch.sequence.summaries import states_of_pieces
 
 _OP = "linear_attention"
@@ -76,16 +76,6 @@ def linear_attention(
     return call_layer(layer, tokens, (), where, axes)
 
 
-class _Parts(NamedTuple):
-    """What needs no state: see `delta_rule`, and the log decays of the rows."""
-
-    steps: Steps
-    q: Float[Array, "n G N C H"]
-    scores: Float[Array, "n G N C C"]
-    log: Float[Array, "n G N C F"]
-    dtype: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
     """Linear attention with decay on one rank."""
@@ -93,11 +83,14 @@ class LinearAttention:
     scale: float
     chunk: int
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
+    def prepare(
+        self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]
+    ) -> tuple[Parts, Float[Array, "n G N C F"]]:
+        """Returns the parts, and the log decays of the rows."""
         dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
         chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
-        return _Parts(Steps(u, None, kd, into, chunks), q, scores, log, dtype)
+        return Parts(Steps(u, None, kd, into, chunks), q, scores, dtype), log
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log = heads_first(rows, self.scale)
@@ -106,17 +99,16 @@ class LinearAttention:
         scores = scores * lower(ids, k.dtype)
         return v, k * decays.out, decays.into, q * decays.into, scores, log
 
-    def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
-        steps, chunks = parts.steps, parts.steps.chunks
+    def summaries(self, parts: Any, ends: Ends) -> tuple[Any, Any]:
+        (steps, *_), log = parts
         added = states_of_pieces(steps, ends)
-        rows = chunks.rows_between(ends.first, ends.last).astype(parts.log.dtype)
-        total = jnp.einsum("pngc,ngmcf->pmf", rows, parts.log, precision="highest")
+        rows = steps.chunks.rows_between(ends.first, ends.last).astype(log.dtype)
+        total = jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest")
         return added, (jnp.exp(total), added)
 
     def apply(self, map_: Any, state: Any) -> Any:
         decay, added = map_
         return decay[..., None] * state + added
 
-    def finish(self, parts: _Parts, states: Any, starts: Starts | None) -> Float[Array, "G L N V"]:
-        entry = None if starts is None else Entry(starts.first, starts.used, states)
-        return read(parts.steps, parts.q, parts.scores, entry).astype(parts.dtype)
+    def finish(self, parts: Any, entry: Entry | None) -> Float[Array, "G L N V"]:
+        return read(parts[0], entry)

@@ -18,7 +18,7 @@ from jax_cp_dispatch.sequence.operands import check_elementwise, wide
 from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
-from jax_cp_dispatch.sequence.recurrence import Ends, Recur, Starts
+from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
 
 _OP = "linear_recurrence"
 
@@ -102,10 +102,11 @@ class LinearRecurrence:
         decay, added = map_
         return decay * state + added
 
-    def finish(self, parts: _Parts, states: Any, starts: Starts | None) -> Array:
+    def finish(self, parts: _Parts, entry: Entry | None) -> Array:
         h = parts.h
-        if starts is not None:  # pieces 1, ..., P are entered
-            index = jnp.where(parts.ids <= len(starts.used), parts.ids, 0)
-            entering = jnp.pad(states, [(1, 0)] + [(0, 0)] * (states.ndim - 1))[index]
+        if entry is not None:  # pieces 1, ..., P are entered
+            index = jnp.where(parts.ids <= len(entry.used), parts.ids, 0)
+            state = jnp.asarray(entry.state)
+            entering = jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
             h = h + parts.decay * entering
         return h.astype(parts.dtype)

@@ -37,11 +37,18 @@ class Ends(NamedTuple):
     follows: Bool[Array, " P"]
 
 
-class Starts(NamedTuple):
-    """Pieces of this rank that continue earlier ones: their first row, and whether they exist."""
+class Entry(NamedTuple):
+    """Pieces of this rank that continue earlier ones.
+
+    Attributes:
+      first: their first row, counted over all groups of rows.
+      used: whether there is such a piece.
+      state: the state before it.
+    """
 
     first: Int32[Array, " Q"]
     used: Bool[Array, " Q"]
+    state: PyTree[Shaped[Array, "Q ..."]]
 
 
 @runtime_checkable
@@ -60,8 +67,8 @@ class Kernel(Protocol):
         """Returns the state after a piece."""
         ...
 
-    def finish(self, parts: Any, states: Any, starts: Starts | None) -> Any:
-        """Returns the outputs [G, L, ...]; without `starts`, all pieces start from zero."""
+    def finish(self, parts: Any, entry: Entry | None) -> Any:
+        """Returns the outputs [G, L, ...]; without `entry`, all pieces start from zero."""
         ...
 
 
@@ -145,14 +152,14 @@ class Recur:
         later, earlier = pieces.own_later, pieces.own_earlier
         slot, fresh = pieces.slots(later), pieces.begin + pieces.num_slots + 1
         ids = jnp.where(slot > 0, slot, jnp.where(pieces.is_token, fresh, 0))
-        parts, states, starts = kernel.prepare(inputs, ids), None, None
+        parts, entry = kernel.prepare(inputs, ids), None
         if pieces.world_size > 1:
             last = earlier.row + earlier.length - 1
             ends = Ends(earlier.row, last, earlier.used, earlier.start > 0)
             first, maps = kernel.summaries(parts, ends)
             states = states_before(options.exchange, pieces, first, maps, kernel.apply)
-            starts = Starts(later.row, later.used)
-        return pieces.restore(jax.tree.map(inert, kernel.finish(parts, states, starts)))
+            entry = Entry(later.row, later.used, states)
+        return pieces.restore(jax.tree.map(inert, kernel.finish(parts, entry)))
 
 
 def _rows_like(rows: Array, x: Array) -> Array:
@@ -189,9 +196,11 @@ class OfUser:
     def apply(self, map_: Any, state: Any) -> Any:
         return self.local.apply(map_, state)
 
-    def finish(self, parts: Any, states: Any, starts: Starts | None) -> Any:
+    def finish(self, parts: Any, entry: Entry | None) -> Any:
         inputs, ids = parts
-        if states is None:
+        if entry is not None:
+            states = entry.state
+        else:
             one = jax.tree.map(lambda x: x[:1], inputs)
             state = jax.eval_shape(lambda x: self.local.apply(self.local.summary(x), None), one)
             states = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), state)

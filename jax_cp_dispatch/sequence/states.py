@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from jax_cp_dispatch._ranks.varying import vary_alike
 from jax_cp_dispatch.sequence.chunks import Chunks, dot
+from jax_cp_dispatch.sequence.recurrence import Entry
 
 
 class Steps(NamedTuple):
@@ -34,12 +35,20 @@ class Steps(NamedTuple):
     chunks: Chunks
 
 
-class Entry(NamedTuple):
-    """States that enter pieces: their first rows, whether they exist, and their states."""
+class Parts(NamedTuple):
+    """What needs no state.
 
-    row: Int32[Array, " P"]
-    used: Bool[Array, " P"]
-    state: Float[Array, "P N H V"]
+    Attributes:
+      steps: how the state changes.
+      q: queries, decayed from the start of their piece or chunk.
+      scores: of each row with the rows of its piece and chunk.
+      dtype: of the outputs.
+    """
+
+    steps: Steps
+    q: Float[Array, "n G N C H"]
+    scores: Float[Array, "n G N C C"]
+    dtype: Any
 
 
 def walk(
@@ -59,7 +68,7 @@ def walk(
     shape = *kd.shape[1:3], kd.shape[-1], u.shape[-1]
     where, born = jnp.zeros((2, 0), jnp.int32), jnp.zeros((0, *shape[1:]), u.dtype)
     if entry is not None:
-        at = chunks.place_of(entry.row, entry.used)
+        at = chunks.place_of(entry.first, entry.used)
         if steps.w is not None:
             u = u.at[at.where].add(-dot(steps.w[at.where], entry.state) * at.mask)
         remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
@@ -137,23 +146,12 @@ def _scan_backward(saved, gradients):
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def read(
-    steps: Steps,
-    q: Float[Array, "n G N C H"],
-    scores: Float[Array, "n G N C C"],
-    entry: Entry | None,
-) -> Float[Array, "G L N V"]:
-    """Returns what the queries read from the states, which they follow.
-
-    Args:
-      steps: how the states change.
-      q: queries, decayed from the start of their piece or chunk.
-      scores: of each row with the rows of its piece and chunk.
-      entry: the pieces that do not start from zero.
-    """
+def read(parts: Parts, entry: Entry | None) -> Float[Array, "G L N V"]:
+    """Returns what the queries read from the states; `entry`: pieces that do not start from zero"""
+    steps, q, scores, dtype = parts
     states, new = walk(steps, entry)
     out = dot(q * steps.chunks.into, states) + dot(scores, new)
     if entry is not None:
-        at = steps.chunks.place_of(entry.row, entry.used)
+        at = steps.chunks.place_of(entry.first, entry.used)
         out = out.at[at.where].add(dot(q[at.where], entry.state) * at.mask)
-    return steps.chunks.join(out)
+    return steps.chunks.join(out).astype(dtype)

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.sequence.chunks import Chunks, dot
-from jax_cp_dispatch.sequence.recurrence import Ends
-from jax_cp_dispatch.sequence.states import Entry, Steps, walk
+from jax_cp_dispatch.sequence.recurrence import Ends, Entry
+from jax_cp_dispatch.sequence.states import Steps, walk
 
 
 def states_of_pieces(steps: Steps, ends: Ends) -> Float[Array, "P N H V"]:
@@ -72,7 +72,7 @@ def _states_after(
     row = end.row[:, None, None, None]
     state = states[end.where] * jnp.take_along_axis(chunks.into[end.where], row, 2)
     if entry is not None:
-        start = chunks.place_of(entry.row, entry.used)
+        start = chunks.place_of(entry.first, entry.used)
         is_there = (start.where[0] == end.where[0])[:, None, None, None]
         state = jnp.where(is_there, entry.state, state)
     new = steps.u[end.where]

@@ -17,6 +17,7 @@ import gemms
 import jax
 import jax.numpy as jnp
 import numpy as np
+import sequence_oracle
 from attention_oracle import attention, attention_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from movement_oracle import combined, dispatched
@@ -188,6 +189,36 @@ def test_attention():
             program(*(place(a, mesh, spec) for a in (q, k, v, g))), want, strict=True
         ):
             check(got, expected.astype(np.float32), exact=False)
+
+
+def test_a_recurrence():
+    """The delta rule, forward and backward, of a document that all ranks hold and a short one."""
+    mesh, tokens = Mesh(all_devices(), (AXIS,), axis_types=(AxisType.Auto,)), 4 * jax.device_count()
+    rng = np.random.default_rng(0)
+    q, k, v, g = rng.normal(size=(4, 1, tokens, 2, 4)).astype("f")
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay, beta = -rng.random((1, tokens, 2), "f"), rng.random((1, tokens, 2), "f")
+    operands, ids = (q, k, v, log_decay, beta), np.repeat([1, 2], [tokens - 2, 2])[None]
+    want = [np.zeros(x.shape, "f") for x in (g, *operands)]
+    for row, a, b in sequence_oracle.documents(ids):
+        *of, of_g = (x[row, a:b].astype(float) for x in (*operands, g))
+        results = sequence_oracle.recurrence(*of, scale=0.5, g=of_g)
+        for x, result in zip(want, results, strict=True):
+            x[row, a:b] = result
+
+    def both(g, *operands):
+        layer = lambda *x: cp.sequence.gated_delta_rule(
+            *x, mesh=mesh, axis_name=AXIS, segment_ids=ids
+        )
+        out, pull = jax.vjp(layer, *operands)
+        return out, *pull(g)
+
+    spec = P(None, AXIS)
+    program = jax.jit(both, out_shardings=NamedSharding(mesh, spec))
+    for got, expected in zip(
+        program(*(place(a, mesh, spec) for a in (g, *operands))), want, strict=True
+    ):
+        check(got, expected, exact=False)
 
 
 def test_an_invalid_plan_is_rejected_on_all_ranks():
