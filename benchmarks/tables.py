@@ -114,6 +114,16 @@ VIEWS = {
         },
         shown.scaling,
     ),
+    "compile": View(
+        "**Compile time**: {title}, {tokens} tokens, in seconds, and over that of the ring.",
+        {"": "{method}"},
+        {
+            "trace": "{trace_s:.2f}",
+            "lower": "{lower_s:.2f}",
+            "compile": "{compile_s:.2f}",
+            "all": "{total_s:.2f} ({of_ring:.2f})",
+        },
+    ),
     "metadata": View(
         "**Planning metadata**: {title}, with {num_replicas} replicas, compared with vectorised "
         "NumPy.",

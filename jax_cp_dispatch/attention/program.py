@@ -127,7 +127,5 @@ def _plan_on_ranks(options: GlobalOptions, algorithm: Balanced, packed) -> Atten
     """Makes the same plan on every rank, from the documents of all."""
     exchange, num_ranks = options.attention.exchange, options.num_ranks
     packed = gather_sequence(exchange, packed, num_ranks)
-    if not packed.mask.has_arrays:
-        return options.plan(packed, algorithm.config)
     rank = lax.axis_index(exchange.axis_name)
     return plan_of_rank(packed, world_size=num_ranks, config=algorithm.config, rank=rank)

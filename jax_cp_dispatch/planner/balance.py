@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._ranks.varying import vary_alike
-from jax_cp_dispatch.planner.blocks import running_sum, sum_by_key
+from jax_cp_dispatch.planner.blocks import divided, running_sum, smallest, sum_by_key
 
 # The repair stops after this many moves.
 _MOVES_PER_RANK = 4
@@ -45,7 +45,7 @@ def balance_blocks(
     num_ranks = cost.shape[1]
     home = jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32)[:, None], cost.shape)
     load = cost.sum((0, 2), dtype=jnp.int32)
-    mean = -(-load.sum(dtype=jnp.int32) // num_ranks)
+    mean, _ = divided(load.sum(dtype=jnp.int32) + num_ranks - 1, num_ranks)
     given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
     poured = _pour(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
     target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
@@ -94,29 +94,33 @@ def _repair(
     """Moves single blocks from the most to the least loaded rank while this reduces the maximum."""
     shape, num_ranks = assigned.shape, assigned.shape[1]
     assigned, cost, num_rows = assigned.reshape(-1), cost.reshape(-1), num_rows.reshape(-1)
-    sizes = jnp.stack([cost, num_rows], -1)
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32)
+    blocks = jnp.arange(len(cost), dtype=jnp.int32)
+    sizes = jnp.stack([cost, num_rows])
 
     def go_on(state):
         _, held, moves_left = state
-        return (moves_left > 0) & (held[:, 0].max() > target)
+        return (moves_left > 0) & (held[0].max() > target)
 
     def move(state):
-        assigned, held, moves_left = state
-        load, rows = held.T
-        giver, taker = lax.argmax(load, 0, jnp.int32), lax.argmin(load, 0, jnp.int32)
-        fits = (assigned == giver) & (cost > 0) & (rows[taker] + num_rows <= row_limit)
-        # The larger of the two loads after the move; values below the mean gain nothing.
-        after = jnp.maximum(jnp.maximum(load[giver] - cost, load[taker] + cost), mean)
-        after = jnp.where(fits, after, load[giver])
-        block = jnp.argmin(after)
-        helps = after[block] < load[giver]
-        taker = jnp.where(helps, taker, giver)
+        assigned, (load, rows), moves_left = state
+        (most, giver), (least, taker) = smallest(-load, load)
+        most = -most
+        fits = (assigned == giver) & (rows[taker] + num_rows <= row_limit)
+        # The larger of the two loads after the move; values below the mean gain nothing, and
+        # blocks without cost change nothing.
+        after = jnp.maximum(jnp.maximum(most - cost, least + cost), mean)
+        ((after, block),) = smallest(jnp.where(fits, after, most))
+        helps = after < most
+        # Comparisons of all elements; `at[]` would compile to more.
+        sign = (ranks == taker).astype(jnp.int32) - (ranks == giver)
+        sign = jnp.where(helps, sign, 0)
         return [
-            assigned.at[block].set(jnp.where(helps, taker, assigned[block])),
-            held.at[giver].add(-sizes[block]).at[taker].add(sizes[block]),
+            jnp.where(helps & (blocks == block), taker, assigned),
+            jnp.stack([load, rows]) + sign * sizes[:, block, None],
             jnp.where(helps, moves_left - 1, 0),
         ]
 
-    held = jnp.stack(sum_by_key([cost, num_rows], assigned, num_ranks), -1)
+    held = jnp.stack(sum_by_key([cost, num_rows], assigned, num_ranks))
     state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
     return lax.while_loop(go_on, move, state)[0].reshape(shape)

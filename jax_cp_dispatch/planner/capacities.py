@@ -10,7 +10,7 @@ import numpy as np
 from jax_cp_dispatch._arguments import check_array, check_integer, is_on_host
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask
-from jax_cp_dispatch.planner.blocks import BlockGrid
+from jax_cp_dispatch.planner.blocks import BlockGrid, document_starts
 from jax_cp_dispatch.planner.config import CAPACITIES, PlanConfig, check_config
 from jax_cp_dispatch.planner.received import Capacities
 from jax_cp_dispatch.planner.segment_ids import Ids, read_documents
@@ -59,7 +59,8 @@ def needs_inside_jit(
     segment_ids, positions = read_host_documents(op, segment_ids, positions)
     options = {"mask": mask, "tolerance": config.balance_tolerance}
     with jax.core.eval_context():
-        needs = assign(segment_ids, positions, grid=grid, **options).needs
+        starts = jax.jit(document_starts)(segment_ids, positions)
+        needs = assign(starts, grid=grid, **options).needs
         values = [max(int(x), 1) for x in jax.device_get(needs)]
     return dataclasses.replace(config, **dict(zip(CAPACITIES, values, strict=True)))
 

@@ -9,28 +9,51 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
-from jax_cp_dispatch.planner.blocks import running_max
+from jax_cp_dispatch.planner.blocks import (
+    are_all,
+    columns_of_begins,
+    document_starts,
+    running_max,
+    running_maxima,
+)
 from jax_cp_dispatch.planner.segment_ids import Ids
 
 _Words = Integer[Array, "B T"]
 
 
+def starts_in_order(
+    segment_ids: Ids, positions: Ids | None
+) -> tuple[Int32[Array, "B T"], Bool[Array, ""]]:
+    """`document_starts` and `is_in_order`, from one pass over the tokens."""
+    ids = jnp.asarray(segment_ids)
+    positions = None if positions is None else jnp.asarray(positions)
+    if ids.dtype != jnp.int32:
+        return document_starts(ids, positions), is_in_order(ids, positions)
+    tokens = jnp.maximum(ids, 0)
+    starts, highest = running_maxima([columns_of_begins(ids, positions), tokens])
+    return jnp.where(ids > 0, starts, -1), is_in_order(ids, positions, highest)
+
+
 @jax.named_scope("cpd.plan")
-def is_in_order(segment_ids: Ids, positions: Ids | None) -> Bool[Array, ""]:
+def is_in_order(
+    segment_ids: Ids, positions: Ids | None, highest: _Words | None = None
+) -> Bool[Array, ""]:
     """Whether no document has separate pieces in its batch row.
 
     Without positions, every run of an id is a piece. With them, a run also ends where positions do
     not increase, and several documents may have one id: a run continues an earlier one of its id if
-    it starts at a higher position, or ends just before the first of a separate one.
+    it starts at a higher position, or ends just before the first of a separate one. `highest` is
+    the highest id up to each column, of at least 0, if the caller knows it.
     """
     ids = jnp.asarray(segment_ids)
     is_token = ids > 0
     positions = None if positions is None else jnp.asarray(positions)
     same = ids[:, 1:] == ids[:, :-1]
     # Nearly always, the ids of runs ascend. Otherwise all tokens are sorted by id.
-    highest = jnp.where(is_token, ids, 0)
-    highest = running_max(highest) if ids.dtype == jnp.int32 else lax.cummax(highest, axis=1)
-    ascends = jnp.all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
+    if highest is None:
+        highest = jnp.maximum(ids, 0)
+        highest = running_max(highest) if ids.dtype == jnp.int32 else lax.cummax(highest, axis=1)
+    ascends = are_all(same | ~is_token[:, 1:] | (ids[:, 1:] > highest[:, :-1]))
     if positions is None:
         return lax.cond(ascends, lambda: ascends, lambda: _has_no_pieces(ids, None))
     begins = ~same | (positions[:, 1:] <= positions[:, :-1])
@@ -44,7 +67,7 @@ def is_in_order(segment_ids: Ids, positions: Ids | None) -> Bool[Array, ""]:
         last = _at(positions, ids.shape[1] - 1 - _first_columns(ends[:, ::-1])[:, ::-1])
         return _has_no_pieces(ids, (first, last))
 
-    return ~jnp.any(continues) & lax.cond(ascends, lambda: ascends, separate)
+    return are_all(~continues) & lax.cond(ascends, lambda: ascends, separate)
 
 
 def _has_no_pieces(ids: _Words, ends_of_runs: tuple[_Words, _Words] | None) -> Bool[Array, ""]:
@@ -57,7 +80,7 @@ def _has_no_pieces(ids: _Words, ends_of_runs: tuple[_Words, _Words] | None) -> B
         first, last = runs
         continues = first[:, 1:] > first[:, :-1]
         again &= continues | (last[:, 1:] + 1 == first[:, :-1])
-    return ~jnp.any(again)
+    return are_all(~again)
 
 
 def _first_columns(begins: Bool[Array, "B T"]) -> Int32[Array, "B T"]:

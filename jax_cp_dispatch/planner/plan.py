@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
 from jax_cp_dispatch.planner.attention_plan import AttentionPlan
 from jax_cp_dispatch.planner.blocks import BlockGrid
@@ -29,16 +29,18 @@ from jax_cp_dispatch.planner.fingerprint import (
     checksums,
     checksums_of_mask,
     digest_of_plan,
+    fingerprint_of_order,
     make_fingerprint,
     refused_out_of_order,
 )
 from jax_cp_dispatch.planner.on_host import plan_on_host
-from jax_cp_dispatch.planner.order import is_in_order
+from jax_cp_dispatch.planner.order import starts_in_order
 from jax_cp_dispatch.planner.request import PlanRequest
+from jax_cp_dispatch.planner.seen_columns import ranges_of_columns
 from jax_cp_dispatch.planner.seen_keys import SeenKeys, seen_keys
 from jax_cp_dispatch.planner.segment_ids import Ids, fold_to_int32, read_documents
 from jax_cp_dispatch.planner.slices import check_rank
-from jax_cp_dispatch.planner.stages import Assignment, assign, build
+from jax_cp_dispatch.planner.stages import assign, build
 
 _OP = "plan_attention"
 
@@ -150,9 +152,10 @@ def plan_attention(
 def plan_of_rank(
     packed: tuple[Mask, Ids, Ids | None], *, world_size: int, config: PlanConfig, rank: Any
 ) -> AttentionPlan:
-    """`plan_attention` inside `jit`, for one rank alone as far as a mask with arrays allows.
+    """`plan_attention` inside the program that follows it.
 
-    The arrays of all ranks together would be as many times as large.
+    It has `ranges` for every mask, of this rank alone: for all ranks, they would be as many times
+    as large. The fingerprint has no checksums of the batch.
 
     Args:
       packed: mask, segment ids and positions of all ranks, traced.
@@ -177,20 +180,26 @@ def plan_inside(
 ) -> AttentionPlan:
     """Returns a plan of traced arrays.
 
-    With `rank`, the index on the mesh axis, what rows see is that of this rank alone, and all else
-    of all ranks.
+    With `rank`, the index on the mesh axis, it is that of `plan_of_rank`.
     """
     world_size = grid.world_size
     capacities = static_capacities(grid, config, mask)
-    ids, places = read_documents(_OP, segment_ids, positions)
-    assignment = assign(ids, places, grid=grid, mask=mask, tolerance=config.balance_tolerance)
+    starts, in_order = starts_in_order(*read_documents(_OP, segment_ids, positions))
+    assignment = assign(starts, grid=grid, mask=mask, tolerance=config.balance_tolerance)
+    if rank is not None:  # the batch is that of this program
+        if isinstance(mask, StaticMask):  # without runs, which would compile to more
+            assignment = assignment._replace(ranges=ranges_of_columns(mask, starts))
+        fingerprint = fingerprint_of_order(in_order, rank)[None, :2]
+    else:
+        own = _own_checksums(segment_ids, positions, starts, mask, world_size)
+        received = assignment.received
+        digest = digest_of_plan(config, mask.kind, received.block, received.rank)
+        fingerprint = refused_out_of_order(make_fingerprint(own, digest), in_order)
     return AttentionPlan(
         **build(assignment, grid=grid, capacities=capacities, rank=rank)._asdict(),
         pairs_before=assignment.pairs_before,
         pairs_after=assignment.pairs_after,
-        fingerprint=_traced_fingerprint(
-            assignment, segment_ids, positions, world_size, mask, config
-        ),
+        fingerprint=fingerprint,
         num_tokens=grid.rows,
         batch=grid.batch,
         q_capacity=capacities.q,
@@ -205,25 +214,21 @@ def _seen_on_host(mask: Mask, documents: Documents) -> SeenKeys:
     return seen_keys(read_mask_on_host(_OP, mask, shape), documents)
 
 
-def _traced_fingerprint(
-    assignment: Assignment,
+def _own_checksums(
     segment_ids: Ids,
     positions: Ids | None,
-    world_size: int,
+    starts: Int32[Array, "B T"],
     mask: Mask,
-    config: PlanConfig,
-) -> Int32[Array, "W F"]:
-    """Returns the fingerprint; positions that are not given count from 0 in each document."""
-    starts, received = assignment.starts, assignment.received
+    world_size: int,
+) -> list[Int32[Array, " W"]]:
+    """Returns the ranks' checksums; positions that are not given count from 0 in each document."""
     if positions is None:
         places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
     else:
         places = fold_to_int32(positions)
-    digest = digest_of_plan(config, mask.kind, received.block, received.rank)
     ids = checksums(fold_to_int32(segment_ids), world_size, step=ID_STEP)
     of_places = checksums(places, world_size, step=POSITION_STEP, counts=starts >= 0)
     own = [jnp.asarray(ids), jnp.asarray(of_places)]
     if mask.has_arrays:
         own.append(jnp.asarray(checksums_of_mask(mask, world_size)))
-    fingerprint = make_fingerprint(own, digest)
-    return refused_out_of_order(fingerprint, is_in_order(segment_ids, positions))
+    return own

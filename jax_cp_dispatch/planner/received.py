@@ -21,8 +21,6 @@ class Received(NamedTuple):
     num_keys: Int32[Array, " G"]  # of the range
     runs_before: Int32[Array, " G"]  # runs of earlier blocks of its rank
     num_runs: Int32[Array, " G"]  # that begin in the block
-    pairs: Int32[Array, " G"]  # query-key pairs, in the unit of `block_ranges`
-    last_block: Int32[Array, " G"] | None  # of the range; None: the block itself
 
 
 class Capacities(NamedTuple):

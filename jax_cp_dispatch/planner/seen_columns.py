@@ -49,6 +49,15 @@ def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
     return SeenColumns(first, last, pairs, ends - starts)
 
 
+def ranges_of_columns(mask: StaticMask, starts: Int32[Array, "B T"]) -> MaskRanges:
+    """Returns what each column sees; empty at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    ends = None if mask.is_causal else document_ends(starts)
+    ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
+    return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
+
+
 def _first_keys(mask: StaticMask, starts: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
     """Returns the first column that each column sees; -1 at padding."""
     num_tokens = starts.shape[1]

@@ -10,27 +10,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, Integer
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch.masks import Mask, MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planner.balance import balance_blocks
 from jax_cp_dispatch.planner.blocks import (
+    WINDOW,
     BlockGrid,
     block_ranges,
     divided,
-    document_starts,
     places,
-    repeated,
     running_sum,
-    running_sum_by_key,
     sum_by_key,
+    sums_before,
 )
 from jax_cp_dispatch.planner.received import Capacities, Received
 from jax_cp_dispatch.planner.rows_inside import rows_inside
 from jax_cp_dispatch.planner.seen_columns import seen_columns
-from jax_cp_dispatch.planner.slots import Sent, Slots, by_sender, to_metadata
-from jax_cp_dispatch.planner.transfers import Transfers
+from jax_cp_dispatch.planner.slots import (
+    Slots,
+    TracedTransfers,
+    by_sender,
+    list_traced,
+    to_metadata,
+)
 
 
 class Assignment(NamedTuple):
@@ -38,16 +42,16 @@ class Assignment(NamedTuple):
 
     starts: Int32[Array, "B T"]  # first column of each column's document; -1: padding
     received: Received
-    queries: Transfers
-    keys: Transfers
-    slots: tuple[Slots, ...]  # of queries, and of keys
+    transfers: TracedTransfers
+    slots: Slots
     begins_run: Bool[Array, "B W J block"]
+    runs: Int32[Array, "B W J block"]  # that have begun in the block
     num_rows: Int32[Array, " W"]  # of queries that each rank receives
     needs: Int32[Array, " 5"]
     pairs_before: Float32[Array, " W"]
     pairs_after: Float32[Array, " W"]
     lengths: Int32[Array, "B T"] | None  # of each column's document, if keys depend on it
-    ranges: MaskRanges | None  # of a mask with arrays, what each column sees
+    ranges: MaskRanges | None  # what each column sees; None: it follows from runs
 
 
 class PlanArrays(NamedTuple):
@@ -81,17 +85,21 @@ def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
 
 
+def num_transfers_bound(grid: BlockGrid) -> int:
+    """Returns the maximum ranges of queries and keys of all ranks, after cuts at homes.
+
+    One of each for each block, and cuts of keys: no more than between ranks for a causal mask.
+    Rounded up, because sums of other sizes compile to more.
+    """
+    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.world_size
+    return -(-bound // WINDOW) * WINDOW
+
+
 @partial(jax.jit, static_argnames=("grid", "tolerance"))
 def assign(
-    segment_ids: Integer[Array, "B T"],
-    positions: Integer[Array, "B T"] | None,
-    *,
-    grid: BlockGrid,
-    mask: Mask,
-    tolerance: float,
+    starts: Int32[Array, "B T"], *, grid: BlockGrid, mask: Mask, tolerance: float
 ) -> Assignment:
-    """Assigns each block to a rank; lists what moves."""
-    starts = document_starts(segment_ids, positions)
+    """Assigns each block to a rank, given `document_starts`; lists what moves."""
     seen = seen_columns(mask, starts)
     first, cost, shift = block_ranges(seen.first, grid, seen.pairs)
     last = None if seen.last is None else grid.split(seen.last, fill=0).max(-1)
@@ -102,23 +110,21 @@ def assign(
     rank = jnp.where(live, rank, grid.world_size).reshape(-1)
 
     begins = _run_begins(starts, rank, grid)
-    num_runs = begins.sum(-1, dtype=jnp.int32)
-    received = _received(rank, (first, last), (num_runs, cost), grid)
-    queries, keys = _query_transfers(received, grid), _key_transfers(received, grid)
-    slots = by_sender((queries, keys), grid.world_size)
-
-    *_, length = places(received.block, grid)
-    counted = (length, received.num_keys, received.num_runs, received.pairs)
-    num_rows, num_keys, num_runs, pairs = sum_by_key(counted, received.rank, grid.world_size)
+    runs = running_sum(begins.astype(jnp.int32))
+    num_runs = runs[..., -1]
+    received, totals = _received(rank, (first, last), (num_runs, cost), grid)
+    num_rows, num_keys, num_runs, pairs = totals
+    transfers = list_traced(received, grid, num_transfers_bound(grid))
+    slots = by_sender(transfers, grid.world_size)
     unit = jnp.ldexp(jnp.float32(1), shift)
-    needs = jnp.stack([num_rows, num_keys, *(x.counts for x in slots), num_runs])
+    needs = jnp.stack([num_rows, num_keys, *slots.counts, num_runs])
     return Assignment(
         starts=starts,
         received=received,
-        queries=queries,
-        keys=keys,
+        transfers=transfers,
         slots=slots,
         begins_run=begins,
+        runs=runs,
         num_rows=num_rows,
         needs=needs.max(1),
         pairs_before=cost.sum((0, 2), dtype=jnp.int32).astype(jnp.float32) * unit,
@@ -136,12 +142,11 @@ def build(
 
     With `rank`, `ranges` are those of this rank alone: their size grows with the tokens.
     """
-    received = plan.received
-    # Without its runs, a block would attend to wrong keys. It is not sent, which the counts show.
-    has_runs = received.runs_before + received.num_runs <= capacities.pieces
-    queries = Sent(plan.queries, plan.slots[0], has_runs, capacities.q_transfers)
-    keys = Sent(plan.keys, plan.slots[1], None, capacities.kv_transfers)
-    q_metadata, kv_metadata = to_metadata((queries, keys), grid.world_size)
+    transfers = plan.transfers
+    if capacities.pieces >= q_bound(grid):
+        transfers = transfers._replace(num_runs=None)
+    of_both = to_metadata(transfers, plan.slots, grid.world_size, capacities)
+    q_metadata, kv_metadata = of_both
     row, position, origin, length = _runs(plan, grid, capacities)
     return PlanArrays(
         q_metadata=q_metadata,
@@ -167,13 +172,13 @@ def _received(
     keys: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"] | None],
     counts: tuple[Int32[Array, "B W J"], Int32[Array, "B W J"]],
     grid: BlockGrid,
-) -> Received:
-    """Lists what ranks receive.
+) -> tuple[Received, list[Int32[Array, " W"]]]:
+    """Lists what ranks receive; also each rank's totals of queries, keys, runs and pairs.
 
     Args:
       rank: of each block.
       keys: the first of each block, and one past the last; None: the block's own.
-      counts: runs that begin in each block, and its pairs.
+      counts: runs that begin in each block, and its pairs in the unit of `block_ranges`.
       grid: the blocks.
     """
     # Sorts take what later steps need of each block along; gathers would compile separately.
@@ -196,10 +201,10 @@ def _received(
         *_, length = places(block, grid)
         first_column = jnp.where(first_block > last_block, end_column, first_column)
     num_keys = end_column - first_column
-    values = (length, num_keys, num_runs)
-    sums = running_sum_by_key(values, rank, grid.world_size)
-    row, kv_row, runs_before = (x - y for x, y in zip(sums, values, strict=True))
-    return Received(
+    values = (length, num_keys, num_runs, pairs)
+    row, kv_row, runs_before = sums_before(values[:3], rank, grid.world_size)
+    totals = sum_by_key(values, rank, grid.world_size)
+    received = Received(
         block=block,
         rank=rank,
         row=row,
@@ -208,52 +213,8 @@ def _received(
         num_keys=num_keys,
         runs_before=runs_before,
         num_runs=num_runs,
-        pairs=pairs,
-        last_block=lasts[0] if lasts else None,
     )
-
-
-def _query_transfers(received: Received, grid: BlockGrid) -> Transfers:
-    batch, home, start, length = places(received.block, grid)
-    is_used = received.rank < grid.world_size
-    return Transfers(
-        source=jnp.where(is_used, home, grid.world_size),
-        target=received.rank,
-        source_row=batch * grid.columns + start,
-        target_row=received.row,
-        tokens=jnp.where(is_used, length, 0),
-    )
-
-
-def _key_transfers(received: Received, grid: BlockGrid) -> Transfers:
-    """Cuts the range of keys of each block where it crosses from one home to the next."""
-    is_causal = received.last_block is None
-    last_block = received.block if received.last_block is None else received.last_block
-    batch, home, start, length = places(last_block, grid)
-    end = home * grid.columns + start + length
-    first_home, _ = divided(received.first_column, grid.columns)
-    is_used = received.rank < grid.world_size
-    if not is_causal:
-        is_used &= received.num_keys > 0
-    count = jnp.where(is_used, home - first_home + 1, 0)
-    # Ranges of all ranks, cut where they cross: no more than one for each block, and those cuts.
-    size = kv_transfers_bound(grid, is_causal=True) * grid.world_size
-    of, first_place, total = repeated(count, size)
-    place = jnp.arange(size, dtype=jnp.int32)
-    is_used = place < total
-    by_block = (first_home - first_place, received.first_column, end, received.rank, batch)
-    by_block = jnp.stack([*by_block, received.kv_row - received.first_column], -1)
-    source, first_column, end, rank, batch, to_row = by_block[of].T
-    source = source + place
-    first = jnp.maximum(first_column, source * grid.columns)
-    last = jnp.minimum(end, (source + 1) * grid.columns)
-    return Transfers(
-        source=jnp.where(is_used, source, grid.world_size),
-        target=jnp.where(is_used, rank, grid.world_size),
-        source_row=batch * grid.columns + first - source * grid.columns,
-        target_row=first + to_row,
-        tokens=jnp.where(is_used, last - first, 0),
-    )
+    return received, totals
 
 
 def _run_begins(
@@ -263,25 +224,29 @@ def _run_begins(
     new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     new = grid.split(new, fill=False)
     elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
-    return new.at[..., 0].set(new[..., 0] | elsewhere)
+    is_first = jnp.arange(grid.block, dtype=jnp.int32) == 0
+    return new | elsewhere[..., None] & is_first
 
 
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
     """Returns row, position, origin and length of each rank's runs, `[W, P]`."""
     world_size, size = grid.world_size, capacities.pieces
     received = plan.received
-    values = (received.rank, received.runs_before, received.row)
-    values = (*values, received.kv_row - received.first_column)
     # By block in global order.
-    _, rank, before, row, to_row = lax.sort((received.block, *values), num_keys=1)
+    values = received.rank, received.runs_before, received.row
+    values = (*values, received.kv_row, received.first_column)
+    _, rank, before, row, kv_row, column = lax.sort((received.block, *values), num_keys=1)
+    to_row = kv_row - column
 
     # Column, counted over the batch, at which each run begins.
-    index = before.reshape(grid.shape)[..., None] + running_sum(plan.begins_run.astype(jnp.int32))
-    index = jnp.where(plan.begins_run, index - 1, size)
-    owner = jnp.broadcast_to(rank.reshape(grid.shape)[..., None], index.shape)
-    place = jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
-    begins = jnp.full((world_size, size), -1, jnp.int32)
-    begins = begins.at[owner.reshape(-1), index.reshape(-1)].set(place.reshape(-1), mode="drop")
+    index = before.reshape(grid.shape)[..., None] + plan.runs
+    is_held = plan.begins_run & (index <= size) & (rank < world_size).reshape(grid.shape)[..., None]
+    index = rank.reshape(grid.shape)[..., None] * size + index - 1
+    index = jnp.where(is_held, index, world_size * size)  # out of bounds: dropped
+    begins = jnp.full(world_size * size, -1, jnp.int32)
+    place = jnp.arange(index.size, dtype=jnp.int32)
+    begins = begins.at[index.reshape(-1).astype(jnp.uint32)].set(place, mode="drop")
+    begins = begins.reshape(world_size, size)
 
     is_used = begins >= 0
     begins = jnp.maximum(begins, 0)

@@ -24,6 +24,7 @@ from jax_cp_dispatch.attention.local.query_ranges import (
     cut_query_ranges,
 )
 from jax_cp_dispatch.attention.local.rows import BlockIndex, block_of, to_rows
+from jax_cp_dispatch.planner.blocks import running_sum
 
 
 class KeyRanges(NamedTuple):
@@ -89,7 +90,7 @@ def attended_keys(start: Array, end: Array, num_keys: int) -> Array:
     step = used.astype(jnp.int32)
     edges = jnp.zeros((B, num_keys + 1), jnp.int32).at[row, start].add(step)
     edges = edges.at[row, end].add(-step)
-    return jnp.cumsum(edges, axis=1)[:, :num_keys] > 0
+    return running_sum(edges)[:, :num_keys] > 0
 
 
 def cut_ranges(
