@@ -2,8 +2,7 @@
 
 FLOPs count the matrix products of the query-key pairs in the ranges: two forward, five backward.
 The matmul rates, in float32 and in the operands' dtype, are those of a `jnp.matmul` of 4096^3 in
-the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask. "shared prefix" is a
-prompt with its completions in one row, against a row of prompt and completion for each.
+the same rounds. Dense attention is `jax.nn.dot_product_attention` with a mask.
 """
 
 import common
@@ -13,9 +12,8 @@ import numpy as np
 
 from jax_cp_dispatch import local_attention
 from jax_cp_dispatch.cost import attention_flops
-from jax_cp_dispatch.masks import SharedPrefix
 
-NUM_HEADS, HEAD_SIZE, PACKED_LENGTH, NUM_COMPLETIONS = 8, 64, 1024, 8
+NUM_HEADS, HEAD_SIZE, PACKED_LENGTH = 8, 64, 1024
 MATMUL_SIZE = 4096
 
 
@@ -25,20 +23,6 @@ def key_ranges(case, num_tokens):
         return 0 * position, 0 * position + num_tokens
     length = PACKED_LENGTH if case == "packed" else num_tokens
     return position // length * length, position + 1
-
-
-def shared_prefix(num_tokens, operands, dtype):
-    """Returns the passes of one row and of separate rows, and the pairs of the former."""
-    prompt, completion = num_tokens * 3 // 4, num_tokens // 4 // NUM_COMPLETIONS
-    ids = np.repeat(np.arange(NUM_COMPLETIONS + 1), [prompt] + NUM_COMPLETIONS * [completion])[None]
-    mask = SharedPrefix(jnp.asarray(ids))
-    runs = passes("local", lambda q, k, v: local_attention(q, k, v, mask=mask)[0], *operands)
-    shape = (4, NUM_COMPLETIONS, prompt + completion, NUM_HEADS, HEAD_SIZE)
-    rows = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype))
-    causal = lambda q, k, v: local_attention(q, k, v, mask="causal")[0]
-    runs |= passes("separate", causal, *rows)
-    of_completion = prompt * completion + completion * (completion + 1) // 2
-    return runs, prompt * (prompt + 1) // 2 + NUM_COMPLETIONS * of_completion
 
 
 def passes(name, attend, q, k, v, dout):
@@ -63,19 +47,15 @@ def measure(dtype, case, num_tokens, repeats):
     runs = {
         f"matmul_{x.dtype}": lambda x=x: jnp.matmul(x, x) for x in (square, square.astype(dtype))
     }
-    if case == "shared prefix":
-        more, pairs = shared_prefix(num_tokens, operands, dtype)
-        runs |= more
-    else:
-        start, end = key_ranges(case, num_tokens)
-        pairs = (end - start).sum()
-        ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
-        runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
-        if case == "packed":  # the masked part does not change the time
-            position = np.arange(num_tokens)
-            mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
-            dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
-            runs |= passes("dense", dense, *operands)
+    start, end = key_ranges(case, num_tokens)
+    pairs = (end - start).sum()
+    ranges = jnp.asarray(start[None], jnp.int32), jnp.asarray(end[None], jnp.int32)
+    runs |= passes("local", lambda q, k, v: local_attention(q, k, v, *ranges)[0], *operands)
+    if case == "packed":  # the masked part does not change the time
+        position = np.arange(num_tokens)
+        mask = jnp.asarray((position >= start[:, None]) & (position < end[:, None]))
+        dense = lambda *x: jax.nn.dot_product_attention(*x, mask=mask[None, None])
+        runs |= passes("dense", dense, *operands)
     seconds = common.interleaved(runs, repeats)
 
     flops = {
@@ -93,10 +73,9 @@ def measure(dtype, case, num_tokens, repeats):
             rate = 2 * MATMUL_SIZE**3 / seconds[f"matmul_{name}"]
             row[f"{name}_matmul_GFLOP_per_s"] = round(rate / 1e9, 1)
             row[f"share_of_{name}_matmul"] = round(count / time / rate, 3)
-        for other in ("dense", "separate"):
-            if (slower := seconds.get(f"{other}_{what}")) is not None:
-                row |= {f"{other}_seconds": round(slower, 3)}
-                row |= {"times_faster": round(slower / time, 1)}
+        if case == "packed":
+            slower = seconds[f"dense_{what}"]
+            row |= {"dense_seconds": round(slower, 3), "times_faster": round(slower / time, 1)}
         rows.append(row)
     return rows
 
@@ -104,7 +83,7 @@ def measure(dtype, case, num_tokens, repeats):
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full", "shared prefix"])
+    parser.add_argument("--cases", nargs="+", default=["causal", "packed", "full"])
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = common.options(parser, tokens=2048, dtypes=["float32"])
     rows = []

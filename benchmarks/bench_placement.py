@@ -4,7 +4,8 @@ The batches are those of tests/data/packed, of published lengths; beyond 512 ran
 drawn from a log-normal distribution. Times are measured on the host, from the lengths to the plan.
 Peers are reimplemented from their descriptions, see `peer_placements`; their times are not
 comparable. With more than 8 ranks, planning is also timed with two constraints: nodes of 8 ranks,
-and cuts at multiples of 64 tokens.
+and cuts at multiples of 64 tokens. Up to 512 ranks, one placement also serves global and local
+layers; the keys that all of them move are compared with those in the placement of the global mask.
 """
 
 import argparse
@@ -17,12 +18,13 @@ import peer_placements
 
 from jax_cp_dispatch import Placement, PlacementConfig, place_tokens
 from jax_cp_dispatch.bench_command.planning import timed
+from jax_cp_dispatch.masks import SlidingWindow
 
 sys.path.append(str(common.ROOT / "tests" / "oracles"))
 from placement_bounds import least_keys
 
 TOKENS = packing.TOKENS_PER_RANK
-
+LAYERS, WINDOWS = (8, 40), (512, 4096)  # of the global mask, and of a window
 
 CONSTRAINED = {
     "nodes_plan_ms": PlacementConfig(ranks_per_node=8),
@@ -37,6 +39,30 @@ def place(
     make = lambda: place_tokens(lengths, world_size=world_size, config=config)
     placement, seconds = timed(make, repeats)
     return placement, round(1e3 * seconds, 2)
+
+
+def of_layers(lengths: list[int], world_size: int, alone: Placement) -> dict[str, object]:
+    """Returns balance and keys of a placement for both masks, for each window."""
+    imbalance, of_global, per_cut = [], [], []
+    for window in WINDOWS:
+        local = SlidingWindow(window)
+        both = place_tokens(lengths, world_size=world_size, masks=("causal", local), layers=LAYERS)
+        keys, one = (
+            [plan.num_kv_tokens_moved for plan in plans]
+            for plans in (both.plans, (alone.plan, alone.plan_for(local)))
+        )
+        cuts = int((both.plan.run_row < both.plan.num_tokens).sum()) - len(lengths)
+        total = lambda x: sum(a * b for a, b in zip(LAYERS, x, strict=True))
+        imbalance.append(round(both.imbalance, 5))
+        of_global.append(round(total(keys) / total(one), 4))
+        per_cut.append(round(keys[1] / cuts, 1))
+    return {
+        "layers": f"{LAYERS[0]} global and {LAYERS[1]} local layers",
+        "windows": " and ".join(map(str, WINDOWS)),
+        "layers_imbalance": imbalance,
+        "layers_kv_moved_of_global_placement": of_global,
+        "local_kv_moved_per_cut": per_cut,
+    }
 
 
 def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, object]:
@@ -58,6 +84,8 @@ def measure(lengths: list[int], world_size: int, repeats: int) -> dict[str, obje
     if world_size > 8:
         for name, config in CONSTRAINED.items():
             row[name] = place(lengths, world_size, config, repeats)[1]
+    if world_size <= packing.MOST_PUBLISHED:
+        row |= of_layers(lengths, world_size, placement)
     if world_size <= 128:
         for name in ("min_heap", "greedy"):
             outcome = getattr(peer_placements, name)(lengths, world_size)

@@ -29,7 +29,7 @@ VIEWS = {
     ),
     "local_attention": View(
         "**Local attention**: {title}, forward and backward, float32. Rate: as above. Speedup: "
-        "over `jax.nn.dot_product_attention` with a mask; of a shared prefix, over separate rows.",
+        "over `jax.nn.dot_product_attention` with a mask.",
         {"": "{case}"},
         {
             "s": "{seconds}",
@@ -37,6 +37,12 @@ VIEWS = {
             "speedup": "{times_faster}",
         },
         shown.local_attention,
+    ),
+    "models": View(
+        "**What models ask of attention**: {title}. Cells: ms, and the time over that of the call "
+        "beside it.",
+        {"": "{what}", "beside": "{beside}"},
+        {"{passes}": "{ms:.0f} ({of:.2f})"},
     ),
     "sequence": View(
         "**Recurrences**: {title}, forward and backward, float32. Beside a `lax.scan` over tokens, "
@@ -152,7 +158,8 @@ VIEWS = {
         "**Placement**: {tokens_per_rank} tokens per rank, {num_heads} query and {num_kv_heads} KV "
         "heads of {head_size} in bfloat16. ms: on the host, also for nodes of GPUs and in blocks. "
         "Keys: moved per token, and a [lower bound](planner_internals.md#a-lower-bound). "
-        "Bytes: as above, also of two published planners.",
+        "Bytes: as above, also of two published planners. Layers: one placement for {layers}, "
+        "windows of {windows}: keys moved by all, over those in the global mask's placement.",
         {"lengths, ranks": "{lengths}, {world_size}"},
         {
             "ms": "{plan_ms}",
@@ -164,6 +171,8 @@ VIEWS = {
             "bytes": "{bytes_per_token:,}",
             "greedy": "{greedy[bytes_per_token]:,}",
             "min-heap": "{min_heap[bytes_per_token]:,}",
+            "layers": "{layers_kv_moved_of_global_placement[0]:.2f}, "
+            "{layers_kv_moved_of_global_placement[1]:.2f}",
         },
     ),
     "published": View(

@@ -67,6 +67,21 @@ def test_plans_are_exact_for_any_mask(kind):
         assert same(two.plan_for(mask), two.plans[1])
 
 
+def test_a_shared_prompt_moves_once_to_each_rank():
+    """However many completions a rank has; not at all from its own rows."""
+    ids = np.repeat([np.arange(9)], [768] + 8 * [32], axis=1)
+    ones = np.ones_like(ids)
+    placement = place_tokens(segment_ids=ones, world_size=8, mask=SharedPrefix(ids))
+    placed = placement.permutation.reshape(8, -1)
+    keys = deliver(placement.plan.kv_metadata, placed + 1, placement.plan.kv_capacity)
+    for rank, received in enumerate(keys):
+        tokens, count = np.unique(received[received > 0], return_counts=True)
+        assert (count == 1).all() and np.isin(placed[rank] + 1, tokens).all()
+    last = placed[(ids[0, placed] > 0).any(1)]  # the ranks of completions have the whole prompt
+    moved = sum(768 - (ids[0, tokens] == 0).sum() for tokens in last)
+    assert moved <= placement.plan.num_kv_tokens_moved <= 7 * 768 + 8 * 32
+
+
 def test_balance_of_shared_prompts_and_trees():
     rng = np.random.default_rng(0)
     lengths = rng.integers(50, 900, 60)
