@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, Ring, Zigzag
+from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch.attention.algorithms import Algorithm, Auto, Balanced, Placed, Zigzag
 from jax_cp_dispatch.attention.choose import choose_for, default_hardware, document_lengths
 from jax_cp_dispatch.attention.latents import shapes_of_keys
 from jax_cp_dispatch.attention.operands import Operands
@@ -29,6 +30,7 @@ def choose_for_call(
 
     All operands are padded to a multiple of the ranks.
     """
+    layout = options.attention.layout
     if plan is not None:
         return Placed() if isinstance(plan, PlacedPlan) else Balanced(auto.config), plan
     if any(isinstance(x, Tracer) for x in packed[1:]):
@@ -37,8 +39,8 @@ def choose_for_call(
             "traced. Call choose_algorithm outside jit, once for similar batches, and pass "
             "the algorithm of its result."
         )
-    if packed.mask.has_arrays:  # equal work, whatever the mask; costs are not counted
-        return _of_any_mask(options, auto, packed)
+    if not all(is_on_host(x) for x in jax.tree.leaves(packed.mask)):  # planned in the program
+        return Zigzag() if layout == "zigzag" else Balanced(auto.config), None
     hardware = auto.hardware or default_hardware()
     q, (k, _) = operands.q, shapes_of_keys(options.attention.expansion, operands)
     workload = _workload(options, q, k, packed)
@@ -46,7 +48,6 @@ def choose_for_call(
         latent_size = sum(x.shape[3] for x in operands.k)
         flops = 4.0 * latent_size * workload.num_kv_heads * workload.head_size
         workload = dataclasses.replace(workload, latent_size=latent_size, expand_flops=flops)
-    layout = options.attention.layout
     if layout == "contiguous":
         if options.axes.batch:  # each group makes its own plan in the program
             estimate = balanced_plan(workload, hardware)
@@ -66,37 +67,22 @@ def choose_for_call(
     return choice.algorithm, None
 
 
-def _of_any_mask(
-    options: GlobalOptions, auto: Auto, packed: PackedMask
-) -> tuple[Algorithm, AttentionPlan | None]:
-    """Returns "balanced", or a ring for a batch that does not fit or tokens in zigzag order."""
-    if options.attention.layout == "zigzag":
-        return Zigzag(), None
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(packed))
-    if options.axes.batch or is_traced:  # planned in the program
-        return Balanced(auto.config), None
-    if packed.segment_ids is None:
-        shape = jax.tree.leaves(packed.mask)[0].shape
-        packed = packed._replace(segment_ids=np.ones(shape, np.int32))
-    try:
-        return Balanced(auto.config), options.plan(packed, auto.config)
-    except DoesNotFitError:
-        return Ring(), None
-
-
 def _workload(options: GlobalOptions, q: Any, k: Any, packed: PackedMask) -> Workload:
     """Returns the work of one group; the rows of the first represent all."""
     axes, attention, num_ranks = options.axes, options.attention, options.num_ranks
     rows = max(q.shape[0] // axes.num_groups, 1)
     lengths = ((q.shape[1],),) * rows
-    mask, segment_ids, positions = packed
+    order = slice(None)
+    if attention.layout == "zigzag":
+        order = zigzag_permutation(q.shape[1], num_ranks, inverse=True)
+    mask, segment_ids, positions = jax.tree.map(lambda x: np.asarray(x)[:rows, order], packed)
     if segment_ids is not None or positions is not None:
-        ids = np.ones(q.shape[:2], np.int32) if segment_ids is None else segment_ids
-        order = slice(None)
-        if attention.layout == "zigzag":
-            order = zigzag_permutation(q.shape[1], num_ranks, inverse=True)
-        places = None if positions is None else np.asarray(positions)[:rows, order]
-        lengths = document_lengths(np.asarray(ids)[:rows, order], places)
+        ids = np.ones((rows, q.shape[1]), np.int32) if segment_ids is None else segment_ids
+        if mask.has_arrays:  # padding is a document for each token: columns stay as they are
+            column = np.arange(1, 1 + q.shape[1])
+            ids = np.where(ids == 0, ids.max(initial=0) + column, ids)
+            positions = None if positions is None else np.where(segment_ids == 0, 0, positions)
+        lengths = document_lengths(ids, positions)
     head_devices = axes.num_devices(axes.heads)
     num_kv_heads = k.shape[2] * axes.kv_copies(q.shape[2], k.shape[2])
     return Workload(

@@ -18,8 +18,6 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 from packed_batches import pack
 
 from jax_cp_dispatch import (
-    Auto,
-    PlanConfig,
     Ring,
     context_parallel_attention,
     local_attention,
@@ -27,6 +25,8 @@ from jax_cp_dispatch import (
     ring_attention,
     zigzag_permutation,
 )
+from jax_cp_dispatch.attention import auto
+from jax_cp_dispatch.cost import rank_pairs
 from jax_cp_dispatch.masks import Causal, PrefixLM, SharedPrefix, SlidingWindow
 
 BLOCKS: dict[str, Any] = {"block_q": 8, "block_kv": 8, "block_heads": 1}
@@ -214,20 +214,36 @@ def test_placed_attention_equals_dense_attention(kind):
         jax.block_until_ready(run(*placed, placement.plans[1], placement.apply(other)))
 
 
-def test_auto_balances_any_mask():
-    """Or takes a ring if the batch does not fit; zigzag for tokens in that order."""
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_auto_counts_the_pairs_of_any_mask(layout, monkeypatch):
+    """With padding between documents; the call is that of the chosen algorithm."""
     rng = np.random.default_rng()
     (q, k, v, _), segment_ids, mask, pairs = draw("tree", rng, (2, 48))
+    order = zigzag_permutation(48, 4) if layout == "zigzag" else np.arange(48)
+    *arrays, ids, of_order = jax.tree.map(lambda x: x[:, order], (q, k, v, segment_ids, mask))
     attend = functools.partial(
-        context_parallel_attention, *(q, k, v), mesh=mesh_of(4), axis_name=AXIS, mask=mask,
-        segment_ids=segment_ids,
+        context_parallel_attention, *arrays, mesh=mesh_of(4), axis_name=AXIS, layout=layout,
+        segment_ids=ids, mask=of_order,
     )  # fmt: skip
-    small = Auto(config=PlanConfig(kv_capacity=12))
-    for algorithm, same in (("auto", "balanced"), (small, "ring")):
-        out = attend(algorithm=algorithm)
-        np.testing.assert_array_equal(out, attend(algorithm=same))
-        want, _ = masked_attention(q, k, v, pairs)
-        np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+    seen = []
+    choose = auto.choose_for
+
+    def recorded(workload, **options):
+        result = choose(workload, **options)
+        seen.append((workload, result[0].algorithm))
+        return result
+
+    monkeypatch.setattr(auto, "choose_for", recorded)
+    out = attend(algorithm="auto")
+    ((workload, algorithm),) = seen
+    np.testing.assert_array_equal(out, attend(algorithm=algorithm))
+    want, _ = masked_attention(q, k, v, pairs)
+    np.testing.assert_allclose(out[:, np.argsort(order)], want, rtol=2e-6, atol=2e-6)
+    sizes = {"num_ranks": 4, "tokens_per_rank": 12, "zigzag": False}
+    of_row = lambda b: jax.tree.map(lambda x: x[b : b + 1], workload.mask)
+    rows = enumerate(workload.rows)
+    found = sum(rank_pairs(x, mask=of_row(b), **sizes).sum() for b, x in rows)
+    assert pairs.sum() <= found <= pairs.sum() + (segment_ids == 0).sum()
 
 
 def in_prefix(shape=(1, 8)):
