@@ -14,28 +14,31 @@ import pathlib
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from programs import PROGRAMS, Shapes
+from programs import PROGRAMS, PROGRAMS_FOR_GPUS, Shapes
 from schedule import Program as Scheduled
 from targets import TARGETS, Target, versions
 
+from jax_cp_dispatch._ranks import runtime
 
-def compiled(target: Target, shapes: Shapes, name: str) -> dict[str, Any]:
+
+def compiled(target: Target, shapes: Shapes, name: str, program: Any) -> dict[str, Any]:
     """Compiles one program; returns a row of the table."""
     row: dict[str, Any] = {"target": target.name, "program": name}
     began = time.monotonic()
     try:
-        program = target.lower(PROGRAMS[name](shapes).trace()).compile()
+        executable = target.lower(program(shapes).trace()).compile()
     except Exception as error:  # the reason is the result
         reason = " ".join(str(error).split("Suspected Python Code Location")[0].split())
         return row | {"state": "refused", "reason": f"{type(error).__name__}: {reason[:400]}"}
-    text = program.as_text()
+    text = executable.as_text()
     schedule = Scheduled(text)
-    memory = program.memory_analysis()
+    memory = executable.memory_analysis()
     return row | {
         "state": "compiled",
         "seconds": round(time.monotonic() - began, 1),
@@ -53,9 +56,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--targets", default="", help="regular expression of names of targets")
     parser.add_argument("--programs", default="", help="likewise of programs")
+    parser.add_argument("--maxtext", action="store_true", help="MaxText's step, and nothing else")
     parser.add_argument("--platform", default="", help="of the compiler that is installed here")
     parser.add_argument("--output", type=pathlib.Path, help="write the rows here as JSON")
     options = parser.parse_args()
+    programs: dict[str, Callable[[Shapes], Any]] = dict(PROGRAMS)
+    if options.maxtext:  # in an environment with it
+        from maxtext_step import PROGRAMS as programs
     rows = []
     for target in TARGETS.values():
         if options.platform not in ("", target.platform):
@@ -69,9 +76,10 @@ def main() -> None:
             print(f"{target.name}: not tried: {type(error).__name__}: {reason}", flush=True)
             continue
         os.environ["JAX_CP_DISPATCH_RAGGED"] = str(int(target.has_ragged))
-        for name in PROGRAMS:
+        own = PROGRAMS_FOR_GPUS if target.platform == "cuda" and runtime.cuda else {}
+        for name, program in (programs | own).items():
             if re.search(options.programs, name):
-                rows.append(compiled(target, shapes, name))
+                rows.append(compiled(target, shapes, name, program))
                 print(*(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
                 write(options.output, rows)
     unexpected = [

@@ -125,9 +125,9 @@ def _on_each_rank(shapes: Shapes, move: Callable[..., Any]) -> Callable[..., Any
     return lambda x: on_ranks(x, _movement(shapes))
 
 
-def dispatch(shapes: Shapes, *, on_ranks: bool) -> Program:
+def dispatch(shapes: Shapes, *, on_ranks: bool, implementation: str = "xla") -> Program:
     options = {"capacity": shapes.placement.plan.kv_capacity, "axis_name": "cp"}
-    move = functools.partial(cpd.dispatch, implementation="xla", **options)
+    move = functools.partial(cpd.dispatch, implementation=implementation, **options)
     run = lambda x: move(x, _movement(shapes), mesh=shapes.mesh)
     x = _rows(shapes, shapes.num_tokens)
     return Program(_on_each_rank(shapes, move) if on_ranks else run, (x,), (0,))
@@ -150,8 +150,8 @@ def _on_ranks(shapes: Shapes, fn: Callable[..., Any], in_specs: Any, out_specs: 
     return jax.shard_map(fn, mesh=shapes.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def all_gather_matmul(shapes: Shapes) -> Program:
-    fn = functools.partial(cpd.all_gather_matmul, axis_name="cp", implementation="xla")
+def all_gather_matmul(shapes: Shapes, implementation: str = "xla") -> Program:
+    fn = functools.partial(cpd.all_gather_matmul, axis_name="cp", implementation=implementation)
     run = _on_ranks(shapes, lambda x, w: fn(x, w), (P("cp"), P(None, "cp")), P(None, "cp"))
     x = shapes.array((shapes.num_tokens, 1024), jnp.bfloat16, P("cp"))
     w = shapes.array((1024, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
@@ -205,4 +205,11 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     **{f"sequence.{name}": functools.partial(_layer, name) for name in _LAYERS},
+}
+# By this package's own kernels: custom calls.
+PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
+    "dispatch, cuda_peer": functools.partial(dispatch, on_ranks=True, implementation="cuda_peer"),
+    "all_gather_matmul, cuda_peer": functools.partial(
+        all_gather_matmul, implementation="cuda_peer"
+    ),
 }

@@ -40,7 +40,7 @@ def tables(rows: list[Row]) -> str:
 
 def _state(row: Row | None, reasons: list[str]) -> str:
     if row is None:
-        return "not tried"
+        return "-"
     if row["state"] == "compiled":
         return "compiled"
     reason = row["reason"]
