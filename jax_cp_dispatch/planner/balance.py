@@ -113,8 +113,8 @@ def _repair(
         ((after, block),) = smallest(jnp.where(fits, after, most))
         helps = after < most
         # Comparisons of all elements; `at[]` would compile to more.
-        sign = (ranks == taker).astype(jnp.int32) - (ranks == giver)
-        sign = jnp.where(helps, sign, 0)
+        sign = (ranks == taker).astype(jnp.int32) - (ranks == giver).astype(jnp.int32)
+        sign = jnp.where(helps, sign, 0)[None]
         return [
             jnp.where(helps & (blocks == block), taker, assigned),
             jnp.stack([load, rows]) + sign * sizes[:, block, None],

@@ -133,7 +133,7 @@ def sum_by_key(
 def _sums(values: Sequence[Integer[Array, " n"]], counts: Bool[Array, "m n"]) -> list[Array]:
     """Returns the sums of what counts of each value."""
     counts = _in_windows(counts, fill=False)
-    counted = [jnp.where(counts, _in_windows(x, fill=0), 0) for x in values]
+    counted = [jnp.where(counts, _in_windows(x, fill=0)[None], 0) for x in values]
     return list(_reduced(counted, jnp.add, 0, num_axes=2))
 
 
@@ -166,7 +166,8 @@ def _running(xs, combine, *, fill, exclusive=False):
     lead, num_windows = shape[:-2], shape[-2]
     if math.prod(shape) * size <= _FEW_PAIRS:  # one fused pass compiles fastest
         place = jnp.arange(num_windows * WINDOW, dtype=jnp.int32).reshape(shape[-2:])
-        is_seen = place <= jnp.arange(size, dtype=jnp.int32)[:, None, None] - int(exclusive)
+        last = jnp.arange(size, dtype=jnp.int32)[:, None, None] - int(exclusive)
+        is_seen = jnp.broadcast_to(place[None] <= last, (*lead, size, *place.shape))
         seen = tuple(jnp.where(is_seen, x[..., None, :, :], fill) for x in xs)
         return _reduced(seen, combine, fill, num_axes=2)
     of_windows = _reduced(xs, combine, fill, num_axes=1)

@@ -224,7 +224,7 @@ def _run_begins(
     new = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     new = grid.split(new, fill=False)
     elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
-    is_first = jnp.arange(grid.block, dtype=jnp.int32) == 0
+    is_first = jnp.arange(grid.block, dtype=jnp.int32)[None, None, None] == 0
     return new | elsewhere[..., None] & is_first
 
 
