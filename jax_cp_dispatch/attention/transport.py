@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import lax
 
-from jax_cp_dispatch._ranks.implementations import refuse_here
+from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS, refuse_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 
 
@@ -17,8 +17,7 @@ def dispatch_or_collectives(
 ) -> Any:
     """Moves arrays by `dispatch` between CPU devices, or if a transport is named; else by XLA."""
     refuse_here(exchange.op)
-    if exchange.implementation == "xla":
-        return by_xla(arrays)
     if exchange.implementation is not None:
-        return by_dispatch(arrays)
+        row = IMPLEMENTATIONS[exchange.implementation]
+        return by_xla(arrays) if row.is_collectives else by_dispatch(arrays)
     return lax.platform_dependent(arrays, cpu=by_dispatch, default=by_xla)

@@ -100,21 +100,20 @@ def _count_below(values: Any, first: Any, last: Any, bound: Any, *, bits: int) -
     """
     count = np.zeros_like(bound)
     for bit in reversed(range(bits)):
-        values, *state = _one_bit(np, bit, values, first, last, bound, count)
-        first, last, count = state
+        values, first, last, count = _one_bit(np, bit, (values, first, last, count), bound)
     return count
 
 
 def _count_below_traced(values: Any, first: Any, last: Any, bound: Any, *, bits: int) -> Any:
     def step(i, state):
-        values, first, last, count = state
-        return _one_bit(jnp, bits - 1 - i, values, first, last, bound, count)
+        return _one_bit(jnp, bits - 1 - i, state, bound)
 
     state = values, first, last, jnp.zeros_like(first)
     return jax.lax.fori_loop(0, bits, step, state)[-1]
 
 
-def _one_bit(xp: Any, bit: Any, values: Any, first: Any, last: Any, bound: Any, count: Any) -> Any:
+def _one_bit(xp: Any, bit: Any, state: tuple[Any, ...], bound: Any) -> Any:
+    values, first, last, count = state
     is_zero = (values >> bit & 1) == 0
     zeros = xp.concatenate([xp.zeros(1, values.dtype), xp.cumsum(is_zero, dtype=values.dtype)])
     first_zero, last_zero = zeros[first], zeros[last]

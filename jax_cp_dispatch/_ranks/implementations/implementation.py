@@ -24,6 +24,8 @@ class Implementation:
     Attributes:
       name: the value of `implementation=`.
       platform: the platform whose devices it serves; None: all.
+      is_collectives: whether XLA's collectives move the data; code that has such collectives of its
+        own uses them instead of a dispatch.
       spans_processes: whether ranks of one group may be in several processes.
       why_not: from the platforms of a program and the processes of its ranks, why it cannot serve
         the program, or None. See `choose_implementation`.
@@ -37,6 +39,7 @@ class Implementation:
     name: str
     platform: str | None
     spans_processes: bool
+    is_collectives: bool = False
     why_not: Callable[[Sequence[str], Groups | None], str | None]
     serves: Callable[[], str]
     remedy: str

@@ -13,6 +13,7 @@ XLA = Implementation(
     name="xla",
     platform=None,
     spans_processes=True,
+    is_collectives=True,
     why_not=lambda platforms, groups: None,
     serves=lambda: (
         "XLA's collectives, on every platform; a rank may hold all ranks' rows, and a plan that "

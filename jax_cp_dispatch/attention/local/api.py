@@ -242,7 +242,7 @@ def _forward(options, q, k, v, ranges: RowRanges, sink):
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_like(empty, q))
     of = cut_operands(options, q, k, v, ranges)
-    softmax = attend_blocks(options, of.q, of.ranges, of.k, of.v, None)
+    softmax = attend_blocks(options, of.q, of.ranges, (of.k, of.v), None)
     results = add_sink(*softmax.result(q.shape, K), sink)
     return (*results, softmax.max_logits(q.shape, K)) if options.return_max_logits else results
 
@@ -256,6 +256,7 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
         return tuple(vary_like((jnp.zeros(x.shape, dtype) for x in (q, k, v)), q))
     of = cut_operands(options, q, k, v, ranges)
     cotangents = cut_cotangents(options, of.used, whole, K)
-    dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, of.k, of.v, begin_dq(of.q))
+    dq, kv = begin_dq(of.q), (of.k, of.v)
+    dq, *dkv = gradients_of_blocks(options, of.q, cotangents, of.ranges, kv, dq)
     dk, dv = (from_rows(dx, x.shape, K) for dx, x in zip(dkv, (k, v), strict=True))
     return finish_dq(dq, q.shape, K), dk, dv

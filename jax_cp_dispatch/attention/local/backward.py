@@ -75,9 +75,9 @@ def cut_cotangents(options, used, whole: SoftmaxGradients, num_groups) -> Output
     )
 
 
-def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
+def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Implements `gradients_of_blocks` of `passes.py`."""
-    q, k, v = options.scale * widen(q), widen(k), widen(v)
+    q, (k, v) = options.scale * widen(q), map(widen, kv)
     k_columns = options.scale * jnp.swapaxes(k, 2, 3)
 
     def one_query_block(carry, index):

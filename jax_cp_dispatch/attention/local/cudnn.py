@@ -59,15 +59,15 @@ def takes(options: PassOptions, q, k, v) -> bool:
 
 
 def attend(
-    options: PassOptions, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None
+    options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`, for blocks that cuDNN `takes`."""
     tile = functools.partial(_attend, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(attend_in_tiles, tile, options)
-    return _attend(options, tiles, q, ranges, k, v, seen)
+    return _attend(options, tiles, q, ranges, kv, seen)
 
 
-def _attend(options, in_tiles, q, ranges, k, v, seen):
+def _attend(options, in_tiles, q, ranges, kv, seen):
     """Computes attention `in_tiles` if possible, otherwise masked."""
     rows = _QueryRows(options, q, ranges)
 
@@ -86,46 +86,48 @@ def _attend(options, in_tiles, q, ranges, k, v, seen):
 
     def call(mask, piece, k, v, lengths):
         if mask is None:
-            return masked_attention(rows.q, k, v, rows.start, rows.end, options.scale)
+            return masked_attention(rows.q, (k, v), (rows.start, rows.end), options.scale)
         operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
         return fused._dot_product_attention_fwd_p.bind(
             *operands, mask_type=mask, scale=options.scale, is_training=True, **_CALL
         )
 
-    before = lambda: seen or OnlineSoftmax.of_nothing(q, v.shape[3])
-    other = in_tiles and (lambda: in_tiles(q, ranges, k, v, before()))
-    return rows.switch(before, calls_of, k, v, other)
+    before = lambda: seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
+    other = in_tiles and (lambda: in_tiles(q, ranges, kv, before()))
+    return rows.switch(before, calls_of, kv, other)
 
 
-def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
+def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """`gradients_of_blocks` of `passes.py`, for blocks that cuDNN `takes`.
 
     Gradients of one set of keys are rounded to their dtype before they are added to others.
     """
     if cotangents.out is None:  # cuDNN multiplies out and dout, and accepts no cotangent of the lse
-        return gradients_blockwise(options, q, cotangents, ranges, k, v, dq)
+        return gradients_blockwise(options, q, cotangents, ranges, kv, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
     tiles = functools.partial(gradients_in_tiles, tile, options)
-    return _gradients(options, tiles, q, cotangents, ranges, k, v, dq)
+    return _gradients(options, tiles, (q, cotangents), ranges, kv, dq)
 
 
-def _gradients(options, in_tiles, q, cotangents, ranges, k, v, dq):
+def _gradients(options, in_tiles, queries, ranges, kv, dq):
+    q, cotangents = queries
     rows = _QueryRows(options, q, ranges)
     out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
     lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
     # Queries without keys here get no part of the softmax: exp(logit - lse) is 0.
     lse = jnp.minimum(jnp.where(rows.used[:, None], lse, jnp.inf), 1e30)
-    nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in (k, v)), dq)
+    nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in kv), dq)
 
     def calls_of(parts):
         dqs, dks, dvs = zip(*(call(*part) for part in parts()), strict=True)
         added = jnp.swapaxes(rows.blocks(widen(jnp.concatenate(dqs, axis=2))), 2, 3)
-        return dq + added, *(_key_blocks(dx, x) for dx, x in ((dks, k), (dvs, v)))
+        return dq + added, *map(_key_blocks, (dks, dvs), kv)
 
     def call(mask, piece, k, v, lengths):
         if mask is None:
             ranges = rows.start, rows.end
-            return masked_gradients(rows.q, k, v, *ranges, options.scale, lse, delta, dout)
+            of_rows = OutputCotangents(dout, lse, delta, None)
+            return masked_gradients(rows.q, (k, v), ranges, options.scale, of_rows)
         operands = _operands(mask, rows.q[:, :, piece], k, v, lengths)
         of_piece = (x[:, :, piece] for x in (lse, out, dout))
         dq, *dkv = fused._dot_product_attention_bwd_p.bind(
@@ -134,8 +136,8 @@ def _gradients(options, in_tiles, q, cotangents, ranges, k, v, dq):
         attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
-    other = in_tiles and (lambda: in_tiles(q, cotangents, ranges, k, v, nothing))
-    return rows.switch(lambda: nothing, calls_of, k, v, other)
+    other = in_tiles and (lambda: in_tiles(queries, ranges, kv, nothing))
+    return rows.switch(lambda: nothing, calls_of, kv, other)
 
 
 class _QueryRows:
@@ -162,12 +164,12 @@ class _QueryRows:
         x = x.reshape(M, G, rows // self.block_q, self.block_q, F)
         return jnp.swapaxes(x, 1, 2).reshape(M, rows // self.block_q, G * self.block_q, F)
 
-    def switch(self, nothing, calls_of, k, v, other):
+    def switch(self, nothing, calls_of, kv, other):
         """Selects the computation for the ranges; `calls_of` receives a list of calls' operands.
 
         If they are not dense, this is `other`, or without it one call without a mask of cuDNN.
         """
-        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (k, v))
+        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in kv)
         lengths = [self._length(piece) for piece in self.pieces]
         longest = functools.reduce(jnp.maximum, lengths)
         num_rows = self.q.shape[2]

@@ -57,11 +57,11 @@ class OnlineSoftmax(NamedTuple):
 
 
 def attend_blockwise(
-    options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None
+    options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
     """Implements `attend_blocks` of `passes.py`."""
-    seen = seen or OnlineSoftmax.of_nothing(q, v.shape[3])
-    q, k, v = options.scale * widen(q), widen(k), widen(v)
+    seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
+    q, (k, v) = options.scale * widen(q), map(widen, kv)
 
     def one_query_block(seen, index):
         q_block, (start, end, first, last, queries) = block_of(q, index), ranges.of_queries(index)

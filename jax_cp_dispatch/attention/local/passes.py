@@ -19,16 +19,16 @@ from jax_cp_dispatch.attention.local.forward import OnlineSoftmax, attend_blockw
 
 
 @jax.named_scope("cpd.attention")
-def attend_blocks(options, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax | None) -> OnlineSoftmax:
+def attend_blocks(options, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None) -> OnlineSoftmax:
     """Adds key blocks to the softmax of the query blocks; None if they are the first ones."""
-    return OnlineSoftmax(*_bind(attend_p, options, q, ranges, k, v, seen))
+    return OnlineSoftmax(*_bind(attend_p, options, q, ranges, tuple(kv), seen))
 
 
 @jax.named_scope("cpd.attention_backward")
-def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, dq):
+def gradients_of_blocks(options, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq):
     """Adds the part of one set of keys to `dq`, `[B*K, nq, H, G*block_q]`; returns all three."""
     options = dataclasses.replace(options, return_max_logits=False)
-    return _bind(gradients_p, options, q, cotangents, ranges, k, v, dq)
+    return _bind(gradients_p, options, q, cotangents, ranges, tuple(kv), dq)
 
 
 attend_p = Primitive("attend_blocks")
@@ -49,14 +49,14 @@ def _call(pass_, *leaves, options, tree):
 
 
 def _attend_shapes(*leaves, options, tree):
-    q, ranges, _, v, _ = tree.unflatten(leaves)
+    q, ranges, (_, v), _ = tree.unflatten(leaves)
     row = ranges.start.update(dtype=accumulator(q), weak_type=False)
     acc = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=row.dtype, weak_type=False)
     return [row, row, acc]
 
 
 def _gradients_shapes(*leaves, options, tree):
-    *_, k, v, dq = tree.unflatten(leaves)
+    *_, (k, v), dq = tree.unflatten(leaves)
     return [x.update(dtype=dq.dtype, weak_type=False) for x in (dq, k, v)]
 
 
@@ -79,7 +79,7 @@ def _define(primitive, shapes, blockwise, by_cudnn):
     def lower_for_cuda(ctx, *leaves, options, tree):
         q, *others = tree.unflatten(ctx.avals_in)
         (ranges,) = (x for x in others if isinstance(x, KeyRanges))
-        k, v = others[-3:-1]
+        k, v = others[-2]
         takes = ranges.queries is None and cudnn.takes(options, q, k, v)
         chosen = by_cudnn if takes else blockwise
         lower = mlir.lower_fun(chosen, multiple_results=True)

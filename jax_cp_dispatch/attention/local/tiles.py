@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from jax_cp_dispatch.attention.local.backward import OutputCotangents
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
@@ -19,60 +20,67 @@ TILE_ROWS = 1024
 
 
 def attend_in_tiles(
-    attend, options: PassOptions, q, ranges: KeyRanges, k, v, seen: OnlineSoftmax
+    attend, options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py` from `attend`, which is called with the blocks of tiles."""
 
     def one_query_tile(i, seen):
         def add_tile(j, seen_tile):
-            held = [_take(x, kv_blocks, j) for x in (k, v)]
-            return attend(q_tile, _shifted(its, held[0], j), *held, seen_tile)
+            held = _take(kv, kv_blocks, j)
+            return attend(q_tile, _shifted(its, held[0], j), held, seen_tile)
 
         q_tile, its, seen_tile = (_take(x, q_blocks, i) for x in (q, ranges, seen))
         seen_tile = lax.fori_loop(*_reach(its, kv_blocks), add_tile, seen_tile)
         return _put(seen, seen_tile, q_blocks, i)
 
-    q_blocks, kv_blocks = _blocks_of_tile(q, options.block_q), _blocks_of_tile(k, options.block_kv)
+    q_blocks = _blocks_of_tile(q, options.block_q)
+    kv_blocks = _blocks_of_tile(kv[0], options.block_kv)
     return lax.fori_loop(0, q.shape[1] // q_blocks, one_query_tile, seen)
 
 
 def gradients_in_tiles(
-    gradients, options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, k, v, grads
+    gradients,
+    options: PassOptions,
+    queries: tuple[Array, OutputCotangents],
+    ranges: KeyRanges,
+    kv,
+    grads,
 ):
     """Likewise `gradients_of_blocks`; `grads` are dq, dk and dv to add to."""
 
     def one_query_tile(i, grads):
         def add_tile(j, carry):
             dq_tile, dkv = carry
-            held = [_take(x, kv_blocks, j) for x in (k, v)]
-            dq_tile, *added = gradients(
-                q_tile, its_cotangents, _shifted(its, held[0], j), *held, dq_tile
-            )
+            held = _take(kv, kv_blocks, j)
+            dq_tile, *added = gradients(its_queries, _shifted(its, held[0], j), held, dq_tile)
             added = jax.tree.map(jnp.add, _take(dkv, kv_blocks, j), tuple(added))
             return dq_tile, _put(dkv, added, kv_blocks, j)
 
         dq, *dkv = grads
-        tile = (_take(x, q_blocks, i) for x in (q, cotangents, ranges, dq))
-        q_tile, its_cotangents, its, dq_tile = tile
+        its_queries, its, dq_tile = (_take(x, q_blocks, i) for x in (queries, ranges, dq))
         carry = dq_tile, tuple(dkv)
         dq_tile, dkv = lax.fori_loop(*_reach(its, kv_blocks), add_tile, carry)
         return _put(dq, dq_tile, q_blocks, i), *dkv
 
-    q_blocks, kv_blocks = _blocks_of_tile(q, options.block_q), _blocks_of_tile(k, options.block_kv)
+    q, _ = queries
+    q_blocks = _blocks_of_tile(q, options.block_q)
+    kv_blocks = _blocks_of_tile(kv[0], options.block_kv)
     return lax.fori_loop(0, q.shape[1] // q_blocks, one_query_tile, tuple(grads))
 
 
-def masked_attention(q, k, v, start, end, scale):
+def masked_attention(q, kv, ranges, scale):
     """`(out, lse)` of one tile, `[M, G, rows, ...]`, by plain products: for starts of documents."""
-    logits = _logits(q, k, start, end, scale)
+    k, v = kv
+    logits = _logits(q, k, ranges, scale)
     lse = jax.nn.logsumexp(logits, axis=3)
     p = jnp.exp(logits - jnp.maximum(lse, jnp.finfo(lse.dtype).min)[..., None])
     return _product("mgts,msh->mgth", p.astype(v.dtype), v[:, 0]), lse
 
 
-def masked_gradients(q, k, v, start, end, scale, lse, delta, dout):
+def masked_gradients(q, kv, ranges, scale, cotangents: OutputCotangents):
     """`(dq, dk, dv)` of one tile, for an lse that is not -inf."""
-    p = jnp.exp(_logits(q, k, start, end, scale) - lse[..., None])
+    (k, v), (dout, lse, delta, _) = kv, cotangents
+    p = jnp.exp(_logits(q, k, ranges, scale) - lse[..., None])
     dp = _product("mgth,msh->mgts", dout, v[:, 0])
     ds = (scale * p * (dp - delta[..., None])).astype(q.dtype)
     dq = _product("mgts,msh->mgth", ds, k[:, 0])
@@ -81,7 +89,8 @@ def masked_gradients(q, k, v, start, end, scale, lse, delta, dout):
     return dq, dk[:, None], dv[:, None]
 
 
-def _logits(q, k, start, end, scale):
+def _logits(q, k, ranges, scale):
+    start, end = ranges
     position = jnp.arange(k.shape[2])[None, None]
     allowed = (position >= start[..., None]) & (position < end[..., None])
     logits = scale * _product("mgth,msh->mgts", q, k[:, 0])

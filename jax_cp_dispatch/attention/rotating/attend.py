@@ -112,16 +112,14 @@ class Rotation:
         return self.chunking.key_order(*self.schedule.held(rank, step))
 
     def attend(
-        self, queries, ranges, held, seen: OnlineSoftmax, step, rank=None, weights: Any = None
+        self, queries, ranges, held, seen: OnlineSoftmax, order: KeyOrder, weights: Any
     ) -> OnlineSoftmax:
-        """Adds the keys that are held at a step."""
-        order = self.key_order(step, rank)
+        """Adds the keys that are held, in this order."""
         rows = self._ordered(held, order)
         if self.expansion is not None:
             rows = self._by_heads(self.expansion(weights, rows))
         key_ranges = self._key_ranges(ranges, order)
-        k, v = self._blocks(rows)
-        return attend_blocks(self.passes, queries, key_ranges, k, v, seen)
+        return attend_blocks(self.passes, queries, key_ranges, self._blocks(rows), seen)
 
     def result(self, seen: OnlineSoftmax):
         """Output, logarithm of the sum of exponentials, and the largest logits or None."""
@@ -130,15 +128,16 @@ class Rotation:
         return *seen.result(self.q_shape, self.num_groups), max_logits
 
     def gradients(
-        self, queries, ranges, held, cotangents: OutputCotangents, dq, order: KeyOrder, weights
+        self, queries: tuple[Any, OutputCotangents], ranges, held, dq, order: KeyOrder, weights
     ):
         """Adds to dq; returns the gradients of the held chunks, and of the weights or None."""
+        q, cotangents = queries
         rows, transpose = self._ordered(held, order), None
         if self.expansion is not None:
             expanded, transpose = self.expansion.with_transpose(weights, rows)
             rows = self._by_heads(expanded)
-        key_ranges, (k, v) = self._key_ranges(ranges, order), self._blocks(rows)
-        dq, *dkv = gradients_of_blocks(self.passes, queries, cotangents, key_ranges, k, v, dq)
+        key_ranges, kv = self._key_ranges(ranges, order), self._blocks(rows)
+        dq, *dkv = gradients_of_blocks(self.passes, q, cotangents, key_ranges, kv, dq)
         dkv, dweights = [x.reshape(x.shape[0], -1, x.shape[3]) for x in dkv], None
         if transpose is not None:
             dweights, dkv = transpose(*map(self._by_rows, dkv))
@@ -213,7 +212,8 @@ def forward(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=No
         fingerprint = fingerprint_of_order(ranges.is_in_order, here)
 
     def attend(held, seen, step):
-        return rotation.attend(queries, ranges, held, seen, step, rank, weights)
+        order = rotation.key_order(step, rank)
+        return rotation.attend(queries, ranges, held, seen, order, weights)
 
     def one_step(carry, step):
         held, seen = carry
@@ -237,7 +237,7 @@ def backward(rotation: Rotation, operands: Operands, ranges: TokenRanges, output
 
     def gradients(held, dq, step):
         order = rotation.key_order(step, rank)
-        return rotation.gradients(queries, ranges, held, cotangents, dq, order, weights)
+        return rotation.gradients((queries, cotangents), ranges, held, dq, order, weights)
 
     def add_step(held, sums, travelling, home, step):
         dq, dweights = sums

@@ -179,7 +179,11 @@ def _run_steps(sequence: ShardedSequence, record: StepRecord, qkv, packed: Packe
     )
     _, (queries, own, seen) = run(begin, q, k, v, of_queries)
     fetch_keys = program(rotation.fetch_keys, [pair, pair, _SCALAR], pair)
-    attend = program(rotation.attend, [_BLOCKS, sees, pair, softmax, _SCALAR], softmax)
+
+    def attend_held(queries, ranges, held, seen, step):
+        return rotation.attend(queries, ranges, held, seen, rotation.key_order(step), None)
+
+    attend = program(attend_held, [_BLOCKS, sees, pair, softmax, _SCALAR], softmax)
     held = own
     for step in range(sequence.num_ranks):
         computing = {COMPUTATION: (attend, queries, of_queries, held, seen, np.int32(step))}

@@ -195,7 +195,7 @@ def _again_backward(s: Matmul, residuals, cotangents):
     # dx = reduce_scatter(dy w') and dw = concat(x)' dy, each linear in both of its operands.
     x, w, dy = residuals
     of_dx, of_dw = cotangents
-    more = lambda x, w: gathered_matmul(s, x, w, None, None)
+    more = lambda x, w: gathered_matmul(s, x, w, bias=None, scales=None)
     dx, dw = gather_again(s, of_dx, of_dw, dy)
     return dx, dw, more(of_dx, w) + more(x, of_dw)
 
