@@ -10,6 +10,12 @@ HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / "results.json", HERE.parent / "docs/accelerators.md"
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 DETAILED = ("TPU v5e 2x2", "8 H100")
+DETAILED_PROGRAMS = (
+    "placed",
+    "balanced, planned before",
+    "sequence.gated_delta_rule",
+    "sequence.linear_attention",
+)
 Row = dict[str, Any]
 
 
@@ -32,7 +38,7 @@ def tables(rows: list[Row]) -> str:
         lines += ["", f"{target}:", "", "| program | temporary memory | collectives, overlapped |"]
         lines += ["|---|---|---|"]
         rows_here = [found[program, target] for program in programs if (program, target) in found]
-        lines += [_details(row) for row in rows_here if _overlaps(row)]
+        lines += [_details(row) for row in rows_here if _is_detailed(row)]
     versions = {target: found[programs[0], target]["versions"] for target in targets}
     lines += ["", *_versions(versions)]
     return "\n".join(lines)
@@ -49,10 +55,10 @@ def _state(row: Row | None, reasons: list[str]) -> str:
     return f"refused ({reasons.index(reason) + 1})"
 
 
-def _overlaps(row: Row) -> bool:
-    """Whether this is a program of attention or of GEMMs, whose collectives could overlap."""
+def _is_detailed(row: Row) -> bool:
+    """Whether a collective of this program could overlap, or its memory matters."""
     works = {work for moved in row.get("overlap", {}).values() for work in moved}
-    return bool(works - {"bytes"}) or row["program"] in ("placed", "balanced, planned before")
+    return bool(works - {"bytes"}) or row["program"] in DETAILED_PROGRAMS
 
 
 def _details(row: Row) -> str:
