@@ -1,12 +1,16 @@
 """What moves, counted in the metadata of the exchanges: nothing for documents that are whole."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from on_mesh import AXIS, mesh_of
 from orders import BATCHES, Order
 
+from jax_cp_dispatch import sequence
 from jax_cp_dispatch.planner.placement.cuts import describe_cuts
 from jax_cp_dispatch.sequence.chains import _links
 from jax_cp_dispatch.sequence.document_pieces import pieces_of_ids
@@ -67,3 +71,30 @@ def test_the_description_of_a_placement_counts_the_same():
     text = "\n".join(describe_cuts(placement.plan.cut_pieces, placement.plan.num_tokens))
     assert f"moves {rows[0]} x (W - 1) rows" in text and rows[0] == rows[1]
     assert f"moves {rows[2]} states and {rows[3]} maps" in text
+
+
+def layers(x, log_decay, rate, taps, **given):
+    """Each layer of the same rows: [B, T, N, H], and [B, T, N] twice."""
+    yield sequence.shift(x, 2, **given)
+    yield sequence.causal_conv(x.reshape(*x.shape[:2], -1), taps, **given)
+    yield sequence.gated_delta_rule(x, x, x, log_decay, rate, **given)
+    yield sequence.linear_attention(x, x, x, log_decay, **given)
+    yield sequence.linear_recurrence(rate, log_decay, **given)
+
+
+def test_one_exchange_of_each_layer_forward_and_one_backward():
+    order = Order("placed", BATCHES["mixed"], 8)
+    rows = BATCHES["mixed"].shape
+    shapes = [(*rows, 2, 4), (*rows, 2), (*rows, 2), (3, 8)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    attributes = order.given | {"mesh": order.mesh, "implementation": "in_process"}
+    run = partial(layers, **attributes)
+
+    def loss(*arrays):
+        return sum((y**2).sum() for y in run(*arrays))
+
+    def exchanges(fn):
+        return jax.jit(fn).lower(*arrays).as_text().count("custom_call @jax_cp_dispatch")
+
+    assert exchanges(lambda *arrays: list(run(*arrays))) == 5
+    assert exchanges(jax.grad(loss, argnums=(0, 1, 2, 3))) == 10
