@@ -64,7 +64,7 @@ def test_code_blocks_run():
     rng = np.random.default_rng(3)
     lengths = [[20, 7, 5], [32]]
     ids = np.stack([np.repeat(np.arange(1, 1 + len(row)), row) for row in lengths])
-    names |= dict(lengths=lengths)
+    names |= dict(lengths=lengths, segment_ids=ids)
     exec(two_axes, names)
     out = names["placement"].restore(np.asarray(names["out"]))
     np.testing.assert_allclose(out, dense(q, k, v, ids), atol=1e-5)
