@@ -5,6 +5,7 @@ Packed documents can only be compared with cuDNN's rate on the causal case.
 """
 
 import functools
+import os
 import sys
 
 import common
@@ -50,11 +51,12 @@ class Measurements:
             self.of_cudnn[row["pass"]] = row["TFLOP_per_s"]
             yield row
 
-    def local(self, length):
+    def local(self, length, implementation="local"):
+        os.environ["JAX_CP_DISPATCH_ATTENTION_KERNEL"] = str(int(implementation != "tiles"))
         starts = jnp.asarray(self.position[None] // length * length, jnp.int32)
         ends = jnp.asarray(self.position[None] + 1, jnp.int32)
         attend = lambda q, k, v: local_attention(q, k, v, starts, ends)[0]
-        for row in self._rows("local", length, attend):
+        for row in self._rows(implementation, length, attend):
             cudnn = self.of_cudnn.get(row["pass"])
             of_cudnn = None if cudnn is None else round(row["TFLOP_per_s"] / cudnn, 3)
             yield {**row, "rate_of_causal_cudnn": of_cudnn}
@@ -86,6 +88,9 @@ def main() -> None:
     report.section("cudnn", measurements.cudnn)
     for length in arguments.documents:
         report.section(f"documents of {length}", functools.partial(measurements.local, length))
+    for length in (x for x in arguments.documents if x < arguments.tokens):  # not dense
+        in_tiles = functools.partial(measurements.local, length, "tiles")
+        report.section(f"documents of {length}, in tiles", in_tiles)
     sys.exit(report.has_failed)
 
 

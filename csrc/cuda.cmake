@@ -18,6 +18,7 @@ endforeach()
 # Device code in a separate library, so nanobind's flags never reach nvcc. ptxas tells
 # registers and spills, which csrc/cuda/check_kernels.py reads.
 add_library(cpd_cuda STATIC
+  csrc/cuda/attention_kernels.cu
   csrc/cuda/channels.cc
   csrc/cuda/errors.cc
   csrc/cuda/gpu_arithmetic.cc
@@ -38,6 +39,7 @@ target_compile_options(cpd_cuda PRIVATE
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/attributes.cc
   csrc/ffi/common.cc
+  csrc/ffi/cuda/attention.cc
   csrc/ffi/cuda/dispatch.cc
   csrc/ffi/cuda/dispatch_call.cc
   csrc/ffi/cuda/gemm.cc

@@ -20,6 +20,7 @@ _KERNELS = (
     *_CALLS,
     *_EARLY,
     *_IN_BULK,
+    *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 )
 _NVSHMEM = "Nvshmem"  # the fabric, and the prefix of its kernels here

@@ -163,7 +163,13 @@ def test_every_step_of_dense_attention_goes_to_cudnn():
     check(case, draw(case))
 
 
-# ---- Lowering.
+# ---- Lowering, without this package's kernels.
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", "0")
+
 
 SHAPES = {"B": 1, "T": 256, "S": 256, "N": 4, "K": 2, "H": 64, "Hv": 64}
 

@@ -1,4 +1,4 @@
-"""Local attention on one GPU: cuDNN's and blockwise passes against NumPy."""
+"""Local attention on one GPU: cuDNN's and blockwise passes, and the kernels, against NumPy."""
 
 from typing import Any
 
@@ -41,10 +41,11 @@ def test_equals_numpy(ranges, dtype):
     assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("ranges", ["causal", "packed"])
 @pytest.mark.parametrize("shapes", [{"T": 301, "S": 333}, {"H": 128, "Hv": 128}], ids=str)
-def test_shapes(shapes):
+def test_shapes(shapes, ranges):
     q, k, v, dout, _ = inputs(1, **(SHAPES | shapes), dtype=jnp.bfloat16)
-    ranges = RANGES["causal"](2, q.shape[1], k.shape[1])
+    ranges = RANGES[ranges](2, q.shape[1], k.shape[1])
     actual = results(q, k, v, ranges, dout)
     assert_equals_oracle(actual, q, k, v, ranges, dout, TOLERANCE["bfloat16"])
 

@@ -11,6 +11,7 @@ KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
     *("WaitSome", "UnpackReady"),
     *("BulkPush", "BulkStage", "BulkUnpack", "BulkUnpackReady"),
+    *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "Spoil"),
 ]
 NAME = "_ZN3cpd43_GLOBAL__N__2168_10_kernels_cu_0e9e{n}{kernel}Kernel{path}ENS_6device4CallE"

@@ -26,7 +26,10 @@ RANKS = (
     *("test_dispatch_plans", "test_comm_overlap", "test_overlap_buffers", "test_overlap_timing"),
     "stress",
 )
-ON_ONE_THREAD = ("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries")
+ON_ONE_THREAD = (
+    *("test_overlap_team", "test_cublaslt", "test_placement", "test_move_queries"),
+    "test_attention_kernels",
+)
 GROUPS = {
     "thread": ((*KERNELS, "test_product_kernels"), RANKS),
     "address,undefined": (KERNELS, RANKS, ON_ONE_THREAD),

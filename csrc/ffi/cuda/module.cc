@@ -24,7 +24,7 @@ namespace {
 // Target name -> stage name -> handler.
 nb::dict Registrations() {
   nb::dict targets;
-  for (const auto& of_room : {CudaDispatchTargets(), CudaGemmTargets()}) {
+  for (const auto& of_room : {CudaAttentionTargets(), CudaDispatchTargets(), CudaGemmTargets()}) {
     for (const CudaTarget& target : of_room) {
       nb::dict stages;
       stages["initialize"] = nb::capsule(reinterpret_cast<void*>(target.initialize));

@@ -30,6 +30,7 @@ struct CudaTarget {
   XLA_FFI_Handler* execute;
 };
 
+std::vector<CudaTarget> CudaAttentionTargets();
 std::vector<CudaTarget> CudaDispatchTargets();
 std::vector<CudaTarget> CudaGemmTargets();
 

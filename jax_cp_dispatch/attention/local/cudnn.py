@@ -2,9 +2,10 @@
 
 cuDNN's flash attention has no key range per query. But in one step of dense attention, a rank's
 mask is empty, causal, or, for each contiguous piece of its queries, all keys up to some length. The
-program detects the case at run time. In other cases, such as packed documents, most tiles have such
-a mask; the other tiles are masked explicitly. The derivative uses the logarithm of the sum and the
-output of the whole softmax, so it also works for merged results.
+program detects the case at run time. Other cases, such as packed documents, go to this package's
+kernels (`range_kernels.py`) or, where there are none, to tiles: most have such a mask, the others
+are masked explicitly. The derivative uses the logarithm of the sum and the output of the whole
+softmax, so it also works for merged results.
 
 jax.nn.dot_product_attention stops the gradient of that logarithm and does not accept it as input,
 so this module uses the primitives below it.
@@ -23,6 +24,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Bool, Int
 
 from jax_cp_dispatch._ranks.varying import vary_like
+from jax_cp_dispatch.attention.local import range_kernels
 from jax_cp_dispatch.attention.local.backward import OutputCotangents, gradients_blockwise
 from jax_cp_dispatch.attention.local.blocks import KeyRanges, widen
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
@@ -63,12 +65,14 @@ def attend(
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py`, for blocks that cuDNN `takes`."""
     tile = functools.partial(_attend, dataclasses.replace(options, piece_rows=None), None)
-    tiles = functools.partial(attend_in_tiles, tile, options)
-    return _attend(options, tiles, q, ranges, kv, seen)
+    in_tiles = functools.partial(attend_in_tiles, tile, options)
+    by_kernel = functools.partial(range_kernels.attend, options)
+    of_any = by_kernel if range_kernels.takes(q) else in_tiles
+    return _attend(options, of_any, q, ranges, kv, seen)
 
 
-def _attend(options, in_tiles, q, ranges, kv, seen):
-    """Computes attention `in_tiles` if possible, otherwise masked."""
+def _attend(options, of_any, q, ranges, kv, seen):
+    """Computes attention that is not dense by `of_any`; None: masked."""
     rows = _QueryRows(options, q, ranges)
 
     def calls_of(parts):
@@ -93,7 +97,7 @@ def _attend(options, in_tiles, q, ranges, kv, seen):
         )
 
     before = lambda: seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
-    other = in_tiles and (lambda: in_tiles(q, ranges, kv, before()))
+    other = of_any and (lambda: of_any(q, ranges, kv, seen))
     return rows.switch(before, calls_of, kv, other)
 
 
@@ -102,15 +106,18 @@ def gradients(options: PassOptions, q, cotangents: OutputCotangents, ranges: Key
 
     Gradients of one set of keys are rounded to their dtype before they are added to others.
     """
+    has_kernel = range_kernels.takes(q)
     if cotangents.out is None:  # cuDNN multiplies out and dout, and accepts no cotangent of the lse
-        return gradients_blockwise(options, q, cotangents, ranges, kv, dq)
+        of_any = range_kernels.gradients if has_kernel else gradients_blockwise
+        return of_any(options, q, cotangents, ranges, kv, dq)
     tile = functools.partial(_gradients, dataclasses.replace(options, piece_rows=None), None)
-    tiles = functools.partial(gradients_in_tiles, tile, options)
-    return _gradients(options, tiles, (q, cotangents), ranges, kv, dq)
+    in_tiles = functools.partial(gradients_in_tiles, tile, options)
+    by_kernel = functools.partial(range_kernels.gradients, options)
+    of_any = by_kernel if has_kernel else in_tiles
+    return _gradients(options, of_any, q, cotangents, ranges, kv, dq)
 
 
-def _gradients(options, in_tiles, queries, ranges, kv, dq):
-    q, cotangents = queries
+def _gradients(options, of_any, q, cotangents, ranges, kv, dq):
     rows = _QueryRows(options, q, ranges)
     out, dout = (rows.of(x).astype(q.dtype) for x in (cotangents.out, cotangents.dout))
     lse, delta = (rows.of(x[..., None])[..., 0] for x in (cotangents.lse, cotangents.delta))
@@ -136,7 +143,7 @@ def _gradients(options, in_tiles, queries, ranges, kv, dq):
         attended = jnp.arange(k.shape[2])[None] < lengths[:, None]
         return dq, *(jnp.where(attended[:, None, :, None], dx, 0) for dx in dkv)
 
-    other = in_tiles and (lambda: in_tiles(queries, ranges, kv, nothing))
+    other = of_any and (lambda: of_any(q, cotangents, ranges, kv, dq))
     return rows.switch(lambda: nothing, calls_of, kv, other)
 
 

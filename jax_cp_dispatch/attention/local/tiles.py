@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
+from jax_cp_dispatch._ranks.varying import vary_like
 from jax_cp_dispatch.attention.local.backward import OutputCotangents
 from jax_cp_dispatch.attention.local.blocks import KeyRanges
 from jax_cp_dispatch.attention.local.forward import OnlineSoftmax
@@ -20,9 +20,10 @@ TILE_ROWS = 1024
 
 
 def attend_in_tiles(
-    attend, options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax
+    attend, options: PassOptions, q, ranges: KeyRanges, kv, seen: OnlineSoftmax | None
 ) -> OnlineSoftmax:
     """`attend_blocks` of `passes.py` from `attend`, which is called with the blocks of tiles."""
+    seen = seen or OnlineSoftmax.of_nothing(q, kv[1].shape[3])
 
     def one_query_tile(i, seen):
         def add_tile(j, seen_tile):
@@ -39,33 +40,30 @@ def attend_in_tiles(
 
 
 def gradients_in_tiles(
-    gradients,
-    options: PassOptions,
-    queries: tuple[Array, OutputCotangents],
-    ranges: KeyRanges,
-    kv,
-    grads,
+    gradients, options: PassOptions, q, cotangents: OutputCotangents, ranges: KeyRanges, kv, dq
 ):
-    """Likewise `gradients_of_blocks`; `grads` are dq, dk and dv to add to."""
+    """Likewise `gradients_of_blocks`."""
 
     def one_query_tile(i, grads):
         def add_tile(j, carry):
             dq_tile, dkv = carry
             held = _take(kv, kv_blocks, j)
-            dq_tile, *added = gradients(its_queries, _shifted(its, held[0], j), held, dq_tile)
+            at = _shifted(its, held[0], j)
+            dq_tile, *added = gradients(*its_queries, at, held, dq_tile)
             added = jax.tree.map(jnp.add, _take(dkv, kv_blocks, j), tuple(added))
             return dq_tile, _put(dkv, added, kv_blocks, j)
 
         dq, *dkv = grads
-        its_queries, its, dq_tile = (_take(x, q_blocks, i) for x in (queries, ranges, dq))
+        arrays = (q, cotangents), ranges, dq
+        its_queries, its, dq_tile = (_take(x, q_blocks, i) for x in arrays)
         carry = dq_tile, tuple(dkv)
         dq_tile, dkv = lax.fori_loop(*_reach(its, kv_blocks), add_tile, carry)
         return _put(dq, dq_tile, q_blocks, i), *dkv
 
-    q, _ = queries
     q_blocks = _blocks_of_tile(q, options.block_q)
     kv_blocks = _blocks_of_tile(kv[0], options.block_kv)
-    return lax.fori_loop(0, q.shape[1] // q_blocks, one_query_tile, tuple(grads))
+    nothing = dq, *vary_like((jnp.zeros(x.shape, dq.dtype) for x in kv), dq)
+    return lax.fori_loop(0, q.shape[1] // q_blocks, one_query_tile, nothing)
 
 
 def masked_attention(q, kv, ranges, scale):
