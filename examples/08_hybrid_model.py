@@ -19,7 +19,7 @@ if cpd.initialize().implementation == "in_process":  # not one of several proces
     start_cpu_devices(8)
 
 LENGTHS = [100, 30, 1, 125]  # of the documents; the first and the last are longer than a rank
-COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 20, 0.02
+COLUMNS, VOCAB, WIDTH, HEADS, TAPS, STEPS, RATE = 256, 64, 32, 2, 4, 8, 0.05
 SIZE = WIDTH // HEADS
 
 

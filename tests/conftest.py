@@ -40,12 +40,17 @@ if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook("jax_cp_dispatch", "beartype.beartype")
 
 
-# Without them at the beginning, one worker would still run them when the others have ended.
-LONG = ("test_native.py", "test_examples.py", "test_processes.py", "test_recurrences.py")
+# The longest first. Otherwise one worker would still run them when the others have ended.
+LONG = (
+    *("test_native.py", "test_processes.py", "test_examples.py", "test_recurrences.py"),
+    *("test_ring_family.py", "test_attention_array_masks.py", "test_without_jit.py"),
+    *("test_limits.py", "test_checkpoint_policies.py", "test_bench_command.py"),
+)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONG)
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture

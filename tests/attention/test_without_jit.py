@@ -44,10 +44,13 @@ def on_global_arrays(algorithm, q, k, v, ids):
 
 
 # XLA compiles each operation by itself: each algorithm and each place once, not all pairs.
+# Gradients of placed attention take fewer operations than those of balanced attention, none others;
+# those over global arrays are tested with rings.
 @pytest.mark.parametrize(
-    "algorithm, call", [("balanced", on_each_rank), ("placed", on_global_arrays)]
+    "algorithm, call, has_gradients",
+    [("balanced", on_each_rank, True), ("placed", on_global_arrays, False)],
 )
-def test_values_gradients_and_errors(algorithm, call):
+def test_values_gradients_and_errors(algorithm, call, has_gradients):
     rng = np.random.default_rng()
     qkv = [rng.normal(size=(1, sum(LENGTHS), n, 8)).astype(np.float32) for n in (2, 1, 1)]
     ids = CALLS[algorithm][2]
@@ -56,7 +59,7 @@ def test_values_gradients_and_errors(algorithm, call):
         out = call(algorithm, *qkv, ids)
         return (out**2).sum(), out
 
-    step = jax.value_and_grad(loss, has_aux=True)
+    step = jax.value_and_grad(loss, has_aux=True) if has_gradients else loss
     wanted = jax.jit(step)(qkv)
     with jax.disable_jit():
         found = step(qkv)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
-LARGE = ("03", "06", "07", "08", "10")
+LARGE = ("02", "03", "04", "06", "07", "08", "10")
 
 # A short run. Its own test compares training with one device.
 TRAIN = (
