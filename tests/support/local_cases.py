@@ -40,6 +40,8 @@ RANGES = {
     "packed": lambda B, T, S: rows(B, T, lambda i: i // 11 * 11, lambda i: i + 1),
     "window": lambda B, T, S: rows(B, T, lambda i: np.maximum(i - 6, 0), lambda i: i + 1),
     "one_key": lambda B, T, S: rows(B, T, lambda i: S - 1 - i, lambda i: S - i),
+    # Blocks of keys end with the range of their queries, one key later, and one earlier.
+    "edges": lambda B, T, S: rows(B, T, lambda i: 13 + i // 8, lambda i: 28 + i // 8),
     "empty": lambda B, T, S: rows(B, T, lambda i: 0 * i + 3, lambda i: 0 * i + 3),
     "random": lambda B, T, S: random_ranges(3, B, T, S),
 }
