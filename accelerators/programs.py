@@ -37,21 +37,38 @@ class Program(NamedTuple):
 
 
 class Shapes:
-    """The arrays of one rank's size, for a mesh of all devices."""
+    """The arrays of one rank's size, for a mesh of all devices.
 
-    def __init__(self, devices: list[Any]):
-        self.mesh = Mesh(np.array(devices).reshape(-1), ("cp",))
-        self.num_ranks = len(devices)
+    Args:
+      devices: all of them.
+      data: devices over which batch rows are split, one row each.
+      tensor: devices over which heads are split.
+    """
+
+    def __init__(self, devices: list[Any], data: int = 1, tensor: int = 1):
+        self.devices, self.data, self.tensor = devices, data, tensor
+        shape, names = (data, -1, tensor), ("data", "cp", "tensor")
+        if data == tensor == 1:
+            shape, names = -1, ("cp",)
+        self.mesh = Mesh(np.array(devices).reshape(shape), names)
+        self.num_ranks = self.mesh.shape["cp"]
         self.num_tokens = TOKENS * self.num_ranks
         random = np.random.default_rng(0)
-        shares = random.dirichlet(np.full(12, 0.4))
-        self.lengths = [random.multinomial(self.num_tokens, shares).tolist()]
+        shares = random.dirichlet(np.full(12, 0.4), data)
+        self.lengths = [random.multinomial(self.num_tokens, row).tolist() for row in shares]
 
     def array(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def tokens(self, *rest: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return self.array((1, self.num_tokens, *rest), dtype, ROWS)
+        names = self.mesh.axis_names
+        axes = ("data", "cp", "tensor")[: 2 + len(rest)]
+        spec = P(*(name if name in names else None for name in axes))
+        return self.array((self.data, self.num_tokens, *rest), dtype, spec)
+
+    def on_one_device(self, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        device = jax.sharding.SingleDeviceSharding(self.devices[0])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
     @property
     def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -67,18 +84,35 @@ class Shapes:
         return cpd.place_tokens(self.lengths, world_size=self.num_ranks)
 
     @property
+    def plan(self) -> cpd.PlacedPlan:
+        """The plan of each group of ranks."""
+        if self.data == 1:
+            return self.placement.plan
+        place = functools.partial(cpd.place_tokens, world_size=self.num_ranks)
+        return cpd.stack_plans([place([row]).plan for row in self.lengths])
+
+    @property
     def on_axis(self) -> dict[str, Any]:
-        return {"mesh": self.mesh, "axis_name": "cp", "implementation": "xla"}
+        options = {"mesh": self.mesh, "axis_name": "cp", "implementation": "xla"}
+        if "data" in self.mesh.axis_names:
+            options |= {"batch_axis": "data", "head_axis": "tensor"}
+        return options
 
 
 def attention(shapes: Shapes, algorithm: str) -> Program:
     def run(q, k, v, ids):
         options: dict[str, Any] = {"algorithm": algorithm, "segment_ids": ids}
         if algorithm == "placed":
-            options["plan"] = shapes.placement.plan
+            options["plan"] = shapes.plan
         return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
 
     return Program(run, (*shapes.qkv, shapes.ids), (0, 1, 2))
+
+
+def on_three_axes(shapes: Shapes, algorithm: str) -> Program:
+    """Groups of ranks for the rows of a batch, and heads of several devices, as in training."""
+    data = 2 if len(shapes.devices) >= 8 else 1
+    return attention(Shapes(shapes.devices, data=data, tensor=2), algorithm)
 
 
 def ring_of_trees(shapes: Shapes) -> Program:
@@ -101,10 +135,8 @@ def balanced_with_a_plan(shapes: Shapes) -> Program:
 
 
 def local_attention(shapes: Shapes) -> Program:
-    device = jax.sharding.SingleDeviceSharding(shapes.mesh.devices.flat[0])
-    like = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
-    q, k = (like(1, TOKENS, n, HEAD_SIZE) for n in (HEADS, KV_HEADS))
-    ranges = (like(1, TOKENS, dtype=jnp.int32),) * 2
+    q, k = (shapes.on_one_device(1, TOKENS, n, HEAD_SIZE) for n in (HEADS, KV_HEADS))
+    ranges = (shapes.on_one_device(1, TOKENS, dtype=jnp.int32),) * 2
     return Program(cpd.local_attention, (q, k, k, *ranges), (0, 1, 2))
 
 
@@ -133,8 +165,9 @@ def dispatch(shapes: Shapes, *, on_ranks: bool, implementation: str = "xla") -> 
     return Program(_on_each_rank(shapes, move) if on_ranks else run, (x,), (0,))
 
 
-def combine(shapes: Shapes, *, on_ranks: bool) -> Program:
-    move = functools.partial(cpd.combine, num_tokens=TOKENS, axis_name="cp", implementation="xla")
+def combine(shapes: Shapes, *, on_ranks: bool, implementation: str = "xla") -> Program:
+    options = {"num_tokens": TOKENS, "axis_name": "cp"}
+    move = functools.partial(cpd.combine, implementation=implementation, **options)
     run = lambda y: move(y, _movement(shapes), mesh=shapes.mesh)
     y = _rows(shapes, shapes.placement.plan.kv_capacity * shapes.num_ranks)
     return Program(_on_each_rank(shapes, move) if on_ranks else run, (y,), (0,))
@@ -144,6 +177,12 @@ def plan_attention(shapes: Shapes) -> Program:
     run = functools.partial(cpd.plan_attention, world_size=shapes.num_ranks)
     ids = shapes.array((1, shapes.num_tokens), jnp.int32, P())
     return Program(run, (ids,), ())
+
+
+def all_gather_matmul_of_global_arrays(shapes: Shapes) -> Program:
+    options = {"axis_name": "cp", "implementation": "xla", "mesh": shapes.mesh}
+    one = all_gather_matmul(shapes)
+    return one._replace(run=lambda x, w: cpd.all_gather_matmul(x, w, **options))
 
 
 def _on_ranks(shapes: Shapes, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
@@ -158,12 +197,26 @@ def all_gather_matmul(shapes: Shapes, implementation: str = "xla") -> Program:
     return Program(run, (x, w), (0, 1))
 
 
-def matmul_reduce_scatter(shapes: Shapes) -> Program:
-    fn = functools.partial(cpd.matmul_reduce_scatter, axis_name="cp", implementation="xla")
+def matmul_reduce_scatter(shapes: Shapes, implementation: str = "xla") -> Program:
+    options = {"axis_name": "cp", "implementation": implementation}
+    fn = functools.partial(cpd.matmul_reduce_scatter, **options)
     run = _on_ranks(shapes, lambda x, w: fn(x, w), (P(None, "cp"), P("cp")), P("cp"))
     x = shapes.array((shapes.num_tokens, 512 * shapes.num_ranks), jnp.bfloat16, P(None, "cp"))
     w = shapes.array((512 * shapes.num_ranks, 1024), jnp.bfloat16, P("cp"))
     return Program(run, (x, w), (0, 1))
+
+
+def gemm(shapes: Shapes, implementation: str = "xla") -> Program:
+    x, w = (shapes.on_one_device(*shape) for shape in ((TOKENS, 1024), (1024, 4096)))
+    bias = shapes.on_one_device(4096)
+    run = lambda x, w, bias: cpd.gemm(x, w, bias=bias, implementation=implementation)
+    return Program(run, (x, w, bias), (0, 1, 2))
+
+
+def grouped_gemm(shapes: Shapes) -> Program:
+    x, w = (shapes.on_one_device(*shape) for shape in ((TOKENS, 1024), (8, 1024, 512)))
+    sizes = shapes.on_one_device(8, dtype=jnp.int32)
+    return Program(cpd.grouped_gemm, (x, w, sizes), (0, 1))
 
 
 def _layer(name: str, shapes: Shapes) -> Program:
@@ -195,6 +248,10 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "dispatch, global arrays": functools.partial(dispatch, on_ranks=False),
     "combine, global arrays": functools.partial(combine, on_ranks=False),
     "zigzag": functools.partial(attention, algorithm="zigzag"),
+    **{
+        f"{name}, data and tensor axes": functools.partial(on_three_axes, algorithm=name)
+        for name in ("ring", "placed", "zigzag")
+    },
     "hamilton": functools.partial(attention, algorithm="hamilton"),
     "ulysses": functools.partial(attention, algorithm="ulysses"),
     "ring, ranges of queries": ring_of_trees,
@@ -204,12 +261,20 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "plan_attention": plan_attention,
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
+    "gemm": gemm,
+    "grouped_gemm": grouped_gemm,
+    "all_gather_matmul, global arrays": all_gather_matmul_of_global_arrays,
     **{f"sequence.{name}": functools.partial(_layer, name) for name in _LAYERS},
 }
 # By this package's own kernels: custom calls.
+_OWN: dict[str, Callable[..., Program]] = {
+    "dispatch": functools.partial(dispatch, on_ranks=True),
+    "combine": functools.partial(combine, on_ranks=True),
+    "gemm": gemm,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+}
 PROGRAMS_FOR_GPUS: dict[str, Callable[[Shapes], Program]] = {
-    "dispatch, cuda_peer": functools.partial(dispatch, on_ranks=True, implementation="cuda_peer"),
-    "all_gather_matmul, cuda_peer": functools.partial(
-        all_gather_matmul, implementation="cuda_peer"
-    ),
+    f"{name}, cuda_peer": functools.partial(program, implementation="cuda_peer")
+    for name, program in _OWN.items()
 }

@@ -69,16 +69,15 @@ def _load_tpu_compiler() -> None:
         callback(c_api=plugin)
 
 
-_GLOBAL = ("dispatch, global arrays", "combine, global arrays")
-_ALL_KEYS = (*_GLOBAL, "balanced, planned inside")
+_ALL_KEYS = ("balanced, planned inside",)
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("TPU v5e 2x2", "tpu", "v5e:2x2", refused=_GLOBAL),
+        Target("TPU v5e 2x2", "tpu", "v5e:2x2"),
         Target("TPU v5e 4x8", "tpu", "v5e:4x8", has_ragged=False, refused=_ALL_KEYS),
-        Target("TPU v5p 2x2x2", "tpu", "v5p:2x2x2", refused=_GLOBAL),
-        Target("TPU v6e 2x4", "tpu", "v6e:2x4", refused=_GLOBAL),
+        Target("TPU v5p 2x2x2", "tpu", "v5p:2x2x2"),
+        Target("TPU v6e 2x4", "tpu", "v6e:2x4"),
         Target("8 H100", "cuda", "1x1x8"),
     )
 }

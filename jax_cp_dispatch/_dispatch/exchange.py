@@ -115,6 +115,8 @@ def _run(exchange: Exchange, context: CallContext, fields, arrays, storage) -> l
         arrays = place_arrays(context, names, arrays, len(storage))
     if not context.is_global:
         arrays = vary_with(fields, names, arrays)
+    elif context.mesh is not None and not context.open_axes:
+        exchange = exchange._replace(mesh=context.mesh.abstract_mesh)
     primitive = dispatch_p if exchange.sums is None else combine_p
     return primitive.bind(*fields, *arrays, exchange=exchange)
 

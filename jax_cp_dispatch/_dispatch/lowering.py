@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax_cp_dispatch._dispatch import by_xla, on_cpu, on_gpu
 from jax_cp_dispatch._dispatch.devices import on_every_device
 from jax_cp_dispatch._dispatch.operands import Exchange
-from jax_cp_dispatch._dispatch.partitioning import lower_partitioned
+from jax_cp_dispatch._dispatch.partitioning import lower_partitioned, run_over_ranks
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
     ON_GPU,
@@ -22,6 +22,7 @@ from jax_cp_dispatch._ranks.implementations import (
     register_lowering,
 )
 from jax_cp_dispatch._ranks.lowering import choose, lower_opened
+from jax_cp_dispatch._ranks.partitioning import can_partition
 
 register_lowering(Operation.EXCHANGE, on_cpu.lower, on=ON_CPU)
 register_lowering(Operation.EXCHANGE, on_gpu.lower, on=ON_GPU)
@@ -37,6 +38,9 @@ def lower(primitive: Primitive, ctx: Any, *operands: Any, exchange: Exchange) ->
         opened = functools.partial(_opened, primitive, exchange=exchange)
         return lower_opened(opened, ctx, *operands)
     if exchange.is_global:
+        if not can_partition(ctx):
+            over_ranks = functools.partial(run_over_ranks, primitive, exchange=exchange)
+            return lower_opened(over_ranks, ctx, *operands)
         implementation = choose_on_one_device(op, comm.implementation, ctx.module_context.platforms)
         on_one_device = implementation.lowerings[Operation.EXCHANGE_ON_ONE_DEVICE]
         return lower_partitioned(

@@ -71,6 +71,7 @@ class Exchange(NamedTuple):
       sums: names of the dtypes of the results of combine; None: dispatch.
       is_global: whether arrays hold the rows of all ranks, to be split; else this rank's.
       by_collectives: the plan as collectives, cheaper than those for any plan.
+      mesh: the abstract mesh of a global call that the partitioner splits, if it is known.
     """
 
     op: str
@@ -79,6 +80,7 @@ class Exchange(NamedTuple):
     sums: tuple[str, ...] | None = None
     is_global: bool = False
     by_collectives: Collectives | None = None
+    mesh: Any = None
 
     @property
     def num_before_arrays(self) -> int:
@@ -94,7 +96,7 @@ class Exchange(NamedTuple):
 
     def inside(self, mesh: Any) -> "Exchange":
         """Returns the exchange of one rank, with all axes of `mesh` manual."""
-        return self._replace(comm=self.comm.inside(mesh), is_global=False)
+        return self._replace(comm=self.comm.inside(mesh), is_global=False, mesh=None)
 
 
 class Operands(NamedTuple):

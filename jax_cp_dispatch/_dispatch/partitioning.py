@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.devices import row_spec
 from jax_cp_dispatch._dispatch.operands import Exchange, Operands, read_operands
+from jax_cp_dispatch._ranks.call_context import with_manual_axes
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 
 
@@ -57,6 +58,22 @@ def lower_partitioned(primitive, ctx, *operands, exchange: Exchange, on_one_devi
 
     run = named(everywhere, (str(primitive), exchange))
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def run_over_ranks(primitive, *operands, exchange: Exchange):
+    """Runs the same in a `shard_map` over the ranks' axes, for XLA's compilers without such rules.
+
+    The other axes stay automatic. XLA gathers over them what `ragged_all_to_all` moves.
+    """
+    mesh, names = exchange.mesh, exchange.comm.axis_names
+    if mesh is None:
+        raise NotImplementedError(
+            f"{exchange.op}: on TPUs, arrays of all ranks need a mesh that is known before the "
+            "program is compiled. Pass mesh=, or call under jax.set_mesh or inside jax.shard_map."
+        )
+    _check_num_ranks(exchange, mesh)
+    run = lambda *moved: primitive.bind(*moved, exchange=exchange.inside(mesh))
+    return with_manual_axes(run, names, mesh, in_specs=P(names), out_specs=P(names))(*operands)
 
 
 def _check_num_ranks(exchange: Exchange, mesh) -> None:

@@ -6,6 +6,12 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 
+def can_partition(ctx: Any) -> bool:
+    """Whether a lowering may use `custom_partitioning`, which XLA's compiler for TPUs lacks."""
+    module = ctx.module_context
+    return "tpu" not in module.platforms or module.axis_context.num_devices == 1
+
+
 def mesh_of_program(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:
     """Returns the mesh on which a partitioned program runs; it must have the axes of the ranks.
 

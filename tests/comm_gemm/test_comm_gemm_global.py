@@ -101,6 +101,23 @@ def test_xla_communicates_only_over_the_batch_axis():
     assert "all-reduce" in both  # of weight gradients, over dp
 
 
+def test_on_tpus_a_shard_map_takes_the_place_of_the_rule(monkeypatch):
+    """Their XLA lacks `custom_partitioning`."""
+    mesh = Mesh(devices(2, 4), ("dp", "tp"))
+    layers, arrays = two_layers(mesh, implementation="xla"), operands(S)
+    loss = lambda fn: lambda *a: (fn(*a) ** 2).sum() * 1e-4
+    grads = jax.jit(jax.grad(loss(layers), range(5)))
+    sharded = placed(mesh, arrays, S)
+    text = grads.trace(*sharded).lower(lowering_platforms=("tpu",)).as_text()
+    assert "manual_computation" in text and "CustomSPMDPartitioning" not in text
+    on_tpus = lambda *a, tpu, default: tpu(*a)
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_tpus)
+    jax.clear_caches()
+    for got, want in zip(grads(*sharded), jax.grad(loss(dense), range(5))(*arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("name", ["automatic axes", "explicit axes"])
 def test_tokens_that_do_not_divide_without_jit(name):
     mesh, rows = MESHES[name](), 7

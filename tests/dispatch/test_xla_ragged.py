@@ -16,7 +16,7 @@ from movement_oracle import combined, dispatched, random_plan
 from on_mesh import AXIS, mesh_of, on_ranks, permuted_mesh
 
 from jax_cp_dispatch import Metadata, combine, dispatch
-from jax_cp_dispatch._dispatch import ragged_choice
+from jax_cp_dispatch._dispatch import lowering, ragged_choice
 from jax_cp_dispatch._dispatch.operands import MetadataOperands
 from jax_cp_dispatch._dispatch.xla_collectives import combine_with_xla, dispatch_with_xla
 from jax_cp_dispatch._dispatch.xla_plan import XlaRanks
@@ -164,6 +164,40 @@ def test_programs_move_only_what_the_plan_says(platform):
         assert text.count("custom_call @ragged_all_to_all(") == num
         gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
         assert gathered and not any("xf32" in line for line in gathered), "only metadata"
+
+
+def test_global_arrays_on_tpus_need_no_partitioner(monkeypatch):
+    """Their XLA lacks `custom_partitioning`; a `shard_map` gives the same values."""
+    mesh = permuted_mesh((2, 4), ("data", AXIS))
+    plan = Metadata(**random_plan(np.random.default_rng(0), 4, S, T, 1))
+    options = {"axis_name": AXIS, "mesh": mesh, "implementation": "xla"}
+
+    def both(x, m):
+        y = dispatch(x, m, capacity=4 * T, **options)
+        return y, combine(y, m, num_tokens=T, **options)
+
+    text = lowered(both, np.zeros((4 * T, 3), np.float32), plan, platforms=("tpu",))
+    assert text.count("custom_call @ragged_all_to_all(") == 2
+    assert "CustomSPMDPartitioning" not in text
+    monkeypatch.setattr(lowering, "can_partition", lambda ctx: False)
+    x = np.random.default_rng(1).standard_normal((4, T, 3)).astype(np.float32)
+    of_rows = jax.NamedSharding(mesh, P(AXIS, "data"))
+    wide = np.concatenate([x, -x], -1).reshape(4 * T, 6)
+    sent, summed = jax.jit(both)(jax.device_put(wide, of_rows), plan)
+    fields = {name: np.asarray(value) for name, value in vars(plan).items() if value is not None}
+    y = dispatched(fields, x, 4 * T)
+    np.testing.assert_array_equal(np.asarray(sent).reshape(4, 4 * T, 6)[..., :3], y)
+    z = combined(fields, y, T, np.float32)
+    np.testing.assert_array_equal(np.asarray(summed).reshape(4, T, 6)[..., 3:], -z)
+
+
+def test_global_arrays_on_tpus_need_a_known_mesh():
+    put = jax.jit(
+        lambda x, m: dispatch(x, m, axis_name=AXIS, capacity=CAPACITY),
+        in_shardings=jax.NamedSharding(mesh_of(W), P(AXIS)),
+    )
+    with pytest.raises(NotImplementedError, match=r"^dispatch: on TPUs.* Pass mesh="):
+        put.trace(X, PLAN).lower(lowering_platforms=("tpu",))
 
 
 def test_groups_and_examples():

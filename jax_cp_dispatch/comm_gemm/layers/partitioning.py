@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dtypes import sum_dtype
 from jax_cp_dispatch._ranks.axis import other_axes
+from jax_cp_dispatch._ranks.call_context import with_manual_axes
 from jax_cp_dispatch._ranks.partitioning import mesh_of_program, named
 from jax_cp_dispatch.comm_gemm.layers.rank import (
     Matmul,
@@ -247,7 +248,11 @@ def _layout(s: Matmul, mesh, x, out):
 
 
 def _with_rule(everywhere, partition, rule, name):
-    """Attaches the rule, and a unique name."""
+    """Attaches the rule, and a unique name, whose last part is the matmul.
+
+    XLA's compiler for TPUs has no such rules. There the ranks' axes become manual, and the others
+    stay automatic.
+    """
     text, whole = rule
     everywhere.def_partition(
         partition=partition,
@@ -255,7 +260,18 @@ def _with_rule(everywhere, partition, rule, name):
         need_replication_factors=whole,
         decode_shardings=False,
     )
-    return named(everywhere, name)
+    s: Matmul = name[-1]
+
+    def over_ranks(*arrays):
+        mesh = s.mesh.abstract_mesh
+        whole = NamedSharding(mesh, P())
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
+        _, each, outs, ins = partition(mesh, shapes, shapes)
+        specs = {"in_specs": tuple(x.spec for x in ins), "out_specs": [x.spec for x in outs]}
+        return with_manual_axes(each, s.comm.axis_names, mesh, **specs)(*arrays)
+
+    run = named(everywhere, name)
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=over_ranks, default=run)
 
 
 def _dense(s: Matmul, form: _Form, x, w, bias, scales):

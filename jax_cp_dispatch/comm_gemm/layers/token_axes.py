@@ -99,7 +99,8 @@ def _first_of(array, other, rule: str):
         return mesh, first, [to], (to, arguments[1].sharding)
 
     everywhere.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    return everywhere(array, other)[0]
+    # XLA for TPUs has no such rules, and shards as it sees fit.
+    return jax.lax.platform_dependent(array, other, tpu=first, default=everywhere)[0]
 
 
 def tell_lost_axes(s: Matmul, axes: tuple[str, ...], why: str) -> None:
