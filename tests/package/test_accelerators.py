@@ -48,3 +48,7 @@ def test_what_lies_between_the_parts_of_a_collective_overlaps_with_it(module):
 def test_the_page_shows_the_results(module):
     table = module("table")
     assert table.PAGE.read_text() == table.page(), "run python accelerators/table.py"
+
+
+def test_recorded_gpu_calls_keep_their_order_by_default(module):
+    module("targets").check_order_of_recorded_calls()
