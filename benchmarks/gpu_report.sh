@@ -279,6 +279,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   fi
   [ "$limit" -le "$left" ] || limit=$left
   for line in ${lines[@]+"${lines[@]}"}; do
+    echo "== smoke: $line: from $began s on, at most $limit s" | tee -a "$report"
     {
       timeout --signal=INT --kill-after=5 "$limit" bash -c 'smoke_line "$1"' - "$line" \
         >"$out/smoke.$line" 2>&1
@@ -289,7 +290,6 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   [ "${#jobs[@]}" = 0 ] || wait "${jobs[@]}"
   jobs=()
   for line in ${lines[@]+"${lines[@]}"}; do
-    echo "== smoke: $line: from $began s on, at most $limit s" | tee -a "$report"
     tee -a "$report" <"$out/smoke.$line"
     note "smoke: $line" "$(cat "$out/smoke.$line.status")" "$((SECONDS - began))"
     rm -f "$out/smoke.$line" "$out/smoke.$line.status"

@@ -138,12 +138,13 @@ def grouped_gemm_by_xla(*operands, call: GroupedCall):
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[] if call.contracts_rows else [0],
     )
+    is_exact = max(lhs.dtype.itemsize, rhs.dtype.itemsize) < 4  # in float32; Mosaic refuses HIGHEST
     product = lax.ragged_dot_general(
         lhs,
         rhs,
         group_sizes,
         numbers,
-        precision=lax.Precision.HIGHEST,
+        precision=None if is_exact else lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )
     if call.contracts_rows:
