@@ -67,8 +67,8 @@ check() {  # check COMMAND...: says what a command lacks; used instead of runnin
   done
 }
 
-is_chosen() {  # is_chosen NAME: the machine and the build always are
-  case "$1" in machine | build | import) return 0 ;; esac
+is_chosen() {  # is_chosen NAME: the machine and the builds always are
+  case "$1" in machine | build | import | "build nvshmem") return 0 ;; esac
   [ -z "${STEPS:-}" ] || [[ $1 =~ $STEPS ]]
 }
 
@@ -251,7 +251,10 @@ step "kernel times" 25 "$kernels" time "$out/kernels.json"
 
 # NVSHMEM apart: it takes longer to build, and everything else works without it.
 nvshmem=
-if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ] && is_chosen nvshmem; then
+for step in "smoke: nvshmem" "smoke: put" "4 by NVSHMEM" "4 by put and get"; do
+  ! is_chosen "$step" || needs_nvshmem=1
+done
+if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ] && [ -n "${needs_nvshmem:-}" ]; then
   { nice bash -c build_nvshmem; echo "build: status $?"; } >"$out/nvshmem.log" 2>&1 &
   nvshmem=$!
 fi
