@@ -12,6 +12,7 @@ from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch.bench_command.ranks import AXIS, Ranks, Row
 from jax_cp_dispatch.metadata import compute_metadata
 
+SECTION = "movement"
 MEMCPY = "memcpy, one thread"
 DONATED, FRESH = "dispatch into a donated window", "dispatch into a fresh window"
 COMBINE = "combine, one replica"

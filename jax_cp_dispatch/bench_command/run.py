@@ -155,8 +155,8 @@ def _measure(
 def _sections(ranks: Ranks, sizes: Sizes, processes: int) -> dict[str, Callable[[], Iterator[Row]]]:
     def moved() -> Iterator[Row]:
         dtype = jax.numpy.dtype(sizes.moved_dtype)
-        yield from movement.large(ranks, sizes.moved_tokens, sizes.feature, dtype, "movement")
-        yield from movement.small(ranks, "movement")
+        yield from movement.large(ranks, sizes.moved_tokens, sizes.feature, dtype, movement.SECTION)
+        yield from movement.small(ranks, movement.SECTION)
 
     return {
         "planning": lambda: planning.measure(
@@ -178,8 +178,8 @@ def _check(options: argparse.Namespace) -> None:
     unknown = sorted(set(options.sections) - set(SECTIONS))
     if unknown:
         raise InputError(f"no section is called {unknown[0]}. Pass some of {', '.join(SECTIONS)}.")
-    check_number("--devices", options.devices, least=1, most=MOST_DEVICES)
-    check_number("--processes", options.processes, least=2, most=_MOST_PROCESSES)
+    check_number("--devices", options.devices, minimum=1, maximum=MOST_DEVICES)
+    check_number("--processes", options.processes, minimum=2, maximum=_MOST_PROCESSES)
     if options.pictures is not None:
         try:
             pictures.check_folder(options.pictures)

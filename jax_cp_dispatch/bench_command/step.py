@@ -1,6 +1,6 @@
 """A training step of a small transformer on packed documents, by algorithm of attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ ALGORITHMS = ("placed", "balanced", "zigzag")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the loss; sums in another order
 VOCABULARY, RATE = 256, 1e-3
 _ROWS = P(None, AXIS)
+Attend = Callable[..., Any]  # of q, k, v and the batch
 
 
 class Model(NamedTuple):
@@ -67,7 +68,7 @@ def _rotate(x, positions):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
 
 
-def _loss(model: Model, parameters, batch, attend: Callable[..., Any]):
+def _loss(model: Model, parameters, batch, attend: Attend):
     cast = lambda x: x.astype(model.dtype)
 
     def layer(x, w):
@@ -86,10 +87,21 @@ def _loss(model: Model, parameters, batch, attend: Callable[..., Any]):
     return -(chosen * batch["counts"]).sum() / batch["counts"].sum()
 
 
-def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
-    """Measures forward pass, backward pass and update, with donated parameters."""
-    lengths = drawn_lengths(tokens, seed=1, median=tokens / 16)
-    steps = {name: _Step(ranks, model, name, lengths) for name in (*ALGORITHMS, DENSE)}
+def drawn_documents(tokens: int) -> list[int]:
+    return drawn_lengths(tokens, seed=1, median=tokens / 16)
+
+
+def compiled_steps(
+    ranks: Ranks, lengths: list[int], model: Model, others: Mapping[str, Attend] | None = None
+) -> dict[str, "Step"]:
+    """Compiles a step of each algorithm, of dense attention, and of `others` by name.
+
+    Raises:
+      ValueError: the losses of their first steps differ.
+    """
+    dense: dict[str, Attend] = {DENSE: _dense, **(others or {})}
+    steps = {name: Step(ranks, model, lengths, name) for name in ALGORITHMS}
+    steps |= {name: Step(ranks, model, lengths, attend) for name, attend in dense.items()}
     expected = steps[DENSE].first_loss
     for name, step in steps.items():
         if not abs(step.first_loss - expected) <= TOLERANCE[model.dtype] * expected:
@@ -97,6 +109,13 @@ def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
                 f"bench: the loss with {name} is {step.first_loss}, with dense attention "
                 f"{expected}. Report this with the output."
             )
+    return steps
+
+
+def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
+    """Measures forward pass, backward pass and update, with donated parameters."""
+    lengths = drawn_documents(tokens)
+    steps = compiled_steps(ranks, lengths, model)
     flops_per_second = peak(ranks, model.dtype)
     seconds = ranks.measure(steps)
     pairs = float(sum(count_pairs(0, length) for length in lengths))
@@ -117,10 +136,13 @@ def measure(ranks: Ranks, tokens: int, model: Model) -> Iterator[Row]:
         )
 
 
-class _Step:
-    """The compiled step of one algorithm with its parameters and batch; a call makes a step."""
+class Step:
+    """The compiled step of one algorithm with its parameters and batch; a call makes a step.
 
-    def __init__(self, ranks: Ranks, model: Model, algorithm: str, lengths: list[int]):
+    `algorithm` is one of this package, or a function of q, k, v and the batch.
+    """
+
+    def __init__(self, ranks: Ranks, model: Model, lengths: list[int], algorithm: str | Attend):
         batch, plan = _batch(lengths), {}
         if algorithm == "placed":
             placement = place_tokens(lengths, world_size=ranks.count)
@@ -131,7 +153,7 @@ class _Step:
             plan = {"plan": jax.tree.map(ranks.put, made)}
         self._batch = {name: ranks.put(x, _ROWS) for name, x in batch.items()} | plan
         self._parameters = jax.tree.map(lambda x: ranks.put(x, P()), model.parameters())
-        attend = _dense if algorithm == DENSE else partial(_ours, ranks, algorithm)
+        attend = algorithm if callable(algorithm) else partial(_ours, ranks, algorithm)
 
         @partial(jax.jit, donate_argnums=0)
         def step(parameters, batch):
@@ -139,13 +161,13 @@ class _Step:
             update = jax.tree.map(lambda w, g: w - RATE * g, parameters, gradients)
             return update, value
 
-        self._step = step.lower(self._parameters, self._batch).compile()
-        memory = self._step.memory_analysis()
+        self.program = step.lower(self._parameters, self._batch).compile()
+        memory = self.program.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory else float("nan")
         self.first_loss = float(self())
 
     def __call__(self) -> jax.Array:
-        self._parameters, value = self._step(self._parameters, self._batch)
+        self._parameters, value = self.program(self._parameters, self._batch)
         return value
 
 
