@@ -39,10 +39,10 @@ def end_command(
     return 2
 
 
-def check_number(name: str, value: int | None, *, least: int, most: int) -> None:
+def check_number(name: str, value: int | None, *, minimum: int, maximum: int) -> None:
     """Requires an option in this range, or none."""
-    if value is not None and not least <= value <= most:
-        raise InputError(f"{name} is {value}; pass {least} to {most}.")
+    if value is not None and not minimum <= value <= maximum:
+        raise InputError(f"{name} is {value}; pass {minimum} to {maximum}.")
 
 
 def _discard_output() -> None:

@@ -28,7 +28,7 @@ from jax_cp_dispatch.attention.arguments import (
 from jax_cp_dispatch.attention.auto import choose_for_call
 from jax_cp_dispatch.attention.latents import Expansion, check_specs, read_latents
 from jax_cp_dispatch.attention.local.sink import check_sink
-from jax_cp_dispatch.attention.mesh_axes import Caller, find_axes
+from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, find_axes
 from jax_cp_dispatch.attention.operands import Operands
 from jax_cp_dispatch.attention.options import AttentionOptions
 from jax_cp_dispatch.attention.packed_mask import PackedMask
@@ -159,10 +159,7 @@ def context_parallel_attention(
     axes = find_axes(
         *(q, *operands.moved),
         caller=Caller(_OP, _ON_A_RANK.get(algorithm.name) or ", or ".join(_ON_A_RANK.values())),
-        mesh=mesh,
-        axis_name=axis_name,
-        batch_axis=batch_axis,
-        head_axis=head_axis,
+        given=GivenAxes(mesh, axis_name, batch_axis, head_axis),
         covers_batch=plan is not None and not is_stack(plan),
     )
     check_rows(_OP, q, operands.k, operands.v, segment_ids, positions)
@@ -252,7 +249,7 @@ def _check_choice(options: GlobalOptions, plan, mask: Mask | MaskKind) -> None:
     attention, name = options.attention, options.algorithm.name
     if name in ("balanced", "placed") and attention.layout != "contiguous":
         raise ValueError(
-            f"{_OP}: algorithm={name!r} plans attention of tokens in order; got "
+            f"{_OP}: algorithm={name!r} needs tokens in contiguous order; got "
             f"layout={attention.layout!r}. Choose another algorithm."
         )
     if name == "ulysses" and attention.expansion is not None:
@@ -283,8 +280,8 @@ def _check_plan(options: GlobalOptions, q, plan) -> None:
     if (plan is not None or options.attention.layout == "zigzag") and q.shape[1] % num_ranks:
         raise ValueError(
             f"{_OP}: T is {q.shape[1]} but {axes.described}, which must divide it with a plan, and "
-            "with layout='zigzag'. Pad the tokens (segment 0 is padding) before the plan, or the "
-            "layout, is made."
+            "with layout='zigzag'. Pad the tokens (segment 0 is padding) before you plan or "
+            "reorder them."
         )
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(

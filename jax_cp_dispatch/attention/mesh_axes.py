@@ -89,24 +89,26 @@ class MeshAxes:
         return jnp.repeat(x, copies, axis=2)
 
 
-def find_axes(
-    *arrays: Any,
-    caller: Caller,
-    mesh: Any,
-    axis_name: AxisName,
-    batch_axis: Names,
-    head_axis: Names,
-    covers_batch: bool,
-) -> MeshAxes:
+class GivenAxes(NamedTuple):
+    """The mesh and the axes as the caller names them; None: to be found."""
+
+    mesh: Any
+    axis_name: AxisName
+    batch_axis: Names
+    head_axis: Names
+
+
+def find_axes(*arrays: Any, caller: Caller, given: GivenAxes, covers_batch: bool) -> MeshAxes:
     """Finds the mesh (surroundings, `mesh`, or the arrays), and infers the axes that are None.
 
     Arrays are [B, T, ...]; axis 2 of the first is that of the heads. With a plan that covers the
     whole batch, no axes of the batch are inferred.
     """
+    mesh, axis_name, batch_axis, head_axis = given
     sequence = _names(axis_name)
     mesh = _find_mesh(caller, mesh, sequence, arrays)
-    given = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    _check_names(caller.op, mesh, given)
+    names = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    _check_names(caller.op, mesh, names)
     refuse_mapped_explicit_axes(caller.op, mesh)
     search = _Search(caller.op, arrays, mesh)
     _warn_of_unset_mesh(search)

@@ -38,10 +38,10 @@ def check_arguments(arguments: argparse.Namespace, pattern: str) -> None:
     """Refuses arguments before anything is computed."""
     if not arguments.folder.is_dir():
         raise InputError(f"{arguments.folder} is not a folder. Name one that holds text files.")
-    check_number("--ranks", arguments.ranks, least=1, most=MOST_DEVICES)
+    check_number("--ranks", arguments.ranks, minimum=1, maximum=MOST_DEVICES)
     most = _MOST_TOKENS // arguments.ranks
-    check_number("--tokens-per-rank", arguments.tokens_per_rank, least=1, most=most)
-    check_number("--seed", arguments.seed, least=0, most=2**63 - 1)
+    check_number("--tokens-per-rank", arguments.tokens_per_rank, minimum=1, maximum=most)
+    check_number("--seed", arguments.seed, minimum=0, maximum=2**63 - 1)
     try:
         next(arguments.folder.rglob(pattern), None)
     except (ValueError, NotImplementedError) as error:

@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_number("--devices", options.devices, least=1, most=MOST_DEVICES)
+    check_number("--devices", options.devices, minimum=1, maximum=MOST_DEVICES)
     if os.environ.get("JAX_PLATFORMS", "" if has_gpu() else "cpu") == "cpu":
         start_cpu_devices(options.devices)
     findings = []

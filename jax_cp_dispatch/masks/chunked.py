@@ -26,7 +26,7 @@ class Chunked(StaticMask):
     size: int = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        check_tokens(self, "size", self.size, least=1)
+        check_tokens(self, "size", self.size, minimum=1)
 
     @property
     def is_causal(self) -> bool:

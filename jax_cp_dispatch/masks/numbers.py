@@ -8,12 +8,12 @@ from jax import lax
 from jax_cp_dispatch._arguments import check_integer
 
 
-def check_tokens(mask: Any, name: str, value: Any, *, least: int) -> None:
+def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
     """Requires an integer of at least `least`, and sets it as one of Python."""
     op = type(mask).__name__
     check_integer(op, name, value)
-    if value < least:
-        raise ValueError(f"{op}: {name} is {value}; it needs to be at least {least}.")
+    if value < minimum:
+        raise ValueError(f"{op}: {name} is {value}; it needs to be at least {minimum}.")
     object.__setattr__(mask, name, int(value))
 
 

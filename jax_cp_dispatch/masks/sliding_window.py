@@ -26,9 +26,9 @@ class SlidingWindow(StaticMask):
     right: int | None = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        for name, value, least in (("left", self.left, 1), ("right", self.right, 0)):
+        for name, value, lowest in (("left", self.left, 1), ("right", self.right, 0)):
             if value is not None:
-                check_tokens(self, name, value, least=least)
+                check_tokens(self, name, value, minimum=lowest)
 
     @property
     def is_causal(self) -> bool:

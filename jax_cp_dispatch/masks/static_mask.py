@@ -26,7 +26,7 @@ class StaticMask(Mask):
 
     @abc.abstractmethod
     def k_start(self, q: Any, start: Any) -> Any:
-        """Returns the first key of each query; it never falls within a document.
+        """Returns the first key of each query; it never decreases along a document.
 
         Queries, keys and documents have the same coordinates: columns of a batch row, received
         rows, or positions in the document. Arrays of NumPy give NumPy.
@@ -38,7 +38,7 @@ class StaticMask(Mask):
 
     @abc.abstractmethod
     def k_end(self, q: Any, start: Any, end: Any) -> Any:
-        """Returns one past the last key of each query; it never falls within a document.
+        """Returns one past the last key of each query; it never decreases along a document.
 
         Args:
           q, start: as in `k_start`.

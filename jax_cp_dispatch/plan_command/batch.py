@@ -65,7 +65,7 @@ def fill_ranks(rows: Sequence[Lengths], *, num_ranks: int, tokens_per_rank: int 
         kept.append(tuple(used))
     if sum(x**2 for used in kept for x in used) >= 2**62:
         raise InputError(
-            "the documents have more query-key pairs than plans count, 2**61. Pass shorter "
-            "documents, or fewer of them."
+            "the documents have more than 2**61 query-key pairs, the most that a plan counts. Pass "
+            "shorter documents, or fewer of them."
         )
     return Batch(tuple(kept), tokens_per_rank, num_cut, num_left_out, rows)

@@ -74,7 +74,7 @@ def read_lengths(path: pathlib.Path, *, join: bool = False, row: int | None = No
         rows, taken = [rows[row]], f"row {row} of {len(rows)}, alone"
     if not any(sum(x.lengths) for x in rows):
         raise InputError(f"{path} has no documents with tokens. Pass lengths of at least 1.")
-    return Input(rows, f"{path}: {what}. Taken as {taken}.")
+    return Input(rows, f"{path}: {what}. Read as {taken}.")
 
 
 def _joined(rows: list[Lengths]) -> Lengths:
@@ -92,7 +92,7 @@ def _from_json(path: pathlib.Path) -> tuple[list[Lengths], str]:
         found = json.loads(path.read_text(encoding="utf-8-sig"))  # editors add a byte order mark
     except RecursionError:
         raise InputError(
-            f"{path} has lists inside lists that are too deep to read. Pass a list of lengths, or "
+            f"{path} has lists that are nested too deeply. Pass a list of lengths, or "
             "a list of such lists."
         ) from None
     except ValueError as error:  # no text, no JSON, or a number of thousands of digits

@@ -164,7 +164,7 @@ def _check_sizes(options: argparse.Namespace) -> None:
     for most, names in _LARGEST.items():
         for name in names:
             option = f"--{name.replace('_', '-')}"
-            check_number(option, getattr(options, name), least=1, most=most)
+            check_number(option, getattr(options, name), minimum=1, maximum=most)
     if options.heads % options.kv_heads:
         raise InputError(
             f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}. Pass a "
@@ -189,8 +189,8 @@ def _hardware(options: argparse.Namespace, num_ranks: int) -> Hardware:
     size = min(hardware.ranks_per_node or num_ranks, num_ranks)
     if num_ranks % size:
         raise InputError(
-            f"{num_ranks} ranks do not fill {options.hardware} nodes of {size}. Pass --nodes, or a "
-            f"multiple of {size} as --ranks."
+            f"{num_ranks} ranks cannot be divided into {options.hardware} nodes of {size}. Pass "
+            f"--nodes, or a multiple of {size} as --ranks."
         )
     return hardware
 

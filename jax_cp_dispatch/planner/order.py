@@ -18,7 +18,7 @@ from jax_cp_dispatch.planner.blocks import (
 )
 from jax_cp_dispatch.planner.segment_ids import Ids
 
-_Words = Integer[Array, "B T"]
+_PerToken = Integer[Array, "B T"]
 
 
 def starts_in_order(
@@ -36,7 +36,7 @@ def starts_in_order(
 
 @jax.named_scope("cpd.plan")
 def is_in_order(
-    segment_ids: Ids, positions: Ids | None, highest: _Words | None = None
+    segment_ids: Ids, positions: Ids | None, highest: _PerToken | None = None
 ) -> Bool[Array, ""]:
     """Whether no document has separate pieces in its batch row.
 
@@ -70,7 +70,9 @@ def is_in_order(
     return are_all(~continues) & lax.cond(ascends, lambda: ascends, separate)
 
 
-def _has_no_pieces(ids: _Words, ends_of_runs: tuple[_Words, _Words] | None) -> Bool[Array, ""]:
+def _has_no_pieces(
+    ids: _PerToken, ends_of_runs: tuple[_PerToken, _PerToken] | None
+) -> Bool[Array, ""]:
     """Compares each run with the previous separate one of its id, by a sort of all tokens."""
     column = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     operands = (ids, column, *(ends_of_runs or ()))
@@ -89,5 +91,5 @@ def _first_columns(begins: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
     return running_max(jnp.where(begins, column, 0))
 
 
-def _at(x: _Words, column: Int32[Array, "B T"]) -> _Words:
+def _at(x: _PerToken, column: Int32[Array, "B T"]) -> _PerToken:
     return jnp.take_along_axis(x, column, axis=1)

@@ -19,7 +19,7 @@ from jax_cp_dispatch._residuals import PAIRS
 dot = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
-class Place(NamedTuple):
+class RowIndex(NamedTuple):
     """Rows in chunks.
 
     Attributes:
@@ -82,13 +82,13 @@ class Chunks:
         x = jnp.moveaxis(x, (1, 3), (0, 2))  # [G, n, C, N, V]
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.num_rows]
 
-    def place_of(self, row: Int32[Array, " P"], used: Bool[Array, " P"]) -> Place:
+    def index_of(self, row: Int32[Array, " P"], used: Bool[Array, " P"]) -> RowIndex:
         """Finds rows, counted over all groups, and the rows of their pieces in their chunks."""
         group, at = row // self.num_rows, row % self.num_rows
         index = at // self.size, group
         here = self.ids[index]
         mask = (here == jnp.take_along_axis(here, at[:, None] % self.size, 1)) & used[:, None]
-        return Place(index, at % self.size, mask[:, None, :, None].astype(self.into.dtype))
+        return RowIndex(index, at % self.size, mask[:, None, :, None].astype(self.into.dtype))
 
     def rows_between(
         self, first: Int32[Array, " P"], last: Int32[Array, " P"]

@@ -21,7 +21,7 @@ from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
-from jax_cp_dispatch.sequence.states import Parts, Steps, read
+from jax_cp_dispatch.sequence.states import Prepared, Steps, read
 from jax_cp_dispatch.sequence.summaries import products_of_pieces, states_of_pieces
 
 _OP = "gated_delta_rule"
@@ -96,11 +96,11 @@ class DeltaRule:
     scale: float
     chunk: int
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> Parts:
+    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> Prepared:
         dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
         chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
         u, w, kd, into, q, scores = chunks.apply(self._prepare, inputs)
-        return Parts(Steps(u, w, kd, into, chunks), q, scores, dtype)
+        return Prepared(Steps(u, w, kd, into, chunks), q, scores, dtype)
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log, beta = heads_first(rows, self.scale)
@@ -111,13 +111,13 @@ class DeltaRule:
         scores = scores * lower(ids, k.dtype)
         return u, w, k * decays.out, decays.into, q * decays.into, scores
 
-    def summaries(self, parts: Parts, ends: Ends) -> tuple[Any, Any]:
-        added = states_of_pieces(parts.steps, ends)
-        return added, (products_of_pieces(parts.steps, ends), added)
+    def summaries(self, prepared: Prepared, ends: Ends) -> tuple[Any, Any]:
+        added = states_of_pieces(prepared.steps, ends)
+        return added, (products_of_pieces(prepared.steps, ends), added)
 
     def apply(self, map_: Any, state: Any) -> Any:
         product, added = map_
         return dot(product, state) + added
 
-    def finish(self, parts: Parts, entry: Entry | None) -> Float[Array, "G L N V"]:
-        return read(parts, entry)
+    def finish(self, prepared: Prepared, entry: Entry | None) -> Float[Array, "G L N V"]:
+        return read(prepared, entry)

@@ -20,7 +20,7 @@ from jax_cp_dispatch.sequence.options import Options
 from jax_cp_dispatch.sequence.pieces import Pieces
 from jax_cp_dispatch.sequence.ranks import Axes, Layer, Where, call_layer
 from jax_cp_dispatch.sequence.recurrence import Ends, Entry, Recur
-from jax_cp_dispatch.sequence.states import Parts, Steps, read
+from jax_cp_dispatch.sequence.states import Prepared, Steps, read
 from jax_cp_dispatch.sequence.summaries import states_of_pieces
 
 _OP = "linear_attention"
@@ -85,12 +85,12 @@ class LinearAttention:
 
     def prepare(
         self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]
-    ) -> tuple[Parts, Float[Array, "n G N C F"]]:
-        """Returns the parts, and the log decays of the rows."""
+    ) -> tuple[Prepared, Float[Array, "n G N C F"]]:
+        """Returns the prepared, and the log decays of the rows."""
         dtype, num_heads = inputs["v"].dtype, inputs["v"].shape[2]
         chunks = chunks_of(piece_ids, self.chunk, num_heads, wide_dtype(inputs))
         u, kd, into, q, scores, log = chunks.apply(self._prepare, inputs)
-        return Parts(Steps(u, None, kd, into, chunks), q, scores, dtype), log
+        return Prepared(Steps(u, None, kd, into, chunks), q, scores, dtype), log
 
     def _prepare(self, rows: dict[str, Array], ids: Int32[Array, "n G C"]) -> tuple[Array, ...]:
         q, k, v, log = heads_first(rows, self.scale)
@@ -99,8 +99,8 @@ class LinearAttention:
         scores = scores * lower(ids, k.dtype)
         return v, k * decays.out, decays.into, q * decays.into, scores, log
 
-    def summaries(self, parts: Any, ends: Ends) -> tuple[Any, Any]:
-        (steps, *_), log = parts
+    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
+        (steps, *_), log = prepared
         added = states_of_pieces(steps, ends)
         rows = steps.chunks.rows_between(ends.first, ends.last).astype(log.dtype)
         total = jnp.einsum("pngc,ngmcf->pmf", rows, log, precision="highest")
@@ -110,5 +110,5 @@ class LinearAttention:
         decay, added = map_
         return decay[..., None] * state + added
 
-    def finish(self, parts: Any, entry: Entry | None) -> Float[Array, "G L N V"]:
-        return read(parts[0], entry)
+    def finish(self, prepared: Any, entry: Entry | None) -> Float[Array, "G L N V"]:
+        return read(prepared[0], entry)

@@ -67,7 +67,7 @@ def linear_recurrence(
     return call_layer(layer, {"x": x, "log_decay": log_decay}, (), where, axes)
 
 
-class _Parts(NamedTuple):
+class _Prepared(NamedTuple):
     """The recurrence from zero, and the decay since the start of each piece, [G, L, *F]."""
 
     h: Array
@@ -80,7 +80,7 @@ class _Parts(NamedTuple):
 class LinearRecurrence:
     """The elementwise recurrence on one rank, by one associative scan."""
 
-    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Parts:
+    def prepare(self, inputs: dict[str, Array], piece_ids: Int32[Array, "G L"]) -> _Prepared:
         dtype, inputs = inputs["x"].dtype, wide(inputs)
         x, decay = inputs["x"], jnp.exp(inputs["log_decay"])
         new = jnp.pad(piece_ids[:, 1:] != piece_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -92,21 +92,21 @@ class LinearRecurrence:
             return new0 | new1, decay, jnp.where(new1, h1, decay1 * h0 + h1)
 
         _, decay, h = jax.lax.associative_scan(join, (new, decay, x), axis=1)
-        return _Parts(h, decay, piece_ids, dtype)
+        return _Prepared(h, decay, piece_ids, dtype)
 
-    def summaries(self, parts: _Parts, ends: Ends) -> tuple[Any, Any]:
+    def summaries(self, prepared: _Prepared, ends: Ends) -> tuple[Any, Any]:
         at = lambda x: x.reshape(-1, *x.shape[2:])[ends.last]
-        return at(parts.h), (at(parts.decay), at(parts.h))
+        return at(prepared.h), (at(prepared.decay), at(prepared.h))
 
     def apply(self, map_: Any, state: Any) -> Any:
         decay, added = map_
         return decay * state + added
 
-    def finish(self, parts: _Parts, entry: Entry | None) -> Array:
-        h = parts.h
+    def finish(self, prepared: _Prepared, entry: Entry | None) -> Array:
+        h = prepared.h
         if entry is not None:  # pieces 1, ..., P are entered
-            index = jnp.where(parts.ids <= len(entry.used), parts.ids, 0)
+            index = jnp.where(prepared.ids <= len(entry.used), prepared.ids, 0)
             state = jnp.asarray(entry.state)
             entering = jnp.pad(state, [(1, 0)] + [(0, 0)] * (state.ndim - 1))[index]
-            h = h + parts.decay * entering
-        return h.astype(parts.dtype)
+            h = h + prepared.decay * entering
+        return h.astype(prepared.dtype)

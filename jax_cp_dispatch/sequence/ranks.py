@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
 from jax_cp_dispatch._ranks.varying import can_check_varying, vary_alike
 from jax_cp_dispatch.attention.arguments import check_groups, check_plan, is_stack
-from jax_cp_dispatch.attention.mesh_axes import Caller, MeshAxes, find_axes
+from jax_cp_dispatch.attention.mesh_axes import Caller, GivenAxes, MeshAxes, find_axes
 from jax_cp_dispatch.attention.nested import shard_map_inside, varies_outside
 from jax_cp_dispatch.attention.rotating.sequence import read_sequences
 from jax_cp_dispatch.planner import PlacedPlan
@@ -103,7 +103,7 @@ def _check_where(op: str, where: Where, shape: tuple[int, ...]) -> None:
             )
     if isinstance(plan, PlacedPlan) and where.positions is not None and where.segment_ids is None:
         raise ValueError(
-            f"{op}: got a plan and positions without segment_ids, which say where padding is. Pass "
+            f"{op}: got a plan and positions without segment_ids, which mark the padding. Pass "
             "both, or segment_ids alone."
         )
 
@@ -139,10 +139,7 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
     found = find_axes(
         *leaves,
         caller=Caller(op, op),
-        mesh=axes.mesh,
-        axis_name=options.axis_name,
-        batch_axis=axes.batch,
-        head_axis=axes.heads,
+        given=GivenAxes(axes.mesh, options.axis_name, axes.batch, axes.heads),
         covers_batch=plan is not None and not is_stack(plan),
     )
     num_tokens = leaves[0].shape[1]
@@ -157,7 +154,7 @@ def _on_global_arrays(layer: Layer, tokens: Any, weights: Any, where: Where, axe
         if missing and options.layout == "zigzag":
             raise ValueError(
                 f"{op}: T is {num_tokens} but {found.described}, which must divide it with "
-                "layout='zigzag'. Pad the tokens (segment 0 is padding) before the layout is made."
+                "layout='zigzag'. Pad the tokens (segment 0 is padding) before you reorder them."
             )
         segment_ids, positions = read_sequences(
             op, segment_ids, positions, layout=options.layout, num_ranks=found.num_ranks

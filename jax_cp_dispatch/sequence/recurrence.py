@@ -59,7 +59,7 @@ class Kernel(Protocol):
         """Computes what needs no state, from rows [G, L, ...]."""
         ...
 
-    def summaries(self, parts: Any, ends: Ends) -> tuple[Any, Any]:
+    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
         """Returns the state after each piece that begins a document, and the maps of the others."""
         ...
 
@@ -67,7 +67,7 @@ class Kernel(Protocol):
         """Returns the state after a piece."""
         ...
 
-    def finish(self, parts: Any, entry: Entry | None) -> Any:
+    def finish(self, prepared: Any, entry: Entry | None) -> Any:
         """Returns the outputs [G, L, ...]; without `entry`, all pieces start from zero."""
         ...
 
@@ -152,14 +152,14 @@ class Recur:
         later, earlier = pieces.own_later, pieces.own_earlier
         slot, fresh = pieces.slots(later), pieces.begin + pieces.num_slots + 1
         ids = jnp.where(slot > 0, slot, jnp.where(pieces.is_token, fresh, 0))
-        parts, entry = kernel.prepare(inputs, ids), None
+        prepared, entry = kernel.prepare(inputs, ids), None
         if pieces.world_size > 1:
             last = earlier.row + earlier.length - 1
             ends = Ends(earlier.row, last, earlier.used, earlier.start > 0)
-            first, maps = kernel.summaries(parts, ends)
+            first, maps = kernel.summaries(prepared, ends)
             states = states_before(options.exchange, pieces, first, maps, kernel.apply)
             entry = Entry(later.row, later.used, states)
-        return pieces.restore(jax.tree.map(inert, kernel.finish(parts, entry)))
+        return pieces.restore(jax.tree.map(inert, kernel.finish(prepared, entry)))
 
 
 def _rows_like(rows: Array, x: Array) -> Array:
@@ -175,8 +175,8 @@ class OfUser:
     def prepare(self, inputs: Any, piece_ids: Array) -> Any:
         return inputs, piece_ids
 
-    def summaries(self, parts: Any, ends: Ends) -> tuple[Any, Any]:
-        inputs, ids = parts
+    def summaries(self, prepared: Any, ends: Ends) -> tuple[Any, Any]:
+        inputs, ids = prepared
         rows = jnp.arange(ids.shape[1], dtype=jnp.int32)
 
         def summary(first: Array, last: Array, used: Array) -> Any:
@@ -196,8 +196,8 @@ class OfUser:
     def apply(self, map_: Any, state: Any) -> Any:
         return self.local.apply(map_, state)
 
-    def finish(self, parts: Any, entry: Entry | None) -> Any:
-        inputs, ids = parts
+    def finish(self, prepared: Any, entry: Entry | None) -> Any:
+        inputs, ids = prepared
         if entry is not None:
             states = entry.state
         else:

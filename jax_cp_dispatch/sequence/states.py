@@ -35,7 +35,7 @@ class Steps(NamedTuple):
     chunks: Chunks
 
 
-class Parts(NamedTuple):
+class Prepared(NamedTuple):
     """What needs no state.
 
     Attributes:
@@ -68,21 +68,22 @@ def walk(
     shape = *kd.shape[1:3], kd.shape[-1], u.shape[-1]
     where, born = jnp.zeros((2, 0), jnp.int32), jnp.zeros((0, *shape[1:]), u.dtype)
     if entry is not None:
-        at = chunks.place_of(entry.first, entry.used)
+        at = chunks.index_of(entry.first, entry.used)
         if steps.w is not None:
             u = u.at[at.where].add(-dot(steps.w[at.where], entry.state) * at.mask)
         remains = at.mask[:, :, -1] * into[at.where][:, :, -1]  # of pieces that reach the end
         where, born = jnp.stack(at.where), remains[..., None] * entry.state
     start, u, kd, decay, born = vary_alike([jnp.zeros(shape, u.dtype), u, kd, decay, born])
-    return _scan((where, active, chunks.into, chunks.last), start, u, w, kd, decay, born)
+    return _scan((where, active, chunks.into, chunks.last), (start, u, w, kd, decay, born))
 
 
 @jax.custom_vjp
-def _scan(fixed, start, u, w, kd, decay, born):
+def _scan(fixed, changing):
     """Returns the state before each chunk, and what its rows add. The first state is zero.
 
     The states `born` [P, N, H, V] are added behind the chunks and in the groups of `where` [2, P].
     """
+    start, u, w, kd, decay, born = changing
     where, active, into, last = fixed
     chunk, group = where
 
@@ -111,8 +112,9 @@ def _scan_active(step, skip, active, start, xs, *, reverse=False):
     return lax.scan(chosen, start, (active, xs), reverse=reverse)
 
 
-def _scan_forward(fixed, start, u, w, kd, decay, born):
-    states, new = _scan(fixed, start, u, w, kd, decay, born)
+def _scan_forward(fixed, changing):
+    states, new = _scan(fixed, changing)
+    start, _, w, kd, decay, _ = changing
     return (states, new), (fixed, start, w, kd, decay, states, new)
 
 
@@ -140,18 +142,18 @@ def _scan_backward(saved, gradients):
     ddecay = (states * after).sum(-1, keepdims=True)
     if decay.shape[-2] == 1:
         ddecay = ddecay.sum(-2, keepdims=True)
-    return None, dstart, dnew, dw, dkd, ddecay, after[tuple(where)]
+    return None, (dstart, dnew, dw, dkd, ddecay, after[tuple(where)])
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def read(parts: Parts, entry: Entry | None) -> Float[Array, "G L N V"]:
+def read(prepared: Prepared, entry: Entry | None) -> Float[Array, "G L N V"]:
     """Returns what the queries read from the states; `entry`: pieces that do not start from zero"""
-    steps, q, scores, dtype = parts
+    steps, q, scores, dtype = prepared
     states, new = walk(steps, entry)
     out = dot(q * steps.chunks.into, states) + dot(scores, new)
     if entry is not None:
-        at = steps.chunks.place_of(entry.first, entry.used)
+        at = steps.chunks.index_of(entry.first, entry.used)
         out = out.at[at.where].add(dot(q[at.where], entry.state) * at.mask)
     return steps.chunks.join(out).astype(dtype)

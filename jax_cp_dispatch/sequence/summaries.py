@@ -67,12 +67,12 @@ def _states_after(
 ) -> Float[Array, "P N H V"]:
     """Returns the state after each piece, from those before the chunks of its last row `last`."""
     chunks = steps.chunks
-    end = chunks.place_of(last, jnp.ones(last.shape, bool))
+    end = chunks.index_of(last, jnp.ones(last.shape, bool))
     # A piece that starts in its last chunk is entered there, or starts from zero.
     row = end.row[:, None, None, None]
     state = states[end.where] * jnp.take_along_axis(chunks.into[end.where], row, 2)
     if entry is not None:
-        start = chunks.place_of(entry.first, entry.used)
+        start = chunks.index_of(entry.first, entry.used)
         is_there = (start.where[0] == end.where[0])[:, None, None, None]
         state = jnp.where(is_there, entry.state, state)
     new = steps.u[end.where]

@@ -141,7 +141,8 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
     if kind != CommOverlapType.NONE and num_bytes * config.tp_size >= _ADDRESS_SPACE:
         raise ValueError(
             f"{op}: buffer_shape is {config.buffer_shape}, {num_bytes} bytes for each of "
-            f"{config.tp_size} ranks; no process addresses 2**47 bytes. Use a smaller one."
+            f"{config.tp_size} ranks; a process can address less than 2**47 bytes. Use a "
+            "smaller one."
         )
     if config.atomic_gemm and not (is_ring or is_pipeline):
         raise ValueError(
@@ -172,8 +173,8 @@ def _check_combination(op: str, config: CommOverlapConfig) -> None:
             )
         if config.tp_size % 2:
             raise ValueError(
-                f"{op}: got aggregate_ag with tp_size={config.tp_size}; pairs need an even one. "
-                "Omit it."
+                f"{op}: got aggregate_ag with tp_size={config.tp_size}; pairs need an even "
+                "number of ranks. Omit it."
             )
 
 
@@ -187,7 +188,7 @@ def check_pair(op: str, kind: CommOverlapType, method: CommOverlapMethod) -> Non
     if (kind, method) == (CommOverlapType.AG, CommOverlapMethod.PIPELINE):
         raise ValueError(
             f"{op}: got {method} with {kind}; column chunks of a product can be reduced, but not "
-            "gathered. Take CommOverlapMethod.RING_EXCHANGE."
+            "gathered. Use CommOverlapMethod.RING_EXCHANGE."
         )
 
 
@@ -216,17 +217,17 @@ def _dtype(op: str, dtype: Any, comm_type: CommOverlapType) -> str:
 
 
 def _integer(
-    op: str, name: str, value: Any, least: int | float = -math.inf, most: int = 2**62 - 1
+    op: str, name: str, value: Any, minimum: int | float = -math.inf, maximum: int = 2**62 - 1
 ) -> int:
-    needs = "an integer" if least == -math.inf else f"an integer of at least {least}"
+    needs = "an integer" if minimum == -math.inf else f"an integer of at least {minimum}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if most < 2**62 - 1 or (number is not None and number > most):
-        needs += f" and at most {most}"
+    if maximum < 2**62 - 1 or (number is not None and number > maximum):
+        needs += f" and at most {maximum}"
     if number is None:
         raise TypeError(f"{op}: {name} is {value!r}; it needs to be {needs}.")
-    if not least <= number <= most:
+    if not minimum <= number <= maximum:
         raise ValueError(f"{op}: {name} is {number}; it needs to be {needs}.")
     return number
